@@ -19,8 +19,8 @@ from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.docs import endpoint_docs
 from penstock.frontend.endpoints.docs.pages import DocumentationPages
 from penstock.frontend.endpoints.responses.endpoint import Responses
-from penstock.frontend.endpoints.responses.state_files import open_database
-from penstock.frontend.endpoints.responses.store import ResponseStore
+from penstock.frontend.endpoints.responses.storage.state_files import open_database
+from penstock.frontend.endpoints.responses.storage.store import ResponseStore
 from penstock.frontend.endpoints.routes import Methods, RouteTable, delete, get, post, select
 from penstock.frontend.schemas.ignored_fields import IgnoredFields
 from penstock.frontend.transport.disconnect import ClientGoneError

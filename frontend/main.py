@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.frontend.access.api_keys import Keyring, named_keys, read_key_file
 from penstock.frontend.access.usage_table import UsageTable
-from penstock.frontend.endpoints.responses.state_files import (
+from penstock.frontend.endpoints.responses.storage.state_files import (
     NO_STATE,
     StateError,
     StateFiles,

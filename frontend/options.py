@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
-from penstock.frontend.endpoints.responses.state_files import default_state_dir
+from penstock.frontend.endpoints.responses.storage.state_files import default_state_dir
 from penstock.frontend.settings import ReasoningParserName, TenantBy, ToolParserName
 from penstock.shm.process.options import ByteSize
 from penstock.shm.process.socket_path import default_socket_path

@@ -25,7 +25,7 @@ from penstock.frontend.endpoints.responses.background_places import BackgroundCl
 from penstock.frontend.endpoints.responses.items import RENAMED, as_chat, listed
 from penstock.frontend.endpoints.responses.kept_responses import KeptResponses
 from penstock.frontend.endpoints.responses.pending_response import PendingResponse
-from penstock.frontend.endpoints.responses.stored_messages import decode_messages
+from penstock.frontend.endpoints.responses.storage.stored_messages import decode_messages
 from penstock.frontend.endpoints.responses.truncation import fitted
 from penstock.frontend.schemas.chat import check_chat
 from penstock.frontend.schemas.responses import ResponsesBody, decode_responses
@@ -34,7 +34,7 @@ from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, ret
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.context import EndpointContext
     from penstock.frontend.endpoints.responses.background.takeover import Restart
-    from penstock.frontend.endpoints.responses.store import ResponseStore, StoredResponse
+    from penstock.frontend.endpoints.responses.storage.store import ResponseStore, StoredResponse
     from penstock.frontend.generation.served_model import ServedModel
     from penstock.frontend.schemas.chat import ChatBody
     from penstock.frontend.transport.exchange import Exchange

@@ -14,7 +14,7 @@ from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, sho
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.frontend.endpoints.responses.store import ResponseStore, StoredResponse
+    from penstock.frontend.endpoints.responses.storage.store import ResponseStore, StoredResponse
 
 
 MAX_REFERENCED_BYTES = 16 << 20

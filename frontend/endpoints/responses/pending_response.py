@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.frontend.endpoints.responses.items import input_items, to_messages
-from penstock.frontend.endpoints.responses.store import StoredResponse
-from penstock.frontend.endpoints.responses.stored_messages import NO_MESSAGES, add_messages
+from penstock.frontend.endpoints.responses.storage.store import StoredResponse
+from penstock.frontend.endpoints.responses.storage.stored_messages import NO_MESSAGES, add_messages
 from penstock.frontend.formats.responses import ResponsesFormat
 from penstock.frontend.parsing.blocks import BlockKind
 from penstock.frontend.schemas.chat import ChatMessage, FunctionCall, MessageToolCall

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from penstock.frontend.endpoints.responses.stored_events import split_events
+from penstock.frontend.endpoints.responses.storage.stored_events import split_events
 from penstock.frontend.transport.disconnect import ClientGoneError
 from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later, shutting_down
 from penstock.frontend.transport.sse import EventStream
@@ -14,7 +14,7 @@ from penstock.frontend.transport.sse import EventStream
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.frontend.endpoints.responses.store import ResponseStore
+    from penstock.frontend.endpoints.responses.storage.store import ResponseStore
     from penstock.frontend.transport.exchange import Exchange
     from penstock.frontend.transport.open_exchanges import OpenExchanges
 

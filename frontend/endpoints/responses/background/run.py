@@ -15,7 +15,7 @@ from penstock.frontend.endpoints.responses.background_places import (
     is_too_long,
     too_long,
 )
-from penstock.frontend.endpoints.responses.orphans import KeptRun
+from penstock.frontend.endpoints.responses.storage.orphans import KeptRun
 from penstock.frontend.transport.disconnect import ClientGoneError
 from penstock.frontend.transport.errors import ApiError, ErrorKind
 from penstock.frontend.transport.exchange import Exchange
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from penstock.frontend.endpoints.responses.background_places import BackgroundClaim
-    from penstock.frontend.endpoints.responses.orphans import TakenOver
     from penstock.frontend.endpoints.responses.pending_response import PendingResponse
-    from penstock.frontend.endpoints.responses.store import ResponseStore
+    from penstock.frontend.endpoints.responses.storage.orphans import TakenOver
+    from penstock.frontend.endpoints.responses.storage.store import ResponseStore
     from penstock.frontend.formats.responses import ResponsesFormat
     from penstock.frontend.transport.asgi import AsgiMessage, Receive, Send
 

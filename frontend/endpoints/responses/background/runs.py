@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from penstock.frontend.endpoints.responses.background.run import BackgroundRun
-    from penstock.frontend.endpoints.responses.store import ResponseStore
+    from penstock.frontend.endpoints.responses.storage.store import ResponseStore
     from penstock.frontend.transport.open_exchanges import OpenExchanges
 
 logger = logging.getLogger("penstock.responses")

@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.frontend.endpoints.responses import owner
-from penstock.frontend.endpoints.responses.orphans import MAX_TAKEOVERS
+from penstock.frontend.endpoints.responses.storage import owner
+from penstock.frontend.endpoints.responses.storage.orphans import MAX_TAKEOVERS
 from tests.frontend.harness import VOCAB_SIZE
 from tests.frontend.test_main import Frontend, directory, start
 from tests.shm.scripted_backend import BackendProcess

@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.frontend.endpoints.responses import owner
 from penstock.frontend.endpoints.responses.background_places import BackgroundClaim
-from penstock.frontend.endpoints.responses.database import check_file
-from penstock.frontend.endpoints.responses.orphans import MAX_TAKEOVERS, KeptRun, Orphan
-from penstock.frontend.endpoints.responses.stored_events import StoredEvents
+from penstock.frontend.endpoints.responses.storage import owner
+from penstock.frontend.endpoints.responses.storage.database import check_file
+from penstock.frontend.endpoints.responses.storage.orphans import MAX_TAKEOVERS, KeptRun, Orphan
+from penstock.frontend.endpoints.responses.storage.stored_events import StoredEvents
 from tests.frontend.endpoints.responses.test_store import MAX_FILE_BYTES, done, response, store_in
 
 KEPT = KeptRun(BackgroundClaim(b"payer", 1000, is_streamed=True), b"{}")

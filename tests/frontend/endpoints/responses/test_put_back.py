@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.frontend.app import App
-from penstock.frontend.endpoints.responses import owner
+from penstock.frontend.endpoints.responses.storage import owner
 from penstock.shm.messages import FailureCode, Finish
 from tests.frontend.endpoints.responses.test_responses import HI, MODEL, PATH
 from tests.frontend.endpoints.responses.test_takeover import STREAM, app_on, die, ended, next_worker, num_stored_events

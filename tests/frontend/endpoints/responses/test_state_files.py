@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.frontend.endpoints.responses.state_files import (
+from penstock.frontend.endpoints.responses.storage.state_files import (
     StateError,
     StateFiles,
     default_state_dir,

@@ -17,10 +17,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from penstock.frontend.endpoints.responses import owner
-from penstock.frontend.endpoints.responses.database import CorruptFileError, Database, UnusableFileError, check_file
-from penstock.frontend.endpoints.responses.store import ResponseStore, StoredResponse
-from penstock.frontend.endpoints.responses.stored_messages import NO_MESSAGES, add_messages, decode_messages
+from penstock.frontend.endpoints.responses.storage import owner
+from penstock.frontend.endpoints.responses.storage.database import (
+    CorruptFileError,
+    Database,
+    UnusableFileError,
+    check_file,
+)
+from penstock.frontend.endpoints.responses.storage.store import ResponseStore, StoredResponse
+from penstock.frontend.endpoints.responses.storage.stored_messages import NO_MESSAGES, add_messages, decode_messages
 from penstock.frontend.schemas.chat import ChatMessage, FunctionCall, MessageToolCall
 from penstock.frontend.transport.errors import ApiError
 
@@ -252,7 +257,9 @@ def test_full_disk_is_a_503_and_loses_nothing_else(tmp_path: Path) -> None:
 
 
 def test_owner_lives_until_its_process_ends() -> None:
-    code = "from penstock.frontend.endpoints.responses import owner; print(owner.own_name(), flush=True); input()"
+    code = (
+        "from penstock.frontend.endpoints.responses.storage import owner; print(owner.own_name(), flush=True); input()"
+    )
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, stderr=-3, text=True) as process:
         assert process.stdout is not None
         name = process.stdout.readline().strip()
@@ -271,7 +278,7 @@ def test_locked_file_delays_all_requests_together_as_long_as_one(
 ) -> None:
     """Counted in the time that the database is told to wait, which has no noise."""
     told_ms: list[int] = []
-    monkeypatch.setattr("penstock.frontend.endpoints.responses.database._LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("penstock.frontend.endpoints.responses.storage.database._LOCK_TIMEOUT_S", 0.05)
 
     def trace(statement: str) -> None:
         name, _, value = statement.partition(" = ")

@@ -16,7 +16,7 @@ import pytest
 from penstock.frontend.access.admission import Admission
 from penstock.frontend.access.api_keys import ApiKey, KeyLimits
 from penstock.frontend.app import App
-from penstock.frontend.endpoints.responses import owner
+from penstock.frontend.endpoints.responses.storage import owner
 from penstock.frontend.generation.served_model import ModelKeeper
 from penstock.shm.client import Overloaded
 from penstock.shm.messages import Finish

@@ -12,9 +12,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.frontend.endpoints.responses import owner
 from penstock.frontend.endpoints.responses.background_places import HARD_BOUND_BYTES
-from penstock.frontend.endpoints.responses.database import (
+from penstock.frontend.endpoints.responses.storage import owner
+from penstock.frontend.endpoints.responses.storage.database import (
     CorruptFileError,
     Database,
     UnusableFileError,

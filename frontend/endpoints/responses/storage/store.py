@@ -13,17 +13,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.frontend.endpoints.responses import orphans, owner
-from penstock.frontend.endpoints.responses.database import Database
-from penstock.frontend.endpoints.responses.stored_events import StoredEvents, add_events, events_from
-from penstock.frontend.endpoints.responses.stored_messages import decode_messages
+from penstock.frontend.endpoints.responses.storage import orphans, owner
+from penstock.frontend.endpoints.responses.storage.database import Database
+from penstock.frontend.endpoints.responses.storage.stored_events import StoredEvents, add_events, events_from
+from penstock.frontend.endpoints.responses.storage.stored_messages import decode_messages
 from penstock.frontend.transport.errors import ApiError
 
 if TYPE_CHECKING:
     import sqlite3
     from collections.abc import Callable
 
-    from penstock.frontend.endpoints.responses.orphans import KeptRun, Orphan, TakenOver
+    from penstock.frontend.endpoints.responses.storage.orphans import KeptRun, Orphan, TakenOver
     from penstock.frontend.schemas.chat import ChatMessage
 
 _OVERHEAD_BYTES = 1024

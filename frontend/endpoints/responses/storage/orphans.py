@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.frontend.endpoints.responses import owner
 from penstock.frontend.endpoints.responses.background_places import BackgroundClaim
-from penstock.frontend.endpoints.responses.stored_events import add_events, all_events
+from penstock.frontend.endpoints.responses.storage import owner
+from penstock.frontend.endpoints.responses.storage.stored_events import add_events, all_events
 
 if TYPE_CHECKING:
     import sqlite3
