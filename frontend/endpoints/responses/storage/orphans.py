@@ -30,7 +30,7 @@ class KeptRun:
 
     claim: BackgroundClaim
     request: bytes
-    """See `kept_request`."""
+    """See `background.takeover.KeptRequest`."""
 
 
 @dataclass(frozen=True, slots=True)

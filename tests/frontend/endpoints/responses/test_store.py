@@ -257,9 +257,7 @@ def test_full_disk_is_a_503_and_loses_nothing_else(tmp_path: Path) -> None:
 
 
 def test_owner_lives_until_its_process_ends() -> None:
-    code = (
-        "from penstock.frontend.endpoints.responses.storage import owner; print(owner.own_name(), flush=True); input()"
-    )
+    code = f"from {owner.__name__} import own_name; print(own_name(), flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, stderr=-3, text=True) as process:
         assert process.stdout is not None
         name = process.stdout.readline().strip()
