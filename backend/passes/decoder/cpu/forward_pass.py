@@ -9,7 +9,7 @@ import torch
 
 from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch
 from penstock.backend.passes.decoder.cpu.deterministic_torch_ops import DeterministicTorchOps
-from penstock.backend.passes.decoder.cpu.native_library import load_library
+from penstock.backend.passes.decoder.cpu.native_library import load_library, request_tiles
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps, supports_native_ops
 from penstock.backend.passes.decoder.cpu.thread_counts import num_usable_cores
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
@@ -117,7 +117,8 @@ def make_cpu_ops(
     """Return the fastest operations that this machine has for the model. The native ones are always deterministic."""
     library = load_library() if supports_native_ops(config) else None
     if library is not None:
-        return NativeOps(library, config, dtype, max_batch_tokens, num_usable_cores(), SPIN_S)
+        tiles = request_tiles(library)
+        return NativeOps(library, config, dtype, max_batch_tokens, num_usable_cores(), SPIN_S, uses_tiles=tiles)
     heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
     kind = DeterministicTorchOps if deterministic else TorchOps
     return kind(heads, config.rope, config.rms_norm_eps, dtype)

@@ -24,11 +24,13 @@ from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check
 logger = logging.getLogger("penstock.backend")
 
 SOURCE = Path(__file__).parent / "kernels" / "cpu.cpp"
-ABI = 2
+ABI = 3
 
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread", "-w")
 AVX2_FLAGS = ("-mno-avx512f", "-mavx2", "-mfma", "-mf16c")
 """Compiles the kernels of a machine without AVX-512 on one that has it, for tests."""
+EMULATED_TILES_FLAGS = ("-DPENSTOCK_EMULATED_TILES",)
+"""Compiles products on tiles for a machine without AMX, with the same results, for tests."""
 
 _COMPILE_TIMEOUT_S = 120.0
 
@@ -53,6 +55,21 @@ def load_library() -> ctypes.CDLL | None:
     except LibraryUnavailableError as error:
         logger.warning("No native CPU kernels, slower torch operations instead: %s", error)
         return None
+
+
+@cache
+def request_tiles(library: ctypes.CDLL) -> bool:
+    """Ask the system for AMX tiles for this process; call it before the kernels' threads start.
+
+    Returns False for a library without tiles, and where the system refuses them, which is logged.
+    """
+    error: int = library.ps_request_tiles()
+    if error > 0:
+        logger.warning(
+            "The system refuses AMX tiles to this process, so bf16 products use AVX-512, slower from 2 rows on: %s",
+            os.strerror(error),
+        )
+    return error == 0
 
 
 def cache_dir() -> Path:

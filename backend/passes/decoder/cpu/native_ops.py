@@ -43,6 +43,7 @@ class _Shape(Structure):
         ("page_size", c_int64),
         ("act_bf16", c_int64),
         ("cache_form", c_int64),
+        ("uses_tiles", c_int64),
         ("eps", c_float),
     )
 
@@ -160,7 +161,8 @@ def supports_native_ops(config: DecoderConfig) -> bool:
 
 
 class NativeOps:
-    """See `CpuOps`. dtype is that of weights and activations: float32 or bfloat16. Needs `supports_native_ops`."""
+    """See `CpuOps`. dtype is that of weights and activations: float32 or bfloat16. Needs `supports_native_ops`, and
+    `request_tiles` for uses_tiles. With tiles bf16 products are faster, and their results differ in bits."""
 
     def __init__(
         self,
@@ -170,6 +172,8 @@ class NativeOps:
         max_batch_tokens: int,
         num_threads: int,
         spin_s: float,
+        *,
+        uses_tiles: bool,
     ) -> None:
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
@@ -187,6 +191,7 @@ class NativeOps:
             page_size=16,
             act_bf16=dtype is torch.bfloat16,
             cache_form=_CACHE_FORMS["fp32"],
+            uses_tiles=uses_tiles,
             eps=config.rms_norm_eps,
         )
         self._engine: int | None = library.ps_create(num_threads, round(spin_s * 1e9), byref(shape))

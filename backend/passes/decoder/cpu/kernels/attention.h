@@ -89,6 +89,7 @@ void attend(Engine& engine, const T* qkv, const Attention& layer, const WorkItem
     const Tile& tile = item.tile;
     const i64 dim = shape.head_dim, group = engine.group(), heads = item.last_head - item.head;
     const i64 rows = tile.count * group, all_rows = heads * rows;
+    const TileScope scope;
     Scratch scratch(memory);
     Block block(engine, layer, tile.row, rows, scratch);
     auto* queries = scratch.take<typename Block::Number>(all_rows * dim);

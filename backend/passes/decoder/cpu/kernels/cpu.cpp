@@ -4,7 +4,9 @@
 //   vectors.h           SIMD: sixteen numbers at a time, with AVX-512 or AVX2
 //   thread_pool.h       the threads
 //   engine.h            state shared by the operations
-//   linear.h            the matrix micro-kernel and the linear layers
+//   products.h          matrix products on vectors
+//   tiles.h             matrix products on tiles, with AMX or emulated
+//   linear.h            the linear layers
 //   row_ops.h           embedding, norms, rotary embedding
 //   paged_cache.h       the layout of the paged KV cache
 //   softmax_block.h     one softmax block of attention; softmax_block_q8.h the same over a q8_0 cache
@@ -27,7 +29,11 @@ template <class F> void with_activations(const Engine& engine, const F& body) {
 
 extern "C" {
 
-int ps_abi() { return 2; }
+int ps_abi() { return 3; }
+
+// Asks the system for the tile registers. Returns 0 if products may use them, an errno if it refuses, and -1 if this
+// library has no code for them.
+int ps_request_tiles() { return request_tiles(); }
 
 void* ps_create(int num_threads, i64 spin_ns, const Shape* shape) {
     Engine* engine = new Engine(num_threads, spin_ns, *shape);

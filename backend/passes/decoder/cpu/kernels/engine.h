@@ -10,9 +10,10 @@
 
 namespace {
 
-constexpr int kMaxTileRows = 24;  // queries × heads of a group that share one read of keys and values
-constexpr int kBlock = 64;        // key positions per softmax block, for any page size
-constexpr int kPiece = 512;       // key positions per piece: has its own softmax, to be merged; threads may divide pieces
+constexpr int kMaxQueryRows = 24;     // queries × heads of a group that share one read of keys and values
+constexpr int kMaxAmxQueryRows = 48;  // the same with AMX: a multiple of 16, the rows of its tiles
+constexpr int kBlock = 64;            // key positions per softmax block, for any page size
+constexpr int kPiece = 512;           // key positions per piece: has its own softmax, merged later; threads may divide pieces
 constexpr int kMaxHeadDim = 1024;
 
 struct Linear {  // mirrored by native_ops.py
@@ -41,6 +42,7 @@ struct Shape {  // mirrored by native_ops.py
     i64 page_size;
     i64 act_bf16;
     i64 cache_form;
+    i64 uses_tiles;  // for products of bf16; needs request_tiles()
     float eps;
 };
 
@@ -89,7 +91,7 @@ struct Engine {
     Engine(int num_threads, i64 spin_ns, const Shape& s) : pool(num_threads, spin_ns), shape(s), scratch(num_threads) {}
 
     i64 group() const { return shape.num_heads / shape.num_kv_heads; }
-    i64 tile_rows() const { return std::max<i64>(kMaxTileRows, group()); }
+    i64 tile_rows() const { return std::max<i64>(shape.uses_tiles ? kMaxAmxQueryRows : kMaxQueryRows, group()); }
 
     bool in_place() const { return shape.page_size % 16 == 0; }
 

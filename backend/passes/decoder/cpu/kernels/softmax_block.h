@@ -119,8 +119,9 @@ template <class C> class FloatBlock {
     using Number = C;
 
     FloatBlock(const Engine& engine, const Attention& layer, i64 row, i64 rows, Scratch& scratch)
-        : finder_(engine, layer.cache, row, scratch), dim_(engine.shape.head_dim), segment_(engine.segment()),
-          rows_(rows), weights_(scratch.take<C>(rows * kBlock)), pair_(scratch.take<C>(dim_ * kLane<C>)) {}
+        : engine_(engine), finder_(engine, layer.cache, row, scratch), dim_(engine.shape.head_dim),
+          segment_(engine.segment()), rows_(rows), weights_(scratch.take<C>(rows * kBlock)),
+          values_(scratch.take<C>(2 * kTileRows * dim_)) {}
 
     // Returns the factor for this query's scores.
     template <class T> float load_query(const T* q, C* query) const {
@@ -133,8 +134,8 @@ template <class C> class FloatBlock {
         count_ = end - first;
         for (i64 at = 0, i = 0; at < count_; at += segment_, ++i) {
             found_[i] = finder_.find(kv_head, first + at, std::min(segment_, count_ - at));
-            product(rows_, segment_, queries, dim_, found_[i].keys, found_[i].key_stride, dim_ / kLane<C>, scores + at,
-                    kBlock, false);
+            product(engine_, rows_, segment_, queries, dim_, found_[i].keys, found_[i].key_stride, dim_ / kLane<C>,
+                    scores + at, kBlock, false);
         }
     }
 
@@ -145,29 +146,40 @@ template <class C> class FloatBlock {
 
     void skip_row(i64 r) { std::memset(weights_ + r * kBlock, 0, kBlock * sizeof(C)); }
 
-    // acc [rows][head_dim] += weights × values
+    // acc [rows][head_dim] += weights × values. Tiles multiply 32 positions of the block at a time, at fixed places.
     void add_values(float* acc) {
         constexpr int lane = kLane<C>;
-        for (i64 at = 0, i = 0; at < count_; at += segment_, ++i) {
-            const i64 count = std::min(segment_, count_ - at), whole = count / lane;
-            const C* weights = weights_ + at;
-            const C* values = found_[i].values;
-            product(rows_, dim_, weights, kBlock, values, dim_ * lane, whole, acc, dim_, true);
-            if (count % lane == 0) continue;
-            for (i64 d = 0; d < dim_; ++d) {  // the last pair's second position has no token
-                pair_[d * lane] = values[(whole * dim_ + d) * lane];
-                pair_[d * lane + 1] = 0;
-            }
-            product(rows_, dim_, weights + whole * lane, kBlock, pair_, dim_ * lane, 1, acc, dim_, true);
+        const i64 unit = uses_tiles<C>(engine_) ? kTileRows * lane : lane;
+        for (i64 at = 0, positions; at < count_; at += positions) {
+            positions = std::min(segment_ - at % segment_, count_ - at) / unit * unit;
+            const C* values = positions ? values_at(at) : gather_values(at, positions = unit);
+            product(engine_, rows_, dim_, weights_ + at, kBlock, values, dim_ * lane, positions / lane, acc, dim_, true);
         }
     }
 
   private:
+    const C* values_at(i64 at) const { return found_[at / segment_].values + at % segment_ * dim_; }
+
+    // Copies positions [at, at + count) of the block, both multiples of the lane; zeros where there is no token.
+    const C* gather_values(i64 at, i64 count) {
+        constexpr int lane = kLane<C>;
+        for (i64 i = 0; i < count; i += lane) {
+            C* target = values_ + i * dim_;
+            const i64 left = count_ - at - i;
+            if (left > 0) std::memcpy(target, values_at(at + i), lane * dim_ * sizeof(C));
+            else std::memset(target, 0, lane * dim_ * sizeof(C));
+            if (lane == 2 && left == 1)
+                for (i64 d = 0; d < dim_; ++d) target[2 * d + 1] = 0;
+        }
+        return values_;
+    }
+
+    const Engine& engine_;
     const SegmentFinder<C> finder_;
     const i64 dim_, segment_, rows_;
     i64 count_ = 0;
     C* weights_;
-    C* pair_;
+    C* values_;  // gathered
     Segment<C> found_[kBlock / 16];
 };
 

@@ -130,6 +130,33 @@ def test_attention_matches_float64_over_long_contexts(
         check_attention(harness, BASE, dtype, kv_dtype, contexts, lengths, 32, window)
 
 
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "q8_0"])
+def test_page_size_changes_no_bit(kv_dtype: str, make_kernels: MakeOps) -> None:
+    """In prefill, and in decode of each position."""
+    qkv, num_tokens = randn(150, 8 * 32, dtype=BF16), 150
+    found = []
+    for page_size in (32, 1, 5, 16, 48, 64, 80):
+        harness = OpsHarness(make_kernels(BASE, BF16), 150, page_size, kv_dtype)
+        whole = step_batch([0], [num_tokens], page_size)
+        step = harness.ops.begin_step(whole, whole.input_ids)
+        array = harness.put("_qkv", qkv)
+        harness.ops.rotate_and_store(array, step, PLAIN)
+        found.append(harness.get("_attended", harness.ops.attention(array, step, PLAIN), num_tokens))
+        each = replace(
+            whole,
+            query_starts=np.arange(num_tokens + 1, dtype=np.int32),
+            context_lens=np.arange(num_tokens, dtype=np.int32),
+            page_table=whole.page_table.repeat(num_tokens, axis=0),
+            logit_rows=np.arange(num_tokens, dtype=np.int32),
+        )
+        step = harness.ops.begin_step(each, each.input_ids)
+        array = harness.put("_qkv", qkv)
+        found.append(harness.get("_attended", harness.ops.attention(array, step, PLAIN), num_tokens))
+        harness.ops.close()
+    for other in found[1:]:
+        assert torch.equal(other, found[0])
+
+
 @pytest.mark.parametrize("window", [None, 700])
 @pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "q8_0"])
 def test_long_row_is_the_same_bits_however_threads_divide_it(
