@@ -22,7 +22,7 @@ MAX_STREAMED_IN_BACKGROUND = 8
 MAX_LOG_BYTES = 8 << 20
 """Events of one response that is both streamed and in the background."""
 MAX_ANSWER_BYTES = 512 << 10
-"""What is stored of an answer's object while it grows."""
+"""Bytes of the answer's object that are stored while the answer grows."""
 MAX_BACKGROUND_BYTES = 96 << 20
 """What the background responses of one worker may store until they end."""
 HARD_BOUND_BYTES = HARD_BOUND * MAX_BACKGROUND_BYTES

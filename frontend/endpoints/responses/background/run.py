@@ -61,7 +61,8 @@ class _BackgroundExchange(Exchange):
         self.key_name, self.claim = client.key_name, client.claim
         if self.claim is not None:
             self.claim.share()
-        self.last_sent_s = math.inf  # no keep-alive comment before the answer: it could no longer be refused for now
+        # No keep-alive comment before the answer: after one, a full queue could no longer put the response back.
+        self.last_sent_s = math.inf
         self._on_submitted = on_submitted
         self._can_move = can_move
 
@@ -165,7 +166,7 @@ class BackgroundRun:
 
     @property
     def _is_to_wait(self) -> bool:
-        """Whether it waits for another worker: this one shuts down, or has refused for now what it took over."""
+        """Whether it waits for another worker: this one shuts down, or has no place for what it took over."""
         if isinstance(self.error, PutBackError):
             return True
         is_refused = isinstance(self.error, ApiError) and self.error.kind in _PASSING_KINDS

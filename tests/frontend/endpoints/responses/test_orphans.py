@@ -35,7 +35,7 @@ def test_orphan_is_taken_over_by_one_process_and_so_often(monkeypatch: pytest.Mo
         assert taken is not None
         assert (taken.request, taken.events) == (b"{}", [b"a\n\n"])
         assert (done(store.take_over(orphan)), done(store.orphans())) == (None, [])
-        done(store.put_back(b"", "resp_1"))  # a refusal for now is no death
+        done(store.put_back(b"", "resp_1"))  # a full queue does not count as a death
         (orphan,) = done(store.orphans())
         assert done(store.take_over(orphan)) is not None
     monkeypatch.setattr(owner, "lives", lambda _name: False)
