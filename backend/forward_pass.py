@@ -208,6 +208,9 @@ class PassSpec:
     """The part of workspace_bytes that captured graphs take; an estimate."""
     page_sizes: tuple[int, ...] = ()
     """The page_size_tokens that `create_cache` takes; empty if it takes any."""
+    quantization: str = "none"
+    """The form of the weights: what the pass made of PassOptions.quantize. The backend refuses a pass that says other
+    than what was asked for, so a pass that does not quantise can leave it alone."""
     runs_ahead: bool = False
     """`forward` and `sample` return before the device has computed. The next step is launched behind the running one,
     whose tokens only the device knows yet. `sample` is called for steps without logit rows too, to wait for them."""
@@ -231,6 +234,10 @@ class PassOptions:
     enough. A pass that cannot do this ignores the flag and says so in its documentation."""
     host_kv_bytes: int = 0
     """The most host memory that `IHostPages` may use for its host pages."""
+    quantize: str = "none"
+    """What to make of the weights while loading: "none", or the name of a form, such as "int8"."""
+    cpu_path: str = "auto"
+    """The instruction set of the CPU decoder's kernels; other passes ignore it."""
 
 
 class IBatchedForwardPass(Protocol):

@@ -33,6 +33,7 @@ from penstock.backend.scheduling.settlement import Settlement
 from penstock.backend.startup import (
     check_host_memory,
     check_memory,
+    check_quantization,
     locate_config,
     locate_model,
     pass_options,
@@ -101,6 +102,7 @@ def serve(options: BackendOptions) -> None:
         check_free(options.socket)
     config_dir = locate_config(options)
     spec = pass_class.describe(config_dir, settings)
+    check_quantization(options, spec)
     # A dry run may plan for a GPU that this machine does not have. Only an automatic budget asks the device.
     asks_device = not options.dry_run or not isinstance(options.kv_budget, int)
     memory = device_memory(settings.device) if asks_device else MemoryInfo(0, 0, settings.device)
@@ -112,8 +114,7 @@ def serve(options: BackendOptions) -> None:
     check_host_memory(settings.host_kv_bytes, host_memory())
     logger.info(plan.describe())
     model_dir = locate_model(options, config_dir)  # downloads only what can be served
-    numerics = f"{options.forward_pass} {options.dtype} {options.deterministic}"
-    card = make_card(options.model_id(), model_dir, spec, plan, options.max_waiting, numerics)
+    card = make_card(options.model_id(), model_dir, spec, plan, options.max_waiting, options.numerics())
     check_vocabulary(spec, model_dir)
     executor = Executor(options.batch_channel_capacity)
     forward_pass = _load_pass(executor, pass_class, model_dir, settings, spec, plan)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock.backend.checkpoint.fingerprint import WEIGHTS_SUFFIX, FilesHash
 from penstock.backend.checkpoint.generation_config import read_generation_defaults
 from penstock.backend.errors import StartupError
 from penstock.shm.messages import ModelCard
@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
     from penstock.backend.forward_pass import PassSpec
     from penstock.backend.kv_cache.budget import KvPlan
-
-_SAMPLE_BYTES = 4096
-_NUM_SAMPLES = 256
 
 
 def make_card(
@@ -44,22 +41,9 @@ def make_card(
 
 
 def fingerprint(model_dir: Path, settings: str) -> str:
-    """Differs if the text for a seed may differ: other settings, other configuration, other weights.
-
-    Small files are hashed whole. Of a weight file the size and 256 samples of 4 KiB are hashed; the first sample holds
-    the names and shapes. So a model of any size takes milliseconds.
-    """
-    digest = hashlib.sha256(settings.encode())
+    """Differs if the text for a seed may differ: other settings, other configuration, other weights."""
+    found = FilesHash(settings)
     for path in sorted(model_dir.iterdir()):
-        if path.suffix not in (".json", ".jinja", ".safetensors") or not path.is_file():
-            continue
-        num_bytes = path.stat().st_size
-        digest.update(f"\0{path.name} {num_bytes}\0".encode())
-        with path.open("rb") as file:
-            if path.suffix != ".safetensors":
-                digest.update(file.read())
-                continue
-            for sample in range(_NUM_SAMPLES):
-                file.seek(max(0, num_bytes - _SAMPLE_BYTES) * sample // (_NUM_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return "fp_" + digest.hexdigest()[:12]
+        if path.suffix in (".json", ".jinja", WEIGHTS_SUFFIX) and path.is_file():
+            found.add(path)
+    return f"fp_{found.hexdigest()[:12]}"

@@ -67,9 +67,18 @@ class BackendOptions:
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Type of the weights; auto takes the checkpoint's."""
 
+    quantize: Literal["none", "int8", "int4", "int4-128"] = "none"
+    """Makes the weights of linears smaller when they are loaded, on the CPU: 8 bits with a scale per output, or 4 bits
+    with a scale per 32 inputs (int4) or per 128 (int4-128: smaller, less exact). They are kept under
+    $XDG_CACHE_HOME/penstock/quantized for the next start. Activations then have 8 bits in products."""
+
     deterministic: bool = False
     """Equal requests get equal tokens, whatever else is in the batch. This is always so with the CPU's native kernels;
     it makes a GPU slower, and the CPU where native kernels cannot run."""
+
+    cpu_path: str = "auto"
+    """Instruction set of the CPU's native kernels: amx, avx512_bf16, avx512_vnni, avx512 or avx2; on ARM
+    neon_bf16 or neon. auto takes the fastest that the CPU supports. Paths differ in the last bits of their results."""
 
     page_size: SmallCount = 32
     """Tokens per page of the KV cache."""
@@ -135,6 +144,10 @@ class BackendOptions:
             return "penstock-demo"
         path = Path(self.model)
         return path.resolve().name if path.is_dir() else self.model
+
+    def numerics(self) -> str:
+        """The options that change the tokens for a seed, for the model's fingerprint. The KV dtype is chosen later."""
+        return f"{self.forward_pass} {self.dtype} {self.quantize} {self.deterministic} {self.cpu_path}"
 
     def step_tokens(self, device: str) -> int:
         """--max-batch-tokens, or its default for the device. Raises StartupError if it is less than --max-running."""

@@ -38,6 +38,8 @@ def pass_options(options: BackendOptions) -> PassOptions:
         options.max_context,
         options.deterministic,
         host_kv_bytes=host_budget(options.host_kv_budget, device, host_memory()),
+        quantize=options.quantize,
+        cpu_path=options.cpu_path,
     )
 
 
@@ -49,6 +51,15 @@ def locate_config(options: BackendOptions) -> Path:
 def locate_model(options: BackendOptions, config_dir: Path | None = None) -> Path:
     """The checkpoint's directory. A hub model is downloaded, at config_dir's commit. Raises StartupError."""
     return DEMO_MODEL_DIR if options.model is None else resolve_model(options.model, options.revision, config_dir)
+
+
+def check_quantization(options: BackendOptions, spec: PassSpec) -> None:
+    """Raises StartupError if the pass does not quantise as it was asked to."""
+    if spec.quantization != options.quantize:
+        raise StartupError(
+            f'--quantize is {options.quantize}; forward pass "{options.forward_pass}" has only {spec.quantization}: '
+            f"use --quantize {spec.quantization}"
+        )
 
 
 def plan_cache(options: BackendOptions, spec: PassSpec, device: str, memory: MemoryInfo) -> KvPlan:

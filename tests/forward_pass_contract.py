@@ -13,6 +13,7 @@ import pytest
 
 pytest.register_assert_rewrite("penstock.tools.forward_pass_contract.test_contract")
 
+from penstock.backend.checkpoint.quantization import kept_file  # noqa: E402 - as the next lines
 from penstock.tools.forward_pass_contract import test_contract  # noqa: E402 - after the rewrite is registered
 from penstock.tools.forward_pass_contract.options import load_pass  # noqa: E402
 from tests.checkpoints import make_checkpoint  # noqa: E402
@@ -25,24 +26,36 @@ if TYPE_CHECKING:
 globals().update({name: value for name, value in vars(test_contract).items() if name.startswith(("test_", "runner"))})
 
 _EMULATED = "tests.backend.passes.decoder.cuda.emulated_pass:EmulatedCudaPass"
-_OWN_PASSES = [("fake", None), ("decoder", None), ("decoder", "q8_0"), (_EMULATED, None)]
+_OWN_PASSES = [
+    ("fake", None, "none"),
+    ("decoder", None, "none"),
+    ("decoder", "q8_0", "none"),
+    ("decoder", None, "int4"),
+    (_EMULATED, None, "none"),
+]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "pass_name" in metafunc.fixturenames:
         chosen = metafunc.config.getoption("--forward-pass")
-        passes = [(chosen, None)] if chosen else _OWN_PASSES
-        metafunc.parametrize(("pass_name", "kv_dtype"), passes, scope="module")
+        passes = [(chosen, None, "none")] if chosen else _OWN_PASSES
+        metafunc.parametrize(("pass_name", "kv_dtype", "quantize"), passes, scope="module")
 
 
 @pytest.fixture(scope="module")
 def forward_pass(
-    pass_name: str, kv_dtype: str | None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    pass_name: str,
+    kv_dtype: str | None,
+    quantize: str,
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Any]:
     model_dir: Path | None = request.config.getoption("--model")
     if pass_name in ("decoder", _EMULATED) and model_dir is None:
         head_dim = 32 if pass_name == "decoder" else 64
         model_dir = make_checkpoint("llama3", tmp_path_factory.mktemp("contract"), head_dim=head_dim)
-    loaded = load_pass(pass_name, model_dir, kv_dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_file, "cache_directory", lambda: tmp_path_factory.mktemp("cache"))
+        loaded = load_pass(pass_name, model_dir, kv_dtype, quantize)
     yield loaded
     loaded.close()

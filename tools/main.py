@@ -40,6 +40,13 @@ app.command(
 )
 
 
+app.command(
+    "penstock.tools.compile_kernels:compile_kernels",
+    name="compile-kernels",
+    help="Compiles the CPU kernels for every CPU of this machine's architecture, for an image without a compiler.",
+)
+
+
 # By name: its modules import the whole server.
 app.command(
     "penstock.tools.chaos.command:chaos",

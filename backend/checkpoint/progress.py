@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.shm.process.options import format_size
@@ -22,24 +23,35 @@ class Progress(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is in progress, in the words of the bar and of the log."""
+
+    running: str
+    done: str
+
+
+LOADING = Work("Loading weights", "Loaded")
+
+
 class BarProgress:
     """A rich progress bar on standard error."""
 
-    def __init__(self, total_bytes: int) -> None:
+    def __init__(self, total_bytes: int, work: Work = LOADING) -> None:
         # Imported here: the import takes 50 ms, and a service without a terminal never needs it.
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
         from rich.progress import Progress as RichProgress
 
         self._bar = RichProgress(
-            TextColumn("Loading weights"),
+            TextColumn(work.running),
             BarColumn(),
             DownloadColumn(),
             TransferSpeedColumn(),
             TimeRemainingColumn(),
             console=Console(stderr=True),
         )
-        self._task = self._bar.add_task("Loading weights", total=total_bytes)
+        self._task = self._bar.add_task(work.running, total=total_bytes)
         self._bar.start()
 
     def advance(self, num_bytes: int) -> None:
@@ -52,7 +64,8 @@ class BarProgress:
 class LogProgress:
     """A log line every LOG_INTERVAL_S and one at the end."""
 
-    def __init__(self, total_bytes: int) -> None:
+    def __init__(self, total_bytes: int, work: Work = LOADING) -> None:
+        self._work = work
         self._total_bytes = total_bytes
         self._done_bytes = 0
         self._started_at = self._logged_at = time.monotonic()
@@ -62,13 +75,14 @@ class LogProgress:
         now = time.monotonic()
         if now - self._logged_at >= LOG_INTERVAL_S:
             self._logged_at = now
-            logger.info("Loading weights: %s of %s", format_size(self._done_bytes), format_size(self._total_bytes))
+            done, total = format_size(self._done_bytes), format_size(self._total_bytes)
+            logger.info("%s: %s of %s", self._work.running, done, total)
 
     def close(self) -> None:
         elapsed_s = time.monotonic() - self._started_at
-        logger.info("Loaded %s of weights in %.1f s", format_size(self._done_bytes), elapsed_s)
+        logger.info("%s %s of weights in %.1f s", self._work.done, format_size(self._done_bytes), elapsed_s)
 
 
-def make_progress(total_bytes: int) -> Progress:
+def make_progress(total_bytes: int, work: Work = LOADING) -> Progress:
     """A bar if standard error is a terminal, else log lines."""
-    return BarProgress(total_bytes) if sys.stderr.isatty() else LogProgress(total_bytes)
+    return BarProgress(total_bytes, work) if sys.stderr.isatty() else LogProgress(total_bytes, work)

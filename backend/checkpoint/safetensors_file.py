@@ -33,6 +33,7 @@ MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_COPIED_DTYPES = FLOAT_DTYPES | {"I8": torch.int8, "U8": torch.uint8}
 
 _Size = Annotated[int, Meta(ge=0, le=1 << 48)]
 
@@ -52,6 +53,13 @@ class StoredTensor:
     first_byte: int
     num_bytes: int
 
+    def rows(self, first: int, count: int) -> StoredTensor:
+        """Consecutive rows of a matrix."""
+        row_bytes = self.num_bytes // self.shape[0]
+        return StoredTensor(
+            self.dtype, (count, *self.shape[1:]), self.first_byte + first * row_bytes, count * row_bytes
+        )
+
 
 class SafetensorsFile:
     """An open file. Every tensor of its header is within the file. The caller closes it."""
@@ -64,17 +72,17 @@ class SafetensorsFile:
         except OSError as error:
             raise StartupError(f"{path} cannot be opened: {error.strerror}") from None
         try:
-            self.tensors = _read_header(self._file, path)
+            self.tensors, self.metadata = _read_header(self._file, path)
         except BaseException:
             self._file.close()
             raise
 
     def copy(self, tensor: StoredTensor, target: Tensor, advance: Callable[[int], None]) -> None:
-        """Copy a float tensor into target (contiguous, the same number of elements), converting to its dtype.
+        """Copy a tensor of floats or bytes into target (contiguous, as many elements), converting to its dtype.
 
         Calls advance with the number of stored bytes after each window.
         """
-        source_dtype = FLOAT_DTYPES[tensor.dtype]
+        source_dtype = _COPIED_DTYPES[tensor.dtype]
         item_bytes = _ITEM_BYTES[tensor.dtype]
         flat = target.view(-1)
         window_items = WINDOW_BYTES // item_bytes
@@ -112,7 +120,8 @@ class SafetensorsFile:
         self._file.close()
 
 
-def _read_header(file: BinaryIO, path: Path) -> dict[str, StoredTensor]:
+def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, StoredTensor], object]:
+    """The tensors, and what the writer said about the file, which is not checked."""
     file_bytes = os.fstat(file.fileno()).st_size
     if file_bytes < _LENGTH_BYTES:
         raise StartupError(f"{path} is truncated: expected at least {_LENGTH_BYTES} bytes, found {file_bytes}")
@@ -125,12 +134,12 @@ def _read_header(file: BinaryIO, path: Path) -> dict[str, StoredTensor]:
     if file_bytes < data_start:
         raise StartupError(f"{path} is truncated: expected at least {data_start} bytes, found {file_bytes}")
     header = decode_json_object(file.read(header_bytes), f"{path}: the header")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     tensors = {name: _stored(name, entry, data_start, path) for name, entry in header.items()}
     expected_bytes = max((t.first_byte + t.num_bytes for t in tensors.values()), default=data_start)
     if file_bytes < expected_bytes:
         raise StartupError(f"{path} is truncated: expected {expected_bytes} bytes, found {file_bytes}")
-    return tensors
+    return tensors, metadata
 
 
 def _stored(name: str, entry: object, data_start: int, path: Path) -> StoredTensor:

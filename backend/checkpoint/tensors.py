@@ -6,7 +6,7 @@ Reads no file, so models with random weights use it too.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,17 +20,21 @@ FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 
 
+Matrix = TypeVar("Matrix", covariant=True)
+"""A tensor or a quantised weight."""
+
+
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
+class LayerWeights(Generic[Matrix]):
     """One decoder layer. Linear weights are [outputs, inputs], row-major; biases [outputs]."""
 
-    qkv: Tensor
+    qkv: Matrix
     """[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]: rows of q, then k, then v."""
-    o: Tensor
+    o: Matrix
     """[hidden_size, num_heads * head_dim]"""
-    gate_up: Tensor
+    gate_up: Matrix
     """[2 * intermediate_size, hidden_size]: rows of gate, then up."""
-    down: Tensor
+    down: Matrix
     """[hidden_size, intermediate_size]"""
     input_norm: Tensor
     """[hidden_size]"""

@@ -36,7 +36,7 @@ from penstock.backend.checkpoint.tensors import (
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
     from types import TracebackType
 
@@ -58,7 +58,7 @@ class DecoderWeights:
         progress: Progress,
         closers: ExitStack,
     ) -> None:
-        """files: tensor name → the open file that has it. closers closes the files."""
+        """files: tensor name → the open file that has it. closers closes the files and the progress."""
         self._config = config
         self._files = files
         self._declared_dtype = declared_dtype
@@ -77,6 +77,10 @@ class DecoderWeights:
         """Close the files and end the progress report. Idempotent."""
         self._closers.close()
 
+    def count_read(self, num_bytes: int) -> None:
+        """Add to the progress what was read from other files."""
+        self._progress.advance(num_bytes)
+
     @property
     def stored_bytes(self) -> int:
         """Size of all needed tensors in the checkpoint's own dtype."""
@@ -92,7 +96,7 @@ class DecoderWeights:
 
     def embedding(self, dtype: torch.dtype) -> Tensor:
         """[vocab_size, hidden_size]"""
-        return self._load((embedding_spec(self._config),), dtype)
+        return self.stacked((embedding_spec(self._config),), dtype)
 
     def mapped_embedding(self) -> Tensor:
         """[vocab_size, hidden_size] in the stored dtype, mapped from the file and not copied.
@@ -101,19 +105,19 @@ class DecoderWeights:
         """
         return self._files[EMBEDDING].map(_stored(self._files, EMBEDDING))
 
-    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights:
+    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Tensor]:
         layout = layer_specs(self._config, index)
-        return LayerWeights(**{field: self._load(specs, dtype) for field, specs in layout.items()})
+        return LayerWeights(**{field: self.stacked(specs, dtype) for field, specs in layout.items()})
 
     def final_norm(self, dtype: torch.dtype) -> Tensor:
         """[hidden_size]"""
-        return self._load((final_norm_spec(self._config),), dtype)
+        return self.stacked((final_norm_spec(self._config),), dtype)
 
     def lm_head(self, dtype: torch.dtype) -> Tensor | None:
         """[vocab_size, hidden_size]; None if the embedding is used instead."""
-        return None if self._config.tie_embeddings else self._load((lm_head_spec(self._config),), dtype)
+        return None if self._config.tie_embeddings else self.stacked((lm_head_spec(self._config),), dtype)
 
-    def _load(self, specs: tuple[TensorSpec, ...], dtype: torch.dtype) -> Tensor:
+    def stacked(self, specs: tuple[TensorSpec, ...], dtype: torch.dtype) -> Tensor:
         """The tensors stacked along their first dimension."""
         rows = sum(spec.shape[0] for spec in specs)
         stacked = torch.empty(rows, *specs[0].shape[1:], dtype=dtype)
@@ -124,20 +128,34 @@ class DecoderWeights:
             row += spec.shape[0]
         return stacked
 
+    def row_blocks(self, spec: TensorSpec, max_values: int) -> Iterator[Tensor]:
+        """A matrix in blocks of whole rows, fp32: at most max_values numbers, but at least one row."""
+        outputs, inputs = spec.shape
+        stored, file = _stored(self._files, spec.name), self._files[spec.name]
+        step = max(1, max_values // inputs)
+        for first in range(0, outputs, step):
+            block = torch.empty(min(step, outputs - first), inputs)
+            file.copy(stored.rows(first, len(block)), block, self._progress.advance)
+            yield block
+
 
 def open_weights(
-    model_dir: Path, config: DecoderConfig, make_progress: Callable[[int], Progress] = make_progress
+    model_dir: Path,
+    config: DecoderConfig,
+    make_progress: Callable[[int], Progress] = make_progress,
+    unread: Collection[str] = (),
 ) -> DecoderWeights:
     """Open model.safetensors, or the shards of its index, and check every tensor that config needs.
 
-    Nothing is loaded yet. Other tensors are ignored. make_progress receives the number of bytes to load. Raises
-    StartupError with the tensor's name and both shapes, or both sizes if a file is truncated.
+    Nothing is loaded yet. Other tensors are ignored. make_progress receives the number of bytes to load, without the
+    tensors named in unread. Raises StartupError with the tensor's name and both shapes, or both sizes if a file is
+    truncated.
     """
     with ExitStack() as closers:
         files, where = _open_files(model_dir, closers)
         for spec in expected_tensors(config):
             _check(spec, files, where)
-        progress = closers.enter_context(closing(make_progress(_stored_bytes(config, files))))
+        progress = closers.enter_context(closing(make_progress(_stored_bytes(config, files, unread))))
         return DecoderWeights(config, files, read_declared_dtype(model_dir), progress, closers.pop_all())
 
 
@@ -190,5 +208,5 @@ def _stored(files: dict[str, SafetensorsFile], name: str) -> StoredTensor:
     return files[name].tensors[name]
 
 
-def _stored_bytes(config: DecoderConfig, files: dict[str, SafetensorsFile]) -> int:
-    return sum(_stored(files, spec.name).num_bytes for spec in expected_tensors(config))
+def _stored_bytes(config: DecoderConfig, files: dict[str, SafetensorsFile], unread: Collection[str] = ()) -> int:
+    return sum(_stored(files, spec.name).num_bytes for spec in expected_tensors(config) if spec.name not in unread)

@@ -24,6 +24,8 @@ class BatchBuilder:
     def __init__(self, max_running: int, max_pages_per_sequence: int) -> None:
         self._page_table = np.zeros((max_running, max_pages_per_sequence), np.int32)
         self._num_pages = np.zeros(max_running, np.int32)
+        self._counting = np.arange(max_running + 1, dtype=np.int32)
+        self._from_slot = np.full(max_running, FROM_SLOT, np.int32)
 
     def build(self, plan: Plan) -> StepBatch:
         """The plan as arrays. Later steps do not change them."""
@@ -32,6 +34,8 @@ class BatchBuilder:
             self._add_pages(sequence)
         for sequence in plan.grown:
             self._add_pages(sequence)
+        if plan.num_decodes == len(plan):
+            return self._build_decodes(plan)
         slots = _column(plan.slots)
         lengths = _column(plan.lengths)
         query_starts = np.zeros(len(plan) + 1, np.int32)
@@ -56,6 +60,20 @@ class BatchBuilder:
             page_copies=tuple(plan.page_copies.values()),
             page_restores=tuple(chain.from_iterable(plan.page_restores.values())),
             embeddings=tuple(embeddings),
+        )
+
+    def _build_decodes(self, plan: Plan) -> StepBatch:
+        """`build` for the most frequent plan: one generated token of each row."""
+        slots, num_rows = _column(plan.slots), len(plan)
+        return StepBatch(
+            input_ids=self._from_slot[:num_rows].copy(),
+            query_starts=self._counting[: num_rows + 1].copy(),
+            context_lens=_column(plan.ends) - np.int32(1),
+            page_table=self._page_table[slots, : self._num_pages[slots].max()],
+            slots=slots,
+            logit_rows=self._counting[:num_rows].copy(),
+            page_copies=tuple(plan.page_copies.values()),
+            page_restores=tuple(chain.from_iterable(plan.page_restores.values())),
         )
 
     def _clear(self, sequence: Sequence) -> None:

@@ -132,6 +132,8 @@ class Engine:
             started_ns = time.thread_time_ns()
             if not (plan := self._scheduler.plan()):
                 return None
+            if self.plan_due_s is not None and not self._executor.is_busy:
+                self._step_timing.note_late()
             self._launch(plan, started_ns)
         return None
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 
-_SLACK_S = 0.0015
+_MIN_SLACK_S = 0.0015
 """The loop sleeps whole milliseconds and wakes a little later."""
+_MAX_SLACK_S = 0.006
+_MORE_SLACK_S = 0.0005
+"""Added after a plan that was late. On two cores the loop waits for a core and for the interpreter's lock."""
+_LESS_SLACK_S = 0.00002
+"""Taken back per plan: one plan in 25 may be late."""
 _SHORTEST_WAIT_S = 0.0001
 _MARGIN = 2.0
 """Planning is expected to take at most this many times as long as recently."""
@@ -32,6 +37,7 @@ class StepTiming:
         """Sizes that were seen, ascending."""
         self._in_flight: deque[int] = deque()
         """Sizes of the steps that are planned and not applied yet."""
+        self._slack_s = _MIN_SLACK_S
         self._plan_s = 0.0
         self._launch_s = 0.0
         """The longest recent CPU time of a launch, before which the device cannot begin; it decays."""
@@ -41,13 +47,18 @@ class StepTiming:
         expected_s = [self._expected_s(size) for size in self._in_flight]
         if expected_s:  # a step that takes longer than expected says nothing about the steps behind it
             expected_s[0] = max(0.0, expected_s[0] - running_s)
-        spare_s = sum(expected_s) - _MARGIN * (self._plan_s + self._launch_s) - _SLACK_S
+        spare_s = sum(expected_s) - _MARGIN * (self._plan_s + self._launch_s) - self._slack_s
         return spare_s if spare_s > _SHORTEST_WAIT_S else 0.0
 
     def note_plan(self, num_tokens: int, plan_s: float) -> None:
         """A step was given to the executor. plan_s is the CPU time of its planning."""
         self._in_flight.append(_size(num_tokens))
         self._plan_s = max(plan_s, _DECAY * self._plan_s)
+        self._slack_s = max(_MIN_SLACK_S, self._slack_s - _LESS_SLACK_S)
+
+    def note_late(self) -> None:
+        """The device had nothing to do when a plan came that had been put off."""
+        self._slack_s = min(_MAX_SLACK_S, self._slack_s + _MORE_SLACK_S)
 
     def note_result(self, num_tokens: int, step_s: float, launch_s: float) -> None:
         """The oldest planned step has ended: num_tokens of it ran, 0 if it failed; launch_s is CPU time."""

@@ -127,6 +127,8 @@ class KvPlan(KvCapacity):
     """A part of workspace_bytes."""
     budget: KvBudget
     choice: KvDtypeChoice
+    quantization: str = "none"
+    """Of the weights."""
 
     @property
     def max_pages_per_sequence(self) -> int:
@@ -144,8 +146,11 @@ class KvPlan(KvCapacity):
 
     def describe(self) -> str:
         """One line for the log."""
+        weights = (
+            "" if self.quantization == "none" else f"{self.quantization} weights: {format_size(self.weight_bytes)}; "
+        )
         return (
-            f"KV cache: {self.kv_dtype}, {self.bytes_per_token} bytes per token, {self.num_pages} pages of "
+            f"{weights}KV cache: {self.kv_dtype}, {self.bytes_per_token} bytes per token, {self.num_pages} pages of "
             f"{self.page_size_tokens} tokens = {self.num_tokens} tokens in {format_size(self.num_bytes)}; "
             f"contexts up to {self.max_context_tokens} tokens; budget {self.budget}"
         )
@@ -206,6 +211,7 @@ def plan_kv(
         graph_bytes=spec.graph_bytes,
         budget=budget,
         choice=choice,
+        quantization=spec.quantization,
     )
 
 

@@ -26,8 +26,10 @@ def plan_rows(plan: KvPlan, host_kv_bytes: int = 0) -> list[tuple[str, str]]:
     capped = f", the most that --max-running {plan.max_running} can use" if plan.is_capped else ""
     host = [("host memory for pages", f"{format_size(host_kv_bytes)} at most")] if host_kv_bytes else []
     graphs = [("of the workspace, graphs", f"{format_size(plan.graph_bytes)} (estimated)")] if plan.graph_bytes else []
+    quantization = [] if plan.quantization == "none" else [("of the weights, linears", plan.quantization)]
     return [
         *(auto or _taken_rows(plan)),
+        *quantization,
         *graphs,
         (budget, format_size(plan.budget.num_bytes)),
         ("KV cache", f"{format_size(plan.num_bytes)}{capped}"),

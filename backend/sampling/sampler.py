@@ -43,6 +43,9 @@ class HostSampling:
         self._typical_p = np.ones(max_slots, np.float64)
         self._num_logprobs = np.full(max_slots, -1, np.int64)
         self._seed = np.zeros(max_slots, np.uint64)
+        self._is_greedy = np.ones(max_slots, np.bool_)
+        """Slots whose token is the largest logit, without log probabilities."""
+        self._row_numbers = np.arange(max_slots)
         # Only for slots that have penalties or a bias, which are few.
         self._penalties: dict[int, Penalties] = {}
         self._bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
@@ -66,6 +69,8 @@ class HostSampling:
         """See `IBatchedForwardPass.sample`."""
         rows = batch.logit_rows
         slots = batch.slots[rows]
+        if masks is None and not self._bias and not self._penalties and self._is_greedy[slots].all():
+            return StepOutput(self._largest(logits, slots))
         positions = (batch.context_lens + np.diff(batch.query_starts))[rows].astype(np.int64)
         raw_logits = logits
         if self._bias or self._penalties:
@@ -100,6 +105,16 @@ class HostSampling:
     def host_logits(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         return logits
 
+    def _largest(self, logits: NDArray[np.float32], slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The tokens of a step that is greedy in all rows. Nothing else of a step runs on one core, so it is short."""
+        places = logits.argmax(axis=1)
+        tokens: NDArray[np.int32] = places.astype(np.int32)
+        is_finite = np.isfinite(logits[self._row_numbers[: len(places)], places])
+        if not is_finite.all():
+            tokens[~is_finite] = NOT_FINITE
+        self._last_tokens[slots] = np.maximum(tokens, 0)
+        return tokens
+
     def _take_slot(self, init: SlotInit) -> None:
         slot, params = init.slot, init.sampling
         self._temperature[slot] = params.temperature
@@ -109,6 +124,7 @@ class HostSampling:
         self._typical_p[slot] = params.typical_p
         self._num_logprobs[slot] = params.num_logprobs
         self._seed[slot] = params.seed
+        self._is_greedy[slot] = params.temperature <= 0 and params.num_logprobs < 0
         self._bias.pop(slot, None)
         if params.logit_bias:
             ids = np.array([token_id for token_id, _ in params.logit_bias], np.int64)

@@ -112,6 +112,20 @@ def test_dry_run_plans_from_a_config_alone(
         assert f"{name} {value}" in lines, shown
 
 
+def test_dry_run_counts_quantised_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    assert run("--model", str(tmp_path), "--kv-budget", "6GB", "--dry-run", "--quantize", "int4") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    # Linears of 6.98e9 weights in 4 bits and 3 bytes per 32, lm_head in 8 bits, the embedding in bf16.
+    assert "weights 5.72 GB of the weights, linears int4 " in shown
+    assert "KV dtype q8_0" in shown
+
+
+def test_settings_that_change_tokens_change_the_fingerprint() -> None:
+    settings = ({"quantize": "int8"}, {"quantize": "int4"}, {"dtype": "fp32"}, {"deterministic": True})
+    assert len({BackendOptions(**each).numerics() for each in ({}, *settings)}) == 5  # type: ignore[arg-type]
+
+
 def test_auto_budget_shows_free_and_reserved_memory(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +141,7 @@ def test_auto_budget_shows_free_and_reserved_memory(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        ("--cpu-path mmx", "--cpu-path is mmx, which this machine's architecture does not have: choose from auto"),
         ("--kv-budget 0", "--kv-budget is 0 B; one page of 32 tokens takes 34.82 KB: raise the budget or lower"),
         ("--kv-budget 30KB", "--kv-budget is 30.00 KB; one page of 32 tokens takes 34.82 KB: raise the budget"),
         ("--kv-budget=-1GB", 'for --kv-budget: "-1GB" is not a size; write 6GB, 512MiB or a number of bytes'),
@@ -152,6 +167,8 @@ def test_auto_budget_shows_free_and_reserved_memory(
         ("--priority-step-s nan", 'Invalid value "nan" for --priority-step-s'),
         ("--kv-dtype int3", 'Invalid value "int3" for --kv-dtype. Choose from: "auto"'),
         ("--kv-dtype q8_0 --forward-pass fake", "--kv-dtype is q8_0; this forward pass has fp32: use one of these"),
+        ("--quantize int3", 'Invalid value "int3" for --quantize. Choose from: "none", "int8", "int4", "int4-128"'),
+        ("--quantize int8 --forward-pass fake", 'is int8; forward pass "fake" has only none: use --quantize none'),
         ("--dtype int8", 'Invalid value "int8" for --dtype.'),
         ("--gpu first", '--gpu is "first"; write an index such as 0'),
         (
@@ -243,7 +260,7 @@ def test_auto_budget_is_allocated_to_the_byte_and_never_exceeded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: Any, native: bool
 ) -> None:
     if not native:
-        monkeypatch.setattr("penstock.backend.passes.decoder.cpu.forward_pass.load_library", lambda: None)
+        monkeypatch.setattr("penstock.backend.passes.decoder.cpu.forward_pass.load_kernels", lambda _: None)
     model_dir = make_checkpoint("qwen3", tmp_path)
     options = BackendOptions(model=str(model_dir), kv_budget="auto", kv_dtype=kv_dtype, page_size=16, max_running=64)
     settings = pass_options(options)

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from penstock.backend.passes.decoder.cpu.native_library import cache_dir
 from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, KernelFailed
+from penstock.shm.process.cache_directory import cache_directory
 
 RUNTIME_DIR = Path(__file__).parent / "runtime"
 
@@ -199,7 +199,7 @@ def _hash_of(*files: Path, texts: tuple[str, ...]) -> str:
 @cache
 def _directory() -> Path:
     """Return the cache directory, after deleting libraries that have not been used for two weeks."""
-    directory = cache_dir() / "cuda-emulator"
+    directory = cache_directory() / "cuda-emulator"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     oldest = time.time() - _UNUSED_AFTER_S
     for path in directory.glob("*.so"):

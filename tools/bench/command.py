@@ -24,6 +24,7 @@ _OVER_HTTP = {
     "storm": "Clients hang up at random; then every page must be free.",
     "static": "Continuous batching against one static batch.",
     "floor": "The server's decode step against the bare work of the step.",
+    "one-stream": "A decode step of one stream against reading the weights once.",
     "frontend-cost": "Frontend CPU time for each streamed token.",
     "workers-scaling": "Two frontend workers against one.",
     "coalescing": "Eight identical greedy streams against one alone.",
@@ -36,6 +37,9 @@ _WITHOUT_SERVER = {
     "channel-sweep": "The same load with 0 to 4 plans prepared ahead.",
     "ipc": "CPU time to carry a token from the backend to a frontend.",
     "mask-cost": "CPU time of a grammar's mask for each row and step.",
+    "quantization": "Perplexity and logits of int8 and int4 weights.",
+    "growth": "A decode step against context, rows and vocabulary.",
+    "attention": "Decode attention on the CPU against reading the keys and values once.",
 }
 _REPLACED_OPTIONS = {f"--{name}": name for name in (*_OVER_HTTP, *_WITHOUT_SERVER)} | {"--compare": "static"}
 """Options of earlier versions that chose a measurement, and the subcommand of each."""

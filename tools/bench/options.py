@@ -23,16 +23,20 @@ def _convert_lengths(_type: Any, tokens: Sequence[Token]) -> Lengths:
     return parse_lengths(tokens[0].value)
 
 
-def parse_counts(text: str) -> tuple[int, ...]:
-    """Return "1,4,16" as numbers from 1 to 4096. Raises ValueError for anything else."""
+def parse_counts(text: str, limit: int = 4096) -> tuple[int, ...]:
+    """Return "1,4,16" as numbers from 1 to limit. Raises ValueError for anything else."""
     counts = tuple(int(item) if item.strip().isdecimal() else 0 for item in text.split(","))
-    if not all(1 <= count <= 4096 for count in counts):
-        raise ValueError(f'"{text}" is not a list of counts from 1 to 4096; write 1,4,16')
+    if not all(1 <= count <= limit for count in counts):
+        raise ValueError(f'"{text}" is not a list of counts from 1 to {limit}; write 1,4,16')
     return counts
 
 
 def _convert_counts(_type: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
     return parse_counts(tokens[0].value)
+
+
+def _convert_sizes(_type: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
+    return parse_counts(tokens[0].value, limit=1 << 20)
 
 
 def _show_counts(counts: tuple[int, ...]) -> str:
@@ -44,6 +48,11 @@ Counts = Annotated[
     tuple[int, ...],
     Parameter(converter=_convert_counts, n_tokens=1, negative="", metavar="COUNTS", show_default=_show_counts),
 ]
+Sizes = Annotated[
+    tuple[int, ...],
+    Parameter(converter=_convert_sizes, n_tokens=1, negative="", metavar="SIZES", show_default=_show_counts),
+]
+"""As Counts, to 2^20."""
 Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
 AtLeastOne = Annotated[int, Parameter(validator=Number(gte=1))]
 NotNegative = Annotated[int, Parameter(validator=Number(gte=0))]

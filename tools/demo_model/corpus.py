@@ -63,7 +63,6 @@ def build_corpus(seed: int) -> Corpus:
     stdlib = Path(sysconfig.get_path("stdlib"))
     entries = read_entries(stdlib)
     training = [entry for entry in entries if entry.module.split(".")[0] not in HELD_OUT]
-    held_out = [entry for entry in entries if entry.module.split(".")[0] in HELD_OUT]
     topics = _topics()
     texts = [_reference_page(entry) for entry in training if entry.doc]
     texts += [entry.source for entry in training if entry.source]
@@ -72,8 +71,18 @@ def build_corpus(seed: int) -> Corpus:
     return Corpus(
         texts=list(dict.fromkeys(texts)),
         chats=_chats(training, topics, rng),
-        held_out_texts=list(dict.fromkeys(_reference_page(entry) for entry in held_out if entry.doc)),
+        held_out_texts=_held_out_pages(entries),
     )
+
+
+def held_out_texts() -> list[str]:
+    """The held-out set alone."""
+    return _held_out_pages(read_entries(Path(sysconfig.get_path("stdlib"))))
+
+
+def _held_out_pages(entries: list[Entry]) -> list[str]:
+    held_out = (entry for entry in entries if entry.module.split(".")[0] in HELD_OUT)
+    return list(dict.fromkeys(_reference_page(entry) for entry in held_out if entry.doc))
 
 
 def _reference_page(entry: Entry) -> str:

@@ -35,10 +35,16 @@ def forward_pass(request: pytest.FixtureRequest) -> Iterator[Any]:
     loaded.close()
 
 
-def load_pass(name: str, model_dir: Path | None, kv_dtype: str | None = None) -> IBatchedForwardPass:
+def load_pass(
+    name: str, model_dir: Path | None, kv_dtype: str | None = None, quantize: str = "none"
+) -> IBatchedForwardPass:
     """A pass with a cache of NUM_PAGES pages, in fp32 if it offers that: the tolerance of comparisons is for fp32."""
     options = PassOptions(
-        dtype="fp32", max_running=MAX_RUNNING, max_batch_tokens=MAX_BATCH_TOKENS, host_kv_bytes=_HOST_KV_BYTES
+        dtype="fp32",
+        max_running=MAX_RUNNING,
+        max_batch_tokens=MAX_BATCH_TOKENS,
+        host_kv_bytes=_HOST_KV_BYTES,
+        quantize=quantize,
     )
     loaded = find_forward_pass(name).load(model_dir, options)
     kv_dtypes = list(loaded.spec.kv_bytes_per_token)

@@ -20,12 +20,14 @@ class DecoderPass(IBatchedForwardPass):
 
     @classmethod
     def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
+        _check_quantize(options)
         implementation = CpuDecoderPass if options.device == "cpu" else CudaDecoderPass
         return implementation.describe(_require(model_dir), options)
 
     @classmethod
     def load(cls, model_dir: Path | None, options: PassOptions) -> IBatchedForwardPass:
         model_dir = _require(model_dir)
+        _check_quantize(options)
         loaded: CpuDecoderPass | CudaDecoderPass
         if options.device == "cpu":
             loaded = CpuDecoderPass.load(model_dir, options)
@@ -34,6 +36,13 @@ class DecoderPass(IBatchedForwardPass):
             loaded = CudaDecoderPass.load(model_dir, options, _open_gpu(int(index)))
         # They differ from the interface only in what their own class methods take.
         return cast("IBatchedForwardPass", loaded)
+
+
+def _check_quantize(options: PassOptions) -> None:
+    if options.device != "cpu" and options.quantize != "none":
+        raise StartupError(
+            f"--quantize is {options.quantize}; a GPU runs only none: leave --quantize out, or use the CPU (--gpu none)"
+        )
 
 
 def _open_gpu(index: int) -> CudaDevice:

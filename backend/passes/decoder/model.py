@@ -9,26 +9,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from torch import Tensor
+
 from penstock.backend.passes.decoder.ops import Array, AttentionLayer, Linear, Ops, Step
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
     from penstock.backend.checkpoint.tensors import LayerWeights
 
 
 class Weights(Protocol):
-    """A source of unpacked weights, such as `checkpoint.weights.DecoderWeights`. Each call returns a copy."""
+    """A source of unpacked weights, such as `checkpoint.weights.DecoderWeights`. Each call returns a copy.
 
-    def embedding(self, dtype: torch.dtype) -> Tensor: ...
+    Matrices of linears may be quantised; then so is an embedding table that serves as the output layer too.
+    """
 
-    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights: ...
+    def embedding(self, dtype: torch.dtype) -> Tensor | QuantizedWeight: ...
+
+    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Tensor | QuantizedWeight]: ...
 
     def final_norm(self, dtype: torch.dtype) -> Tensor: ...
 
-    def lm_head(self, dtype: torch.dtype) -> Tensor | None:
+    def lm_head(self, dtype: torch.dtype) -> Tensor | QuantizedWeight | None:
         """None if the embedding table serves as the output layer too."""
         ...
 
@@ -59,7 +64,7 @@ class DecoderModel:
             self._lm_head = ops.pack_linear(embedding, None)
             self._embedding = ops.tied_table(embedding, self._lm_head)
         else:
-            self._embedding = ops.table(embedding)
+            self._embedding = ops.table(_plain(embedding))
         del embedding
         if not config.tie_embeddings:
             self._lm_head = ops.pack_linear(_required(weights.lm_head(dtype)), None)
@@ -95,13 +100,19 @@ class DecoderModel:
         ops.linear_add(ops.gated_linear(ops.rms_norm(residual, layer.mlp_norm), layer.gate_up), layer.down, residual)
 
 
-def _required(lm_head: Tensor | None) -> Tensor:
+def _plain(embedding: Tensor | QuantizedWeight) -> Tensor:
+    if not isinstance(embedding, Tensor):
+        raise TypeError("only an embedding that is the output layer too may be quantised")
+    return embedding
+
+
+def _required(lm_head: Tensor | QuantizedWeight | None) -> Tensor | QuantizedWeight:
     if lm_head is None:
         raise ValueError("a model without tied embeddings needs weights for lm_head")
     return lm_head
 
 
-def _pack_layer(config: DecoderConfig, ops: Ops, plain: LayerWeights, index: int) -> _Layer:
+def _pack_layer(config: DecoderConfig, ops: Ops, plain: LayerWeights[Tensor | QuantizedWeight], index: int) -> _Layer:
     return _Layer(
         attention=AttentionLayer(
             index=index,

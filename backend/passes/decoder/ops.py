@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
     from penstock.backend.forward_pass import StepBatch
 
 KV_BLOCK_VALUES = 32
@@ -34,6 +35,12 @@ Linear: TypeAlias = Any
 """A packed weight, returned by `pack_linear` or `pack_gated`."""
 Step: TypeAlias = Any
 """A step's rows in the implementation's own form."""
+
+
+class Forward(Protocol):
+    """`DecoderModel.forward`."""
+
+    def __call__(self, step: Step, *, needs_logits: bool) -> Array | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +74,11 @@ class AttentionLayer:
 class Ops(Protocol):
     """The operations that the model needs from a device. Weights are packed once, in the fastest layout there."""
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """weight [out, in], bias [out]. The caller drops its copy."""
+    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
+        """weight [out, in], bias [out]. The caller drops its copy. Quantised weights are for the CPU."""
         ...
 
-    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def pack_gated(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
         """weight [gate | up, in], bias [gate | up], for `gated_linear`."""
         ...
 
@@ -83,7 +90,7 @@ class Ops(Protocol):
         """The embedding table, [vocab, hidden]."""
         ...
 
-    def tied_table(self, weight: Tensor, lm_head: Linear) -> Array:
+    def tied_table(self, weight: Tensor | QuantizedWeight, lm_head: Linear) -> Array:
         """As `table`; lm_head was packed from the same weight, so its memory may serve as the table."""
         ...
 
@@ -133,6 +140,14 @@ class CpuOps(Ops, Protocol):
         """Copy batch.page_copies and prepare the rows.
 
         input_ids [T] are batch.input_ids with every FROM_SLOT resolved and every FROM_EMBEDDINGS replaced by any token.
+        """
+        ...
+
+    def run_step(self, step: Step, forward: Forward, *, needs_logits: bool) -> NDArray[np.float32] | None:
+        """Return the result of forward, the model's operations, for a step that was begun.
+
+        forward may be called for the first step only, if its operations are recorded: it must be the same function each
+        time, and its operations may depend on needs_logits, but not on the step.
         """
         ...
 

@@ -69,6 +69,21 @@ def test_planning_and_launching_get_twice_their_recent_time() -> None:
     assert spare_s(long_ago, 7) == pytest.approx(1.0, abs=0.01)
 
 
+def test_late_plans_make_later_ones_earlier_for_a_while() -> None:
+    step_timing = timed((7, 1.0))
+    usual_s = spare_s(step_timing, 7)
+    for _ in range(4):
+        step_timing.note_late()
+    assert step_timing.spare_s(0.0) == pytest.approx(usual_s - 0.002, abs=1e-6)
+    for _ in range(1000):
+        step_timing.note_late()
+    assert step_timing.spare_s(0.0) >= usual_s - 0.005
+    for _ in range(1000):
+        step_timing.note_plan(7, 0.0)
+        step_timing.note_result(7, 1.0, 0.0)
+    assert step_timing.spare_s(0.0) == pytest.approx(usual_s, abs=1e-6)
+
+
 def test_failed_and_empty_steps_are_not_measured() -> None:
     assert spare_s(timed((7, 1.0), (0, 0.0)), 7) == pytest.approx(1.0, abs=0.01)
 
@@ -104,6 +119,25 @@ def test_step_that_ends_early_is_followed_at_once() -> None:
     assert bench.executor.num_planned == 1
     bench.run_dry()
     assert bench.received().token_ids == expected_tokens([1, 2, 3], 30, bench.vocab_size)
+
+
+def test_plan_is_late_only_if_it_was_put_off_until_the_device_was_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_late = 0
+
+    def note_late(_: StepTiming) -> None:
+        nonlocal num_late
+        num_late += 1
+
+    bench = learned(Bench())
+    monkeypatch.setattr(StepTiming, "note_late", note_late)
+    bench.executor.ran_s = 0.9999
+    bench.engine.turn()
+    assert (bench.executor.num_planned, num_late) == (2, 0)
+    bench.executor.ran_s = 0.0
+    bench.turn()
+    assert (bench.executor.num_planned, num_late) == (1, 0)
+    bench.turn()
+    assert (bench.executor.num_planned, num_late) == (1, 1)
 
 
 def test_no_plan_is_due_without_work() -> None:

@@ -184,12 +184,13 @@ def test_penalties_do_not_count_embeddings_of_the_prompt() -> None:
     assert sample(sampler, logits, decode_batch([0], 3)) == [6]
 
 
-def test_row_without_finite_logits_fails_alone() -> None:
+@pytest.mark.parametrize("temperatures", [(0.0, 1.0), (0.0, 0.0)])
+def test_row_without_finite_logits_fails_alone(temperatures: tuple[float, float]) -> None:
     logits = np.random.default_rng(3).normal(size=(4, VOCAB))
     logits[1, 5] = np.nan
     logits[2] = -np.inf
     sampler = HostSampling(VOCAB, 4)
-    inits = tuple(slot_init(slot, temperature=float(slot % 2)) for slot in range(4))
+    inits = tuple(slot_init(slot, temperature=temperatures[slot % 2]) for slot in range(4))
     tokens = sample(sampler, logits, decode_batch([0, 1, 2, 3], inits=inits))
     assert tokens[1] == tokens[2] == NOT_FINITE
     assert tokens[0] == int(logits[0].argmax())
@@ -203,6 +204,19 @@ def test_from_slot_is_the_last_token_sampled_for_the_slot() -> None:
     inits = (slot_init(3, temperature=0.0), slot_init(1, temperature=0.0))
     assert sample(sampler, logits, decode_batch([3, 1], inits=inits)) == [11, 22]
     assert sampler.begin_step(decode_batch([1, 3])).tolist() == [22, 11]
+
+
+def test_greedy_slot_samples_again_when_its_next_sequence_asks_for_it() -> None:
+    logits = np.zeros((1, VOCAB))
+    logits[0, :8] = 1.0
+    drawn = set()
+    for seed in range(20):
+        sampler = HostSampling(VOCAB, 1)
+        assert sample(sampler, logits, decode_batch([0], inits=(slot_init(0, temperature=0.0),))) == [0]
+        init = slot_init(0, temperature=1.0, seed=seed, top_k=8)
+        drawn.update(sample(sampler, logits, decode_batch([0], inits=(init,))))
+    assert drawn <= set(range(8))
+    assert len(drawn) > 1
 
 
 def test_slot_keeps_nothing_of_its_previous_sequence() -> None:

@@ -22,6 +22,7 @@ MEASUREMENTS = (
     "storm",
     "static",
     "floor",
+    "one-stream",
     "frontend-cost",
     "workers-scaling",
     "coalescing",
@@ -31,6 +32,7 @@ MEASUREMENTS = (
     "channel-sweep",
     "ipc",
     "mask-cost",
+    "quantization",
 )
 NOBODY = "http://127.0.0.1:1"
 
@@ -63,7 +65,8 @@ def test_every_measurement_has_a_help_page_with_its_own_options(name: str, capsy
     shown = shown_by(capsys, name)
     assert f"Usage: penstock bench {name}" in shown
     assert "--json" in shown
-    assert ("--kv-budget" in shown) is (name not in ("scheduling", "channel-sweep", "ipc", "mask-cost"))
+    without_server = ("scheduling", "channel-sweep", "ipc", "mask-cost", "quantization")
+    assert ("--kv-budget" in shown) is (name not in without_server)
     assert ("--url" in shown) is (name in ("load", "storm"))
     for unknown in ("--port", "--uds", "--dry-run", "--empty-", "[default: ()]"):
         assert unknown not in shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import select
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 
 from penstock.shm.process.supervisor import module_argv
+from penstock.tools.bench.harness import machine
 from penstock.tools.bench.harness.processes import descendants, process_use, runs_module
 from penstock.tools.bench.harness.report import BenchReport, check_can_write
 
@@ -61,3 +63,16 @@ def test_process_is_found_with_its_cpu_time_and_memory() -> None:
         child.wait()
     with pytest.raises(ProcessLookupError, match=str(child.pid)):
         process_use(child.pid)
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "expected"),
+    [
+        ("model\t: 1\nmodel name\t: AMD EPYC\nflags\t: avx2\n", "AMD EPYC"),
+        ("CPU implementer\t: 0x41\nCPU part\t: 0xd40\n", f"{platform.machine()}, CPU implementer 0x41, CPU part 0xd40"),
+        ("", platform.machine()),
+    ],
+)
+def test_cpu_is_named_on_x86_and_on_arm(cpuinfo: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    assert machine._cpu_model(tmp_path / "cpuinfo") == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,34 @@ def test_compare_lets_only_the_measured_server_run(bench: BenchCommand, monkeypa
     assert runs(contenders[0])
 
 
+def test_compare_repeats_each_round_beside_busy_threads(bench: BenchCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy: list[int] = []
+
+    async def measure_and_count(*arguments: Any) -> LoadSummary:
+        busy.append(sum(runs_spin(pid) for pid in tree(os.getpid())))
+        return await measure(*arguments)
+
+    monkeypatch.setattr(compare, "measure", measure_and_count)
+    size = ["--concurrency", "2", "--rounds", "1", "--requests", "4", "--output-tokens", "5", "--warmup", "1"]
+    peer = ["--peer", fake_peer("one")]
+    run = bench("compare", *FAKE, *peer, *size, "--busy-threads", "2", "--foreign-cores", "1000")
+    assert run.status == 0, run.output + run.errors
+    assert busy == [0, 2, 0, 2]
+    found = run.report["sections"]["compare"]
+    assert [row["server"] for row in found["beside"]] == ["penstock", "one"]
+    for row in found["beside"]:
+        (entry,) = row["rounds"]
+        assert entry["summary"]["completed"] == 4
+        ratio = row["medians"]["output_tokens_per_s"] / row["alone"]["output_tokens_per_s"]
+        assert row["kept"]["output_tokens_per_s"] == pytest.approx(ratio)
+    assert [aim["limit"] for aim in run.report["aims"]] == [0.5]
+    assert "beside 2 busy threads" in run.output
+
+
+def runs_spin(pid: int) -> bool:
+    return b"while True: pass" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 def runs(contender: Contender) -> bool:
     return "T" not in states(contender)
 
@@ -104,7 +133,7 @@ def test_static_compares_three_rounds_of_the_same_requests(bench: BenchCommand) 
     comparison = run.report["sections"]["compare_static"]
     assert comparison["requests"] == 8
     assert len(comparison["rounds"]) == 3
-    assert [aim["limit"] for aim in run.report["aims"]] == [1.0, 0.95, 4.0]
+    assert [aim["limit"] for aim in run.report["aims"]] == [1.0, 0.95, 1.0, 0.97, 4.0]
 
 
 def test_frontend_cost_is_reported_for_each_process(bench: BenchCommand) -> None:

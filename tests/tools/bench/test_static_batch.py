@@ -62,13 +62,15 @@ def test_timing_survives_encoding() -> None:
 
 def test_comparison_is_the_median_ratio_of_its_rounds() -> None:
     rounds = [
-        StaticRound(90, 100, 100, 0.1, 1.0, 0.5),
-        StaticRound(99, 110, 100, 0.1, 0.8, 0.6),
-        StaticRound(120, 105, 100, 0.1, 0.6, 0.7),
+        StaticRound(90, 100, 100, 90, 80, 0.1, 1.0, 0.5),
+        StaticRound(99, 110, 100, 90, 100, 0.1, 0.8, 0.6),
+        StaticRound(120, 105, 100, 120, 100, 0.1, 0.6, 0.7),
     ]
     comparison = StaticComparison.of(rounds, 8, 0.1)
     assert comparison.throughput_ratio == pytest.approx(0.99)
     assert comparison.ttft_ratio == pytest.approx(8.0)
     assert comparison.ttft_streaming_ratio == pytest.approx(6.0)
     assert comparison.whole_throughput_ratio == pytest.approx(1.05)
-    assert [aim.reached for aim in comparison.aims()] == [True, True, True]
+    assert comparison.http_throughput_ratio == pytest.approx(1.0)
+    assert comparison.http_whole_throughput_ratio == pytest.approx(1.1)
+    assert [aim.reached for aim in comparison.aims()] == [True, True, True, True, True]

@@ -33,10 +33,10 @@ def machine_cpu_s() -> float:
 
 
 class ForeignCpu:
-    """CPU time of all processes but this one and one server's, from now on."""
+    """CPU time of all processes but this one and those of the given trees, from now on."""
 
-    def __init__(self, server_pid: int | None = None) -> None:
-        self._server_pid = server_pid
+    def __init__(self, *our_pids: int) -> None:
+        self._our_pids = our_pids
         self._from_s = time.perf_counter()
         self._before_s = self._read_s()
 
@@ -45,8 +45,7 @@ class ForeignCpu:
         return max(0.0, (self._read_s() - self._before_s) / (time.perf_counter() - self._from_s))
 
     def _read_s(self) -> float:
-        server_s = tree_cpu_s(self._server_pid) if self._server_pid is not None else 0.0
-        return machine_cpu_s() - server_s - time.process_time()
+        return machine_cpu_s() - sum(map(tree_cpu_s, self._our_pids)) - time.process_time()
 
 
 @dataclass(frozen=True, slots=True)

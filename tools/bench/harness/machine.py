@@ -53,12 +53,12 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return platform.machine()
+def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the model's name; for ARM, where Linux has none, the numbers of its designer and part."""
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    numbers = [f"{name} {fields[name]}" for name in ("CPU implementer", "CPU part") if name in fields]
+    return fields.get("model name") or ", ".join((platform.machine(), *numbers))
 
 
 def _gpu_model() -> str:

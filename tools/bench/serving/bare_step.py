@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
-import numpy as np
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.checkpoint.quantization.modes import find_quantization
+from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
 from penstock.backend.errors import StartupError
-from penstock.backend.forward_pass import SamplingParams, SlotInit, StepBatch
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass, make_cpu_ops
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
@@ -27,11 +26,13 @@ from penstock.backend.passes.decoder.cuda.device.device_choice import choose_dev
 from penstock.backend.passes.decoder.ops import HeadShape
 from penstock.backend.startup import locate_model
 from penstock.shm.process.options import fail, make_app
+from penstock.tools.bench.harness.decode_steps import commit_cache, decode_steps
 from penstock.tools.bench.options import Counts
 from penstock.tools.bench.serving.floor import BareStep
 
 if TYPE_CHECKING:
-    from penstock.backend.passes.decoder.ops import CpuOps
+    from penstock.backend.forward_pass import StepBatch
+    from penstock.backend.passes.decoder.ops import CpuOps, Forward, Step
 
 _WARM_UP_STEPS = 5
 _STEPS = 40
@@ -58,6 +59,10 @@ class TimedOps:
         operation = getattr(self._ops, name)
         part = _PART_OF.get(name)
         return operation if part is None else self._timed(operation, part)
+
+    def run_step(self, step: Step, forward: Forward, *, needs_logits: bool) -> Any:
+        """Run the operations one by one, through this object."""
+        return forward(step, needs_logits=needs_logits)
 
     def _timed(self, operation: Callable[..., Any], part: str) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
@@ -93,49 +98,34 @@ class TimedDecoder:
         return linears, attention, whole
 
 
-def decode_steps(batch_size: int, context_tokens: int, page_size_tokens: int, num_steps: int) -> Iterator[StepBatch]:
-    """Yield the same step num_steps times. Row r owns the pages from r * pages_per_row; their content is arbitrary."""
-    pages_per_row = -(-(context_tokens + 1) // page_size_tokens)
-    rows = np.arange(batch_size, dtype=np.int32)
-    page_table = (rows[:, None] * pages_per_row + np.arange(pages_per_row)).astype(np.int32)
-    prompt = np.ones(context_tokens, np.int32)
-    greedy = SamplingParams(temperature=0.0)
-    inits = tuple(SlotInit(slot, greedy, prompt, context_tokens) for slot in range(batch_size))
-    for index in range(num_steps):
-        yield StepBatch(
-            input_ids=rows + 1,
-            query_starts=np.arange(batch_size + 1, dtype=np.int32),
-            context_lens=np.full(batch_size, context_tokens, np.int32),
-            page_table=page_table,
-            slots=rows,
-            logit_rows=rows,
-            slot_inits=inits if index == 0 else (),
-        )
-
-
 def load_decoders(options: BackendOptions, max_batch: int, num_pages: int) -> list[TimedDecoder]:
-    """Load the implementation that the backend would use, then plain torch if that is another. Raises StartupError."""
+    """Load the implementation that the backend would use, then plain torch if that is another.
+
+    Quantised weights do without torch, which multiplies them far more slowly. Raises StartupError.
+    """
     if choose_device(options.gpu) != "cpu":
         raise StartupError("the bare work is measured on the CPU: give --gpu none")
     model_dir = locate_model(options)
     config = read_decoder_config(model_dir)
     decoders = []
-    with open_weights(model_dir, config) as weights:
+    quantization = find_quantization(options.quantize)
+    with open_served_weights(model_dir, config, quantization) as weights:
         dtype = weights.choose_dtype(options.dtype)
         heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
         offered = [
-            make_cpu_ops(config, dtype, options.step_tokens("cpu")),
+            make_cpu_ops(config, dtype, options.step_tokens("cpu"), options.cpu_path),
             TorchOps(heads, config.rope, config.rms_norm_eps, dtype),
         ]
-        if isinstance(offered[0], TorchOps):
+        if isinstance(offered[0], TorchOps) or quantization is not None:
             del offered[1]
         for ops in offered:
             timed = TimedOps(ops)
-            forward_pass = CpuDecoderPass(config, weights, cast("CpuOps", timed), dtype, max_batch)
+            forward_pass = CpuDecoderPass(config, weights, cast("CpuOps", timed), dtype, max_batch, quantization)
             kv_dtype = (
                 next(iter(forward_pass.spec.kv_bytes_per_token)) if options.kv_dtype == "auto" else options.kv_dtype
             )
             forward_pass.create_cache(num_pages, options.page_size, kv_dtype)
+            commit_cache(ops)
             decoders.append(TimedDecoder(forward_pass, timed))
     return decoders
 

@@ -1,7 +1,8 @@
 """`penstock bench static`: continuous against static batching, with the same requests on the same machine in one run.
 
-Continuous is the whole server over HTTP. Static is the bare forward pass (`static_batch`), which favours it.
-Throughput: all requests arrive at once. Answers come whole, as on the static side, and once more streamed.
+Continuous is the whole server over HTTP. Static is the bare forward pass (`static_batch`), which favours it, and also
+the same batch behind a frontend of ours, so that both sides pay for HTTP.
+Throughput: all requests arrive at once. Answers come whole, and once more streamed.
 Time to first token (TTFT): requests arrive stagger_s apart, and the static batch starts when the last one has arrived.
 `ttft_static_s` counts to the end of the batch, when a server of whole batches shows its first token;
 `ttft_static_streaming_s` counts to the end of the batch's prefill, for a static server that streams.
@@ -12,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import statistics
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -27,6 +30,7 @@ from penstock.shm.process.supervisor import module_argv
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.harness.run import measurement_run
+from penstock.tools.bench.harness.server import bench_frontend
 from penstock.tools.bench.load_generator.sending import run_all, run_whole
 from penstock.tools.bench.load_generator.stats import Aim, duration_s, ttfts_s
 from penstock.tools.bench.options import MEASUREMENT, BenchServerOptions, ReportOptions, RequestLengths, SeededRounds
@@ -58,6 +62,8 @@ class StaticRound:
     continuous_tokens_per_s: float
     continuous_whole_tokens_per_s: float
     static_tokens_per_s: float
+    static_http_tokens_per_s: float
+    static_http_whole_tokens_per_s: float
     ttft_continuous_s: float
     ttft_static_s: float
     ttft_static_streaming_s: float
@@ -65,13 +71,18 @@ class StaticRound:
 
 @dataclass(frozen=True, slots=True)
 class StaticComparison:
-    """Ratios above 1 favour continuous batching; each is the median of the rounds' ratios."""
+    """Ratios above 1 favour continuous batching; each is the median of the rounds' ratios.
+
+    Those with http in their name compare with the static batch behind a frontend, the others with the bare one.
+    """
 
     requests: int
     stagger_s: float
     rounds: list[StaticRound]
     throughput_ratio: float
     whole_throughput_ratio: float
+    http_throughput_ratio: float
+    http_whole_throughput_ratio: float
     ttft_ratio: float
     ttft_streaming_ratio: float
 
@@ -84,6 +95,12 @@ class StaticComparison:
             throughput_ratio=statistics.median(r.continuous_tokens_per_s / r.static_tokens_per_s for r in rounds),
             whole_throughput_ratio=statistics.median(
                 r.continuous_whole_tokens_per_s / r.static_tokens_per_s for r in rounds
+            ),
+            http_throughput_ratio=statistics.median(
+                r.continuous_tokens_per_s / r.static_http_tokens_per_s for r in rounds
+            ),
+            http_whole_throughput_ratio=statistics.median(
+                r.continuous_whole_tokens_per_s / r.static_http_whole_tokens_per_s for r in rounds
             ),
             ttft_ratio=statistics.median(r.ttft_static_s / r.ttft_continuous_s for r in rounds),
             ttft_streaming_ratio=statistics.median(r.ttft_static_streaming_s / r.ttft_continuous_s for r in rounds),
@@ -98,6 +115,8 @@ class StaticComparison:
                 1.0,
             ),
             Aim("throughput, the same with answers streamed over HTTP", self.throughput_ratio, "at least", 0.95),
+            Aim("the same, both over HTTP", self.http_whole_throughput_ratio, "at least", 1.0),
+            Aim("the same, both streamed over HTTP", self.http_throughput_ratio, "at least", 0.97),
             Aim(f"TTFT, static / continuous, {self.stagger_s:g} s apart", self.ttft_ratio, "at least", 4.0),
         ]
 
@@ -130,17 +149,20 @@ async def _compare(
         with (
             run.status("static and continuous batching take turns"),
             static_child(options, NUM_REQUESTS, workload) as child,
+            bench_frontend(child.options) as static_address,
         ):
-            return await compare_static(
-                target, child, workload, num_rounds=rounds.rounds, stagger_s=stagger_s, seed=rounds.seed
-            )
+            async with static_address.connect() as static_target:
+                sides = Sides(target, child, static_target, workload)
+                return await compare_static(sides, num_rounds=rounds.rounds, stagger_s=stagger_s, seed=rounds.seed)
 
 
 class StaticChild:
     """The process that runs the static batch."""
 
     def __init__(self, options: ServeOptions, num_rows: int, workload: Workload) -> None:
-        """Raises BenchError if the model does not load; the child prints the reason on standard error."""
+        """It is a backend at options.socket. Raises BenchError if the model does not load; the child prints the reason
+        on standard error."""
+        self.options = options
         longest_prompt = workload.prompt_tokens.high
         sizes = ["--rows", num_rows, "--longest-prompt", longest_prompt]
         sizes += ["--longest-context", longest_prompt + workload.output_tokens.high]
@@ -176,35 +198,50 @@ class StaticChild:
 
 @contextlib.contextmanager
 def static_child(options: ServeOptions, num_rows: int, workload: Workload) -> Iterator[StaticChild]:
-    child = StaticChild(options, num_rows, workload)
-    try:
-        yield child
-    finally:
-        child.close()
+    with tempfile.TemporaryDirectory(prefix="penstock-static-") as directory:
+        child = StaticChild(replace(options, socket=Path(directory) / "backend.sock"), num_rows, workload)
+        try:
+            yield child
+        finally:
+            child.close()
 
 
-async def compare_static(
-    target: Target, child: StaticChild, workload: Workload, *, num_rounds: int, stagger_s: float, seed: int
-) -> StaticComparison:
-    """Both sides run in each round, so that a noisy minute hits both. Raises BenchError if a request fails."""
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """What is compared, and the requests."""
+
+    continuous: Target
+    child: StaticChild
+    static: Target
+    """The frontend before the child."""
+    workload: Workload
+
+
+async def compare_static(sides: Sides, *, num_rounds: int, stagger_s: float, seed: int) -> StaticComparison:
+    """All sides run in each round, so that a noisy minute hits both. Raises BenchError if a request fails."""
     rounds = []
     for index in range(-1, num_rounds):  # round -1 warms up
-        burst = workload.draw(NUM_REQUESTS, seed + 2 * index + 2)
+        burst = sides.workload.draw(NUM_REQUESTS, seed + 2 * index + 2)
+        other_burst = sides.workload.draw(NUM_REQUESTS, seed + 2 * index + 1_000_003)
         staggered = [
             replace(request, due_s=position * stagger_s)
-            for position, request in enumerate(workload.draw(NUM_REQUESTS, seed + 2 * index + 3))
+            for position, request in enumerate(sides.workload.draw(NUM_REQUESTS, seed + 2 * index + 3))
         ]
-        static_burst, static_late = child.run(burst), child.run(staggered)
-        at_once = await run_all(target, burst)
-        whole = await run_whole(target, workload.draw(NUM_REQUESTS, seed + 2 * index + 1_000_003))
-        apart = await run_all(target, staggered)
+        static_burst, static_late = sides.child.run(burst), sides.child.run(staggered)
+        at_once = await run_all(sides.continuous, burst)
+        static_at_once = await run_all(sides.static, burst)
+        whole = await run_whole(sides.continuous, other_burst)
+        static_whole = await run_whole(sides.static, other_burst)
+        apart = await run_all(sides.continuous, staggered)
         # The batch starts when the last request arrives.
         waits_s = [staggered[-1].due_s - request.due_s for request in staggered]
         tokens = sum(request.output_tokens for request in burst)
         found = StaticRound(
-            continuous_tokens_per_s=sum(record.output_tokens for record in at_once) / duration_s(at_once),
+            continuous_tokens_per_s=tokens / duration_s(at_once),
             continuous_whole_tokens_per_s=whole,
             static_tokens_per_s=tokens / static_burst.total_s,
+            static_http_tokens_per_s=tokens / duration_s(static_at_once),
+            static_http_whole_tokens_per_s=static_whole,
             ttft_continuous_s=statistics.median(ttfts_s(apart)),
             ttft_static_s=statistics.median(waits_s) + static_late.total_s,
             ttft_static_streaming_s=statistics.median(waits_s) + static_late.prefill_s,
@@ -230,7 +267,9 @@ def comparison_table(comparison: StaticComparison) -> Table:
             continuous_ms,
         )
         static_ms = [f"{1000 * value:.0f}" for value in (entry.ttft_static_s, entry.ttft_static_streaming_s)]
-        table.add_row("", "static", "", f"{entry.static_tokens_per_s:.0f}", *static_ms)
+        table.add_row("", "static, bare", "", f"{entry.static_tokens_per_s:.0f}", *static_ms)
+        http = [entry.static_http_tokens_per_s, entry.static_http_whole_tokens_per_s]
+        table.add_row("", "static, HTTP", *(f"{value:.0f}" for value in http))
     ratios = [
         comparison.throughput_ratio,
         comparison.whole_throughput_ratio,
@@ -238,4 +277,6 @@ def comparison_table(comparison: StaticComparison) -> Table:
         comparison.ttft_streaming_ratio,
     ]
     table.add_row("median", "for continuous", *(f"{ratio:.2f} ×" for ratio in ratios))
+    http = [comparison.http_throughput_ratio, comparison.http_whole_throughput_ratio]
+    table.add_row("", "the same, static over HTTP", *(f"{ratio:.2f} ×" for ratio in http))
     return table

@@ -103,7 +103,7 @@ class RandomWeights:
     def embedding(self, dtype: torch.dtype) -> Tensor:
         return self._embedding.to(dtype)
 
-    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights:
+    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Tensor]:
         made = self._layers[index]
         present = {name: x.to(dtype) for name in LayerWeights.__slots__ if (x := getattr(made, name)) is not None}
         return LayerWeights(**present)
@@ -114,7 +114,7 @@ class RandomWeights:
     def lm_head(self, dtype: torch.dtype) -> Tensor | None:
         return None if self._lm_head is None else self._lm_head.to(dtype)
 
-    def _make_layer(self) -> LayerWeights:
+    def _make_layer(self) -> LayerWeights[Tensor]:
         config = self._config
         heads = config.num_heads + 2 * config.num_kv_heads
         return LayerWeights(

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
+from penstock.backend.passes.decoder.cpu.torch_ops import TorchLinear, TorchOps
 from penstock.backend.passes.decoder.cpu.torch_query_tiles import ONE_BY_ONE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
 
 _TILE_ROWS = 16
 
@@ -29,10 +28,10 @@ class DeterministicTorchOps(TorchOps):
 
     tile_limits = ONE_BY_ONE
 
-    def product(self, x: Tensor, weights: PackedLinear) -> Tensor:
+    def _product(self, x: Tensor, weights: TorchLinear) -> Tensor:
         padded = functional.pad(x, (0, 0, 0, -len(x) % _TILE_ROWS))
         tiles = padded.view(-1, _TILE_ROWS, x.shape[1])
         return torch.cat([weights(tile) for tile in tiles])[: len(x)]
 
-    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+    def _silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return torch.stack([functional.silu(row) for row in gate]).mul_(up)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from penstock.backend.checkpoint.quantization.modes import check_sizes, find_quantization
 from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch
 from penstock.backend.passes.decoder.cpu.deterministic_torch_ops import DeterministicTorchOps
-from penstock.backend.passes.decoder.cpu.native_library import load_library, request_tiles
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps, supports_native_ops
+from penstock.backend.passes.decoder.cpu.path_choice import AUTO, check_cpu_path, load_kernels
 from penstock.backend.passes.decoder.cpu.thread_counts import num_usable_cores
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.backend.passes.decoder.memory_trimming import return_freed_memory
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.quantization.modes import Quantization
     from penstock.backend.passes.decoder.model import Weights
 
 
@@ -38,14 +40,21 @@ class CpuDecoderPass(HostSampling):
     """See `IBatchedForwardPass`. Logits are numpy float32 arrays, sampled by `HostSampling`."""
 
     def __init__(
-        self, config: DecoderConfig, weights: Weights, ops: CpuOps, dtype: torch.dtype, max_running: int
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        ops: CpuOps,
+        dtype: torch.dtype,
+        max_running: int,
+        quantization: Quantization | None = None,
     ) -> None:
+        """quantization: how the weights are quantised."""
         super().__init__(config.vocab_size, max_running)
         self._config = config
         self._ops = ops
         with torch.inference_mode():
             self._model = DecoderModel(config, ops, weights, dtype)
-        self._spec = make_spec(config, dtype, CPU_KV_DTYPES)
+        self._spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization)
 
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
@@ -53,26 +62,43 @@ class CpuDecoderPass(HostSampling):
         from penstock.backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
         from penstock.backend.checkpoint.weights import choose_dtype
 
+        check_cpu_path(options.cpu_path)
         config = read_decoder_config(model_dir, options.max_context_tokens)
+        quantization = find_quantization(options.quantize)
+        if quantization is not None:
+            check_sizes(quantization, config)
         dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16)
-        return make_spec(config, dtype, CPU_KV_DTYPES)
+        return make_spec(config, dtype, CPU_KV_DTYPES, quantization)
 
     @classmethod
     def load(cls, model_dir: Path, options: PassOptions) -> CpuDecoderPass:
         from penstock.backend.checkpoint.config_json import read_decoder_config
-        from penstock.backend.checkpoint.weights import open_weights
+        from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
 
         config = read_decoder_config(model_dir, options.max_context_tokens)
         if supports_native_ops(config):
-            load_library()  # it may compile for seconds; do that before the progress of the weights starts
-        with return_freed_memory(), open_weights(model_dir, config) as weights:
+            # It may compile for seconds; do that before the progress of the weights starts.
+            load_kernels(options.cpu_path)
+        quantization = find_quantization(options.quantize)
+        with return_freed_memory(), open_served_weights(model_dir, config, quantization) as weights:
             dtype = weights.choose_dtype(options.dtype)
-            ops = make_cpu_ops(config, dtype, options.max_batch_tokens, deterministic=options.deterministic)
-            return cls(config, weights, ops, dtype, options.max_running)
+            ops = make_cpu_ops(
+                config,
+                dtype,
+                options.max_batch_tokens,
+                options.cpu_path,
+                deterministic=options.deterministic,
+            )
+            return cls(config, weights, ops, dtype, options.max_running, quantization)
 
     @property
     def spec(self) -> PassSpec:
         return self._spec
+
+    @property
+    def ops(self) -> CpuOps:
+        """Owns the KV cache, and times operations for benchmarks."""
+        return self._ops
 
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         self._ops.create_cache(self._config.num_layers, num_pages, page_size_tokens, kv_dtype)
@@ -84,10 +110,8 @@ class CpuDecoderPass(HostSampling):
         if batch.embeddings:
             input_ids = np.maximum(input_ids, 0)  # FROM_EMBEDDINGS is not a row of the table
         step = self._ops.begin_step(batch, input_ids)
-        logits = self._model.forward(step, needs_logits=len(batch.logit_rows) > 0)
-        if logits is None:
-            return np.empty((0, self._config.vocab_size), np.float32)
-        return cast("NDArray[np.float32]", logits)
+        logits = self._ops.run_step(step, self._model.forward, needs_logits=len(batch.logit_rows) > 0)
+        return np.empty((0, self._config.vocab_size), np.float32) if logits is None else logits
 
     def host_logits(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         # The operations reuse their buffer in the next step.
@@ -112,13 +136,28 @@ class CpuDecoderPass(HostSampling):
 
 
 def make_cpu_ops(
-    config: DecoderConfig, dtype: torch.dtype, max_batch_tokens: int, *, deterministic: bool = False
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    max_batch_tokens: int,
+    cpu_path: str = AUTO,
+    *,
+    deterministic: bool = False,
 ) -> CpuOps:
-    """Return the fastest operations that this machine has for the model. The native ones are always deterministic."""
-    library = load_library() if supports_native_ops(config) else None
-    if library is not None:
-        tiles = request_tiles(library)
-        return NativeOps(library, config, dtype, max_batch_tokens, num_usable_cores(), SPIN_S, uses_tiles=tiles)
+    """Return the fastest operations that this machine has for the model. The native ones are always deterministic.
+
+    Raises StartupError if the kernels of cpu_path, unless it is "auto", cannot be used.
+    """
+    kernels = load_kernels(cpu_path) if supports_native_ops(config) else None
+    if kernels is not None:
+        return NativeOps(
+            kernels.library,
+            config,
+            dtype,
+            max_batch_tokens,
+            num_usable_cores(),
+            SPIN_S,
+            uses_tiles=kernels.path.uses_tiles,
+        )
     heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
     kind = DeterministicTorchOps if deterministic else TorchOps
     return kind(heads, config.rope, config.rms_norm_eps, dtype)

@@ -1,8 +1,9 @@
-"""Load the native CPU kernels: kernels/cpu.cpp, compiled on this machine at the first start and kept.
+"""Open the shared objects of the native CPU kernels: kernels/cpu.cpp, compiled once for each path (cpu_paths.py).
 
-The kernels are optional: without a compiler, or on a CPU that they do not support, `load_library` logs one line and
-returns None. The library is kept in a private directory under a name that hashes sources, flags and CPU; it is renamed
-into place once it is complete. If that directory cannot be used, each start compiles into a temporary one.
+All objects of an architecture are in one directory, whose name hashes sources and flags but not the CPU: what one
+machine compiles runs on another. `penstock compile-kernels` compiles all of them beside the package, where every start
+looks first. Otherwise a start compiles those that it needs into the user's cache, or for itself alone if that directory
+cannot be used. An object is renamed into place once it is complete.
 """
 
 from __future__ import annotations
@@ -12,49 +13,39 @@ import hashlib
 import logging
 import os
 import shutil
-import stat
 import subprocess
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from penstock.backend.passes.decoder.cpu.thread_counts import num_usable_cores
+from penstock.shm.process.cache_directory import cache_directory, check_kept_file
 from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
+
+if TYPE_CHECKING:
+    from penstock.backend.passes.decoder.cpu.cpu_paths import KernelBuild
 
 logger = logging.getLogger("penstock.backend")
 
 SOURCE = Path(__file__).parent / "kernels" / "cpu.cpp"
-ABI = 3
+COMPILED_DIR = Path(__file__).parent / "compiled"
+"""Filled by `penstock compile-kernels`; read by every start."""
+ABI = 5
 
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread", "-w")
-AVX2_FLAGS = ("-mno-avx512f", "-mavx2", "-mfma", "-mf16c")
-"""Compiles the kernels of a machine without AVX-512 on one that has it, for tests."""
-EMULATED_TILES_FLAGS = ("-DPENSTOCK_EMULATED_TILES",)
-"""Compiles products on tiles for a machine without AMX, with the same results, for tests."""
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-w")
 
-_COMPILE_TIMEOUT_S = 120.0
+_COMPILE_TIMEOUT_S = 300.0
 
 
 class LibraryUnavailableError(Exception):
-    """There are no native kernels. The message is the reason, in one line."""
+    """A library cannot be had. The message is the reason, in one line."""
 
 
 class CacheUnusableError(LibraryUnavailableError):
     """The directory that keeps the library cannot be used. Compiling into another directory may succeed."""
-
-
-@cache
-def load_library() -> ctypes.CDLL | None:
-    """The kernels, or None if this machine cannot have them. Compiling them takes about ten seconds."""
-    compiler = find_compiler()
-    try:
-        try:
-            return open_library(cache_dir(), compiler)
-        except CacheUnusableError as error:
-            return _open_in_temporary_directory(compiler, error)
-    except LibraryUnavailableError as error:
-        logger.warning("No native CPU kernels, slower torch operations instead: %s", error)
-        return None
 
 
 @cache
@@ -72,38 +63,58 @@ def request_tiles(library: ctypes.CDLL) -> bool:
     return error == 0
 
 
-def cache_dir() -> Path:
-    """$XDG_CACHE_HOME/penstock, by default ~/.cache/penstock. Raises CacheUnusableError for a user without a home."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):
-        return Path(base) / "penstock"
-    try:
-        return Path.home() / ".cache" / "penstock"
-    except RuntimeError as error:
-        raise CacheUnusableError("this user has no home directory") from error
-
-
 def find_compiler() -> str | None:
     """The path of the C++ compiler: $CXX, or the first of the usual names; None without one."""
     names = (os.environ.get("CXX", ""), "g++", "c++", "clang++")
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
-def open_library(directory: Path, compiler: str | None, more_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
+def directory_name(builds: tuple[KernelBuild, ...]) -> str:
+    """The name of the directory that holds these builds: a hash of everything that determines their code.
+
+    Raises LibraryUnavailableError for unreadable sources.
+    """
+    digest = hashlib.sha256()
+    try:
+        for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))):
+            digest.update(b"\0".join((path.name.encode(), path.read_bytes(), b"")))
+    except OSError as error:
+        raise LibraryUnavailableError(str(error)) from error
+    for build in builds:
+        digest.update(" ".join((build.name, *_FLAGS, *build.compiler_flags, "\0")).encode())
+    return f"cpu-{digest.hexdigest()[:24]}"
+
+
+def open_build(build: KernelBuild, builds: tuple[KernelBuild, ...]) -> ctypes.CDLL:
+    """Open one of the builds from where it lies; compile it if it is nowhere. That takes about ten seconds.
+
+    Raises LibraryUnavailableError.
+    """
+    name = directory_name(builds)
+    if (COMPILED_DIR / name / f"{build.name}.so").exists():
+        try:
+            return open_library(COMPILED_DIR / name, build, compiler=None, create=False)
+        except LibraryUnavailableError as error:
+            logger.warning("The compiled CPU kernels of this installation are not used: %s", error)
+    compiler = find_compiler()
+    try:
+        return open_library(cache_directory() / name, build, compiler)
+    except (CacheUnusableError, UnsafeDirectory) as error:
+        return _open_in_temporary_directory(build, compiler, str(error))
+
+
+def open_library(directory: Path, build: KernelBuild, compiler: str | None, *, create: bool = True) -> ctypes.CDLL:
     """Load the library from the directory; compile it first if it is missing.
 
     Raises CacheUnusableError for a directory that cannot be written, that others may write, or whose library cannot be
-    loaded, and LibraryUnavailableError for unreadable sources, a missing compiler or a failed compilation.
+    loaded, and LibraryUnavailableError for a missing compiler or a failed compilation.
     """
+    path = directory / f"{build.name}.so"
     try:
-        path = directory / f"cpu-{_fingerprint(more_flags)}.so"
-    except OSError as error:
-        raise LibraryUnavailableError(str(error)) from error
-    try:
-        check_directory(directory, Trust.READABLE)
+        check_directory(directory, Trust.READABLE, create=create)
         if not path.exists():
-            _compile(path, compiler, more_flags)
-        _check_owner(path)
+            _compile(path, compiler, build)
+        check_kept_file(path)
         library = ctypes.CDLL(str(path))
         abi = library.ps_abi()
     except (OSError, UnsafeDirectory, AttributeError) as error:
@@ -113,48 +124,58 @@ def open_library(directory: Path, compiler: str | None, more_flags: tuple[str, .
     return library
 
 
-def _open_in_temporary_directory(compiler: str | None, reason: CacheUnusableError) -> ctypes.CDLL:
+def compile_builds(out: Path, builds: tuple[KernelBuild, ...]) -> Path:
+    """Compile all builds into a directory below out that every user may read, and return it.
+
+    Raises LibraryUnavailableError; builds that are complete by then stay.
+    """
+    directory = out / directory_name(builds)
+    compiler = find_compiler()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        check_directory(directory, Trust.READABLE, create=False)
+        with ThreadPoolExecutor(num_usable_cores()) as pool:
+            for _ in pool.map(lambda build: _compile(directory / f"{build.name}.so", compiler, build), builds):
+                pass
+        for path in (directory, *directory.glob("*.so")):
+            path.chmod(0o755)
+    except (OSError, UnsafeDirectory) as error:
+        raise LibraryUnavailableError(str(error)) from error
+    return directory
+
+
+def _open_in_temporary_directory(build: KernelBuild, compiler: str | None, reason: str) -> ctypes.CDLL:
     """Compile for this process alone. The directory is removed at once: a loaded library needs no file."""
     try:
         with tempfile.TemporaryDirectory(prefix="penstock-kernels-") as directory:
-            library = open_library(Path(directory), compiler)
+            library = open_library(Path(directory), build, compiler)
     except OSError as error:
         raise LibraryUnavailableError(f"{reason}; no temporary directory either: {error}") from error
+    _warn_not_kept(reason)
+    return library
+
+
+@cache
+def _warn_not_kept(reason: str) -> None:
     logger.warning(
         "The compiled CPU kernels cannot be kept (%s), so every start compiles them again: set XDG_CACHE_HOME to a "
         "directory that only this user can write",
         reason,
     )
-    return library
 
 
-def _fingerprint(more_flags: tuple[str, ...]) -> str:
-    """A hash of everything that determines the code: sources, flags, CPU."""
-    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("model", "flags"))]
-    files = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
-    sources = [part for path in files for part in (path.name.encode(), path.read_bytes())]
-    parts = (*sources, " ".join(_FLAGS + more_flags).encode(), "\n".join(sorted(set(cpu))).encode())
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
-
-
-def _check_owner(path: Path) -> None:
-    status = path.lstat()
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise CacheUnusableError(f"{path} is not a file, can be written by others or belongs to another user")
-
-
-def _compile(path: Path, compiler: str | None, more_flags: tuple[str, ...]) -> None:
+def _compile(path: Path, compiler: str | None, build: KernelBuild) -> None:
     if compiler is None:
         raise LibraryUnavailableError("no C++ compiler: install g++ or clang++, or set CXX to another")
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".so")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     os.close(handle)
     try:
-        logger.info("Compiling the CPU kernels with %s; this takes about ten seconds", compiler)
+        logger.info("Compiling the CPU kernels for %s with %s; this takes about ten seconds", build.name, compiler)
         started_s = time.monotonic()
-        _run_compiler([compiler, *_FLAGS, *more_flags, "-o", temporary, str(SOURCE)])
+        _run_compiler([compiler, *_FLAGS, *build.compiler_flags, "-o", temporary, str(SOURCE)])
         os.chmod(temporary, 0o700)
         os.rename(temporary, path)
-        logger.info("Compiled the CPU kernels in %.1f s", time.monotonic() - started_s)
+        logger.info("Compiled the CPU kernels for %s in %.1f s", build.name, time.monotonic() - started_s)
     finally:
         Path(temporary).unlink(missing_ok=True)
 

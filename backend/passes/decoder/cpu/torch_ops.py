@@ -6,7 +6,7 @@ Products use packed weights. Attention gathers the keys and values of a group of
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from penstock.backend.passes.decoder.cpu.torch_kv_cache import KvPages, make_kv_pages
 from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
+from penstock.backend.passes.decoder.cpu.torch_quantized_linear import QuantizedLinear, take_rows
 from penstock.backend.passes.decoder.cpu.torch_query_tiles import QueryTiles, TileLimits, cut_rows
 from penstock.backend.passes.decoder.prompt_embeddings import place_embeddings
 from penstock.backend.passes.decoder.rope_table import RopeTable
@@ -23,8 +24,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.checkpoint.decoder_config import RopeConfig
+    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
     from penstock.backend.forward_pass import EmbeddedTokens, StepBatch
-    from penstock.backend.passes.decoder.ops import AttentionLayer, HeadShape
+    from penstock.backend.passes.decoder.ops import AttentionLayer, Forward, HeadShape
+
+
+TorchLinear: TypeAlias = PackedLinear | QuantizedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +68,12 @@ class TorchOps:
         """One per layer, as `values`."""
         self.values: list[KvPages] = []
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> TorchLinear:
+        if not isinstance(weight, torch.Tensor):
+            return QuantizedLinear(weight, None if bias is None else bias.float())
         return PackedLinear.pack(weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
 
-    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    def pack_gated(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> TorchLinear:
         return self.pack_linear(weight, bias)
 
     def vector(self, weight: Tensor) -> Tensor:
@@ -75,8 +82,8 @@ class TorchOps:
     def table(self, weight: Tensor) -> Tensor:
         return weight.to(self._dtype)
 
-    def tied_table(self, weight: Tensor, lm_head: PackedLinear) -> Tensor:  # noqa: ARG002 - a packed weight has no rows
-        return self.table(weight)
+    def tied_table(self, weight: Tensor | QuantizedWeight, lm_head: TorchLinear) -> Tensor | QuantizedWeight:  # noqa: ARG002 - a packed weight has no rows
+        return self.table(weight) if isinstance(weight, torch.Tensor) else weight
 
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         self._page_size_tokens = page_size_tokens
@@ -117,31 +124,34 @@ class TorchOps:
             for heads in (*self.keys, *self.values):
                 heads.copy(source, destination, num_seen.get(destination, size))
 
-    def embed(self, table: Tensor, step: TorchStep) -> Tensor:
-        residual = functional.embedding(step.input_ids, table).float()
+    def embed(self, table: Tensor | QuantizedWeight, step: TorchStep) -> Tensor:
+        if isinstance(table, torch.Tensor):
+            residual = functional.embedding(step.input_ids, table).float()
+        else:
+            residual = take_rows(table, step.input_ids).dequantize()
         place_embeddings(residual.numpy(), step.embeddings)
         return residual
 
     def rms_norm(self, residual: Tensor, weight: Tensor) -> Tensor:
         return self._norm(residual, weight).to(self._dtype)
 
-    def product(self, x: Tensor, weights: PackedLinear) -> Tensor:
-        """x times the weight, plus the bias. All linear layers use it."""
+    def _product(self, x: Tensor, weights: TorchLinear) -> Tensor:
+        """x times the weight, plus the bias; fp32 of quantised weights. All linear layers use it."""
         return weights(x)
 
-    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+    def _silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up, fp32; may write into its arguments."""
         return functional.silu(gate).mul_(up)
 
-    def linear(self, x: Tensor, weights: PackedLinear) -> Tensor:
-        return self.product(x, weights)
+    def linear(self, x: Tensor, weights: TorchLinear) -> Tensor:
+        return self._product(x, weights).to(self._dtype)
 
-    def linear_add(self, x: Tensor, weights: PackedLinear, residual: Tensor) -> None:
-        residual.add_(self.product(x, weights))
+    def linear_add(self, x: Tensor, weights: TorchLinear, residual: Tensor) -> None:
+        residual.add_(self._product(x, weights))
 
-    def gated_linear(self, x: Tensor, weights: PackedLinear) -> Tensor:
-        gate, up = self.product(x, weights).float().chunk(2, dim=-1)
-        return self.silu_mul(gate, up).to(self._dtype)
+    def gated_linear(self, x: Tensor, weights: TorchLinear) -> Tensor:
+        gate, up = self._product(x, weights).float().chunk(2, dim=-1)
+        return self._silu_mul(gate, up).to(self._dtype)
 
     def rotate_and_store(self, qkv: Tensor, step: TorchStep, layer: AttentionLayer) -> None:
         heads = qkv.view(len(qkv), -1, self._heads.head_dim)
@@ -182,9 +192,12 @@ class TorchOps:
         narrowed = replace(step, queries=step.queries.single(step.last_tokens.numpy()))
         return qkv[step.last_tokens], residual[step.last_tokens], narrowed
 
-    def logits(self, x: Tensor, weights: PackedLinear) -> NDArray[np.float32]:
-        logits: NDArray[np.float32] = self.product(x, weights).float().numpy()
+    def logits(self, x: Tensor, weights: TorchLinear) -> NDArray[np.float32]:
+        logits: NDArray[np.float32] = self._product(x, weights).float().numpy()
         return logits
+
+    def run_step(self, step: TorchStep, forward: Forward, *, needs_logits: bool) -> NDArray[np.float32] | None:
+        return forward(step, needs_logits=needs_logits)
 
     def normed_rows(self, normed: Tensor, num_rows: int) -> NDArray[np.float32]:
         rows: NDArray[np.float32] = normed[:num_rows].to(torch.float32, copy=True).numpy()

@@ -11,18 +11,12 @@ import pytest
 import torch
 
 from penstock.backend.passes.decoder.cpu.deterministic_torch_ops import DeterministicTorchOps
-from penstock.backend.passes.decoder.cpu.native_library import (
-    AVX2_FLAGS,
-    EMULATED_TILES_FLAGS,
-    cache_dir,
-    find_compiler,
-    load_library,
-    open_library,
-    request_tiles,
-)
+from penstock.backend.passes.decoder.cpu.native_library import request_tiles
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps, supports_native_ops
+from penstock.backend.passes.decoder.cpu.path_choice import load_kernels
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.backend.passes.decoder.ops import HeadShape, Ops
+from tests.backend.passes.decoder.cpu.path_libraries import open_emulated_tiles, open_path
 
 if TYPE_CHECKING:
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
@@ -41,36 +35,31 @@ def make_deterministic_ops(config: DecoderConfig, dtype: torch.dtype = torch.flo
 
 
 def make_native_ops(config: DecoderConfig, dtype: torch.dtype = torch.float32, num_threads: int = 2) -> NativeOps:
-    """The kernels that this machine uses: those of AMX if it has it."""
-    library = load_library()
-    if library is None:
+    """The kernels that this machine uses."""
+    kernels = load_kernels()
+    if kernels is None:
         pytest.skip("this machine has no native kernels")
-    return _make_ops(library, config, dtype, num_threads, uses_tiles=request_tiles(library))
-
-
-def make_vector_ops(config: DecoderConfig, dtype: torch.dtype = torch.float32, num_threads: int = 2) -> NativeOps:
-    """The kernels where the system refuses AMX."""
-    library = load_library()
-    if library is None or not request_tiles(library):
-        pytest.skip("this machine has no AMX: its native kernels are these")
-    return _make_ops(library, config, dtype, num_threads, uses_tiles=False)
+    return _make_ops(kernels.library, config, dtype, num_threads, uses_tiles=kernels.path.uses_tiles)
 
 
 def make_tile_ops(config: DecoderConfig, dtype: torch.dtype = torch.float32, num_threads: int = 2) -> NativeOps:
     """The kernels for AMX, with emulated tiles."""
-    return _make_ops(_compile(EMULATED_TILES_FLAGS), config, dtype, num_threads, uses_tiles=True)
+    return _make_ops(open_emulated_tiles(), config, dtype, num_threads, uses_tiles=True)
 
 
-def make_avx2_ops(config: DecoderConfig, dtype: torch.dtype = torch.float32, num_threads: int = 2) -> NativeOps:
-    """The kernels of a machine without AVX-512."""
-    return _make_ops(_compile(AVX2_FLAGS), config, dtype, num_threads, uses_tiles=False)
+def make_amx_ops(config: DecoderConfig, dtype: torch.dtype = torch.float32, num_threads: int = 2) -> NativeOps:
+    """The kernels for AMX, on a machine that has it."""
+    library = open_path("amx")
+    if not request_tiles(library):
+        pytest.skip("the system refuses AMX tiles")
+    return _make_ops(library, config, dtype, num_threads, uses_tiles=True)
 
 
-def _compile(flags: tuple[str, ...]) -> ctypes.CDLL:
-    compiler = find_compiler()
-    if compiler is None or platform.machine() != "x86_64":
-        pytest.skip("needs an x86-64 machine with a C++ compiler: install g++")
-    return open_library(cache_dir(), compiler, flags)
+def _path_ops(name: str) -> MakeOps:
+    def make(config: DecoderConfig, dtype: torch.dtype = torch.float32, num_threads: int = 2) -> NativeOps:
+        return _make_ops(open_path(name), config, dtype, num_threads, uses_tiles=False)
+
+    return make
 
 
 def _make_ops(
@@ -82,7 +71,17 @@ def _make_ops(
     )
 
 
-NATIVE = {"native": make_native_ops, "vectors": make_vector_ops, "tiles": make_tile_ops, "avx2": make_avx2_ops}
+# What avx512_vnni compiles is in avx512 or in avx512_bf16.
+_ON_X86: dict[str, MakeOps] = {
+    "avx2": _path_ops("avx2"),
+    "avx512": _path_ops("avx512"),
+    "avx512_bf16": _path_ops("avx512_bf16"),
+    "tiles": make_tile_ops,
+    "amx": make_amx_ops,
+}
+# On x86-64 cpu/arm/test_arm_kernels.py tests these.
+_ON_ARM: dict[str, MakeOps] = {"neon": _path_ops("neon"), "neon_bf16": _path_ops("neon_bf16")}
+NATIVE = _ON_ARM if platform.machine() == "aarch64" else _ON_X86
 ALL: dict[str, MakeOps] = {"torch": make_torch_ops, **NATIVE}
 
 

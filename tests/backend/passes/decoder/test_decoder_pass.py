@@ -323,7 +323,7 @@ def test_step_without_logit_rows_returns_no_logits_and_writes_its_keys(make_ops:
 
 
 def test_torch_operations_run_without_a_native_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward_pass, "load_library", lambda: None)
+    monkeypatch.setattr(forward_pass, "load_kernels", lambda _: None)
     config = read_decoder_config(checkpoint("llama3"))
     assert isinstance(make_cpu_ops(config, torch.float32, 16), TorchOps)
 

@@ -54,8 +54,8 @@ def make_bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     kind, kv_dtype = request.param.split()
     load: Callable[[], Any] = load_on_emulator if kind == "cuda" else load_on_cpu
     if kind == "torch":
-        monkeypatch.setattr(forward_pass, "load_library", lambda: None)
-    elif kind == "native" and forward_pass.load_library() is None:
+        monkeypatch.setattr(forward_pass, "load_kernels", lambda _: None)
+    elif kind == "native" and forward_pass.load_kernels() is None:
         pytest.skip("this machine has no native kernels")
     benches: list[Bench] = []
 

@@ -127,8 +127,8 @@ inline i64 scratch_floats(const Engine& engine) {
 }
 
 template <class T, class Block>
-void run_attention(Engine& engine, const T* qkv, const Attention& layer, bool last, T* out) {
-    const Work& work = last ? engine.step.last_work : engine.step.work;
+void run_attention(Engine& engine, const T* qkv, const Attention& layer, T* out) {
+    const Work& work = engine.step.is_narrowed ? engine.step.last_work : engine.step.work;
     engine.pool.run(i64(work.items.size()), [&](i64 chunk, int thread) {
         attend<T, Block>(engine, qkv, layer, work.items[chunk], out, engine.scratch[thread]);
     });

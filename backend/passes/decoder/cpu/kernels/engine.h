@@ -16,11 +16,17 @@ constexpr int kBlock = 64;            // key positions per softmax block, for an
 constexpr int kPiece = 512;           // key positions per piece: has its own softmax, merged later; threads may divide pieces
 constexpr int kMaxHeadDim = 1024;
 
-struct Linear {  // mirrored by native_ops.py
+enum WeightForm : i64 { kFloatWeight = 0, kInt8Weight = 1, kInt4Weight = 2 };  // as in native_structs.py
+
+struct Linear {  // mirrored by native_structs.py
     const void* packed;
     const float* bias;  // [outputs] or null; [gate | up] for a gated pair
     i64 inputs;
     i64 outputs;  // for a gated pair: of one of the two
+    i64 gated;
+    i64 form;
+    i64 group_size;  // inputs that share a scale, for int4
+    i64 has_zeros;   // for int4: groups have a zero point each; without, it is 8
 };
 
 struct Attention {  // mirrored by native_ops.py
@@ -76,15 +82,37 @@ struct Step {
     std::vector<i64> slot_mapping;  // page × page_size + offset, for each token
     Work work, last_work;
     std::vector<i64> last_tokens;
+    const std::int32_t* input_ids = nullptr;
+    const float* rope = nullptr;  // [position][cosines, sines]
     const std::int32_t* page_table = nullptr;
     i64 page_table_width = 0;
     i64 num_tokens = 0;
+    bool is_narrowed = false;  // to last_tokens
+
+    i64 rows() const { return is_narrowed ? i64(last_tokens.size()) : num_tokens; }
+};
+
+struct alignas(64) CacheLine {
+    std::int8_t bytes[64];
+};
+
+// The rows that a linear with quantised weights reads. See quantized_rows.h.
+struct QuantizedRows {
+    std::vector<CacheLine> memory;
+    std::vector<float> scales;             // [rows]
+    std::vector<std::int32_t> sums;        // [rows]
+    std::vector<std::int16_t> group_sums;  // [rows][inputs / 32][2]
+    i64 inputs = 0;                        // a multiple of 64; zeros fill the rows up to it
+
+    const std::int8_t* row(i64 r) const { return memory.data()->bytes + r * inputs; }
+    std::int8_t* row(i64 r) { return memory.data()->bytes + r * inputs; }
 };
 
 struct Engine {
     ThreadPool pool;
     Shape shape;
     Step step;
+    QuantizedRows quantized;
     std::vector<std::vector<float>> scratch;  // one per thread
     std::vector<float> partials;              // results of pieces, until they are merged
 

@@ -10,6 +10,15 @@ namespace {
 
 constexpr int kPanel = 64;  // outputs of a packed panel: 4 vectors
 
+inline i64 panel_width(const Linear& linear) { return linear.gated ? kPanel / 2 : kPanel; }
+inline i64 num_panels(const Linear& linear) { return (linear.outputs + panel_width(linear) - 1) / panel_width(linear); }
+
+// The row of the unpacked weight that a panel's column has; -1 for those that fill the last panel.
+inline i64 weight_row(const Linear& linear, i64 panel, i64 column) {
+    const i64 width = panel_width(linear), output = panel * width + column % width;
+    return output < linear.outputs ? output + column / width * linear.outputs : -1;
+}
+
 // How much of a panel and of the rows are multiplied together: on vectors, steps that fit in the L2 cache with their
 // rows; on tiles, for more rows than a tile has, steps that fit in L1.
 constexpr int kPanelRows = 96, kPanelSteps = 1024;
@@ -32,7 +41,7 @@ enum Output : i64 { kStore = 0, kStoreFloat = 1, kAdd = 2, kGated = 3 };
 
 template <class T>
 void write_outputs(const Linear& linear, i64 output, i64 panel, i64 rows, const float* c, void* out, i64 first_row) {
-    const i64 width = output == kGated ? kPanel / 2 : kPanel;
+    const i64 width = panel_width(linear);
     const i64 first = panel * width;
     for (i64 r = 0; r < rows; ++r) {
         const float* row = c + r * kPanel;
@@ -60,42 +69,51 @@ void write_outputs(const Linear& linear, i64 output, i64 panel, i64 rows, const 
     }
 }
 
-template <class T> void run_linear(Engine& engine, const Linear& linear, i64 output, const T* x, i64 rows, void* out) {
-    const i64 width = output == kGated ? kPanel / 2 : kPanel;
-    const i64 panels = (linear.outputs + width - 1) / width;
-    const i64 steps = linear.inputs / kLane<T>;
+// Calls body(panel, begin, end, c) in parallel, for panels and blocks of at most panel_rows rows, and writes c, the
+// products [end - begin][64].
+template <class T, class F>
+void for_each_panel(Engine& engine, const Linear& linear, i64 output, i64 panel_rows, void* out, const F& body) {
+    const i64 rows = engine.step.rows(), panels = num_panels(linear);
     const i64 enough = (engine.pool.num_threads() * 4 + panels - 1) / panels;  // row blocks that keep every thread busy
-    const bool tiles = uses_tiles<T>(engine);
-    const i64 panel_rows = tiles ? kTilePanelRows : kPanelRows;
-    const i64 panel_steps = tiles && rows > kTileRows ? kTilePanelSteps : kPanelSteps;
     const i64 row_blocks =
         std::max((rows + panel_rows - 1) / panel_rows, std::clamp<i64>(enough, 1, (rows + 47) / 48));
-    const T* packed = static_cast<const T*>(linear.packed);
     engine.pool.run(panels * row_blocks, [&](i64 chunk, int) {
-        // Ascending panels, as chunks come in descending order. Vectors are no faster with prefetch instructions.
+        // Ascending panels, as chunks come in descending order.
         const i64 panel = panels - 1 - chunk / row_blocks, row_block = chunk % row_blocks;
         const i64 begin = rows * row_block / row_blocks, end = rows * (row_block + 1) / row_blocks;
-        const T* weights = packed + panel * linear.inputs * kPanel;
         const TileScope scope;
         alignas(64) float c[std::max(kPanelRows, kTilePanelRows) * kPanel];
-        for (i64 step = 0; step < steps; step += panel_steps)
-            product(engine, end - begin, kPanel, x + begin * linear.inputs + step * kLane<T>, linear.inputs,
-                    weights + step * kPanel * kLane<T>, kPanel * kLane<T>, std::min<i64>(panel_steps, steps - step), c,
-                    kPanel, step > 0);
+        body(panel, begin, end, c);
         write_outputs<T>(linear, output, panel, end - begin, c, out, begin);
     });
 }
 
-template <class T> void pack_weight(Engine& engine, const T* weight, i64 inputs, i64 outputs, bool gated, T* packed) {
-    const i64 width = gated ? kPanel / 2 : kPanel;
-    const i64 panels = (outputs + width - 1) / width;
-    engine.pool.run(panels, [&](i64 panel, int) {
-        T* target = packed + panel * inputs * kPanel;
+template <class T> void run_linear(Engine& engine, const Linear& linear, i64 output, const T* x, void* out) {
+    const i64 steps = linear.inputs / kLane<T>;
+    const bool tiles = uses_tiles<T>(engine);
+    const i64 panel_rows = tiles ? kTilePanelRows : kPanelRows;
+    const i64 panel_steps = tiles && engine.step.rows() > kTileRows ? kTilePanelSteps : kPanelSteps;
+    const T* packed = static_cast<const T*>(linear.packed);
+    // Vectors are no faster with prefetch instructions.
+    for_each_panel<T>(engine, linear, output, panel_rows, out, [&](i64 panel, i64 begin, i64 end, float* c) {
+        const T* weights = packed + panel * linear.inputs * kPanel;
+        for (i64 step = 0; step < steps; step += panel_steps)
+            product(engine, end - begin, kPanel, x + begin * linear.inputs + step * kLane<T>, linear.inputs,
+                    weights + step * kPanel * kLane<T>, kPanel * kLane<T>, std::min<i64>(panel_steps, steps - step), c,
+                    kPanel, step > 0);
+    });
+}
+
+// weight [rows][inputs], where rows are the outputs, or [gate | up].
+template <class T> void pack_weight(Engine& engine, const Linear& linear, const T* weight) {
+    T* packed = static_cast<T*>(const_cast<void*>(linear.packed));
+    engine.pool.run(num_panels(linear), [&](i64 panel, int) {
+        T* target = packed + panel * linear.inputs * kPanel;
         for (i64 column = 0; column < kPanel; ++column) {
-            const i64 output = panel * width + column % width;
-            const T* source = weight + (output + (column / width) * outputs) * inputs;
-            for (i64 k = 0; k < inputs; ++k)
-                target[(k / kLane<T> * kPanel + column) * kLane<T> + k % kLane<T>] = output < outputs ? source[k] : T(0);
+            const i64 row = weight_row(linear, panel, column);
+            for (i64 k = 0; k < linear.inputs; ++k)
+                target[(k / kLane<T> * kPanel + column) * kLane<T> + k % kLane<T>] =
+                    row < 0 ? T(0) : weight[row * linear.inputs + k];
         }
     });
 }

@@ -93,13 +93,13 @@ void store_token(const Engine& engine, const T* key, const T* value, i64 slot, i
 }
 
 template <class T, class C>
-void run_rotate_and_store(Engine& engine, T* qkv, const Attention& layer, const float* rope) {
+void run_rotate_and_store(Engine& engine, T* qkv, const Attention& layer) {
     const Shape& shape = engine.shape;
     const i64 dim = shape.head_dim, heads = shape.num_heads, kv_heads = shape.num_kv_heads;
     engine.split(engine.step.num_tokens, 2, [&](i64 first, i64 last, int) {
         for (i64 t = first; t < last; ++t) {
             T* row = qkv + t * (heads + 2 * kv_heads) * dim;
-            const float* cos_sin = layer.uses_rope ? rope + engine.step.positions[t] * shape.rotary_dim : nullptr;
+            const float* cos_sin = layer.uses_rope ? engine.step.rope + engine.step.positions[t] * shape.rotary_dim : nullptr;
             for (i64 h = 0; h < heads; ++h) norm_and_rotate(shape, row + h * dim, layer.q_norm, cos_sin);
             for (i64 h = 0; h < kv_heads; ++h) {
                 T* key = row + (heads + h) * dim;

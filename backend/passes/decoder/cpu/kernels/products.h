@@ -17,12 +17,12 @@ template <int Max, class F> inline void with_count(i64 n, const F& body) {
     body(Count<Max>{});
 }
 
-// Calls body(first_row, Count<n>) for tiles of n ≤ kMaxRows rows, of sizes as equal as possible.
-template <class F> inline void for_row_tiles(i64 rows, const F& body) {
-    const i64 tiles = (rows + kMaxRows - 1) / kMaxRows;
+// Calls body(first_row, Count<n>) for tiles of n ≤ Max rows, of sizes as equal as possible.
+template <int Max = kMaxRows, class F> inline void for_row_tiles(i64 rows, const F& body) {
+    const i64 tiles = (rows + Max - 1) / Max;
     for (i64 tile = 0, row = 0; tile < tiles; ++tile) {
         const i64 count = (rows - row + tiles - tile - 1) / (tiles - tile);
-        with_count<kMaxRows>(count, [&](auto exact) { body(row, exact); });
+        with_count<Max>(count, [&](auto exact) { body(row, exact); });
         row += count;
     }
 }

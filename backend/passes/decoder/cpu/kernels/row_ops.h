@@ -5,23 +5,33 @@
 #include <cmath>
 #include <limits>
 
-#include "linear.h"
+#include "int4_linear.h"
 
 namespace {
 
-template <class T> void run_embed(Engine& engine, const T* table, bool packed, const std::int32_t* ids, float* residual) {
+// The weights of one output, for a linear that is not gated.
+template <class T> void read_packed_row(const Engine& engine, const Linear& linear, i64 output, float* out) {
+    if (linear.form == kInt8Weight) return read_int8_row(engine, linear, output, out);
+    if (linear.form == kInt4Weight) return read_int4_row(linear, output, out);
+    const T* source = static_cast<const T*>(linear.packed) + output / kPanel * linear.inputs * kPanel +
+                      output % kPanel * kLane<T>;
+    for (i64 k = 0; k < linear.inputs; k += kLane<T>, source += kPanel * kLane<T>)
+        for (i64 j = 0; j < kLane<T>; ++j) out[k + j] = to_float(source[j]);
+}
+
+// table: rows of T, or a Linear with a row per output.
+template <class T> void run_embed(Engine& engine, const void* table, bool is_packed, float* residual) {
+    const std::int32_t* ids = engine.step.input_ids;
     const i64 hidden = engine.shape.hidden;
     engine.split(engine.step.num_tokens, 16, [&](i64 first, i64 last, int) {
         for (i64 t = first; t < last; ++t) {
             float* out = residual + t * hidden;
-            if (!packed) {
-                for (i64 k = 0; k < hidden; k += 16)
-                    store(out + k, load(table + ids[t] * hidden + k, hidden - k), hidden - k);
+            if (is_packed) {
+                read_packed_row<T>(engine, *static_cast<const Linear*>(table), ids[t], out);
                 continue;
             }
-            const T* source = table + (ids[t] / kPanel * hidden * kPanel) + ids[t] % kPanel * kLane<T>;
-            for (i64 k = 0; k < hidden; k += kLane<T>, source += kPanel * kLane<T>)
-                for (i64 j = 0; j < kLane<T>; ++j) out[k + j] = to_float(source[j]);
+            const T* row = static_cast<const T*>(table) + ids[t] * hidden;
+            for (i64 k = 0; k < hidden; k += 16) store(out + k, load(row + k, hidden - k), hidden - k);
         }
     });
 }
@@ -36,9 +46,9 @@ template <class T> float inverse_rms(const T* x, i64 n, float eps) {
     return 1.0f / std::sqrt(sum(squares) / float(n) + eps);
 }
 
-template <class T> void run_rms_norm(Engine& engine, const float* residual, const float* weight, i64 rows, T* out) {
+template <class T> void run_rms_norm(Engine& engine, const float* residual, const float* weight, T* out) {
     const i64 hidden = engine.shape.hidden;
-    engine.split(rows, std::max<i64>(1, 32768 / hidden), [&](i64 first, i64 last, int) {
+    engine.split(engine.step.rows(), std::max<i64>(1, 32768 / hidden), [&](i64 first, i64 last, int) {
         for (i64 r = first; r < last; ++r) {
             const float* x = residual + r * hidden;
             const Floats scale = broadcast(inverse_rms(x, hidden, engine.shape.eps));

@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include <immintrin.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
@@ -20,11 +19,26 @@
 
 namespace {
 
+inline i64 now_ns() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return i64(now.tv_sec) * 1000000000 + now.tv_nsec;
+}
+
+// Makes a waiting thread leave the core's resources to its sibling for some ten cycles.
+inline void cpu_relax() {
+#ifdef __aarch64__
+    asm volatile("isb");  // `yield` does nothing on most CPUs
+#else
+    _mm_pause();
+#endif
+}
+
 // The calling thread and its workers. Threads claim chunks one by one, so a thread that loses its core delays one chunk
 // and not a fixed share of the job. After a job a worker spins for spin_ns and then sleeps on a futex.
 class ThreadPool {
   public:
-    ThreadPool(int num_threads, i64 spin_ns) : num_threads_(num_threads), spin_ns_(spin_ns) {
+    ThreadPool(int num_threads, i64 spin_ns) : num_threads_(num_threads), spin_ns_(spin_ns), busy_(num_threads) {
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);  // workers inherit it: Python's threads handle the signals
@@ -43,7 +57,9 @@ class ThreadPool {
     // Calls body(chunk, thread) for every chunk in [0, num_chunks), the highest first. Returns when all are done.
     template <class F> void run(i64 num_chunks, const F& body) {
         if (num_chunks <= 1 || num_threads_ == 1) {
+            const i64 started_ns = times_ ? now_ns() : 0;
             for (i64 chunk = num_chunks - 1; chunk >= 0; --chunk) body(chunk, 0);
+            if (times_) busy_[0].ns += now_ns() - started_ns;
             return;
         }
         call_.store([](const void* context, i64 chunk, int thread) { (*static_cast<const F*>(context))(chunk, thread); },
@@ -53,9 +69,23 @@ class ThreadPool {
         const std::uint32_t epoch = publish(std::uint32_t(num_chunks));
         claim(epoch, 0);
         for (int spins = 0; done_.load(std::memory_order_acquire) < num_chunks; ++spins) {
-            if (spins < 4000) _mm_pause();
+            if (spins < 4000) cpu_relax();
             else sched_yield();
         }
+    }
+
+    // From here to stop_timing the threads add up the time in which they work on chunks. Only between jobs.
+    void start_timing() {
+        for (BusyTime& busy : busy_) busy.ns = 0;
+        times_ = true;
+    }
+
+    // Returns the nanoseconds of all threads.
+    i64 stop_timing() {
+        times_ = false;
+        i64 total_ns = 0;
+        for (const BusyTime& busy : busy_) total_ns += busy.ns;
+        return total_ns;
     }
 
   private:
@@ -75,6 +105,8 @@ class ThreadPool {
     void claim(std::uint32_t epoch, int thread) {
         const Call call = call_.load(std::memory_order_relaxed);
         const void* context = context_.load(std::memory_order_relaxed);
+        const bool times = times_;
+        const i64 started_ns = times ? now_ns() : 0;
         i64 finished = 0;
         std::uint64_t ticket = ticket_.load(std::memory_order_acquire);
         while (std::uint32_t(ticket >> 32) == epoch && std::uint32_t(ticket) > 0) {
@@ -83,7 +115,9 @@ class ThreadPool {
             ++finished;
             ticket = ticket_.load(std::memory_order_acquire);
         }
-        if (finished) done_.fetch_add(finished, std::memory_order_release);
+        if (!finished) return;
+        if (times) busy_[thread].ns += now_ns() - started_ns;
+        done_.fetch_add(finished, std::memory_order_release);
     }
 
     void work(int thread) {
@@ -102,7 +136,7 @@ class ThreadPool {
         while (now_ns() < deadline)
             for (int i = 0; i < 32; ++i) {
                 if (const std::uint32_t epoch = current_epoch(); epoch != seen) return epoch;
-                _mm_pause();
+                cpu_relax();
             }
         for (;;) {
             const std::uint32_t signal = signal_.load(std::memory_order_seq_cst);
@@ -114,14 +148,14 @@ class ThreadPool {
         }
     }
 
-    static i64 now_ns() {
-        timespec now;
-        clock_gettime(CLOCK_MONOTONIC, &now);
-        return i64(now.tv_sec) * 1000000000 + now.tv_nsec;
-    }
+    struct alignas(64) BusyTime {
+        i64 ns = 0;
+    };
 
     const int num_threads_;
     const i64 spin_ns_;
+    std::vector<BusyTime> busy_;  // one for each thread
+    std::atomic<bool> times_{false};
     alignas(64) std::atomic<std::uint64_t> ticket_{0};
     std::atomic<Call> call_{nullptr};
     std::atomic<const void*> context_{nullptr};

@@ -1,7 +1,7 @@
-// Products of bf16 by tiles: registers of 16 rows × 64 bytes, in the CPU (AMX) or emulated.
+// Products of bf16 or int8 by tiles: registers of 16 rows × 64 bytes, in the CPU (AMX) or emulated.
 //
-// Each output is summed over tiles of 16 pairs in order; within a tile in the order of TDPBF16PS. Zeros fill the last
-// tile. So a row's result is the same bits in any batch; they are not those of vector_product.
+// Of bf16 each output is summed over tiles of 16 pairs in order; within a tile in the order of TDPBF16PS. Zeros fill the
+// last tile. So a row's result is the same bits in any batch; they are not those of vector_product. Sums of int8 are exact.
 
 #pragma once
 
@@ -24,13 +24,13 @@ struct alignas(64) TileConfig {
 
 #if defined(PENSTOCK_EMULATED_TILES)
 #include "tiles_emulated.h"
-#elif defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#elif defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #include "tiles_amx.h"
 #endif
 
 namespace {
 
-#if defined(PENSTOCK_EMULATED_TILES) || (defined(__AMX_TILE__) && defined(__AMX_BF16__))
+#if defined(PENSTOCK_EMULATED_TILES) || (defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__))
 
 constexpr bool kHasTiles = true;
 
@@ -58,33 +58,35 @@ struct TileScope {
 };
 
 // Reads 1 KB into the L2 cache, from 768 bytes after p on. The CPU follows the rows of tiles less well than plain loads.
-inline void fetch_ahead(const bf16* p) {
-    for (i64 line = 0; line < 16; ++line) __builtin_prefetch(p + 384 + 32 * line, 0, 2);
+inline void fetch_ahead(const void* p) {
+    for (i64 line = 0; line < 16; ++line) __builtin_prefetch(static_cast<const char*>(p) + 768 + 64 * line, 0, 2);
+}
+
+// Calls body(Count<n>) for n from 0 to Columns - 1.
+template <int Columns, class F> inline void each_column(const F& body) {
+    body(Count<0>{});
+    if constexpr (Columns > 1) body(Count<1>{});
+    if constexpr (Columns > 2) body(Count<2>{});
+    if constexpr (Columns > 3) body(Count<3>{});
 }
 
 // c[rows][16 Columns] (+)= a[rows][16 × tiles pairs] × b[16 × tiles][16 Columns pairs]
 template <int Columns, bool Fetch>
 void multiply_rows(const bf16* a, i64 lda, const bf16* b, i64 ldb, i64 tiles, float* c, i64 ldc, bool add) {
     const i64 a_bytes = lda * i64(sizeof(bf16)), b_bytes = ldb * i64(sizeof(bf16)), c_bytes = ldc * i64(sizeof(float));
-    const auto each_column = [](const auto& body) {
-        body(Count<0>{});
-        if constexpr (Columns > 1) body(Count<1>{});
-        if constexpr (Columns > 2) body(Count<2>{});
-        if constexpr (Columns > 3) body(Count<3>{});
-    };
-    each_column([&](auto n) {
+    each_column<Columns>([&](auto n) {
         if (add) load_tile<n>(c + 16 * n, c_bytes);
         else zero_tile<n>();
     });
     for (i64 k = 0; k < tiles; ++k) {
         load_tile<4>(a + k * 32, a_bytes);
-        each_column([&](auto n) {
+        each_column<Columns>([&](auto n) {
             if constexpr (Fetch) fetch_ahead(b + k * 16 * ldb + 512 * n);
             load_tile<5 + n % 2>(b + k * 16 * ldb + 32 * n, b_bytes);
             multiply_tiles<n, 4, 5 + n % 2>();
         });
     }
-    each_column([&](auto n) { store_tile<n>(c + 16 * n, c_bytes); });
+    each_column<Columns>([&](auto n) { store_tile<n>(c + 16 * n, c_bytes); });
 }
 
 // Copies rows of pairs; zeros fill up the target.
@@ -121,11 +123,37 @@ inline void tile_product(i64 rows, i64 columns, const bf16* a, i64 lda, const bf
     }
 }
 
+// c[rows][64] (+)= a[rows][inputs] × four strips of int8, [inputs / 4][16][4] each, in int32; inputs is a multiple of 64.
+// The strips begin strip_bytes apart. The caller holds a TileScope.
+inline void byte_tile_product(i64 rows, const std::int8_t* a, i64 lda, const std::int8_t* strips, i64 strip_bytes,
+                              i64 inputs, void* c, bool add) {
+    constexpr i64 c_bytes = 64 * sizeof(std::int32_t);
+    for (i64 row = 0; row < rows; row += kTileRows) {
+        configure_tiles(std::min<i64>(rows - row, kTileRows));
+        char* to = static_cast<char*>(c) + row * c_bytes;
+        each_column<4>([&](auto n) {
+            if (add) load_tile<n>(to + 64 * n, c_bytes);
+            else zero_tile<n>();
+        });
+        for (i64 k = 0; k < inputs; k += 64) {
+            load_tile<4>(a + row * lda + k, lda);
+            each_column<4>([&](auto n) {
+                const std::int8_t* tile = strips + n * strip_bytes + k * 16;
+                if (row == 0) fetch_ahead(tile);
+                load_tile<5 + n % 2>(tile, 64);
+                multiply_byte_tiles<n, 4, 5 + n % 2>();
+            });
+        }
+        each_column<4>([&](auto n) { store_tile<n>(to + 64 * n, c_bytes); });
+    }
+}
+
 #else
 
 constexpr bool kHasTiles = false;
 struct TileScope {};
 inline int request_tiles() { return -1; }
+template <class... Arguments> void byte_tile_product(Arguments...) {}
 
 #endif
 

@@ -6,7 +6,11 @@
 
 #pragma once
 
+#ifdef __aarch64__
+#include <arm_neon.h>
+#else
 #include <immintrin.h>
+#endif
 
 #include <algorithm>
 #include <cmath>
@@ -32,16 +36,16 @@ inline float to_float(bf16 x) {
     return y;
 }
 
-inline Half to_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-
 }  // namespace
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include "vectors_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "vectors_avx2.h"
+#elif defined(__aarch64__)
+#include "vectors_neon.h"
 #else
-#error "these kernels need AVX-512 (F, BW, VL), or AVX2 with FMA and F16C"
+#error "these kernels need AVX-512 (F, BW, VL), AVX2 with FMA and F16C, or NEON of ARMv8"
 #endif
 
 namespace {

@@ -115,6 +115,8 @@ template <class T> inline void store_part(T* p, Floats x, i64 count) {
     std::memcpy(p, part, count * sizeof(T));
 }
 
+inline Half to_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
 // Rounds to the nearest integers, ties to even; saturates.
 inline __m256i to_shorts(Floats x) {
     const __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi));
@@ -166,6 +168,76 @@ inline Ints multiply_add(Ints acc, const std::int16_t* a, Ints b) {
     const __m256i both = _mm256_set1_epi32(pair);
     return {_mm256_add_epi32(acc.lo, _mm256_madd_epi16(both, b.lo)),
             _mm256_add_epi32(acc.hi, _mm256_madd_epi16(both, b.hi))};
+}
+
+inline Ints load_ints(const void* p) {
+    const __m256i* eight = static_cast<const __m256i*>(p);
+    return {_mm256_loadu_si256(eight), _mm256_loadu_si256(eight + 1)};
+}
+inline Ints add(Ints a, Ints b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+inline Ints broadcast_int(std::int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline __m256i broadcast_lane(const void* p) {
+    std::int32_t lane;
+    std::memcpy(&lane, p, 4);
+    return _mm256_set1_epi32(lane);
+}
+
+// What is added to int8 weights when they are packed for dot4.
+constexpr int kWeightOffset = 0;
+constexpr int kMaxByteRows = 4;  // rows × 1 vector of accumulators, for dot4 and small_dot4
+constexpr int kByteChains = 1;   // sums of a row in dot4 that its latency needs
+
+// acc + a × w in each lane; a are 4 int8 for all lanes, w 4 int8 in each, all from -127 to 127: a sum of two products
+// fits in 16 bits.
+inline Ints dot4(Ints acc, const std::int8_t* a, Ints w) {
+    const __m256i x = broadcast_lane(a), ones = _mm256_set1_epi16(1);
+    const auto quads = [&](__m256i y) {
+        return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(y), _mm256_sign_epi8(x, y)), ones);
+    };
+    return {_mm256_add_epi32(acc.lo, quads(w.lo)), _mm256_add_epi32(acc.hi, quads(w.hi))};
+}
+
+inline Ints low_nibbles(Ints x) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    return {_mm256_and_si256(x.lo, mask), _mm256_and_si256(x.hi, mask)};
+}
+inline Ints high_nibbles(Ints x) { return low_nibbles({_mm256_srli_epi16(x.lo, 4), _mm256_srli_epi16(x.hi, 4)}); }
+
+// Sums over 32 inputs of weights from 0 to 15, in halves of a lane: products of inputs 0 and 1 of each 4 in the one, of 2
+// and 3 in the other, less zero × their sum. So no half leaves 16 bits.
+inline Ints start_small(Ints zeros, const std::int16_t* negative_sums) {
+    const __m256i sums = broadcast_lane(negative_sums);
+    return {_mm256_mullo_epi16(zeros.lo, sums), _mm256_mullo_epi16(zeros.hi, sums)};
+}
+inline Ints small_dot4(Ints acc, const std::int8_t* a, Ints w) {
+    const __m256i x = broadcast_lane(a);
+    acc = {_mm256_add_epi16(acc.lo, _mm256_maddubs_epi16(w.lo, x)),
+           _mm256_add_epi16(acc.hi, _mm256_maddubs_epi16(w.hi, x))};
+    // GCC reorders these additions otherwise, and the sums do not stay in registers.
+    asm("" : "+x"(acc.lo), "+x"(acc.hi));
+    return acc;
+}
+inline Ints finish_small(Ints acc) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    return {_mm256_madd_epi16(acc.lo, ones), _mm256_madd_epi16(acc.hi, ones)};
+}
+// 16 zero points, each in both halves of a lane.
+inline Ints same_zeros(std::int16_t zero) { return {_mm256_set1_epi16(zero), _mm256_set1_epi16(zero)}; }
+inline Ints load_zeros(const std::uint8_t* p) {
+    const __m256i shorts = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    const __m256i lo = _mm256_cvtepu16_epi32(_mm256_castsi256_si128(shorts));
+    const __m256i hi = _mm256_cvtepu16_epi32(_mm256_extracti128_si256(shorts, 1));
+    return {_mm256_or_si256(lo, _mm256_slli_epi32(lo, 16)), _mm256_or_si256(hi, _mm256_slli_epi32(hi, 16))};
+}
+
+// The sums of 32 int8, negative: of inputs 0 and 1 of each 4, and of 2 and 3.
+inline void store_negative_sums(const std::int8_t* p, std::int16_t* sums) {
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    __m128i four = _mm_add_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+    four = _mm_add_epi16(four, _mm_shuffle_epi32(four, 0x4e));
+    four = _mm_add_epi16(four, _mm_shuffle_epi32(four, 0xb1));
+    const std::int32_t both = _mm_cvtsi128_si32(_mm_sub_epi16(_mm_setzero_si128(), four));
+    std::memcpy(sums, &both, 4);
 }
 
 }  // namespace

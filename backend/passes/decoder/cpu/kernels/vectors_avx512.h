@@ -64,6 +64,8 @@ inline void store_part(bf16* p, Floats x, i64 count) {
     _mm256_mask_storeu_epi16(p, first_lanes(count), round_to_bf16(x));
 }
 
+inline Half to_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
 // Rounds to the nearest integers, ties to even; saturates.
 inline void store_shorts(std::int16_t* p, Floats x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
@@ -105,6 +107,83 @@ inline Ints multiply_add(Ints acc, const std::int16_t* a, Ints b) {
 #else
     return _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_set1_epi32(pair), b));
 #endif
+}
+
+inline Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
+inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+inline Ints broadcast_int(std::int32_t x) { return _mm512_set1_epi32(x); }
+inline Ints broadcast_lane(const void* p) {
+    std::int32_t lane;
+    std::memcpy(&lane, p, 4);
+    return _mm512_set1_epi32(lane);
+}
+
+constexpr int kMaxByteRows = 8;  // rows × 1 vector of accumulators, for dot4 and small_dot4
+
+#ifdef __AVX512VNNI__
+
+// What is added to int8 weights when they are packed for dot4: one operand of VPDPBUSD has no sign.
+constexpr int kWeightOffset = 128;
+constexpr int kByteChains = 4;  // sums of a row in dot4 that its latency needs
+
+// acc + a × w in each lane; a are 4 int8 for all lanes, w 4 uint8 in each.
+inline Ints dot4(Ints acc, const std::int8_t* a, Ints w) { return _mm512_dpbusd_epi32(acc, w, broadcast_lane(a)); }
+
+#else
+
+constexpr int kWeightOffset = 0;
+constexpr int kByteChains = 1;
+
+inline Ints quads(Ints w, Ints x) {
+    return _mm512_madd_epi16(_mm512_maddubs_epi16(w, x), _mm512_set1_epi16(1));
+}
+
+// acc + a × w in each lane; a are 4 int8 for all lanes, w 4 int8 in each, all from -127 to 127: a sum of two products
+// fits in 16 bits.
+inline Ints dot4(Ints acc, const std::int8_t* a, Ints w) {
+    const Ints x = broadcast_lane(a);
+    const Ints signed_x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), zero_ints(), x);
+    return add(acc, quads(_mm512_abs_epi8(w), signed_x));
+}
+
+#endif
+
+inline Ints low_nibbles(Ints x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+inline Ints high_nibbles(Ints x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
+
+// Sums over 32 inputs of weights from 0 to 15, less zero × the sum of the inputs. With VNNI a lane is a sum. Without, its
+// halves are: products of inputs 0 and 1 of each 4 in the one, of 2 and 3 in the other, so no half leaves 16 bits.
+#ifdef __AVX512VNNI__
+inline Ints start_small(Ints zeros, const std::int16_t* negative_sums) {
+    return _mm512_madd_epi16(zeros, broadcast_lane(negative_sums));
+}
+inline Ints small_dot4(Ints acc, const std::int8_t* a, Ints w) { return dot4(acc, a, w); }
+inline Ints finish_small(Ints acc) { return acc; }
+#else
+inline Ints start_small(Ints zeros, const std::int16_t* negative_sums) {
+    return _mm512_mullo_epi16(zeros, broadcast_lane(negative_sums));
+}
+inline Ints small_dot4(Ints acc, const std::int8_t* a, Ints w) {
+    return _mm512_add_epi16(acc, _mm512_maddubs_epi16(w, broadcast_lane(a)));
+}
+inline Ints finish_small(Ints acc) { return _mm512_madd_epi16(acc, _mm512_set1_epi16(1)); }
+#endif
+
+// 16 zero points, each in both halves of a lane.
+inline Ints same_zeros(std::int16_t zero) { return _mm512_set1_epi16(zero); }
+inline Ints load_zeros(const std::uint8_t* p) {
+    const Ints zeros = _mm512_cvtepu16_epi32(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+    return _mm512_or_si512(zeros, _mm512_slli_epi32(zeros, 16));
+}
+
+// The sums of 32 int8, negative: of inputs 0 and 1 of each 4, and of 2 and 3.
+inline void store_negative_sums(const std::int8_t* p, std::int16_t* sums) {
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    __m128i four = _mm_add_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+    four = _mm_add_epi16(four, _mm_shuffle_epi32(four, 0x4e));
+    four = _mm_add_epi16(four, _mm_shuffle_epi32(four, 0xb1));
+    const std::int32_t both = _mm_cvtsi128_si32(_mm_sub_epi16(_mm_setzero_si128(), four));
+    std::memcpy(sums, &both, 4);
 }
 
 }  // namespace

@@ -11,6 +11,8 @@ from penstock.backend.passes.decoder.cuda.ops.matmul import CudaLinear
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+
 
 class DeviceWeights:
     """The weight methods of `Ops`. Products read matrices in dtype; norms read vectors in fp32."""
@@ -19,11 +21,13 @@ class DeviceWeights:
         self._torch_device = torch_device
         self._dtype = dtype
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> CudaLinear:
+    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> CudaLinear:
+        if not isinstance(weight, torch.Tensor):
+            raise TypeError("quantised weights are for the CPU")
         placed = self.table(weight)
         return CudaLinear(placed, placed.t(), None if bias is None else self.table(bias))
 
-    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> CudaLinear:
+    def pack_gated(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> CudaLinear:
         return self.pack_linear(weight, bias)
 
     def vector(self, weight: Tensor) -> Tensor:
@@ -32,5 +36,5 @@ class DeviceWeights:
     def table(self, weight: Tensor) -> Tensor:
         return weight.to(self._torch_device, self._dtype).contiguous()
 
-    def tied_table(self, weight: Tensor, lm_head: CudaLinear) -> Tensor:  # noqa: ARG002 - one copy serves both
+    def tied_table(self, weight: Tensor | QuantizedWeight, lm_head: CudaLinear) -> Tensor:  # noqa: ARG002 - one copy serves both
         return lm_head.weight

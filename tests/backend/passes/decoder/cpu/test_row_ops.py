@@ -144,3 +144,10 @@ def test_native_results_are_the_same_bits_for_any_thread_count(num_threads: int)
         harness.ops.close()
     for found in results[1]:
         np.testing.assert_array_equal(found, results[0][0])
+
+
+@pytest.mark.parametrize("num_floats", [0, 128, 3 * 2**18 + 256])
+def test_all_memory_is_read(num_floats: int, make_kernels: MakeOps) -> None:
+    ops = make_kernels(BASE)
+    numbers = torch.arange(num_floats) % 5 - 1
+    assert ops.read_memory(numbers.float()) == int(numbers.sum())

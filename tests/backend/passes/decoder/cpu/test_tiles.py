@@ -15,17 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.backend.passes.decoder.cpu.native_library import load_library, request_tiles
-from penstock.backend.passes.decoder.cpu.native_ops import NativeOps
-from tests.backend.passes.decoder.conftest import MakeOps, make_native_ops, make_tile_ops
+from penstock.backend.passes.decoder.cpu.native_library import request_tiles
+from tests.backend.passes.decoder.conftest import MakeOps, make_amx_ops, make_tile_ops
 from tests.backend.passes.decoder.cpu.ops_harness import BASE, BF16, OpsHarness
-
-
-def make_hardware_ops(*args: Any) -> NativeOps:
-    library = load_library()
-    if library is None or not request_tiles(library):
-        pytest.skip("this machine has no AMX")
-    return make_native_ops(*args)
 
 
 def multiply(make: MakeOps, x: Tensor, weight: Tensor) -> NDArray[np.float32]:
@@ -70,7 +62,7 @@ def test_hardware_has_the_same_bits_as_emulated_tiles(inputs: int, values: str) 
     exponents, special = VALUES[values]
     x, weight = (random_bf16(rng, (n, inputs), exponents, special) for n in (40, 100))
     for num_rows in range(1, 41):
-        found, expected = (multiply(make, x[:num_rows], weight) for make in (make_hardware_ops, make_tile_ops))
+        found, expected = (multiply(make, x[:num_rows], weight) for make in (make_amx_ops, make_tile_ops))
         np.testing.assert_array_equal(bits_of(found), bits_of(expected))
 
 
@@ -87,7 +79,7 @@ def multiply_as_documented(x: Tensor, weight: Tensor) -> NDArray[np.float32]:
     return total
 
 
-@pytest.mark.parametrize("make", [make_hardware_ops, make_tile_ops])
+@pytest.mark.parametrize("make", [make_amx_ops, make_tile_ops])
 @pytest.mark.parametrize("inputs", [2, 30, 32, 96, 258, 584])
 def test_tiles_add_in_the_documented_order(inputs: int, make: MakeOps) -> None:
     rng = np.random.default_rng(inputs)
@@ -95,7 +87,7 @@ def test_tiles_add_in_the_documented_order(inputs: int, make: MakeOps) -> None:
     np.testing.assert_array_equal(multiply(make, x, weight), multiply_as_documented(x, weight))
 
 
-@pytest.mark.parametrize("make", [make_hardware_ops, make_tile_ops])
+@pytest.mark.parametrize("make", [make_amx_ops, make_tile_ops])
 def test_result_just_below_the_normal_numbers_becomes_zero(make: MakeOps) -> None:
     """2^-126 less a part of its last bit: zero, unless 24 bits round it up to 2^-126 again."""
     parts = torch.arange(16) / 16
@@ -129,7 +121,7 @@ def test_only_a_refusal_is_logged_and_only_once(
 REFUSED = """
 import ctypes, struct
 import torch
-from penstock.backend.passes.decoder.cpu import native_library
+from penstock.backend.passes.decoder.cpu.path_choice import load_kernels
 from tests.backend.passes.decoder.conftest import make_native_ops
 from tests.backend.passes.decoder.cpu.ops_harness import BASE, BF16, OpsHarness
 
@@ -149,7 +141,7 @@ libc = ctypes.CDLL(None)
 assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
 assert libc.prctl(22, 2, program, 0, 0) == 0  # PR_SET_SECCOMP
 
-assert not native_library.request_tiles(native_library.load_library())
+assert load_kernels().path.name == "avx512_bf16"
 harness = OpsHarness(make_native_ops(BASE, BF16))
 harness.begin(3)
 packed = harness.ops.pack_linear(torch.ones(100, 48), None)
@@ -158,7 +150,7 @@ print(harness.ops.logits(harness.put("_hidden", torch.ones(3, 48)), packed).toli
 
 
 def test_process_that_is_refused_tiles_multiplies_without_them() -> None:
-    make_hardware_ops(BASE, BF16).close()  # the machine has AMX, and the library is compiled
+    make_amx_ops(BASE, BF16).close()  # the machine has AMX, and the library is compiled
     result = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=60, check=False)
     assert result.stdout.strip() == str([[48.0] * 100] * 3), result.stderr
     assert "refuses AMX tiles to this process" in result.stderr

@@ -1,0 +1,138 @@
+// Linears with int4 weights: one scale, and maybe one zero point, per output and group of 32 or 128 inputs.
+//
+//   strip   values  [inputs / 8][16][4]: 8 inputs in 4 bytes, of which the first 4 are the low bits
+//           scales  binary16 [groups][16]
+//           zeros   uint8 [groups][16], if has_zeros
+//
+// output = (sum over groups, ascending, of scale × float(sum of int8 × (value - zero))) × scale of the row
+
+#pragma once
+
+#include "int8_linear.h"
+
+namespace {
+
+// Where the parts of strips lie.
+struct Int4Layout {
+    i64 groups, scales, zeros, strip_bytes;
+
+    explicit Int4Layout(const Linear& linear)
+        : groups(linear.inputs / linear.group_size), scales(linear.inputs / 8 * kStrip * 4),
+          zeros(scales + groups * kStrip * i64(sizeof(Half))),
+          strip_bytes((zeros + (linear.has_zeros ? groups * kStrip : 0) + 63) / 64 * 64) {}
+
+    i64 panel_bytes() const { return kPanel / kStrip * strip_bytes; }
+};
+
+inline i64 int4_bytes(const Linear& linear) { return num_panels(linear) * Int4Layout(linear).panel_bytes(); }
+
+// c[R][64] = R rows × a strip with groups of 32 × Blocks inputs.
+template <int R, int Blocks, bool HasZeros>
+void multiply_strip(const QuantizedRows& rows, i64 row, const Int4Layout& layout, const std::uint8_t* strip, float* c) {
+    const std::int8_t* a = rows.row(row);
+    const i64 sums_stride = rows.inputs / kSumGroup * 2;
+    const std::int16_t* sums = rows.group_sums.data() + row * sums_stride;
+    const Half* scales = reinterpret_cast<const Half*>(strip + layout.scales);
+    const std::uint8_t* zeros = strip + layout.zeros;
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) store(c + r * kPanel, broadcast(0.0f));
+    for (i64 group = 0; group < layout.groups; ++group) {
+        const Ints zero = HasZeros ? load_zeros(zeros + group * kStrip) : same_zeros(8);
+        Ints total[R];
+#pragma GCC unroll 4
+        for (int block = 0; block < Blocks; ++block, sums += 2) {
+            Ints acc[R];
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) acc[r] = start_small(zero, sums + r * sums_stride);
+            for (int step = 0; step < 4; ++step, strip += 4 * kStrip, a += 8) {
+                const Ints w = load_ints(strip), low = low_nibbles(w), high = high_nibbles(w);
+#pragma GCC unroll 16
+                for (int r = 0; r < R; ++r) {
+                    acc[r] = small_dot4(acc[r], a + r * rows.inputs, low);
+                    acc[r] = small_dot4(acc[r], a + r * rows.inputs + 4, high);
+                }
+            }
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                const Ints sum = finish_small(acc[r]);
+                total[r] = block == 0 ? sum : add(total[r], sum);
+            }
+        }
+        const Floats scale = load_halves(scales + group * kStrip);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r)
+            store(c + r * kPanel, fmadd(to_floats(total[r]), scale, load(c + r * kPanel)));
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) store(c + r * kPanel, mul(load(c + r * kPanel), broadcast(rows.scales[row + r])));
+}
+
+// Calls body(Count<32-input blocks in a group>, whether there are zeros).
+template <class F> inline void with_int4_form(const Linear& linear, const F& body) {
+    if (linear.group_size == 32) linear.has_zeros ? body(Count<1>{}, std::true_type{}) : body(Count<1>{}, std::false_type{});
+    else linear.has_zeros ? body(Count<4>{}, std::true_type{}) : body(Count<4>{}, std::false_type{});
+}
+
+[[gnu::noinline]]
+inline void multiply_int4_panel(const Engine& engine, const Linear& linear, i64 panel, i64 begin, i64 end, float* c) {
+    const Int4Layout layout(linear);
+    const auto* weights = static_cast<const std::uint8_t*>(linear.packed) + panel * layout.panel_bytes();
+    with_int4_form(linear, [&](auto blocks, auto has_zeros) {
+        for (i64 column = 0; column < kPanel; column += kStrip)
+            for_byte_rows(end - begin, [&](i64 row, auto num_rows) {
+                multiply_strip<decltype(num_rows)::value, decltype(blocks)::value, decltype(has_zeros)::value>(
+                    engine.quantized, begin + row, layout, weights + column / kStrip * layout.strip_bytes,
+                    c + row * kPanel + column);
+            });
+    });
+}
+
+template <class T>
+void run_int4_linear(Engine& engine, const Linear& linear, i64 output, const T* x, void* out) {
+    quantize_rows(engine, x, linear.inputs, true);
+    for_each_panel<T>(engine, linear, output, kPanelRows, out, [&](i64 panel, i64 begin, i64 end, float* c) {
+        multiply_int4_panel(engine, linear, panel, begin, end, c);
+    });
+}
+
+// values [rows][inputs / 2], scales and zeros [rows][groups], where rows are the outputs, or [gate | up].
+inline void pack_int4(Engine& engine, const Linear& linear, const std::uint8_t* values, const float* scales,
+                      const std::uint8_t* zeros) {
+    const Int4Layout layout(linear);
+    auto* packed = static_cast<std::uint8_t*>(const_cast<void*>(linear.packed));
+    engine.pool.run(num_panels(linear), [&](i64 panel, int) {
+        std::uint8_t* target = packed + panel * layout.panel_bytes();
+        std::memset(target, 0, layout.panel_bytes());
+        for (i64 column = 0; column < kPanel; ++column) {
+            const i64 row = weight_row(linear, panel, column), lane = column % kStrip;
+            if (row < 0) continue;
+            std::uint8_t* strip = target + column / kStrip * layout.strip_bytes;
+            for (i64 k = 0; k < linear.inputs; ++k) {
+                const int value = values[(row * linear.inputs + k) / 2] >> (k % 2 * 4) & 15;
+                strip[(k / 8 * kStrip + lane) * 4 + k % 4] |= std::uint8_t(k % 8 < 4 ? value : value << 4);
+            }
+            Half* packed_scales = reinterpret_cast<Half*>(strip + layout.scales);
+            for (i64 group = 0; group < layout.groups; ++group) {
+                packed_scales[group * kStrip + lane] = to_half(scales[row * layout.groups + group]);
+                if (linear.has_zeros) strip[layout.zeros + group * kStrip + lane] = zeros[row * layout.groups + group];
+            }
+        }
+    });
+}
+
+// The weights of one output, for a linear that is not gated.
+inline void read_int4_row(const Linear& linear, i64 output, float* out) {
+    const Int4Layout layout(linear);
+    const i64 lane = output % kStrip;
+    const auto* strip = static_cast<const std::uint8_t*>(linear.packed) + output / kStrip * layout.strip_bytes;
+    for (i64 k = 0; k < linear.inputs; ++k) {
+        const i64 group = k / linear.group_size * kStrip;
+        float scales[16];
+        store(scales, load_halves(reinterpret_cast<const Half*>(strip + layout.scales) + group));
+        const int zero = linear.has_zeros ? strip[layout.zeros + group + lane] : 8;
+        const int both = strip[(k / 8 * kStrip + lane) * 4 + k % 4];
+        out[k] = scales[lane] * float((k % 8 < 4 ? both & 15 : both >> 4) - zero);
+    }
+}
+
+}  // namespace

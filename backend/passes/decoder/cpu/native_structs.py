@@ -1,0 +1,114 @@
+"""The functions of the CPU kernels and the structs that they share with Python, as kernels/*.h declare them."""
+
+from __future__ import annotations
+
+from ctypes import CDLL, Structure, c_float, c_int, c_int64, c_void_p
+from enum import IntEnum
+from typing import Any
+
+CACHE_FORMS = {"fp32": 0, "bf16": 1, "q8_0": 2}
+
+
+class OperationKind(IntEnum):
+    EMBED = 0
+    RMS_NORM = 1
+    LINEAR = 2
+    ROTATE_AND_STORE = 3
+    ATTENTION = 4
+    TAKE_LAST = 5
+
+
+class LinearOutput(IntEnum):
+    """What a linear does with its results: store them in the activations' type or in fp32, add them, or gate them."""
+
+    STORE = 0
+    STORE_FLOAT = 1
+    ADD = 2
+    GATED = 3
+
+
+class Shape(Structure):
+    _fields_ = (
+        ("hidden", c_int64),
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("rotary_dim", c_int64),
+        ("page_size", c_int64),
+        ("act_bf16", c_int64),
+        ("cache_form", c_int64),
+        ("uses_tiles", c_int64),
+        ("eps", c_float),
+    )
+
+
+class WeightForm(IntEnum):
+    FLOAT = 0
+    INT8 = 1
+    INT4 = 2
+
+
+class Linear(Structure):
+    _fields_ = (
+        ("packed", c_void_p),
+        ("bias", c_void_p),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+        ("gated", c_int64),
+        ("form", c_int64),
+        ("group_size", c_int64),
+        ("has_zeros", c_int64),
+    )
+
+
+class Attention(Structure):
+    _fields_ = (
+        ("cache", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("window", c_int64),
+        ("uses_rope", c_int64),
+    )
+
+
+class StepRows(Structure):
+    _fields_ = (
+        ("input_ids", c_void_p),
+        ("starts", c_void_p),
+        ("contexts", c_void_p),
+        ("page_table", c_void_p),
+        ("logit_rows", c_void_p),
+        ("rope", c_void_p),
+        ("num_rows", c_int64),
+        ("table_width", c_int64),
+        ("num_logits", c_int64),
+    )
+
+
+class Operation(Structure):
+    _fields_ = (("kind", c_int64), ("weights", c_void_p), ("x", c_void_p), ("out", c_void_p), ("form", c_int64))
+
+
+class OperationTime(Structure):
+    _fields_ = (("elapsed_ns", c_int64), ("idle_ns", c_int64))
+
+
+_P, _N = c_void_p, c_int64
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "ps_create": (c_void_p, (c_int, _N, _P)),
+    "ps_destroy": (None, (_P,)),
+    "ps_set_cache": (None, (_P, _N, _N)),
+    "ps_packed_bytes": (c_int64, (_P, _P)),
+    "ps_pack": (None, (_P, _P, _P)),
+    "ps_pack_int8": (None, (_P, _P, _P, _P)),
+    "ps_pack_int4": (None, (_P, _P, _P, _P, _P)),
+    "ps_plan": (None, (_P, _P)),
+    "ps_run": (None, (_P, _P, _N, _P)),
+    "ps_read_memory": (c_float, (_P, _P, _N)),
+}
+
+
+def declare_functions(library: CDLL) -> None:
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments

@@ -1,0 +1,128 @@
+"""Weights in the packed layout of the native kernels, in memory of huge pages."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight
+from penstock.backend.passes.decoder.cpu.native_structs import Linear, WeightForm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+
+_CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A struct for the kernels, its address, and the tensors that it points to."""
+
+    address: int
+    struct: Linear
+    weight: Tensor
+    """uint8: the bytes of the packed form."""
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingTable:
+    """Rows for the kernels: row-major at the address, or outputs of the packed linear whose struct is there."""
+
+    address: int
+    is_packed: bool
+    owner: Tensor | PackedLinear
+
+    @staticmethod
+    def of_packed(linear: PackedLinear) -> EmbeddingTable:
+        return EmbeddingTable(linear.address, True, linear)
+
+
+class WeightPacker:
+    """Packs weights for the kernels of one engine. dtype is that of weights: float32 or bfloat16."""
+
+    def __init__(self, library: ctypes.CDLL, engine: int | None, dtype: torch.dtype) -> None:
+        self._library = library
+        self._engine = engine
+        self._dtype = dtype
+        self._arena = _HugePageArena()
+        self.linear_bytes = 0
+        """Of all packed linears: what a step of one row reads."""
+
+    def memory(self) -> list[Tensor]:
+        """All packed weights and tables, as uint8: views of the memory in which they lie."""
+        return self._arena.used()
+
+    def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, *, gated: bool) -> PackedLinear:
+        outputs, inputs = weight.shape
+        bias = None if bias is None else bias.float().contiguous()
+        struct = Linear(
+            bias=None if bias is None else bias.data_ptr(), inputs=inputs, outputs=outputs // (1 + gated), gated=gated
+        )
+        match weight:
+            case Int8Weight(values, scales):
+                struct.form = WeightForm.INT8
+                packed = self._fill(struct, self._library.ps_pack_int8, values, scales)
+            case Int4Weight(values, scales, zeros, group_size):
+                struct.form, struct.group_size = WeightForm.INT4, group_size
+                struct.has_zeros = bool((zeros != 8).any())
+                packed = self._fill(struct, self._library.ps_pack_int4, values, scales, zeros)
+            case Tensor():
+                packed = self._fill(struct, self._library.ps_pack, weight.to(self._dtype))
+        return PackedLinear(ctypes.addressof(struct), struct, packed, bias)
+
+    def _fill(self, struct: Linear, pack: Callable[..., None], *tensors: Tensor) -> Tensor:
+        """Allocate the packed weight and fill it from the tensors."""
+        num_bytes = self._library.ps_packed_bytes(self._engine, ctypes.byref(struct))
+        packed = self._arena.empty(num_bytes, torch.uint8)
+        self.linear_bytes += num_bytes
+        struct.packed = packed.data_ptr()
+        rows = [tensor.contiguous() for tensor in tensors]
+        pack(self._engine, ctypes.byref(struct), *(tensor.data_ptr() for tensor in rows))
+        return packed
+
+    def table(self, weight: Tensor) -> EmbeddingTable:
+        rows = self._arena.empty(weight.numel(), self._dtype).view(weight.shape).copy_(weight)
+        return EmbeddingTable(rows.data_ptr(), False, rows)
+
+
+class _HugePageArena:
+    """Memory for weights in mappings of huge pages. With 4 KB pages, address translation limits how fast a step reads
+    the weights. Single tensors are never freed; each keeps its mapping alive."""
+
+    def __init__(self) -> None:
+        self._chunk: mmap.mmap | None = None
+        self._used_bytes = 0
+        self._full: list[Tensor] = []
+
+    def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        num_bytes = num_elements * dtype.itemsize
+        if self._chunk is None or self._used_bytes + num_bytes > len(self._chunk):
+            self._full = self.used()
+            self._chunk = map_memory(max(num_bytes, _CHUNK_BYTES))
+            self._used_bytes = 0
+        tensor = torch.frombuffer(self._chunk, dtype=dtype, count=num_elements, offset=self._used_bytes)
+        self._used_bytes += -(-num_bytes // 64) * 64
+        return tensor
+
+    def used(self) -> list[Tensor]:
+        """Return the used part of each mapping, as uint8."""
+        if self._chunk is None:
+            return []
+        return [*self._full, torch.frombuffer(self._chunk, dtype=torch.uint8, count=self._used_bytes)]
+
+
+def map_memory(num_bytes: int) -> mmap.mmap:
+    """Map zeroed anonymous memory, in huge pages where the system has them; it becomes resident when written."""
+    # Private, because shared anonymous memory, the default of mmap, gets no huge pages.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

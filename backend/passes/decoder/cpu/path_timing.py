@@ -1,0 +1,99 @@
+"""Time products on several paths of the native kernels, for the choice between them at start."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from penstock.backend.checkpoint.decoder_config import DecoderConfig, RopeConfig
+from penstock.backend.forward_pass import StepBatch
+from penstock.backend.passes.decoder.cpu.native_ops import NativeOps
+
+if TYPE_CHECKING:
+    import ctypes
+    from collections.abc import Callable, Mapping
+
+TIMED_ROWS = (1, 32)
+"""Rows of the products: one stream, which reads memory, and a full batch, which computes."""
+
+_BUDGET_S = 0.15
+_MIN_TURNS = 3
+_HEAD_DIM = 64
+# The product of one layer's q, k and v: 1024 inputs, 64 heads of 64 outputs, 8 MB of bf16.
+_CONFIG = DecoderConfig(
+    architecture="timing",
+    vocab_size=16,
+    hidden_size=1024,
+    intermediate_size=64,
+    num_layers=1,
+    num_heads=32,
+    num_kv_heads=16,
+    head_dim=_HEAD_DIM,
+    rms_norm_eps=1e-5,
+    max_context_tokens=max(TIMED_ROWS),
+    rope=RopeConfig(_HEAD_DIM, tuple(1.0 for _ in range(_HEAD_DIM // 2))),
+    tie_embeddings=False,
+)
+
+
+def time_products(libraries: Mapping[str, tuple[ctypes.CDLL, bool]]) -> dict[str, tuple[float, ...]]:
+    """Return each path's least milliseconds for a bf16 product of 8 MB, in the order of TIMED_ROWS.
+
+    libraries maps a path's name to its library and whether it uses tiles.
+    """
+    all_ops: list[NativeOps] = []
+    try:
+        with torch.inference_mode():
+            products = {}
+            for name, (library, uses_tiles) in libraries.items():
+                # One thread: on a busy machine two threads may share a core for as long as this takes.
+                ops = NativeOps(library, _CONFIG, torch.bfloat16, max(TIMED_ROWS), 1, spin_s=0.0, uses_tiles=uses_tiles)
+                all_ops.append(ops)
+                products[name] = _products(ops)
+            return _least_times(products)
+    finally:
+        for ops in all_ops:
+            ops.close()
+
+
+def _products(ops: NativeOps) -> list[Callable[[], float]]:
+    """For each number of rows a function that multiplies and returns the seconds that this took."""
+    hidden = _CONFIG.hidden_size
+    outputs = (_CONFIG.num_heads + 2 * _CONFIG.num_kv_heads) * _HEAD_DIM
+    weight = ops.pack_linear(torch.full((outputs, hidden), 0.01, dtype=torch.bfloat16), None)
+    table = ops.table(torch.ones(_CONFIG.vocab_size, hidden))
+    norm = ops.vector(torch.ones(hidden))
+
+    def multiply(batch: StepBatch) -> float:
+        step = ops.begin_step(batch, batch.input_ids)
+        x = ops.rms_norm(ops.embed(table, step), norm)
+        started_s = time.perf_counter()
+        ops.linear(x, weight)
+        return time.perf_counter() - started_s
+
+    return [partial(multiply, _decode_step(num_rows)) for num_rows in TIMED_ROWS]
+
+
+def _decode_step(num_rows: int) -> StepBatch:
+    rows = np.arange(num_rows, dtype=np.int32)
+    zeros = np.zeros(num_rows, np.int32)
+    starts = np.arange(num_rows + 1, dtype=np.int32)
+    return StepBatch(zeros, starts, zeros, zeros[:, None], rows, rows)
+
+
+def _least_times(products: Mapping[str, list[Callable[[], float]]]) -> dict[str, tuple[float, ...]]:
+    """Run all products in turns, so that other load meets all paths alike, until the budget is used."""
+    least = {name: [math.inf] * len(TIMED_ROWS) for name in products}
+    deadline_s = time.perf_counter() + _BUDGET_S
+    for turn in itertools.count():
+        if turn >= _MIN_TURNS and time.perf_counter() > deadline_s:
+            break
+        for name, functions in products.items():
+            least[name] = [min(seconds, run()) for seconds, run in zip(least[name], functions, strict=True)]
+    return {name: tuple(1000 * seconds for seconds in times) for name, times in least.items()}

@@ -1,0 +1,76 @@
+"""Linear layers with int8 or int4 weights in torch: the formula of the native kernels, slowly.
+
+A row of activations becomes int8, its largest magnitude 127. Sums of integers are exact, so the results differ from the
+kernels' only by the rounding of the scales' products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight
+
+_MAX_INT8 = 127.0
+_SMALLEST = 1e-30
+"""A row without a larger magnitude becomes 0; so its factor is finite."""
+_EXACT_INPUTS = 1024
+"""127 × 127 × this is below 2^24: a sum of so many products is exact in fp32."""
+_BLOCK_VALUES = 1 << 22
+"""Weights that are in memory in fp32 at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLinear:
+    """x [n, in] → x @ weight.T + bias, fp32 [n, out]."""
+
+    weight: QuantizedWeight
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        values, scales = _quantize_rows(x.float())
+        outputs, inputs = self.weight.shape
+        step = max(1, _BLOCK_VALUES // inputs)
+        blocks = [
+            _product(values, take_rows(self.weight, slice(first, first + step))) for first in range(0, outputs, step)
+        ]
+        product = torch.cat(blocks, dim=1)
+        if isinstance(self.weight, Int8Weight):
+            product.mul_(scales[:, None] * self.weight.scales)
+        else:
+            product.mul_(scales[:, None])
+        return product if self.bias is None else product.add_(self.bias)
+
+
+def take_rows(weight: QuantizedWeight, rows: Tensor | slice) -> QuantizedWeight:
+    """The weights of some outputs."""
+    if isinstance(weight, Int8Weight):
+        return Int8Weight(weight.values[rows], weight.scales[rows])
+    return Int4Weight(weight.values[rows], weight.scales[rows], weight.zeros[rows], weight.group_size)
+
+
+def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers in fp32, and the scale of each row: NaN if it has a number that is not finite."""
+    top = x.abs().amax(dim=1)
+    factors = torch.where(top < _SMALLEST, 0.0, _MAX_INT8 / top)
+    scales = torch.where(top.isfinite(), top / _MAX_INT8, torch.nan)
+    return (x * factors[:, None]).round_(), scales
+
+
+def _product(values: Tensor, weight: QuantizedWeight) -> Tensor:
+    """fp32 [n, out]: sums of integers for int8; for int4 each group's sum is multiplied by its scale."""
+    if isinstance(weight, Int8Weight):
+        sums = torch.zeros(len(values), weight.shape[0], dtype=torch.float64)
+        plain = weight.values.float()
+        for first in range(0, weight.shape[1], _EXACT_INPUTS):
+            part = slice(first, first + _EXACT_INPUTS)
+            sums += values[:, part] @ plain[:, part].T
+        return sums.float()
+    differences = Int4Weight(
+        weight.values, torch.ones_like(weight.scales), weight.zeros, weight.group_size
+    ).dequantize()
+    groups = (-1, weight.scales.shape[1], weight.group_size)
+    sums = values.view(groups).transpose(0, 1) @ differences.view(groups).permute(1, 2, 0)
+    return (sums * weight.scales.T[:, None, :]).sum(dim=0)

@@ -1,0 +1,241 @@
+"""The functions of a kernel library that a KernelDriver loaded, in the place of a `ctypes.CDLL`.
+
+Every operation copies the arrays that it reads to the driver and those that it changes back, so `NativeOps` and its
+tests work on the kernels of another CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from penstock.backend.passes.decoder.cpu.native_structs import (
+    CACHE_FORMS,
+    Attention,
+    Linear,
+    LinearOutput,
+    Operation,
+    OperationKind,
+    OperationTime,
+    Shape,
+)
+from penstock.backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES
+from tests.backend.passes.decoder.cpu.arm.kernel_driver import KernelDriver, RemoteArguments
+
+_INT32 = _FLOAT = 4
+_CACHE_DTYPES = {form: dtype for dtype, form in CACHE_FORMS.items()}
+
+
+class _Function:
+    """Takes the types that are set on a function of a `ctypes.CDLL`, and does not need them."""
+
+    restype: Any = None
+    argtypes: Any = None
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._call(*arguments)
+
+
+@dataclass(slots=True)
+class _Engine:
+    address: int
+    shape: Any
+    plan: RemoteArguments
+    num_tokens: int = 0
+    num_logits: int = 0
+    num_pages: int = 0
+    largest_id: int = 0
+    is_narrowed: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.num_logits if self.is_narrowed else self.num_tokens
+
+    @property
+    def number_bytes(self) -> int:
+        """Of one activation or weight."""
+        return 2 if self.shape.act_bf16 else 4
+
+    @property
+    def qkv_bytes(self) -> int:
+        heads = self.shape.num_heads + 2 * self.shape.num_kv_heads
+        return self.num_tokens * heads * self.shape.head_dim * self.number_bytes
+
+    @property
+    def attended_bytes(self) -> int:
+        return self.rows * self.shape.num_heads * self.shape.head_dim * self.number_bytes
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of one layer's pages, as far as the step uses them."""
+        values = 2 * self.shape.num_kv_heads * self.shape.page_size * self.shape.head_dim
+        dtype = _CACHE_DTYPES[self.shape.cache_form]
+        return self.num_pages * values * KV_BLOCK_BYTES[dtype] // KV_BLOCK_VALUES
+
+
+class RemoteKernels:
+    def __init__(self, driver: KernelDriver) -> None:
+        self._driver = driver
+        self._engines: dict[int, _Engine] = {}
+        self.ps_create = _Function(self._create)
+        self.ps_destroy = _Function(self._destroy)
+        self.ps_set_cache = _Function(self._set_cache)
+        self.ps_packed_bytes = _Function(self._packed_bytes)
+        self.ps_pack = _Function(self._pack)
+        self.ps_pack_int8 = _Function(self._pack_int8)
+        self.ps_pack_int4 = _Function(self._pack_int4)
+        self.ps_plan = _Function(self._plan)
+        self.ps_run = _Function(self._run)
+        self.ps_read_memory = _Function(self._read_memory)
+
+    def destroy_engines(self) -> None:
+        for engine in list(self._engines):
+            self._destroy(engine)
+
+    def _arguments(self) -> RemoteArguments:
+        return RemoteArguments(self._driver)
+
+    def _create(self, num_threads: int, spin_ns: int, shape: Any) -> int:
+        own = Shape.from_buffer_copy(shape._obj)
+        with self._arguments() as arguments:
+            engine = self._driver.call("ps_create", num_threads, spin_ns, arguments.of_struct(own))
+        self._engines[engine] = _Engine(engine, own, self._arguments())
+        return engine
+
+    def _destroy(self, engine: int) -> None:
+        self._driver.call("ps_destroy", engine)
+        self._engines.pop(engine).plan.free()
+
+    def _set_cache(self, engine: int, page_size: int, form: int) -> None:
+        self._engines[engine].shape.page_size, self._engines[engine].shape.cache_form = page_size, form
+        self._driver.call("ps_set_cache", engine, page_size, form)
+
+    def _packed_bytes(self, engine: int, linear: Any) -> int:
+        with self._arguments() as arguments:
+            return self._driver.call("ps_packed_bytes", engine, arguments.of_struct(linear._obj))
+
+    def _pack(self, engine: int, linear: Any, weight: int) -> None:
+        self._pack_arrays("ps_pack", engine, linear, {weight: self._engines[engine].number_bytes})
+
+    def _pack_int8(self, engine: int, linear: Any, values: int, scales: int) -> None:
+        self._pack_arrays("ps_pack_int8", engine, linear, {values: 1, scales: Fraction(_FLOAT, linear._obj.inputs)})
+
+    def _pack_int4(self, engine: int, linear: Any, values: int, scales: int, zeros: int) -> None:
+        size = linear._obj.group_size
+        sizes = {values: Fraction(1, 2), scales: Fraction(_FLOAT, size), zeros: Fraction(1, size)}
+        self._pack_arrays("ps_pack_int4", engine, linear, sizes)
+
+    def _pack_arrays(self, function: str, engine: int, linear: Any, sizes: Mapping[int, int | Fraction]) -> None:
+        """sizes: the bytes per number of the weight, for each array's address."""
+        own = linear._obj
+        num_weights = own.inputs * own.outputs * (1 + own.gated)
+        with self._arguments() as arguments:
+            sources = [arguments.read_only(address, int(num_weights * size)) for address, size in sizes.items()]
+            packed = arguments.changed(own.packed, self._packed_bytes(engine, linear))
+            self._driver.call(function, engine, arguments.of_struct(own, packed=packed), *sources)
+
+    def _plan(self, engine: int, rows: Any) -> None:
+        """The arrays stay with the driver until the next plan: the kernels keep their addresses."""
+        own, state = rows._obj, self._engines[engine]
+        starts, contexts = _int32s(own.starts, own.num_rows + 1), _int32s(own.contexts, own.num_rows)
+        state.num_tokens, state.num_logits, state.is_narrowed = int(starts[-1]), own.num_logits, False
+        state.num_pages = int(_int32s(own.page_table, own.num_rows * own.table_width).max()) + 1
+        state.largest_id = int(_int32s(own.input_ids, state.num_tokens).max())
+        num_positions = int((contexts + np.diff(starts)).max())
+        sizes = {
+            "input_ids": state.num_tokens,
+            "starts": own.num_rows + 1,
+            "contexts": own.num_rows,
+            "page_table": own.num_rows * own.table_width,
+            "logit_rows": own.num_logits,
+            "rope": num_positions * state.shape.rotary_dim,
+        }
+        state.plan.free()
+        arrays = {name: state.plan.read_only(getattr(own, name), size * _INT32) for name, size in sizes.items()}
+        with self._arguments() as arguments:
+            self._driver.call("ps_plan", engine, arguments.of_struct(own, **arrays))
+
+    def _run(self, engine: int, operations: Any, count: int, times: Any) -> None:
+        start = operations if isinstance(operations, int) else ctypes.addressof(operations._obj)
+        for index in range(count):
+            operation = Operation.from_address(start + index * ctypes.sizeof(Operation))
+            time = None if times is None else ctypes.addressof(times[index])
+            with self._arguments() as arguments:
+                changed = self._copy(arguments, self._engines[engine], operation)
+                duration = 0 if time is None else arguments.changed(time, ctypes.sizeof(OperationTime))
+                self._driver.call("ps_run", engine, arguments.of_struct(operation, **changed), 1, duration)
+
+    def _copy(self, arguments: RemoteArguments, state: _Engine, op: Any) -> dict[str, int]:
+        """Copy the operation's arrays. Returns their addresses."""
+        hidden_bytes = state.rows * state.shape.hidden
+        match OperationKind(op.kind):
+            case OperationKind.EMBED:
+                table_bytes = (state.largest_id + 1) * state.shape.hidden * state.number_bytes
+                return {
+                    "weights": self._copy_weight(arguments, state, op.weights)
+                    if op.form
+                    else arguments.read_only(op.weights, table_bytes),
+                    "out": arguments.changed(op.out, hidden_bytes * _FLOAT),
+                }
+            case OperationKind.RMS_NORM:
+                return {
+                    "weights": arguments.read_only(op.weights, state.shape.hidden * _FLOAT),
+                    "x": arguments.read_only(op.x, hidden_bytes * _FLOAT),
+                    "out": arguments.changed(op.out, hidden_bytes * state.number_bytes),
+                }
+            case OperationKind.LINEAR:
+                return self._copy_linear(arguments, state, op)
+            case OperationKind.ROTATE_AND_STORE:
+                return {
+                    "weights": self._copy_layer(arguments, state, op.weights, stores=True),
+                    "out": arguments.changed(op.out, state.qkv_bytes),
+                }
+            case OperationKind.ATTENTION:
+                return {
+                    "weights": self._copy_layer(arguments, state, op.weights, stores=False),
+                    "x": arguments.read_only(op.x, state.qkv_bytes),
+                    "out": arguments.changed(op.out, state.attended_bytes),
+                }
+            case OperationKind.TAKE_LAST:
+                x = arguments.read_only(op.x, hidden_bytes * _FLOAT)
+                state.is_narrowed = True
+                return {"x": x, "out": arguments.changed(op.out, state.rows * state.shape.hidden * _FLOAT)}
+
+    def _copy_linear(self, arguments: RemoteArguments, state: _Engine, op: Any) -> dict[str, int]:
+        own, number_bytes = Linear.from_address(op.weights), state.number_bytes
+        out_bytes = number_bytes if LinearOutput(op.form) in (LinearOutput.STORE, LinearOutput.GATED) else _FLOAT
+        return {
+            "weights": self._copy_weight(arguments, state, op.weights),
+            "x": arguments.read_only(op.x, state.rows * own.inputs * number_bytes),
+            "out": arguments.changed(op.out, state.rows * own.outputs * out_bytes),
+        }
+
+    def _copy_weight(self, arguments: RemoteArguments, state: _Engine, address: int) -> int:
+        own = Linear.from_address(address)
+        packed = arguments.read_only(own.packed, self._packed_bytes(state.address, ctypes.byref(own)))
+        bias = arguments.read_only(own.bias, own.outputs * (1 + own.gated) * _FLOAT)
+        return arguments.of_struct(own, packed=packed, bias=bias)
+
+    def _copy_layer(self, arguments: RemoteArguments, state: _Engine, layer: int, *, stores: bool) -> int:
+        own = Attention.from_address(layer)
+        copy = arguments.changed if stores else arguments.read_only
+        norm_bytes = state.shape.head_dim * _FLOAT
+        q_norm, k_norm = (arguments.read_only(norm, norm_bytes) for norm in (own.q_norm, own.k_norm))
+        return arguments.of_struct(own, cache=copy(own.cache, state.cache_bytes), q_norm=q_norm, k_norm=k_norm)
+
+    def _read_memory(self, engine: int, memory: int, num_floats: int) -> float:
+        with self._arguments() as arguments:
+            copy = arguments.read_only(memory, num_floats * _FLOAT)
+            return self._driver.call_float("ps_read_memory", engine, copy, num_floats)
+
+
+def _int32s(address: int, count: int) -> Any:
+    return np.frombuffer(ctypes.string_at(address, count * _INT32), np.int32)

@@ -1,0 +1,93 @@
+"""The kernels of each path on any CPU: compiled as they are, or for an emulation of the instructions that are missing.
+
+Libraries are compiled once and kept in the user's cache, so all tests share them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import platform
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from penstock.backend.passes.decoder.cpu.cpu_paths import (
+    KernelBuild,
+    machine_builds,
+    read_cpu_info,
+    supported_paths,
+)
+from penstock.backend.passes.decoder.cpu.native_library import (
+    directory_name,
+    find_compiler,
+    open_library,
+)
+from penstock.shm.process.cache_directory import cache_directory
+from penstock.shm.process.private_directory import Trust, check_directory
+
+_SIMDE_HEADER = Path(__file__).parent / "simde" / "immintrin.h"
+# The hash makes a changed header another build.
+_SIMDE_FLAGS = (
+    "-isystem",
+    str(_SIMDE_HEADER.parent),
+    f"-DHEADER_{hashlib.sha256(_SIMDE_HEADER.read_bytes()).hexdigest()[:16]}",
+    *("-mavx2", "-mfma", "-mf16c"),
+    "-O1",  # compiles in a third of the time
+)
+EMULATED = {
+    "avx512": KernelBuild("avx512-simde", _SIMDE_FLAGS),
+    "avx512_bf16": KernelBuild("avx512_bf16-simde", (*_SIMDE_FLAGS, "-DPENSTOCK_SIMDE_BF16")),
+}
+
+
+def open_path(name: str) -> ctypes.CDLL:
+    """The library of a path: its own if this CPU supports it, else with its instructions emulated by SIMDe."""
+    supported = {path.name: path.build for path in supported_paths(read_cpu_info())}
+    if name in supported:
+        return _open(supported[name], machine_builds())
+    if platform.machine() != "x86_64" or name not in EMULATED:
+        pytest.skip(f"this CPU does not support {name}")
+    _require_simde()
+    return _open(EMULATED[name], (EMULATED[name],))
+
+
+def open_emulated_tiles() -> ctypes.CDLL:
+    """The vectors that this machine uses, with tiles in plain C++ that have the same results as AMX."""
+    paths = supported_paths(read_cpu_info())
+    if platform.machine() != "x86_64" or not paths:
+        pytest.skip("needs an x86-64 CPU with AVX2")
+    flags = (*paths[0].build.compiler_flags, "-DPENSTOCK_EMULATED_TILES")
+    build = KernelBuild(f"{paths[0].build.name}-tiles", flags)
+    return _open(build, (build,))
+
+
+def _open(build: KernelBuild, builds: tuple[KernelBuild, ...]) -> ctypes.CDLL:
+    compiler = find_compiler()
+    if compiler is None:
+        pytest.skip("needs a C++ compiler: install g++")
+    directory = cache_directory() / directory_name(builds)
+    check_directory(directory, Trust.READABLE)
+    with (directory / f"{build.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two test processes one compiles
+        return open_library(directory, build, compiler)
+
+
+@cache
+def _require_simde() -> None:
+    """Skip the test without SIMDe's headers; in CI, which sets TESTS_REQUIRE_ROOT, fail it."""
+    compiler = find_compiler()
+    if compiler is None:
+        return
+    command = [compiler, "-E", "-xc++", "-"]
+    source = b"#include <simde/x86/avx512.h>\n"
+    if subprocess.run(command, input=source, capture_output=True, check=False).returncode == 0:
+        return
+    missing = "this CPU has no AVX-512, and the headers that emulate it are missing: install libsimde-dev"
+    if "TESTS_REQUIRE_ROOT" in os.environ:
+        pytest.fail(missing)
+    pytest.skip(missing)

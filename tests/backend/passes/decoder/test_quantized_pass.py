@@ -1,0 +1,186 @@
+"""CpuDecoderPass with quantised linears, against transformers with the same weights and int8 activations."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.quantization import kept_file
+from penstock.backend.checkpoint.quantization.modes import QUANTIZATIONS, linear_specs
+from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
+from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import PassOptions
+from penstock.backend.passes.decoder.cpu import forward_pass
+from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
+from penstock.backend.passes.decoder.forward_pass import DecoderPass
+from tests.backend.passes.decoder.conftest import MakeOps, make_deterministic_ops, make_native_ops, make_torch_ops
+from tests.backend.passes.decoder.driver import Driver
+from tests.checkpoints import load_oracle, make_checkpoint
+
+MODES = ("int8", "int4")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels stay in the user's cache: compiling them takes long."""
+    monkeypatch.setattr(kept_file, "cache_directory", lambda: tmp_path)
+
+
+@cache
+def checkpoint(architecture: str) -> Path:
+    overrides = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    return make_checkpoint(architecture, Path(mkdtemp()), **overrides)
+
+
+def make_pass(architecture: str, mode: str, make_ops: MakeOps, dtype: torch.dtype = torch.float32) -> CpuDecoderPass:
+    model_dir, quantization = checkpoint(architecture), QUANTIZATIONS[mode]
+    config = read_decoder_config(model_dir)
+    with open_quantized(model_dir, config, quantization) as weights:
+        ops = make_ops(config, dtype)
+        return CpuDecoderPass(config, weights, ops, dtype, max_running=32, quantization=quantization)
+
+
+class QuantizedLinear(nn.Module):
+    """The product of a linear layer by its definition, in float64."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight.double(), bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales = x.abs().amax(dim=-1, keepdim=True).double() / 127
+        steps = torch.round(x.double() / scales)
+        product = (steps @ self.weight.T * scales).float()
+        return product if self.bias is None else product + self.bias
+
+
+@cache
+def oracle(architecture: str, mode: str) -> Any:
+    """The transformers model with our quantised weights, which other tests compare with the original ones."""
+    model_dir = checkpoint(architecture)
+    config = read_decoder_config(model_dir)
+    model = load_oracle(model_dir)
+    with open_quantized(model_dir, config, QUANTIZATIONS[mode]) as weights:
+        for name, specs in linear_specs(config).items():
+            rows = weights._linear(name).dequantize().split([spec.shape[0] for spec in specs])
+            for spec, part in zip(specs, rows, strict=True):
+                replace_linear(model, spec.name.removesuffix(".weight"), part)
+    return model
+
+
+def replace_linear(model: Any, name: str, weight: Tensor) -> None:
+    if name == "model.embed_tokens":
+        model.model.embed_tokens.weight = nn.Parameter(weight, requires_grad=False)
+        name = "lm_head"
+    parent, _, child = name.rpartition(".")
+    owner = model.get_submodule(parent)
+    setattr(owner, child, QuantizedLinear(weight, getattr(owner, child).bias))
+
+
+def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 256, n).tolist() for n in lengths]
+
+
+def run(driver: Driver, batch: list[list[int]], chunk: int | None = None) -> list[NDArray[np.float32]]:
+    """The logits of each prompt's last token."""
+    rows = [driver.add(prompt) for prompt in batch]
+    logits = driver.prefill(chunk)
+    return [logits[row.slot] for row in rows]
+
+
+def relative_error(found: NDArray[np.float32], exact: NDArray[np.float32]) -> float:
+    return float(np.sqrt(np.mean((found - exact) ** 2) / np.mean(exact**2)))
+
+
+@pytest.fixture(params=[make_torch_ops, make_native_ops])
+def make_ops(request: pytest.FixtureRequest) -> MakeOps:
+    make: MakeOps = request.param
+    return make
+
+
+@pytest.fixture(params=[make_deterministic_ops, make_native_ops])
+def make_deterministic(request: pytest.FixtureRequest) -> MakeOps:
+    make: MakeOps = request.param
+    return make
+
+
+CASES = [("llama-bias", torch.float32), ("qwen3", torch.float32), ("phi3", torch.bfloat16)]
+"""With biases and an lm_head of its own; with a tied embedding; with stacked tensors."""
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("architecture", "dtype"), CASES)
+def test_logits_are_those_of_the_same_weights_in_transformers(
+    architecture: str, dtype: torch.dtype, mode: str, make_ops: MakeOps
+) -> None:
+    batch = prompts((1, 2, 3, 7, 33))
+    driver = Driver(make_pass(architecture, mode, make_ops, dtype), num_pages=32, page_size=16)
+    errors = []
+    for prompt, logits in zip(batch, run(driver, batch), strict=True):
+        with torch.inference_mode():
+            exact = oracle(architecture, mode)(torch.tensor([prompt])).logits[0, -1].numpy()
+        errors.append(relative_error(logits, exact))
+    # Where a number lies halfway between two steps, it may be rounded either way, and all that follows changes a bit.
+    assert max(errors) < (0.05 if dtype is torch.float32 else 0.15)
+    assert dtype is torch.bfloat16 or sorted(errors)[1] < 1e-5
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_row_is_the_same_bits_alone_in_a_batch_and_in_chunks(mode: str, make_deterministic: MakeOps) -> None:
+    """In prefill and in decode, in other pages, behind a tied embedding."""
+    prompt, *others = prompts((37, *range(1, 60, 7)), seed=2)
+    alone, busy, chunked = (
+        Driver(make_pass("qwen3", mode, make_deterministic, torch.bfloat16), 64, 16, "q8_0", seed) for seed in (0, 9, 5)
+    )
+    expected = run(alone, [prompt])[0]
+    np.testing.assert_array_equal(run(busy, [*others[:3], prompt, *others[3:]])[3], expected)
+    np.testing.assert_array_equal(run(chunked, [prompt, others[0]], chunk=7)[0], expected)
+    for _ in range(4):
+        expected = alone.step([(alone.rows[0], 1)])[0]
+        np.testing.assert_array_equal(busy.step([(row, 1) for row in busy.rows])[3], expected)
+        np.testing.assert_array_equal(chunked.step([(row, 1) for row in chunked.rows])[0], expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pass_without_native_kernels_runs_the_same_weights_in_torch(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_pass, "load_kernels", lambda *_: None)
+    loaded = CpuDecoderPass.load(checkpoint("qwen3"), PassOptions(dtype="fp32", quantize=mode))
+    assert isinstance(loaded._ops, TorchOps)
+    assert loaded.spec.quantization == mode
+    with torch.inference_mode():
+        exact = oracle("qwen3", mode)(torch.tensor([[5]])).logits[0, -1].numpy()
+    found = run(Driver(loaded, num_pages=4, page_size=16), [[5]])[0]
+    assert relative_error(found, exact) < 1e-5
+
+
+def test_specs_announce_quantised_weights() -> None:
+    model_dir = checkpoint("qwen3")
+    plain, int8, int4 = (
+        CpuDecoderPass.describe(model_dir, PassOptions(dtype="bf16", quantize=mode)) for mode in ("none", *MODES)
+    )
+    assert [spec.quantization for spec in (plain, int8, int4)] == ["none", *MODES]
+    assert int4.weight_bytes < int8.weight_bytes < 0.55 * plain.weight_bytes
+    assert CpuDecoderPass.load(model_dir, PassOptions(dtype="bf16", quantize="int4")).spec == int4
+    assert int4.kv_bytes_per_token == plain.kv_bytes_per_token
+
+
+def test_modes_that_do_not_fit_are_refused_before_weights_are_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((make_checkpoint("llama2", tmp_path / "m") / "config.json").read_text())
+    with pytest.raises(StartupError, match=r"is int4-128; .*q_proj\.weight has 64 inputs, not a multiple of 128: use"):
+        CpuDecoderPass.describe(tmp_path, PassOptions(quantize="int4-128"))
+    with pytest.raises(StartupError, match="--quantize is int3; it must be none, int8, int4, int4-128"):
+        CpuDecoderPass.describe(tmp_path, PassOptions(quantize="int3"))
+    said = r"--quantize is int8; a GPU runs only none: leave --quantize out, or use the CPU \(--gpu none\)"
+    with pytest.raises(StartupError, match=said):
+        DecoderPass.describe(tmp_path, PassOptions(device="cuda:0", quantize="int8"))

@@ -1,0 +1,188 @@
+"""What a comparison of servers finds: figures of each, ratios of the rounds, tables, and what makes them doubtful."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.tools.bench.harness.foreign_cpu import Disturbance, WatchedRound
+from penstock.tools.bench.harness.report import make_table, ms
+from penstock.tools.bench.load_generator.stats import Aim
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+PENSTOCK = "penstock"
+"""Name of our own server among the others."""
+_TOKEN_TOLERANCE = 0.02
+"""By this share, numbers of tokens may differ between servers: one may begin each prompt with a token of its own."""
+_KEPT_AIM = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What is compared. None if no answer had such an event."""
+
+    output_tokens_per_s: float | None
+    ttft_p50_ms: float | None
+    itl_p50_ms: float | None
+
+    @classmethod
+    def of(cls, item: WatchedRound) -> Figures:
+        summary = item.summary
+        return cls(summary.output_tokens_per_s, summary.ttft_ms.p50, summary.itl_ms.p50)
+
+    def values(self) -> tuple[float | None, ...]:
+        return self.output_tokens_per_s, self.ttft_p50_ms, self.itl_p50_ms
+
+    def over(self, other: Figures) -> Figures:
+        pairs = zip(self.values(), other.values(), strict=True)
+        return Figures(*(a / b if a is not None and b else None for a, b in pairs))
+
+    @classmethod
+    def medians(cls, items: Sequence[Figures]) -> Figures:
+        columns = zip(*(item.values() for item in items), strict=True)
+        return cls(*map(_median, columns))
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+Rounds = dict[str, list[WatchedRound]]
+"""By server."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRow:
+    """One server under one load."""
+
+    server: str
+    concurrency: int
+    medians: Figures
+    ratios: Figures | None
+    """Penstock / this server: medians of the rounds' ratios. None for Penstock itself."""
+    num_disturbed: int
+    """Rounds that were still disturbed in their last repetition."""
+    rounds: list[WatchedRound]
+
+
+@dataclass(frozen=True, slots=True)
+class BesideRow:
+    """The same beside busy threads."""
+
+    server: str
+    concurrency: int
+    alone: Figures
+    medians: Figures
+    kept: Figures
+    """Beside the threads / alone: medians of the rounds' ratios."""
+    num_disturbed: int
+    rounds: list[WatchedRound]
+
+
+def compared_rows(concurrency: int, found: Rounds, disturbance: Disturbance) -> list[ComparedRow]:
+    figures = {name: [Figures.of(item) for item in rounds] for name, rounds in found.items()}
+    rows = []
+    for name, rounds in found.items():
+        pairs = zip(figures[PENSTOCK], figures[name], strict=True)
+        ratios = Figures.medians([ours.over(theirs) for ours, theirs in pairs]) if name != PENSTOCK else None
+        num_disturbed = sum(map(disturbance.has_disturbed, rounds))
+        rows.append(ComparedRow(name, concurrency, Figures.medians(figures[name]), ratios, num_disturbed, rounds))
+    return rows
+
+
+def beside_rows(concurrency: int, alone: Rounds, beside: Rounds, disturbance: Disturbance) -> list[BesideRow]:
+    rows = []
+    for name, rounds in beside.items():
+        without = [Figures.of(item) for item in alone[name]]
+        figures = [Figures.of(item) for item in rounds]
+        kept = Figures.medians([with_.over(before) for with_, before in zip(figures, without, strict=True)])
+        num_disturbed = sum(map(disturbance.has_disturbed, rounds))
+        medians = Figures.medians(without), Figures.medians(figures)
+        rows.append(BesideRow(name, concurrency, *medians, kept, num_disturbed, rounds))
+    return rows
+
+
+def beside_aims(rows: Sequence[BesideRow]) -> list[Aim]:
+    name = "tokens/s beside busy threads / alone"
+    ours = [(row.concurrency, row.kept.output_tokens_per_s) for row in rows if row.server == PENSTOCK]
+    return [Aim(f"{name}, c={clients}", kept, "at least", _KEPT_AIM) for clients, kept in ours if kept is not None]
+
+
+def compare_table(rows: Sequence[ComparedRow]) -> Table:
+    columns = ["load", "server", "output\ntok/s", "TTFT ms\np50", "ITL ms\np50", "tok/\nevent"]
+    columns += [f"ratio\n{name}" for name in ("tok/s", "TTFT", "ITL")]
+    columns += ["sent\nagain", "er-\nrors", "foreign\ncores", "re-\npeated"]
+    table = make_table("Medians of the rounds; ratios are penstock / the server", *columns)
+    for row in rows:
+        summaries = [item.summary for item in row.rounds]
+        tokens_per_s, ttft_ms, itl_ms = row.medians.values()
+        ratios = row.ratios.values() if row.ratios is not None else (None, None, None)
+        table.add_row(
+            f"c={row.concurrency}" if row.ratios is None else "",
+            row.server,
+            f"{tokens_per_s:,.0f}",
+            ms(ttft_ms),
+            ms(itl_ms),
+            f"{statistics.median(item.output_tokens / max(item.events, 1) for item in summaries):.1f}",
+            *("" if row.ratios is None else "–" if ratio is None else f"{ratio:.2f} ×" for ratio in ratios),
+            str(sum(item.sent_again for item in summaries)),
+            str(sum(item.failed for item in summaries)),
+            f"{max(item.foreign_cores for item in row.rounds):.2f}",
+            str(sum(item.attempts - 1 for item in row.rounds)),
+        )
+    return table
+
+
+def beside_table(rows: Sequence[BesideRow], num_threads: int) -> Table:
+    columns = ["load", "server", "tok/s\nalone", "tok/s\nbeside", "kept", "TTFT ms\nbeside", "/ alone"]
+    columns += ["ITL ms\nbeside", "/ alone", "er-\nrors", "foreign\ncores", "re-\npeated"]
+    table = make_table(f"The same beside {num_threads} busy threads; ratios are beside / alone", *columns)
+    for row in rows:
+        tokens_per_s, ttft_ms, itl_ms = row.medians.values()
+        kept, ttft_ratio, itl_ratio = ("–" if ratio is None else f"{ratio:.2f} ×" for ratio in row.kept.values())
+        table.add_row(
+            f"c={row.concurrency}" if row.server == PENSTOCK else "",
+            row.server,
+            f"{row.alone.output_tokens_per_s:,.0f}",
+            f"{tokens_per_s:,.0f}",
+            kept,
+            ms(ttft_ms),
+            ttft_ratio,
+            ms(itl_ms),
+            itl_ratio,
+            str(sum(item.summary.failed for item in row.rounds)),
+            f"{max(item.foreign_cores for item in row.rounds):.2f}",
+            str(sum(item.attempts - 1 for item in row.rounds)),
+        )
+    return table
+
+
+def warnings(rows: Sequence[ComparedRow] | Sequence[BesideRow]) -> Iterator[str]:
+    """Tell what makes figures doubtful. Each load begins with the row of Penstock."""
+    ours = (0.0, 0.0)
+    for row in rows:
+        name = f"c={row.concurrency}, {row.server}" + (" beside busy threads" if isinstance(row, BesideRow) else "")
+        if row.num_disturbed:
+            yield f"{name}: {row.num_disturbed} of {len(row.rounds)} rounds were disturbed in every attempt"
+        error = next((item.summary.first_error for item in row.rounds if item.summary.first_error), "")
+        if error:
+            yield f"{name}: first error: {error}"
+        tokens = _tokens_per_request(row)
+        if row.server == PENSTOCK:
+            ours = tokens
+        elif not error and any(abs(a - b) > _TOKEN_TOLERANCE * b for a, b in zip(tokens, ours, strict=True)):
+            theirs, reference = (f"{prompt:.0f} prompt and {output:.0f} output" for prompt, output in (tokens, ours))
+            yield f"{name}: {theirs} tokens a request, but {reference} tokens with {PENSTOCK}"
+
+
+def _tokens_per_request(row: ComparedRow | BesideRow) -> tuple[float, float]:
+    """Return the mean lengths of prompt and answer."""
+    summaries = [item.summary for item in row.rounds]
+    num_requests = sum(item.requests for item in summaries)
+    num_prompt_tokens = sum(item.prompt_tokens for item in summaries)
+    return num_prompt_tokens / num_requests, sum(item.output_tokens for item in summaries) / num_requests

@@ -1,0 +1,34 @@
+"""The parts of a decode step that the native kernels' operations belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from penstock.backend.passes.decoder.cpu.native_structs import LinearOutput, Operation, OperationKind
+
+_NAMES: dict[int, str] = {
+    OperationKind.EMBED: "embedding",
+    OperationKind.RMS_NORM: "norms",
+    OperationKind.ROTATE_AND_STORE: "rotate and store",
+    OperationKind.ATTENTION: "attention",
+    OperationKind.TAKE_LAST: "last tokens",
+}
+_LINEAR_NAMES: dict[int, str] = {
+    LinearOutput.STORE: "qkv",
+    LinearOutput.GATED: "gate and up",
+    LinearOutput.STORE_FLOAT: "logits",
+}
+
+
+def name_parts(operations: Sequence[Operation]) -> Iterator[str]:
+    """Yield the part of the step that each operation belongs to."""
+    after = ""
+    for operation in operations:
+        if operation.kind in _NAMES:
+            name = _NAMES[operation.kind]
+        elif operation.form == LinearOutput.ADD:
+            name = "o" if after == "attention" else "down"
+        else:
+            name = _LINEAR_NAMES[operation.form]
+        yield name
+        after = name
