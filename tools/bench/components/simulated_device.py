@@ -44,6 +44,10 @@ class SimulatedDevice:
     def has_capacity(self) -> bool:
         return self._num_in_flight <= self._capacity
 
+    @property
+    def is_busy(self) -> bool:
+        return self._num_in_flight > 0
+
     def running_s(self) -> float:
         """Time that the running step has run at `now_s`."""
         return 0.0 if self._running is None else STEP_S - (self._ends_s - self.now_s)

@@ -7,6 +7,7 @@ once, and the result is kept in the user's cache: later starts take the same pat
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import platform
@@ -16,8 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.decoder.cpu.cpu_paths import (
@@ -58,11 +57,23 @@ class NativeKernels:
     library: ctypes.CDLL
 
 
-class _Record(msgspec.Struct, forbid_unknown_fields=True):
+@dataclass(frozen=True, slots=True)
+class _Record:
     """The file that keeps a choice between two paths."""
 
     path: str
     milliseconds: dict[str, tuple[float, ...]]
+
+    def encode(self) -> str:
+        return json.dumps({"path": self.path, "milliseconds": self.milliseconds}, separators=(",", ":"))
+
+    @classmethod
+    def decode(cls, text: bytes) -> _Record:
+        """Raises ValueError for anything that `encode` does not write."""
+        match json.loads(text):
+            case {"path": str(path), "milliseconds": dict(times), **others} if not others:
+                return cls(path, {str(name): tuple(map(float, each)) for name, each in times.items()})
+        raise ValueError("not a record of path times")
 
 
 def check_cpu_path(name: str) -> None:
@@ -195,8 +206,8 @@ def _read_record(name: str) -> _Record | None:
         check_directory(path.parent, Trust.READABLE, create=False)
         check_kept_file(path)
         with path.open("rb") as file:
-            return msgspec.json.decode(file.read(_MAX_RECORD_BYTES), type=_Record)
-    except (OSError, UnsafeDirectory, msgspec.DecodeError):
+            return _Record.decode(file.read(_MAX_RECORD_BYTES))
+    except (OSError, UnsafeDirectory, ValueError, TypeError):
         return None
 
 
@@ -207,8 +218,8 @@ def _keep_record(name: str, record: _Record) -> str:
         check_directory(directory, Trust.READABLE)
         handle, temporary = tempfile.mkstemp(dir=directory, suffix=".tmp")
         try:
-            with open(handle, "wb") as file:
-                file.write(msgspec.json.encode(record))
+            with open(handle, "w") as file:
+                file.write(record.encode())
             os.rename(temporary, directory / name)
         except BaseException:
             os.unlink(temporary)

@@ -123,6 +123,14 @@ def name_another_path(record: Path) -> None:
     record.write_bytes(record.read_bytes().replace(b'"path":"avx2"', b'"path":"avx9"'))
 
 
+def put_text_for_times(record: Path) -> None:
+    record.write_bytes(record.read_bytes().replace(b"[1.0,10.0]", b'["1",["x"]]'))
+
+
+def add_a_field(record: Path) -> None:
+    record.write_bytes(record.read_bytes().replace(b'"path"', b'"more":1,"path"'))
+
+
 def let_others_write(record: Path) -> None:
     record.chmod(0o622)
 
@@ -136,7 +144,10 @@ def replace_by_a_directory(record: Path) -> None:
     record.mkdir()
 
 
-@pytest.mark.parametrize("spoil", [cut, name_another_path, let_others_write, make_large, Path.unlink])
+SPOIL = [cut, name_another_path, put_text_for_times, add_a_field, let_others_write, make_large, Path.unlink]
+
+
+@pytest.mark.parametrize("spoil", SPOIL)
 def test_record_that_cannot_be_trusted_is_measured_again(
     spoil: Callable[[Path], None], machine: Machine, tmp_path: Path
 ) -> None:
