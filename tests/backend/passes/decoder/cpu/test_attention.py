@@ -164,28 +164,29 @@ def test_long_row_is_the_same_bits_however_threads_divide_it(
 ) -> None:
     """With one thread or many, alone or beside a row so long that this one is not divided, in prefill and decode."""
     layer = replace(PLAIN, window_tokens=window)
-    qkv = randn(1300 + 6000, 8 * 32, dtype=BF16)
+    ends = np.array([1300, 1300 + 6000])
+    qkv = randn(ends[-1], 8 * 32, dtype=BF16)
     found = []
     for num_threads in (1, 2, 7):
         harness = OpsHarness(make_kernels(BASE, BF16, num_threads), 300, 32, kv_dtype)
         whole = step_batch([0, 0], [1300, 6000], 32)
         step = harness.ops.begin_step(whole, whole.input_ids)
-        array = harness.put("_qkv", qkv)
-        harness.ops.rotate_and_store(array, step, layer)
-        found.append(harness.get("_attended", harness.ops.attention(array, step, layer), 1300)[1299])
-        for rows in ([0], [0, 1]):
-            ends = whole.query_starts[1:][rows]
+        harness.ops.rotate_and_store(harness.put("_qkv", qkv), step, layer)
+        for lengths in ([40], [1], [1, 1]):  # of all tokens, emulated tiles would take a minute
+            rows = np.arange(len(lengths))
+            starts = np.cumsum([0, *lengths]).astype(np.int32)
             batch = replace(
                 whole,
-                input_ids=np.zeros(len(rows), np.int32),
-                query_starts=np.arange(len(rows) + 1, dtype=np.int32),
-                context_lens=np.array([1299, 5999], np.int32)[rows],
+                input_ids=np.zeros(starts[-1], np.int32),
+                query_starts=starts,
+                context_lens=np.array([1300, 6000], np.int32)[rows] - np.array(lengths, np.int32),
                 page_table=whole.page_table[rows],
-                logit_rows=np.arange(len(rows), dtype=np.int32),
+                logit_rows=rows.astype(np.int32),
             )
             step = harness.ops.begin_step(batch, batch.input_ids)
-            array = harness.put("_qkv", qkv[ends - 1])
-            found.append(harness.get("_attended", harness.ops.attention(array, step, layer), 1)[0])
+            tokens = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, lengths, strict=False)])
+            attended = harness.ops.attention(harness.put("_qkv", qkv[tokens]), step, layer)
+            found.append(harness.get("_attended", attended, lengths[0])[-1])
         harness.ops.close()
     for other in found[1:]:
         assert torch.equal(other, found[0])
