@@ -40,6 +40,14 @@ app.command(
 )
 
 
+# By name: its module imports torch and the tokenizer.
+app.command(
+    "penstock.tools.inspect_model.command:inspect_model",
+    name="inspect",
+    help="Says what a model is, and whether it can be served, without loading its weights.",
+)
+
+
 app.command(
     "penstock.tools.compile_kernels:compile_kernels",
     name="compile-kernels",

@@ -35,7 +35,7 @@ def resolve_model(model: str, revision: str | None = None, config_dir: Path | No
         return path
     if config_dir is not None:
         revision = _pinned(revision, config_dir)
-    snapshot = _download_with_config(model, revision, SMALL_FILES)
+    snapshot = resolve_small_files(model, revision)
     index = snapshot / INDEX_FILE
     weight_files = shard_names(index) if index.is_file() else (SINGLE_FILE,)
     return _download(model, _pinned(revision, snapshot), (*SMALL_FILES, *weight_files))
@@ -44,6 +44,11 @@ def resolve_model(model: str, revision: str | None = None, config_dir: Path | No
 def resolve_config(model: str, revision: str | None = None) -> Path:
     """As `resolve_model`, but downloads config.json only."""
     return _local_directory(model, revision) or _download_with_config(model, revision, (CONFIG_FILE,))
+
+
+def resolve_small_files(model: str, revision: str | None = None) -> Path:
+    """As `resolve_model`, but downloads no weights."""
+    return _local_directory(model, revision) or _download_with_config(model, revision, SMALL_FILES)
 
 
 def _pinned(revision: str | None, snapshot: Path) -> str | None:

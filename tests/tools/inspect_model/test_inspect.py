@@ -1,0 +1,221 @@
+"""`penstock inspect` against transformers' own counts, and on models that cannot be served."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import msgspec
+import pytest
+import transformers
+from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
+
+from penstock.tools.inspect_model.config_fields import read_fields
+from penstock.tools.inspect_model.description import ModelDescription, count_parameters
+from penstock.tools.inspect_model.headers import TensorHeader, read_directory
+from penstock.tools.main import app
+from penstock.tools.random_model import ModelDims, write_random_model
+
+DIMS = ModelDims(hidden_size=64, layers=3, heads=4, kv_heads=2, intermediate_size=96, vocab_size=1000, max_context=256)
+
+
+def run(*argv: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        app(["inspect", *argv])
+    return int(ended.value.code or 0)
+
+
+def describe(model: str | Path, capsys: pytest.CaptureFixture[str]) -> ModelDescription:
+    run(str(model), "--json")
+    return msgspec.json.decode(capsys.readouterr().out, type=ModelDescription)
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    write_random_model(tmp_path / "model", DIMS, max_shard_bytes=100_000)
+    return tmp_path / "model"
+
+
+def edit_config(model_dir: Path, **changes: Any) -> None:
+    path = model_dir / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_served_model_has_the_counts_of_transformers(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    described = describe(sharded, capsys)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(sharded)
+    assert described.not_served_because is None
+    assert described.parameters == described.active_parameters == oracle.num_parameters()
+    assert described.weight_dtypes == {"BF16": 2 * oracle.num_parameters()}
+    assert described.weight_files == len(list(sharded.glob("*.safetensors"))) > 1
+    assert described.kv_bytes_per_token["bf16"] == 2 * 2 * DIMS.layers * DIMS.kv_heads * 16
+    assert (described.layers, described.heads, described.kv_heads, described.head_dim) == (3, 4, 2, 16)
+    assert described.context_tokens == 256
+
+
+def test_text_names_every_part(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(str(sharded)) == 0
+    lines = dict(re.split(r"  +", line.strip(), maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])
+    assert lines["architecture"] == "LlamaForCausalLM"
+    assert lines["served"] == "yes"
+    assert lines["heads"] == "4 of 16, 2 for keys and values"
+    assert lines["widths"] == "hidden 64, MLP 96, vocabulary 1,000"
+    assert lines["KV cache"].startswith("bytes a token: 384 in bf16")
+
+
+def test_missing_shard_is_named(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = describe(sharded, capsys)
+    last = max(sharded.glob("*.safetensors"))
+    last.unlink()
+    described = describe(sharded, capsys)
+    assert described.missing_files == (last.name,)
+    assert f"1 of {whole.weight_files} weight files are missing: {last.name}" in str(described.not_served_because)
+    assert described.parameters < whole.parameters
+
+
+def test_unserved_architecture_is_described_all_the_same(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_config(sharded, architectures=["UnheardOfForCausalLM"])
+    assert run(str(sharded)) == 1
+    capsys.readouterr()
+    described = describe(sharded, capsys)
+    assert "UnheardOfForCausalLM" in str(described.not_served_because)
+    assert described.kv_bytes_per_token == {"bf16": 384}
+
+
+def test_wrong_shape_is_the_reason(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_config(sharded, intermediate_size=128)
+    assert "tensor model.layers.0.mlp.gate_proj.weight has shape [96, 64]" in str(
+        describe(sharded, capsys).not_served_because
+    )
+
+
+def test_broken_tokenizer_is_the_reason(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (sharded / "tokenizer.json").unlink()
+    assert describe(sharded, capsys).not_served_because == f"no tokenizer.json in {sharded}"
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [("{{ tools }}<tool_call>", "hermes", None), ("{{ tools }}[TOOL_CALLS]<think></think>", "mistral", "think")],
+)
+def test_formats_come_from_the_template(
+    template: str, tools: str, reasoning: str | None, sharded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (sharded / "chat_template.jinja").write_text(template)
+    described = describe(sharded, capsys)
+    assert (described.tool_format, described.reasoning_format) == (tools, reasoning)
+
+
+def test_experts_that_a_token_does_not_use_are_not_active(tmp_path: Path) -> None:
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=8,
+        num_experts_per_tok=2,
+        vocab_size=64,
+    )
+    model = transformers.Qwen3MoeForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    total, in_experts = count_parameters(read_directory(tmp_path).tensors, 8)
+    assert total == model.num_parameters()
+    assert in_experts == 2 * 8 * 3 * 32 * 16
+    fields = read_fields(json.loads((tmp_path / "config.json").read_text()), "config.json")
+    assert (fields.experts, fields.active_experts) == (8, 2)
+
+
+QUANTIZED = {
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq, 4 bits, groups of 128"),
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8, 8 bits, blocks of 128 × 128"),
+    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes, 4 bits"),
+    "compressed-tensors": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}},
+        },
+        "compressed-tensors pack-quantized, 4 bits, groups of 32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantisation_is_named(name: str) -> None:
+    settings, text = QUANTIZED[name]
+    quantization = read_fields({"quantization_config": settings}, "config.json").quantization_config
+    assert quantization is not None
+    assert quantization.text == text
+
+
+@pytest.mark.parametrize(
+    ("tensors", "bits"),
+    [
+        ({"qweight": ("I32", (16, 64)), "qzeros": ("I32", (1, 8)), "scales": ("F16", (1, 64))}, 4),
+        ({"weight_packed": ("I32", (64, 16)), "weight_scale": ("BF16", (64, 4)), "weight_shape": ("I64", (2,))}, 4),
+        ({"weight": ("U8", (4096, 1)), "weight.absmax": ("F32", (128,))}, 4),
+        ({"weight": ("F8_E4M3", (64, 128)), "weight_scale_inv": ("F32", (1, 1))}, 8),
+        ({"weight": ("I8", (64, 128)), "weight_scale": ("BF16", (64, 1))}, 8),
+    ],
+)
+def test_packed_weights_are_counted_one_by_one(tensors: dict[str, tuple[str, tuple[int, ...]]], bits: int) -> None:
+    item_bytes = {"I32": 4, "I64": 8, "F16": 2, "BF16": 2, "F32": 4, "U8": 1, "I8": 1, "F8_E4M3": 1}
+    headers = {
+        f"model.layers.0.mlp.up_proj.{name}": TensorHeader(dtype, shape, item_bytes[dtype] * shape[0] * (*shape, 1)[1])
+        for name, (dtype, shape) in tensors.items()
+    }
+    assert count_parameters(headers, bits) == (64 * 128, 0)
+
+
+def test_hub_model_needs_headers_only(
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    local = describe(sharded, capsys)
+    headers = read_directory(sharded)
+
+    def fetch(repo_id: str, *, revision: str) -> SafetensorsRepoMetadata:
+        assert (repo_id, revision) == ("some/model", "v1")
+        tensors = {
+            name: TensorInfo(dtype=tensor.dtype, shape=list(tensor.shape), data_offsets=(0, tensor.num_bytes))  # type: ignore[arg-type]
+            for name, tensor in headers.tensors.items()
+        }
+        files = {"model.safetensors": SafetensorsFileMetadata(metadata={}, tensors=tensors)}
+        return SafetensorsRepoMetadata(metadata={}, sharded=False, weight_map={}, files_metadata=files)
+
+    def download(_repo_id: str, *, revision: str, allow_patterns: list[str]) -> str:
+        assert revision == "v1"
+        assert not any("*" in pattern or pattern == "model.safetensors" for pattern in allow_patterns)
+        return str(sharded)
+
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", fetch)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    assert run("some/model", "--revision", "v1", "--json") == 0
+    described = msgspec.json.decode(capsys.readouterr().out, type=ModelDescription)
+    assert described == msgspec.structs.replace(local, model="some/model", weight_files=1)
+
+
+def test_hub_model_without_safetensors_is_refused(
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fetch(*_: Any, **__: Any) -> SafetensorsRepoMetadata:
+        raise huggingface_hub.errors.NotASafetensorsRepoError("none")
+
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", fetch)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(sharded))
+    monkeypatch.chdir(tmp_path)
+    assert run("some/model") == 1
+    assert capsys.readouterr().err == "penstock inspect: the hub's model some/model has no safetensors files\n"
+
+
+@pytest.mark.parametrize("values", [{"num_experts": -1}, {"head_dim": "x"}, {"quantization_config": {"bits": 1.5}}])
+def test_bad_config_is_one_line(values: dict[str, Any], sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_config(sharded, **values)
+    assert run(str(sharded)) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert next(iter(values)) in line

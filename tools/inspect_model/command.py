@@ -1,0 +1,78 @@
+"""The command: options, and the description as text or JSON."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from cyclopts import Parameter
+
+from penstock.backend.checkpoint.hub import resolve_small_files
+from penstock.backend.errors import StartupError
+from penstock.shm.process.options import fail, format_size
+from penstock.tools.inspect_model.description import describe_model
+from penstock.tools.inspect_model.headers import read_directory, read_hub
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.tools.inspect_model.description import ModelDescription
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """Say what a model is, and whether it can be served."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a model on the hub."""
+    json: Annotated[bool, Parameter(negative="")] = False
+    """Print one JSON object."""
+
+
+def inspect_model(model: str, /, *, options: InspectOptions = InspectOptions()) -> int:
+    """Run the command for a directory or a hub id. The exit status is 0 if the model can be served, else 1."""
+    try:
+        model_dir = resolve_small_files(model, options.revision)
+        is_local = Path(model).expanduser().is_dir()
+        files = read_directory(model_dir) if is_local else read_hub(model, options.revision or "main")
+        described = describe_model(model, model_dir, files, is_local=is_local)
+    except StartupError as error:
+        fail("penstock inspect", str(error))
+    if options.json:
+        print(msgspec.json.encode(described).decode())
+    else:
+        print(described.model)
+        for name, text in _lines(described):
+            print(f"  {name:<14}{text}")
+    sys.stdout.flush()
+    return int(described.not_served_because is not None)
+
+
+def _lines(model: ModelDescription) -> Iterator[tuple[str, str]]:
+    yield "architecture", model.architecture or "not named"
+    yield "served", "yes" if model.not_served_because is None else f"no: {model.not_served_because}"
+    window = "" if model.window_tokens is None else f", windows of {model.window_tokens:,} tokens"
+    yield "layers", f"{_number(model.layers)}{window}"
+    yield "heads", f"{_number(model.heads)} of {_number(model.head_dim)}, {_number(model.kv_heads)} for keys and values"
+    widths = f"hidden {_number(model.hidden_size)}, MLP {_number(model.intermediate_size)}"
+    yield "widths", f"{widths}, vocabulary {_number(model.vocab_size)}"
+    if model.experts:
+        yield "experts", f"{model.experts}, of which a token uses {model.active_experts}"
+    yield "context", f"{_number(model.context_tokens)} tokens"
+    active = "" if model.active_parameters == model.parameters else f", {model.active_parameters:,} active"
+    yield "parameters", f"{model.parameters:,}{active}"
+    dtypes = ", ".join(f"{dtype} {format_size(size)}" for dtype, size in model.weight_dtypes.items())
+    yield "weights", f"{format_size(model.weight_bytes)}, files: {model.weight_files} ({dtypes or 'none here'})"
+    yield "quantisation", model.quantization or "none"
+    kv = ", ".join(f"{size:,} in {dtype}" for dtype, size in model.kv_bytes_per_token.items())
+    yield "KV cache", f"bytes a token: {kv or 'unknown'}"
+    yield "tool calls", model.tool_format or "none"
+    yield "reasoning", model.reasoning_format or "none"
+
+
+def _number(value: int | None) -> str:
+    return "?" if value is None else f"{value:,}"

@@ -1,0 +1,153 @@
+"""What a model is, from config.json, its tokenizer's files and the headers of its tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.json_file import read_json_object
+from penstock.backend.checkpoint.layout import CONFIG_FILE
+from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import PassOptions
+from penstock.backend.passes.decoder.forward_pass import DecoderPass
+from penstock.frontend.generation.served_model import model_syntax_of
+from penstock.frontend.text.tokenizer import ModelTokenizer
+from penstock.tools.inspect_model.config_fields import read_fields
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from penstock.tools.inspect_model.config_fields import ConfigFields
+    from penstock.tools.inspect_model.headers import TensorHeader, WeightFiles
+
+_PACKED_SUFFIXES = ("qweight", "weight_packed", "_blocks")
+"""Tensors that hold several weights in each element."""
+_OTHER_DATA = (
+    *("scale", "scales", "scale_inv", "_scales", "zero_point", "qzeros", "g_idx", "weight_shape"),
+    *("absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state.bitsandbytes__nf4"),
+)
+"""Endings of tensors that belong to quantised weights and are no parameters."""
+
+
+class ModelDescription(Struct, frozen=True):
+    """None for what is unknown. Bytes are those of the files."""
+
+    model: str
+    architecture: str | None
+    not_served_because: str | None
+    """None if this version serves the model on the CPU."""
+    layers: int | None
+    hidden_size: int | None
+    intermediate_size: int | None
+    heads: int | None
+    kv_heads: int | None
+    head_dim: int | None
+    vocab_size: int | None
+    context_tokens: int | None
+    window_tokens: int | None
+    """The sliding window, of all layers or of some."""
+    experts: int
+    active_experts: int
+    """Of a layer, for each token."""
+    quantization: str | None
+    parameters: int
+    active_parameters: int
+    """Those that a token uses: without the experts that it is not routed to."""
+    weight_dtypes: dict[str, int]
+    """Bytes by dtype, largest first."""
+    weight_bytes: int
+    weight_files: int
+    missing_files: tuple[str, ...]
+    kv_bytes_per_token: dict[str, int]
+    """By KV dtype, as `--kv-dtype` takes it."""
+    tool_format: str | None
+    reasoning_format: str | None
+    tokenizer_error: str | None
+
+
+def describe_model(model: str, model_dir: Path, files: WeightFiles, *, is_local: bool) -> ModelDescription:
+    """model_dir has the small files; is_local: and the weights. Raises StartupError if config.json cannot be read."""
+    path = model_dir / CONFIG_FILE
+    values = read_json_object(path)
+    fields = read_fields(values, path)
+    architectures = values.get("architectures")
+    quantization = fields.quantization_config
+    bits = quantization.bits_per_weight if quantization is not None else 8
+    parameters, expert_parameters = count_parameters(files.tensors, bits)
+    unused = expert_parameters * (fields.experts - fields.active_experts) // fields.experts if fields.experts else 0
+    dtypes = Counter[str]()
+    for tensor in files.tensors.values():
+        dtypes[tensor.dtype] += tensor.num_bytes
+    reason, kv_bytes_per_token = _served(model_dir, fields, checks_weights=is_local and not files.missing_files)
+    if reason is None and files.missing_files:
+        reason = f"{len(files.missing_files)} of {files.num_files} weight files are missing: {files.missing_files[0]}"
+    tool_format, reasoning_format, tokenizer_error = _syntax(model_dir)
+    heads, kv_heads = fields.num_attention_heads, fields.num_key_value_heads or fields.num_attention_heads
+    return ModelDescription(
+        model=model,
+        architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else None,
+        not_served_because=reason if reason is not None else tokenizer_error,
+        layers=fields.num_hidden_layers,
+        hidden_size=fields.hidden_size,
+        intermediate_size=fields.intermediate_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=fields.head_dim or (fields.hidden_size // heads if fields.hidden_size and heads else None),
+        vocab_size=fields.vocab_size,
+        context_tokens=fields.max_position_embeddings,
+        window_tokens=fields.sliding_window,
+        experts=fields.experts,
+        active_experts=fields.active_experts,
+        quantization=None if quantization is None else quantization.text,
+        parameters=parameters,
+        active_parameters=parameters - unused,
+        weight_dtypes=dict(dtypes.most_common()),
+        weight_bytes=sum(dtypes.values()),
+        weight_files=files.num_files,
+        missing_files=files.missing_files,
+        kv_bytes_per_token=kv_bytes_per_token,
+        tool_format=tool_format,
+        reasoning_format=reasoning_format,
+        tokenizer_error=tokenizer_error,
+    )
+
+
+def count_parameters(tensors: dict[str, TensorHeader], packed_bits: int) -> tuple[int, int]:
+    """All parameters, and those of routed experts. A packed tensor has 8 / packed_bits of them in a byte."""
+    total = in_experts = 0
+    for name, tensor in tensors.items():
+        if name.endswith(_OTHER_DATA):
+            continue
+        is_packed = name.endswith(_PACKED_SUFFIXES) or (tensor.dtype == "U8" and packed_bits < 8)
+        count = tensor.num_bytes * 8 // packed_bits if is_packed else prod(tensor.shape)
+        total += count
+        if ".experts." in name:
+            in_experts += count
+    return total, in_experts
+
+
+def _served(model_dir: Path, fields: ConfigFields, *, checks_weights: bool) -> tuple[str | None, dict[str, int]]:
+    """Why the model is not served, if so; and the bytes of KV cache for a token."""
+    try:
+        spec = DecoderPass.describe(model_dir, PassOptions())
+        if checks_weights:
+            open_weights(model_dir, read_decoder_config(model_dir)).close()
+    except StartupError as error:
+        values = fields.kv_values_per_token
+        return str(error), {} if values is None else {"bf16": 2 * values}
+    return None, dict(spec.kv_bytes_per_token)
+
+
+def _syntax(model_dir: Path) -> tuple[str | None, str | None, str | None]:
+    """The names of tool and reasoning format; and why the tokenizer cannot be loaded, if so."""
+    try:
+        syntax = model_syntax_of(ModelTokenizer.load(model_dir))
+    except Exception as error:  # noqa: BLE001 - the tokenizer library raises plain Exception for a bad file
+        return None, None, " ".join(str(error).split())
+    tools = None if syntax.tools is None else syntax.tools.name
+    return tools, None if syntax.reasoning is None else syntax.reasoning.name, None
