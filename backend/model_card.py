@@ -33,6 +33,7 @@ def make_card(
         eos_token_ids=generation.eos_token_ids,
         default_sampling=generation.sampling,
         fingerprint=fingerprint(model_dir, f"{settings} {plan.kv_dtype}"),
+        quantization=spec.quantization,
     )
     try:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(card), type=ModelCard)

@@ -10,7 +10,7 @@ from penstock.shm.messages.bounds import I31, MAX_CONTEXT_TOKENS, U63, TokenId
 from penstock.shm.messages.buffers import BufferGrant, BufferRequest
 from penstock.shm.messages.submit import Sampling
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class Hello(Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=True):
@@ -35,6 +35,8 @@ class ModelCard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
     eos_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
     default_sampling: Sampling = Sampling()
     fingerprint: Annotated[str, Meta(max_length=64)] = ""
+    quantization: Annotated[str, Meta(max_length=64)] = "none"
+    """How the weights are quantised, as `PassSpec.quantization` says."""
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=11, forbid_unknown_fields=True):

@@ -11,7 +11,8 @@ from penstock.backend.passes.fake import FakePass
 from penstock.backend.startup import DEMO_MODEL_DIR
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from dataclasses import replace
+from pathlib import Path
 
 
 def test_other_weights_of_the_same_size_have_another_fingerprint(tmp_path: Path) -> None:
@@ -27,10 +28,12 @@ def test_other_weights_of_the_same_size_have_another_fingerprint(tmp_path: Path)
 
 
 def test_model_name_that_frontends_refuse_is_refused_at_start() -> None:
-    spec = FakePass(100, 1).spec
+    spec = replace(FakePass(100, 1).spec, quantization="int4")
     plan = plan_kv(
         spec, budget=KvBudget(10**6), kv_dtype="auto", page_size_tokens=16, max_context_tokens=None, max_running=1
     )
-    assert make_card("m", DEMO_MODEL_DIR, spec, plan, 10, "").fingerprint.startswith("fp_")
+    card = make_card("m", DEMO_MODEL_DIR, spec, plan, 10, "")
+    assert card.fingerprint.startswith("fp_")
+    assert card.quantization == "int4"
     with pytest.raises(StartupError, match="announced"):
         make_card("m" * 600, DEMO_MODEL_DIR, spec, plan, 10, "")

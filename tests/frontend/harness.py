@@ -74,6 +74,7 @@ def model_card(**changes: Any) -> ModelCard:
         "eos_token_ids": (END_TOKEN,),
         "default_sampling": Sampling(),
         "fingerprint": "fp_test",
+        "quantization": "int8",
     }
     return ModelCard(**(fields | changes))
 

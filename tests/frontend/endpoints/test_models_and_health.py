@@ -22,6 +22,9 @@ async def test_models_are_listed_and_described(connection: ClientConnection) -> 
     assert listed["object"] == "list"
     (model,) = listed["data"]
     assert model["id"] == "test/model"
+    assert (model["max_model_len"], model["quantization"]) == (1000, "int8")
+    kinds = ("chat", "tool_calls", "reasoning", "structured_output", "vision")
+    assert model["capabilities"] == dict(zip(kinds, (True, False, False, True, False), strict=True))
     assert (await connection.request("GET", "/v1/models/test/model")).json() == model
     assert (await connection.request("GET", "/v1/models/test%2Fmodel")).json() == model
     assert (await connection.request("GET", "/v1/models/test%252Fmodel")).status == 404
