@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,8 +12,7 @@ from penstock.backend.passes.fake import FakePass
 from penstock.backend.startup import DEMO_MODEL_DIR
 
 if TYPE_CHECKING:
-    from dataclasses import replace
-from pathlib import Path
+    from pathlib import Path
 
 
 def test_other_weights_of_the_same_size_have_another_fingerprint(tmp_path: Path) -> None:
