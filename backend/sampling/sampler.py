@@ -7,6 +7,8 @@ by inverse CDF. Other rows of the batch cannot change it.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,7 +37,7 @@ class HostSampling:
 
     def __init__(self, vocab_size: int, max_slots: int) -> None:
         self._vocab_size = vocab_size
-        self._last_tokens = np.zeros(max_slots, np.int32)
+        self._last_tokens = [0] * max_slots
         self._temperature = np.zeros(max_slots, np.float32)
         self._top_p = np.ones(max_slots, np.float64)
         self._top_k = np.zeros(max_slots, np.int64)
@@ -43,9 +45,8 @@ class HostSampling:
         self._typical_p = np.ones(max_slots, np.float64)
         self._num_logprobs = np.full(max_slots, -1, np.int64)
         self._seed = np.zeros(max_slots, np.uint64)
-        self._is_greedy = np.ones(max_slots, np.bool_)
-        """Slots whose token is the largest logit, without log probabilities."""
-        self._row_numbers = np.arange(max_slots)
+        self._special_slots: set[int] = set()
+        """Slots whose token is not simply the largest logit, or that report log probabilities."""
         # Only for slots that have penalties or a bias, which are few.
         self._penalties: dict[int, Penalties] = {}
         self._bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
@@ -53,24 +54,28 @@ class HostSampling:
     def begin_step(self, batch: StepBatch) -> NDArray[np.int32]:
         """Return the step's token ids, [T] int32, with FROM_SLOT resolved; FROM_EMBEDDINGS stays.
 
-        Call it once, at the start of `forward`.
+        Call it once, at the start of `forward`. Works on lists: a step has read all weights since the last call, so
+        each numpy function would be fetched from memory again.
         """
         for init in batch.slot_inits:
             self._take_slot(init)
-        unknown = np.flatnonzero(batch.input_ids == FROM_SLOT)
-        if not len(unknown):
+        input_ids = batch.input_ids.tolist()
+        if FROM_SLOT not in input_ids:
             return batch.input_ids
-        rows = np.searchsorted(batch.query_starts, unknown, side="right") - 1
-        input_ids = batch.input_ids.copy()
-        input_ids[unknown] = self._last_tokens[batch.slots[rows]]
-        return input_ids
+        starts, slots = batch.query_starts.tolist(), batch.slots.tolist()
+        for index, token_id in enumerate(input_ids):
+            if token_id == FROM_SLOT:
+                input_ids[index] = self._last_tokens[slots[bisect_right(starts, index) - 1]]
+        return np.array(input_ids, np.int32)
 
     def sample(self, logits: NDArray[np.float32], batch: StepBatch, masks: TokenMasks | None = None) -> StepOutput:
         """See `IBatchedForwardPass.sample`."""
+        all_slots = batch.slots.tolist()
+        slot_list = [all_slots[row] for row in batch.logit_rows.tolist()]
+        if masks is None and self._special_slots.isdisjoint(slot_list):
+            return StepOutput(self._largest(logits, slot_list))
         rows = batch.logit_rows
         slots = batch.slots[rows]
-        if masks is None and not self._bias and not self._penalties and self._is_greedy[slots].all():
-            return StepOutput(self._largest(logits, slots))
         positions = (batch.context_lens + np.diff(batch.query_starts))[rows].astype(np.int64)
         raw_logits = logits
         if self._bias or self._penalties:
@@ -92,8 +97,8 @@ class HostSampling:
                     drawn_from[place] = masked[row]
             tokens[random_rows] = self._draw(drawn_from, peaks[random_rows], slots[random_rows], positions[random_rows])
         tokens[~np.isfinite(peaks)] = NOT_FINITE
-        self._last_tokens[slots] = np.maximum(tokens, 0)
-        for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
+        for slot, token in zip(slot_list, tokens.tolist(), strict=True):
+            self._last_tokens[slot] = max(token, 0)
             if slot in self._penalties and token >= 0:
                 self._penalties[slot].count(token)
         reporting = np.flatnonzero((self._num_logprobs[slots] >= 0) & (tokens >= 0))
@@ -105,15 +110,14 @@ class HostSampling:
     def host_logits(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         return logits
 
-    def _largest(self, logits: NDArray[np.float32], slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The tokens of a step that is greedy in all rows. Nothing else of a step runs on one core, so it is short."""
-        places = logits.argmax(axis=1)
-        tokens: NDArray[np.int32] = places.astype(np.int32)
-        is_finite = np.isfinite(logits[self._row_numbers[: len(places)], places])
-        if not is_finite.all():
-            tokens[~is_finite] = NOT_FINITE
-        self._last_tokens[slots] = np.maximum(tokens, 0)
-        return tokens
+    def _largest(self, logits: NDArray[np.float32], slots: list[int]) -> NDArray[np.int32]:
+        """The tokens of a step that is greedy in all rows. Calls few functions, as `begin_step` does."""
+        tokens = logits.argmax(axis=1).tolist()
+        for row, slot in enumerate(slots):
+            if not math.isfinite(logits.item(row, tokens[row])):
+                tokens[row] = NOT_FINITE
+            self._last_tokens[slot] = max(tokens[row], 0)
+        return np.array(tokens, np.int32)
 
     def _take_slot(self, init: SlotInit) -> None:
         slot, params = init.slot, init.sampling
@@ -124,7 +128,7 @@ class HostSampling:
         self._typical_p[slot] = params.typical_p
         self._num_logprobs[slot] = params.num_logprobs
         self._seed[slot] = params.seed
-        self._is_greedy[slot] = params.temperature <= 0 and params.num_logprobs < 0
+        self._special_slots.discard(slot)
         self._bias.pop(slot, None)
         if params.logit_bias:
             ids = np.array([token_id for token_id, _ in params.logit_bias], np.int64)
@@ -132,6 +136,8 @@ class HostSampling:
         self._penalties.pop(slot, None)
         if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
             self._penalties[slot] = Penalties(params, init.token_ids, init.num_prompt_tokens, self._vocab_size)
+        if params.temperature > 0 or params.num_logprobs >= 0 or slot in self._bias or slot in self._penalties:
+            self._special_slots.add(slot)
 
     def _adjusted(self, logits: NDArray[np.float32], slots: NDArray[np.int32]) -> NDArray[np.float32]:
         """Return logits with bias and penalties: a copy if any row has them."""

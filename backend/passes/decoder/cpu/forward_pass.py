@@ -103,7 +103,6 @@ class CpuDecoderPass(HostSampling):
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         self._ops.create_cache(self._config.num_layers, num_pages, page_size_tokens, kv_dtype)
 
-    @torch.inference_mode()
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
         check_embeddings(batch)
         input_ids = self.begin_step(batch)

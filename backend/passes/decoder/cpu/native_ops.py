@@ -43,11 +43,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The arrays that the kernels read during the step, at the addresses given to `ps_plan`."""
-
     num_logits: int
-    arrays: tuple[NDArray[np.int32], ...]
     embeddings: tuple[EmbeddedTokens, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """The operations of a step. They hold addresses of buffers and of the cache."""
+
+    operations: ctypes.Array[Operation]
+    address: int
+    logits: NDArray[np.float32]
+    """All of the buffer. Views of it cost less in each step than views of a tensor."""
 
 
 class _Buffer:
@@ -56,13 +63,15 @@ class _Buffer:
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         self._width = width
         self._dtype = dtype
+        self._num_rows = 0
         self.rows = torch.empty(0, width, dtype=dtype)
         self.address = 0
 
     def reserve(self, num_rows: int) -> bool:
         """Return whether the array moved."""
-        if num_rows <= len(self.rows):
+        if num_rows <= self._num_rows:
             return False
+        self._num_rows = num_rows
         self.rows = torch.empty(num_rows, self._width, dtype=self._dtype)
         self.address = self.rows.data_ptr()
         return True
@@ -122,8 +131,11 @@ class NativeOps:
         self._layers: dict[int, Attention] = {}
         self._num_rows = 0  # tokens of the current step; after `last_tokens`, its logit rows
         self._recording: list[Operation] | None = None
-        self._programs: dict[bool, ctypes.Array[Operation]] = {}
-        """The operations of a step with logits and of one without. They hold addresses of buffers and of the cache."""
+        self._programs: dict[bool, _Program] = {}
+        """For a step with logits and for one without."""
+        self._step_rows = StepRows()
+        self._step_arrays = np.empty(0, np.int32)
+        """What `StepRows.arrays` points to, and free space."""
         self.timed: list[TimedOperations] | None = None
         """If not None, steps are timed, and their operations are appended."""
         self.cache: list[Tensor] = []
@@ -166,26 +178,28 @@ class NativeOps:
         self._library.ps_set_cache(self._engine, page_size_tokens, CACHE_FORMS[kv_dtype])
 
     def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> _Step:
+        self._library.ps_wake(self._engine)
         if batch.page_copies:
             sources, destinations = np.array(batch.page_copies).T
             for pages in self.cache:
                 pages[destinations] = pages[sources]
-        ends = batch.context_lens + batch.query_starts[1:] - batch.query_starts[:-1]
         self._reserve(self._activations, batch.num_tokens)
-        arrays = tuple(
-            np.ascontiguousarray(array, np.int32)
-            for array in (input_ids, batch.query_starts, batch.context_lens, batch.page_table, batch.logit_rows)
-        )
-        rows = StepRows(
-            *(array.ctypes.data for array in arrays),
-            rope=self._rope_table.cover(int(ends.max())).data_ptr(),
-            num_rows=batch.num_rows,
-            table_width=batch.page_table.shape[1],
-            num_logits=len(batch.logit_rows),
-        )
+        rows = self._step_rows
+        self._place_arrays((input_ids, batch.query_starts, batch.context_lens, batch.page_table, batch.logit_rows))
+        rows.rope = self._rope_table.cover(max(batch.context_lens.tolist()) + batch.num_tokens).data_ptr()
+        rows.num_tokens, rows.num_rows = batch.num_tokens, batch.num_rows
+        rows.table_width, rows.num_logits = batch.page_table.shape[1], len(batch.logit_rows)
         self._library.ps_plan(self._engine, byref(rows))
         self._num_rows = batch.num_tokens
-        return _Step(len(batch.logit_rows), arrays, batch.embeddings)
+        return _Step(len(batch.logit_rows), batch.embeddings)
+
+    def _place_arrays(self, arrays: tuple[NDArray[np.int32], ...]) -> None:
+        """Copy the arrays to where the kernels read them, back to back."""
+        size = sum(array.size for array in arrays)
+        if size > len(self._step_arrays):
+            self._step_arrays = np.empty(2 * size, np.int32)
+            self._step_rows.arrays = self._step_arrays.ctypes.data
+        np.concatenate(arrays, axis=None, out=self._step_arrays[:size])
 
     def run_step(self, step: _Step, forward: Forward, *, needs_logits: bool) -> NDArray[np.float32] | None:
         if needs_logits:
@@ -196,36 +210,34 @@ class NativeOps:
         if step.embeddings:  # they replace rows of the first operation's result
             self._run(program, 0, 1)
             place_embeddings(self._residual.rows.numpy(), step.embeddings)
-            self._run(program, 1, len(program))
+            self._run(program, 1, len(program.operations))
         else:
-            self._run(program, 0, len(program))
-        if not needs_logits:
-            return None
-        logits: NDArray[np.float32] = self._logits.rows[: step.num_logits].numpy()
-        return logits
+            self._run(program, 0, len(program.operations))
+        return program.logits[: step.num_logits] if needs_logits else None
 
     def _reserve(self, buffers: tuple[_Buffer, ...], num_rows: int) -> None:
         for buffer in buffers:
             if buffer.reserve(num_rows):
                 self._programs.clear()
 
-    def _record(self, step: _Step, forward: Forward, *, needs_logits: bool) -> ctypes.Array[Operation]:
+    def _record(self, step: _Step, forward: Forward, *, needs_logits: bool) -> _Program:
         operations: list[Operation] = []
         self._recording = operations
         try:
             forward(step, needs_logits=needs_logits)
         finally:
             self._recording = None
-        return (Operation * len(operations))(*operations)
+        array = (Operation * len(operations))(*operations)
+        return _Program(array, ctypes.addressof(array), self._logits.rows.numpy())
 
-    def _run(self, program: ctypes.Array[Operation], first: int, end: int) -> None:
-        start = ctypes.addressof(program) + first * ctypes.sizeof(Operation)
+    def _run(self, program: _Program, first: int, end: int) -> None:
+        start = program.address + first * ctypes.sizeof(Operation)
         if self.timed is None:
             self._library.ps_run(self._engine, start, end - first, None)
             return
         times = (OperationTime * (end - first))()
         self._library.ps_run(self._engine, start, end - first, times)
-        self.timed.append(TimedOperations(program[first:end], times))
+        self.timed.append(TimedOperations(program.operations[first:end], times))
 
     def _do(self, kind: OperationKind, weights: int | None, x: int | None, out: int, form: int = 0) -> int:
         """Run an operation, or record it. Return out."""

@@ -73,12 +73,9 @@ class Attention(Structure):
 
 class StepRows(Structure):
     _fields_ = (
-        ("input_ids", c_void_p),
-        ("starts", c_void_p),
-        ("contexts", c_void_p),
-        ("page_table", c_void_p),
-        ("logit_rows", c_void_p),
+        ("arrays", c_void_p),
         ("rope", c_void_p),
+        ("num_tokens", c_int64),
         ("num_rows", c_int64),
         ("table_width", c_int64),
         ("num_logits", c_int64),
@@ -102,6 +99,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ps_pack": (None, (_P, _P, _P)),
     "ps_pack_int8": (None, (_P, _P, _P, _P)),
     "ps_pack_int4": (None, (_P, _P, _P, _P, _P)),
+    "ps_wake": (None, (_P,)),
     "ps_plan": (None, (_P, _P)),
     "ps_run": (None, (_P, _P, _N, _P)),
     "ps_read_memory": (c_float, (_P, _P, _N)),

@@ -91,6 +91,7 @@ class TorchOps:
         self.keys = [make_kv_pages(shape, kv_dtype) for _ in range(num_layers)]
         self.values = [make_kv_pages(shape, kv_dtype) for _ in range(num_layers)]
 
+    @torch.inference_mode()
     def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> TorchStep:
         self._copy_pages(batch)
         lengths = np.diff(batch.query_starts)
@@ -196,6 +197,7 @@ class TorchOps:
         logits: NDArray[np.float32] = self._product(x, weights).float().numpy()
         return logits
 
+    @torch.inference_mode()
     def run_step(self, step: TorchStep, forward: Forward, *, needs_logits: bool) -> NDArray[np.float32] | None:
         return forward(step, needs_logits=needs_logits)
 

@@ -29,7 +29,7 @@ Engine& as_engine(void* engine) { return *static_cast<Engine*>(engine); }
 
 extern "C" {
 
-int ps_abi() { return 5; }
+int ps_abi() { return 6; }
 
 // Asks the system for the tile registers. Returns 0 if products may use them, an errno if it refuses, and -1 if this
 // library has no code for them.
@@ -71,6 +71,9 @@ void ps_pack_int4(void* engine, const Linear* linear, const std::uint8_t* values
                   const std::uint8_t* zeros) {
     pack_int4(as_engine(engine), *linear, values, scales, zeros);
 }
+
+// Call it where the preparation of a step begins: waking a thread takes longer than the first operations.
+void ps_wake(void* engine) { as_engine(engine).pool.wake(); }
 
 void ps_plan(void* engine, const StepRows* rows) { plan_step(as_engine(engine), *rows); }
 

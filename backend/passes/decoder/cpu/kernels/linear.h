@@ -34,7 +34,7 @@ void product(const Engine& engine, i64 rows, i64 columns, const T* a, i64 lda, c
              i64 ldc, bool add) {
     if constexpr (kHasTiles && std::is_same_v<T, bf16>)
         if (uses_tiles<T>(engine)) return tile_product(rows, columns, a, lda, b, ldb, steps, c, ldc, add);
-    vector_product(rows, columns, a, lda, b, ldb, steps, c, ldc, add);
+    vector_product<Source::kMemory>(rows, columns, a, lda, b, ldb, steps, c, ldc, add);
 }
 
 enum Output : i64 { kStore = 0, kStoreFloat = 1, kAdd = 2, kGated = 3 };
@@ -77,9 +77,8 @@ void for_each_panel(Engine& engine, const Linear& linear, i64 output, i64 panel_
     const i64 enough = (engine.pool.num_threads() * 4 + panels - 1) / panels;  // row blocks that keep every thread busy
     const i64 row_blocks =
         std::max((rows + panel_rows - 1) / panel_rows, std::clamp<i64>(enough, 1, (rows + 47) / 48));
-    engine.pool.run(panels * row_blocks, [&](i64 chunk, int) {
-        // Ascending panels, as chunks come in descending order.
-        const i64 panel = panels - 1 - chunk / row_blocks, row_block = chunk % row_blocks;
+    engine.pool.run_ranges(panels * row_blocks, [&](i64 chunk) {
+        const i64 panel = chunk / row_blocks, row_block = chunk % row_blocks;
         const i64 begin = rows * row_block / row_blocks, end = rows * (row_block + 1) / row_blocks;
         const TileScope scope;
         alignas(64) float c[std::max(kPanelRows, kTilePanelRows) * kPanel];
@@ -94,7 +93,6 @@ template <class T> void run_linear(Engine& engine, const Linear& linear, i64 out
     const i64 panel_rows = tiles ? kTilePanelRows : kPanelRows;
     const i64 panel_steps = tiles && engine.step.rows() > kTileRows ? kTilePanelSteps : kPanelSteps;
     const T* packed = static_cast<const T*>(linear.packed);
-    // Vectors are no faster with prefetch instructions.
     for_each_panel<T>(engine, linear, output, panel_rows, out, [&](i64 panel, i64 begin, i64 end, float* c) {
         const T* weights = packed + panel * linear.inputs * kPanel;
         for (i64 step = 0; step < steps; step += panel_steps)

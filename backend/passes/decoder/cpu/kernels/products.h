@@ -35,8 +35,11 @@ template <int R, int V = max_vectors(R), class F> inline void for_column_tiles(i
         if (first < columns) for_column_tiles<R, V / 2>(first, columns, body);
 }
 
+// Where b lies. From memory it is prefetched, beyond its end too: a thread's next panel lies there.
+enum class Source { kMemory, kCache };
+
 // c[R][16 V] (+)= a[R][steps × lane] × b[steps][16 V × lane]; lda and ldb in elements, ldc in floats.
-template <int R, int V, class T>
+template <int R, int V, Source source, class T>
 void register_product(const T* a, i64 lda, const T* b, i64 ldb, i64 steps, float* c, i64 ldc, bool add) {
     Floats acc[R][V];
 #pragma GCC unroll 8
@@ -46,7 +49,11 @@ void register_product(const T* a, i64 lda, const T* b, i64 ldb, i64 steps, float
     for (i64 k = 0; k < steps; ++k) {
         Floats w[V];
 #pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) w[v] = load(reinterpret_cast<const float*>(b + k * ldb) + 16 * v);
+        for (int v = 0; v < V; ++v) {
+            const float* lanes = reinterpret_cast<const float*>(b + k * ldb) + 16 * v;
+            if constexpr (source == Source::kMemory) prefetch_ahead(lanes);
+            w[v] = load(lanes);
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -59,15 +66,15 @@ void register_product(const T* a, i64 lda, const T* b, i64 ldb, i64 steps, float
 }
 
 // The same for any number of rows and any multiple of 16 columns.
-template <class T>
+template <Source source = Source::kCache, class T>
 void vector_product(i64 rows, i64 columns, const T* a, i64 lda, const T* b, i64 ldb, i64 steps, float* c, i64 ldc,
                     bool add) {
     for_row_tiles(rows, [&](i64 row, auto num_rows) {
         constexpr int R = decltype(num_rows)::value;
         for_column_tiles<R>(0, columns, [&](i64 column, auto num_vectors) {
             constexpr int V = decltype(num_vectors)::value;
-            register_product<R, V>(a + row * lda, lda, b + column * kLane<T>, ldb, steps, c + row * ldc + column, ldc,
-                                   add);
+            const auto multiply = row == 0 ? register_product<R, V, source, T> : register_product<R, V, Source::kCache, T>;
+            multiply(a + row * lda, lda, b + column * kLane<T>, ldb, steps, c + row * ldc + column, ldc, add);
         });
     });
 }

@@ -41,29 +41,31 @@ inline Work split_work(const Engine& engine, const std::vector<Tile>& tiles, i64
     return work;
 }
 
-struct StepRows {  // mirrored by native_structs.py; the arrays are read until the step ends
-    const std::int32_t* input_ids;
-    const std::int32_t* starts;  // [num_rows + 1]
-    const std::int32_t* contexts;
-    const std::int32_t* page_table;
-    const std::int32_t* logit_rows;
+struct StepRows {  // mirrored by native_structs.py
+    // Back to back, and read until the step ends: input ids [num_tokens], starts [num_rows + 1], contexts [num_rows],
+    // page table [num_rows][table_width], logit rows [num_logits].
+    const std::int32_t* arrays;
     const float* rope;
+    i64 num_tokens;
     i64 num_rows;
     i64 table_width;
     i64 num_logits;
 };
 
 inline void plan_step(Engine& engine, const StepRows& given) {
-    const std::int32_t *starts = given.starts, *contexts = given.contexts;
     const i64 num_rows = given.num_rows, table_width = given.table_width;
+    const std::int32_t* starts = given.arrays + given.num_tokens;
+    const std::int32_t* contexts = starts + num_rows + 1;
+    const std::int32_t* page_table = contexts + num_rows;
+    const std::int32_t* logit_rows = page_table + num_rows * table_width;
     Step& step = engine.step;
     const i64 size = engine.shape.page_size;
     const i64 tile_tokens = engine.tile_rows() / engine.group();
-    step.input_ids = given.input_ids;
+    step.input_ids = given.arrays;
     step.rope = given.rope;
-    step.page_table = given.page_table;
+    step.page_table = page_table;
     step.page_table_width = table_width;
-    step.num_tokens = starts[num_rows];
+    step.num_tokens = given.num_tokens;
     step.is_narrowed = false;
     step.positions.resize(step.num_tokens);
     step.slot_mapping.resize(step.num_tokens);
@@ -74,7 +76,7 @@ inline void plan_step(Engine& engine, const StepRows& given) {
         for (i64 i = 0; i < length; ++i) {
             const i64 position = contexts[row] + i;
             step.positions[starts[row] + i] = std::int32_t(position);
-            const i64 page = given.page_table[row * table_width + position / size];
+            const i64 page = page_table[row * table_width + position / size];
             step.slot_mapping[starts[row] + i] = page * size + position % size;
         }
         for (i64 i = 0; i < length; i += tile_tokens) {
@@ -83,7 +85,7 @@ inline void plan_step(Engine& engine, const StepRows& given) {
         }
     }
     for (i64 i = 0; i < given.num_logits; ++i) {
-        const i64 row = given.logit_rows[i], token = starts[row + 1] - 1;
+        const i64 row = logit_rows[i], token = starts[row + 1] - 1;
         step.last_tokens.push_back(token);
         last_tiles.push_back({row, token, 1, step.positions[token], i});
     }

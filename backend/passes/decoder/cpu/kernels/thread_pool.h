@@ -38,7 +38,8 @@ inline void cpu_relax() {
 // and not a fixed share of the job. After a job a worker spins for spin_ns and then sleeps on a futex.
 class ThreadPool {
   public:
-    ThreadPool(int num_threads, i64 spin_ns) : num_threads_(num_threads), spin_ns_(spin_ns), busy_(num_threads) {
+    ThreadPool(int num_threads, i64 spin_ns)
+        : num_threads_(num_threads), spin_ns_(spin_ns), next_(num_threads), busy_(num_threads) {
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);  // workers inherit it: Python's threads handle the signals
@@ -53,6 +54,9 @@ class ThreadPool {
     }
 
     int num_threads() const { return num_threads_; }
+
+    // Wakes the workers for a job that follows soon: they spin for it.
+    void wake() { publish(0); }
 
     // Calls body(chunk, thread) for every chunk in [0, num_chunks), the highest first. Returns when all are done.
     template <class F> void run(i64 num_chunks, const F& body) {
@@ -72,6 +76,22 @@ class ThreadPool {
             if (spins < 4000) cpu_relax();
             else sched_yield();
         }
+    }
+
+    // Calls body(chunk) for every chunk in [0, num_chunks). Neighbouring chunks go to the same thread: each takes its own
+    // range in ascending order, then what the others have left. Returns when all are done.
+    template <class F> void run_ranges(i64 num_chunks, const F& body) {
+        const auto start = [&](i64 range) { return num_chunks * range / num_threads_; };
+        for (int range = 0; range < num_threads_; ++range) next_[range].chunk.store(start(range), std::memory_order_relaxed);
+        run(num_threads_, [&](i64, int thread) {
+            for (int i = 0; i < num_threads_; ++i) {
+                const int range = (thread + i) % num_threads_;
+                std::atomic<i64>& next = next_[range].chunk;
+                const i64 end = start(range + 1);
+                while (next.load(std::memory_order_relaxed) < end)
+                    if (const i64 chunk = next.fetch_add(1, std::memory_order_relaxed); chunk < end) body(chunk);
+            }
+        });
     }
 
     // From here to stop_timing the threads add up the time in which they work on chunks. Only between jobs.
@@ -148,13 +168,18 @@ class ThreadPool {
         }
     }
 
+    struct alignas(64) NextChunk {
+        std::atomic<i64> chunk{0};
+    };
+
     struct alignas(64) BusyTime {
         i64 ns = 0;
     };
 
     const int num_threads_;
     const i64 spin_ns_;
-    std::vector<BusyTime> busy_;  // one for each thread
+    std::vector<NextChunk> next_;  // of each thread's range
+    std::vector<BusyTime> busy_;   // one for each thread
     std::atomic<bool> times_{false};
     alignas(64) std::atomic<std::uint64_t> ticket_{0};
     std::atomic<Call> call_{nullptr};

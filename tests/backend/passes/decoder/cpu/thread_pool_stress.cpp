@@ -15,7 +15,9 @@ int main(int argc, char** argv) {
         for (int job = 0; job < num_jobs; ++job) {
             const i64 chunks = 1 + job % 40;
             if (job % 100 == 0) pool.start_timing();
-            pool.run(chunks, [&](i64 chunk, int) { next[chunk] = numbers[chunk] + 1; });
+            if (job % 3 == 0) pool.wake();
+            if (job % 2 == 0) pool.run(chunks, [&](i64 chunk, int) { next[chunk] = numbers[chunk] + 1; });
+            else pool.run_ranges(chunks, [&](i64 chunk) { next[chunk] = numbers[chunk] + 1; });
             if (job % 100 == 0 && pool.stop_timing() <= 0) return 3;
             for (i64 chunk = 0; chunk < chunks; ++chunk) {
                 if (next[chunk] != numbers[chunk] + 1) return 1;

@@ -92,6 +92,7 @@ class RemoteKernels:
         self.ps_pack = _Function(self._pack)
         self.ps_pack_int8 = _Function(self._pack_int8)
         self.ps_pack_int4 = _Function(self._pack_int4)
+        self.ps_wake = _Function(self._wake)
         self.ps_plan = _Function(self._plan)
         self.ps_run = _Function(self._run)
         self.ps_read_memory = _Function(self._read_memory)
@@ -142,24 +143,20 @@ class RemoteKernels:
             packed = arguments.changed(own.packed, self._packed_bytes(engine, linear))
             self._driver.call(function, engine, arguments.of_struct(own, packed=packed), *sources)
 
+    def _wake(self, engine: int) -> None:
+        self._driver.call("ps_wake", engine)
+
     def _plan(self, engine: int, rows: Any) -> None:
         """The arrays stay with the driver until the next plan: the kernels keep their addresses."""
         own, state = rows._obj, self._engines[engine]
-        starts, contexts = _int32s(own.starts, own.num_rows + 1), _int32s(own.contexts, own.num_rows)
-        state.num_tokens, state.num_logits, state.is_narrowed = int(starts[-1]), own.num_logits, False
-        state.num_pages = int(_int32s(own.page_table, own.num_rows * own.table_width).max()) + 1
-        state.largest_id = int(_int32s(own.input_ids, state.num_tokens).max())
+        sizes = (own.num_tokens, own.num_rows + 1, own.num_rows, own.num_rows * own.table_width, own.num_logits)
+        input_ids, starts, contexts, page_table, _ = np.split(_int32s(own.arrays, sum(sizes)), np.cumsum(sizes[:-1]))
+        state.num_tokens, state.num_logits, state.is_narrowed = own.num_tokens, own.num_logits, False
+        state.num_pages, state.largest_id = int(page_table.max()) + 1, int(input_ids.max())
         num_positions = int((contexts + np.diff(starts)).max())
-        sizes = {
-            "input_ids": state.num_tokens,
-            "starts": own.num_rows + 1,
-            "contexts": own.num_rows,
-            "page_table": own.num_rows * own.table_width,
-            "logit_rows": own.num_logits,
-            "rope": num_positions * state.shape.rotary_dim,
-        }
+        numbers = {"arrays": sum(sizes), "rope": num_positions * state.shape.rotary_dim}
         state.plan.free()
-        arrays = {name: state.plan.read_only(getattr(own, name), size * _INT32) for name, size in sizes.items()}
+        arrays = {name: state.plan.read_only(getattr(own, name), count * _INT32) for name, count in numbers.items()}
         with self._arguments() as arguments:
             self._driver.call("ps_plan", engine, arguments.of_struct(own, **arrays))
 
