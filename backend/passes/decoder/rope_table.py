@@ -24,13 +24,15 @@ class RopeTable:
         self._inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float64)
         self._factor = rope.attention_factor
         self.rows = torch.empty(0, 2 * len(rope.inv_freq), dtype=torch.float32)
+        self._num_positions = 0
 
     def cover(self, num_positions: int) -> Tensor:
         """Return the table with at least num_positions rows. Tables returned earlier stay valid."""
-        if num_positions > len(self.rows):
-            size = max(_FIRST_POSITIONS, len(self.rows))
+        if num_positions > self._num_positions:
+            size = max(_FIRST_POSITIONS, self._num_positions)
             while size < num_positions:
                 size *= 2
             angles = torch.outer(torch.arange(size, dtype=torch.float64), self._inv_freq)
+            self._num_positions = size
             self.rows = (torch.cat([angles.cos(), angles.sin()], dim=1) * self._factor).float()
         return self.rows
