@@ -56,7 +56,9 @@ class ThreadPool {
     int num_threads() const { return num_threads_; }
 
     // Wakes the workers for a job that follows soon: they spin for it.
-    void wake() { publish(0); }
+    void wake() {
+        if (num_threads_ > 1) publish(0);
+    }
 
     // Calls body(chunk, thread) for every chunk in [0, num_chunks), the highest first. Returns when all are done.
     template <class F> void run(i64 num_chunks, const F& body) {
