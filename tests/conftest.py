@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 
 import pytest
@@ -24,6 +25,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell lets its background commands ignore SIGINT; processes that tests start would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Servers that tests start keep no state in the user's directories.
     state_dir = tempfile.mkdtemp(prefix="ps-state-")
     os.environ["XDG_STATE_HOME"] = state_dir
