@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 globals().update({name: value for name, value in vars(test_contract).items() if name.startswith(("test_", "runner"))})
 
 _EMULATED = "tests.backend.passes.decoder.cuda.emulated_pass:EmulatedCudaPass"
+_TRANSFORMERS = "penstock.backend.passes.transformers_model.forward_pass:TransformersPass"
 _OWN_PASSES = [
     ("fake", None, "none"),
     ("decoder", None, "none"),
     ("decoder", "q8_0", "none"),
     ("decoder", None, "int4"),
     (_EMULATED, None, "none"),
+    (_TRANSFORMERS, None, "none"),
 ]
 
 
@@ -51,7 +53,7 @@ def forward_pass(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Any]:
     model_dir: Path | None = request.config.getoption("--model")
-    if pass_name in ("decoder", _EMULATED) and model_dir is None:
+    if pass_name in ("decoder", _EMULATED, _TRANSFORMERS) and model_dir is None:
         head_dim = 32 if pass_name == "decoder" else 64
         model_dir = make_checkpoint("llama3", tmp_path_factory.mktemp("contract"), head_dim=head_dim)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,0 +1,206 @@
+"""Loads a model of transformers for serving over the paged cache, and refuses by name what cannot be served so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.backend.checkpoint.json_file import read_json_object, shorten
+from penstock.backend.checkpoint.layout import CONFIG_FILE
+from penstock.backend.checkpoint.weights import choose_dtype
+from penstock.backend.errors import StartupError
+from penstock.backend.passes.transformers_model.attention import (
+    NAME,
+    ShapeProbe,
+    UnsupportedAttentionError,
+    attention_by,
+    register,
+)
+from penstock.backend.passes.transformers_model.paged_cache import KvShape
+from penstock.shm.messages import MAX_CONTEXT_TOKENS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+    from torch.nn import Module
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_PROBE_TOKENS = 9
+_PROBE_TOLERANCE = 0.02
+"""Of the largest logit: bf16 differs by this much between two orders of summation."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What config.json says of a model that can be served."""
+
+    config: Any
+    """A `PreTrainedConfig`."""
+    dtype: torch.dtype
+    vocab_size: int
+    max_context_tokens: int
+    kv_shapes: tuple[KvShape, ...]
+    """One for each layer."""
+
+
+def read_facts(model_dir: Path, dtype: str, max_context_tokens: int | None) -> ModelFacts:
+    """Read config.json by transformers' own class for it. Raises StartupError."""
+    transformers = _import_transformers()
+    path = model_dir / CONFIG_FILE
+    read_json_object(path)  # a clear error for what is no JSON at all
+    try:
+        config = transformers.AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001 - transformers raises many kinds
+        raise StartupError(f"{path}: transformers {transformers.__version__} cannot read it: {_line(error)}") from None
+    text = config.get_text_config(decoder=True)
+    if (reason := _why_not(config, text, transformers)) is not None:
+        raise StartupError(f"{path}: {reason}; the forward pass transformers cannot serve it")
+    offered = getattr(text, "max_position_embeddings", None)
+    if not isinstance(offered, int) or not 1 <= offered <= MAX_CONTEXT_TOKENS:
+        raise StartupError(
+            f"{path}: max_position_embeddings is {shorten(offered)}; it must be 1 to {MAX_CONTEXT_TOKENS}"
+        )
+    if max_context_tokens is not None and not 1 <= max_context_tokens <= offered:
+        raise StartupError(
+            f"--max-context is {max_context_tokens}; this model supports 1 to {offered}: lower --max-context"
+        )
+    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    return ModelFacts(
+        config,
+        choose_dtype(dtype, own),
+        text.vocab_size,
+        max_context_tokens or offered,
+        (_kv_shape(text),) * text.num_hidden_layers,
+    )
+
+
+def count_weight_bytes(facts: ModelFacts) -> int:
+    """Bytes of all parameters, from the model's code without memory for them."""
+    transformers = _import_transformers()
+    register()
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(facts.config, attn_implementation=NAME)
+    num_parameters: int = sum(parameter.numel() for parameter in model.parameters())
+    return num_parameters * facts.dtype.itemsize
+
+
+def load_model(model_dir: Path, facts: ModelFacts) -> Module:
+    """The model with its weights, checked against its own attention on a few tokens. Raises StartupError."""
+    transformers = _import_transformers()
+    register()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # its reports have many lines; the checks below have one
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            dtype=facts.dtype,
+            attn_implementation=NAME,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except Exception as error:  # noqa: BLE001 - as in `read_facts`
+        raise StartupError(f"transformers cannot load {model_dir}: {_line(error)}") from None
+    if info["missing_keys"]:
+        raise StartupError(f"{model_dir}: tensor {min(info['missing_keys'])} is missing")
+    for name, stored, expected in info["mismatched_keys"]:
+        raise StartupError(
+            f"{model_dir}: tensor {name} has shape {list(stored)}; config.json makes it {list(expected)}"
+        )
+    model.eval()
+    _check(model, facts, f"{model_dir / CONFIG_FILE}: {type(model).__name__}")
+    return model  # type: ignore[no-any-return]
+
+
+def run_model(model: Module, input_ids: Tensor, positions: Tensor, logit_tokens: Tensor) -> Tensor:
+    """Logits [L, vocab_size] fp32 of some of T tokens; input_ids and positions [T], logit_tokens [L] ascending."""
+    output = model(
+        input_ids=input_ids.unsqueeze(0),
+        position_ids=positions.unsqueeze(0),
+        use_cache=False,
+        logits_to_keep=logit_tokens,
+    )
+    logits: Tensor = output.logits[0].float()
+    return logits
+
+
+def _import_transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise StartupError(f"the forward pass transformers needs penstock[transformers]: {error}") from None
+    return transformers
+
+
+def _why_not(config: Any, text: Any, transformers: Any) -> str | None:
+    """Why a model cannot be served over paged attention, as far as its configuration and class tell."""
+    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:
+        return f"model_type {shorten(config.model_type)} is no decoder of transformers"
+    if config.is_encoder_decoder:
+        return "it is an encoder with a decoder"
+    if getattr(config, "quantization_config", None) is not None:
+        return "quantization_config is set"
+    if model_class._is_stateful:
+        return f"{model_class.__name__} keeps a state that is no KV cache"
+    if not model_class._supports_attention_backend:
+        return f"{model_class.__name__} does not let its attention be replaced"
+    if kinds := set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES:
+        return f"layer_types has {', '.join(sorted(kinds))}"
+    for key in ("num_kv_shared_layers", "attention_chunk_size"):
+        if getattr(text, key, None):
+            return f"{key} is {shorten(getattr(text, key))}"
+    return None
+
+
+def _kv_shape(text: Any) -> KvShape:
+    """From the usual names in configurations; `_check` compares with what the layers really pass."""
+    heads = text.num_attention_heads
+    if (latent := getattr(text, "v_head_dim", None)) is not None and getattr(text, "qk_nope_head_dim", None):
+        return KvShape(heads, text.qk_nope_head_dim + text.qk_rope_head_dim, latent)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return KvShape(getattr(text, "num_key_value_heads", None) or heads, head_dim, head_dim)
+
+
+@torch.inference_mode()
+def _check(model: Any, facts: ModelFacts, where: str) -> None:
+    """Compare a short prompt's logits with those of the model's own attention. Raises StartupError.
+
+    So a model that does more in its attention than it tells its attention function is not served wrongly.
+    """
+    ids = torch.arange(_PROBE_TOKENS) * 7 % facts.vocab_size
+    everything = torch.arange(_PROBE_TOKENS)
+    probe = ShapeProbe()
+    try:
+        with attention_by(probe):
+            ours = run_model(model, ids, everything, everything)
+        model.set_attn_implementation("eager")
+        theirs = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].float()
+        model.set_attn_implementation(NAME)
+    except UnsupportedAttentionError as error:
+        raise StartupError(f"{where} cannot be served: {error}") from None
+    except Exception as error:  # the model's code may raise anything
+        raise StartupError(f"{where} cannot be served: {type(error).__name__}: {_line(error)}") from error
+    expected = {index: (s.kv_heads, s.key_dim, s.value_dim) for index, s in enumerate(facts.kv_shapes)}
+    if probe.kv_shapes != expected:
+        raise StartupError(
+            f"{where} cannot be served: its layers cache (heads, key width, value width) {shorten(probe.kv_shapes)}; "
+            f"its configuration gives {shorten(expected)}"
+        )
+    if ours.shape != theirs.shape:
+        raise StartupError(f"{where} cannot be served: logits of shape {list(ours.shape)}, not {list(theirs.shape)}")
+    difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
+    if not difference <= _PROBE_TOLERANCE * max(largest, 1e-3):
+        raise StartupError(
+            f"{where} cannot be served: over paged attention its logits differ by {difference:.3g} from its own, of at "
+            f"most {largest:.3g}"
+        )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,68 @@
+"""Tiny random checkpoints of families that only the forward pass transformers serves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_GQA = {"num_key_value_heads": 2, "head_dim": 16}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "arcee": ("Arcee", _GQA),
+    "deepseek-v3": (
+        "DeepseekV3",
+        _LATENT
+        | {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
+        | {"topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+    ),
+    "exaone4": ("Exaone4", _GQA | {"sliding_window": 16, "sliding_window_pattern": 3}),
+    "gpt-neox": ("GPTNeoX", {}),
+    "gpt-oss": (
+        "GptOss",
+        _GQA | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "rope_parameters": None},
+    ),
+    "mixtral": ("Mixtral", _GQA | {"num_local_experts": 4, "sliding_window": 16}),
+    "nemotron": ("Nemotron", _GQA),
+    "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "phi": ("Phi", {"num_key_value_heads": 4}),
+    "qwen2-moe": ("Qwen2Moe", {"num_key_value_heads": 2, "shared_expert_intermediate_size": 32} | _MOE),
+    "qwen3-moe": ("Qwen3Moe", _GQA | _MOE),
+    "seed-oss": ("SeedOss", _GQA),
+}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "bloom": ("Bloom", {"n_head": 4, "n_layer": 2}, "does not let its attention be replaced"),
+    "mamba": ("Mamba", {"num_hidden_layers": 2}, "keeps a state that is no KV cache"),
+    "qwen3-next": ("Qwen3Next", _GQA | _MOE, "keeps a state that is no KV cache"),
+}
+
+
+def make_family(name: str, out: Path) -> Path:
+    """Write a checkpoint with every parameter random."""
+    kind, settings = (FAMILIES.get(name) or REFUSED[name])[:2]
+    config = getattr(transformers, f"{kind}Config")(**(_COMMON | {k: v for k, v in settings.items() if v is not None}))
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if "norm" in parameter_name else 0.15 * noise)
+    model.save_pretrained(out)
+    return out

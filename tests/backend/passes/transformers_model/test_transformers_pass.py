@@ -1,0 +1,154 @@
+"""TransformersPass against the model's own `generate`: whole, in chunks, and in any batch."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import PassOptions
+from penstock.backend.passes.transformers_model import model as loading
+from penstock.backend.passes.transformers_model.forward_pass import TransformersPass
+from tests.backend.passes.decoder.driver import Driver
+from tests.backend.passes.transformers_model.families import FAMILIES, REFUSED, make_family
+from tests.checkpoints import load_oracle
+
+FP32 = PassOptions(dtype="fp32", max_running=8)
+PROMPTS = [np.random.default_rng(seed).integers(3, 256, length).tolist() for seed, length in enumerate((1, 9, 41))]
+NUM_TOKENS = 24
+
+
+@cache
+def checkpoint(name: str) -> Path:
+    return make_family(name, Path(mkdtemp()))
+
+
+@cache
+def generated(name: str) -> list[list[int]]:
+    """What transformers continues each prompt with, greedily."""
+    oracle = load_oracle(checkpoint(name))
+    oracle.generation_config.eos_token_id = None  # otherwise it stops there
+    settings = transformers.GenerationConfig(max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0)
+    return [
+        oracle.generate(torch.tensor([prompt]), generation_config=settings)[0, len(prompt) :].tolist()
+        for prompt in PROMPTS
+    ]
+
+
+def make_driver(name: str, kv_dtype: str = "fp32") -> Driver:
+    return Driver(TransformersPass.load(checkpoint(name), FP32), num_pages=64, page_size=8, kv_dtype=kv_dtype)
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_continues_a_batch_as_generate_does(name: str, chunk: int | None) -> None:
+    driver = make_driver(name)
+    rows = [driver.add(prompt) for prompt in PROMPTS]
+    driver.prefill(chunk)
+    driver.decode(NUM_TOKENS - 1)
+    assert [row.tokens[row.num_prompt_tokens :] for row in rows] == generated(name)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3", "opt"])
+def test_prompt_token_by_token_beside_decoding_rows(name: str) -> None:
+    driver = make_driver(name)
+    first = driver.add(PROMPTS[1])
+    driver.prefill(None)
+    late = driver.add(PROMPTS[2])
+    for _ in range(len(PROMPTS[2])):
+        driver.step([(first, 1), (late, 1)])
+    driver.decode(3)
+    for row, expected in ((first, generated(name)[1]), (late, generated(name)[2])):
+        tokens = row.tokens[row.num_prompt_tokens :]
+        assert tokens[: len(expected)] == expected[: len(tokens)]
+        assert len(tokens) >= 4
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3"])
+def test_cache_takes_the_bytes_that_the_spec_says(name: str) -> None:
+    loaded = TransformersPass.load(checkpoint(name), FP32)
+    assert loaded.spec == TransformersPass.describe(checkpoint(name), FP32)
+    for kv_dtype, num_bytes in loaded.spec.kv_bytes_per_token.items():
+        loaded.create_cache(4, 8, kv_dtype)
+        assert loaded._cache is not None
+        pages = (*loaded._cache.keys, *loaded._cache.values)
+        tensors = [tensor for cache in pages for tensor in cache.tensors]
+        assert sum(tensor.numel() * tensor.itemsize for tensor in tensors) == 4 * 8 * num_bytes
+
+
+def test_weight_bytes_are_those_of_the_parameters() -> None:
+    oracle = load_oracle(checkpoint("qwen3-moe"))
+    assert TransformersPass.describe(checkpoint("qwen3-moe"), FP32).weight_bytes == 4 * oracle.num_parameters()
+    bf16 = TransformersPass.describe(checkpoint("qwen3-moe"), PassOptions(dtype="bf16"))
+    assert bf16.weight_bytes == 2 * oracle.num_parameters()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_model_with_another_cache_is_refused_by_name(name: str) -> None:
+    with pytest.raises(StartupError, match=f"{REFUSED[name][0]}ForCausalLM {REFUSED[name][2]}"):
+        TransformersPass.describe(checkpoint(name), FP32)
+
+
+def edited(name: str, out: Path, **changes: Any) -> Path:
+    """A copy of a family's checkpoint with other values in config.json."""
+    for path in checkpoint(name).iterdir():
+        (out / path.name).write_bytes(path.read_bytes())
+    config = json.loads((out / "config.json").read_text()) | changes
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "unheard-of"}, "cannot read it"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config is set"),
+        ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000"),
+        ({"num_hidden_layers": 4}, r"tensor model.layers.3.\S+ is missing"),
+        ({"intermediate_size": 128}, r"has shape \[\d+, \d+\]; config.json makes it \[(64, )?128"),
+    ],
+)
+def test_bad_configuration_is_one_line(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=reason) as refused:
+        TransformersPass.load(edited("arcee", tmp_path, **changes), FP32)
+    assert "\n" not in str(refused.value)
+
+
+def test_options_that_it_cannot_meet_are_refused() -> None:
+    for options, reason in (
+        (PassOptions(device="cuda:0"), "on the CPU only"),
+        (PassOptions(max_context_tokens=513), "--max-context is 513; this model supports 1 to 512"),
+    ):
+        with pytest.raises(StartupError, match=reason):
+            TransformersPass.describe(checkpoint("arcee"), options)
+    with pytest.raises(StartupError, match="needs a model"):
+        TransformersPass.describe(None, FP32)
+
+
+def test_attention_that_hides_something_is_noticed_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check would find a model whose layers do more than they tell: here ours is made wrong instead."""
+
+    class Wrong(loading.ShapeProbe):
+        def __call__(self, call: Any) -> torch.Tensor:
+            return 2 * super().__call__(call)
+
+    monkeypatch.setattr(loading, "ShapeProbe", Wrong)
+    with pytest.raises(StartupError, match="over paged attention its logits differ"):
+        TransformersPass.load(checkpoint("arcee"), FP32)
+
+
+def test_argument_that_the_attention_does_not_know_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.backend.passes.transformers_model import attention
+
+    monkeypatch.setattr(attention, "_USED", attention._USED - {"s_aux"})
+    with pytest.raises(StartupError, match="its attention takes s_aux"):
+        TransformersPass.load(checkpoint("gpt-oss"), FP32)
