@@ -30,6 +30,7 @@ _LONGROPE = {
     "short_factor": [1.0 + 0.05 * i for i in range(8)],
     "long_factor": [1.0 + 0.7 * i for i in range(8)],
 }
+_GEMMA_HEADS = {"head_dim": 32, "tie_word_embeddings": True}
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,75 @@ PRESETS: dict[str, Preset] = {
         "Phi3ForCausalLM",
         "Phi3Config",
         {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 64},
+    ),
+    "phi4": Preset(
+        "Phi3ForCausalLM",
+        "Phi3Config",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 250000.0, "partial_rotary_factor": 0.75},
+            "hidden_size": 128,
+        },
+    ),
+    "ministral": Preset(
+        "MinistralForCausalLM",
+        "MinistralConfig",
+        {
+            "head_dim": 32,
+            "sliding_window": 16,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "gemma": Preset("GemmaForCausalLM", "GemmaConfig", _GEMMA_HEADS),
+    "gemma2": Preset(
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        # Caps so low that they change the scores and logits of a random model.
+        {
+            **_GEMMA_HEADS,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": Preset(
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {
+            **_GEMMA_HEADS,
+            "num_hidden_layers": 7,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "olmo2": Preset("Olmo2ForCausalLM", "Olmo2Config"),
+    "olmo3": Preset("Olmo3ForCausalLM", "Olmo3Config", {"num_hidden_layers": 4, "sliding_window": 16}),
+    "granite": Preset(
+        "GraniteForCausalLM",
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 3.0,
+            "attention_bias": True,
+        },
+    ),
+    "glm": Preset("GlmForCausalLM", "GlmConfig", {"head_dim": 32}),
+    "glm4": Preset("Glm4ForCausalLM", "Glm4Config", {"head_dim": 32}),
+    "cohere": Preset("CohereForCausalLM", "CohereConfig", {"tie_word_embeddings": True, "logit_scale": 0.5}),
+    "cohere-qk-norm": Preset("CohereForCausalLM", "CohereConfig", {"use_qk_norm": True, "attention_bias": True}),
+    "cohere2": Preset(
+        "Cohere2ForCausalLM",
+        "Cohere2Config",
+        {"num_hidden_layers": 4, "sliding_window": 16, "tie_word_embeddings": True},
+    ),
+    "starcoder2": Preset(
+        "Starcoder2ForCausalLM", "Starcoder2Config", {"sliding_window": 16, "tie_word_embeddings": True}
     ),
 }
 

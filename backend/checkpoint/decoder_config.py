@@ -1,8 +1,18 @@
-"""The dimensions and switches of a Llama-family decoder, independent of any checkpoint format."""
+"""The dimensions and variations of a decoder, independent of any checkpoint format.
+
+The defaults are those of Llama. An architecture is a set of values: the model and the operations know no names of
+architectures.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+NormKind: TypeAlias = Literal["rms", "layer"]
+QkNormScope: TypeAlias = Literal["head", "each head", "projection"]
+Activation: TypeAlias = Literal["silu", "gelu_tanh"]
+MlpKind: TypeAlias = Literal["gated", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +29,43 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Scales:
+    """Numbers that a model multiplies by, and soft caps: x becomes cap × tanh(x / cap). None is no cap."""
+
+    scores: float | None = None
+    """Attention scores, q·k; None is head_dim ** -0.5."""
+    scores_softcap: float | None = None
+    embedding: float = 1.0
+    """Rows of the embedding table; rounded to the weights' dtype first."""
+    given_embeddings: float = 1.0
+    """Embeddings that a prompt brings with it."""
+    residual: float = 1.0
+    """What attention and MLP add to the residual stream. Not for models with output norms."""
+    logits: float = 1.0
+    logits_softcap: float | None = None
+    """Applied after `logits`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """Names of a layer's tensors in the checkpoint, without the prefix and without .weight or .bias.
+
+    A norm whose name is None is not in the model. A tuple's tensors are stacked, in this order.
+    """
+
+    attention_norm: str | None = "input_layernorm"
+    attention_output_norm: str | None = None
+    """Applied to what attention adds to the residual stream."""
+    mlp_norm: str | None = "post_attention_layernorm"
+    mlp_output_norm: str | None = None
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """q, k and v, or one tensor of all three."""
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """Gate and up, or one tensor: of both, or of a plain MLP's only input product."""
+    down: str = "mlp.down_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """One decoder. Per-layer tuples have num_layers entries."""
 
@@ -30,16 +77,51 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
+    norm_eps: float
     max_context_tokens: int
     rope: RopeConfig
     tie_embeddings: bool
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
-    """RMSNorm over head_dim on q and k before RoPE (Qwen3)."""
+
+    norm: NormKind = "rms"
+    norm_bias: bool = False
+    """Layer norms have a bias (StarCoder2)."""
+    norm_offset: float = 0.0
+    """Added to the weights of all norms: 1 for Gemma."""
+    qk_norm: QkNormScope | None = None
+    """The norm of q and k before RoPE: over a head with one weight for all (Qwen3), over a head with a weight for each
+    (Command-R+), or over all heads together (OLMo 2)."""
+    activation: Activation = "silu"
+    mlp: MlpKind = "gated"
+    parallel_blocks: bool = False
+    """Attention and MLP read the same norm of the residual stream, and both are added to it (Cohere)."""
+    scales: Scales = field(default_factory=Scales)
+    names: TensorNames = field(default_factory=TensorNames)
+
+    interleaved_rope: bool = False
+    """The checkpoint's heads rotate dimensions 2 i and 2 i + 1 together (GLM, Cohere), not i and i + rotary_dim / 2."""
+    window_rope: RopeConfig | None = None
+    """RoPE of the layers with a window, if it is not `rope` (Gemma 3); its rotary_dim is the same."""
     layer_uses_rope: tuple[bool, ...] = ()
-    """False for the NoPE layers of SmolLM3."""
+    """False for layers without RoPE (SmolLM3, Cohere 2)."""
     layer_window_tokens: tuple[int | None, ...] = ()
     """Sliding window: a token attends to itself and the window - 1 tokens before it. None is full attention."""
+
+    @property
+    def score_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scales.scores is None else self.scales.scores
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        return (self.rope,) if self.window_rope is None else (self.rope, self.window_rope)
+
+    def rope_of_layer(self, index: int) -> int | None:
+        """Index into `ropes`; None for a layer without RoPE."""
+        if self.layer_uses_rope and not self.layer_uses_rope[index]:
+            return None
+        return 1 if self.window_rope is not None and self.window_of_layer(index) is not None else 0
+
+    def window_of_layer(self, index: int) -> int | None:
+        return self.layer_window_tokens[index] if self.layer_window_tokens else None

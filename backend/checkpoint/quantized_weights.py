@@ -96,6 +96,13 @@ class Int4Weight:
 QuantizedWeight: TypeAlias = Int8Weight | Int4Weight
 
 
+def take_rows(weight: QuantizedWeight, rows: Tensor | slice) -> QuantizedWeight:
+    """The weights of some outputs."""
+    if isinstance(weight, Int8Weight):
+        return Int8Weight(weight.values[rows], weight.scales[rows])
+    return Int4Weight(weight.values[rows], weight.scales[rows], weight.zeros[rows], weight.group_size)
+
+
 def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, num_dims: int) -> None:
     if tensor.dtype is not dtype or tensor.dim() != num_dims:
         raise ValueError(f"{name} must be {dtype} of {num_dims} dimensions, not {tensor.dtype} {list(tensor.shape)}")

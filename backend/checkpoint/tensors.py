@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig, QkNormScope
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
+NORM_FIELDS = ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
+"""The norms of a layer, as fields of `TensorNames` and of `LayerWeights`."""
 
 
 Matrix = TypeVar("Matrix", covariant=True)
@@ -33,17 +35,18 @@ class LayerWeights(Generic[Matrix]):
     o: Matrix
     """[hidden_size, num_heads * head_dim]"""
     gate_up: Matrix
-    """[2 * intermediate_size, hidden_size]: rows of gate, then up."""
+    """[2 * intermediate_size, hidden_size]: rows of gate, then up. [intermediate_size, hidden_size] of a plain MLP."""
     down: Matrix
     """[hidden_size, intermediate_size]"""
-    input_norm: Tensor
-    """[hidden_size]"""
-    post_attention_norm: Tensor
-    """[hidden_size]"""
+    attention_norm: Tensor | None = None
+    """[hidden_size] or None, as all four; a bias follows if the model's norms have one: [2 * hidden_size]."""
+    attention_output_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
+    mlp_output_norm: Tensor | None = None
     q_norm: Tensor | None = None
-    """[head_dim]"""
+    """[head_dim], [num_heads, head_dim] or [num_heads * head_dim], as the scope of the model's q and k norms is."""
     k_norm: Tensor | None = None
-    """[head_dim]"""
+    """[head_dim], [num_kv_heads, head_dim] or [num_kv_heads * head_dim]"""
     qkv_bias: Tensor | None = None
     o_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
@@ -64,7 +67,7 @@ def expected_tensors(config: DecoderConfig) -> Iterator[TensorSpec]:
     for index in range(config.num_layers):
         for specs in layer_specs(config, index).values():
             yield from specs
-    yield final_norm_spec(config)
+    yield from final_norm_specs(config)
     if not config.tie_embeddings:
         yield lm_head_spec(config)
 
@@ -73,8 +76,8 @@ def embedding_spec(config: DecoderConfig) -> TensorSpec:
     return TensorSpec(EMBEDDING, (config.vocab_size, config.hidden_size))
 
 
-def final_norm_spec(config: DecoderConfig) -> TensorSpec:
-    return TensorSpec(FINAL_NORM, (config.hidden_size,))
+def final_norm_specs(config: DecoderConfig) -> tuple[TensorSpec, ...]:
+    return _norm_specs(config, FINAL_NORM.removesuffix(".weight"))
 
 
 def lm_head_spec(config: DecoderConfig) -> TensorSpec:
@@ -83,37 +86,33 @@ def lm_head_spec(config: DecoderConfig) -> TensorSpec:
 
 def layer_specs(config: DecoderConfig, index: int) -> dict[str, tuple[TensorSpec, ...]]:
     """Field of LayerWeights that this model has → the checkpoint's tensors that are stacked into it, in order."""
-    prefix = f"model.layers.{index}."
+    prefix, names = f"model.layers.{index}.", config.names
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    if config.architecture == "Phi3ForCausalLM":
-        qkv = {"self_attn.qkv_proj": q_rows + 2 * kv_rows}
-        gate_up = {"mlp.gate_up_proj": 2 * intermediate}
-    else:
-        qkv = {"self_attn.q_proj": q_rows, "self_attn.k_proj": kv_rows, "self_attn.v_proj": kv_rows}
-        gate_up = {"mlp.gate_proj": intermediate, "mlp.up_proj": intermediate}
+    qkv = _divide(names.qkv, (q_rows, kv_rows, kv_rows))
+    gate_up = _divide(names.gate_up, (intermediate,) if config.mlp == "plain" else (intermediate, intermediate))
+    o, down = {"self_attn.o_proj": hidden}, {names.down: hidden}
 
     def weights(rows_by_name: dict[str, int], inputs: int) -> tuple[TensorSpec, ...]:
         return tuple(TensorSpec(f"{prefix}{name}.weight", (rows, inputs)) for name, rows in rows_by_name.items())
 
-    def vector(name: str, size: int) -> tuple[TensorSpec, ...]:
-        return (TensorSpec(f"{prefix}{name}.weight", (size,)),)
-
     def biases(rows_by_name: dict[str, int]) -> tuple[TensorSpec, ...]:
         return tuple(TensorSpec(f"{prefix}{name}.bias", (rows,)) for name, rows in rows_by_name.items())
 
-    o, down = {"self_attn.o_proj": hidden}, {"mlp.down_proj": hidden}
     layout = {
         "qkv": weights(qkv, hidden),
         "o": weights(o, q_rows),
         "gate_up": weights(gate_up, hidden),
         "down": weights(down, intermediate),
-        "input_norm": vector("input_layernorm", hidden),
-        "post_attention_norm": vector("post_attention_layernorm", hidden),
     }
-    if config.qk_norm:
-        layout["q_norm"] = vector("self_attn.q_norm", config.head_dim)
-        layout["k_norm"] = vector("self_attn.k_norm", config.head_dim)
+    for field in NORM_FIELDS:
+        name: str | None = getattr(names, field)
+        if name is not None:
+            layout[field] = _norm_specs(config, prefix + name)
+    if config.qk_norm is not None:
+        for field, heads in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads)):
+            shape = _qk_norm_shape(config.qk_norm, heads, config.head_dim)
+            layout[field] = (TensorSpec(f"{prefix}self_attn.{field}.weight", shape),)
     if config.qkv_bias:
         layout["qkv_bias"] = biases(qkv)
     if config.output_bias:
@@ -121,3 +120,23 @@ def layer_specs(config: DecoderConfig, index: int) -> dict[str, tuple[TensorSpec
     if config.mlp_bias:
         layout |= {"gate_up_bias": biases(gate_up), "down_bias": biases(down)}
     return layout
+
+
+def _norm_specs(config: DecoderConfig, name: str) -> tuple[TensorSpec, ...]:
+    weight = TensorSpec(f"{name}.weight", (config.hidden_size,))
+    return (weight, TensorSpec(f"{name}.bias", weight.shape)) if config.norm_bias else (weight,)
+
+
+def _qk_norm_shape(scope: QkNormScope, num_heads: int, head_dim: int) -> tuple[int, ...]:
+    match scope:
+        case "head":
+            return (head_dim,)
+        case "each head":
+            return (num_heads, head_dim)
+        case "projection":
+            return (num_heads * head_dim,)
+
+
+def _divide(names: tuple[str, ...], rows: tuple[int, ...]) -> dict[str, int]:
+    """Name of each tensor → its rows; a single tensor has all."""
+    return dict(zip(names, rows, strict=True)) if len(names) > 1 else {names[0]: sum(rows)}

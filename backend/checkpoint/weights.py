@@ -29,7 +29,7 @@ from penstock.backend.checkpoint.tensors import (
     TensorSpec,
     embedding_spec,
     expected_tensors,
-    final_norm_spec,
+    final_norm_specs,
     layer_specs,
     lm_head_spec,
 )
@@ -110,8 +110,8 @@ class DecoderWeights:
         return LayerWeights(**{field: self.stacked(specs, dtype) for field, specs in layout.items()})
 
     def final_norm(self, dtype: torch.dtype) -> Tensor:
-        """[hidden_size]"""
-        return self.stacked((final_norm_spec(self._config),), dtype)
+        """[hidden_size]; with a bias [2 * hidden_size]"""
+        return self.stacked(final_norm_specs(self._config), dtype)
 
     def lm_head(self, dtype: torch.dtype) -> Tensor | None:
         """[vocab_size, hidden_size]; None if the embedding is used instead."""

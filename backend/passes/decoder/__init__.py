@@ -1,4 +1,4 @@
-"""The Llama family behind `IBatchedForwardPass`.
+"""Decoders behind `IBatchedForwardPass`.
 
 Start with forward_pass.py, which chooses the device, then model.py, the order of operations, and ops.py, the operations
 that a device implements. cpu/ and cuda/ implement them, each with its own kernels; neither imports the other. This

@@ -1,4 +1,4 @@
-"""DecoderPass: the Llama family behind `IBatchedForwardPass`. Chooses the implementation for the device."""
+"""DecoderPass: decoders behind `IBatchedForwardPass`. Chooses the implementation for the device."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The Llama family: the order of operations, the same on every device.
+"""The order of a decoder's operations, the same for all architectures and on every device.
 
-Pre-norm decoder layers (attention, gated MLP) as in arXiv 2302.13971, with grouped-query attention, optional biases,
-QK norm (Qwen3), sliding windows (Mistral, Qwen2) and layers without RoPE (SmolLM3), as DecoderConfig says.
+Decoder layers (attention, MLP) as in arXiv 2302.13971, with the variations that DecoderConfig declares: where norms
+stand, which, what is added to what. A checkpoint's conventions end here: norms that add 1 to their weights and heads
+that rotate neighbouring dimensions become plain ones when the weights are packed.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
+from penstock.backend.checkpoint.quantized_weights import take_rows
+from penstock.backend.checkpoint.tensors import NORM_FIELDS
 from penstock.backend.passes.decoder.ops import Array, AttentionLayer, Linear, Ops, Step
 
 if TYPE_CHECKING:
-    import torch
-
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
     from penstock.backend.checkpoint.tensors import LayerWeights
@@ -41,12 +43,14 @@ class Weights(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Layer:
     attention: AttentionLayer
-    input_norm: Array
+    attention_norm: Array | None
     qkv: Linear
     output: Linear
-    mlp_norm: Array
+    output_norm: Array | None
+    mlp_norm: Array | None
     gate_up: Linear
     down: Linear
+    down_norm: Array | None
 
 
 class DecoderModel:
@@ -58,18 +62,20 @@ class DecoderModel:
 
     def __init__(self, config: DecoderConfig, ops: Ops, weights: Weights, dtype: torch.dtype) -> None:
         """Packs the weights layer by layer; at most one layer is in memory unpacked."""
+        self._config = config
         self._ops = ops
+        logits_scale = config.scales.logits
         embedding = weights.embedding(dtype)
         if config.tie_embeddings:
-            self._lm_head = ops.pack_linear(embedding, None)
+            self._lm_head = ops.pack_linear(embedding, None, logits_scale)
             self._embedding = ops.tied_table(embedding, self._lm_head)
         else:
             self._embedding = ops.table(_plain(embedding))
         del embedding
         if not config.tie_embeddings:
-            self._lm_head = ops.pack_linear(_required(weights.lm_head(dtype)), None)
+            self._lm_head = ops.pack_linear(_required(weights.lm_head(dtype)), None, logits_scale)
         self._layers = [_pack_layer(config, ops, weights.layer(i, dtype), i) for i in range(config.num_layers)]
-        self._final_norm = ops.vector(weights.final_norm(dtype))
+        self._final_norm = _pack_norm(config, ops, weights.final_norm(dtype))
 
     def forward(self, step: Step, *, needs_logits: bool) -> Array | None:
         """Return the logits of the step's logit rows, [L, vocab] fp32, or None if needs_logits is False."""
@@ -85,19 +91,36 @@ class DecoderModel:
             return None
         qkv, residual, step = ops.last_tokens(qkv, residual, step)
         self._attend_and_mix(last, qkv, residual, step)
-        self.normed = ops.rms_norm(residual, self._final_norm)
+        self.normed = ops.norm(residual, self._final_norm)
         return ops.logits(self.normed, self._lm_head)
 
     def _project(self, layer: _Layer, residual: Array, step: Step) -> Array:
         ops = self._ops
-        qkv = ops.linear(ops.rms_norm(residual, layer.input_norm), layer.qkv)
+        qkv = ops.linear(ops.norm(residual, layer.attention_norm), layer.qkv)
         ops.rotate_and_store(qkv, step, layer.attention)
         return qkv
 
     def _attend_and_mix(self, layer: _Layer, qkv: Array, residual: Array, step: Step) -> None:
-        ops = self._ops
-        ops.linear_add(ops.attention(qkv, step, layer.attention), layer.output, residual)
-        ops.linear_add(ops.gated_linear(ops.rms_norm(residual, layer.mlp_norm), layer.gate_up), layer.down, residual)
+        attended = self._ops.attention(qkv, step, layer.attention)
+        if self._config.parallel_blocks:
+            # The norm is computed again: a buffer of its own would cost more than this small part of a layer.
+            mixed = self._mix(layer, self._ops.norm(residual, layer.attention_norm))
+            self._add(attended, layer.output, layer.output_norm, residual)
+        else:
+            self._add(attended, layer.output, layer.output_norm, residual)
+            mixed = self._mix(layer, self._ops.norm(residual, layer.mlp_norm))
+        self._add(mixed, layer.down, layer.down_norm, residual)
+
+    def _mix(self, layer: _Layer, x: Array) -> Array:
+        if self._config.mlp == "plain":
+            return self._ops.activated_linear(x, layer.gate_up)
+        return self._ops.gated_linear(x, layer.gate_up)
+
+    def _add(self, x: Array, weights: Linear, norm: Array | None, residual: Array) -> None:
+        if norm is None:
+            self._ops.linear_add(x, weights, residual)
+        else:
+            self._ops.linear_norm_add(x, weights, norm, residual)
 
 
 def _plain(embedding: Tensor | QuantizedWeight) -> Tensor:
@@ -113,18 +136,67 @@ def _required(lm_head: Tensor | QuantizedWeight | None) -> Tensor | QuantizedWei
 
 
 def _pack_layer(config: DecoderConfig, ops: Ops, plain: LayerWeights[Tensor | QuantizedWeight], index: int) -> _Layer:
+    scale = config.scales.residual
+    q_norm, k_norm = plain.q_norm, plain.k_norm
+    qkv, qkv_bias = plain.qkv, plain.qkv_bias
+    if config.interleaved_rope:
+        order = rotate_half_order(config)
+        qkv = _take_rows(qkv, order)
+        qkv_bias = None if qkv_bias is None else qkv_bias[order]
+        q_norm, k_norm = (_reorder_norm(config, norm, order) for norm in (q_norm, k_norm))
+    packed = {field: _pack_norm(config, ops, getattr(plain, field)) for field in NORM_FIELDS}
+    pack_mlp = ops.pack_linear if config.mlp == "plain" else ops.pack_gated
     return _Layer(
         attention=AttentionLayer(
             index=index,
-            uses_rope=config.layer_uses_rope[index] if config.layer_uses_rope else True,
-            window_tokens=config.layer_window_tokens[index] if config.layer_window_tokens else None,
-            q_norm=None if plain.q_norm is None else ops.vector(plain.q_norm),
-            k_norm=None if plain.k_norm is None else ops.vector(plain.k_norm),
+            rope=config.rope_of_layer(index),
+            window_tokens=config.window_of_layer(index),
+            q_norm=None if q_norm is None else ops.vector(_offset(config, q_norm).flatten()),
+            k_norm=None if k_norm is None else ops.vector(_offset(config, k_norm).flatten()),
         ),
-        input_norm=ops.vector(plain.input_norm),
-        qkv=ops.pack_linear(plain.qkv, plain.qkv_bias),
-        output=ops.pack_linear(plain.o, plain.o_bias),
-        mlp_norm=ops.vector(plain.post_attention_norm),
-        gate_up=ops.pack_gated(plain.gate_up, plain.gate_up_bias),
-        down=ops.pack_linear(plain.down, plain.down_bias),
+        attention_norm=packed["attention_norm"],
+        qkv=ops.pack_linear(qkv, qkv_bias),
+        output=ops.pack_linear(plain.o, plain.o_bias, scale),
+        output_norm=packed["attention_output_norm"],
+        mlp_norm=packed["mlp_norm"],
+        gate_up=pack_mlp(plain.gate_up, plain.gate_up_bias),
+        down=ops.pack_linear(plain.down, plain.down_bias, scale),
+        down_norm=packed["mlp_output_norm"],
     )
+
+
+def _pack_norm(config: DecoderConfig, ops: Ops, weight: Tensor | None) -> Array | None:
+    """A layer norm without a bias gets one of zeros."""
+    if weight is None:
+        return None
+    if config.norm == "layer" and not config.norm_bias:
+        weight = torch.cat([weight, torch.zeros_like(weight)])
+    return ops.vector(_offset(config, weight))
+
+
+def _offset(config: DecoderConfig, weight: Tensor) -> Tensor:
+    return weight.float() + config.norm_offset if config.norm_offset else weight
+
+
+def rotate_half_order(config: DecoderConfig) -> Tensor:
+    """For each row of q, k and v, the row of a checkpoint with interleaved rotation that belongs there.
+
+    Scores do not change if q and k are reordered alike; v keeps its order.
+    """
+    rotary_dim, head_dim = config.rope.rotary_dim, config.head_dim
+    in_head = torch.cat(
+        [torch.arange(0, rotary_dim, 2), torch.arange(1, rotary_dim, 2), torch.arange(rotary_dim, head_dim)]
+    )
+    num_turned, num_kv_heads = config.num_heads + config.num_kv_heads, config.num_kv_heads
+    turned = torch.arange(num_turned)[:, None] * head_dim + in_head
+    values = torch.arange(num_turned * head_dim, (num_turned + num_kv_heads) * head_dim)
+    return torch.cat([turned.flatten(), values])
+
+
+def _take_rows(weight: Tensor | QuantizedWeight, rows: Tensor) -> Tensor | QuantizedWeight:
+    return weight[rows] if isinstance(weight, Tensor) else take_rows(weight, rows)
+
+
+def _reorder_norm(config: DecoderConfig, norm: Tensor | None, order: Tensor) -> Tensor | None:
+    """Of a norm whose weight covers whole heads."""
+    return None if norm is None else norm.reshape(-1, config.head_dim)[:, order[: config.head_dim]].reshape(norm.shape)

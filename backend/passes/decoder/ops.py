@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import torch
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -27,6 +29,11 @@ CPU_KV_DTYPES = ("fp32", "bf16", "q8_0")
 def supports_q8_0(head_dim: int) -> bool:
     """Whether a head's values fill whole blocks of 32."""
     return head_dim % KV_BLOCK_VALUES == 0
+
+
+def round_scale(scale: float, dtype: torch.dtype) -> float:
+    """scale in dtype: checkpoints were trained with it rounded to the weights' type."""
+    return float(torch.tensor(scale, dtype=dtype))
 
 
 Array: TypeAlias = Any
@@ -65,17 +72,23 @@ class AttentionLayer:
     """Attention settings that differ from layer to layer. The norm weights are results of `vector`."""
 
     index: int
-    uses_rope: bool
+    rope: int | None
+    """Index into the model's ropes; None for a layer without rotary embeddings."""
     window_tokens: int | None
     q_norm: Array | None
     k_norm: Array | None
 
 
 class Ops(Protocol):
-    """The operations that the model needs from a device. Weights are packed once, in the fastest layout there."""
+    """The operations that the model needs from a device. Weights are packed once, in the fastest layout there.
 
-    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
-        """weight [out, in], bias [out]. The caller drops its copy. Quantised weights are for the CPU."""
+    What is the same in all layers (the kind and epsilon of norms, the activation, the scales and soft caps that no
+    argument names) is that of the model's DecoderConfig.
+    """
+
+    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0) -> Linear:
+        """weight [out, in], bias [out]. The result is multiplied by scale. The caller drops its copy. Quantised weights
+        are for the CPU."""
         ...
 
     def pack_gated(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
@@ -83,7 +96,7 @@ class Ops(Protocol):
         ...
 
     def vector(self, weight: Tensor) -> Array:
-        """A norm's weight, [n]."""
+        """A norm's weight, [n]; of a layer norm [weight | bias]."""
         ...
 
     def table(self, weight: Tensor) -> Array:
@@ -95,11 +108,11 @@ class Ops(Protocol):
         ...
 
     def embed(self, table: Array, step: Step) -> Array:
-        """The step's residual stream, [T, hidden] fp32: rows of the table, and the step's own embeddings."""
+        """The step's residual stream, [T, hidden] fp32: rows of the table, and the step's own embeddings, scaled."""
         ...
 
-    def rms_norm(self, residual: Array, weight: Array) -> Array:
-        """[T, hidden] in the dtype of the weights."""
+    def norm(self, residual: Array, weight: Array | None) -> Array:
+        """[T, hidden] in the dtype of the weights. Without a weight the numbers are only converted."""
         ...
 
     def linear(self, x: Array, weights: Linear) -> Array: ...
@@ -108,8 +121,16 @@ class Ops(Protocol):
         """Add the product to residual [T, out] in place, in fp32."""
         ...
 
+    def linear_norm_add(self, x: Array, weights: Linear, norm: Array, residual: Array) -> None:
+        """Add the norm of the product to residual [T, out] in place, in fp32."""
+        ...
+
     def gated_linear(self, x: Array, weights: Linear) -> Array:
-        """silu(x @ gate) * (x @ up), [T, intermediate]."""
+        """activation(x @ gate) * (x @ up), [T, intermediate]."""
+        ...
+
+    def activated_linear(self, x: Array, weights: Linear) -> Array:
+        """activation(product), [T, intermediate]."""
         ...
 
     def rotate_and_store(self, qkv: Array, step: Step, layer: AttentionLayer) -> None:
@@ -125,7 +146,7 @@ class Ops(Protocol):
         ...
 
     def logits(self, x: Array, weights: Linear) -> Array:
-        """The product, [L, vocab]: fp32 on the CPU, the dtype of the weights on a GPU."""
+        """The product, soft-capped, [L, vocab]: fp32 on the CPU, the dtype of the weights on a GPU."""
         ...
 
     def close(self) -> None: ...
@@ -152,5 +173,5 @@ class CpuOps(Ops, Protocol):
         ...
 
     def normed_rows(self, normed: Array, num_rows: int) -> NDArray[np.float32]:
-        """A copy of the first rows of normed, the latest result of `rms_norm`: [num_rows, hidden] fp32."""
+        """A copy of the first rows of normed, the latest result of `norm`: [num_rows, hidden] fp32."""
         ...

@@ -28,7 +28,7 @@ def check_embeddings(batch: StepBatch) -> None:
         )
 
 
-def place_embeddings(residual: NDArray[np.float32], embeddings: tuple[EmbeddedTokens, ...]) -> None:
-    """Overwrite the rows of residual [T, hidden] that have embeddings."""
+def place_embeddings(residual: NDArray[np.float32], embeddings: tuple[EmbeddedTokens, ...], scale: float) -> None:
+    """Overwrite the rows of residual [T, hidden] that have embeddings, with these × scale."""
     for given in embeddings:
-        residual[given.first : given.first + given.values.num_rows] = given.values.read()
+        residual[given.first : given.first + given.values.num_rows] = given.values.read() * np.float32(scale)

@@ -15,15 +15,16 @@ _FIRST_POSITIONS = 4096
 
 
 class RopeTable:
-    """Rows [cos | sin] for positions 0 … n - 1, [n, rotary_dim] fp32, computed in fp64.
+    """Rows [cos | sin] for positions 0 … n - 1, [n, rotary_dim] fp32, computed in fp64. Of several ropes, all with the
+    same rotary_dim, the rows stand side by side: [n, ropes × rotary_dim].
 
     The table doubles when a sequence outgrows it, so positions that no sequence reaches take no memory.
     """
 
-    def __init__(self, rope: RopeConfig) -> None:
-        self._inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float64)
-        self._factor = rope.attention_factor
-        self.rows = torch.empty(0, 2 * len(rope.inv_freq), dtype=torch.float32)
+    def __init__(self, *ropes: RopeConfig) -> None:
+        self._inv_freqs = [torch.tensor(rope.inv_freq, dtype=torch.float64) for rope in ropes]
+        self._factors = [rope.attention_factor for rope in ropes]
+        self.rows = torch.empty(0, sum(rope.rotary_dim for rope in ropes), dtype=torch.float32)
         self._num_positions = 0
 
     def cover(self, num_positions: int) -> Tensor:
@@ -32,7 +33,11 @@ class RopeTable:
             size = max(_FIRST_POSITIONS, self._num_positions)
             while size < num_positions:
                 size *= 2
-            angles = torch.outer(torch.arange(size, dtype=torch.float64), self._inv_freq)
+            positions = torch.arange(size, dtype=torch.float64)
+            parts: list[Tensor] = []
+            for inv_freq, factor in zip(self._inv_freqs, self._factors, strict=True):
+                angles = torch.outer(positions, inv_freq)
+                parts += [(turned * factor).float() for turned in (angles.cos(), angles.sin())]
             self._num_positions = size
-            self.rows = (torch.cat([angles.cos(), angles.sin()], dim=1) * self._factor).float()
+            self.rows = torch.cat(parts, dim=1)
         return self.rows

@@ -18,7 +18,7 @@ from penstock.backend.checkpoint.config_json import (
     read_declared_dtype,
     read_decoder_config,
 )
-from penstock.backend.checkpoint.decoder_config import DecoderConfig
+from penstock.backend.checkpoint.decoder_config import DecoderConfig, Scales
 from penstock.backend.errors import StartupError
 from tests.checkpoints import PRESETS, make_config, make_model
 
@@ -35,6 +35,18 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+YARN = {"factor": 4.0, "original_max_position_embeddings": 128}
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"]}
+CONFIGS = {"Gemma3ForCausalLM": "Gemma3TextConfig"}
+"""transformers' config classes whose names do not follow from the architecture's."""
+SCALES = {
+    "GemmaForCausalLM": Scales(embedding=3072**0.5),
+    "Gemma2ForCausalLM": Scales(scores=1 / 16, embedding=2304**0.5, scores_softcap=50.0, logits_softcap=30.0),
+    "Gemma3ForCausalLM": Scales(scores=1 / 16, embedding=2304**0.5),
+    "GraniteForCausalLM": Scales(scores=1.0),
+    "CohereForCausalLM": Scales(logits=0.0625),
+    "Cohere2ForCausalLM": Scales(logits=0.0625),
+}
 
 
 def hf_values(architecture: str, **overrides: Any) -> dict[str, Any]:
@@ -45,18 +57,30 @@ def hf_values(architecture: str, **overrides: Any) -> dict[str, Any]:
     return values
 
 
-def oracle_rope(model: Any, num_positions: int) -> tuple[torch.Tensor, float]:
+def oracle_rope(model: Any, num_positions: int, layer_type: str | None) -> tuple[torch.Tensor, float]:
     """inv_freq and attention factor in transformers, for a sequence of num_positions."""
     rotary = model.model.rotary_emb
-    rotary(torch.zeros(1), torch.arange(num_positions)[None])
-    return rotary.inv_freq, rotary.attention_scaling
+    positions = torch.arange(num_positions)[None]
+    if layer_type is None:
+        rotary(torch.zeros(1), positions)
+        return rotary.inv_freq, rotary.attention_scaling
+    rotary(torch.zeros(1), positions, layer_type)
+    return getattr(rotary, f"{layer_type}_inv_freq"), getattr(rotary, f"{layer_type}_attention_scaling")
 
 
 def assert_rope_equal(config: DecoderConfig, model: Any, num_positions: int) -> None:
-    inv_freq, attention_factor = oracle_rope(model, num_positions)
-    assert config.rope.inv_freq == tuple(inv_freq.tolist())
-    assert config.rope.rotary_dim == 2 * len(inv_freq)
-    assert config.rope.attention_factor == pytest.approx(attention_factor, abs=1e-12)
+    """Of both ropes, if the model has two."""
+    kinds = [None] if config.window_rope is None else ["full_attention", "sliding_attention"]
+    for rope, kind in zip(config.ropes, kinds, strict=True):
+        inv_freq, attention_factor = oracle_rope(model, num_positions, kind)
+        assert rope.inv_freq == tuple(inv_freq.tolist())
+        assert rope.rotary_dim == 2 * len(inv_freq)
+        assert rope.attention_factor == pytest.approx(attention_factor, abs=1e-12)
+
+
+def oracle_eps(config: Any) -> float:
+    names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
+    return next(eps for name in names if (eps := getattr(config, name, None)) is not None)
 
 
 @pytest.mark.parametrize("architecture", PRESETS)
@@ -66,17 +90,18 @@ def test_dimensions_and_rope_match_transformers(architecture: str) -> None:
     theirs = model.config
     attention = model.model.layers[0].self_attn
     assert config.architecture == PRESETS[architecture].model
-    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (256, 64, 96)
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (256, theirs.hidden_size, 96)
     assert (config.num_layers, config.num_heads) == (theirs.num_hidden_layers, 4)
     assert config.num_kv_heads == theirs.num_key_value_heads
     assert config.head_dim == attention.head_dim
-    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.norm_eps == oracle_eps(theirs)
     assert config.max_context_tokens == 512
     assert config.tie_embeddings == theirs.tie_word_embeddings
     projections = getattr(attention, "q_proj", None) or attention.qkv_proj
     assert config.qkv_bias == (projections.bias is not None)
     assert config.output_bias == (attention.o_proj.bias is not None)
-    assert config.qk_norm == hasattr(attention, "q_norm")
+    assert (config.qk_norm is not None) == hasattr(attention, "q_norm")
+    assert config.score_scale == attention.scaling
     assert_rope_equal(config, model, num_positions=512)
 
 
@@ -85,31 +110,74 @@ def test_windows_and_nope_layers_match_transformers(architecture: str) -> None:
     model = make_model(architecture)
     config = parse_decoder_config(hf_values(architecture))
     layers = [layer.self_attn for layer in model.model.layers]
-    # Mistral and Phi-3 have one window for all layers in their config; the others have one per layer.
-    whole = model.config.sliding_window if architecture.startswith(("mistral", "phi3")) else None
+    # Mistral, Phi-3 and StarCoder2 have one window for all layers in their config; the others have one per layer.
+    one_for_all = architecture.startswith(("mistral", "phi3", "phi4", "starcoder2"))
+    whole = model.config.sliding_window if one_for_all else None
     assert config.layer_window_tokens == tuple(getattr(layer, "sliding_window", whole) for layer in layers)
-    assert config.layer_uses_rope == tuple(bool(getattr(layer, "use_rope", True)) for layer in layers)
+    if architecture == "cohere2":
+        assert config.layer_uses_rope == tuple(window is not None for window in config.layer_window_tokens)
+    else:
+        assert config.layer_uses_rope == tuple(bool(getattr(layer, "use_rope", True)) for layer in layers)
 
 
 @pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
 def test_absent_keys_have_the_defaults_of_transformers(architecture: str) -> None:
-    theirs = getattr(transformers, architecture.replace("ForCausalLM", "Config"))()
+    theirs = getattr(transformers, CONFIGS.get(architecture, architecture.replace("ForCausalLM", "Config")))()
     dims = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     values = {key: getattr(theirs, key) for key in (*dims, "max_position_embeddings")}
     config = parse_decoder_config(values | {"architectures": [architecture]})
     assert config.tie_embeddings == theirs.tie_word_embeddings
-    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.norm_eps == oracle_eps(theirs)
     head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     assert config.head_dim == head_dim
-    theta = theirs.rope_parameters["rope_theta"]
-    assert config.rope.inv_freq[1] == pytest.approx(theta ** (-2 / head_dim), rel=1e-6)
+    ropes = theirs.rope_parameters
+    kinds = [ropes] if "rope_theta" in ropes else [ropes["full_attention"], ropes["sliding_attention"]]
+    for rope, kind in zip(config.ropes, kinds, strict=True):
+        rotary_dim = head_dim * kind.get("partial_rotary_factor", 1.0)
+        assert rope.rotary_dim == rotary_dim
+        assert rope.inv_freq[1] == pytest.approx(kind["rope_theta"] ** (-2 / rotary_dim), rel=1e-6)
     layer_types = getattr(theirs, "layer_types", None) or ["full_attention"] * config.num_layers
-    window = None if "sliding_attention" not in layer_types and architecture != "MistralForCausalLM" else 4096
-    assert config.layer_window_tokens == (window,) * config.num_layers
+    if architecture == "MistralForCausalLM":
+        layer_types = ["sliding_attention"] * config.num_layers
+    assert config.layer_window_tokens == tuple(4096 if kind == "sliding_attention" else None for kind in layer_types)
+    assert config.scales == SCALES.get(architecture, Scales())
+    assert config.qkv_bias == bool(getattr(theirs, "attention_bias", architecture.startswith(("Qwen2", "Starcoder2"))))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "older", "newer"),
+    [
+        (
+            "Gemma3ForCausalLM",
+            {"rope_theta": 2e6, "rope_local_base_freq": 5e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+            },
+        ),
+        (
+            "Olmo3ForCausalLM",
+            {"rope_scaling": YARN | {"rope_type": "yarn"}},
+            {"full_attention": YARN | {"rope_type": "yarn"}},
+        ),
+    ],
+)
+def test_both_spellings_of_rope_per_layer_type_are_read(
+    architecture: str, older: dict[str, Any], newer: dict[str, Any]
+) -> None:
+    values = LLAMA | {"architectures": [architecture]}
+    config = parse_decoder_config(values | older)
+    assert config == parse_decoder_config(values | {"rope_parameters": newer})
+    assert config.rope != config.window_rope
+
+
+def test_null_switches_a_soft_cap_off() -> None:
+    values = LLAMA | {"architectures": ["Gemma2ForCausalLM"]}
+    off = parse_decoder_config(values | {"attn_logit_softcapping": None, "final_logit_softcapping": None}).scales
+    assert (off.scores_softcap, off.logits_softcap) == (None, None)
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-YARN = {"factor": 4.0, "original_max_position_embeddings": 128}
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 2.5},
@@ -188,6 +256,15 @@ def test_context_beyond_the_models_is_refused_with_both_numbers() -> None:
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, r"short_factor with 8 numbers; it has 1"),
         ({"rope_scaling": {"type": "su", "short_factor": [1.0] * 8}}, r"long_factor with 8 numbers; it is missing"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, r"per layer type are not supported"),
+        (
+            GEMMA3 | {"rope_parameters": {"chunked_attention": {}}},
+            r"has 'chunked_attention'; supported layer",
+        ),
+        (GEMMA3 | {"use_bidirectional_attention": True}, r"use_bidirectional_attention is True; .*without it only"),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50.0; .*without it only"),
+        (GEMMA3 | {"hidden_activation": "relu"}, r'hidden_activation is "relu"; only "gelu_pytorch_tanh"'),
+        (GEMMA3 | {"sliding_window": None}, r"sliding_window is null; this architecture needs a number"),
+        (GEMMA3 | {"query_pre_attn_scalar": 0}, r"query_pre_attn_scalar is 0; expected `float` >= 1e-06"),
         ({"partial_rotary_factor": 0.2}, r"head_dim 16 with partial_rotary_factor 0.2 rotates 3"),
     ],
 )
@@ -257,6 +334,7 @@ JSON = SCALARS | st.lists(SCALARS, max_size=4) | st.dictionaries(st.sampled_from
 KEYS = (
     *LLAMA,
     *("head_dim", "rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor", "sliding_window"),
+    *("attn_logit_softcapping", "logits_scaling", "logit_scale", "embedding_multiplier", "sliding_window_pattern"),
     *("layer_types", "no_rope_layers", "use_sliding_window", "quantization_config", "num_experts", "rms_norm_eps"),
 )
 

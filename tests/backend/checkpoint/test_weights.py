@@ -13,6 +13,7 @@ import torch
 
 from penstock.backend.checkpoint import progress as progress_module
 from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.tensors import NORM_FIELDS, expected_tensors
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from penstock.tools.random_model import ModelDims, write_random_model
@@ -28,6 +29,11 @@ def stacked(state: dict[str, torch.Tensor], prefix: str, names: list[str], suffi
     return torch.cat(found) if found else None
 
 
+def stacked_norm(state: dict[str, torch.Tensor], name: str) -> torch.Tensor | None:
+    found = [state[key] for suffix in ("weight", "bias") if (key := f"{name}.{suffix}") in state]
+    return torch.cat(found) if found else None
+
+
 @pytest.mark.parametrize("sharding", [{}, SHARDED], ids=["single", "sharded"])
 @pytest.mark.parametrize("architecture", PRESETS)
 def test_canonical_tensors_equal_the_checkpoints(architecture: str, sharding: dict[str, str], tmp_path: Path) -> None:
@@ -37,24 +43,26 @@ def test_canonical_tensors_equal_the_checkpoints(architecture: str, sharding: di
     layouts = {
         "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj"],
         "o": ["self_attn.o_proj"],
-        "gate_up": ["mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj"],
-        "down": ["mlp.down_proj"],
+        "gate_up": ["mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj", "mlp.c_fc"],
+        "down": ["mlp.down_proj", "mlp.c_proj"],
     }
-    norms = {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
-    norms |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
     config = read_decoder_config(model_dir)
+    used = {spec.name for spec in expected_tensors(config)}
+    assert used == state.keys() - ({"lm_head.weight"} if config.tie_embeddings else set())
+    norms = {field: getattr(config.names, field) for field in NORM_FIELDS}
+    norms |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
     with open_weights(model_dir, config) as weights:
         for i in range(config.num_layers):
             layer = weights.layer(i, torch.float32)
             prefix = f"model.layers.{i}."
             expected = {name: stacked(state, prefix, parts, "weight") for name, parts in layouts.items()}
             expected |= {f"{name}_bias": stacked(state, prefix, parts, "bias") for name, parts in layouts.items()}
-            expected |= {name: stacked(state, prefix, [part], "weight") for name, part in norms.items()}
+            expected |= {name: stacked_norm(state, f"{prefix}{part}") for name, part in norms.items()}
             for name, tensor in expected.items():
                 torch.testing.assert_close(getattr(layer, name), tensor, rtol=0, atol=0)
         embedding, head = weights.embedding(torch.float32), weights.lm_head(torch.float32)
         assert torch.equal(embedding, state["model.embed_tokens.weight"])
-        assert torch.equal(weights.final_norm(torch.float32), state["model.norm.weight"])
+        assert torch.equal(weights.final_norm(torch.float32), stacked_norm(state, "model.norm"))
         assert head is None if config.tie_embeddings else torch.equal(head, state["lm_head.weight"])
 
 
@@ -164,6 +172,7 @@ import re, sys
 from pathlib import Path
 import torch
 from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.tensors import NORM_FIELDS, expected_tensors
 from penstock.backend.checkpoint.weights import open_weights
 
 def read_bytes(key):

@@ -43,9 +43,9 @@ def native_kernels() -> None:
 
 def test_operations_are_named_by_their_place_in_a_layer() -> None:
     linear, add = OperationKind.LINEAR, LinearOutput.ADD
-    steps = [(OperationKind.EMBED, 0), (OperationKind.RMS_NORM, 0), (linear, LinearOutput.STORE)]
+    steps = [(OperationKind.EMBED, 0), (OperationKind.NORM, 0), (linear, LinearOutput.STORE)]
     steps += [(OperationKind.ROTATE_AND_STORE, 0), (OperationKind.ATTENTION, 0), (linear, add)]
-    steps += [(OperationKind.RMS_NORM, 0), (linear, LinearOutput.GATED), (linear, add)]
+    steps += [(OperationKind.NORM, 0), (linear, LinearOutput.GATED_SILU), (linear, add)]
     steps += [(OperationKind.TAKE_LAST, 0), (linear, LinearOutput.STORE_FLOAT)]
     names = list(name_parts([Operation(kind=kind, form=form) for kind, form in steps]))
     assert names == [

@@ -162,7 +162,7 @@ def load_thin_decoder(
         num_heads=group * options.kv_heads,
         num_kv_heads=options.kv_heads,
         head_dim=dim,
-        rms_norm_eps=1e-5,
+        norm_eps=1e-5,
         max_context_tokens=max_context_tokens,
         rope=RopeConfig(dim, tuple(1e4 ** (-2 * i / dim) for i in range(dim // 2))),
         tie_embeddings=True,
@@ -190,8 +190,8 @@ class ThinWeights:
             o=self._zeros(_WIDTH, heads, dtype),
             gate_up=self._zeros(2 * _WIDTH, _WIDTH, dtype),
             down=self._zeros(_WIDTH, _WIDTH, dtype),
-            input_norm=self.final_norm(dtype),
-            post_attention_norm=self.final_norm(dtype),
+            attention_norm=self.final_norm(dtype),
+            mlp_norm=self.final_norm(dtype),
         )
 
     def final_norm(self, dtype: torch.dtype) -> Tensor:

@@ -8,14 +8,18 @@ from penstock.backend.passes.decoder.cpu.native_structs import LinearOutput, Ope
 
 _NAMES: dict[int, str] = {
     OperationKind.EMBED: "embedding",
-    OperationKind.RMS_NORM: "norms",
+    OperationKind.NORM: "norms",
+    OperationKind.ADD_NORM: "norms",
+    OperationKind.CAP_LOGITS: "logits",
     OperationKind.ROTATE_AND_STORE: "rotate and store",
     OperationKind.ATTENTION: "attention",
     OperationKind.TAKE_LAST: "last tokens",
 }
 _LINEAR_NAMES: dict[int, str] = {
     LinearOutput.STORE: "qkv",
-    LinearOutput.GATED: "gate and up",
+    LinearOutput.GATED_SILU: "gate and up",
+    LinearOutput.GATED_GELU: "gate and up",
+    LinearOutput.GELU: "gate and up",
     LinearOutput.STORE_FLOAT: "logits",
 }
 

@@ -23,7 +23,6 @@ from penstock.backend.options import BackendOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass, make_cpu_ops
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device
-from penstock.backend.passes.decoder.ops import HeadShape
 from penstock.backend.startup import locate_model
 from penstock.shm.process.options import fail, make_app
 from penstock.tools.bench.harness.decode_steps import commit_cache, decode_steps
@@ -111,10 +110,9 @@ def load_decoders(options: BackendOptions, max_batch: int, num_pages: int) -> li
     quantization = find_quantization(options.quantize)
     with open_served_weights(model_dir, config, quantization) as weights:
         dtype = weights.choose_dtype(options.dtype)
-        heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
         offered = [
             make_cpu_ops(config, dtype, options.step_tokens("cpu"), options.cpu_path),
-            TorchOps(heads, config.rope, config.rms_norm_eps, dtype),
+            TorchOps(config, dtype),
         ]
         if isinstance(offered[0], TorchOps) or quantization is not None:
             del offered[1]

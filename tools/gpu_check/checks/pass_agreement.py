@@ -14,7 +14,6 @@ from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
-from penstock.backend.passes.decoder.ops import HeadShape
 from penstock.tools.gpu_check.cases.comparing import require, require_within
 from penstock.tools.gpu_check.devices.models import TINY_FAMILY, RandomWeights
 from penstock.tools.gpu_check.devices.steps import Steps, generate
@@ -123,8 +122,7 @@ def _on_cpu(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> CpuDec
     """A CPU pass that computes in fp32 with weights rounded to dtype."""
     weights = RandomWeights(config, dtype, torch.device("cpu"))
     # Plain torch: it needs no compilation and shares no code with our kernels.
-    heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
-    ops = TorchOps(heads, config.rope, config.rms_norm_eps, torch.float32)
+    ops = TorchOps(config, torch.float32)
     made = CpuDecoderPass(config, weights, ops, torch.float32, _ROWS)
     made.create_cache(_ROWS * _PAGES, _PAGE_TOKENS, "fp32")
     return made

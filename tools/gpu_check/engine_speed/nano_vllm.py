@@ -180,7 +180,7 @@ def write_checkpoint(directory: Path, config: DecoderConfig, weights: RandomWeig
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
+        "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": config.max_context_tokens,
         "rope_theta": rope_theta(config),
         "attention_bias": False,

@@ -120,7 +120,7 @@ def make_model(
         num_attention_heads=config.num_heads,
         num_key_value_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        rms_norm_eps=config.rms_norm_eps,
+        rms_norm_eps=config.norm_eps,
         max_position_embeddings=config.max_context_tokens,
         rope_parameters={"rope_type": "default", "rope_theta": rope_theta(config)},
         tie_word_embeddings=False,
@@ -157,8 +157,8 @@ def make_state_dict(config: DecoderConfig, weights: RandomWeights, dtype: torch.
             "mlp.gate_proj": gate,
             "mlp.up_proj": up,
             "mlp.down_proj": layer.down,
-            "input_layernorm": layer.input_norm,
-            "post_attention_layernorm": layer.post_attention_norm,
+            "input_layernorm": layer.attention_norm,
+            "post_attention_layernorm": layer.mlp_norm,
         }
         state |= {f"model.layers.{index}.{name}.weight": x for name, x in tensors.items() if x is not None}
     return state

@@ -21,9 +21,9 @@ class DeterministicTorchOps(TorchOps):
     """Removes every influence of the batch's size on a row.
 
     Products always have the same shape, because torch chooses their kernel by the number of rows. Tokens attend one by
-    one, in a shape that depends on their position alone. silu runs row by row: torch's vectorised loop and its loop for
-    the remainder give different bits, and the array's size decides where one ends. Torch computes everything else per
-    number or per row, by one formula.
+    one, in a shape that depends on their position alone. Activations and the soft cap of logits run row by row: torch's
+    vectorised loop and its loop for the remainder give different bits, and the array's size decides where one ends.
+    Torch computes everything else per number or per row, by one formula.
     """
 
     tile_limits = ONE_BY_ONE
@@ -33,5 +33,8 @@ class DeterministicTorchOps(TorchOps):
         tiles = padded.view(-1, _TILE_ROWS, x.shape[1])
         return torch.cat([weights(tile) for tile in tiles])[: len(x)]
 
-    def _silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        return torch.stack([functional.silu(row) for row in gate]).mul_(up)
+    def _activate(self, x: Tensor) -> Tensor:
+        return torch.stack([super(DeterministicTorchOps, self)._activate(row) for row in x])
+
+    def _cap_rows(self, x: Tensor, cap: float) -> Tensor:
+        return torch.stack([super(DeterministicTorchOps, self)._cap_rows(row, cap) for row in x])

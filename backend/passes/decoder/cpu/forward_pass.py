@@ -1,4 +1,4 @@
-"""CpuDecoderPass: the Llama family on the CPU, by native kernels, or by torch if there are none."""
+"""CpuDecoderPass: a decoder on the CPU, by native kernels, or by torch if there are none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.backend.passes.decoder.cpu.thread_counts import num_usable_cores
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.backend.passes.decoder.memory_trimming import return_freed_memory
 from penstock.backend.passes.decoder.model import DecoderModel
-from penstock.backend.passes.decoder.ops import CPU_KV_DTYPES, CpuOps, HeadShape
+from penstock.backend.passes.decoder.ops import CPU_KV_DTYPES, CpuOps
 from penstock.backend.passes.decoder.prompt_embeddings import check_embeddings
 from penstock.backend.passes.decoder.spec import make_spec
 from penstock.backend.sampling.sampler import HostSampling
@@ -157,6 +157,4 @@ def make_cpu_ops(
             SPIN_S,
             uses_tiles=kernels.path.uses_tiles,
         )
-    heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
-    kind = DeterministicTorchOps if deterministic else TorchOps
-    return kind(heads, config.rope, config.rms_norm_eps, dtype)
+    return DeterministicTorchOps(config, dtype) if deterministic else TorchOps(config, dtype)

@@ -17,6 +17,8 @@ import torch
 
 from penstock.backend.passes.decoder.cpu.native_structs import (
     CACHE_FORMS,
+    NORM_KINDS,
+    QK_NORM_SCOPES,
     Attention,
     LinearOutput,
     Operation,
@@ -27,7 +29,7 @@ from penstock.backend.passes.decoder.cpu.native_structs import (
     declare_functions,
 )
 from penstock.backend.passes.decoder.cpu.native_weights import EmbeddingTable, PackedLinear, WeightPacker, map_memory
-from penstock.backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES
+from penstock.backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES, round_scale
 from penstock.backend.passes.decoder.prompt_embeddings import place_embeddings
 from penstock.backend.passes.decoder.rope_table import RopeTable
 
@@ -112,7 +114,10 @@ class NativeOps:
         declare_functions(library)
         self._library = library
         self._dtype = dtype
-        self._rope_table = RopeTable(config.rope)
+        self._rope_table = RopeTable(*config.ropes)
+        self._rotary_dim = config.rope.rotary_dim
+        self._scales = config.scales
+        self._gated_output = LinearOutput.GATED_GELU if config.activation == "gelu_tanh" else LinearOutput.GATED_SILU
         self._num_kv_heads, self._head_dim = config.num_kv_heads, config.head_dim
         shape = Shape(
             hidden=config.hidden_size,
@@ -124,7 +129,14 @@ class NativeOps:
             act_bf16=dtype is torch.bfloat16,
             cache_form=CACHE_FORMS["fp32"],
             uses_tiles=uses_tiles,
-            eps=config.rms_norm_eps,
+            rope_width=config.rope.rotary_dim * len(config.ropes),
+            norm_kind=NORM_KINDS[config.norm],
+            qk_norm_scope=QK_NORM_SCOPES[config.qk_norm or "head"],
+            eps=config.norm_eps,
+            score_scale=config.score_scale,
+            scores_softcap=config.scales.scores_softcap or 0.0,
+            logits_softcap=config.scales.logits_softcap or 0.0,
+            embedding_scale=round_scale(config.scales.embedding, dtype),
         )
         self._engine: int | None = library.ps_create(num_threads, round(spin_s * 1e9), byref(shape))
         self.weights = WeightPacker(library, self._engine, dtype)
@@ -148,13 +160,17 @@ class NativeOps:
         self._qkv = _Buffer(attention_width + 2 * config.num_kv_heads * config.head_dim, dtype)
         self._attended = _Buffer(attention_width, dtype)
         self._gated = _Buffer(config.intermediate_size, dtype)
+        self._added = _Buffer(config.hidden_size, torch.float32)
+        """What attention or MLP adds to the residual stream, before its norm."""
         self._logits = _Buffer(config.vocab_size, torch.float32)
-        self._activations = (self._residual, self._hidden, self._qkv, self._attended, self._gated)
+        norms = config.names.attention_output_norm, config.names.mlp_output_norm
+        added = () if norms == (None, None) else (self._added,)
+        self._activations = (self._residual, self._hidden, self._qkv, self._attended, self._gated, *added)
         for buffer in self._activations:
             buffer.reserve(max_batch_tokens)
 
-    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> PackedLinear:
-        return self.weights.pack(weight, bias, gated=False)
+    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0) -> PackedLinear:
+        return self.weights.pack(weight, bias, gated=False, scale=scale)
 
     def pack_gated(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> PackedLinear:
         return self.weights.pack(weight, bias, gated=True)
@@ -209,7 +225,7 @@ class NativeOps:
             program = self._programs[needs_logits] = self._record(step, forward, needs_logits=needs_logits)
         if step.embeddings:  # they replace rows of the first operation's result
             self._run(program, 0, 1)
-            place_embeddings(self._residual.rows.numpy(), step.embeddings)
+            place_embeddings(self._residual.rows.numpy(), step.embeddings, self._scales.given_embeddings)
             self._run(program, 1, len(program.operations))
         else:
             self._run(program, 0, len(program.operations))
@@ -251,11 +267,12 @@ class NativeOps:
     def embed(self, table: EmbeddingTable, step: _Step) -> int:
         out = self._do(OperationKind.EMBED, table.address, None, self._residual.address, table.is_packed)
         if self._recording is None:
-            place_embeddings(self._residual.rows.numpy(), step.embeddings)
+            place_embeddings(self._residual.rows.numpy(), step.embeddings, self._scales.given_embeddings)
         return out
 
-    def rms_norm(self, residual: int, weight: Tensor) -> int:
-        return self._do(OperationKind.RMS_NORM, weight.data_ptr(), residual, self._hidden.address)
+    def norm(self, residual: int, weight: Tensor | None) -> int:
+        address = None if weight is None else weight.data_ptr()
+        return self._do(OperationKind.NORM, address, residual, self._hidden.address)
 
     def _linear(self, x: int, weights: PackedLinear, out: int, output: LinearOutput) -> int:
         return self._do(OperationKind.LINEAR, weights.address, x, out, output)
@@ -266,8 +283,15 @@ class NativeOps:
     def linear_add(self, x: int, weights: PackedLinear, residual: int) -> None:
         self._linear(x, weights, residual, LinearOutput.ADD)
 
+    def linear_norm_add(self, x: int, weights: PackedLinear, norm: Tensor, residual: int) -> None:
+        added = self._linear(x, weights, self._added.address, LinearOutput.STORE_FLOAT)
+        self._do(OperationKind.ADD_NORM, norm.data_ptr(), added, residual)
+
     def gated_linear(self, x: int, weights: PackedLinear) -> int:
-        return self._linear(x, weights, self._gated.address, LinearOutput.GATED)
+        return self._linear(x, weights, self._gated.address, self._gated_output)
+
+    def activated_linear(self, x: int, weights: PackedLinear) -> int:
+        return self._linear(x, weights, self._gated.address, LinearOutput.GELU)
 
     def rotate_and_store(self, qkv: int, step: _Step, layer: AttentionLayer) -> None:  # noqa: ARG002 - ps_plan received the step
         self._do(OperationKind.ROTATE_AND_STORE, self._attention_of(layer), None, qkv)
@@ -286,10 +310,12 @@ class NativeOps:
         """Return a view of a buffer that the next call overwrites."""
         self._logits.reserve(self._num_rows)
         self._linear(x, weights, self._logits.address, LinearOutput.STORE_FLOAT)
+        if self._scales.logits_softcap is not None:
+            self._do(OperationKind.CAP_LOGITS, None, None, self._logits.address, self._logits.rows.shape[1])
         logits: NDArray[np.float32] = self._logits.rows[: self._num_rows].numpy()
         return logits
 
-    def normed_rows(self, normed: int, num_rows: int) -> NDArray[np.float32]:  # noqa: ARG002 - `rms_norm` has only one buffer
+    def normed_rows(self, normed: int, num_rows: int) -> NDArray[np.float32]:  # noqa: ARG002 - `norm` has only one buffer
         rows: NDArray[np.float32] = self._hidden.rows[:num_rows].to(torch.float32, copy=True).numpy()
         return rows
 
@@ -316,6 +342,6 @@ class NativeOps:
                 q_norm=None if layer.q_norm is None else layer.q_norm.data_ptr(),
                 k_norm=None if layer.k_norm is None else layer.k_norm.data_ptr(),
                 window=layer.window_tokens or 0,
-                uses_rope=layer.uses_rope,
+                rope_offset=-1 if layer.rope is None else layer.rope * self._rotary_dim,
             )
         return ctypes.addressof(struct)

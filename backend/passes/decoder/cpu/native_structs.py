@@ -4,27 +4,37 @@ from __future__ import annotations
 
 from ctypes import CDLL, Structure, c_float, c_int, c_int64, c_void_p
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.backend.checkpoint.decoder_config import NormKind, QkNormScope
 
 CACHE_FORMS = {"fp32": 0, "bf16": 1, "q8_0": 2}
+NORM_KINDS: dict[NormKind, int] = {"rms": 0, "layer": 1}
+QK_NORM_SCOPES: dict[QkNormScope, int] = {"head": 0, "each head": 1, "projection": 2}
 
 
 class OperationKind(IntEnum):
     EMBED = 0
-    RMS_NORM = 1
+    NORM = 1
     LINEAR = 2
     ROTATE_AND_STORE = 3
     ATTENTION = 4
     TAKE_LAST = 5
+    ADD_NORM = 6
+    CAP_LOGITS = 7
 
 
 class LinearOutput(IntEnum):
-    """What a linear does with its results: store them in the activations' type or in fp32, add them, or gate them."""
+    """What a linear does with its results: store them in the activations' type or in fp32, add them, gate them, or
+    store their activation."""
 
     STORE = 0
     STORE_FLOAT = 1
     ADD = 2
-    GATED = 3
+    GATED_SILU = 3
+    GATED_GELU = 4
+    GELU = 5
 
 
 class Shape(Structure):
@@ -38,7 +48,14 @@ class Shape(Structure):
         ("act_bf16", c_int64),
         ("cache_form", c_int64),
         ("uses_tiles", c_int64),
+        ("rope_width", c_int64),
+        ("norm_kind", c_int64),
+        ("qk_norm_scope", c_int64),
         ("eps", c_float),
+        ("score_scale", c_float),
+        ("scores_softcap", c_float),
+        ("logits_softcap", c_float),
+        ("embedding_scale", c_float),
     )
 
 
@@ -58,6 +75,7 @@ class Linear(Structure):
         ("form", c_int64),
         ("group_size", c_int64),
         ("has_zeros", c_int64),
+        ("scale", c_float),
     )
 
 
@@ -67,7 +85,7 @@ class Attention(Structure):
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("window", c_int64),
-        ("uses_rope", c_int64),
+        ("rope_offset", c_int64),
     )
 
 

@@ -60,11 +60,17 @@ class WeightPacker:
         """All packed weights and tables, as uint8: views of the memory in which they lie."""
         return self._arena.used()
 
-    def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, *, gated: bool) -> PackedLinear:
+    def pack(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, *, gated: bool, scale: float = 1.0
+    ) -> PackedLinear:
         outputs, inputs = weight.shape
         bias = None if bias is None else bias.float().contiguous()
         struct = Linear(
-            bias=None if bias is None else bias.data_ptr(), inputs=inputs, outputs=outputs // (1 + gated), gated=gated
+            bias=None if bias is None else bias.data_ptr(),
+            inputs=inputs,
+            outputs=outputs // (1 + gated),
+            gated=gated,
+            scale=scale,
         )
         match weight:
             case Int8Weight(values, scales):

@@ -35,7 +35,7 @@ _CONFIG = DecoderConfig(
     num_heads=32,
     num_kv_heads=16,
     head_dim=_HEAD_DIM,
-    rms_norm_eps=1e-5,
+    norm_eps=1e-5,
     max_context_tokens=max(TIMED_ROWS),
     rope=RopeConfig(_HEAD_DIM, tuple(1.0 for _ in range(_HEAD_DIM // 2))),
     tie_embeddings=False,
@@ -72,7 +72,7 @@ def _products(ops: NativeOps) -> list[Callable[[], float]]:
 
     def multiply(batch: StepBatch) -> float:
         step = ops.begin_step(batch, batch.input_ids)
-        x = ops.rms_norm(ops.embed(table, step), norm)
+        x = ops.norm(ops.embed(table, step), norm)
         started_s = time.perf_counter()
         ops.linear(x, weight)
         return time.perf_counter() - started_s

@@ -32,20 +32,23 @@ def _has_packing(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """x [n, in] → x @ weight.T + bias, [n, out]. Does not keep the unpacked weight where packing works."""
+    """x [n, in] → (x @ weight.T + bias) × scale, [n, out]. Does not keep the unpacked weight where packing works."""
 
     weight: Tensor
     bias: Tensor | None
     packed: bool
+    scale: float = 1.0
 
     @staticmethod
-    def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    def pack(weight: Tensor, bias: Tensor | None, scale: float = 1.0) -> PackedLinear:
         if not _has_packing(weight.dtype):
-            return PackedLinear(weight.contiguous(), bias, False)
+            return PackedLinear(weight.contiguous(), bias, False, scale)
         reordered = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _BATCH_HINT)
-        return PackedLinear(reordered, bias, True)
+        return PackedLinear(reordered, bias, True, scale)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")  # type: ignore[no-any-return]
-        return functional.linear(x, self.weight, self.bias)
+            product = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        else:
+            product = functional.linear(x, self.weight, self.bias)
+        return product if self.scale == 1.0 else product * self.scale  # type: ignore[no-any-return]

@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from penstock.backend.checkpoint.quantized_weights import take_rows
 from penstock.backend.passes.decoder.cpu.torch_kv_cache import KvPages, make_kv_pages
 from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
-from penstock.backend.passes.decoder.cpu.torch_quantized_linear import QuantizedLinear, take_rows
+from penstock.backend.passes.decoder.cpu.torch_quantized_linear import QuantizedLinear
 from penstock.backend.passes.decoder.cpu.torch_query_tiles import QueryTiles, TileLimits, cut_rows
+from penstock.backend.passes.decoder.ops import HeadShape, round_scale
 from penstock.backend.passes.decoder.prompt_embeddings import place_embeddings
 from penstock.backend.passes.decoder.rope_table import RopeTable
 
@@ -23,10 +25,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from penstock.backend.checkpoint.decoder_config import RopeConfig
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
     from penstock.backend.forward_pass import EmbeddedTokens, StepBatch
-    from penstock.backend.passes.decoder.ops import AttentionLayer, Forward, HeadShape
+    from penstock.backend.passes.decoder.ops import AttentionLayer, Forward
 
 
 TorchLinear: TypeAlias = PackedLinear | QuantizedLinear
@@ -43,9 +45,8 @@ class TorchStep:
     """[T] where in the page."""
     fresh_pages: Tensor
     """Pages that this step begins to fill."""
-    cos: Tensor
-    """[T, 1, rotary_dim / 2], as sin."""
-    sin: Tensor
+    turns: Tensor
+    """[T, ropes, 2, 1, rotary_dim / 2]: cosines and sines of each rope."""
     queries: QueryTiles
     last_tokens: Tensor
     """[L] the last token of each logit row."""
@@ -57,21 +58,22 @@ class TorchOps:
 
     tile_limits = TileLimits()
 
-    def __init__(self, heads: HeadShape, rope: RopeConfig, rms_norm_eps: float, dtype: torch.dtype) -> None:
-        self._heads = heads
-        self._rope_table = RopeTable(rope)
-        self._rotary_dim = rope.rotary_dim
-        self._eps = rms_norm_eps
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
+        self._config = config
+        self._heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+        self._rope_table = RopeTable(*config.ropes)
+        self._rotary_dim = config.rope.rotary_dim
+        self._embedding_scale = round_scale(config.scales.embedding, dtype)
         self._dtype = dtype
         self._page_size_tokens = 0
         self.keys: list[KvPages] = []
         """One per layer, as `values`."""
         self.values: list[KvPages] = []
 
-    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> TorchLinear:
+    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0) -> TorchLinear:
         if not isinstance(weight, torch.Tensor):
-            return QuantizedLinear(weight, None if bias is None else bias.float())
-        return PackedLinear.pack(weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
+            return QuantizedLinear(weight, None if bias is None else bias.float(), scale)
+        return PackedLinear.pack(weight.to(self._dtype), None if bias is None else bias.to(self._dtype), scale)
 
     def pack_gated(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> TorchLinear:
         return self.pack_linear(weight, bias)
@@ -100,15 +102,14 @@ class TorchOps:
         tiles = cut_rows(batch.query_starts, self.tile_limits.tile_tokens)
         queries = QueryTiles(rows, positions, tiles, batch.page_table, self._page_size_tokens, self.tile_limits)
         pages, offsets = queries.cache_offsets()
-        rope = self._rope_table.cover(int(positions.max()) + 1)[torch.from_numpy(positions)].unsqueeze(1)
-        cos, sin = rope.chunk(2, dim=-1)
+        turns = self._rope_table.cover(int(positions.max()) + 1)[torch.from_numpy(positions)]
+        turns = turns.view(len(positions), -1, 2, 1, self._rotary_dim // 2)
         return TorchStep(
             input_ids=torch.from_numpy(input_ids.astype(np.int64)),
             pages=pages,
             offsets=offsets,
             fresh_pages=pages[offsets == 0],
-            cos=cos,
-            sin=sin,
+            turns=turns,
             queries=queries,
             last_tokens=torch.from_numpy(batch.query_starts[1:][batch.logit_rows].astype(np.int64) - 1),
             embeddings=batch.embeddings,
@@ -130,19 +131,21 @@ class TorchOps:
             residual = functional.embedding(step.input_ids, table).float()
         else:
             residual = take_rows(table, step.input_ids).dequantize()
-        place_embeddings(residual.numpy(), step.embeddings)
+        if self._embedding_scale != 1.0:
+            residual.mul_(self._embedding_scale)
+        place_embeddings(residual.numpy(), step.embeddings, self._config.scales.given_embeddings)
         return residual
 
-    def rms_norm(self, residual: Tensor, weight: Tensor) -> Tensor:
-        return self._norm(residual, weight).to(self._dtype)
+    def norm(self, residual: Tensor, weight: Tensor | None) -> Tensor:
+        return (residual if weight is None else self._row_norm(residual, weight)).to(self._dtype)
 
     def _product(self, x: Tensor, weights: TorchLinear) -> Tensor:
         """x times the weight, plus the bias; fp32 of quantised weights. All linear layers use it."""
         return weights(x)
 
-    def _silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) * up, fp32; may write into its arguments."""
-        return functional.silu(gate).mul_(up)
+    def _activate(self, x: Tensor) -> Tensor:
+        """The activation of x [T, n] fp32; may write into x."""
+        return functional.silu(x) if self._config.activation == "silu" else functional.gelu(x, approximate="tanh")
 
     def linear(self, x: Tensor, weights: TorchLinear) -> Tensor:
         return self._product(x, weights).to(self._dtype)
@@ -150,9 +153,15 @@ class TorchOps:
     def linear_add(self, x: Tensor, weights: TorchLinear, residual: Tensor) -> None:
         residual.add_(self._product(x, weights))
 
+    def linear_norm_add(self, x: Tensor, weights: TorchLinear, norm: Tensor, residual: Tensor) -> None:
+        residual.add_(self._row_norm(self._product(x, weights).float(), norm))
+
     def gated_linear(self, x: Tensor, weights: TorchLinear) -> Tensor:
         gate, up = self._product(x, weights).float().chunk(2, dim=-1)
-        return self._silu_mul(gate, up).to(self._dtype)
+        return self._activate(gate).mul_(up).to(self._dtype)
+
+    def activated_linear(self, x: Tensor, weights: TorchLinear) -> Tensor:
+        return self._activate(self._product(x, weights).float()).to(self._dtype)
 
     def rotate_and_store(self, qkv: Tensor, step: TorchStep, layer: AttentionLayer) -> None:
         heads = qkv.view(len(qkv), -1, self._heads.head_dim)
@@ -160,10 +169,11 @@ class TorchOps:
         parts = ((heads[:, :num_heads], layer.q_norm), (heads[:, num_heads:-num_kv_heads], layer.k_norm))
         for part, norm in parts:
             if norm is not None:
-                part.copy_(self._norm(part.float(), norm))
-            if layer.uses_rope:
+                part.copy_(self._norm_heads(part.float(), norm))
+            if layer.rope is not None:
+                cos, sin = step.turns[:, layer.rope].unbind(1)
                 x, y = part[..., : self._rotary_dim].float().chunk(2, dim=-1)
-                rotated = torch.cat([x * step.cos - y * step.sin, y * step.cos + x * step.sin], dim=-1)
+                rotated = torch.cat([x * cos - y * sin, y * cos + x * sin], dim=-1)
                 part[..., : self._rotary_dim] = rotated
         keys, values = self.keys[layer.index], self.values[layer.index]
         # Attention gives positions without a token the weight 0; a NaN left there would survive that.
@@ -183,7 +193,9 @@ class TorchOps:
                 for cache in (self.keys, self.values)
             )
             q = queries[group.tokens].float().permute(2, 0, 3, 1, 4).reshape(*batch, -1, shape.head_dim)
-            scores = torch.matmul(q, keys.transpose(2, 3)).mul_(shape.head_dim**-0.5)
+            scores = torch.matmul(q, keys.transpose(2, 3)).mul_(self._config.score_scale)
+            if self._config.scales.scores_softcap is not None:
+                scores = _cap(scores, self._config.scales.scores_softcap)
             scores.view(*batch, -1, width, keys.shape[2]).masked_fill_(~group.visible, -torch.inf)
             attended = torch.matmul(torch.softmax(scores, dim=-1), values).view(*batch, -1, width, shape.head_dim)
             output[group.tokens] = attended.permute(1, 3, 0, 2, 4).to(self._dtype)
@@ -194,8 +206,13 @@ class TorchOps:
         return qkv[step.last_tokens], residual[step.last_tokens], narrowed
 
     def logits(self, x: Tensor, weights: TorchLinear) -> NDArray[np.float32]:
-        logits: NDArray[np.float32] = self._product(x, weights).float().numpy()
+        product = self._product(x, weights).float()
+        cap = self._config.scales.logits_softcap
+        logits: NDArray[np.float32] = (product if cap is None else self._cap_rows(product, cap)).numpy()
         return logits
+
+    def _cap_rows(self, x: Tensor, cap: float) -> Tensor:
+        return _cap(x, cap)
 
     @torch.inference_mode()
     def run_step(self, step: TorchStep, forward: Forward, *, needs_logits: bool) -> NDArray[np.float32] | None:
@@ -208,5 +225,24 @@ class TorchOps:
     def close(self) -> None:
         self.keys, self.values = [], []
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self._eps) * weight
+    def _row_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [T, hidden] fp32; weight as given to `norm`."""
+        if self._config.norm == "rms":
+            return self._normalise(x) * weight
+        scale, bias = weight.chunk(2)
+        return self._normalise(x) * scale + bias
+
+    def _norm_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
+        """heads [T, heads, head_dim] fp32."""
+        if self._config.qk_norm == "projection":
+            return (self._normalise(heads.flatten(1)) * weight).view(heads.shape)
+        return self._normalise(heads) * weight.view(-1, self._heads.head_dim)
+
+    def _normalise(self, x: Tensor) -> Tensor:
+        if self._config.norm == "layer":
+            x = x - x.mean(dim=-1, keepdim=True)
+        return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self._config.norm_eps)
+
+
+def _cap(x: Tensor, cap: float) -> Tensor:
+    return x.div_(cap).tanh_().mul_(cap)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight
+from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight, take_rows
 
 _MAX_INT8 = 127.0
 _SMALLEST = 1e-30
@@ -24,10 +24,11 @@ _BLOCK_VALUES = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLinear:
-    """x [n, in] → x @ weight.T + bias, fp32 [n, out]."""
+    """x [n, in] → (x @ weight.T + bias) × scale, fp32 [n, out]."""
 
     weight: QuantizedWeight
     bias: Tensor | None
+    scale: float = 1.0
 
     def __call__(self, x: Tensor) -> Tensor:
         values, scales = _quantize_rows(x.float())
@@ -41,14 +42,9 @@ class QuantizedLinear:
             product.mul_(scales[:, None] * self.weight.scales)
         else:
             product.mul_(scales[:, None])
-        return product if self.bias is None else product.add_(self.bias)
-
-
-def take_rows(weight: QuantizedWeight, rows: Tensor | slice) -> QuantizedWeight:
-    """The weights of some outputs."""
-    if isinstance(weight, Int8Weight):
-        return Int8Weight(weight.values[rows], weight.scales[rows])
-    return Int4Weight(weight.values[rows], weight.scales[rows], weight.zeros[rows], weight.group_size)
+        if self.bias is not None:
+            product.add_(self.bias)
+        return product if self.scale == 1.0 else product.mul_(self.scale)
 
 
 def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:

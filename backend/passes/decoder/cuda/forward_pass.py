@@ -1,4 +1,4 @@
-"""CudaDecoderPass: the Llama family on one GPU, running one step ahead of the host.
+"""CudaDecoderPass: a decoder on one GPU, running one step ahead of the host.
 
 A step is one copy to the device, the model's kernels (a CUDA graph if every row has one token), the sampler's kernels,
 and one copy of the tokens to the host. The host does not wait for any of them: `sample` returns a handle, and the next
@@ -151,8 +151,10 @@ class CudaDecoderPass:
         self._masks = Uplink(device, mask_ints(config, sizes))
         self._results = ResultBuffers(device, sizes.max_rows)
         self._max_update_ints = max_update_ints(config, sizes)
-        rope = RopeTable(config.rope).cover(longest)[:longest].to(device.torch_device, copy=True)
-        self._ops.open_cache(layout, self._buffers, slots.last_tokens, rope, attention)
+        ropes = tuple(
+            RopeTable(rope).cover(longest)[:longest].to(device.torch_device, copy=True) for rope in config.ropes
+        )
+        self._ops.open_cache(layout, self._buffers, slots.last_tokens, ropes, attention)
         no_host_pages = HostPool(device, layout, 0)
         self._moves = PageMoves(device.launcher, layout, self._ops.pages, self._buffers.uplink, no_host_pages)
         try:
@@ -315,11 +317,13 @@ class CudaDecoderPass:
         rows = self._ops.residual_rows(given.first, given.values.num_rows)
         if given.values.device_reads:
             given.values.copy_to(DeviceRows(rows.data_ptr(), self._device.stream))
-            return
-        # torch reuses pinned memory only after the copy from it has completed.
-        staged = self._device.pinned(rows.numel(), torch.float32).view(rows.shape)
-        staged.numpy()[:] = given.values.read()
-        rows.copy_(staged, non_blocking=True)
+        else:
+            # torch reuses pinned memory only after the copy from it has completed.
+            staged = self._device.pinned(rows.numel(), torch.float32).view(rows.shape)
+            staged.numpy()[:] = given.values.read()
+            rows.copy_(staged, non_blocking=True)
+        if self._config.scales.given_embeddings != 1.0:
+            rows.mul_(self._config.scales.given_embeddings)
 
     def _send_masks(self, masks: TokenMasks, num_rows: int) -> tuple[Tensor, Tensor]:
         which = np.full(num_rows, -1, np.int32)

@@ -74,7 +74,7 @@ def plan_spec(config: DecoderConfig, dtype: torch.dtype, sizes: StepSizes) -> Pa
         SlotArrays.num_bytes(sizes.max_rows, config.vocab_size),
         ResultBuffers.num_bytes(sizes.max_rows),
         4 * mask_ints(config, sizes),
-        4 * sizes.max_context_tokens * config.rope.rotary_dim,
+        4 * sizes.max_context_tokens * config.rope.rotary_dim * len(config.ropes),
         *(each.workspace_bytes for each in attention.values()),
         LIBRARY_BYTES,
         sum(_num_nodes(config, matmul, size) for size in graph_sizes(sizes.max_graph_rows)) * _NODE_BYTES,
@@ -91,6 +91,11 @@ def choose_matmul(sizes: StepSizes) -> Matmul:
 
 def check_model_supported(config: DecoderConfig, sizes: StepSizes) -> None:
     """Raises StartupError that names what the kernels do not support."""
+    variation = unsupported_variation(config)
+    if variation is not None:
+        raise StartupError(
+            f"{config.architecture} is not on the GPU yet: there are no kernels for {variation}; use --gpu none"
+        )
     reason = elementwise.unsupported_reason(
         config.hidden_size, config.intermediate_size, config.head_dim, config.rope.rotary_dim, "bf16"
     )
@@ -106,6 +111,20 @@ def check_model_supported(config: DecoderConfig, sizes: StepSizes) -> None:
         raise StartupError(f"the GPU kernels do not support this model: {reason}; use --gpu none")
 
 
+def unsupported_variation(config: DecoderConfig) -> str | None:
+    """Return the first variation of the model that the kernels do not have, or None."""
+    names = config.names
+    variations = {
+        "layer norms": config.norm == "layer",
+        "layers without a norm before attention": names.attention_norm is None,
+        "norms of what attention and MLP add": bool(names.attention_output_norm or names.mlp_output_norm),
+        "norms of all heads of q and k together": config.qk_norm not in (None, "head"),
+        "an MLP without a gate": config.mlp == "plain",
+        "attention and MLP in parallel": config.parallel_blocks,
+    }
+    return next((name for name, is_present in variations.items() if is_present), None)
+
+
 def make_layout(config: DecoderConfig, num_pages: int, page_size_tokens: int, kv_dtype: str) -> CacheLayout:
     return CacheLayout(config.num_layers, num_pages, page_size_tokens, config.num_kv_heads, config.head_dim, kv_dtype)
 
@@ -114,11 +133,13 @@ def attention_by_window(
     config: DecoderConfig, layout: CacheLayout, sizes: StepSizes, *, num_sms: int, shared_bytes_per_sm: int
 ) -> dict[int | None, StepAttention]:
     """Return one attention per distinct window. Raises ValueError for what no kernel supports."""
-    scale = config.head_dim**-0.5
+    scale, softcap = config.score_scale, config.scales.scores_softcap or 0.0
 
     def make_attention(window_tokens: int) -> StepAttention:
         if sizes.deterministic:
-            return OneKernelAttention(PrefillAttention(layout, config.num_heads, scale, window_tokens), sizes.max_rows)
+            return OneKernelAttention(
+                PrefillAttention(layout, config.num_heads, scale, window_tokens, softcap), sizes.max_rows
+            )
         return TwoKernelAttention(
             DecodeAttention(
                 layout,
@@ -129,6 +150,7 @@ def attention_by_window(
                 num_sms=num_sms,
                 shared_bytes_per_sm=shared_bytes_per_sm,
                 window_tokens=window_tokens,
+                softcap=softcap,
             )
         )
 
@@ -163,4 +185,5 @@ def _num_nodes(config: DecoderConfig, matmul: Matmul, num_rows: int) -> int:
     """Return the number of kernels in a captured step."""
     launches = matmul.num_launches(num_rows)
     per_layer = _MATMULS_PER_LAYER * launches + _OTHER_NODES_PER_LAYER
-    return per_layer * config.num_layers + launches + 3
+    softcap = 0 if config.scales.logits_softcap is None else 3
+    return per_layer * config.num_layers + launches + softcap + 3

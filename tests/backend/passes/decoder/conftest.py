@@ -15,7 +15,7 @@ from penstock.backend.passes.decoder.cpu.native_library import request_tiles
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps, supports_native_ops
 from penstock.backend.passes.decoder.cpu.path_choice import load_kernels
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
-from penstock.backend.passes.decoder.ops import HeadShape, Ops
+from penstock.backend.passes.decoder.ops import Ops
 from tests.backend.passes.decoder.cpu.path_libraries import open_emulated_tiles, open_path
 
 if TYPE_CHECKING:
@@ -25,13 +25,11 @@ MakeOps = Callable[..., Any]
 
 
 def make_torch_ops(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> Ops:
-    heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
-    return TorchOps(heads, config.rope, config.rms_norm_eps, dtype)
+    return TorchOps(config, dtype)
 
 
 def make_deterministic_ops(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> Ops:
-    heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
-    return DeterministicTorchOps(heads, config.rope, config.rms_norm_eps, dtype)
+    return DeterministicTorchOps(config, dtype)
 
 
 def make_native_ops(config: DecoderConfig, dtype: torch.dtype = torch.float32, num_threads: int = 2) -> NativeOps:
@@ -88,6 +86,14 @@ ALL: dict[str, MakeOps] = {"torch": make_torch_ops, **NATIVE}
 @pytest.fixture(params=ALL)
 def make_ops(request: pytest.FixtureRequest) -> MakeOps:
     return ALL[request.param]
+
+
+@pytest.fixture(params=[make_torch_ops, make_native_ops], ids=["torch", "native"])
+def make_usual_ops(request: pytest.FixtureRequest) -> MakeOps:
+    """Operations in torch and those that this machine uses: for tests of models, where other tests cover the operations
+    on every path."""
+    made: MakeOps = request.param
+    return made
 
 
 @pytest.fixture(params=NATIVE)

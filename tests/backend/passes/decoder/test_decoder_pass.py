@@ -36,6 +36,18 @@ Prompt = tuple[int, ...]
 # start, as transformers does for a prompt of that length.
 LENGTHS = {"phi3-longrope": (65, 70, 81)}
 RAGGED = (1, 7, 16, 17, 45, 70)
+ON_ALL_PATHS = (
+    "llama3",
+    "llama-bias",
+    "mistral",
+    "qwen3",
+    "phi3-partial",
+    "gemma2",
+    "cohere-qk-norm",
+    "starcoder2",
+    "olmo3",
+)
+"""Presets that together use every operation, with every variation."""
 KV_DTYPES = ("fp32", "bf16", "q8_0")
 
 
@@ -81,15 +93,40 @@ def run_prompts(driver: Driver, batch: list[Prompt], chunk: int | None = None) -
     return [logits[row.slot] for row in rows]
 
 
+def assert_near_oracle(architecture: str, prompt: Prompt, logits: NDArray[np.float32]) -> None:
+    np.testing.assert_allclose(logits, oracle_logits(architecture, prompt)[-1], atol=1e-3, rtol=0)
+
+
 @pytest.mark.parametrize("chunk", [None, 1, 7, 64])
 @pytest.mark.parametrize("architecture", PRESETS)
 def test_logits_of_ragged_prompts_equal_those_of_transformers(
-    architecture: str, chunk: int | None, make_ops: MakeOps
+    architecture: str, chunk: int | None, make_usual_ops: MakeOps
 ) -> None:
     batch = prompts(LENGTHS.get(architecture, RAGGED))
-    driver = Driver(make_pass(architecture, make_ops), num_pages=64, page_size=8)
+    driver = Driver(make_pass(architecture, make_usual_ops), num_pages=64, page_size=8)
     for prompt, logits in zip(batch, run_prompts(driver, batch, chunk), strict=True):
-        np.testing.assert_allclose(logits, oracle_logits(architecture, prompt)[-1], atol=1e-3, rtol=0)
+        assert_near_oracle(architecture, prompt, logits)
+
+
+@pytest.mark.parametrize("architecture", ON_ALL_PATHS)
+def test_logits_on_every_path_equal_those_of_transformers(architecture: str, make_ops: MakeOps) -> None:
+    batch = prompts(LENGTHS.get(architecture, RAGGED))
+    driver = Driver(make_pass(architecture, make_ops), num_pages=64, page_size=8)
+    for prompt, logits in zip(batch, run_prompts(driver, batch, chunk=7), strict=True):
+        assert_near_oracle(architecture, prompt, logits)
+
+
+@pytest.mark.parametrize("architecture", PRESETS)
+def test_logits_of_a_mixed_batch_equal_those_of_transformers(architecture: str, make_usual_ops: MakeOps) -> None:
+    """Rows in decode, within their prompts, at the end of a long one and with a whole one, in one step."""
+    driver = Driver(make_pass(architecture, make_usual_ops), num_pages=64, page_size=8)
+    decoding, long, waiting, whole = rows = [driver.add(prompt) for prompt in prompts((66, 80, 70, 68), seed=7)]
+    driver.step([(decoding, 66), (long, 33)])
+    tokens = {row.slot: tuple(row.tokens) for row in rows}
+    found = driver.step([(decoding, 1), (long, 47), (waiting, 9), (whole, 68)])
+    assert found.keys() == {decoding.slot, long.slot, whole.slot}
+    for slot, logits in found.items():
+        assert_near_oracle(architecture, tokens[slot], logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -129,9 +166,9 @@ def test_short_longrope_contexts_use_the_short_factors(make_ops: MakeOps) -> Non
 
 
 @pytest.mark.parametrize("architecture", PRESETS)
-def test_64_greedy_tokens_equal_those_of_transformers(architecture: str, make_ops: MakeOps) -> None:
+def test_64_greedy_tokens_equal_those_of_transformers(architecture: str, make_usual_ops: MakeOps) -> None:
     batch = prompts(LENGTHS.get(architecture, (3, 40)), seed=1)
-    driver = Driver(make_pass(architecture, make_ops), num_pages=48, page_size=16)
+    driver = Driver(make_pass(architecture, make_usual_ops), num_pages=48, page_size=16)
     run_prompts(driver, batch)
     driver.decode(63)
     for row in driver.rows:
@@ -153,7 +190,7 @@ def for_all_dtypes(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @for_all_dtypes
-@pytest.mark.parametrize("architecture", ["llama3/32", "mistral/32", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama3/32", "mistral/32", "qwen3", "gemma2", "cohere-qk-norm/32"])
 def test_row_is_the_same_bits_alone_and_in_a_batch(
     architecture: str, dtype: torch.dtype, kv_dtype: str, make_deterministic: MakeOps
 ) -> None:

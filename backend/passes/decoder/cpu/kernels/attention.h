@@ -72,8 +72,10 @@ void attend_piece(const Engine& engine, const Attention& layer, const WorkItem& 
                     block.skip_row(r);
                     continue;
                 }
-                const float factor =
-                    block.update_softmax(r, scores, from, to, query_scales[i], state.peaks[i], state.sums[i]);
+                const float cap = engine.shape.scores_softcap;
+                const float scale =
+                    cap > 0.0f ? cap_scores(scores + r * kBlock, kBlock, query_scales[i], cap) : query_scales[i];
+                const float factor = block.update_softmax(r, scores, from, to, scale, state.peaks[i], state.sums[i]);
                 if (factor == 1.0f) continue;
                 for (i64 d = r * dim; d < (r + 1) * dim; d += 16) store(acc + d, mul(load(acc + d), broadcast(factor)));
             }
@@ -103,7 +105,7 @@ void attend(Engine& engine, const T* qkv, const Attention& layer, const WorkItem
     for (i64 i = 0; i < all_rows; ++i) {
         const i64 token = tile.token + i % rows / group, head = (item.head + i / rows) * group + i % group;
         const T* q = qkv + (token * (shape.num_heads + 2 * shape.num_kv_heads) + head) * dim;
-        query_scales[i] = block.load_query(q, queries + i * dim) * (kLog2E / std::sqrt(float(dim)));
+        query_scales[i] = block.load_query(q, queries + i * dim) * (kLog2E * shape.score_scale);
     }
     const i64 end = tile.position + tile.count;
     const i64 start = layer.window ? std::max<i64>(0, tile.position - layer.window + 1) : 0;

@@ -11,7 +11,8 @@
 //   quantized_rows.h    activations in int8
 //   int8_linear.h       linear layers with int8 weights
 //   int4_linear.h       linear layers with int4 weights
-//   row_ops.h           embedding, norms, rotary embedding
+//   norms.h             norms
+//   row_ops.h           embedding, rotary embedding, soft caps
 //   paged_cache.h       the layout of the paged KV cache
 //   softmax_block.h     one softmax block of attention; softmax_block_q8.h the same over a q8_0 cache
 //   attention.h         attention

@@ -27,19 +27,23 @@ struct Linear {  // mirrored by native_structs.py
     i64 form;
     i64 group_size;  // inputs that share a scale, for int4
     i64 has_zeros;   // for int4: groups have a zero point each; without, it is 8
+    float scale;     // of the results, bias included
 };
 
 struct Attention {  // mirrored by native_ops.py
     void* cache;
-    const float* q_norm;  // [head_dim] or null, as k_norm
+    const float* q_norm;  // of the shape's QkNormScope, or null, as k_norm
     const float* k_norm;
-    i64 window;  // tokens; 0 for none
-    i64 uses_rope;
+    i64 window;       // tokens; 0 for none
+    i64 rope_offset;  // in a row of Step::rope; -1 for a layer without
 };
 
 enum CacheForm : i64 { kFloatCache = 0, kBf16Cache = 1, kQ8Cache = 2 };  // as in native_ops.py
 
-struct Shape {  // mirrored by native_ops.py
+enum NormKind : i64 { kRootMeanSquare = 0, kLayerNorm = 1 };                        // as in native_structs.py
+enum QkNormScope : i64 { kSharedByHeads = 0, kEachHead = 1, kWholeProjection = 2 };  // as in native_structs.py
+
+struct Shape {  // mirrored by native_structs.py
     i64 hidden;
     i64 num_heads;
     i64 num_kv_heads;
@@ -49,7 +53,14 @@ struct Shape {  // mirrored by native_ops.py
     i64 act_bf16;
     i64 cache_form;
     i64 uses_tiles;  // for products of bf16; needs request_tiles()
+    i64 rope_width;  // numbers in a row of Step::rope
+    i64 norm_kind;
+    i64 qk_norm_scope;
     float eps;
+    float score_scale;
+    float scores_softcap;  // 0 for none, as logits_softcap
+    float logits_softcap;
+    float embedding_scale;
 };
 
 // Query tokens of one row that read its keys together: tokens [token, token + count) of the step, at positions
@@ -83,7 +94,7 @@ struct Step {
     Work work, last_work;
     std::vector<i64> last_tokens;
     const std::int32_t* input_ids = nullptr;
-    const float* rope = nullptr;  // [position][cosines, sines]
+    const float* rope = nullptr;  // [position][rope][cosines, sines]
     const std::int32_t* page_table = nullptr;
     i64 page_table_width = 0;
     i64 num_tokens = 0;

@@ -37,7 +37,8 @@ void product(const Engine& engine, i64 rows, i64 columns, const T* a, i64 lda, c
     vector_product<Source::kMemory>(rows, columns, a, lda, b, ldb, steps, c, ldc, add);
 }
 
-enum Output : i64 { kStore = 0, kStoreFloat = 1, kAdd = 2, kGated = 3 };
+// kGatedSilu and kGatedGelu: activation(gate) × up. kGelu: of a linear that is not gated.
+enum Output : i64 { kStore = 0, kStoreFloat = 1, kAdd = 2, kGatedSilu = 3, kGatedGelu = 4, kGelu = 5 };
 
 template <class T>
 void write_outputs(const Linear& linear, i64 output, i64 panel, i64 rows, const float* c, void* out, i64 first_row) {
@@ -50,13 +51,17 @@ void write_outputs(const Linear& linear, i64 output, i64 panel, i64 rows, const 
             const i64 column = first + v, count = linear.outputs - column;
             Floats x = load(row + v);
             if (linear.bias) x = add(x, load(linear.bias + column, count));
+            x = mul(x, broadcast(linear.scale));
             switch (output) {
-                case kGated: {
+                case kGatedSilu:
+                case kGatedGelu: {
                     Floats up = load(row + width + v);
                     if (linear.bias) up = add(up, load(linear.bias + linear.outputs + column, count));
-                    store(static_cast<T*>(out) + base + column, silu_mul(x, up), count);
+                    store(static_cast<T*>(out) + base + column, output == kGatedGelu ? gelu_mul(x, up) : silu_mul(x, up),
+                          count);
                     break;
                 }
+                case kGelu: store(static_cast<T*>(out) + base + column, gelu_mul(x, broadcast(1.0f)), count); break;
                 case kAdd: {
                     float* target = static_cast<float*>(out) + base + column;
                     store(target, add(load(target, count), x), count);

@@ -6,14 +6,15 @@
 
 namespace {
 
-enum OperationKind : i64 { kEmbed, kRmsNorm, kLinear, kRotateAndStore, kAttention, kTakeLast };  // as in native_structs.py
+// As in native_structs.py.
+enum OperationKind : i64 { kEmbed, kNorm, kLinear, kRotateAndStore, kAttention, kTakeLast, kAddNorm, kCapLogits };
 
 struct Operation {  // mirrored by native_structs.py
     i64 kind;
     const void* weights;  // a table, a norm's weights, a Linear or an Attention
     const void* x;
     void* out;
-    i64 form;  // of a linear its Output; of an embedding whether its table is packed
+    i64 form;  // of a linear its Output; of an embedding whether its table is packed; of logits their width
 };
 
 // How long an operation took, and for how much of that its threads had no work, added over threads.
@@ -59,9 +60,13 @@ template <class T> void run_operation(Engine& engine, const Operation& op) {
     switch (op.kind) {
         case kEmbed:
             return run_embed<T>(engine, op.weights, op.form, static_cast<float*>(op.out));
-        case kRmsNorm:
-            return run_rms_norm(engine, static_cast<const float*>(op.x), static_cast<const float*>(op.weights),
-                                static_cast<T*>(op.out));
+        case kNorm:
+            return run_norm(engine, static_cast<const float*>(op.x), static_cast<const float*>(op.weights),
+                            static_cast<T*>(op.out));
+        case kAddNorm:
+            return run_add_norm(engine, static_cast<const float*>(op.x), static_cast<const float*>(op.weights),
+                                static_cast<float*>(op.out));
+        case kCapLogits: return run_cap_logits(engine, static_cast<float*>(op.out), op.form);
         case kLinear:
             return linear(engine, *static_cast<const Linear*>(op.weights), op.form, static_cast<const T*>(op.x), op.out);
         case kRotateAndStore:

@@ -99,11 +99,17 @@ void run_rotate_and_store(Engine& engine, T* qkv, const Attention& layer) {
     engine.split(engine.step.num_tokens, 2, [&](i64 first, i64 last, int) {
         for (i64 t = first; t < last; ++t) {
             T* row = qkv + t * (heads + 2 * kv_heads) * dim;
-            const float* cos_sin = layer.uses_rope ? engine.step.rope + engine.step.positions[t] * shape.rotary_dim : nullptr;
-            for (i64 h = 0; h < heads; ++h) norm_and_rotate(shape, row + h * dim, layer.q_norm, cos_sin);
+            const float* turns = engine.step.rope + engine.step.positions[t] * shape.rope_width;
+            const float* cos_sin = layer.rope_offset < 0 ? nullptr : turns + layer.rope_offset;
+            if (layer.q_norm && shape.qk_norm_scope == kWholeProjection) {
+                normalise_in_place(shape, row, heads * dim, layer.q_norm);
+                normalise_in_place(shape, row + heads * dim, kv_heads * dim, layer.k_norm);
+            }
+            for (i64 h = 0; h < heads; ++h)
+                norm_and_rotate(shape, row + h * dim, norm_of_head(shape, layer.q_norm, h), cos_sin);
             for (i64 h = 0; h < kv_heads; ++h) {
                 T* key = row + (heads + h) * dim;
-                norm_and_rotate(shape, key, layer.k_norm, cos_sin);
+                norm_and_rotate(shape, key, norm_of_head(shape, layer.k_norm, h), cos_sin);
                 store_token<T, C>(engine, key, key + kv_heads * dim, engine.step.slot_mapping[t], h, layer.cache);
             }
         }

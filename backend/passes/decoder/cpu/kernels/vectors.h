@@ -74,13 +74,28 @@ inline Floats exp2_negative(Floats x) {
     return select(less_than(x, broadcast(-126.0f)), broadcast(0.0f), times_power_of_two(y, whole));
 }
 
-// gate × sigmoid(gate) × up.
-inline Floats silu_mul(Floats gate, Floats up) {
+inline Floats sigmoid(Floats x) {
     const Floats one = broadcast(1.0f);
-    const Floats e = exp2_negative(mul(abs(gate), broadcast(-kLog2E)));
-    // sigmoid(|g|) = 1 / (1 + e), sigmoid(-|g|) = e / (1 + e): no overflow either way.
-    const Floats sigmoid = div(select(less_than(gate, broadcast(0.0f)), e, one), add(one, e));
-    return mul(mul(gate, sigmoid), up);
+    const Floats e = exp2_negative(mul(abs(x), broadcast(-kLog2E)));
+    // sigmoid(|x|) = 1 / (1 + e), sigmoid(-|x|) = e / (1 + e): no overflow either way.
+    return div(select(less_than(x, broadcast(0.0f)), e, one), add(one, e));
+}
+
+// gate × sigmoid(gate) × up.
+inline Floats silu_mul(Floats gate, Floats up) { return mul(mul(gate, sigmoid(gate)), up); }
+
+// GELU in its tanh form, times up: gate × sigmoid(2 √(2/π) (gate + 0.044715 gate³)) × up.
+inline Floats gelu_mul(Floats gate, Floats up) {
+    const Floats factor = fmadd(mul(gate, gate), broadcast(0.0713548162726f), broadcast(1.5957691216057f));
+    return mul(mul(gate, sigmoid(mul(gate, factor))), up);
+}
+
+// tanh(x) = ± (1 - e) / (1 + e), where e = exp(-2 |x|).
+inline Floats tanh(Floats x) {
+    const Floats one = broadcast(1.0f);
+    const Floats e = exp2_negative(mul(abs(x), broadcast(-2.0f * kLog2E)));
+    const Floats size = div(sub(one, e), add(one, e));
+    return select(less_than(x, broadcast(0.0f)), sub(broadcast(0.0f), size), size);
 }
 
 // Prefetches the cache line that a stream through memory reads 2 KB after p. The address need not be valid.

@@ -7,12 +7,12 @@ constexpr int kThreads = 128;
 constexpr int kFromSlot = -1;        // stands for the token last sampled for the row's slot
 constexpr int kFromEmbeddings = -2;  // the residual stream already has the embedding
 
-// table [vocab_size, hidden], input_ids [T], last_tokens [max_slots], residual [T, hidden] fp32. An id outside the
-// table gives zeros, and so does kFromSlot in a padding row. Blocks: x tokens, y chunks of 8 numbers, one per thread.
+// table [vocab_size, hidden], input_ids [T], last_tokens [max_slots], residual [T, hidden] fp32. Embeddings are multiplied
+// by scale. An id outside the table gives zeros, and so does kFromSlot in a padding row. Blocks: x tokens, y chunks of 8 numbers, one per thread.
 extern "C" __global__ void __launch_bounds__(kThreads, 8)
     embed(const Act* __restrict__ table, const int* __restrict__ input_ids, const int* __restrict__ last_tokens,
           const int* __restrict__ query_starts, const int* __restrict__ slots, float* __restrict__ residual,
-          int num_rows, int vocab_size, int hidden) {
+          int num_rows, int vocab_size, int hidden, float scale) {
     const int column = (blockIdx.y * kThreads + threadIdx.x) * 8;
     if (column >= hidden) return;
     int token_id = input_ids[blockIdx.x];
@@ -23,5 +23,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
     }
     float x[8] = {};
     if (token_id >= 0 && token_id < vocab_size) load8(table + (long long)(token_id) * hidden + column, x);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] *= scale;
     store8(residual + (long long)(blockIdx.x) * hidden + column, x);
 }

@@ -20,6 +20,7 @@ from penstock.backend.passes.decoder.cuda.ops.activations import (
 from penstock.backend.passes.decoder.cuda.ops.device_weights import DeviceWeights
 from penstock.backend.passes.decoder.cuda.ops.elementwise import Elementwise
 from penstock.backend.passes.decoder.cuda.step.step_rows import CudaStep
+from penstock.backend.passes.decoder.ops import round_scale
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.ops.matmul import CudaLinear, Matmul
     from penstock.backend.passes.decoder.cuda.step.step_buffers import StepBuffers
     from penstock.backend.passes.decoder.ops import AttentionLayer
+
+
+_NO_KERNEL = "`unsupported_variation` refuses models that need this; this is a bug"
 
 
 class CudaOps(DeviceWeights):
@@ -76,10 +80,10 @@ class CudaOps(DeviceWeights):
         layout: CacheLayout,
         buffers: StepBuffers,
         last_tokens: Tensor,
-        rope: Tensor,
+        ropes: tuple[Tensor, ...],
         attention: dict[int | None, StepAttention],
     ) -> None:
-        """Allocate the cache. rope [positions, rotary_dim]; last_tokens int32 by slot; attention by window."""
+        """Allocate the cache. ropes: each [positions, rotary_dim]; last_tokens int32 by slot; attention by window."""
         config = self._config
         self.layout = layout
         self.cache = torch.zeros(
@@ -89,17 +93,18 @@ class CudaOps(DeviceWeights):
         self.pages = self.cache.view(layout.num_layers, layout.num_pages, layout.page_bytes)
         self._buffers = buffers
         self._last_tokens = last_tokens
-        self._rope = rope
+        self._ropes = ropes
         self._elementwise = Elementwise(
             self._launcher,
             head_shape(config),
             config.hidden_size,
             config.rope.rotary_dim,
-            config.rms_norm_eps,
+            config.norm_eps,
             self._dtype,
             layout.kv_dtype,
             layout.page_size_tokens,
             self._device.torch_device,
+            round_scale(config.scales.embedding, self._dtype),
         )
         self._attention = attention
         for each in attention.values():
@@ -134,7 +139,9 @@ class CudaOps(DeviceWeights):
         self._elementwise.embed(table, ids, step.rows, self._last_tokens, residual)
         return Residual(residual)
 
-    def rms_norm(self, residual: Residual, weight: Tensor) -> Tensor:
+    def norm(self, residual: Residual, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            raise NotImplementedError(_NO_KERNEL)
         out = self._now.hidden
         self._elementwise.add_rms_norm(residual.values, residual.pending, weight, out)
         residual.pending = None
@@ -146,14 +153,21 @@ class CudaOps(DeviceWeights):
     def linear_add(self, x: Tensor, weights: CudaLinear, residual: Residual) -> None:
         residual.pending = self._matmul.multiply(x, weights, self._now.added)
 
+    def linear_norm_add(self, x: Tensor, weights: CudaLinear, norm: Tensor, residual: Residual) -> None:
+        raise NotImplementedError(_NO_KERNEL)
+
     def gated_linear(self, x: Tensor, weights: CudaLinear) -> Tensor:
         out = self._now.gated
-        self._elementwise.silu_mul(self._matmul.multiply(x, weights, self._now.gate_up), out)
+        multiply = self._elementwise.silu_mul if self._config.activation == "silu" else self._elementwise.gelu_mul
+        multiply(self._matmul.multiply(x, weights, self._now.gate_up), out)
         return out
+
+    def activated_linear(self, x: Tensor, weights: CudaLinear) -> Tensor:
+        raise NotImplementedError(_NO_KERNEL)
 
     def rotate_and_store(self, qkv: Tensor, step: CudaStep, layer: AttentionLayer) -> None:
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
-        rope = self._rope if layer.uses_rope else None
+        rope = None if layer.rope is None else self._ropes[layer.rope]
         cache = self._layer_caches[layer.index]
         self._elementwise.rope_and_store(qkv, cache, self._buffers.page_table, step.rows, rope, norms)
 
@@ -179,7 +193,9 @@ class CudaOps(DeviceWeights):
 
     def logits(self, x: Tensor, weights: CudaLinear) -> Tensor:
         """Return [L, vocab] in the weights' dtype; see `last_logits`."""
-        return self._matmul.multiply(x, weights, self._logits[: len(x)])
+        logits = self._matmul.multiply(x, weights, self._logits[: len(x)])
+        cap = self._config.scales.logits_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def last_logits(self, num_rows: int) -> Tensor:
         """Return what `logits` wrote last, [num_rows, vocab]; the next step overwrites it."""

@@ -21,11 +21,11 @@ class DeviceWeights:
         self._torch_device = torch_device
         self._dtype = dtype
 
-    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> CudaLinear:
+    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0) -> CudaLinear:
         if not isinstance(weight, torch.Tensor):
             raise TypeError("quantised weights are for the CPU")
         placed = self.table(weight)
-        return CudaLinear(placed, placed.t(), None if bias is None else self.table(bias))
+        return CudaLinear(placed, placed.t(), None if bias is None else self.table(bias), scale)
 
     def pack_gated(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> CudaLinear:
         return self.pack_linear(weight, bias)

@@ -72,12 +72,14 @@ class Elementwise:
         kv_dtype: str,
         page_size_tokens: int,
         device: torch.device,
+        embedding_scale: float = 1.0,
     ) -> None:
         act = ACT_MACRO[dtype]
         self._launcher = launcher
         self._hidden = np.int32(hidden_size)
         self._unused = torch.zeros(4, device=device)
         self._eps = np.float32(rms_norm_eps)
+        self._embedding_scale = np.float32(embedding_scale)
         self._embed = _embed(act)
         self._embed_blocks = _blocks(hidden_size // _VALUES, self._embed)
         self._add_rms_norm = _add_rms_norm(act, min(1024, -(-hidden_size // (2 * _VALUES * 32)) * 32))
@@ -99,7 +101,8 @@ class Elementwise:
         return (*mine, _GATHER_ROWS)
 
     def embed(self, table: Tensor, input_ids: Tensor, rows: RowArrays, last_tokens: Tensor, residual: Tensor) -> None:
-        """Write the embeddings of input_ids [T] to residual [T, hidden] fp32; an id outside table [V, hidden] gives 0.
+        """Write the embeddings of input_ids [T], scaled, to residual [T, hidden] fp32; an id outside table [V, hidden]
+        gives 0.
 
         FROM_SLOT stands for the last token of the row's slot, last_tokens [max_slots]. Tokens with FROM_EMBEDDINGS are
         left unchanged.
@@ -107,6 +110,7 @@ class Elementwise:
         self._launcher.launch(
             self._embed, (len(residual), self._embed_blocks, 1), table, input_ids, last_tokens, rows.query_starts,
             rows.slots, residual, np.int32(len(rows.slots)), np.int32(len(table)), self._hidden,
+            self._embedding_scale,
         )  # fmt: skip
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor) -> None:

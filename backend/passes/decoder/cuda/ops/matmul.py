@@ -22,6 +22,8 @@ class CudaLinear:
     """[out, in]"""
     transposed: Tensor
     bias: Tensor | None
+    scale: float = 1.0
+    """Of the results, bias included."""
 
 
 class Matmul(Protocol):
@@ -79,6 +81,9 @@ def _block(rows: Tensor, first: int) -> Tensor:
 
 
 def _multiply(x: Tensor, weights: CudaLinear, out: Tensor) -> Tensor:
-    if weights.bias is None:
-        return torch.mm(x, weights.transposed, out=out)
-    return torch.addmm(weights.bias, x, weights.transposed, out=out)
+    if weights.bias is not None:
+        scale = weights.scale
+        return torch.addmm(weights.bias, x, weights.transposed, beta=scale, alpha=scale, out=out)
+    if weights.scale != 1.0:
+        return out.addmm_(x, weights.transposed, beta=0, alpha=weights.scale)
+    return torch.mm(x, weights.transposed, out=out)

@@ -24,12 +24,12 @@ BASE = DecoderConfig(
     num_heads=4,
     num_kv_heads=2,
     head_dim=32,
-    rms_norm_eps=1e-5,
+    norm_eps=1e-5,
     max_context_tokens=512,
     rope=RopeConfig(32, tuple(100.0 ** (-i / 16) for i in range(16))),
     tie_embeddings=False,
 )
-PLAIN = AttentionLayer(0, uses_rope=False, window_tokens=None, q_norm=None, k_norm=None)
+PLAIN = AttentionLayer(0, rope=None, window_tokens=None, q_norm=None, k_norm=None)
 
 
 def randn(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:

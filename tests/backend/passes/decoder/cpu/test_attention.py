@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.backend.checkpoint.decoder_config import DecoderConfig
+from penstock.backend.checkpoint.decoder_config import DecoderConfig, Scales
 from tests.backend.passes.decoder.conftest import MakeOps
 from tests.backend.passes.decoder.cpu.ops_harness import (
     BASE,
@@ -24,11 +24,15 @@ from tests.backend.passes.decoder.cpu.ops_harness import (
 from tests.backend.passes.decoder.cpu.test_kv_cache import quantise_exactly
 
 
-def attend_exactly(q: Tensor, k: Tensor, v: Tensor, first: int, window: int | None) -> Tensor:
+def attend_exactly(
+    q: Tensor, k: Tensor, v: Tensor, first: int, window: int | None, scale: float, cap: float | None
+) -> Tensor:
     """Attention of q [n, heads, dim] at positions from `first` on, over k and v [m, kv_heads, dim], in float64."""
     num_queries, num_heads, dim = q.shape
     queries = q.double().view(num_queries, k.shape[1], -1, dim)
-    scores = torch.einsum("pkgd,nkd->pkgn", queries, k.double()) * dim**-0.5
+    scores = torch.einsum("pkgd,nkd->pkgn", queries, k.double()) * scale
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
     distances = torch.arange(first, first + num_queries)[:, None] - torch.arange(len(k))
     is_hidden = (distances < 0) | (distances >= (window or len(k)))
     weights = torch.softmax(scores.masked_fill(is_hidden[:, None, None], -torch.inf), dim=3)
@@ -56,7 +60,7 @@ def check_attention(
     """Write random contexts in one step; check attention of the next step's queries."""
     ops, shape = harness.ops, (config.num_heads, config.num_kv_heads, config.head_dim)
     num_heads, kv_heads, dim = shape
-    layer = replace(PLAIN, window_tokens=window)
+    layer, cap = replace(PLAIN, window_tokens=window), config.scales.scores_softcap
     whole = step_batch([0] * len(contexts), [c + n for c, n in zip(contexts, lengths, strict=True)], page_size)
     qkv = randn(whole.num_tokens, (num_heads + 2 * kv_heads) * dim, dtype=dtype, seed=3)
     step = ops.begin_step(whole, whole.input_ids)
@@ -77,7 +81,9 @@ def check_attention(
     for row, (context, length) in enumerate(zip(contexts, lengths, strict=True)):
         own = qkv[whole.query_starts[row] : ends[row]].view(-1, num_heads + 2 * kv_heads, dim)
         k, v = (as_cached(x, kv_dtype) for x in own[:, num_heads:].chunk(2, dim=1))
-        exact.append(attend_exactly(own[context : context + length, :num_heads], k, v, context, window))
+        exact.append(
+            attend_exactly(own[context : context + length, :num_heads], k, v, context, window, config.score_scale, cap)
+        )
     # The kernels multiply a q8_0 cache by queries and weights of 16 bits.
     tolerance = 1e-4 if kv_dtype == "q8_0" else 1e-5
     rounded = BF16 if dtype is BF16 or kv_dtype == "bf16" else FP32
@@ -99,6 +105,17 @@ def test_attention_matches_float64_for_any_page_size(
     for window in (None, 9):
         harness = OpsHarness(make_ops(BASE, dtype), 700, page_size, kv_dtype)
         check_attention(harness, BASE, dtype, kv_dtype, contexts, lengths, page_size, window)
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES)
+@pytest.mark.parametrize("cap", [None, 4.0])
+def test_attention_with_other_scales_and_soft_caps_matches_float64(
+    cap: float | None, dtype: torch.dtype, kv_dtype: str, make_ops: MakeOps
+) -> None:
+    """Scores of a standard deviation of 3, so that a cap of 4 changes most of them."""
+    config = replace(BASE, scales=Scales(scores=0.5, scores_softcap=cap))
+    harness = OpsHarness(make_ops(config, dtype), 64, 16, kv_dtype)
+    check_attention(harness, config, dtype, kv_dtype, [0, 5, 100, 70, 12, 600], [1, 1, 1, 20, 33, 1], 16, 90)
 
 
 HEADS = [

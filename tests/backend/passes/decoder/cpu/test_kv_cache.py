@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import layer_norm, rms_norm
 
-from penstock.backend.checkpoint.decoder_config import RopeConfig
+from penstock.backend.checkpoint.decoder_config import NormKind, QkNormScope, RopeConfig
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps
 from penstock.backend.passes.decoder.cpu.torch_kv_cache import Q8KvPages
 from penstock.backend.passes.decoder.ops import AttentionLayer
@@ -107,17 +108,56 @@ def test_queries_are_normalised_and_rotated(
     qkv = randn(14, 8 * 64, dtype=dtype)
     norm = randn(64, seed=5) if normed else None
     vector = None if norm is None else harness.ops.vector(norm)
-    layer = AttentionLayer(0, uses_rope=True, window_tokens=None, q_norm=vector, k_norm=vector)
+    layer = AttentionLayer(0, rope=0, window_tokens=None, q_norm=vector, k_norm=vector)
     step = harness.ops.begin_step(batch, batch.input_ids)
     array = harness.put("_qkv", qkv)
     harness.ops.rotate_and_store(array, step, layer)
 
     heads = qkv.view(14, 8, 64)[:, :6].double()
     if norm is not None:
-        heads = heads * torch.rsqrt(heads.square().mean(dim=2, keepdim=True) + config.rms_norm_eps) * norm.double()
+        heads = heads * torch.rsqrt(heads.square().mean(dim=2, keepdim=True) + config.norm_eps) * norm.double()
     positions = torch.tensor([*range(5), *range(30, 39)], dtype=torch.float64)
     angles = torch.outer(positions, torch.tensor(rope.inv_freq, dtype=torch.float64)).unsqueeze(1)
     cos, sin = angles.cos() * 1.25, angles.sin() * 1.25
     x, y = heads[..., :rotary_dim].chunk(2, dim=2)
     exact = torch.cat([x * cos - y * sin, y * cos + x * sin, heads[..., rotary_dim:]], dim=2)
     assert_close(harness.get("_qkv", array, 14).view(14, 8, 64)[:, :6], exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("scope", ["head", "each head", "projection"])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_queries_and_keys_are_normalised_over_the_norms_scope(
+    kind: NormKind, scope: QkNormScope, dtype: torch.dtype, make_ops: MakeOps
+) -> None:
+    config = replace(BASE, norm=kind, qk_norm=scope)
+    harness = OpsHarness(make_ops(config, dtype))
+    qkv = randn(5, 8 * 32, dtype=dtype) + 1
+    exact = []
+    vectors = []
+    for first, heads in ((0, 4), (4, 2)):
+        x = qkv.view(5, 8, 32)[:, first : first + heads].double()
+        groups = x.flatten(1) if scope == "projection" else x
+        weight = randn(*(groups.shape[-1:] if scope != "each head" else (heads, 32)), seed=heads)
+        normed = layer_norm if kind == "layer" else rms_norm
+        exact.append((normed(groups, groups.shape[-1:], eps=BASE.norm_eps) * weight.double()).view(x.shape))
+        vectors.append(harness.ops.vector(weight.flatten()))
+    batch = step_batch([0], [5], 16)
+    array = harness.put("_qkv", qkv)
+    layer = AttentionLayer(0, rope=None, window_tokens=None, q_norm=vectors[0], k_norm=vectors[1])
+    harness.ops.rotate_and_store(array, harness.ops.begin_step(batch, batch.input_ids), layer)
+    assert_close(harness.get("_qkv", array, 5).view(5, 8, 32)[:, :6], torch.cat(exact, dim=1), dtype)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_layer_rotates_by_its_own_rope(which: int, make_ops: MakeOps) -> None:
+    ropes = [RopeConfig(32, tuple(base ** (-i / 16) for i in range(16))) for base in (100.0, 5.0)]
+    harness = OpsHarness(make_ops(replace(BASE, rope=ropes[0], window_rope=ropes[1])))
+    qkv, batch = randn(1, 8 * 32), step_batch([7], [1], 16)
+    array = harness.put("_qkv", qkv)
+    layer = AttentionLayer(0, rope=which, window_tokens=None, q_norm=None, k_norm=None)
+    harness.ops.rotate_and_store(array, harness.ops.begin_step(batch, batch.input_ids), layer)
+    x, y = qkv.view(1, 8, 32)[:, :6].double().chunk(2, dim=2)
+    angles = 7 * torch.tensor(ropes[which].inv_freq, dtype=torch.float64)
+    exact = torch.cat([x * angles.cos() - y * angles.sin(), y * angles.cos() + x * angles.sin()], dim=2)
+    assert_close(harness.get("_qkv", array, 1).view(1, 8, 32)[:, :6], exact, FP32)

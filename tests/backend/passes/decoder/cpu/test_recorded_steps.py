@@ -91,17 +91,17 @@ def test_timed_step_reports_every_operation_in_order() -> None:
     (timed,) = ops.timed
     kinds = [operation.kind for operation in timed.operations]
     layer = [
-        OperationKind.RMS_NORM,
+        OperationKind.NORM,
         OperationKind.LINEAR,
         OperationKind.ROTATE_AND_STORE,
         OperationKind.ATTENTION,
         OperationKind.LINEAR,
-        OperationKind.RMS_NORM,
+        OperationKind.NORM,
         OperationKind.LINEAR,
         OperationKind.LINEAR,
     ]
     num_layers = read_decoder_config(checkpoint("llama3")).num_layers
-    last = [*layer[:3], OperationKind.TAKE_LAST, *layer[3:], OperationKind.RMS_NORM, OperationKind.LINEAR]
+    last = [*layer[:3], OperationKind.TAKE_LAST, *layer[3:], OperationKind.NORM, OperationKind.LINEAR]
     assert kinds == [OperationKind.EMBED, *layer * (num_layers - 1), *last]
     assert len(timed.times) == len(kinds)
     assert all(0 <= time.idle_ns <= 2 * time.elapsed_ns for time in timed.times)

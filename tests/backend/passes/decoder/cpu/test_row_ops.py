@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu, layer_norm, rms_norm
 
+from penstock.backend.checkpoint.decoder_config import NormKind, Scales, TensorNames
 from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
 from tests.backend.passes.decoder.conftest import MakeOps, make_native_ops
 from tests.backend.passes.decoder.cpu.ops_harness import BASE, BF16, FP32, OpsHarness, assert_close, randn, step_batch
@@ -78,10 +80,97 @@ def test_rms_norm_matches_float64(hidden: int, dtype: torch.dtype, make_ops: Mak
     harness = OpsHarness(make_ops(replace(BASE, hidden_size=hidden), dtype))
     harness.begin(9)
     x, weight = randn(9, hidden, seed=1), randn(hidden, seed=2)
-    found = harness.ops.rms_norm(harness.put("_residual", x), harness.ops.vector(weight))
+    found = harness.ops.norm(harness.put("_residual", x), harness.ops.vector(weight))
     wide = x.double()
-    exact = wide * torch.rsqrt(wide.square().mean(dim=1, keepdim=True) + BASE.rms_norm_eps) * weight.double()
+    exact = wide * torch.rsqrt(wide.square().mean(dim=1, keepdim=True) + BASE.norm_eps) * weight.double()
     assert_close(harness.get("_hidden", found, 9), exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("hidden", [2, 48, 72, 1000])
+def test_layer_norm_matches_float64(hidden: int, dtype: torch.dtype, make_ops: MakeOps) -> None:
+    """Of rows whose mean is far from 0."""
+    harness = OpsHarness(make_ops(replace(BASE, hidden_size=hidden, norm="layer"), dtype))
+    harness.begin(9)
+    x, weight, bias = randn(9, hidden, seed=1) + 7, randn(hidden, seed=2), randn(hidden, seed=3)
+    found = harness.ops.norm(harness.put("_residual", x), harness.ops.vector(torch.cat([weight, bias])))
+    exact = layer_norm(x.double(), (hidden,), weight.double(), bias.double(), BASE.norm_eps)
+    assert_close(harness.get("_hidden", found, 9), exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_norm_without_a_weight_only_converts(dtype: torch.dtype, make_ops: MakeOps) -> None:
+    harness = OpsHarness(make_ops(replace(BASE, hidden_size=72), dtype))
+    harness.begin(3)
+    x = randn(3, 72)
+    found = harness.ops.norm(harness.put("_residual", x), None)
+    assert torch.equal(harness.get("_hidden", found, 3), x.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_norm_of_a_product_is_added_to_the_residual_stream(
+    kind: NormKind, dtype: torch.dtype, make_ops: MakeOps
+) -> None:
+    names = TensorNames(attention_output_norm="given")
+    harness = OpsHarness(make_ops(replace(BASE, norm=kind, names=names), dtype))
+    harness.begin(7)
+    ops, hidden = harness.ops, BASE.hidden_size
+    residual, x = randn(7, hidden, seed=1), randn(7, 128, dtype=dtype, seed=2)
+    weight, norm = randn(hidden, 128, dtype=dtype, seed=3), randn(2 * hidden, seed=4)
+    product = x.double() @ weight.double().T
+    if kind == "rms":
+        norm = norm[:hidden]
+        exact = rms_norm(product, (hidden,), norm.double(), BASE.norm_eps)
+    else:
+        exact = layer_norm(product, (hidden,), *norm.double().chunk(2), BASE.norm_eps)
+    array = harness.put("_residual", residual)
+    ops.linear_norm_add(harness.put("_attended", x), ops.pack_linear(weight, None), ops.vector(norm), array)
+    assert_close(harness.get("_residual", array, 7), residual.double() + exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_gelu_linears_match_float64(dtype: torch.dtype, make_ops: MakeOps) -> None:
+    """With arguments from far below 0, where the result is 0, to far above it."""
+    harness = OpsHarness(make_ops(replace(BASE, activation="gelu_tanh"), dtype))
+    harness.begin(7)
+    ops, hidden, intermediate = harness.ops, BASE.hidden_size, BASE.intermediate_size
+    x, weight = randn(7, hidden, dtype=dtype, seed=1), randn(2 * intermediate, hidden, dtype=dtype, seed=2)
+    bias = torch.linspace(-40, 40, 2 * intermediate, dtype=dtype)
+    product = x.double() @ weight.double().T + bias.double()
+    gate, up = product.chunk(2, dim=1)
+    gated = harness.get("_gated", ops.gated_linear(harness.put("_hidden", x), ops.pack_gated(weight, bias)), 7)
+    assert_close(gated, gelu(gate, approximate="tanh") * up, dtype)
+    packed = ops.pack_linear(weight[:intermediate], bias[:intermediate])
+    activated = harness.get("_gated", ops.activated_linear(harness.put("_hidden", x), packed), 7)
+    assert_close(activated, gelu(gate, approximate="tanh"), dtype)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("vocab_size", [100, 1000])
+def test_logits_are_scaled_and_capped(vocab_size: int, dtype: torch.dtype, make_ops: MakeOps) -> None:
+    config = replace(BASE, vocab_size=vocab_size, scales=Scales(logits_softcap=3.0))
+    harness = OpsHarness(make_ops(config, dtype))
+    harness.begin(5)
+    x, weight = randn(5, BASE.hidden_size, dtype=dtype, seed=1), randn(vocab_size, BASE.hidden_size, dtype=dtype)
+    found = harness.ops.logits(harness.put("_hidden", x), harness.ops.pack_linear(weight, None, 0.7))
+    exact = 3 * torch.tanh(0.7 * (x.double() @ weight.double().T) / 3)
+    assert_close(harness.get("_logits", found, 5), exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_are_scaled_by_a_number_of_the_weights_dtype(
+    tied: bool, dtype: torch.dtype, make_ops: MakeOps
+) -> None:
+    harness = OpsHarness(make_ops(replace(BASE, scales=Scales(embedding=55.4256)), dtype))
+    weight = randn(BASE.vocab_size, BASE.hidden_size, dtype=dtype)
+    batch = replace(step_batch([0], [3], 16), input_ids=np.array([99, 0, 63], np.int32))
+    ops = harness.ops
+    table = ops.tied_table(weight, ops.pack_linear(weight, None)) if tied else ops.table(weight)
+    found = harness.get("_residual", ops.embed(table, ops.begin_step(batch, batch.input_ids)), 3)
+    scale = 55.5 if dtype is BF16 else np.float32(55.4256)
+    torch.testing.assert_close(found, weight[batch.input_ids].float() * scale, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -110,7 +199,7 @@ def test_rows_are_the_same_bits_in_any_batch_size(dtype: torch.dtype, make_deter
         rows = last - first
         harness.begin(rows)
         return [
-            harness.get("_hidden", ops.rms_norm(harness.put("_residual", residual[first:last]), norm), rows),
+            harness.get("_hidden", ops.norm(harness.put("_residual", residual[first:last]), norm), rows),
             harness.get("_qkv", ops.linear(harness.put("_hidden", x[first:last]), linear), rows),
             harness.get("_gated", ops.gated_linear(harness.put("_hidden", x[first:last]), gated), rows),
         ]

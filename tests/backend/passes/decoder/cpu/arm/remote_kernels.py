@@ -16,6 +16,8 @@ import numpy as np
 
 from penstock.backend.passes.decoder.cpu.native_structs import (
     CACHE_FORMS,
+    NORM_KINDS,
+    QK_NORM_SCOPES,
     Attention,
     Linear,
     LinearOutput,
@@ -63,6 +65,15 @@ class _Engine:
     def number_bytes(self) -> int:
         """Of one activation or weight."""
         return 2 if self.shape.act_bf16 else 4
+
+    @property
+    def norm_bytes(self) -> int:
+        """Of a residual norm's weight, with its bias."""
+        return (1 + (self.shape.norm_kind == NORM_KINDS["layer"])) * self.shape.hidden * _FLOAT
+
+    def qk_norm_bytes(self, num_heads: int) -> int:
+        is_shared = self.shape.qk_norm_scope == QK_NORM_SCOPES["head"]
+        return (1 if is_shared else num_heads) * self.shape.head_dim * _FLOAT
 
     @property
     def qkv_bytes(self) -> int:
@@ -154,7 +165,7 @@ class RemoteKernels:
         state.num_tokens, state.num_logits, state.is_narrowed = own.num_tokens, own.num_logits, False
         state.num_pages, state.largest_id = int(page_table.max()) + 1, int(input_ids.max())
         num_positions = int((contexts + np.diff(starts)).max())
-        numbers = {"arrays": sum(sizes), "rope": num_positions * state.shape.rotary_dim}
+        numbers = {"arrays": sum(sizes), "rope": num_positions * state.shape.rope_width}
         state.plan.free()
         arrays = {name: state.plan.read_only(getattr(own, name), count * _INT32) for name, count in numbers.items()}
         with self._arguments() as arguments:
@@ -182,12 +193,15 @@ class RemoteKernels:
                     else arguments.read_only(op.weights, table_bytes),
                     "out": arguments.changed(op.out, hidden_bytes * _FLOAT),
                 }
-            case OperationKind.RMS_NORM:
+            case OperationKind.NORM | OperationKind.ADD_NORM:
+                number_bytes = state.number_bytes if op.kind == OperationKind.NORM else _FLOAT
                 return {
-                    "weights": arguments.read_only(op.weights, state.shape.hidden * _FLOAT),
+                    "weights": arguments.read_only(op.weights, state.norm_bytes),
                     "x": arguments.read_only(op.x, hidden_bytes * _FLOAT),
-                    "out": arguments.changed(op.out, hidden_bytes * state.number_bytes),
+                    "out": arguments.changed(op.out, hidden_bytes * number_bytes),
                 }
+            case OperationKind.CAP_LOGITS:
+                return {"out": arguments.changed(op.out, state.rows * op.form * _FLOAT)}
             case OperationKind.LINEAR:
                 return self._copy_linear(arguments, state, op)
             case OperationKind.ROTATE_AND_STORE:
@@ -208,7 +222,7 @@ class RemoteKernels:
 
     def _copy_linear(self, arguments: RemoteArguments, state: _Engine, op: Any) -> dict[str, int]:
         own, number_bytes = Linear.from_address(op.weights), state.number_bytes
-        out_bytes = number_bytes if LinearOutput(op.form) in (LinearOutput.STORE, LinearOutput.GATED) else _FLOAT
+        out_bytes = _FLOAT if LinearOutput(op.form) in (LinearOutput.STORE_FLOAT, LinearOutput.ADD) else number_bytes
         return {
             "weights": self._copy_weight(arguments, state, op.weights),
             "x": arguments.read_only(op.x, state.rows * own.inputs * number_bytes),
@@ -224,8 +238,8 @@ class RemoteKernels:
     def _copy_layer(self, arguments: RemoteArguments, state: _Engine, layer: int, *, stores: bool) -> int:
         own = Attention.from_address(layer)
         copy = arguments.changed if stores else arguments.read_only
-        norm_bytes = state.shape.head_dim * _FLOAT
-        q_norm, k_norm = (arguments.read_only(norm, norm_bytes) for norm in (own.q_norm, own.k_norm))
+        q_norm = arguments.read_only(own.q_norm, state.qk_norm_bytes(state.shape.num_heads))
+        k_norm = arguments.read_only(own.k_norm, state.qk_norm_bytes(state.shape.num_kv_heads))
         return arguments.of_struct(own, cache=copy(own.cache, state.cache_bytes), q_norm=q_norm, k_norm=k_norm)
 
     def _read_memory(self, engine: int, memory: int, num_floats: int) -> float:

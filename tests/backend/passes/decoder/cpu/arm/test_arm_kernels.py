@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.backend.checkpoint.decoder_config import DecoderConfig
+from penstock.backend.checkpoint.decoder_config import NormKind, QkNormScope
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps
 from tests.backend.passes.decoder import test_decoder_pass as passes
 from tests.backend.passes.decoder.conftest import MakeOps
@@ -86,6 +87,28 @@ def test_silu_does_not_overflow(dtype: torch.dtype, make_ops: MakeOps) -> None:
 @pytest.mark.parametrize("hidden", [2, 72])
 def test_rms_norm_matches_float64(hidden: int, dtype: torch.dtype, make_ops: MakeOps) -> None:
     row_ops.test_rms_norm_matches_float64(hidden, dtype, make_ops)
+
+
+@for_both_dtypes
+def test_layer_norm_matches_float64(dtype: torch.dtype, make_ops: MakeOps) -> None:
+    row_ops.test_layer_norm_matches_float64(72, dtype, make_ops)
+
+
+@for_both_dtypes
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_norm_of_a_product_is_added(kind: NormKind, dtype: torch.dtype, make_ops: MakeOps) -> None:
+    row_ops.test_norm_of_a_product_is_added_to_the_residual_stream(kind, dtype, make_ops)
+
+
+@for_both_dtypes
+def test_gelu_linears_and_soft_caps_match_float64(dtype: torch.dtype, make_ops: MakeOps) -> None:
+    row_ops.test_gelu_linears_match_float64(dtype, make_ops)
+    row_ops.test_logits_are_scaled_and_capped(100, dtype, make_ops)
+
+
+@pytest.mark.parametrize("scope", ["each head", "projection"])
+def test_queries_and_keys_are_normalised_over_the_norms_scope(scope: QkNormScope, make_ops: MakeOps) -> None:
+    kv_cache.test_queries_and_keys_are_normalised_over_the_norms_scope("layer", scope, BF16, make_ops)
 
 
 @for_both_dtypes
@@ -183,7 +206,7 @@ def test_rows_are_the_same_bits_in_any_batch_size(dtype: torch.dtype, make_ops: 
         rows = last - first
         harness.begin(rows)
         return [
-            harness.get("_hidden", ops.rms_norm(harness.put("_residual", residual[first:last]), norm), rows),
+            harness.get("_hidden", ops.norm(harness.put("_residual", residual[first:last]), norm), rows),
             harness.get("_qkv", ops.linear(harness.put("_hidden", x[first:last]), linear), rows),
             harness.get("_gated", ops.gated_linear(harness.put("_hidden", x[first:last]), gated), rows),
         ]
