@@ -299,6 +299,21 @@ def test_an_unsupported_model_is_refused_in_one_line(settings: dict[str, int], m
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "missing"),
+    [
+        ("starcoder2", "Starcoder2ForCausalLM is not on the GPU yet: there are no kernels for layer norms"),
+        ("gemma2", "norms of what attention and MLP add"),
+        ("olmo2", "layers without a norm before attention"),
+    ],
+)
+def test_a_variation_without_kernels_is_refused_by_name(architecture: str, missing: str, tmp_path: Path) -> None:
+    model_dir = make_checkpoint(architecture, tmp_path)
+    for start in (CudaDecoderPass.describe, EmulatedCudaPass.load):
+        with pytest.raises(StartupError, match=f"{missing}.*; use --gpu none"):
+            start(model_dir, PassOptions(dtype="fp32"))
+
+
 def test_a_kernel_that_does_not_run_is_reported_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_pass()
 

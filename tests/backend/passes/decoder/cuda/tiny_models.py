@@ -35,6 +35,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "smollm3-window": {"num_hidden_layers": 3},
     "phi3-partial": {"hidden_size": 256},
+    "ministral": {"layer_types": ["sliding_attention", "full_attention"]},
+    "gemma": {},
+    "granite": {},
+    "glm": {},
 }
 
 

@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.backend.checkpoint.decoder_config import DecoderConfig
-from penstock.backend.checkpoint.decoder_config import NormKind, QkNormScope
+from penstock.backend.checkpoint.decoder_config import DecoderConfig, NormKind, QkNormScope
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps
 from tests.backend.passes.decoder import test_decoder_pass as passes
 from tests.backend.passes.decoder.conftest import MakeOps
