@@ -1,0 +1,97 @@
+"""The tables of docs/models.md are made here, from what the code supports.
+
+PENSTOCK_WRITE_DOCS=1 pytest tests/test_models_page.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.backend.checkpoint.config_json import parse_decoder_config
+from penstock.backend.checkpoint.families import FAMILIES
+from penstock.backend.passes.decoder.cpu.native_ops import supports_native_ops
+from penstock.backend.passes.decoder.cuda.workspace_plan import unsupported_variation
+from tests.backend.passes.transformers_model import families as transformers_families
+from tests.checkpoints import PRESETS, make_config
+
+if TYPE_CHECKING:
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+MODELS = {
+    "LlamaForCausalLM": "Llama 2, 3, 3.1, 3.2, 3.3; SmolLM 1, 2; many fine-tunes",
+    "MistralForCausalLM": "Mistral 7B, Nemo, Small 24B (text)",
+    "MinistralForCausalLM": "Ministral 8B",
+    "Qwen2ForCausalLM": "Qwen 2, 2.5; QwQ; DeepSeek-R1 distillations",
+    "Qwen3ForCausalLM": "Qwen3 0.6B to 32B",
+    "SmolLM3ForCausalLM": "SmolLM3",
+    "Phi3ForCausalLM": "Phi-3, 3.5 mini; Phi-4, Phi-4-mini",
+    "GemmaForCausalLM": "Gemma",
+    "Gemma2ForCausalLM": "Gemma 2",
+    "Gemma3ForCausalLM": "Gemma 3 270M, 1B (text)",
+    "Olmo2ForCausalLM": "OLMo 2",
+    "Olmo3ForCausalLM": "OLMo 3",
+    "GraniteForCausalLM": "Granite 3, 3.1, 3.2, 3.3",
+    "GlmForCausalLM": "GLM-4 9B",
+    "Glm4ForCausalLM": "GLM-4-0414",
+    "CohereForCausalLM": "Command R",
+    "Cohere2ForCausalLM": "Command R7B, Command A",
+    "Starcoder2ForCausalLM": "StarCoder2",
+}
+
+
+def decoder_rows() -> list[str]:
+    rows = ["| architecture | models | CPU | GPU | layers with a window |", "|---|---|---|---|---|"]
+    for architecture in FAMILIES:
+        configs = [tiny(name) for name, preset in PRESETS.items() if preset.model == architecture]
+        assert configs, f"tests/checkpoints.py has no preset of {architecture}"
+        is_native = all(map(supports_native_ops, configs))
+        variation = next(filter(None, map(unsupported_variation, configs)), None)
+        windows = any(any(config.layer_window_tokens) for config in configs)
+        cells = (
+            f"`{architecture}`",
+            MODELS[architecture],
+            "kernels" if is_native else "torch",
+            "not measured" if variation is None else f"no: {variation}",
+            "yes" if windows else "",
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def tiny(preset: str) -> DecoderConfig:
+    return parse_decoder_config(make_config(preset).to_dict() | {"architectures": [PRESETS[preset].model]})
+
+
+def transformers_rows() -> list[str]:
+    rows = ["| architecture | served |", "|---|---|"]
+    for name, _ in transformers_families.FAMILIES.values():
+        rows.append(f"| `{name}ForCausalLM` | yes |")
+    for name, _, reason in transformers_families.REFUSED.values():
+        rows.append(f"| `{name}ForCausalLM` | no: {reason} |")
+    return rows
+
+
+TABLES = {"decoder": decoder_rows, "transformers": transformers_rows}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_table_says_what_the_code_does(name: str) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    block = re.compile(rf"(<!-- {name}: made by tests/test_models_page.py -->\n)(.*?)(\n<!-- end -->)", re.DOTALL)
+    table = "\n".join(TABLES[name]())
+    found = block.search(text)
+    assert found is not None
+    if os.environ.get("PENSTOCK_WRITE_DOCS"):
+        PAGE.write_text(block.sub(lambda match: match[1] + table + match[3], text), encoding="utf-8")
+        return
+    assert found[2] == table, "run the command at the top of this file"
+
+
+def test_every_served_architecture_has_a_row_of_names() -> None:
+    assert list(MODELS) == list(FAMILIES)
