@@ -7,6 +7,7 @@ Every parameter is random, norms and biases included, so a forgotten one changes
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ _LONGROPE = {
     "short_factor": [1.0 + 0.05 * i for i in range(8)],
     "long_factor": [1.0 + 0.7 * i for i in range(8)],
 }
+_ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _GEMMA_HEADS = {"head_dim": 32, "tie_word_embeddings": True}
 
 
@@ -40,6 +42,8 @@ class Preset:
     model: str
     config: str
     settings: dict[str, Any] = field(default_factory=dict)
+    text_config: str | None = None
+    """The config class of the text model, if the model also reads images."""
 
 
 COMMON: dict[str, Any] = {
@@ -129,6 +133,15 @@ PRESETS: dict[str, Preset] = {
             },
         },
     ),
+    "gemma3-vision": Preset(
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {**_GEMMA_HEADS, "num_hidden_layers": 3, "sliding_window": 16, "layer_types": _ALTERNATING},
+        text_config="Gemma3TextConfig",
+    ),
+    "mistral3": Preset(
+        "Mistral3ForConditionalGeneration", "Mistral3Config", {"sliding_window": None}, text_config="MistralConfig"
+    ),
     "olmo2": Preset("Olmo2ForCausalLM", "Olmo2Config"),
     "olmo3": Preset("Olmo3ForCausalLM", "Olmo3Config", {"num_hidden_layers": 4, "sliding_window": 16}),
     "granite": Preset(
@@ -157,6 +170,9 @@ PRESETS: dict[str, Preset] = {
 }
 
 
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
 def make_config(architecture: str, **overrides: Any) -> Any:
     """The tiny transformers config of PRESETS[architecture], with overrides under transformers' names."""
     preset = PRESETS[architecture]
@@ -165,7 +181,14 @@ def make_config(architecture: str, **overrides: Any) -> Any:
         key: dict(value) if isinstance(value, dict) else value
         for key, value in (COMMON | preset.settings | overrides).items()
     }
-    return getattr(transformers, preset.config)(**settings)
+    if preset.text_config is None:
+        return getattr(transformers, preset.config)(**settings)
+    text = getattr(transformers, preset.text_config)(**settings)
+    return getattr(transformers, preset.config)(
+        text_config=text,
+        vision_config=_VISION | {"image_size": 32, "patch_size": 16},
+        tie_word_embeddings=settings["tie_word_embeddings"],
+    )
 
 
 def make_model(architecture: str, seed: int = 0, **overrides: Any) -> Any:
@@ -199,7 +222,6 @@ def make_checkpoint(
 
 def load_oracle(model_dir: Path) -> Any:
     """The transformers model of a checkpoint, in fp32 with eager attention."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.float32, attn_implementation="eager"
-    )
+    (name,) = json.loads((model_dir / "config.json").read_text())["architectures"]
+    model = getattr(transformers, name).from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
     return model.eval()

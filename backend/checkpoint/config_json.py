@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.backend.checkpoint.decoder_config import DecoderConfig, RopeConfig
-from penstock.backend.checkpoint.families import ACTIVATIONS, FAMILIES, Family
+from penstock.backend.checkpoint.families import ACTIVATIONS, FAMILIES, TEXT_PARTS, Family, TextPart
 from penstock.backend.checkpoint.hf_config import HfConfig
 from penstock.backend.checkpoint.json_file import convert, read_json_object, shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
+SUPPORTED_ARCHITECTURES = (*FAMILIES, *TEXT_PARTS)
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _ROPE_KEYS = {"full_attention": "rope_parameters", "sliding_attention": "window_rope_parameters"}
@@ -48,7 +48,10 @@ def read_decoder_config(model_dir: Path, max_context_tokens: int | None = None) 
 def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None = None) -> DecoderConfig:
     """As `read_decoder_config`, from the decoded JSON object."""
     architecture = _architecture(values)
-    family = FAMILIES[architecture]
+    part = TEXT_PARTS.get(architecture)
+    if part is not None:
+        values = _text_values(values, architecture, part)
+    family = FAMILIES[architecture if part is None else part.architecture]
     _refuse_unsupported(values, family)
     config = convert(_split_rope(values, family), HfConfig, architecture)
     num_kv_heads = config.num_key_value_heads or config.num_attention_heads
@@ -102,9 +105,23 @@ def _architecture(values: dict[str, Any]) -> str:
     if not isinstance(architectures, list) or not architectures:
         raise StartupError(f"architectures is {shorten(architectures)}; it must name one of {supported}")
     architecture = architectures[0]
-    if not isinstance(architecture, str) or architecture not in FAMILIES:
+    if not isinstance(architecture, str) or architecture not in SUPPORTED_ARCHITECTURES:
         raise StartupError(f"architecture {shorten(architecture)} is not supported; supported are {supported}")
     return architecture
+
+
+def _text_values(values: dict[str, Any], architecture: str, part: TextPart) -> dict[str, Any]:
+    """The keys of the text model, with those of the whole model that apply to it."""
+    text = values.get("text_config")
+    if not isinstance(text, dict):
+        raise StartupError(f"text_config is {shorten(text)}; {architecture} needs an object")
+    model_type = text.get("model_type", part.model_type)
+    if model_type != part.model_type:
+        raise StartupError(
+            f'text_config.model_type is {shorten(model_type)}; of {architecture} only "{part.model_type}" is supported'
+        )
+    whole = {key: values[key] for key in ("quantization_config", "tie_word_embeddings") if key in values}
+    return {**part.defaults, "tie_word_embeddings": part.tie_embeddings, **text, **whole}
 
 
 def _refuse_unsupported(values: dict[str, Any], family: Family) -> None:

@@ -287,3 +287,32 @@ FAMILIES = {
         tie_embeddings=True,
     ),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """The text model of an architecture that also reads images. Only text is served."""
+
+    architecture: str
+    """The entry of FAMILIES that it is."""
+    model_type: str
+    """Of text_config; others are other models."""
+    tie_embeddings: bool
+    defaults: dict[str, int] = field(default_factory=dict)
+    """Of keys that the files on the hub leave out and HfConfig requires."""
+
+
+TEXT_PARTS = {
+    "Gemma3ForConditionalGeneration": TextPart(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        tie_embeddings=True,
+        defaults={
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131_072,
+        },
+    ),
+    "Mistral3ForConditionalGeneration": TextPart("MistralForCausalLM", "mistral", tie_embeddings=False),
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from msgspec import Meta, Struct
 
@@ -22,6 +22,16 @@ MAX_SHARDS = 512
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}\.safetensors")
 
 
+_TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+"""Where models that read images too keep their text model: in files of transformers 4 and on the hub, and of 5."""
+
+T = TypeVar("T")
+
+
 class _Index(Struct, frozen=True):
     weight_map: Annotated[dict[str, str], Meta(min_length=1, max_length=1 << 20)]
 
@@ -32,7 +42,10 @@ def shard_names(index: Path) -> tuple[str, ...]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Tensor name → file name of its shard, always a plain name and never a path. Raises StartupError."""
+    """Tensor name → file name of its shard, always a plain name and never a path. Raises StartupError.
+
+    Names are those of `as_text_names`.
+    """
     weight_map = convert(read_json_object(path), _Index, path).weight_map
     names = set(weight_map.values())
     for name in names:
@@ -42,4 +55,19 @@ def read_index(path: Path) -> dict[str, str]:
             )
     if len(names) > MAX_SHARDS:
         raise StartupError(f"{path} names {len(names)} files; at most {MAX_SHARDS} are allowed")
-    return weight_map
+    return as_text_names(weight_map, path)
+
+
+def as_text_names(by_name: dict[str, T], where: object) -> dict[str, T]:
+    """Give the text model's tensors in the checkpoint of a larger model the names that they have without it.
+
+    Raises StartupError if two tensors get the same name.
+    """
+    renamed: dict[str, T] = {}
+    for name, value in by_name.items():
+        prefix = next((prefix for prefix in _TEXT_PREFIXES if name.startswith(prefix)), "")
+        text_name = _TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+        if text_name in renamed:
+            raise StartupError(f"{where}: tensor {shorten(name)} is another {shorten(text_name)}")
+        renamed[text_name] = value
+    return renamed

@@ -17,6 +17,7 @@ import torch
 from msgspec import Meta, Struct
 
 from penstock.backend.checkpoint.json_file import convert, decode_json_object
+from penstock.backend.checkpoint.layout import as_text_names
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class StoredTensor:
 
 
 class SafetensorsFile:
-    """An open file. Every tensor of its header is within the file. The caller closes it."""
+    """An open file. Every tensor of its header is within it, and has the name of `as_text_names`. The caller closes it."""
 
     def __init__(self, path: Path) -> None:
         """Raises StartupError if the file is missing or truncated, or its header is invalid."""
@@ -72,7 +73,8 @@ class SafetensorsFile:
         except OSError as error:
             raise StartupError(f"{path} cannot be opened: {error.strerror}") from None
         try:
-            self.tensors, self.metadata = _read_header(self._file, path)
+            stored, self.metadata = _read_header(self._file, path)
+            self.tensors = as_text_names(stored, path)
         except BaseException:
             self._file.close()
             raise

@@ -19,6 +19,7 @@ from penstock.backend.checkpoint.config_json import (
     read_decoder_config,
 )
 from penstock.backend.checkpoint.decoder_config import DecoderConfig, Scales
+from penstock.backend.checkpoint.families import FAMILIES
 from penstock.backend.errors import StartupError
 from tests.checkpoints import PRESETS, make_config, make_model
 
@@ -57,9 +58,14 @@ def hf_values(architecture: str, **overrides: Any) -> dict[str, Any]:
     return values
 
 
+def text_model(model: Any) -> Any:
+    """The decoder of a model, which may read images too."""
+    return getattr(model.model, "language_model", model.model)
+
+
 def oracle_rope(model: Any, num_positions: int, layer_type: str | None) -> tuple[torch.Tensor, float]:
     """inv_freq and attention factor in transformers, for a sequence of num_positions."""
-    rotary = model.model.rotary_emb
+    rotary = text_model(model).rotary_emb
     positions = torch.arange(num_positions)[None]
     if layer_type is None:
         rotary(torch.zeros(1), positions)
@@ -87,8 +93,8 @@ def oracle_eps(config: Any) -> float:
 def test_dimensions_and_rope_match_transformers(architecture: str) -> None:
     model = make_model(architecture)
     config = parse_decoder_config(hf_values(architecture))
-    theirs = model.config
-    attention = model.model.layers[0].self_attn
+    theirs = text_model(model).config
+    attention = text_model(model).layers[0].self_attn
     assert config.architecture == PRESETS[architecture].model
     assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (256, theirs.hidden_size, 96)
     assert (config.num_layers, config.num_heads) == (theirs.num_hidden_layers, 4)
@@ -96,7 +102,7 @@ def test_dimensions_and_rope_match_transformers(architecture: str) -> None:
     assert config.head_dim == attention.head_dim
     assert config.norm_eps == oracle_eps(theirs)
     assert config.max_context_tokens == 512
-    assert config.tie_embeddings == theirs.tie_word_embeddings
+    assert config.tie_embeddings == model.config.tie_word_embeddings
     projections = getattr(attention, "q_proj", None) or attention.qkv_proj
     assert config.qkv_bias == (projections.bias is not None)
     assert config.output_bias == (attention.o_proj.bias is not None)
@@ -109,10 +115,10 @@ def test_dimensions_and_rope_match_transformers(architecture: str) -> None:
 def test_windows_and_nope_layers_match_transformers(architecture: str) -> None:
     model = make_model(architecture)
     config = parse_decoder_config(hf_values(architecture))
-    layers = [layer.self_attn for layer in model.model.layers]
+    layers = [layer.self_attn for layer in text_model(model).layers]
     # Mistral, Phi-3 and StarCoder2 have one window for all layers in their config; the others have one per layer.
     one_for_all = architecture.startswith(("mistral", "phi3", "phi4", "starcoder2"))
-    whole = model.config.sliding_window if one_for_all else None
+    whole = text_model(model).config.sliding_window if one_for_all else None
     assert config.layer_window_tokens == tuple(getattr(layer, "sliding_window", whole) for layer in layers)
     if architecture == "cohere2":
         assert config.layer_uses_rope == tuple(window is not None for window in config.layer_window_tokens)
@@ -120,7 +126,7 @@ def test_windows_and_nope_layers_match_transformers(architecture: str) -> None:
         assert config.layer_uses_rope == tuple(bool(getattr(layer, "use_rope", True)) for layer in layers)
 
 
-@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_absent_keys_have_the_defaults_of_transformers(architecture: str) -> None:
     theirs = getattr(transformers, CONFIGS.get(architecture, architecture.replace("ForCausalLM", "Config")))()
     dims = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -271,6 +277,35 @@ def test_context_beyond_the_models_is_refused_with_both_numbers() -> None:
 def test_unsupported_configuration_is_refused_with_field_and_value(change: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError, match=message):
         parse_decoder_config(LLAMA | change)
+
+
+def test_text_model_has_the_defaults_of_the_hub() -> None:
+    """The file of gemma-3-4b-it says no more about its text model."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    text |= {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    config = parse_decoder_config({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
+    assert (config.vocab_size, config.num_heads, config.num_kv_heads, config.head_dim) == (262_208, 8, 4, 256)
+    assert (config.max_context_tokens, config.tie_embeddings) == (131_072, True)
+    assert config.layer_window_tokens[:6] == (1024,) * 5 + (None,)
+    assert config.window_rope is not None
+    assert config.rope.inv_freq[0] == config.window_rope.inv_freq[0] / 8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text_config": None}, "text_config is None; Mistral3ForConditionalGeneration needs an object"),
+        (
+            {"text_config": LLAMA | {"model_type": "ministral3"}},
+            "text_config.model_type is 'ministral3'; of Mis",
+        ),
+        ({"text_config": LLAMA, "quantization_config": {"quant_method": "fp9"}}, "quant_method 'fp9'"),
+        ({"text_config": LLAMA | {"vocab_size": 0}}, "vocab_size is 0"),
+    ],
+)
+def test_text_model_that_is_not_supported_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        parse_decoder_config({"architectures": ["Mistral3ForConditionalGeneration"]} | change)
 
 
 def test_missing_dimension_is_named() -> None:

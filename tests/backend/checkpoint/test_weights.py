@@ -13,6 +13,7 @@ import torch
 
 from penstock.backend.checkpoint import progress as progress_module
 from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.layout import as_text_names
 from penstock.backend.checkpoint.tensors import NORM_FIELDS, expected_tensors
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
@@ -39,7 +40,7 @@ def stacked_norm(state: dict[str, torch.Tensor], name: str) -> torch.Tensor | No
 def test_canonical_tensors_equal_the_checkpoints(architecture: str, sharding: dict[str, str], tmp_path: Path) -> None:
     model_dir = make_checkpoint(architecture, tmp_path, **sharding)
     assert (model_dir / INDEX).exists() == bool(sharding)
-    state = make_model(architecture).state_dict()
+    state = as_text_names(make_model(architecture).state_dict(), "the model")
     layouts = {
         "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj"],
         "o": ["self_attn.o_proj"],
@@ -48,7 +49,8 @@ def test_canonical_tensors_equal_the_checkpoints(architecture: str, sharding: di
     }
     config = read_decoder_config(model_dir)
     used = {spec.name for spec in expected_tensors(config)}
-    assert used == state.keys() - ({"lm_head.weight"} if config.tie_embeddings else set())
+    text = {name for name in state if name.startswith(("model.embed", "model.layers.", "model.norm.", "lm_head."))}
+    assert used == text - ({"lm_head.weight"} if config.tie_embeddings else set())
     norms = {field: getattr(config.names, field) for field in NORM_FIELDS}
     norms |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
     with open_weights(model_dir, config) as weights:
@@ -172,6 +174,7 @@ import re, sys
 from pathlib import Path
 import torch
 from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.layout import as_text_names
 from penstock.backend.checkpoint.tensors import NORM_FIELDS, expected_tensors
 from penstock.backend.checkpoint.weights import open_weights
 
@@ -205,3 +208,14 @@ def test_loading_needs_little_more_memory_than_the_weights(tmp_path: Path) -> No
         assert loaded_bytes > 180_000_000
         assert peak_bytes < 1.15 * loaded_bytes
     assert len(child.stdout.splitlines()) == 2
+
+
+def test_text_model_of_a_larger_one_keeps_its_own_names() -> None:
+    stored = ("language_model.model.norm.weight", "language_model.lm_head.weight", "model.language_model.layers.0.x")
+    names = as_text_names(dict.fromkeys((*stored, "vision_tower.norm.weight"), 0), "it")
+    assert list(names) == ["model.norm.weight", "lm_head.weight", "model.layers.0.x", "vision_tower.norm.weight"]
+
+
+def test_two_tensors_of_one_name_are_refused() -> None:
+    with pytest.raises(StartupError, match=r"it: tensor 'model.norm.weight' is another 'model.norm.weight'"):
+        as_text_names({"language_model.model.norm.weight": 0, "model.norm.weight": 0}, "it")
