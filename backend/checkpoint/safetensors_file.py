@@ -63,7 +63,7 @@ class StoredTensor:
 
 
 class SafetensorsFile:
-    """An open file. Every tensor of its header is within it, and has the name of `as_text_names`. The caller closes it."""
+    """An open file. All tensors of its header are within it, under their `as_text_names`. The caller closes it."""
 
     def __init__(self, path: Path) -> None:
         """Raises StartupError if the file is missing or truncated, or its header is invalid."""
