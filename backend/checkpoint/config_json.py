@@ -12,6 +12,7 @@ import torch
 
 from penstock.backend.checkpoint.decoder_config import DecoderConfig, RopeConfig
 from penstock.backend.checkpoint.families import ACTIVATIONS, FAMILIES, TEXT_PARTS, Family, TextPart
+from penstock.backend.checkpoint.formats.declared import parse_stored_formats
 from penstock.backend.checkpoint.hf_config import HfConfig
 from penstock.backend.checkpoint.json_file import convert, read_json_object, shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE
@@ -125,12 +126,7 @@ def _text_values(values: dict[str, Any], architecture: str, part: TextPart) -> d
 
 
 def _refuse_unsupported(values: dict[str, Any], family: Family) -> None:
-    quantization = values.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise StartupError(
-            f"quantization_config (quant_method {shorten(method)}) is not supported; weights must be bf16, fp16 or fp32"
-        )
+    parse_stored_formats(values)
     for key in _EXPERT_COUNTS:
         if values.get(key):
             raise StartupError(f"{key} is {shorten(values[key])}; mixtures of experts are not supported")

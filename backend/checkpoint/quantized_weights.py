@@ -6,15 +6,38 @@ A weight is [outputs, inputs], row-major, as an unquantised one. A gated pair is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 MAX_QUANTIZED_INPUTS = 1 << 17
-"""127 × 127 × this is below 2^31, so a sum of products of int8 is exact in int32."""
+"""127 × 128 × this is below 2^31, so a sum of products of int8 is exact in int32: activations are from -127 to 127."""
 
 INT4_GROUP_SIZES = (32, 128)
+
+
+_SCALE_BYTES_INT8 = 4
+_SCALE_BYTES_INT4 = 2
+_ZERO_BYTES_INT4 = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PackedForm:
+    """The form of a quantised weight, without its numbers."""
+
+    group_size: int | None
+    """Inputs that share a scale and a zero point of 4-bit values; None for 8 bits and one scale per output."""
+
+    def num_bytes(self, shape: tuple[int, int]) -> int:
+        """Memory of a packed linear [outputs, inputs]: values, scales and zeros."""
+        outputs, inputs = shape
+        if self.group_size is None:
+            return outputs * (inputs + _SCALE_BYTES_INT8)
+        return outputs * (inputs // 2 + inputs // self.group_size * (_SCALE_BYTES_INT4 + _ZERO_BYTES_INT4))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,17 +45,15 @@ class Int8Weight:
     """w = scale × value, with one scale per output. Raises ValueError for other shapes, dtypes or values."""
 
     values: Tensor
-    """int8 [outputs, inputs], from -127 to 127."""
+    """int8 [outputs, inputs]"""
     scales: Tensor
-    """float32 [outputs], finite and not negative."""
+    """float32 [outputs], finite."""
 
     def __post_init__(self) -> None:
         _check_tensor("values", self.values, torch.int8, 2)
         outputs, inputs = self.shape
         _check_inputs(inputs)
         _check_scales(self.scales, (outputs,))
-        if bool((self.values == -128).any()):
-            raise ValueError("values of an int8 weight are from -127 to 127, not -128")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -103,6 +124,25 @@ def take_rows(weight: QuantizedWeight, rows: Tensor | slice) -> QuantizedWeight:
     return Int4Weight(weight.values[rows], weight.scales[rows], weight.zeros[rows], weight.group_size)
 
 
+def stack_weights(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """One weight with the outputs of all, in order; None if their forms differ."""
+    first, *others = weights
+    if not others:
+        return first
+    int8 = [weight for weight in weights if isinstance(weight, Int8Weight)]
+    if len(int8) == len(weights):
+        return Int8Weight(torch.cat([weight.values for weight in int8]), torch.cat([weight.scales for weight in int8]))
+    int4 = [weight for weight in weights if isinstance(weight, Int4Weight)]
+    if len(int4) < len(weights) or len({weight.group_size for weight in int4}) > 1:
+        return None
+    return Int4Weight(
+        torch.cat([weight.values for weight in int4]),
+        torch.cat([weight.scales for weight in int4]),
+        torch.cat([weight.zeros for weight in int4]),
+        int4[0].group_size,
+    )
+
+
 def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, num_dims: int) -> None:
     if tensor.dtype is not dtype or tensor.dim() != num_dims:
         raise ValueError(f"{name} must be {dtype} of {num_dims} dimensions, not {tensor.dtype} {list(tensor.shape)}")
@@ -117,5 +157,5 @@ def _check_scales(scales: Tensor, shape: tuple[int, ...]) -> None:
     _check_tensor("scales", scales, torch.float32, len(shape))
     if scales.shape != shape:
         raise ValueError(f"scales must be {list(shape)}, not {list(scales.shape)}")
-    if not bool(((scales >= 0) & (scales < torch.inf)).all()):
-        raise ValueError("scales must be finite and not negative")
+    if not bool(scales.isfinite().all()):
+        raise ValueError("scales must be finite")

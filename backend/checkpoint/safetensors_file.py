@@ -32,9 +32,18 @@ MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
 _LENGTH_BYTES = 8
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_COPIED_DTYPES = FLOAT_DTYPES | {"I8": torch.int8, "U8": torch.uint8}
+_COPIED_DTYPES = FLOAT_DTYPES | {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in _COPIED_DTYPES.items()} | {
+    "F64": 8, "U64": 8, "U32": 4, "I16": 2, "U16": 2, "BOOL": 1, "F8_E5M2": 1
+}  # fmt: skip
 
 _Size = Annotated[int, Meta(ge=0, le=1 << 48)]
 
@@ -102,6 +111,12 @@ class SafetensorsFile:
                 )
             advance(count * item_bytes)
 
+    def read(self, tensor: StoredTensor, advance: Callable[[int], None]) -> Tensor:
+        """As `copy`, to a new tensor of the stored dtype and shape."""
+        target = torch.empty(tensor.shape, dtype=_COPIED_DTYPES[tensor.dtype])
+        self.copy(tensor, target, advance)
+        return target
+
     def map(self, tensor: StoredTensor) -> Tensor:
         """A float tensor in its own dtype and shape, mapped from the file: private, and alive as long as it is held.
 
@@ -141,7 +156,19 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, StoredTensor], o
     expected_bytes = max((t.first_byte + t.num_bytes for t in tensors.values()), default=data_start)
     if file_bytes < expected_bytes:
         raise StartupError(f"{path} is truncated: expected {expected_bytes} bytes, found {file_bytes}")
+    _check_apart(tensors, path)
     return tensors, metadata
+
+
+def _check_apart(tensors: dict[str, StoredTensor], path: Path) -> None:
+    """Raises StartupError if two tensors share bytes."""
+    end, before = 0, ""
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].first_byte, item[1].num_bytes)):
+        if tensor.num_bytes and tensor.first_byte < end:
+            raise StartupError(
+                f"{path}: tensor {name} begins at byte {tensor.first_byte}, within {before}, which ends at {end}"
+            )
+        end, before = max(end, tensor.first_byte + tensor.num_bytes), name
 
 
 def _stored(name: str, entry: object, data_start: int, path: Path) -> StoredTensor:

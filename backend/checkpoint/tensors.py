@@ -20,6 +20,8 @@ FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 NORM_FIELDS = ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
 """The norms of a layer, as fields of `TensorNames` and of `LayerWeights`."""
+LINEARS = ("qkv", "o", "gate_up", "down")
+"""The fields of LayerWeights that are matrices of linears."""
 
 
 Matrix = TypeVar("Matrix", covariant=True)
@@ -70,6 +72,15 @@ def expected_tensors(config: DecoderConfig) -> Iterator[TensorSpec]:
     yield from final_norm_specs(config)
     if not config.tie_embeddings:
         yield lm_head_spec(config)
+
+
+def linear_names(config: DecoderConfig) -> Iterator[str]:
+    """The names of all linears' weights, lm_head's included if it has one of its own."""
+    for index in range(config.num_layers):
+        layout = layer_specs(config, index)
+        yield from (spec.name for field in LINEARS for spec in layout[field])
+    if not config.tie_embeddings:
+        yield LM_HEAD
 
 
 def embedding_spec(config: DecoderConfig) -> TensorSpec:

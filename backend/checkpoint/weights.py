@@ -7,44 +7,54 @@
             layer = weights.layer(i, dtype)
 
 Canonical means: q, k and v are stacked into one matrix, gate and up into another, whatever the checkpoint stores. Every
-tensor is a new copy that the caller owns; only one window of the file is in memory beside them. The exception is
-`mapped_embedding`, for an embedding table that is not held in memory.
+tensor is a new copy that the caller owns. Only one window of the file is in memory beside them, and of a quantised
+checkpoint the stored matrices of one linear. The exception is `mapped_embedding`, for an embedding table that is not
+held in memory.
 """
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from penstock.backend.checkpoint.config_json import read_declared_dtype
+from penstock.backend.checkpoint.formats.declared import read_stored_formats
+from penstock.backend.checkpoint.formats.stored_weight import FormattedMatrix, PlainTensor, find_weight
 from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE, read_index
 from penstock.backend.checkpoint.progress import make_progress
-from penstock.backend.checkpoint.safetensors_file import FLOAT_DTYPES, SafetensorsFile
+from penstock.backend.checkpoint.quantized_weights import stack_weights
+from penstock.backend.checkpoint.safetensors_file import SafetensorsFile
 from penstock.backend.checkpoint.tensors import (
     EMBEDDING,
+    LINEARS,
     LayerWeights,
     TensorSpec,
     embedding_spec,
     expected_tensors,
     final_norm_specs,
     layer_specs,
+    linear_names,
     lm_head_spec,
 )
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
 
     from torch import Tensor
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.formats.stored_weight import LoadedMatrix, StoredWeight
     from penstock.backend.checkpoint.progress import Progress
-    from penstock.backend.checkpoint.safetensors_file import StoredTensor
+    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+
+logger = logging.getLogger("penstock.backend")
 
 
 class DecoderWeights:
@@ -53,17 +63,25 @@ class DecoderWeights:
     def __init__(
         self,
         config: DecoderConfig,
-        files: dict[str, SafetensorsFile],
+        stored: Mapping[str, StoredWeight],
         declared_dtype: torch.dtype | None,
         progress: Progress,
         closers: ExitStack,
+        *,
+        keeps_packed: bool = False,
     ) -> None:
-        """files: tensor name → the open file that has it. closers closes the files and the progress."""
+        """stored: every needed tensor, by name. closers closes the files and the progress.
+
+        keeps_packed: linears that are stored in a form that kernels multiply are returned in it; the others, and all
+        linears without it, are dequantised.
+        """
         self._config = config
-        self._files = files
+        self._stored = stored
         self._declared_dtype = declared_dtype
         self._progress = progress
         self._closers = closers
+        self._keeps_packed = keeps_packed
+        self._num_packed = self._num_dequantized = 0
 
     def __enter__(self) -> DecoderWeights:
         return self
@@ -76,6 +94,13 @@ class DecoderWeights:
     def close(self) -> None:
         """Close the files and end the progress report. Idempotent."""
         self._closers.close()
+        if self._num_packed or self._num_dequantized:
+            logger.info(
+                "Of the checkpoint's quantised linears %d are multiplied as they are, %d were dequantised",
+                self._num_packed,
+                self._num_dequantized,
+            )
+            self._num_packed = self._num_dequantized = 0
 
     def count_read(self, num_bytes: int) -> None:
         """Add to the progress what was read from other files."""
@@ -84,15 +109,14 @@ class DecoderWeights:
     @property
     def stored_bytes(self) -> int:
         """Size of all needed tensors in the checkpoint's own dtype."""
-        return _stored_bytes(self._config, self._files)
+        return _stored_bytes(self._stored)
 
     def choose_dtype(self, requested: str, fp16_as: torch.dtype = torch.bfloat16) -> torch.dtype:
         """The dtype to compute in: "bf16", "fp32", or for "auto" the dtype in config.json, else the stored one.
 
         fp16 becomes fp16_as: bf16 has the same size, and CPUs support it. Raises StartupError for another name.
         """
-        stored = FLOAT_DTYPES[_stored(self._files, EMBEDDING).dtype]
-        return choose_dtype(requested, self._declared_dtype or stored, fp16_as)
+        return choose_dtype(requested, self._declared_dtype or self._embedding.dtype, fp16_as)
 
     def embedding(self, dtype: torch.dtype) -> Tensor:
         """[vocab_size, hidden_size]"""
@@ -103,19 +127,44 @@ class DecoderWeights:
 
         For row lookups: only the rows that are used come into memory. Stays valid after close.
         """
-        return self._files[EMBEDDING].map(_stored(self._files, EMBEDDING))
+        return self._embedding.map()
 
-    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Tensor]:
+    @property
+    def _embedding(self) -> PlainTensor:
+        stored = self._stored[EMBEDDING]
+        if not isinstance(stored, PlainTensor):
+            raise TypeError("only linears are stored quantised")
+        return stored
+
+    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Tensor | QuantizedWeight]:
         layout = layer_specs(self._config, index)
-        return LayerWeights(**{field: self.stacked(specs, dtype) for field, specs in layout.items()})
+        fields: dict[str, Any] = {
+            field: self.linear(specs, dtype) if field in LINEARS else self.stacked(specs, dtype)
+            for field, specs in layout.items()
+        }
+        return LayerWeights(**fields)
 
     def final_norm(self, dtype: torch.dtype) -> Tensor:
         """[hidden_size]; with a bias [2 * hidden_size]"""
         return self.stacked(final_norm_specs(self._config), dtype)
 
-    def lm_head(self, dtype: torch.dtype) -> Tensor | None:
+    def lm_head(self, dtype: torch.dtype) -> Tensor | QuantizedWeight | None:
         """[vocab_size, hidden_size]; None if the embedding is used instead."""
-        return None if self._config.tie_embeddings else self.stacked((lm_head_spec(self._config),), dtype)
+        return None if self._config.tie_embeddings else self.linear((lm_head_spec(self._config),), dtype)
+
+    def linear(self, specs: tuple[TensorSpec, ...], dtype: torch.dtype) -> Tensor | QuantizedWeight:
+        """As `stacked`, or in the checkpoint's own form."""
+        stored = [self._stored[spec.name] for spec in specs]
+        matrices = [weight for weight in stored if isinstance(weight, FormattedMatrix)]
+        if not self._keeps_packed or len(matrices) < len(stored):
+            self._num_dequantized += len(matrices) > 0
+            return self.stacked(specs, dtype)
+        loaded = [matrix.load(self._progress.advance) for matrix in matrices]
+        packed = [weight for matrix in loaded if (weight := matrix.pack()) is not None]
+        weight = stack_weights(packed) if len(packed) == len(loaded) else None
+        self._num_packed += weight is not None
+        self._num_dequantized += weight is None
+        return _dequantize(loaded, dtype) if weight is None else weight
 
     def stacked(self, specs: tuple[TensorSpec, ...], dtype: torch.dtype) -> Tensor:
         """The tensors stacked along their first dimension."""
@@ -124,19 +173,13 @@ class DecoderWeights:
         row = 0
         for spec in specs:
             target = stacked[row : row + spec.shape[0]]
-            self._files[spec.name].copy(_stored(self._files, spec.name), target, self._progress.advance)
+            self._stored[spec.name].copy(target, self._progress.advance)
             row += spec.shape[0]
         return stacked
 
     def row_blocks(self, spec: TensorSpec, max_values: int) -> Iterator[Tensor]:
         """A matrix in blocks of whole rows, fp32: at most max_values numbers, but at least one row."""
-        outputs, inputs = spec.shape
-        stored, file = _stored(self._files, spec.name), self._files[spec.name]
-        step = max(1, max_values // inputs)
-        for first in range(0, outputs, step):
-            block = torch.empty(min(step, outputs - first), inputs)
-            file.copy(stored.rows(first, len(block)), block, self._progress.advance)
-            yield block
+        return self._stored[spec.name].blocks(max_values, self._progress.advance)
 
 
 def open_weights(
@@ -144,19 +187,25 @@ def open_weights(
     config: DecoderConfig,
     make_progress: Callable[[int], Progress] = make_progress,
     unread: Collection[str] = (),
+    *,
+    keeps_packed: bool = False,
 ) -> DecoderWeights:
     """Open model.safetensors, or the shards of its index, and check every tensor that config needs.
 
     Nothing is loaded yet. Other tensors are ignored. make_progress receives the number of bytes to load, without the
-    tensors named in unread. Raises StartupError with the tensor's name and both shapes, or both sizes if a file is
-    truncated.
+    tensors named in unread. keeps_packed: see `DecoderWeights`. Raises StartupError with the tensor's name and both
+    shapes, or both sizes if a file is truncated.
     """
     with ExitStack() as closers:
         files, where = _open_files(model_dir, closers)
-        for spec in expected_tensors(config):
-            _check(spec, files, where)
-        progress = closers.enter_context(closing(make_progress(_stored_bytes(config, files, unread))))
-        return DecoderWeights(config, files, read_declared_dtype(model_dir), progress, closers.pop_all())
+        formats, linears = read_stored_formats(model_dir), set(linear_names(config))
+        stored = {
+            spec.name: find_weight(spec, formats.of(spec.name) if spec.name in linears else None, files, where)
+            for spec in expected_tensors(config)
+        }
+        progress = closers.enter_context(closing(make_progress(_stored_bytes(stored, unread))))
+        dtype = read_declared_dtype(model_dir)
+        return DecoderWeights(config, stored, dtype, progress, closers.pop_all(), keeps_packed=keeps_packed)
 
 
 def choose_dtype(requested: str, own: torch.dtype, fp16_as: torch.dtype = torch.bfloat16) -> torch.dtype:
@@ -190,23 +239,15 @@ def _open_files(model_dir: Path, closers: ExitStack) -> tuple[dict[str, Safetens
     return {tensor: shards[name] for tensor, name in weight_map.items()}, f"the files of {index}"
 
 
-def _check(spec: TensorSpec, files: dict[str, SafetensorsFile], where: str) -> None:
-    if spec.name not in files:
-        raise StartupError(f"tensor {spec.name}, expected with shape {list(spec.shape)}, is missing from {where}")
-    stored, path = _stored(files, spec.name), files[spec.name].path
-    if stored.shape != spec.shape:
-        raise StartupError(
-            f"{path}: tensor {spec.name} has shape {list(stored.shape)}; config.json makes it {list(spec.shape)}"
-        )
-    if stored.dtype not in FLOAT_DTYPES:
-        raise StartupError(
-            f"{path}: tensor {spec.name} has dtype {shorten(stored.dtype)}; it must be {', '.join(FLOAT_DTYPES)}"
-        )
+def _dequantize(matrices: Sequence[LoadedMatrix], dtype: torch.dtype) -> Tensor:
+    """The matrices stacked along their outputs."""
+    stacked = torch.empty(sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1], dtype=dtype)
+    row = 0
+    for matrix in matrices:
+        matrix.copy(stacked[row : row + matrix.shape[0]])
+        row += matrix.shape[0]
+    return stacked
 
 
-def _stored(files: dict[str, SafetensorsFile], name: str) -> StoredTensor:
-    return files[name].tensors[name]
-
-
-def _stored_bytes(config: DecoderConfig, files: dict[str, SafetensorsFile], unread: Collection[str] = ()) -> int:
-    return sum(_stored(files, spec.name).num_bytes for spec in expected_tensors(config) if spec.name not in unread)
+def _stored_bytes(stored: Mapping[str, StoredWeight], unread: Collection[str] = ()) -> int:
+    return sum(weight.num_bytes for name, weight in stored.items() if name not in unread)

@@ -1,4 +1,7 @@
-"""What --quantize offers, and which tensors of a model it applies to."""
+"""What --quantize offers, and which tensors of a model it applies to: linears.
+
+Norms and biases stay as they are: they are a thousandth of a model.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,27 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.backend.checkpoint.quantized_weights import MAX_QUANTIZED_INPUTS
-from penstock.backend.checkpoint.tensors import embedding_spec, expected_tensors, layer_specs, lm_head_spec
+from penstock.backend.checkpoint.formats.stored_formats import PLAIN
+from penstock.backend.checkpoint.quantized_weights import MAX_QUANTIZED_INPUTS, PackedForm
+from penstock.backend.checkpoint.tensors import (
+    EMBEDDING,
+    LINEARS,
+    embedding_spec,
+    expected_tensors,
+    layer_specs,
+    lm_head_spec,
+)
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
     import torch
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
     from penstock.backend.checkpoint.tensors import TensorSpec
 
-LINEARS = ("qkv", "o", "gate_up", "down")
-"""The quantised fields of LayerWeights. Norms and biases stay as they are: they are a thousandth of a model."""
 LM_HEAD = "lm_head"
 """Name of the quantised output layer, which is the embedding too where both are tied."""
-
-_SCALE_BYTES_INT8 = 4
-_SCALE_BYTES_INT4 = 2
-_ZERO_BYTES_INT4 = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +43,6 @@ class Quantization:
 
     def group_size_of(self, linear: str) -> int | None:
         return None if linear == LM_HEAD else self.group_size
-
-    def num_bytes(self, linear: str, shape: tuple[int, int]) -> int:
-        """Memory of a quantised linear: values, scales and zeros."""
-        outputs, inputs = shape
-        group_size = self.group_size_of(linear)
-        if group_size is None:
-            return outputs * (inputs + _SCALE_BYTES_INT8)
-        return outputs * (inputs // 2 + inputs // group_size * (_SCALE_BYTES_INT4 + _ZERO_BYTES_INT4))
 
 
 QUANTIZATIONS = {
@@ -98,12 +96,28 @@ def check_sizes(quantization: Quantization, config: DecoderConfig) -> None:
             )
 
 
-def weight_bytes(config: DecoderConfig, dtype: torch.dtype, quantization: Quantization | None) -> int:
-    """Memory of the loaded weights; those that are not quantised have dtype."""
-    linears = {} if quantization is None else linear_specs(config)
-    quantized = {spec.name for specs in linears.values() for spec in specs}
+def weight_bytes(
+    config: DecoderConfig, dtype: torch.dtype, quantization: Quantization | None, formats: StoredFormats = PLAIN
+) -> int:
+    """Memory of the loaded weights; those that are not quantised have dtype.
+
+    formats: those of linears that the checkpoint stores quantised, which stay so unless quantization replaces them.
+    """
+    specs = linear_specs(config)
+    forms: dict[str, PackedForm] = {}
+    for name, stacked in specs.items():
+        form = _stored_form(stacked, formats) if quantization is None else PackedForm(quantization.group_size_of(name))
+        if form is not None:
+            forms[name] = form
+    quantized = {spec.name for name in forms for spec in specs[name]}
     plain = [math.prod(spec.shape) for spec in expected_tensors(config) if spec.name not in quantized]
-    num_bytes = sum(plain) * dtype.itemsize
-    if quantization is not None:
-        num_bytes += sum(quantization.num_bytes(name, stacked_shape(specs)) for name, specs in linears.items())
-    return num_bytes
+    return sum(plain) * dtype.itemsize + sum(form.num_bytes(stacked_shape(specs[name])) for name, form in forms.items())
+
+
+def _stored_form(specs: tuple[TensorSpec, ...], formats: StoredFormats) -> PackedForm | None:
+    """The form that stacked tensors have in the checkpoint; None if they are dequantised."""
+    found = set()
+    for spec in specs:
+        matrix = None if spec.name == EMBEDDING else formats.of(spec.name)
+        found.add(None if matrix is None else matrix.packed_form((spec.shape[0], spec.shape[1])))
+    return found.pop() if len(found) == 1 else None

@@ -25,7 +25,6 @@ from penstock.backend.checkpoint.quantization.kept_file import (
     UnusableFileError,
 )
 from penstock.backend.checkpoint.quantization.modes import (
-    LINEARS,
     LM_HEAD,
     check_sizes,
     linear_name,
@@ -33,7 +32,7 @@ from penstock.backend.checkpoint.quantization.modes import (
     stacked_shape,
 )
 from penstock.backend.checkpoint.quantization.quantizer import BLOCK_VALUES, UnquantizableError, quantize
-from penstock.backend.checkpoint.tensors import LayerWeights, layer_specs
+from penstock.backend.checkpoint.tensors import LINEARS, LayerWeights, layer_specs
 from penstock.backend.checkpoint.weights import DecoderWeights, open_weights
 from penstock.backend.errors import StartupError
 from penstock.shm.process.private_directory import UnsafeDirectory
@@ -156,7 +155,9 @@ def open_served_weights(
     model_dir: Path, config: DecoderConfig, quantization: Quantization | None
 ) -> DecoderWeights | QuantizedCheckpoint:
     """The weights as a mode of --quantize serves them. Raises StartupError."""
-    return open_weights(model_dir, config) if quantization is None else open_quantized(model_dir, config, quantization)
+    if quantization is None:
+        return open_weights(model_dir, config, keeps_packed=True)
+    return open_quantized(model_dir, config, quantization)
 
 
 def open_quantized(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.quantization.modes import weight_bytes
 from penstock.backend.forward_pass import PassSpec
 from penstock.backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES, supports_q8_0
@@ -14,14 +15,21 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
     from penstock.backend.checkpoint.quantization.modes import Quantization
 
 
 def make_spec(
-    config: DecoderConfig, dtype: torch.dtype, kv_dtypes: Iterable[str], quantization: Quantization | None = None
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    kv_dtypes: Iterable[str],
+    quantization: Quantization | None = None,
+    formats: StoredFormats = PLAIN,
 ) -> PassSpec:
-    """The spec of a model with weights of dtype, except those that are quantised. KV dtypes wider than dtype come last,
-    for an explicit choice."""
+    """The spec of a model with weights of dtype, except those that are quantised, by us or (formats) in the checkpoint.
+
+    KV dtypes wider than dtype come last, for an explicit choice.
+    """
     values_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     widths = {name: KV_BLOCK_BYTES[name] for name in kv_dtypes if name != "q8_0" or supports_q8_0(config.head_dim)}
     order = sorted(widths, key=lambda name: (widths[name] > KV_BLOCK_VALUES * dtype.itemsize, -widths[name]))
@@ -29,6 +37,6 @@ def make_spec(
         config.vocab_size,
         config.max_context_tokens,
         {name: values_per_token * widths[name] // KV_BLOCK_VALUES for name in order},
-        weight_bytes(config, dtype, quantization),
+        weight_bytes(config, dtype, quantization, formats),
         quantization="none" if quantization is None else quantization.name,
     )

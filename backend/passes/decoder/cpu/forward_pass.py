@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.quantization.modes import check_sizes, find_quantization
 from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch
 from penstock.backend.passes.decoder.cpu.deterministic_torch_ops import DeterministicTorchOps
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
     from penstock.backend.checkpoint.quantization.modes import Quantization
     from penstock.backend.passes.decoder.model import Weights
 
@@ -47,19 +49,21 @@ class CpuDecoderPass(HostSampling):
         dtype: torch.dtype,
         max_running: int,
         quantization: Quantization | None = None,
+        formats: StoredFormats = PLAIN,
     ) -> None:
-        """quantization: how the weights are quantised."""
+        """quantization: how the weights are quantised, if not as in the checkpoint, whose formats are the others."""
         super().__init__(config.vocab_size, max_running)
         self._config = config
         self._ops = ops
         with torch.inference_mode():
             self._model = DecoderModel(config, ops, weights, dtype)
-        self._spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization)
+        self._spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats)
 
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
         # Imported here and in `load`: a pass that gets its weights elsewhere needs no packages that read checkpoints.
         from penstock.backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
+        from penstock.backend.checkpoint.formats.declared import read_stored_formats
         from penstock.backend.checkpoint.weights import choose_dtype
 
         check_cpu_path(options.cpu_path)
@@ -68,11 +72,12 @@ class CpuDecoderPass(HostSampling):
         if quantization is not None:
             check_sizes(quantization, config)
         dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16)
-        return make_spec(config, dtype, CPU_KV_DTYPES, quantization)
+        return make_spec(config, dtype, CPU_KV_DTYPES, quantization, read_stored_formats(model_dir))
 
     @classmethod
     def load(cls, model_dir: Path, options: PassOptions) -> CpuDecoderPass:
         from penstock.backend.checkpoint.config_json import read_decoder_config
+        from penstock.backend.checkpoint.formats.declared import read_stored_formats
         from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
 
         config = read_decoder_config(model_dir, options.max_context_tokens)
@@ -89,7 +94,7 @@ class CpuDecoderPass(HostSampling):
                 options.cpu_path,
                 deterministic=options.deterministic,
             )
-            return cls(config, weights, ops, dtype, options.max_running, quantization)
+            return cls(config, weights, ops, dtype, options.max_running, quantization, read_stored_formats(model_dir))
 
     @property
     def spec(self) -> PassSpec:

@@ -152,12 +152,14 @@ def test_values_out_of_range_are_refused_in_spite_of_their_checksum(
     first, _ = load(model_dir, "int8")
     path = kept_path(cache)
     data = bytearray(path.read_bytes())
-    data[-1] = 0x80
+    size = int.from_bytes(data[:8], "little")
+    scales = 8 + size + json.loads(data[8 : 8 + size])["lm_head.scales"]["data_offsets"][0]
+    data[scales : scales + 4] = b"\0\0\x80\x7f"  # infinity
     path.write_bytes(data)
     monkeypatch.setattr(kept_file.KeptFile, "_check_sum", lambda *_: None)
     with caplog.at_level(logging.WARNING, "penstock.backend"):
         assert same(load(model_dir, "int8")[0], first)
-    assert "not -128" in warnings(caplog)[0]
+    assert "scales must be finite" in warnings(caplog)[0]
 
 
 def test_file_that_others_can_write_is_replaced(model_dir: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:

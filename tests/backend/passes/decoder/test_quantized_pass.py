@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.quantization import kept_file
@@ -25,6 +24,7 @@ from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
 from tests.backend.passes.decoder.conftest import MakeOps, make_deterministic_ops, make_native_ops, make_torch_ops
 from tests.backend.passes.decoder.driver import Driver
+from tests.backend.passes.decoder.quantized_oracle import relative_error, replace_linear
 from tests.checkpoints import load_oracle, make_checkpoint
 
 MODES = ("int8", "int4")
@@ -50,20 +50,6 @@ def make_pass(architecture: str, mode: str, make_ops: MakeOps, dtype: torch.dtyp
         return CpuDecoderPass(config, weights, ops, dtype, max_running=32, quantization=quantization)
 
 
-class QuantizedLinear(nn.Module):
-    """The product of a linear layer by its definition, in float64."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.weight, self.bias = weight.double(), bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        scales = x.abs().amax(dim=-1, keepdim=True).double() / 127
-        steps = torch.round(x.double() / scales)
-        product = (steps @ self.weight.T * scales).float()
-        return product if self.bias is None else product + self.bias
-
-
 @cache
 def oracle(architecture: str, mode: str) -> Any:
     """The transformers model with our quantised weights, which other tests compare with the original ones."""
@@ -78,15 +64,6 @@ def oracle(architecture: str, mode: str) -> Any:
     return model
 
 
-def replace_linear(model: Any, name: str, weight: Tensor) -> None:
-    if name == "model.embed_tokens":
-        model.model.embed_tokens.weight = nn.Parameter(weight, requires_grad=False)
-        name = "lm_head"
-    parent, _, child = name.rpartition(".")
-    owner = model.get_submodule(parent)
-    setattr(owner, child, QuantizedLinear(weight, getattr(owner, child).bias))
-
-
 def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 256, n).tolist() for n in lengths]
@@ -97,10 +74,6 @@ def run(driver: Driver, batch: list[list[int]], chunk: int | None = None) -> lis
     rows = [driver.add(prompt) for prompt in batch]
     logits = driver.prefill(chunk)
     return [logits[row.slot] for row in rows]
-
-
-def relative_error(found: NDArray[np.float32], exact: NDArray[np.float32]) -> float:
-    return float(np.sqrt(np.mean((found - exact) ** 2) / np.mean(exact**2)))
 
 
 @pytest.fixture(params=[make_torch_ops, make_native_ops])

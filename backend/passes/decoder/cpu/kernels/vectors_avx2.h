@@ -187,8 +187,8 @@ constexpr int kWeightOffset = 0;
 constexpr int kMaxByteRows = 4;  // rows × 1 vector of accumulators, for dot4 and small_dot4
 constexpr int kByteChains = 1;   // sums of a row in dot4 that its latency needs
 
-// acc + a × w in each lane; a are 4 int8 for all lanes, w 4 int8 in each, all from -127 to 127: a sum of two products
-// fits in 16 bits.
+// acc + a × w in each lane; a are 4 int8 for all lanes, from -127 to 127, w 4 int8 in each: a sum of two products fits
+// in 16 bits.
 inline Ints dot4(Ints acc, const std::int8_t* a, Ints w) {
     const __m256i x = broadcast_lane(a), ones = _mm256_set1_epi16(1);
     const auto quads = [&](__m256i y) {

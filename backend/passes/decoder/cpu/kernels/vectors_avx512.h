@@ -138,8 +138,8 @@ inline Ints quads(Ints w, Ints x) {
     return _mm512_madd_epi16(_mm512_maddubs_epi16(w, x), _mm512_set1_epi16(1));
 }
 
-// acc + a × w in each lane; a are 4 int8 for all lanes, w 4 int8 in each, all from -127 to 127: a sum of two products
-// fits in 16 bits.
+// acc + a × w in each lane; a are 4 int8 for all lanes, from -127 to 127, w 4 int8 in each: a sum of two products fits
+// in 16 bits.
 inline Ints dot4(Ints acc, const std::int8_t* a, Ints w) {
     const Ints x = broadcast_lane(a);
     const Ints signed_x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), zero_ints(), x);

@@ -229,8 +229,8 @@ constexpr int kWeightOffset = 0;
 constexpr int kMaxByteRows = 5;  // rows × 1 vector of accumulators, for dot4 and small_dot4
 constexpr int kByteChains = 2;   // sums of a row in dot4 that its latency needs
 
-// acc + a × w in each lane; a are 4 int8 for all lanes, w 4 int8 in each, all from -127 to 127: a sum of two products
-// fits in 16 bits.
+// acc + a × w in each lane; a are 4 int8 for all lanes, from -127 to 127, w 4 int8 in each: a sum of two products fits
+// in 16 bits.
 inline Ints dot4(Ints acc, const std::int8_t* a, Ints w) {
 #ifdef __ARM_FEATURE_DOTPROD
     const int8x8_t factors = vreinterpret_s8_f32(load_lane(a));

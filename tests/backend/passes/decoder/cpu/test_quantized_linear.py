@@ -25,14 +25,17 @@ def group_size_of(form: str) -> int:
 def random_weight(form: str, outputs: int, inputs: int, seed: int = 0) -> QuantizedWeight:
     rng = np.random.default_rng(seed)
     if form == "int8":
-        values = rng.integers(-127, 128, (outputs, inputs))
+        values = rng.integers(-128, 128, (outputs, inputs))
         scales = rng.uniform(0.5e-3, 2e-3, outputs).astype(np.float32)
         return Int8Weight(torch.from_numpy(values.astype(np.int8)), torch.from_numpy(scales))
     groups = (outputs, inputs // group_size_of(form))
+    scales = rng.uniform(0.5e-2, 2e-2, groups) * rng.choice((-1, 1), groups)
     zeros = rng.integers(0, 16, groups) if "zeros" in form else np.full(groups, 8)
     return Int4Weight(
         torch.from_numpy(rng.integers(0, 256, (outputs, inputs // 2)).astype(np.uint8)),
-        torch.from_numpy(rng.uniform(0.5e-2, 2e-2, groups).astype(np.float16).astype(np.float32)),
+        torch.from_numpy(
+            (rng.uniform(0.5e-2, 2e-2, groups) * rng.choice((-1, 1), groups)).astype(np.float16).astype(np.float32)
+        ),
         torch.from_numpy(zeros.astype(np.uint8)),
         group_size_of(form),
     )

@@ -1,0 +1,229 @@
+"""Reads quantization_config of a checkpoint's config.json: which linears are stored quantised, and how.
+
+The format is never guessed from the tensors. A method that is not listed here is refused by name.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from msgspec import Meta, Struct
+
+from penstock.backend.checkpoint.formats.compressed_tensors import Groups, PackedIntegers, PlainInt8
+from penstock.backend.checkpoint.formats.float8 import Float8
+from penstock.backend.checkpoint.formats.gptq import Awq, Gptq
+from penstock.backend.checkpoint.formats.integers import INTEGER_BITS
+from penstock.backend.checkpoint.formats.module_names import is_excluded, is_target
+from penstock.backend.checkpoint.formats.stored_formats import PLAIN, Rule, StoredFormats
+from penstock.backend.checkpoint.json_file import convert, read_json_object, shorten
+from penstock.backend.checkpoint.layout import CONFIG_FILE
+from penstock.backend.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from penstock.backend.checkpoint.formats.matrix_format import MatrixFormat
+
+T = TypeVar("T")
+
+CONFIG_KEYS = ("quantization_config", "compression_config")
+"""The second is what compressed-tensors wrote at first."""
+
+_LM_HEAD = "lm_head"
+_Names = Annotated[tuple[Annotated[str, Meta(max_length=512)], ...], Meta(max_length=1 << 16)]
+_GroupSize = Annotated[int, Meta(ge=-1, le=1 << 20)]
+_BlockSize = Annotated[int, Meta(ge=1, le=1 << 20)]
+
+
+def read_stored_formats(model_dir: Path) -> StoredFormats:
+    """What config.json declares. Raises StartupError."""
+    path = model_dir / CONFIG_FILE
+    try:
+        return parse_stored_formats(read_json_object(path))
+    except StartupError as error:
+        raise StartupError(f"{path}: {error}") from None
+
+
+def parse_stored_formats(config: Mapping[str, Any]) -> StoredFormats:
+    """As `read_stored_formats`, from the decoded config.json."""
+    settings = next((config[key] for key in CONFIG_KEYS if config.get(key) is not None), None)
+    if settings is None:
+        return PLAIN
+    if not isinstance(settings, dict):
+        raise StartupError(f"quantization_config is {shorten(settings)}; it must be an object")
+    method = settings.get("quant_method")
+    if not isinstance(method, str) or method not in _METHODS:
+        raise StartupError(
+            f"quantization_config.quant_method is {shorten(method)}; supported are {', '.join(_METHODS)}"
+        )
+    return _METHODS[method](settings)
+
+
+class _GptqSettings(Struct, frozen=True):
+    bits: int
+    group_size: _GroupSize = 128
+    desc_act: bool = False
+    lm_head: bool = False
+    checkpoint_format: str | None = None
+    format: str | None = None
+    modules_in_block_to_quantize: Annotated[tuple[str | _Names, ...], Meta(max_length=4096)] | None = None
+    dynamic: dict[str, Any] | None = None
+    modules_to_not_convert: _Names | None = None
+
+
+def _gptq(values: dict[str, Any]) -> StoredFormats:
+    settings = convert(values, _GptqSettings, "quantization_config")
+    bits = _one_of("bits", settings.bits, INTEGER_BITS)
+    layout = _one_of("checkpoint_format", settings.checkpoint_format or settings.format or "gptq", ("gptq", "gptq_v2"))
+    matrix = Gptq(bits, _groups(settings.group_size), settings.desc_act, 1 if layout == "gptq" else 0)
+    skipped = settings.modules_to_not_convert or ()
+    for name, changes in (settings.dynamic or {}).items():
+        if not name.startswith("-:"):
+            raise StartupError(
+                f"quantization_config.dynamic.{shorten(name)} is {shorten(changes)}; only exceptions (-:) are supported"
+            )
+        skipped = (*skipped, name.removeprefix("-:"))
+    only: tuple[str, ...] = ()
+    for names in settings.modules_in_block_to_quantize or ():
+        only += (names,) if isinstance(names, str) else names
+
+    def covers(module: str) -> bool:
+        if module == _LM_HEAD:
+            return settings.lm_head
+        return not is_excluded(module, skipped) and (not only or is_excluded(module, only))
+
+    return StoredFormats((Rule(matrix, covers),))
+
+
+class _AwqSettings(Struct, frozen=True):
+    bits: int = 4
+    group_size: _GroupSize = 128
+    version: str | None = None
+    format: str | None = None
+    backend: str | None = None
+    modules_to_not_convert: _Names | None = None
+
+
+def _awq(values: dict[str, Any]) -> StoredFormats:
+    settings = convert(values, _AwqSettings, "quantization_config")
+    _one_of("bits", settings.bits, (4,))
+    _one_of("version", (settings.version or settings.format or "gemm").lower(), ("gemm",))
+    if settings.backend == "llm-awq":
+        raise StartupError('quantization_config.backend is "llm-awq"; supported is the layout of AutoAWQ')
+    return StoredFormats((Rule(Awq(_groups(settings.group_size)), _all_but(settings.modules_to_not_convert)),))
+
+
+class _Fp8Settings(Struct, frozen=True):
+    weight_block_size: Annotated[tuple[_BlockSize, ...], Meta(min_length=2, max_length=2)] | None = None
+    fmt: str = "e4m3"
+    modules_to_not_convert: _Names | None = None
+    ignored_layers: _Names | None = None
+
+
+def _fp8(values: dict[str, Any]) -> StoredFormats:
+    settings = convert(values, _Fp8Settings, "quantization_config")
+    _one_of("fmt", settings.fmt, ("e4m3", "float8_e4m3fn"))
+    if settings.weight_block_size is None:
+        matrix = Float8("fp8", None, ("weight_scale_inv", "weight_scale"))
+    else:
+        outputs, inputs = settings.weight_block_size
+        matrix = Float8("fp8", (outputs, inputs), ("weight_scale_inv",))
+    return StoredFormats((Rule(matrix, _all_but(settings.modules_to_not_convert or settings.ignored_layers)),))
+
+
+class _WeightSettings(Struct, frozen=True):
+    num_bits: int
+    type: str = "int"
+    strategy: Literal["tensor", "channel", "group", "block"] | None = None
+    symmetric: bool = True
+    group_size: _GroupSize | None = None
+    block_structure: Annotated[tuple[_BlockSize, ...], Meta(min_length=2, max_length=2)] | None = None
+    actorder: str | bool | None = None
+
+
+class _GroupSettings(Struct, frozen=True):
+    targets: _Names
+    weights: _WeightSettings | None = None
+    format: str | None = None
+
+
+class _CompressedSettings(Struct, frozen=True):
+    config_groups: Annotated[dict[str, _GroupSettings], Meta(max_length=4096)]
+    format: str = "dense"
+    ignore: _Names | None = None
+    sparsity_config: dict[str, Any] | None = None
+
+
+def _compressed_tensors(values: dict[str, Any]) -> StoredFormats:
+    settings = convert(values, _CompressedSettings, "quantization_config")
+    sparsity = (settings.sparsity_config or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise StartupError(f"quantization_config.sparsity_config.format is {shorten(sparsity)}; it must be dense")
+    rules = []
+    for name, group in settings.config_groups.items():
+        if group.weights is None:
+            continue  # it quantises activations or the KV cache, which are computed as other models' are
+        where = f"config_groups.{name}"
+        matrix = _compressed_matrix(where, group.weights, group.format or settings.format)
+        rules.append(Rule(matrix, partial(_is_target_but, group.targets, settings.ignore or ())))
+    return StoredFormats(tuple(rules))
+
+
+def _is_target_but(targets: tuple[str, ...], ignored: tuple[str, ...], module: str) -> bool:
+    return is_target(module, targets) and not is_target(module, ignored)
+
+
+def _compressed_matrix(where: str, weights: _WeightSettings, layout: str) -> MatrixFormat:
+    strategy = weights.strategy or ("tensor" if weights.group_size is None else "group")
+    if strategy == "group":
+        if weights.group_size is None:
+            raise StartupError(f"quantization_config.{where}.weights.group_size is missing for strategy group")
+        strategy = "channel" if _groups(weights.group_size) is None else strategy
+    layout = _one_of(
+        f"{where}.format", layout, ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
+    )
+    kind = _one_of(f"{where}.weights.type", weights.type, ("int", "float"))
+    if kind == "float":
+        _one_of(f"{where}.weights.num_bits", weights.num_bits, (8,))
+        _one_of(f"{where}.weights.strategy", strategy, ("tensor", "channel", "block"))
+        if strategy == "block" and weights.block_structure is None:
+            raise StartupError(f"quantization_config.{where}.weights.block_structure is missing for strategy block")
+        block = None if weights.block_structure is None else (weights.block_structure[0], weights.block_structure[1])
+        return Float8("compressed-tensors", block, ("weight_scale",), per_output=strategy == "channel")
+    _one_of(f"{where}.weights.strategy", strategy, ("tensor", "channel", "group"))
+    groups = Groups(strategy, weights.group_size if strategy == "group" else None)
+    if layout == "pack-quantized":
+        bits = _one_of(f"{where}.weights.num_bits", weights.num_bits, INTEGER_BITS)
+        return PackedIntegers(bits, groups, weights.symmetric, weights.actorder in ("group", "dynamic", True))
+    _one_of(f"{where}.weights.num_bits", weights.num_bits, (8,))
+    return PlainInt8(groups, weights.symmetric)
+
+
+_METHODS: dict[str, Callable[[dict[str, Any]], StoredFormats]] = {
+    "compressed-tensors": _compressed_tensors,
+    "gptq": _gptq,
+    "awq": _awq,
+    "fp8": _fp8,
+}
+
+
+def _all_but(names: tuple[str, ...] | None) -> Callable[[str], bool]:
+    """All linears but those of the names, and lm_head, which is plain in these methods."""
+    return lambda module: module != _LM_HEAD and not is_excluded(module, names or ())
+
+
+def _groups(group_size: int | None) -> int | None:
+    """None for one group. Raises StartupError for 0."""
+    if group_size == 0:
+        raise StartupError("quantization_config.group_size is 0; it must be -1 or at least 1")
+    return None if group_size == -1 else group_size
+
+
+def _one_of(name: str, value: T, allowed: tuple[T, ...]) -> T:
+    """value. Raises StartupError for one that is not allowed."""
+    if value not in allowed:
+        expected = ", ".join(str(choice) for choice in allowed)
+        raise StartupError(f"quantization_config.{name} is {shorten(value)}; supported are {expected}")
+    return value

@@ -1,0 +1,66 @@
+"""Integers of 4 and 8 bits in groups of inputs with a scale and a zero point: unpacking, and the numbers meant."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.backend.checkpoint.quantized_weights import (
+    INT4_GROUP_SIZES,
+    MAX_QUANTIZED_INPUTS,
+    Int4Weight,
+    PackedForm,
+)
+
+WORD_BITS = 32
+INTEGER_BITS = (4, 8)
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """uint8 [n, m × 32 / bits] from int32 [n, m]; the lowest bits come first. bits is one of INTEGER_BITS."""
+    content = as_bytes(words)
+    if bits == 8:
+        return content
+    return torch.stack([content & 15, content >> 4], dim=-1).view(len(words), -1)
+
+
+def as_bytes(words: Tensor) -> Tensor:
+    """uint8 [n, 4 × m] from int32 [n, m]."""
+    return words.contiguous().view(torch.uint8)
+
+
+def scale_groups(values: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """scale × (value - zero), float32 [n, inputs]: values [n, inputs], scales and zeros [n, groups].
+
+    groups divides inputs. Exact for values of 8 bits and scales of 16.
+    """
+    groups = values.float().view(*scales.shape, -1)
+    return groups.sub_(zeros.float()[:, :, None]).mul_(scales.float()[:, :, None]).view(values.shape)
+
+
+def int4_form(inputs: int, group_size: int) -> PackedForm | None:
+    """The kernels' int4 form that holds groups of this size: the largest groups that divide them."""
+    sizes = [size for size in INT4_GROUP_SIZES if group_size % size == 0]
+    return PackedForm(max(sizes)) if sizes and inputs <= MAX_QUANTIZED_INPUTS else None
+
+
+def pack_int4(pairs: Tensor, scales: Tensor, zeros: Tensor) -> Int4Weight | None:
+    """The int4 weight with the same numbers; None where its groups, scales or zeros cannot hold them.
+
+    pairs uint8 [outputs, inputs / 2] as `Int4Weight.values`; scales and zeros [outputs, groups].
+    """
+    inputs = 2 * pairs.shape[1]
+    group_size = inputs // scales.shape[1]
+    form = int4_form(inputs, group_size)
+    scales = scales.float()
+    if form is None or form.group_size is None or not torch.equal(scales.half().float(), scales):
+        return None
+    if bool(((zeros < 0) | (zeros > 15)).any()):
+        return None
+    repeats = group_size // form.group_size
+    return Int4Weight(
+        pairs,
+        scales.repeat_interleave(repeats, dim=1),
+        zeros.to(torch.uint8).repeat_interleave(repeats, dim=1),
+        form.group_size,
+    )

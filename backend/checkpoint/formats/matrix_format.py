@@ -1,0 +1,77 @@
+"""What a format must say about a linear's weight: the tensors that store it, and the numbers that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from penstock.backend.checkpoint.quantized_weights import PackedForm, QuantizedWeight
+
+Shape: TypeAlias = tuple[int, int]
+"""(outputs, inputs)"""
+
+Parts: TypeAlias = Mapping[str, Tensor]
+"""Tensors as they are stored, by their name after the linear's."""
+
+FLOATS = ("F32", "F16", "BF16")
+
+
+class UnreadableMatrixError(ValueError):
+    """A matrix that contradicts its format. The message does not name the matrix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor that a format stores."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    """The shapes that it may have, the usual one first."""
+    dtypes: tuple[str, ...]
+    """Names in safetensors."""
+    optional: bool = False
+
+
+class MatrixFormat(Protocol):
+    """How the weights of linears are stored. It holds settings only; the same object serves many linears."""
+
+    @property
+    def description(self) -> str:
+        """For messages: method, bits, groups."""
+        ...
+
+    def parts(self, shape: Shape) -> dict[str, Part]:
+        """The tensors of a linear. Raises UnreadableMatrixError if the format's sizes do not divide the shape."""
+        ...
+
+    def check(self, parts: Parts, shape: Shape) -> None:  # noqa: ARG002 - a default
+        """Raises UnreadableMatrixError for numbers that the format does not allow; by default it allows any."""
+        return
+
+    def expand(self, parts: Parts, shape: Shape, rows: slice) -> Tensor:
+        """The weights of some outputs, float32 [rows, inputs]. rows has start and stop, and no step."""
+        ...
+
+    def packed_form(self, shape: Shape) -> PackedForm | None:  # noqa: ARG002 - a default
+        """The form that `pack` returns for most linears of this shape; None, the default, if there is none."""
+        return None
+
+    def pack(self, parts: Parts, shape: Shape) -> QuantizedWeight | None:  # noqa: ARG002 - a default
+        """The same numbers in a form that kernels multiply; None, the default, if there is none."""
+        return None
+
+
+def check_multiple(what: str, size: int, divisor: int, name: str) -> None:
+    """Raises UnreadableMatrixError."""
+    if size % divisor:
+        raise UnreadableMatrixError(f"{size} {what} are not a multiple of {name}, {divisor}")
+
+
+def check_range(name: str, indices: Tensor, count: int) -> None:
+    """Raises UnreadableMatrixError unless all indices are from 0 to count - 1."""
+    for index in (int(indices.min()), int(indices.max())):
+        if not 0 <= index < count:
+            raise UnreadableMatrixError(f"{name} has {index}; it must be from 0 to {count - 1}")

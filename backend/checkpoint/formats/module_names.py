@@ -1,0 +1,47 @@
+"""Which linears of a model a list of names in quantization_config means."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from penstock.backend.checkpoint.json_file import shorten
+from penstock.backend.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_LINEAR = "Linear"
+"""As a target: every linear of the model, lm_head included."""
+_PATTERN = "re:"
+
+
+def is_excluded(module: str, names: Iterable[str]) -> bool:
+    """Whether one of the names means the module or a part of the model that contains it.
+
+    A name is consecutive components of the module's ("mlp.gate" means "model.layers.0.mlp.gate", not …mlp.gate_proj),
+    or a regular expression for its first ones. Raises StartupError for an invalid expression.
+    """
+    return any(
+        f".{name}." in f".{module}." or _compile(rf"(?:{name})(?:\.|$)").match(module) is not None for name in names
+    )
+
+
+def is_target(module: str, names: Iterable[str]) -> bool:
+    """Whether one of compressed-tensors' targets means the linear: "Linear", its name, or "re:" and an expression for
+    the beginning of its name. Raises StartupError for an invalid expression."""
+    return any(
+        _compile(name.removeprefix(_PATTERN)).match(module) is not None
+        if name.startswith(_PATTERN)
+        else name in (_LINEAR, module)
+        for name in names
+    )
+
+
+@lru_cache(maxsize=4096)
+def _compile(expression: str) -> re.Pattern[str]:
+    try:
+        return re.compile(expression)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise StartupError(f"quantization_config: the expression {shorten(expression)} is invalid: {error}") from None

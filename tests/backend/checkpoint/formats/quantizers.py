@@ -1,0 +1,154 @@
+"""Writes tiny checkpoints in other programs' quantised formats, and says what their weights are.
+
+Values are random integers with random scales, written and read back here by the formats' definitions, number by number
+or in float64; nothing is shared with the readers under test.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import make_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Checkpoint:
+    """A quantised checkpoint, and its linears' weights in float64, by name."""
+
+    path: Path
+    exact: dict[str, torch.Tensor]
+
+    @property
+    def file(self) -> Path:
+        return self.path / "model.safetensors"
+
+
+def write_checkpoint(
+    path: Path,
+    config: dict[str, Any],
+    quantize: Callable[[np.random.Generator, int, int], tuple[Tensors, torch.Tensor]],
+    *,
+    plain: tuple[str, ...] = ("lm_head", "embed_tokens"),
+    architecture: str = "llama-bias",
+    **overrides: Any,
+) -> Checkpoint:
+    """A tiny model whose linears, but for those named in plain, are what quantize makes for (rng, outputs, inputs)."""
+    settings = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 2} | overrides
+    make_checkpoint(architecture, path, **settings)
+    rng = np.random.default_rng(0)
+    tensors: Tensors = {}
+    exact = {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if tensor.dim() != 2 or any(part in module for part in plain):
+            tensors[name] = tensor
+            continue
+        parts, exact[name] = quantize(rng, *tensor.shape)
+        tensors |= {f"{module}.{part}": value.contiguous() for part, value in parts.items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
+    return Checkpoint(path, exact)
+
+
+def change_config(checkpoint: Checkpoint, **changes: Any) -> None:
+    """Change settings of quantization_config; None removes one."""
+    file = checkpoint.path / "config.json"
+    values = json.loads(file.read_text())
+    settings = values["quantization_config"] | changes
+    values["quantization_config"] = {key: value for key, value in settings.items() if value is not None}
+    file.write_text(json.dumps(values))
+
+
+def pack_words(values: NDArray[np.int64], bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """int32 [n, m × bits / 32] of [n, m]: position i of a word, from the lowest bits, holds its value order[i]."""
+    per_word = 32 // bits
+    words = np.zeros((values.shape[0], values.shape[1] // per_word), np.int64)
+    for i in range(per_word):
+        words |= values[:, (i if order is None else order[i]) :: per_word] << (bits * i)
+    return torch.from_numpy(words.astype(np.uint32).view(np.int32))
+
+
+def random_scales(rng: np.random.Generator, *shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.from_numpy(rng.uniform(0.01, 0.05, shape)).to(dtype)
+
+
+def gptq(
+    bits: int = 4, group_size: int = 32, *, act_order: bool = False, offset: int = 1, zeros: tuple[int, int] = (8, 9)
+) -> Callable[[np.random.Generator, int, int], tuple[Tensors, torch.Tensor]]:
+    """zeros: the range of the zero points, the end excluded."""
+
+    def quantize(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[Tensors, torch.Tensor]:
+        groups = 1 if group_size == -1 else inputs // group_size
+        values = rng.integers(0, 1 << bits, (outputs, inputs))
+        zero = rng.integers(*zeros, (outputs, groups))
+        scales = random_scales(rng, outputs, groups)
+        g_idx = np.arange(inputs) // (inputs // groups)
+        if act_order:
+            rng.shuffle(g_idx)
+        exact = scales.double()[:, g_idx] * torch.from_numpy(values - zero[:, g_idx])
+        parts = {
+            "qweight": pack_words(values, bits).T,
+            "qzeros": pack_words(zero.T - offset, bits),
+            "scales": scales.T,
+            "g_idx": torch.from_numpy(g_idx.astype(np.int32)),
+        }
+        return parts, exact
+
+    return quantize
+
+
+def awq(group_size: int = 32) -> Callable[[np.random.Generator, int, int], tuple[Tensors, torch.Tensor]]:
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+
+    def quantize(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[Tensors, torch.Tensor]:
+        groups = inputs // group_size
+        values, zero = rng.integers(0, 16, (outputs, inputs)), rng.integers(0, 16, (outputs, groups))
+        scales = random_scales(rng, outputs, groups)
+        g_idx = np.arange(inputs) // group_size
+        exact = scales.double()[:, g_idx] * torch.from_numpy(values - zero[:, g_idx])
+        parts = {
+            "qweight": pack_words(values.T, 4, order),
+            "qzeros": pack_words(zero.T, 4, order),
+            "scales": scales.T,
+        }
+        return parts, exact
+
+    return quantize
+
+
+def fp8(
+    block: tuple[int, int] | None, scale_name: str = "weight_scale_inv"
+) -> Callable[[np.random.Generator, int, int], tuple[Tensors, torch.Tensor]]:
+    def quantize(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[Tensors, torch.Tensor]:
+        values = torch.from_numpy(rng.normal(0, 60, (outputs, inputs))).to(torch.float8_e4m3fn)
+        if block is None:
+            scale = random_scales(rng, dtype=torch.float32) / 16
+            return {
+                "weight": values,
+                scale_name: scale,
+                "input_scale": torch.ones(()),
+            }, values.double() * scale.double()
+        shape = (-(-outputs // block[0]), -(-inputs // block[1]))
+        scales = random_scales(rng, *shape, dtype=torch.float32) / 16
+        exact = values.double()
+        for row in range(outputs):
+            for first in range(0, inputs, block[1]):
+                exact[row, first : first + block[1]] *= scales[row // block[0], first // block[1]].double()
+        return {"weight": values, scale_name: scales}, exact
+
+    return quantize

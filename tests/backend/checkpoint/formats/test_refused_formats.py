@@ -1,0 +1,184 @@
+"""Quantised checkpoints that contradict their config.json, or that declare what is not supported."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.formats.declared import parse_stored_formats
+from penstock.backend.checkpoint.formats.matrix_format import UnreadableMatrixError
+from penstock.backend.checkpoint.safetensors_file import SafetensorsFile
+from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.errors import StartupError
+from tests.backend.checkpoint.formats.quantizers import change_config, fp8, gptq, write_checkpoint
+from tests.backend.checkpoint.weight_files import rewrite
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+FP8 = {"quant_method": "fp8", "weight_block_size": [64, 64]}
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def read_all(path: Path) -> None:
+    config = read_decoder_config(path)
+    with open_weights(path, config, keeps_packed=True) as weights:
+        for index in range(config.num_layers):
+            weights.layer(index, torch.float32)
+
+
+def bad(value: float) -> torch.Tensor:
+    scales = torch.full((4, 128), 0.01, dtype=torch.float16)
+    scales[1, 2] = value
+    return scales
+
+
+@pytest.mark.parametrize(
+    ("part", "tensor", "message"),
+    [
+        ("scales", torch.ones(8, 128).half(), r"q_proj\.scales has shape \[8, 128\]; GPTQ.*makes it \[4, 128\]"),
+        ("scales", torch.ones(4, 128).int(), r"q_proj\.scales has dtype 'I32'; it must be F32, F16, BF16"),
+        ("scales", bad(math.inf), r"q_proj\.scales has numbers that are not finite"),
+        ("scales", bad(math.nan), r"q_proj\.scales has numbers that are not finite"),
+        ("scales", None, r"q_proj\.scales, expected with shape \[4, 128\], is missing from"),
+        ("qweight", torch.ones(16, 64).int(), r"q_proj\.qweight has shape \[16, 64\]"),
+        ("qweight", None, r"q_proj\.qweight, expected with shape \[16, 128\], is missing"),
+        ("qzeros", torch.ones(4, 8).int(), r"q_proj\.qzeros has shape \[4, 8\]; .*makes it \[4, 16\]"),
+        ("g_idx", torch.full((128,), 4).int(), r"q_proj\.weight, GPTQ.*: g_idx has 4; it must be from 0 to 3"),
+        ("g_idx", torch.full((128,), -1).int(), r"g_idx has -1; it must be from 0 to 3"),
+    ],
+)
+def test_wrong_part_of_a_linear_is_refused_by_name(
+    part: str, tensor: torch.Tensor | None, message: str, tmp_path: Path
+) -> None:
+    checkpoint = write_checkpoint(tmp_path, GPTQ, gptq())
+    rewrite(checkpoint.file, {f"{Q}.{part}": tensor})
+    with pytest.raises(StartupError, match=message):
+        read_all(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"group_size": 48},
+            r"q_proj\.weight, GPTQ, 4 bits, groups of 48: 128 inputs are not a multiple of group_size",
+        ),
+        ({"group_size": 0}, "group_size is 0; it must be -1 or at least 1"),
+        ({"group_size": 64}, r"q_proj\.qzeros has shape \[4, 16\]; GPTQ, 4 bits, groups of 64 in config.json"),
+        ({"bits": 3}, "bits is 3; supported are 4, 8"),
+        ({"bits": "4"}, "bits is '4'; expected `int`"),
+        ({"desc_act": 1}, "desc_act is 1"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; supported are gptq, gptq_v2"),
+        ({"lm_head": True}, r"lm_head\.qweight, expected with shape \[16, 256\], is missing"),
+        ({"dynamic": {"+:.*": {"bits": 8}}}, r"dynamic\.'\+:\.\*' is \{'bits': 8\}; only exceptions"),
+        ({"dynamic": {"-:(": {}}}, r"the expression '\(\?:\(\).* is invalid"),
+        ({"dynamic": {"-:.*q_proj": {}}}, r"q_proj\.weight, expected with shape \[128, 128\], is missing"),
+        ({"modules_in_block_to_quantize": [["mlp.up_proj"]]}, r"q_proj\.weight, expected .* is missing"),
+        ({"quant_method": "awq"}, r"q_proj\.qweight has shape \[16, 128\]; AWQ.*makes it \[128, 16\]"),
+        ({"quant_method": None}, "quant_method is None; supported are compressed-tensors, gptq, awq, fp8"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    change_config(write_checkpoint(tmp_path, GPTQ, gptq()), **changes)
+    with pytest.raises(StartupError, match=message):
+        read_all(tmp_path)
+
+
+def test_linear_that_is_listed_as_plain_is_read_plain(tmp_path: Path) -> None:
+    plain = ("lm_head", "embed_tokens", "o_proj", "layers.1.mlp")
+    checkpoint = write_checkpoint(tmp_path, FP8, fp8((64, 64)), plain=plain)
+    change_config(checkpoint, modules_to_not_convert=["o_proj", "model.layers.1.mlp"])
+    read_all(tmp_path)
+    change_config(checkpoint, modules_to_not_convert=["o_proj", "model.layers.1"])
+    with pytest.raises(StartupError, match=r"layers\.1\.self_attn\.q_proj\.weight has dtype 'F8_E4M3'; it must be F32"):
+        read_all(tmp_path)
+
+
+def test_truncated_file_is_refused_with_both_sizes(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, GPTQ, gptq())
+    data = checkpoint.file.read_bytes()
+    checkpoint.file.write_bytes(data[:-1])
+    with pytest.raises(StartupError, match=f"is truncated: expected {len(data)} bytes, found {len(data) - 1}"):
+        read_all(tmp_path)
+
+
+WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel"}
+
+
+def compressed(layout: str = "int-quantized", **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": WEIGHTS | weights}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (compressed("marlin-24"), r"group_0\.format is 'marlin-24'; supported are int-quantized"),
+        (compressed("nvfp4-pack-quantized"), "format is 'nvfp4-pack-quantized'"),
+        (compressed(num_bits=4), r"group_0\.weights\.num_bits is 4; supported are 8"),
+        (compressed("pack-quantized", num_bits=3), "num_bits is 3; supported are 4, 8"),
+        (compressed(type="complex"), "type is 'complex'; supported are int, float"),
+        (compressed(type="float", num_bits=4), "num_bits is 4; supported are 8"),
+        (
+            compressed(type="float", strategy="group", group_size=8),
+            "strategy is 'group'; supported are tensor, channel, block",
+        ),
+        (compressed(strategy="group"), "group_size is missing for strategy group"),
+        (compressed(type="float", strategy="block"), "block_structure is missing for strategy block"),
+        (compressed(strategy="block", block_structure=[1, 0]), r"block_structure\[1\] is 0|block_structure"),
+        (compressed() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format is"),
+        (compressed() | {"ignore": ["re:("]}, r"the expression '\(' is invalid"),
+        ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv'; supported are gemm"),
+        ({"quant_method": "awq", "backend": "llm-awq"}, 'backend is "llm-awq"'),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
+    ],
+)
+def test_format_that_is_not_supported_is_refused_with_its_setting(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        parse_stored_formats({"quantization_config": config}).of(f"{Q}.weight")
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-2, 300) | st.sampled_from(["group", "re:.*q", "gemm", 1e300, 10**40])
+JSON = SCALARS | st.lists(SCALARS, max_size=3)
+WEIGHT_KEYS = ("num_bits", "type", "strategy", "group_size", "block_structure", "actorder", "symmetric")
+KEYS = ("bits", "group_size", "desc_act", "lm_head", "dynamic", "weight_block_size", "ignore", "format", "version")
+
+
+@given(
+    st.sampled_from(["gptq", "awq", "fp8", "compressed-tensors"]),
+    st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4),
+    st.dictionaries(st.sampled_from(WEIGHT_KEYS), JSON, max_size=4),
+    st.sampled_from(["int-quantized", "pack-quantized", "float-quantized"]),
+)
+def test_any_settings_give_formats_or_a_startup_error(
+    method: str, settings: dict[str, Any], weights: dict[str, Any], layout: str
+) -> None:
+    config = {"bits": 4} | compressed(layout, **weights) | {"quant_method": method} | settings
+    try:
+        matrix = parse_stored_formats({"quantization_config": config}).of(f"{Q}.weight")
+        if matrix is not None:
+            assert all(min(shape, default=1) > 0 for part in matrix.parts((64, 96)).values() for shape in part.shapes)
+    except (StartupError, UnreadableMatrixError):
+        return
+
+
+@pytest.mark.parametrize("begin", [0, 1])
+def test_tensors_that_share_bytes_are_refused(begin: int, tmp_path: Path) -> None:
+    entries = {"a": (0, 4), "b": (begin, begin + 3)}
+    header = {
+        name: {"dtype": "U8", "shape": [end - first], "data_offsets": [first, end]}
+        for name, (first, end) in entries.items()
+    }
+    text = json.dumps(header).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(StartupError, match=r"tensor [ab] begins at byte \d+, within [ab], which ends at \d+"):
+        SafetensorsFile(path)

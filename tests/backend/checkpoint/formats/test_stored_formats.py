@@ -1,0 +1,238 @@
+"""Quantised checkpoints as other programs write them: the weights that they stand for, and how they run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.compressors import NaiveQuantizationCompressor, PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+
+from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.quantization import kept_file
+from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight
+from penstock.backend.checkpoint.tensors import LayerWeights
+from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.forward_pass import PassOptions
+from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+from tests.backend.checkpoint.formats.quantizers import (
+    Checkpoint,
+    Tensors,
+    awq,
+    fp8,
+    gptq,
+    random_scales,
+    write_checkpoint,
+)
+from tests.backend.passes.decoder.driver import Driver
+from tests.backend.passes.decoder.quantized_oracle import relative_error, replace_linear
+from tests.checkpoints import load_oracle
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "lm_head": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+
+
+def compressed(layout: str, **weights: Any) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors."""
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "symmetric": True} | weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def by_library(
+    layout: str, scale_shape: Callable[[int, int], tuple[int, int]], **weights: Any
+) -> Callable[[np.random.Generator, int, int], tuple[Tensors, torch.Tensor]]:
+    """Weights compressed by compressed-tensors, and what it makes of them again."""
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+    compressor = PackedQuantizationCompressor if layout == "pack-quantized" else NaiveQuantizationCompressor
+    span = 8 if weights["num_bits"] == 4 else 128
+
+    def quantize(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[Tensors, torch.Tensor]:
+        shape = scale_shape(outputs, inputs)
+        state = {
+            "weight": torch.from_numpy(rng.normal(0, 1, (outputs, inputs))).to(torch.bfloat16),
+            "weight_scale": random_scales(rng, *shape, dtype=torch.bfloat16) * (6 if span == 8 else 1),
+        }
+        if not weights.get("symmetric", True):
+            state["weight_zero_point"] = torch.from_numpy(rng.integers(-span // 2, span // 2, shape).astype(np.int8))
+        parts = compressor.compress(state, scheme)
+        return parts, compressor.decompress(parts, scheme)["weight"]
+
+    return quantize
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+ASYMMETRIC = INT4 | {"symmetric": False}
+CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
+
+CASES: dict[str, tuple[dict[str, Any], Any, type[Int4Weight] | type[Int8Weight] | None]] = {
+    "gptq": (GPTQ, gptq(), Int4Weight),
+    "gptq, one group": (GPTQ | {"group_size": -1}, gptq(group_size=-1), Int4Weight),
+    "gptq, groups of 64": (GPTQ | {"group_size": 64}, gptq(group_size=64), Int4Weight),
+    "gptq, groups of 16": (GPTQ | {"group_size": 16}, gptq(group_size=16), None),
+    "gptq, zero points": (GPTQ | {"sym": False}, gptq(zeros=(1, 16)), Int4Weight),
+    "gptq, zero points of 16": (GPTQ | {"sym": False}, gptq(zeros=(16, 17)), None),
+    "gptq, act-order": (GPTQ | {"desc_act": True}, gptq(act_order=True, zeros=(1, 16)), None),
+    "gptq, 8 bits": (GPTQ | {"bits": 8, "group_size": 128}, gptq(8, 128, zeros=(100, 150)), None),
+    "gptq v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, gptq(offset=0, zeros=(0, 16)), Int4Weight),
+    "awq": (AWQ, awq(), Int4Weight),
+    "awq, groups of 128": (AWQ | {"group_size": 128}, awq(128), Int4Weight),
+    "fp8, blocks": (FP8 | {"weight_block_size": [128, 128]}, fp8((128, 128)), None),
+    "fp8, small blocks": (FP8 | {"weight_block_size": [48, 40]}, fp8((48, 40)), None),
+    "fp8, one scale": (FP8 | {"activation_scheme": "static"}, fp8(None, "weight_scale"), None),
+    "int8 per output": (
+        compressed("int-quantized", **CHANNEL),
+        by_library("int-quantized", lambda n, _: (n, 1), **CHANNEL),
+        Int8Weight,
+    ),
+    "int8 per output, zero points": (
+        compressed("int-quantized", **CHANNEL | {"symmetric": False}),
+        by_library("int-quantized", lambda n, _: (n, 1), **CHANNEL | {"symmetric": False}),
+        None,
+    ),
+    "int8 per matrix": (
+        compressed("int-quantized", strategy="tensor"),
+        by_library("int-quantized", lambda *_: (1, 1), num_bits=8, strategy="tensor"),
+        Int8Weight,
+    ),
+    "packed int8": (
+        compressed("pack-quantized", **CHANNEL),
+        by_library("pack-quantized", lambda n, _: (n, 1), **CHANNEL),
+        Int8Weight,
+    ),
+    "packed int4": (
+        compressed("pack-quantized", **INT4),
+        by_library("pack-quantized", lambda n, m: (n, m // 32), **INT4),
+        Int4Weight,
+    ),
+    "packed int4, zero points": (
+        compressed("pack-quantized", **ASYMMETRIC),
+        by_library("pack-quantized", lambda n, m: (n, m // 32), **ASYMMETRIC),
+        Int4Weight,
+    ),
+    "float8 per output": (
+        compressed("float-quantized", **FLOAT, strategy="channel"),
+        by_library("float-quantized", lambda n, _: (n, 1), **FLOAT, strategy="channel"),
+        None,
+    ),
+    "float8 blocks": (
+        compressed("float-quantized", **FLOAT, strategy="block", block_structure=[64, 32]),
+        by_library(
+            "float-quantized", lambda n, m: (n // 64, m // 32), **FLOAT, strategy="block", block_structure=[64, 32]
+        ),
+        None,
+    ),
+}
+
+
+@pytest.fixture
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Checkpoint:
+    config, quantize, _ = CASES[request.param]
+    return write_checkpoint(tmp_path, config, quantize)
+
+
+def stacked_exact(checkpoint: Checkpoint, layer: int, field: str) -> torch.Tensor:
+    names = {
+        "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        "o": ["self_attn.o_proj"],
+        "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+        "down": ["mlp.down_proj"],
+    }[field]
+    return torch.cat([checkpoint.exact[f"model.layers.{layer}.{name}.weight"] for name in names])
+
+
+def read_layer(checkpoint: Checkpoint, *, keeps_packed: bool, dtype: torch.dtype = torch.float32) -> LayerWeights[Any]:
+    config = read_decoder_config(checkpoint.path)
+    with open_weights(checkpoint.path, config, keeps_packed=keeps_packed) as weights:
+        return weights.layer(1, dtype)
+
+
+@pytest.mark.parametrize(("checkpoint", "name"), [(name, name) for name in CASES], indirect=["checkpoint"])
+def test_weights_are_those_of_the_reference(checkpoint: Checkpoint, name: str) -> None:
+    """In fp32, and in the form in which kernels multiply them where there is one."""
+    plain, kept = read_layer(checkpoint, keeps_packed=False), read_layer(checkpoint, keeps_packed=True)
+    for field in ("qkv", "o", "gate_up", "down"):
+        exact = stacked_exact(checkpoint, 1, field)
+        reference = exact.float() if exact.dtype is torch.float64 else exact
+        assert torch.equal(getattr(plain, field).to(reference.dtype), reference)
+        packed, form = getattr(kept, field), CASES[name][2]
+        assert isinstance(packed, torch.Tensor if form is None else form)
+        numbers = packed if isinstance(packed, torch.Tensor) else packed.dequantize()
+        assert torch.equal(numbers.to(reference.dtype), reference)
+
+
+def oracle_logits(
+    checkpoint: Checkpoint, plain_dir: Path, prompt: list[int], *, rounds_activations: bool
+) -> NDArray[np.float32]:
+    """transformers with the reference's weights."""
+    settings = json.loads((checkpoint.path / "config.json").read_text())
+    del settings["quantization_config"]
+    plain_dir.mkdir()
+    (plain_dir / "config.json").write_text(json.dumps(settings))
+    stored = load_file(checkpoint.file)
+    floats = {name: tensor for name, tensor in stored.items() if tensor.dtype is torch.float32 and "scale" not in name}
+    exact = {name: tensor.float() for name, tensor in checkpoint.exact.items()}
+    save_file(floats | exact, plain_dir / "model.safetensors", metadata={"format": "pt"})
+    model = load_oracle(plain_dir)
+    for name, weight in exact.items() if rounds_activations else ():
+        replace_linear(model, name.removesuffix(".weight"), weight)
+    with torch.inference_mode():
+        logits: NDArray[np.float32] = model(torch.tensor([prompt])).logits[0, -1].numpy()
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "name"),
+    [
+        (name, name)
+        for name in ("gptq, zero points", "gptq, act-order", "awq", "fp8, blocks", "int8 per output", "packed int4")
+    ],
+    indirect=["checkpoint"],
+)
+def test_logits_are_those_of_the_reference_weights(checkpoint: Checkpoint, name: str, tmp_path: Path) -> None:
+    """In transformers. Kernels for int4 and int8 weights round activations to 8 bits."""
+    is_packed = CASES[name][2] is not None
+    prompt = np.random.default_rng(0).integers(0, 256, 33).tolist()
+    expected = oracle_logits(checkpoint, tmp_path / "plain", prompt, rounds_activations=is_packed)
+    options = PassOptions(dtype="fp32", max_running=4, max_batch_tokens=64)
+    forward_pass = CpuDecoderPass.load(checkpoint.path, options)
+    assert forward_pass.spec == CpuDecoderPass.describe(checkpoint.path, options)
+    driver = Driver(forward_pass, num_pages=8, page_size=16)
+    row = driver.add(prompt)
+    logits = driver.prefill()[row.slot]
+    forward_pass.close()
+    # Where a number lies halfway between two steps, it may be rounded either way, and all that follows changes a bit.
+    assert relative_error(logits, expected) < (0.05 if is_packed else 1e-4)
+
+
+def test_log_says_how_many_linears_run_as_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = write_checkpoint(tmp_path, GPTQ, gptq())
+    config = read_decoder_config(checkpoint.path)
+    with (
+        caplog.at_level(logging.INFO, "penstock.backend"),
+        open_weights(checkpoint.path, config, keeps_packed=True) as weights,
+    ):
+        weights.layer(0, torch.float32)
+    assert "quantised linears 4 are multiplied as they are, 0 were dequantised" in caplog.text
+
+
+def test_quantize_option_reads_a_quantised_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_file, "cache_directory", lambda: tmp_path)
+    checkpoint = write_checkpoint(tmp_path / "model", FP8 | {"weight_block_size": [128, 128]}, fp8((128, 128)))
+    forward_pass = CpuDecoderPass.load(checkpoint.path, PassOptions(quantize="int8"))
+    assert forward_pass.spec.quantization == "int8"
+    forward_pass.close()
