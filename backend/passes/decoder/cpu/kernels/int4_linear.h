@@ -1,8 +1,9 @@
 // Linears with int4 weights: one scale, and maybe one zero point, per output and group of 32 or 128 inputs.
 //
-//   strip   values  [inputs / 8][16][4]: 8 inputs in 4 bytes, of which the first 4 are the low bits
-//           scales  binary16 [groups][16]
-//           zeros   uint8 [groups][16], if has_zeros
+//   strip   [group]
+//   group   values  [inputs / 8][16][4]: 8 inputs in 4 bytes, of which the first 4 are the low bits
+//           scales  binary16 [16]
+//           zeros   uint8 [16], if has_zeros
 //
 // output = (sum over groups, ascending, of scale × float(sum of int8 × (value - zero))) × scale of the row
 
@@ -12,14 +13,14 @@
 
 namespace {
 
-// Where the parts of strips lie.
+// Where the parts of groups lie.
 struct Int4Layout {
-    i64 groups, scales, zeros, strip_bytes;
+    i64 groups, scales, zeros, group_bytes, strip_bytes;
 
     explicit Int4Layout(const Linear& linear)
-        : groups(linear.inputs / linear.group_size), scales(linear.inputs / 8 * kStrip * 4),
-          zeros(scales + groups * kStrip * i64(sizeof(Half))),
-          strip_bytes((zeros + (linear.has_zeros ? groups * kStrip : 0) + 63) / 64 * 64) {}
+        : groups(linear.inputs / linear.group_size), scales(linear.group_size / 8 * kStrip * 4),
+          zeros(scales + kStrip * i64(sizeof(Half))), group_bytes(zeros + (linear.has_zeros ? kStrip : 0)),
+          strip_bytes((groups * group_bytes + 63) / 64 * 64) {}
 
     i64 panel_bytes() const { return kPanel / kStrip * strip_bytes; }
 };
@@ -32,20 +33,21 @@ void multiply_strip(const QuantizedRows& rows, i64 row, const Int4Layout& layout
     const std::int8_t* a = rows.row(row);
     const i64 sums_stride = rows.inputs / kSumGroup * 2;
     const std::int16_t* sums = rows.group_sums.data() + row * sums_stride;
-    const Half* scales = reinterpret_cast<const Half*>(strip + layout.scales);
-    const std::uint8_t* zeros = strip + layout.zeros;
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) store(c + r * kPanel, broadcast(0.0f));
-    for (i64 group = 0; group < layout.groups; ++group) {
-        const Ints zero = HasZeros ? load_zeros(zeros + group * kStrip) : same_zeros(8);
+    for (i64 group = 0; group < layout.groups; ++group, strip += layout.group_bytes) {
+        prefetch_ahead(strip + layout.scales);
+        const Ints zero = HasZeros ? load_zeros(strip + layout.zeros) : same_zeros(8);
+        const std::uint8_t* values = strip;
         Ints total[R];
 #pragma GCC unroll 4
         for (int block = 0; block < Blocks; ++block, sums += 2) {
             Ints acc[R];
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) acc[r] = start_small(zero, sums + r * sums_stride);
-            for (int step = 0; step < 4; ++step, strip += 4 * kStrip, a += 8) {
-                const Ints w = load_ints(strip), low = low_nibbles(w), high = high_nibbles(w);
+            for (int step = 0; step < 4; ++step, values += 4 * kStrip, a += 8) {
+                prefetch_ahead(values);
+                const Ints w = load_ints(values), low = low_nibbles(w), high = high_nibbles(w);
 #pragma GCC unroll 16
                 for (int r = 0; r < R; ++r) {
                     acc[r] = small_dot4(acc[r], a + r * rows.inputs, low);
@@ -58,7 +60,7 @@ void multiply_strip(const QuantizedRows& rows, i64 row, const Int4Layout& layout
                 total[r] = block == 0 ? sum : add(total[r], sum);
             }
         }
-        const Floats scale = load_halves(scales + group * kStrip);
+        const Floats scale = load_halves(reinterpret_cast<const Half*>(strip + layout.scales));
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
             store(c + r * kPanel, fmadd(to_floats(total[r]), scale, load(c + r * kPanel)));
@@ -106,15 +108,15 @@ inline void pack_int4(Engine& engine, const Linear& linear, const std::uint8_t* 
         for (i64 column = 0; column < kPanel; ++column) {
             const i64 row = weight_row(linear, panel, column), lane = column % kStrip;
             if (row < 0) continue;
-            std::uint8_t* strip = target + column / kStrip * layout.strip_bytes;
-            for (i64 k = 0; k < linear.inputs; ++k) {
-                const int value = values[(row * linear.inputs + k) / 2] >> (k % 2 * 4) & 15;
-                strip[(k / 8 * kStrip + lane) * 4 + k % 4] |= std::uint8_t(k % 8 < 4 ? value : value << 4);
-            }
-            Half* packed_scales = reinterpret_cast<Half*>(strip + layout.scales);
-            for (i64 group = 0; group < layout.groups; ++group) {
-                packed_scales[group * kStrip + lane] = to_half(scales[row * layout.groups + group]);
-                if (linear.has_zeros) strip[layout.zeros + group * kStrip + lane] = zeros[row * layout.groups + group];
+            std::uint8_t* group = target + column / kStrip * layout.strip_bytes;
+            for (i64 g = 0; g < layout.groups; ++g, group += layout.group_bytes) {
+                for (i64 k = 0; k < linear.group_size; ++k) {
+                    const i64 input = g * linear.group_size + k;
+                    const int value = values[(row * linear.inputs + input) / 2] >> (k % 2 * 4) & 15;
+                    group[(k / 8 * kStrip + lane) * 4 + k % 4] |= std::uint8_t(k % 8 < 4 ? value : value << 4);
+                }
+                reinterpret_cast<Half*>(group + layout.scales)[lane] = to_half(scales[row * layout.groups + g]);
+                if (linear.has_zeros) group[layout.zeros + lane] = zeros[row * layout.groups + g];
             }
         }
     });
@@ -124,14 +126,15 @@ inline void pack_int4(Engine& engine, const Linear& linear, const std::uint8_t* 
 inline void read_int4_row(const Linear& linear, i64 output, float* out) {
     const Int4Layout layout(linear);
     const i64 lane = output % kStrip;
-    const auto* strip = static_cast<const std::uint8_t*>(linear.packed) + output / kStrip * layout.strip_bytes;
-    for (i64 k = 0; k < linear.inputs; ++k) {
-        const i64 group = k / linear.group_size * kStrip;
+    const auto* group = static_cast<const std::uint8_t*>(linear.packed) + output / kStrip * layout.strip_bytes;
+    for (i64 g = 0; g < layout.groups; ++g, group += layout.group_bytes) {
         float scales[16];
-        store(scales, load_halves(reinterpret_cast<const Half*>(strip + layout.scales) + group));
-        const int zero = linear.has_zeros ? strip[layout.zeros + group + lane] : 8;
-        const int both = strip[(k / 8 * kStrip + lane) * 4 + k % 4];
-        out[k] = scales[lane] * float((k % 8 < 4 ? both & 15 : both >> 4) - zero);
+        store(scales, load_halves(reinterpret_cast<const Half*>(group + layout.scales)));
+        const int zero = linear.has_zeros ? group[layout.zeros + lane] : 8;
+        for (i64 k = 0; k < linear.group_size; ++k) {
+            const int both = group[(k / 8 * kStrip + lane) * 4 + k % 4];
+            out[g * linear.group_size + k] = scales[lane] * float((k % 8 < 4 ? both & 15 : both >> 4) - zero);
+        }
     }
 }
 

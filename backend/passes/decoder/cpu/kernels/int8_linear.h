@@ -41,6 +41,7 @@ void multiply_strip(const QuantizedRows& rows, i64 row, const std::int8_t* strip
     for (i64 k = 0; k < rows.inputs; k += 4 * chains)
 #pragma GCC unroll 16
         for (int n = 0; n < chains; ++n) {
+            prefetch_ahead(strip + (k + 4 * n) * kStrip);
             const Ints w = load_ints(strip + (k + 4 * n) * kStrip);
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) acc[r][n] = dot4(acc[r][n], a + r * rows.inputs + k + 4 * n, w);
