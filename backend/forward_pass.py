@@ -98,6 +98,18 @@ class EmbeddingRows(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """Tokens of a step after which the sequence's next token is known: the step reports its log probability."""
+
+    tokens: NDArray[np.int32]
+    """[S] ascending indices into input_ids, S >= 1; none is the last token of a row in logit_rows."""
+    next_ids: NDArray[np.int32]
+    """[S] the token that follows each."""
+    num_top: int
+    """Top log probabilities to report for each, beside that of next_ids; at least 0."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """One step: R rows with T tokens in total. The arrays belong to the pass until `sample` has returned.
 
@@ -128,6 +140,8 @@ class StepBatch:
     passes that have host pages. No page is a destination twice, or a destination of page_copies too."""
     embeddings: tuple[EmbeddedTokens, ...] = ()
     """Ascending; covers exactly the tokens that are FROM_EMBEDDINGS. Only for passes that are IPromptEmbeddings."""
+    scored: ScoredTokens | None = None
+    """Tokens of prompts whose log probabilities a client requests. Only for passes whose spec says scores_prompts."""
 
     @property
     def num_rows(self) -> int:
@@ -136,6 +150,16 @@ class StepBatch:
     @property
     def num_tokens(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def logit_tokens(self) -> NDArray[np.int32]:
+        """[L + S] indices into input_ids: the last token of each of logit_rows, then the scored tokens."""
+        last_tokens: NDArray[np.int32] = self.query_starts[1:][self.logit_rows] - 1
+        if self.scored is None:
+            return last_tokens
+        import numpy as np  # here, so that importing this module costs nothing
+
+        return np.concatenate([last_tokens, self.scored.tokens])
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +177,16 @@ class TokenLogprobs:
     """Natural logarithms of the probabilities in the raw logits: before bias, penalties, masks and filters."""
 
     rows: NDArray[np.int32]
-    """[K] ascending indices into batch.logit_rows: rows whose slot's num_logprobs is not -1."""
+    """[K] ascending indices into batch.logit_rows: rows whose slot's num_logprobs is not -1. In `StepOutput.scored`:
+    all places in batch.scored.tokens."""
     chosen: NDArray[np.float32]
-    """[K] log probability of the sampled token."""
+    """[K] log probability of the sampled or scored token. For a scored one NaN if the logits have a NaN or no finite
+    maximum; its ranks and top tokens do not count then."""
     ranks: NDArray[np.int32]
-    """[K] number of tokens that are at least as likely as the sampled one, itself included."""
+    """[K] number of tokens that are at least as likely as that one, itself included."""
     top_ids: NDArray[np.int32]
-    """[K, N] the most likely tokens, most likely first, equal ones by id; N is the rows' largest num_logprobs."""
+    """[K, N] the most likely tokens, most likely first, equal ones by id; N is the rows' largest num_logprobs, or
+    num_top, and at most vocab_size."""
     top: NDArray[np.float32]
     """[K, N] log probabilities of top_ids."""
 
@@ -172,6 +199,8 @@ class StepOutput:
     """[L] one per entry of batch.logit_rows; NOT_FINITE for a row whose logits have a NaN or no finite value."""
     logprobs: TokenLogprobs | None = None
     """None when no row requests log probabilities."""
+    scored: TokenLogprobs | None = None
+    """Log probabilities of batch.scored.next_ids; None without batch.scored."""
 
     def wait(self) -> StepOutput:
         """Return itself: it is a `PendingOutput` that is complete."""
@@ -214,6 +243,11 @@ class PassSpec:
     runs_ahead: bool = False
     """`forward` and `sample` return before the device has computed. The next step is launched behind the running one,
     whose tokens only the device knows yet. `sample` is called for steps without logit rows too, to wait for them."""
+    scores_prompts: bool = False
+    """The pass reports `StepBatch.scored`; otherwise requests for log probabilities of prompts are refused.
+
+    All tokens of a step may be scored, PassOptions.max_batch_tokens: workspace_bytes includes what that takes.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +300,10 @@ class IBatchedForwardPass(Protocol):
     def forward(self, batch: StepBatch) -> Any:
         """Run one step and return logits of batch.logit_rows, [L, vocab_size], as a handle for `sample`.
 
-        Copy batch.page_copies first, then write the KV of all T tokens. A row's result must not depend on the other
-        rows. Raises DeviceLost, here or in `sample`, when no later step can succeed either.
+        It may go on with those of batch.scored, so that it has [L + S, vocab_size], those of batch.logit_tokens:
+        `HostSampling` expects that. Copy batch.page_copies first, then write the KV of all T tokens. A row's result
+        must not depend on the other rows. Raises DeviceLost, here or in `sample`, when no later step can succeed
+        either.
         """
         ...
 
@@ -275,11 +311,12 @@ class IBatchedForwardPass(Protocol):
         """Sample one token for each of batch.logit_rows and store it as its slot's last token.
 
         The token depends only on the logits, the slot's SamplingParams, its tokens, the position and the row's mask.
+        With batch.scored it is called for a step without logit rows too.
         """
         ...
 
     def host_logits(self, logits: Any) -> NDArray[np.float32]:
-        """The logits of a step on the host, [L, vocab_size], from `forward`'s handle.
+        """The logits of a step on the host, [L, vocab_size], from `forward`'s handle; rows behind these are ignored.
 
         Called between `forward` and `sample`, for clients that read logits and for the check at start. A pass may omit
         it if its handle is the numpy array itself.

@@ -126,7 +126,7 @@ def serve(options: BackendOptions) -> None:
     grammar_queue = GrammarQueue(compiler, executor.wake, options.max_waiting)
     scheduler = _create_scheduler(plan, settings, forward_pass, options.batch_channel_capacity)
     settlement = Settlement(time.monotonic, start_s=_SETTLE_START_S, quiet_s=_SETTLE_QUIET_S, longest_s=_SETTLE_LIMIT_S)
-    limits = _engine_limits(options, card)
+    limits = _engine_limits(options, card, spec)
     requests = Requests.make(link, scheduler, board, limits, grammar_queue=grammar_queue, settlement=settlement)
     builder = BatchBuilder(options.max_running, plan.max_pages_per_sequence)
     heartbeat = None if options.heartbeat_fd is None else Heartbeat(options.heartbeat_fd)
@@ -202,7 +202,7 @@ def _create_scheduler(
     )
 
 
-def _engine_limits(options: BackendOptions, card: ModelCard) -> EngineLimits:
+def _engine_limits(options: BackendOptions, card: ModelCard, spec: PassSpec) -> EngineLimits:
     max_open = HARD_BOUND * options.max_waiting + 16 * options.max_running
     return EngineLimits(
         card.vocab_size,
@@ -212,6 +212,7 @@ def _engine_limits(options: BackendOptions, card: ModelCard) -> EngineLimits:
         # Requests that were open in the backend before, and as many that frontends held while there was no backend.
         max_open_resumed=2 * HARD_BOUND * max_open,
         priority_step_s=options.priority_step_s,
+        scores_prompts=spec.scores_prompts,
     )
 
 

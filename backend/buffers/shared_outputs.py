@@ -36,8 +36,8 @@ def share_outputs(forward_pass: IBatchedForwardPass, logits: Any, plan: Plan) ->
     on_device: dict[bool, DeviceRows] = {}
     for row, index in enumerate(plan.logit_rows):
         sequence = plan.sequences[index]
-        loan, generated_index = sequence.output, plan.ends[index] - sequence.output_start
-        if loan is None or generated_index < 0 or not loan.needs_row(generated_index):
+        loan, generated_index = sequence.output, plan.ends[index] - sequence.num_prompt_tokens
+        if loan is None or not loan.needs_row(generated_index):
             continue
         hidden = loan.holds_hidden_states
         if loan.is_on_device:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.backend.buffers.shared_prompts import SharedPromptRows
-from penstock.backend.forward_pass import FROM_SLOT, EmbeddedTokens, SlotInit, StepBatch
+from penstock.backend.forward_pass import FROM_SLOT, EmbeddedTokens, ScoredTokens, SlotInit, StepBatch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -60,6 +60,7 @@ class BatchBuilder:
             page_copies=tuple(plan.page_copies.values()),
             page_restores=tuple(chain.from_iterable(plan.page_restores.values())),
             embeddings=tuple(embeddings),
+            scored=_scored_tokens(plan, query_starts) if plan.scored else None,
         )
 
     def _build_decodes(self, plan: Plan) -> StepBatch:
@@ -98,6 +99,22 @@ def _slot_init(sequence: Sequence) -> SlotInit:
     return SlotInit(sequence.slot, sequence.sampling, tokens, sequence.num_prompt_tokens)
 
 
+def _scored_tokens(plan: Plan, query_starts: NDArray[np.int32]) -> ScoredTokens:
+    tokens, next_ids = [], []
+    for index in range(plan.num_decodes, len(plan)):
+        sequence = plan.sequences[index]
+        if (span := plan.scored.get(sequence)) is not None:
+            first, end = span
+            row_start = plan.ends[index] - plan.lengths[index]
+            tokens.append(np.arange(first, end, dtype=np.int32) + (query_starts[index] - row_start))
+            next_ids.append(np.array(sequence.tokens[first + 1 : end + 1], np.int32))
+    return ScoredTokens(np.concatenate(tokens), np.concatenate(next_ids), _num_top(plan))
+
+
+def _num_top(plan: Plan) -> int:
+    return max(sequence.num_prompt_logprobs for sequence in plan.scored)
+
+
 def keep_rows(batch: StepBatch, kept: list[int], plan: Plan) -> StepBatch:
     """The batch with only the rows of these ascending indices. plan has these rows already.
 
@@ -126,4 +143,13 @@ def keep_rows(batch: StepBatch, kept: list[int], plan: Plan) -> StepBatch:
             for given in batch.embeddings
             if token_kept[given.first]
         ),
+        scored=_keep_scored(batch.scored, token_kept, new_position, plan) if batch.scored and plan.scored else None,
     )
+
+
+def _keep_scored(
+    scored: ScoredTokens, token_kept: NDArray[np.bool_], new_position: NDArray[np.int64], plan: Plan
+) -> ScoredTokens:
+    kept = token_kept[scored.tokens]
+    tokens = new_position[scored.tokens[kept]].astype(np.int32)
+    return ScoredTokens(tokens, scored.next_ids[kept], _num_top(plan))

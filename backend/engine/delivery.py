@@ -64,6 +64,13 @@ class Delivery:
                 self._open_requests.remove(sequence, subscriber)
         sequence.settle()
 
+    def deliver_scored(self, sequence: Sequence, entries: list[EventLogprobs]) -> None:
+        """Deliver log probabilities of the next tokens of the prompt; the event of each is its index."""
+        for subscriber in sequence.subscribers:  # at most one: such a sequence is not shared
+            for entry in entries:
+                self._link.push_prompt_logprobs(subscriber.frontend, subscriber.request_id, entry)
+        sequence.num_scored = entries[-1].event
+
     def _separate(self, sequence: Sequence, subscriber: Subscriber) -> None:
         """Take a resumed request out of a sequence that does not continue what its stream has received: its frontend's
         claim is false, or the tokens depend on the batch. It needs a sequence of its own."""
@@ -90,9 +97,6 @@ class Delivery:
     ) -> bool:
         """Send one subscriber the sequence's token at index. True if that ends its stream."""
         if index < subscriber.next_index:  # a token that came with the request
-            if logprobs is not None and subscriber.num_prompt_logprobs >= 0:
-                entry = _narrowed(logprobs, index, subscriber.num_prompt_logprobs)
-                self._link.push_prompt_logprobs(subscriber.frontend, subscriber.request_id, entry)
             return False
         own_logprobs = None
         if logprobs is not None and subscriber.num_logprobs >= 0:

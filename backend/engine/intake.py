@@ -15,7 +15,7 @@ from penstock.backend.forward_pass import FROM_EMBEDDINGS, SamplingParams
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.subscribers import Subscriber
 from penstock.backend.structured_output.constraints import SequenceConstraints
-from penstock.shm.messages import Constraints, Failure, FailureCode, Finish
+from penstock.shm.messages import Failure, FailureCode, Finish
 from penstock.shm.process.tenant_places import has_place, is_over_share
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ class EngineLimits:
     """Open requests, including those that share a sequence. Tenants may exceed it as they may max_waiting."""
     max_open_resumed: int = 1 << 17
     """Open requests at which even one that was admitted before is refused: the bound on what frontends may claim."""
+    scores_prompts: bool = True
+    """The forward pass can report log probabilities of prompts."""
 
 
 class Intake:
@@ -149,6 +151,8 @@ class Intake:
         highest = int(np.maximum.reduce(tokens)) if submission.embeddings is None else 0
         if max(highest, *_named_ids(submit), 0) >= limits.vocab_size:
             return Failure(request_id, FailureCode.BAD_TOKEN, limits.vocab_size)
+        if submit.num_prompt_logprobs >= 0 and not limits.scores_prompts:
+            return Failure(request_id, FailureCode.NOT_SCORED)
         return None
 
     def _has_too_many_open(self, submit: Submit) -> bool:
@@ -173,9 +177,10 @@ class Intake:
             self._board.requests_accepted += 1
             self._delivery.end(submission.frontend, submission.request_id, Finish.LENGTH)
             return
-        sampling = _make_sampling(submit, subscriber)
+        sampling = SamplingParams(**msgspec.structs.asdict(submit.sampling))
         key = None
-        if submit.may_share and not subscriber.is_scored:
+        num_prompt_logprobs = _num_prompt_logprobs(submission)
+        if submit.may_share and num_prompt_logprobs < 0:
             prompt = submission.tokens[: 4 * submit.num_prompt_tokens]
             key = ShareKey.of(submit.salt, prompt, sampling, submit.constraints, submit.stop_token_ids)
         rank = self._rank_of(submit, arrived_s)
@@ -237,7 +242,7 @@ class Intake:
         if admitted_ns and self._open_requests.settlement:
             sequence = self._coalescer.find_longer(key, presented)
             if sequence is not None:
-                sequence.shorten(submission.tokens, self._make_constraints(submission, grammar, is_scored=False))
+                sequence.shorten(submission.tokens, self._make_constraints(submission, grammar))
                 self._coalescer.note_shortened(sequence, presented)
         sequence = sequence or self._coalescer.find(key, presented)
         # A sequence that waits behind a new request's rank would delay it.
@@ -288,8 +293,6 @@ class Intake:
             arrived_s,
             deadline_s,
             submit.sampling.num_logprobs,
-            # A resumed stream has received them before.
-            submit.num_prompt_logprobs if num_tokens == submit.num_prompt_tokens > 1 else -1,
             tenant=submit.tenant,
         )
 
@@ -301,11 +304,11 @@ class Intake:
         rank: float,
         grammar: CompiledGrammar | None,
     ) -> Sequence:
-        submit, is_scored = submission.submit, subscriber.is_scored
+        submit = submission.submit
         sequence = Sequence(
             subscriber,
-            submission.tokens[:4] if is_scored else submission.tokens,
-            1 if is_scored else submit.num_prompt_tokens,
+            submission.tokens,
+            submit.num_prompt_tokens,
             sampling,
             # The cache cannot tell embeddings apart: with a random salt no other sequence finds their KV.
             salt=submit.salt if submission.embeddings is None else secrets.token_bytes(_SALT_BYTES),
@@ -313,30 +316,20 @@ class Intake:
             weight=submit.weight,
             rank=rank,
             admitted_ns=submit.admitted_ns,
-            constraints=self._make_constraints(submission, grammar, is_scored=is_scored),
+            constraints=self._make_constraints(submission, grammar),
         )
-        sequence.embeddings = submission.embeddings
-        sequence.output, sequence.output_start = submission.output, submit.num_prompt_tokens
+        sequence.embeddings, sequence.output = submission.embeddings, submission.output
+        sequence.num_prompt_logprobs = _num_prompt_logprobs(submission)
         return sequence
 
-    def _make_constraints(
-        self, submission: Submission, grammar: CompiledGrammar | None, *, is_scored: bool
-    ) -> SequenceConstraints | None:
-        """Constraints after the generated tokens that came with the request.
-
-        A scored prompt is generated, all but its first token: each token is forced, and its log probabilities are those
-        of any generated token.
-        """
-        submit, tokens = submission.submit, memoryview(submission.tokens).cast("i")
-        requested, stop_ids, vocab_size = submit.constraints, frozenset(submit.stop_token_ids), self.limits.vocab_size
-        if is_scored:
-            requested, forced = requested or Constraints(), tokens[1:].tolist()
-            return SequenceConstraints(requested, grammar, stop_ids, vocab_size, forced, tenant=submit.tenant)
-        if requested is None:
+    def _make_constraints(self, submission: Submission, grammar: CompiledGrammar | None) -> SequenceConstraints | None:
+        """Constraints after the generated tokens that came with the request."""
+        submit = submission.submit
+        if submit.constraints is None:
             return None
-        backlog = tokens[submit.num_prompt_tokens :].tolist()
-        tenant = submit.tenant
-        return SequenceConstraints(requested, grammar, stop_ids, vocab_size, backlog=backlog, tenant=tenant)
+        stop_ids, tenant = frozenset(submit.stop_token_ids), submit.tenant
+        backlog = memoryview(submission.tokens).cast("i")[submit.num_prompt_tokens :].tolist()
+        return SequenceConstraints(submit.constraints, grammar, stop_ids, self.limits.vocab_size, backlog, tenant)
 
     def _reject(self, submission: Submission, failure: Failure) -> None:
         self._delivery.end(submission.frontend, submission.request_id, Finish.REJECTED, failure=failure)
@@ -352,12 +345,10 @@ class Intake:
             self._board.requests_accepted += 1
 
 
-def _make_sampling(submit: Submit, subscriber: Subscriber) -> SamplingParams:
-    """Prompt and output of a scored request share the larger number of log probabilities."""
-    sampling = SamplingParams(**msgspec.structs.asdict(submit.sampling))
-    if not subscriber.is_scored:
-        return sampling
-    return replace(sampling, num_logprobs=max(subscriber.num_logprobs, subscriber.num_prompt_logprobs))
+def _num_prompt_logprobs(submission: Submission) -> int:
+    """-1 if none are due: the first token has none, and a resumed stream has received them all."""
+    submit, num_tokens = submission.submit, len(submission.tokens) // 4
+    return submit.num_prompt_logprobs if num_tokens == submit.num_prompt_tokens > 1 else -1
 
 
 def _named_ids(submit: Submit) -> Iterator[int]:

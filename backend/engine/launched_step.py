@@ -42,6 +42,8 @@ class StepResult:
     """Indices of rows whose token ended the sequence for all subscribers that it had when the token was sampled."""
     logprobs: TokenLogprobs | None = None
     """Its rows are places in the plan's logit_rows."""
+    scored: TokenLogprobs | None = None
+    """One entry for each position of the plan's scored, in order."""
     faults: dict[int, str] = field(default_factory=dict)
     """Place in logit_rows → why the row's constraints cannot go on. The row's token is NOT_FINITE."""
     late: frozenset[int] = frozenset()
@@ -98,8 +100,20 @@ class LaunchedStep:
             if token_id == NOT_FINITE or token_id in sequence.common_stop_ids:
                 _stop(sequence, plan.generations[index])
                 stops.append(index)
+        num_scored = 0 if output.scored is None else len(output.scored.chosen)
+        if num_scored != (num_due := sum(end - first for first, end in plan.scored.values())):
+            raise RuntimeError(f"the pass scored {num_scored} tokens of {num_due}")
         late = frozenset(plan.logit_rows[place] for place in self.late)
-        return StepResult(plan, token_ids, 0.0, stops=tuple(stops), logprobs=output.logprobs, faults=faults, late=late)
+        return StepResult(
+            plan,
+            token_ids,
+            0.0,
+            stops=tuple(stops),
+            logprobs=output.logprobs,
+            scored=output.scored,
+            faults=faults,
+            late=late,
+        )
 
     def _advance(self, constraints: SequenceConstraints, token_id: int) -> None:
         if self.late_masks is not None and constraints.is_late:
@@ -133,7 +147,7 @@ def launch_step(
     try:
         logits = forward_pass.forward(batch)
         share_outputs(forward_pass, logits, plan)
-        if not (plan.logit_rows or forward_pass.spec.runs_ahead):
+        if not (plan.logit_rows or plan.scored or forward_pass.spec.runs_ahead):
             return LaunchedStep(plan, None)
         masks, faults, late = _make_masks(plan, forward_pass.spec.vocab_size, before, late_masks)
         for place in late:

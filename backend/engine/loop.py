@@ -6,6 +6,8 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from penstock.backend.engine.executor import ExecutorFailed
 from penstock.backend.engine.step_timing import StepTiming
 from penstock.backend.forward_pass import NOT_FINITE, DeviceLost
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from penstock.backend.forward_pass import TokenLogprobs
     from penstock.backend.scheduling.scheduler import Scheduler
     from penstock.backend.scheduling.step_plan import Plan
+    from penstock.backend.sequences.sequence import Sequence
     from penstock.shm.link.backend_link import BackendLink
     from penstock.shm.memory.board import BackendBoard
     from penstock.shm.process.heartbeat import Heartbeat
@@ -167,6 +170,8 @@ class Engine:
             return
         if plan:
             self._num_failed_steps = 0
+        if result.scored is not None:
+            self._apply_scored(plan, result.scored)
         token_ids = _tokens_by_row(result)
         slow_rows = self._delivery.deliver_fast_path(plan, token_ids)
         board.generated_tokens += len(plan) - len(slow_rows)
@@ -184,6 +189,30 @@ class Engine:
             if sequence.generation == plan.generations[index]:
                 # A subscriber that joined after the executor saw the stop goes on. Rows planned since were dropped.
                 sequence.rewind(plan.ends[index])
+
+    def _apply_scored(self, plan: Plan, scored: TokenLogprobs) -> None:
+        """Deliver log probabilities of prompts. They come before the tokens of the same step."""
+        generations = dict(zip(plan.sequences, plan.generations, strict=True))
+        place = 0
+        for sequence, (first, end) in plan.scored.items():
+            part = slice(place, place + end - first)
+            place = part.stop
+            if sequence.generation != generations[sequence]:
+                continue
+            try:
+                if np.isnan(scored.chosen[part]).any():
+                    self._fail_not_finite(sequence)
+                else:
+                    entries = _scored_entries(scored, part, first + 1, sequence.num_prompt_logprobs)
+                    self._delivery.deliver_scored(sequence, entries)
+            except Exception:  # as broad as in `_apply_row`, for the same reason
+                logger.exception("log probabilities of a prompt could not be delivered; its requests fail")
+                self._delivery.fail(sequence)
+
+    def _fail_not_finite(self, sequence: Sequence) -> None:
+        logger.error("a row's logits are not finite; its requests fail and its tenant's cached pages are dropped")
+        self._scheduler.invalidate_tenant(sequence)
+        self._delivery.fail(sequence)
 
     def _fail_constrained(self, plan: Plan, index: int, fault: str) -> None:
         """The grammar of this row reached its limits in the middle of an answer."""
@@ -213,11 +242,7 @@ class Engine:
         try:
             self._scheduler.note_computed(sequence, plan.ends[index])
             if token_id == NOT_FINITE:
-                logger.error(
-                    "a row's logits are not finite; its requests fail and its tenant's cached pages are dropped"
-                )
-                self._scheduler.invalidate_tenant(sequence)
-                self._delivery.fail(sequence)
+                self._fail_not_finite(sequence)
             elif token_id != NO_SAMPLE:
                 self._board.generated_tokens += 1
                 self._delivery.deliver(sequence, token_id, logprobs)
@@ -290,3 +315,13 @@ def _logprobs_by_row(plan: Plan, logprobs: TokenLogprobs) -> dict[int, EventLogp
         top_ids, top = logprobs.top_ids[place, :width].tolist(), logprobs.top[place, :width].tolist()
         entries[index] = EventLogprobs(0, chosen, rank, tuple(top_ids), tuple(top))
     return entries
+
+
+def _scored_entries(scored: TokenLogprobs, part: slice, first: int, width: int) -> list[EventLogprobs]:
+    """Entries for the prompt's tokens from index `first` on."""
+    columns = (scored.chosen[part], scored.ranks[part], scored.top_ids[part, :width], scored.top[part, :width])
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [
+        EventLogprobs(index, chosen, rank, tuple(top_ids), tuple(top))
+        for index, (chosen, rank, top_ids, top) in enumerate(rows, start=first)
+    ]

@@ -65,9 +65,9 @@ class PrefixCache:
 
     def find(self, sequence: Sequence) -> Prefix:
         """The sequence's longest prefix. Its pages may be evicted until the caller holds them."""
-        num_reusable = len(sequence.tokens) - 1
-        extend_page_hashes(sequence.kv.page_hashes, sequence.tokens, num_reusable, self._page_size, sequence.salt)
-        page_hashes = sequence.kv.page_hashes[: num_reusable // self._page_size]
+        num_known = len(sequence.tokens) - 1
+        extend_page_hashes(sequence.kv.page_hashes, sequence.tokens, num_known, self._page_size, sequence.salt)
+        page_hashes = sequence.kv.page_hashes[: sequence.num_reusable // self._page_size]
         pages: list[int] = []
         for page_hash in page_hashes:
             if (page := self._pool.find(page_hash)) is None:
@@ -94,7 +94,7 @@ class PrefixCache:
         """Add the matching tokens of the page after the full ones. Only tokens of applied steps can be copied."""
         num_full = found.num_full_pages
         first = num_full * self._page_size
-        end = min(first + self._page_size, len(sequence.tokens)) - 1
+        end = min(first + self._page_size - 1, sequence.num_reusable)
         content_needed = sequence.tokens[first:end].tobytes()
         parent_hash = _parent_hash(sequence, num_full)
         num_copied, source = 0, -1

@@ -58,7 +58,7 @@ def embedded_token(row: NDArray[np.float32]) -> int:
 
 
 def _spec(vocab_size: int) -> PassSpec:
-    return PassSpec(vocab_size, _MAX_CONTEXT_TOKENS, {"fp32": np.dtype(np.uint64).itemsize})
+    return PassSpec(vocab_size, _MAX_CONTEXT_TOKENS, {"fp32": np.dtype(np.uint64).itemsize}, scores_prompts=True)
 
 
 def _vocab_size(model_dir: Path | None) -> int:
@@ -128,7 +128,7 @@ class FakePass(HostSampling):
         row_base = np.concatenate([np.zeros(1, np.uint64), running])[batch.query_starts[:-1]]
         sums = running - row_base[rows] + before[rows]
         self._sums[batch.page_table[rows, positions // page_size], positions % page_size] = sums
-        totals = sums[batch.query_starts[1:] - 1][batch.logit_rows]
+        totals = sums[batch.logit_tokens]
         logits = np.zeros((len(totals), self.spec.vocab_size), np.float32)
         peaks = ((totals >> np.uint64(16)) % np.uint64(self.spec.vocab_size)).astype(np.int64)
         logits[np.arange(len(totals)), peaks] = _PEAK_LOGIT

@@ -1,4 +1,4 @@
-"""Log probabilities of sampled tokens, from the raw logits."""
+"""Log probabilities of sampled and of scored tokens, from the raw logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import numpy as np
 from penstock.backend.forward_pass import TokenLogprobs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
+
+    from penstock.backend.forward_pass import ScoredTokens
+
+_BLOCK_ROWS = 32
+"""Tokens that are scored together: there are a few copies of their logits in float64."""
 
 
 def token_logprobs(
@@ -18,7 +25,8 @@ def token_logprobs(
     """Log probabilities for these rows of logits [L, V]; tokens [L] are the sampled ones, width the top to report."""
     values = logits[rows].astype(np.float64)
     peaks = values.max(axis=1, keepdims=True)
-    values -= peaks + np.log(np.exp(values - peaks).sum(axis=1, keepdims=True))
+    with np.errstate(invalid="ignore"):  # NaN where a row of scored tokens is not finite
+        values -= peaks + np.log(np.exp(values - peaks).sum(axis=1, keepdims=True))
     chosen = np.take_along_axis(values, tokens[rows, None], axis=1)
     width = min(width, values.shape[1])
     # Sorted by id, so that the stable sort below puts lower ids first among equal values.
@@ -36,4 +44,20 @@ def token_logprobs(
         ranks=(values >= chosen).sum(axis=1).astype(np.int32),
         top_ids=top_ids.astype(np.int32),
         top=np.take_along_axis(values, top_ids, axis=1).astype(np.float32),
+    )
+
+
+def score_in_blocks(scored: ScoredTokens, logits_of: Callable[[slice], NDArray[np.float32]]) -> TokenLogprobs:
+    """`StepOutput.scored`. logits_of returns the logits [n, V] of a part of the scored tokens."""
+    parts = []
+    for first in range(0, len(scored.tokens), _BLOCK_ROWS):
+        part = slice(first, first + _BLOCK_ROWS)
+        next_ids = scored.next_ids[part]
+        parts.append(token_logprobs(logits_of(part), next_ids, np.arange(len(next_ids)), scored.num_top))
+    return TokenLogprobs(
+        rows=np.arange(len(scored.tokens), dtype=np.int32),
+        chosen=np.concatenate([part.chosen for part in parts]),
+        ranks=np.concatenate([part.ranks for part in parts]),
+        top_ids=np.concatenate([part.top_ids for part in parts]),
+        top=np.concatenate([part.top for part in parts]),
     )

@@ -9,13 +9,23 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.backend.forward_pass import FROM_SLOT, NOT_FINITE, SlotInit, StepBatch, StepOutput, TokenMasks
+from penstock.backend.forward_pass import (
+    FROM_SLOT,
+    NOT_FINITE,
+    ScoredTokens,
+    SlotInit,
+    StepBatch,
+    StepOutput,
+    TokenLogprobs,
+    TokenMasks,
+)
 from penstock.backend.sampling.filters import filtered_weights
-from penstock.backend.sampling.logprobs import token_logprobs
+from penstock.backend.sampling.logprobs import score_in_blocks, token_logprobs
 from penstock.backend.sampling.masking import masked_rows
 from penstock.backend.sampling.penalties import Penalties, apply_penalties
 from penstock.backend.sampling.philox import philox_uniform
@@ -69,7 +79,20 @@ class HostSampling:
         return np.array(input_ids, np.int32)
 
     def sample(self, logits: NDArray[np.float32], batch: StepBatch, masks: TokenMasks | None = None) -> StepOutput:
-        """See `IBatchedForwardPass.sample`."""
+        """See `IBatchedForwardPass.sample`. logits: those of batch.logit_tokens, [L + S, V]."""
+        if batch.scored is None:
+            return self._sample_rows(logits, batch, masks)
+        output = self._sample_rows(logits[: len(batch.logit_rows)], batch, masks)
+        return replace(output, scored=self.score(logits, batch.scored))
+
+    def score(self, logits: NDArray[np.float32], scored: ScoredTokens) -> TokenLogprobs:
+        """Return `StepOutput.scored` from the step's logits, [L + S, V]. Called after the tokens are sampled.
+
+        A pass whose `forward` returns [L, V] computes the other logits here.
+        """
+        return score_in_blocks(scored, logits[len(logits) - len(scored.tokens) :].__getitem__)
+
+    def _sample_rows(self, logits: NDArray[np.float32], batch: StepBatch, masks: TokenMasks | None) -> StepOutput:
         all_slots = batch.slots.tolist()
         slot_list = [all_slots[row] for row in batch.logit_rows.tolist()]
         if masks is None and self._special_slots.isdisjoint(slot_list):

@@ -211,6 +211,8 @@ class Scheduler(RunningSequences):
         plan = Plan(decodes, lengths=[1] * len(decodes), num_decodes=len(decodes))
         plan.logit_rows = list(range(len(decodes)))
         for sequence, num_tokens in sorted(chunks, key=lambda chunk: chunk[1] > 1):
+            if (span := sequence.next_scored(num_tokens)) is not None:
+                plan.scored[sequence] = span
             sequence.num_computed += num_tokens
             if sequence.num_computed == len(sequence.tokens):
                 plan.logit_rows.append(len(plan))

@@ -50,6 +50,8 @@ class Plan:
     """(source, destination) pages of sequences that begin within a copied page."""
     page_restores: dict[Sequence, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     """(host place, page) pairs of sequences that begin with offloaded pages."""
+    scored: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
+    """(first, end) positions of prompts whose next token is scored, in the order of the rows."""
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -81,6 +83,7 @@ class Plan:
                 for index in kept
                 if (pairs := self.page_restores.get(self.sequences[index]))
             },
+            {self.sequences[index]: span for index in kept if (span := self.scored.get(self.sequences[index]))},
         )
 
     def rows(self) -> Iterator[PlanRow]:

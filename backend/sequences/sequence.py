@@ -52,10 +52,11 @@ class Sequence:
         "needs_slot_init",
         "num_computed",
         "num_given_tokens",
+        "num_prompt_logprobs",
         "num_prompt_tokens",
+        "num_scored",
         "order",
         "output",
-        "output_start",
         "parking",
         "queue_s",
         "rank",
@@ -108,8 +109,10 @@ class Sequence:
         """Log probabilities of the generated tokens, for late joiners; None if nobody can join."""
         self.output: Loan | None = None
         """Buffer in which the only subscriber receives its logits. The link ends the loan with the request."""
-        self.output_start = 0
-        """Prompt tokens as the subscriber counts them; with a scored prompt more than num_prompt_tokens."""
+        self.num_prompt_logprobs = -1
+        """Top log probabilities per prompt token that the only subscriber receives; -1 for none."""
+        self.num_scored = 0
+        """First tokens of the prompt after which the next token's log probability was delivered."""
         # Properties common to all subscribers. The loop reads these for each token, so they are not in `subscribers`.
         self.max_total_tokens = 0
         """The highest limit of all subscribers."""
@@ -165,8 +168,7 @@ class Sequence:
         """An earlier backend has generated tokens for it."""
         if self.admitted_ns == NEW:
             return False
-        num_prompt_tokens = self.output_start or self.num_prompt_tokens
-        return any(subscriber.next_index > num_prompt_tokens for subscriber in self.subscribers)
+        return any(subscriber.next_index > self.num_prompt_tokens for subscriber in self.subscribers)
 
     def subscribe(self, subscriber: Subscriber) -> None:
         self.subscribers.add(subscriber)
@@ -203,6 +205,23 @@ class Sequence:
     def awaits_mask(self) -> bool:
         """Its next token cannot be sampled yet. The executor wakes the loop when it can."""
         return self.constraints is not None and self.constraints.awaits_mask
+
+    @property
+    def num_to_score(self) -> int:
+        """First tokens of the prompt after which the next token's log probability is requested."""
+        return self.num_prompt_tokens - 1 if self.num_prompt_logprobs >= 0 else 0
+
+    def next_scored(self, num_tokens: int) -> tuple[int, int] | None:
+        """(first, end) of the next num_tokens to compute that are to be scored; None if there are none."""
+        first = max(self.num_computed, self.num_scored)
+        end = min(self.num_computed + num_tokens, self.num_to_score)
+        return (first, end) if first < end else None
+
+    @property
+    def num_reusable(self) -> int:
+        """First tokens whose KV may be taken from the cache. Logits are needed of the last known token, and of those
+        that are still to be scored."""
+        return self.num_scored if self.num_scored < self.num_to_score else len(self.tokens) - 1
 
     @property
     def num_applied(self) -> int:

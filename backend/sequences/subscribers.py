@@ -25,8 +25,6 @@ class Subscriber:
     deadline_s: float | None = None
     num_logprobs: int = -1
     """Top log probabilities per generated token; -1 for none."""
-    num_prompt_logprobs: int = -1
-    """Top log probabilities per prompt token; -1 for none."""
     has_joined: bool = False
     """The sequence existed before this subscriber came."""
     is_started: bool = False
@@ -41,11 +39,6 @@ class Subscriber:
         if self.resumed is None or index >= self.next_index:
             return False
         return self.resumed.tokens[4 * index : 4 * index + 4] != token_id.to_bytes(4, sys.byteorder, signed=True)
-
-    @property
-    def is_scored(self) -> bool:
-        """It receives log probabilities of its prompt's tokens."""
-        return self.num_prompt_logprobs >= 0
 
 
 class Subscribers(dict[Subscriber, None]):

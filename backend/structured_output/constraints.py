@@ -46,25 +46,19 @@ class SequenceConstraints:
         grammar: CompiledGrammar | None,
         stop_ids: frozenset[int],
         vocab_size: int,
-        forced: Sequence[int] = (),
         backlog: Sequence[int] = (),
         tenant: bytes = b"",
     ) -> None:
         """grammar is this sequence's own copy, at its beginning. stop_ids are masked until min_tokens.
 
-        The forced ids are sampled first, and all other constraints begin after them. They are a prompt whose log
-        probabilities were requested, without its first token. The backlog are tokens that were generated before, in
-        another backend; they are taken in before the first mask. Late masks take the tenant's turns, and the tenant
-        pays for the grammar's growth.
+        The backlog are tokens that were generated before, in another backend; they are taken in before the first mask.
+        Late masks take the tenant's turns, and the tenant pays for the grammar's growth.
         """
         self.tenant = tenant
         self._requested = requested
         self._backlog = backlog
         self.late: LateMask | None = None
         """The mask that `LateMasks` fills for this sequence, or has filled. It owns these constraints until then."""
-        self._forced = forced
-        self._num_forced = 0
-        """Forced ids sampled so far."""
         self._matcher = grammar.matcher if grammar is not None else None
         self._pace = grammar.pace if grammar is not None else Pace()
         self._growth = StreamGrowth(grammar.growth if grammar is not None else Growth(), tenant)
@@ -83,14 +77,14 @@ class SequenceConstraints:
     @property
     def num_tokens(self) -> int:
         """Generated tokens, with the backlog."""
-        return self._num_forced + len(self._tokens) + len(self._backlog)
+        return len(self._tokens) + len(self._backlog)
 
     @property
     def is_late(self) -> bool:
         """The next mask takes long, or may: `LateMasks` should fill it."""
         if self._backlog:
             return True
-        return self._pace.is_slow and self._grammar_start is not None and self._num_forced >= len(self._forced)
+        return self._pace.is_slow and self._grammar_start is not None
 
     @property
     def awaits_mask(self) -> bool:
@@ -105,9 +99,6 @@ class SequenceConstraints:
 
     def advance(self, token_id: int, consume: Callable[[LLMatcher, int], bool] | None = None) -> None:
         """Take the next generated token. consume has a matcher take in a token; default: `consume_token`."""
-        if self._num_forced < len(self._forced):
-            self._num_forced += 1
-            return
         self._tokens.append(token_id)
         if self._thinking_stop is None and self._ends_with(self._requested.thinking_end):
             self._thinking_stop = len(self._tokens)
@@ -125,8 +116,7 @@ class SequenceConstraints:
 
     def rewind(self, num_tokens: int) -> None:
         """Drop all but the first num_tokens tokens taken. Does nothing when no more than that were taken."""
-        self._num_forced = min(num_tokens, self._num_forced)
-        num_kept = min(num_tokens - self._num_forced, len(self._tokens))
+        num_kept = min(num_tokens, len(self._tokens))
         if self._grammar_start is not None:
             if self._matcher is not None and len(self._tokens) > self._grammar_start:
                 self._matcher.rollback(len(self._tokens) - max(num_kept, self._grammar_start))
@@ -178,9 +168,7 @@ class SequenceConstraints:
         return one_line(f"the grammar cannot continue: {reason}")
 
     def _forced_token(self) -> int | None:
-        """The next forced id, or the next token of thinking_end once the reasoning budget is spent."""
-        if self._num_forced < len(self._forced):
-            return self._forced[self._num_forced]
+        """The next token of thinking_end once the reasoning budget is spent."""
         requested = self._requested
         index = len(self._tokens) - requested.thinking_budget_tokens
         is_due = requested.thinking_budget_tokens > 0 and index >= 0 and self._thinking_stop is None

@@ -49,6 +49,9 @@ def stream_failure(batch: TokenBatch, num_tokens: int, grammar_field: str | None
             field = "" if grammar_field is None else f"{grammar_field}: "
             message = f"{field}the grammar cannot be used: {reason}"
             return ApiError(ErrorKind.INVALID_VALUE, message, param=grammar_field)
+        case FailureCode.NOT_SCORED:
+            message = "prompt_logprobs, and echo with logprobs: this model's forward pass does not score prompts"
+            return ApiError(ErrorKind.INVALID_VALUE, message)
         case FailureCode.SHUTTING_DOWN:
             return shutting_down()
         case FailureCode.UNAVAILABLE:

@@ -43,6 +43,8 @@ class FailureCode(enum.IntEnum):
     """Set by the client only: no backend came back in time, or one with another model."""
     BAD_GRAMMAR = 7
     """text is the compiler's error."""
+    NOT_SCORED = 8
+    """The forward pass reports no log probabilities of prompts."""
 
 
 class Failure(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

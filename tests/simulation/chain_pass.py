@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from penstock.backend.forward_pass import (
@@ -115,7 +116,7 @@ class ChainPass:
 
     def __init__(self, vocab_size: int, sizes: PassSizes) -> None:
         self.num_host_pages = sizes.num_host_pages
-        self.spec = PassSpec(vocab_size, 1 << 16, {"fp32": 8}, runs_ahead=sizes.runs_ahead)
+        self.spec = PassSpec(vocab_size, 1 << 16, {"fp32": 8}, runs_ahead=sizes.runs_ahead, scores_prompts=True)
         self._num_pages = sizes.num_pages
         self._page_size = sizes.page_size
         self._max_running = sizes.max_running
@@ -125,6 +126,8 @@ class ChainPass:
         self.saved_cells: dict[int, list[int]] = {}
         """Host place → cells of the page saved there."""
         self._slots: dict[int, SlotState] = {}
+        self._scored: list[tuple[int, int, int]] = []
+        """(row, cell, next token) of each scored token of the step between `forward` and `sample`."""
         self.fault: Fault | None = None
 
     def forward(self, batch: StepBatch) -> list[int]:
@@ -138,8 +141,10 @@ class ChainPass:
         contexts, slots, table = batch.context_lens.tolist(), batch.slots.tolist(), batch.page_table.tolist()
         self._take_embeddings(batch, ids)
         self._check(starts, ids, slots, table)
-        # A step that samples nothing is awaited only if the pass runs ahead.
-        is_awaited = len(batch.logit_rows) or self.spec.runs_ahead
+        scored = self._scored_tokens(batch, starts, ids)
+        self._scored = []
+        # A step that samples and scores nothing is awaited only if the pass runs ahead.
+        is_awaited = len(batch.logit_rows) or scored or self.spec.runs_ahead
         nonsense = _NONSENSE if fault is not None and fault.kind == "raise at wait" and is_awaited else 0
         self._restore_pages(batch.page_restores, contexts, table, nonsense)
         self._copy_pages(batch.page_copies, contexts, table, nonsense)
@@ -155,7 +160,7 @@ class ChainPass:
             if fault is not None and fault.kind == "poison" and fault.row == row:
                 cell = -fault.number
             mine = set()
-            for token in ids[starts[row] : starts[row + 1]]:
+            for index, token in enumerate(ids[starts[row] : starts[row + 1]], start=starts[row]):
                 if token == FROM_SLOT:
                     token = self._slots[slot].last_token
                 if cell >= 0:
@@ -165,11 +170,26 @@ class ChainPass:
                 mine.add(page)
                 cells[page * page_size + position % page_size] = cell
                 position += 1
+                if index in scored:
+                    self._scored.append((row, cell, scored[index]))
             if not mine.isdisjoint(written):
                 raise Violation("two rows of a step write to one page")
             written |= mine
             ends.append(cell)
         return ends
+
+    def _scored_tokens(self, batch: StepBatch, starts: list[int], ids: list[int]) -> dict[int, int]:
+        """Index of each scored token → the token that follows it."""
+        if batch.scored is None:
+            return {}
+        tokens, next_ids = batch.scored.tokens.tolist(), batch.scored.next_ids.tolist()
+        last = {starts[row + 1] - 1 for row in batch.logit_rows.tolist()}
+        if not tokens or tokens != sorted(set(tokens)) or not last.isdisjoint(tokens) or len(next_ids) != len(tokens):
+            raise Violation(f"the tokens {tokens} are scored for {next_ids}")
+        for token, next_id in zip(tokens, next_ids, strict=True):
+            if token + 1 not in starts and ids[token + 1] != next_id:
+                raise Violation(f"token {token} is scored for {next_id}, not for the row's next token")
+        return dict(zip(tokens, next_ids, strict=True))
 
     def _take_embeddings(self, batch: StepBatch, ids: list[int]) -> None:
         """The only value of an embedding is its token."""
@@ -253,7 +273,17 @@ class ChainPass:
             return LostStep()
         if fault is not None and fault.kind == "miscount":
             tokens.append(0)
-        return StepOutput(np.array(tokens, np.int32), _in_columns(logprobs))
+        scored = self._score(batch.scored.num_top) if batch.scored is not None else None
+        return StepOutput(np.array(tokens, np.int32), _in_columns(logprobs), scored)
+
+    def _score(self, num_top: int) -> TokenLogprobs | None:
+        fault, entries = self.fault, []
+        for place, (row, cell, next_id) in enumerate(self._scored):
+            entry = make_logprobs(abs(cell), next_id, self.spec.vocab_size)
+            if cell < 0 or (fault is not None and fault.kind == "nan" and fault.row == row):
+                entry = msgspec.structs.replace(entry, logprob=float("nan"))
+            entries.append((place, num_top, entry))
+        return _in_columns(entries)
 
     def _allowed(self, masks: TokenMasks | None) -> dict[int, set[int]]:
         """Place in the logit rows → allowed tokens."""

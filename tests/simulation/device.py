@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from penstock.backend.engine.launched_step import launch_step
 from tests.simulation.chain_pass import ChainPass
 from tests.simulation.rules import SimulatedLateMasks
@@ -156,6 +158,11 @@ class SimulatedExecutor:
             row = rows[index]
             if token_id < 0 and place not in result.faults and index not in result.late:
                 self.faulty.setdefault((row.sequence, row.generation), True)
+        generations, place = dict(zip(result.plan.sequences, result.plan.generations, strict=True)), 0
+        for sequence, (first, end) in result.plan.scored.items():
+            if result.scored is not None and np.isnan(result.scored.chosen[place : place + end - first]).any():
+                self.faulty.setdefault((sequence, generations[sequence]), True)
+            place += end - first
         # The thread has compared, but the main thread does not see it yet: others may subscribe now.
         stopped = [(s, s.final_generation) for s, _, final in before if s.final_generation != final]
         for sequence, generation, final in before:

@@ -108,6 +108,10 @@ class FaultyDelivery(Delivery):
         self._world.break_down("deliver", [sequence])
         super().deliver(sequence, token_id, logprobs)
 
+    def deliver_scored(self, sequence: Sequence, entries: list[EventLogprobs]) -> None:
+        self._world.break_down("deliver", [sequence])
+        super().deliver_scored(sequence, entries)
+
     def replay(self, sequence: Sequence, subscriber: Subscriber) -> None:
         self._world.break_down_request("deliver", subscriber)
         super().replay(sequence, subscriber)

@@ -235,8 +235,8 @@ class Judge:
         backend = self._world.backend
         scheduler, board = backend.scheduler, backend.board
         covered = self._world.covered
-        # A scored prompt may contain stop ids. A row whose mask is late runs again.
-        if covered["rewound"] > covered["joined"] + covered["scored"] + covered["masks late"]:
+        # A row whose mask is late runs again.
+        if covered["rewound"] > covered["joined"] + covered["masks late"]:
             raise Violation("tokens were computed again although no request had joined")
         if backend.pool.num_held or scheduler.num_running or scheduler.num_waiting or backend.requests.table.num_open:
             raise Violation("pages, sequences or requests are left over")

@@ -13,6 +13,7 @@ from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.step_timing import StepTiming
 from penstock.backend.forward_pass import NOT_FINITE
 from penstock.backend.scheduling.step_plan import Plan
+from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.structured_output.constraints import SequenceConstraints
 from penstock.backend.structured_output.late_masks import LateMasks
 from tests.simulation import device as device_module
@@ -61,9 +62,8 @@ def _tokens_of_failed_constraints_are_told(apply: Any, engine: Engine, result: S
     apply(engine, replace(result, token_ids=tokens))
 
 
-def _forces_one_too_few(init: Any, constraints: Any, *args: Any, **options: Any) -> None:
-    *rest, forced = args if len(args) == 5 else (*args, ())
-    init(constraints, *rest, forced[:-1], **options)
+def _scores_of_dropped_rows_stay(keep: Any, batch: Any, *args: Any) -> Any:
+    return replace(keep(batch, *args), scored=batch.scored)
 
 
 def _takes_in_nothing(_: Any, late_masks: LateMasks, constraints: SequenceConstraints, _token_id: int) -> None:
@@ -81,7 +81,18 @@ STEP_BUGS: dict[str, Plant] = {
     ),
     "late masks are those of the token before": wrap(LateMasks, "advance", _takes_in_nothing),
     "rows that build on a failed step are launched": wrap(step_module, "_stop_rows", lambda *_: None),
-    "the last token of a scored prompt is not forced": wrap(SequenceConstraints, "__init__", _forces_one_too_few),
+    "scored tokens stay where they were when a row is dropped": wrap(
+        step_module, "keep_rows", _scores_of_dropped_rows_stay
+    ),
+    "the last token of a prompt is not scored": lambda patch: patch.setattr(
+        Sequence, "num_to_score", property(lambda sequence: max(0, sequence.num_prompt_tokens - 2))
+    ),
+    "a scored prompt begins with cached tokens": lambda patch: patch.setattr(
+        Sequence, "num_reusable", property(lambda sequence: len(sequence.tokens) - 1)
+    ),
+    "what was scored before a preemption is scored again": wrap(
+        Sequence, "restart", lambda restart, sequence: (restart(sequence), setattr(sequence, "num_scored", 0))
+    ),
     "embeddings stay behind when a row before theirs is dropped": wrap(
         step_module,
         "keep_rows",

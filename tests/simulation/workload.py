@@ -179,8 +179,7 @@ class Setup:
         if stops:
             del stream.tokens[stops[0] + 1 :]
         finish = Finish.STOP if stops else Finish.FAILED if stream.is_broken else Finish.LENGTH
-        # Penalties apply to generated tokens, and a scored prompt is generated.
-        is_scored = not sampling.presence_penalty and rng.random() < self.rates["scored"]
+        is_scored = rng.random() < self.rates["scored"]
         # Penalties do not apply to embeddings.
         is_embedded = not sampling.presence_penalty and not is_scored and rng.random() < self.rates["embedded"]
         return Ask(

@@ -11,8 +11,10 @@ from penstock.backend.forward_pass import (
     FROM_EMBEDDINGS,
     EmbeddedTokens,
     SamplingParams,
+    ScoredTokens,
     SlotInit,
     StepBatch,
+    TokenLogprobs,
     read_host_logits,
 )
 
@@ -30,7 +32,7 @@ MAX_BATCH_TOKENS = 512
 GREEDY = SamplingParams(temperature=0.0)
 _PAGE_SIZE = 4
 """Page size of passes that take any; small, so that sequences have many pages."""
-_TOLERANCE = 1e-3
+TOLERANCE = 1e-3
 
 
 def page_size_of(forward_pass: IBatchedForwardPass) -> int:
@@ -39,7 +41,7 @@ def page_size_of(forward_pass: IBatchedForwardPass) -> int:
 
 def is_same(a: Floats, b: Floats) -> bool:
     """Two rows of logits are equal up to rounding, and greedy sampling takes the same token."""
-    return bool(np.abs(a - b).max() <= _TOLERANCE and a.argmax() == b.argmax())
+    return bool(np.abs(a - b).max() <= TOLERANCE and a.argmax() == b.argmax())
 
 
 @dataclass
@@ -72,6 +74,8 @@ class StepRow:
     init: SlotInit | None = None
     embeddings: Floats | None = None
     """Embeddings of all token_ids, which are then FROM_EMBEDDINGS."""
+    next_ids: list[int] = field(default_factory=list)
+    """What follows each of the first of token_ids: these are scored."""
 
 
 @dataclass
@@ -80,6 +84,10 @@ class StepRunner:
 
     forward_pass: IBatchedForwardPass
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    num_top: int = 3
+    """Top log probabilities of scored tokens."""
+    scored: TokenLogprobs | None = None
+    """`StepOutput.scored` of the last step."""
 
     def random_pages(self, num_tokens: int) -> list[int]:
         """Pages for num_tokens, in any order; two calls may return the same page."""
@@ -97,10 +105,12 @@ class StepRunner:
     ) -> tuple[Floats, Ints]:
         """Logits and sampled tokens of the rows that have logits, in the order of `rows`."""
         order = sorted(range(len(rows)), key=lambda index: len(rows[index].token_ids) > 1)
-        batch = _make_batch([rows[index] for index in order], page_copies, page_restores)
+        batch = _make_batch([rows[index] for index in order], page_copies, page_restores, self.num_top)
         handle = self.forward_pass.forward(batch)
         logits = np.array(read_host_logits(self.forward_pass, handle), np.float32)
-        tokens = np.array(self.forward_pass.sample(handle, batch).wait().token_ids)
+        output = self.forward_pass.sample(handle, batch).wait()
+        self.scored, tokens = output.scored, np.array(output.token_ids)
+        logits = logits[: len(batch.logit_rows)]
         back = np.argsort([order[row] for row in batch.logit_rows])
         return logits[back], tokens[back]
 
@@ -130,7 +140,10 @@ class StepRunner:
 
 
 def _make_batch(
-    rows: list[StepRow], page_copies: tuple[tuple[int, int], ...], page_restores: tuple[tuple[int, int], ...]
+    rows: list[StepRow],
+    page_copies: tuple[tuple[int, int], ...],
+    page_restores: tuple[tuple[int, int], ...],
+    num_top: int,
 ) -> StepBatch:
     """rows of one token come first."""
     lengths = [len(row.token_ids) for row in rows]
@@ -150,4 +163,16 @@ def _make_batch(
             for index, row in enumerate(rows)
             if row.embeddings is not None
         ),
+        scored=_scored_tokens(rows, num_top),
     )
+
+
+def _scored_tokens(rows: list[StepRow], num_top: int) -> ScoredTokens | None:
+    tokens: list[int] = []
+    next_ids: list[int] = []
+    first = 0
+    for row in rows:
+        tokens += range(first, first + len(row.next_ids))
+        next_ids += row.next_ids
+        first += len(row.token_ids)
+    return ScoredTokens(np.array(tokens, np.int32), np.array(next_ids, np.int32), num_top) if tokens else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -18,11 +18,16 @@ from penstock.backend.forward_pass import (
 from penstock.tools.forward_pass_contract.steps import (
     GREEDY,
     NUM_PAGES,
+    TOLERANCE,
     StepRow,
     StepRunner,
     is_same,
     page_size_of,
 )
+
+if TYPE_CHECKING:
+    from penstock.backend.forward_pass import TokenLogprobs
+    from penstock.tools.forward_pass_contract.steps import Floats
 
 
 @pytest.fixture
@@ -114,6 +119,50 @@ def test_row_continues_in_pages_that_were_saved_to_the_host(runner: StepRunner) 
     again, _ = runner.step([row])
     assert is_same(logits[0], expected)
     assert is_same(again[0], expected)
+
+
+def test_known_tokens_are_scored_whatever_the_chunks_and_the_other_rows_are(runner: StepRunner) -> None:
+    if not runner.forward_pass.spec.scores_prompts:
+        pytest.skip("this pass scores no prompts")
+    prompt, num_tokens = runner.random_prompt(24), 24
+    logits = [runner.prefill(prompt[:end], runner.random_pages(end))[0].copy() for end in range(1, num_tokens)]
+    shuffled = runner.rng.permutation(NUM_PAGES).tolist()
+    pages = [shuffled[20 * slot : 20 * slot + 20] for slot in range(3)]
+    inits = [SlotInit(slot, GREEDY, np.array(prompt, np.int32), num_tokens) for slot in range(3)]
+    others = runner.random_prompt(9)
+    steps = [  # the prompt's rows are the last ones with more than one token
+        [StepRow(prompt[:10], 0, pages[0], 0, False, inits[0], None, prompt[1:11])],
+        [StepRow([prompt[10]], 10, pages[0], 0, False, None, None, prompt[11:12])],
+        [
+            StepRow(others[:1], 0, pages[1], 1, True, inits[1]),
+            StepRow(others[1:], 0, pages[2], 2, True, inits[2]),
+            StepRow(prompt[11:], 11, pages[0], 0, True, None, None, prompt[12:]),
+        ],
+    ]
+    found = []
+    for rows in steps:
+        runner.step(rows)
+        assert runner.scored is not None
+        assert runner.scored.rows.tolist() == list(range(len(rows[-1].next_ids)))
+        found.append(runner.scored)
+    _assert_scores(found, logits, prompt[1:], runner.num_top)
+
+
+def _assert_scores(found: list[TokenLogprobs], logits: list[Floats], next_ids: list[int], num_top: int) -> None:
+    exact = np.array(logits, np.float64)
+    exact -= exact.max(axis=1, keepdims=True)
+    exact -= np.log(np.exp(exact).sum(axis=1, keepdims=True))
+    chosen = exact[np.arange(len(next_ids)), next_ids]
+    assert np.abs(np.concatenate([part.chosen for part in found]) - chosen).max() <= TOLERANCE
+    ranks = np.concatenate([part.ranks for part in found])
+    assert (ranks <= (exact >= chosen[:, None] - TOLERANCE).sum(axis=1)).all()
+    assert (ranks >= (exact >= chosen[:, None] + TOLERANCE).sum(axis=1)).all()
+    top_ids = np.concatenate([part.top_ids for part in found])
+    top = np.concatenate([part.top for part in found])
+    width = min(num_top, exact.shape[1])
+    assert top_ids.shape == top.shape == (len(next_ids), width)
+    assert np.abs(top + np.sort(-exact, axis=1)[:, :width]).max() <= TOLERANCE
+    assert np.abs(top - np.take_along_axis(exact, top_ids, axis=1)).max() <= TOLERANCE
 
 
 def test_row_does_not_depend_on_the_other_rows(runner: StepRunner) -> None:

@@ -57,8 +57,8 @@ class DecoderModel:
     """The packed weights, and the computation of a step. `normed` is the only state that a step leaves."""
 
     normed: Array | None = None
-    """[L, hidden] after the final norm, of the last step with logits. The buffer belongs to the operations; the next
-    step overwrites it."""
+    """[L + S, hidden] after the final norm, of the last step with logits. The buffer belongs to the operations; the
+    next step overwrites it."""
 
     def __init__(self, config: DecoderConfig, ops: Ops, weights: Weights, dtype: torch.dtype) -> None:
         """Packs the weights layer by layer; at most one layer is in memory unpacked."""
@@ -78,13 +78,16 @@ class DecoderModel:
         self._final_norm = _pack_norm(config, ops, weights.final_norm(dtype))
 
     def forward(self, step: Step, *, needs_logits: bool) -> Array | None:
-        """Return the logits of the step's logit rows, [L, vocab] fp32, or None if needs_logits is False."""
+        """Return the logits of the step's logit rows, [L, vocab] fp32, or None if needs_logits is False.
+
+        A step that scores tokens needs logits, even if it has no logit rows.
+        """
         ops = self._ops
         residual = ops.embed(self._embedding, step)
         for layer in self._layers[:-1]:
             qkv = self._project(layer, residual, step)
             self._attend_and_mix(layer, qkv, residual, step)
-        # After the last layer's cache write, only the tokens that need logits matter.
+        # After the last layer's cache write, only the tokens that need logits matter, and those that are scored.
         last = self._layers[-1]
         qkv = self._project(last, residual, step)
         if not needs_logits:
@@ -92,7 +95,11 @@ class DecoderModel:
         qkv, residual, step = ops.last_tokens(qkv, residual, step)
         self._attend_and_mix(last, qkv, residual, step)
         self.normed = ops.norm(residual, self._final_norm)
-        return ops.logits(self.normed, self._lm_head)
+        return self.logits(ops.logit_rows(self.normed, step))
+
+    def logits(self, normed: Array) -> Array:
+        """[n, vocab] of any rows [n, hidden] of `normed`."""
+        return self._ops.logits(normed, self._lm_head)
 
     def _project(self, layer: _Layer, residual: Array, step: Step) -> Array:
         ops = self._ops

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
-    from penstock.backend.forward_pass import StepBatch
+    from penstock.backend.forward_pass import ScoredTokens, StepBatch, TokenLogprobs
 
 KV_BLOCK_VALUES = 32
 KV_BLOCK_BYTES = {"fp32": 128, "bf16": 64, "q8_0": 34, "fp8": 32}
@@ -142,7 +144,11 @@ class Ops(Protocol):
         ...
 
     def last_tokens(self, qkv: Array, residual: Array, step: Step) -> tuple[Array, Array, Step]:
-        """Reduce all three to the last token of each logit row: L tokens, at least one."""
+        """Reduce all three to `StepBatch.logit_tokens`: L + S tokens, at least one."""
+        ...
+
+    def logit_rows(self, normed: Array, step: Step) -> Array:
+        """The last tokens of the logit rows, [L, hidden], from the final norm's result."""
         ...
 
     def logits(self, x: Array, weights: Linear) -> Array:
@@ -169,6 +175,16 @@ class CpuOps(Ops, Protocol):
 
         forward may be called for the first step only, if its operations are recorded: it must be the same function each
         time, and its operations may depend on needs_logits, but not on the step.
+        """
+        ...
+
+    def score(
+        self, normed: Array, first: int, scored: ScoredTokens, logits_of: Callable[[Array], NDArray[np.float32]]
+    ) -> TokenLogprobs:
+        """`StepOutput.scored` of the last step. Its tokens' rows of normed, the final norm's result, begin at `first`.
+
+        logits_of is `DecoderModel.logits`. It may be called for the first step only, as `forward` in `run_step`. The
+        result of `run_step` may be overwritten.
         """
         ...
 

@@ -39,4 +39,5 @@ def make_spec(
         {name: values_per_token * widths[name] // KV_BLOCK_VALUES for name in order},
         weight_bytes(config, dtype, quantization, formats),
         quantization="none" if quantization is None else quantization.name,
+        scores_prompts=True,
     )

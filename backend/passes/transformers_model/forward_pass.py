@@ -56,9 +56,9 @@ class TransformersPass(HostSampling):
             raise RuntimeError("forward is called before create_cache or after close")
         input_ids = torch.from_numpy(self.begin_step(batch).astype(np.int64))
         step = self._cache.begin_step(batch)
-        last_tokens = torch.from_numpy(batch.query_starts[1:][batch.logit_rows].astype(np.int64) - 1)
+        logit_tokens = torch.from_numpy(batch.logit_tokens.astype(np.int64))
         with attention_by(step):
-            logits: NDArray[np.float32] = run_model(self._model, input_ids, step.positions, last_tokens).numpy()
+            logits: NDArray[np.float32] = run_model(self._model, input_ids, step.positions, logit_tokens).numpy()
         return logits
 
     def close(self) -> None:
@@ -88,4 +88,5 @@ def _spec(facts: ModelFacts) -> PassSpec:
         facts.max_context_tokens,
         {name: num_values * KV_BLOCK_BYTES[name] // KV_BLOCK_VALUES for name in order},
         count_weight_bytes(facts),
+        scores_prompts=True,
     )

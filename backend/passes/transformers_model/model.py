@@ -118,7 +118,7 @@ def load_model(model_dir: Path, facts: ModelFacts) -> Module:
 
 
 def run_model(model: Module, input_ids: Tensor, positions: Tensor, logit_tokens: Tensor) -> Tensor:
-    """Logits [L, vocab_size] fp32 of some of T tokens; input_ids and positions [T], logit_tokens [L] ascending."""
+    """Logits [L, vocab_size] fp32 of some of T tokens; input_ids and positions [T], logit_tokens [L]."""
     output = model(
         input_ids=input_ids.unsqueeze(0),
         position_ids=positions.unsqueeze(0),

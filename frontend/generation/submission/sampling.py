@@ -33,7 +33,6 @@ def read_sampling(body: AnsweredBody, card: ModelCard) -> Sampling:
             invalid("logit_bias", f"token id {token_id} is outside the vocabulary of {card.vocab_size}")
     temperature = _given(body.temperature, default.temperature)
     is_greedy = temperature == 0.0
-    presence_penalty, frequency_penalty = _penalties(body, default)
     return Sampling(
         temperature=temperature,
         top_p=1.0 if is_greedy else _given(body.top_p, default.top_p),
@@ -41,8 +40,8 @@ def read_sampling(body: AnsweredBody, card: ModelCard) -> Sampling:
         min_p=0.0 if is_greedy else _given(body.min_p, default.min_p),
         typical_p=1.0 if is_greedy else _given(body.typical_p, default.typical_p),
         repetition_penalty=_given(body.repetition_penalty, default.repetition_penalty),
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
+        presence_penalty=_given(body.presence_penalty, default.presence_penalty),
+        frequency_penalty=_given(body.frequency_penalty, default.frequency_penalty),
         logit_bias=default.logit_bias if body.logit_bias is None else tuple(sorted(body.logit_bias.items())),
         seed=0 if is_greedy else _seed(body.seed),
         # Ranking candidates needs the log probabilities of their tokens.
@@ -59,24 +58,6 @@ def for_candidate(sampling: Sampling, candidate: int) -> Sampling:
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return msgspec.structs.replace(sampling, seed=(mixed ^ (mixed >> 31)) & _MASK_63)
-
-
-def _penalties(body: AnsweredBody, default: Sampling) -> tuple[float, float]:
-    """Return the penalties for generated tokens. Raises ApiError if the prompt's log probabilities are requested too.
-
-    The backend scores a prompt by generating it, so it would apply the penalties to prompt tokens.
-    """
-    presence = _given(body.presence_penalty, default.presence_penalty)
-    frequency = _given(body.frequency_penalty, default.frequency_penalty)
-    if body.num_prompt_logprobs < 0:
-        return presence, frequency
-    if body.is_prompt_only:
-        return 0.0, 0.0
-    for field, penalty in (("presence_penalty", presence), ("frequency_penalty", frequency)):
-        if penalty:
-            other = "prompt_logprobs" if body.prompt_logprobs is not None else "echo and logprobs"
-            invalid(field, f"cannot be combined with {other}, got {penalty:g}")
-    return presence, frequency
 
 
 def _given(requested: _Number | None, default: _Number) -> _Number:

@@ -32,11 +32,22 @@ class EngineMachine(RuleBasedStateMachine):
         self.next_id = 0
         self.frontend = 1
         self.expected: dict[tuple[int, int], list[int]] = {}
+        self.num_scored: dict[tuple[int, int], int] = {}
 
-    @rule(data=st.data(), max_tokens=st.integers(1, 12), stop=st.integers(0, 96))
-    def submit(self, data: st.DataObject, max_tokens: int, stop: int) -> None:
+    @rule(data=st.data(), max_tokens=st.integers(1, 12), stop=st.integers(0, 96), is_scored=st.booleans())
+    def submit(self, data: st.DataObject, max_tokens: int, stop: int, is_scored: bool) -> None:
         prompt = data.draw(st.lists(st.integers(0, 96), min_size=1, max_size=min(14, self.context)))
-        self.bench.submit(prompt, max_tokens, frontend=self.frontend, request_id=self.next_id, stop_ids=(stop,))
+        self.bench.submit(
+            prompt,
+            max_tokens,
+            frontend=self.frontend,
+            request_id=self.next_id,
+            stop_ids=(stop,),
+            num_prompt_logprobs=0 if is_scored else -1,
+        )
+        self.num_scored[self.frontend, self.next_id] = (
+            len(prompt) - 1 if is_scored and len(prompt) < self.context else 0
+        )
         count = min(max_tokens, self.context - len(prompt))
         self.expected[self.frontend, self.next_id] = expected_tokens(prompt, count, 97, (stop,))
         self.next_id += 1
@@ -72,7 +83,10 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.bench.run_dry()
         for (frontend, request_id), tokens in self.expected.items():
-            assert self.bench.received(request_id, frontend).token_ids == tokens
+            received = self.bench.received(request_id, frontend)
+            assert received.token_ids == tokens
+            scored = [entry.event for entry in received.prompt_logprobs]
+            assert scored == list(range(1, 1 + self.num_scored[frontend, request_id]))
         assert self.bench.pool.num_held == 0
         self.bench.close()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.backend.forward_pass import SamplingParams
-from penstock.shm.messages import Sampling
+from penstock.shm.messages import FailureCode, Finish, Sampling
 from tests.backend.harness import Bench, expected_tokens
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -75,3 +77,64 @@ def test_scored_prompt_receives_logprobs_of_each_token(num_logprobs: int) -> Non
     assert scored.prompt_logprobs[len(PROMPT) - 1].top_ids[0] == true_start[0]
     assert [entry is not None for entry in scored.logprobs] == [num_logprobs >= 0] * 4
     assert plain.prompt_logprobs == []
+
+
+def test_scored_prompt_takes_as_many_steps_as_any_other_and_its_pages_are_shared() -> None:
+    prompt = [*range(30)]
+    num_steps = []
+    for num_prompt_logprobs in (-1, 0):
+        bench = Bench(max_batch_tokens=16)
+        bench.submit(prompt, 1, num_prompt_logprobs=num_prompt_logprobs)
+        bench.run_dry()
+        num_steps.append(len(bench.executor.batches))
+        assert len(bench.received().prompt_logprobs) == (29 if num_prompt_logprobs >= 0 else 0)
+    assert num_steps == [2, 2]
+    bench.submit(prompt, 1, request_id=1)
+    bench.submit(prompt, 1, request_id=2, num_prompt_logprobs=0)
+    bench.run_dry()
+    plain, scored = bench.received(1).started, bench.received(2).started
+    assert plain is not None
+    assert scored is not None
+    assert plain.cached_tokens >= 28
+    assert scored.cached_tokens == 0
+    assert bench.received(2).prompt_logprobs == bench.received(0).prompt_logprobs
+
+
+def test_what_was_scored_before_a_preemption_is_neither_computed_nor_sent_again() -> None:
+    """The pages of the scored part stay cached."""
+    bench = Bench(num_pages=10, page_size=4, max_batch_tokens=8)
+    bench.submit([*range(20)], 1, num_prompt_logprobs=1)
+    while not bench.received().prompt_logprobs:
+        bench.turn()
+    sequence = bench.requests.table.of_frontend(1)[0].sequence
+    num_scored = sequence.num_scored
+    assert num_scored == len(bench.received().prompt_logprobs) == 8
+    bench.scheduler._preempt(sequence)
+    bench.run_dry()
+    received = bench.received()
+    assert [entry.event for entry in received.prompt_logprobs] == list(range(1, 20))
+    assert received.token_ids == expected_tokens([*range(20)], 1, bench.vocab_size)
+    assert received.started is not None
+    assert received.started.cached_tokens == num_scored
+
+
+def test_penalties_do_not_count_the_tokens_of_a_scored_prompt() -> None:
+    sampling = Sampling(temperature=0.0, presence_penalty=2.0, frequency_penalty=2.0)
+    bench = Bench()
+    for request_id, num_prompt_logprobs in enumerate((-1, 0)):
+        bench.submit(PROMPT, 8, request_id=request_id, sampling=sampling, num_prompt_logprobs=num_prompt_logprobs)
+    bench.run_dry()
+    assert bench.received(1).token_ids == bench.received(0).token_ids
+
+
+def test_prompt_is_not_scored_by_a_pass_that_cannot() -> None:
+    bench = Bench()
+    bench.requests.intake.limits = replace(bench.requests.intake.limits, scores_prompts=False)
+    bench.submit(PROMPT, 1, num_prompt_logprobs=0)
+    bench.submit(PROMPT, 1, request_id=1)
+    bench.run_dry()
+    failure = bench.received().failure
+    assert failure is not None
+    assert failure.code == FailureCode.NOT_SCORED
+    assert bench.received().finishes == [Finish.REJECTED]
+    assert bench.received(1).finishes == [Finish.LENGTH]

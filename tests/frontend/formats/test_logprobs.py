@@ -213,9 +213,6 @@ async def test_minus_infinity_is_reported_as_a_number(connection: ClientConnecti
         (CHAT, {"prompt_logprobs": -1}, "prompt_logprobs", "-1"),
         (CHAT, {"prompt_logprobs": True}, "prompt_logprobs", "true"),
         (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
-        (CHAT, {"prompt_logprobs": 1, "presence_penalty": 0.5}, "presence_penalty", "prompt_logprobs, got 0.5"),
-        (COMPLETIONS, {"prompt_logprobs": 1, "frequency_penalty": -1}, "frequency_penalty", "prompt_logprobs, got -1"),
-        (COMPLETIONS, {"echo": True, "logprobs": 0, "presence_penalty": 1}, "presence_penalty", "echo and logprobs"),
     ],
     ids=lambda value: str(value)[:50],
 )
@@ -228,12 +225,12 @@ async def test_unavailable_logprobs_are_refused(
     assert reported in response.error["message"]
 
 
-async def test_penalties_are_ignored_if_only_the_prompt_is_returned(
+async def test_penalties_and_logprobs_of_the_prompt_go_together(
     connection: ClientConnection, backend: ScoringBackend
 ) -> None:
-    await ask(connection, COMPLETIONS, echo=True, logprobs=0, max_tokens=0, presence_penalty=1, frequency_penalty=1)
+    await ask(connection, COMPLETIONS, echo=True, logprobs=0, presence_penalty=1, frequency_penalty=0.5)
     sampling = backend.last.sampling
-    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.0, 0.0)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (1.0, 0.5)
 
 
 @pytest.mark.parametrize(

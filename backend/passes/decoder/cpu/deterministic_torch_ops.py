@@ -29,6 +29,8 @@ class DeterministicTorchOps(TorchOps):
     tile_limits = ONE_BY_ONE
 
     def _product(self, x: Tensor, weights: TorchLinear) -> Tensor:
+        if not len(x):
+            return weights(x)
         padded = functional.pad(x, (0, 0, 0, -len(x) % _TILE_ROWS))
         tiles = padded.view(-1, _TILE_ROWS, x.shape[1])
         return torch.cat([weights(tile) for tile in tiles])[: len(x)]

@@ -9,7 +9,7 @@ import torch
 
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.quantization.modes import check_sizes, find_quantization
-from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch
+from penstock.backend.forward_pass import PassOptions, PassSpec, ScoredTokens, StepBatch, TokenLogprobs
 from penstock.backend.passes.decoder.cpu.deterministic_torch_ops import DeterministicTorchOps
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps, supports_native_ops
 from penstock.backend.passes.decoder.cpu.path_choice import AUTO, check_cpu_path, load_kernels
@@ -114,8 +114,13 @@ class CpuDecoderPass(HostSampling):
         if batch.embeddings:
             input_ids = np.maximum(input_ids, 0)  # FROM_EMBEDDINGS is not a row of the table
         step = self._ops.begin_step(batch, input_ids)
-        logits = self._ops.run_step(step, self._model.forward, needs_logits=len(batch.logit_rows) > 0)
+        needs_logits = len(batch.logit_rows) > 0 or batch.scored is not None
+        logits = self._ops.run_step(step, self._model.forward, needs_logits=needs_logits)
         return np.empty((0, self._config.vocab_size), np.float32) if logits is None else logits
+
+    @torch.inference_mode()
+    def score(self, logits: NDArray[np.float32], scored: ScoredTokens) -> TokenLogprobs:
+        return self._ops.score(self._model.normed, len(logits), scored, self._model.logits)
 
     def host_logits(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         # The operations reuse their buffer in the next step.

@@ -10,11 +10,13 @@ from __future__ import annotations
 import ctypes
 from ctypes import byref
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from penstock.backend.passes.decoder.cpu.native_scoring import ScoredBlocks
 from penstock.backend.passes.decoder.cpu.native_structs import (
     CACHE_FORMS,
     NORM_KINDS,
@@ -34,18 +36,26 @@ from penstock.backend.passes.decoder.prompt_embeddings import place_embeddings
 from penstock.backend.passes.decoder.rope_table import RopeTable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
     from torch import Tensor
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
-    from penstock.backend.forward_pass import EmbeddedTokens, StepBatch
+    from penstock.backend.forward_pass import EmbeddedTokens, ScoredTokens, StepBatch, TokenLogprobs
     from penstock.backend.passes.decoder.ops import AttentionLayer, Forward
+
+
+_SCORED_VALUES = 1 << 22
+"""Logits of scored tokens that are in memory at a time: 16 MiB. Each block of rows reads the weights again."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
     num_logits: int
+    num_last: int
+    """Tokens that remain after `last_tokens`: those of the logit rows, and the scored ones."""
     embeddings: tuple[EmbeddedTokens, ...]
 
 
@@ -63,7 +73,8 @@ class _Buffer:
     """A row-major array that grows to the largest number of rows reserved so far."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
-        self._width = width
+        self.width = width
+        self.row_bytes = width * dtype.itemsize
         self._dtype = dtype
         self._num_rows = 0
         self.rows = torch.empty(0, width, dtype=dtype)
@@ -74,7 +85,7 @@ class _Buffer:
         if num_rows <= self._num_rows:
             return False
         self._num_rows = num_rows
-        self.rows = torch.empty(num_rows, self._width, dtype=self._dtype)
+        self.rows = torch.empty(num_rows, self.width, dtype=self._dtype)
         self.address = self.rows.data_ptr()
         return True
 
@@ -141,10 +152,12 @@ class NativeOps:
         self._engine: int | None = library.ps_create(num_threads, round(spin_s * 1e9), byref(shape))
         self.weights = WeightPacker(library, self._engine, dtype)
         self._layers: dict[int, Attention] = {}
-        self._num_rows = 0  # tokens of the current step; after `last_tokens`, its logit rows
+        self._num_rows = 0  # tokens of the current step; after `last_tokens`, those that remain
         self._recording: list[Operation] | None = None
         self._programs: dict[bool, _Program] = {}
         """For a step with logits and for one without."""
+        self._logits_program: list[Operation] = []
+        """The operations that compute logits of scored tokens."""
         self._step_rows = StepRows()
         self._step_arrays = np.empty(0, np.int32)
         """What `StepRows.arrays` points to, and free space."""
@@ -190,7 +203,7 @@ class NativeOps:
         memory = map_memory(num_layers * num_pages * page_bytes)
         self.cache = list(torch.frombuffer(memory, dtype=torch.uint8).view(num_layers, num_pages, page_bytes))
         self._layers.clear()
-        self._programs.clear()
+        self._forget_programs()
         self._library.ps_set_cache(self._engine, page_size_tokens, CACHE_FORMS[kv_dtype])
 
     def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> _Step:
@@ -200,14 +213,18 @@ class NativeOps:
             for pages in self.cache:
                 pages[destinations] = pages[sources]
         self._reserve(self._activations, batch.num_tokens)
-        rows = self._step_rows
-        self._place_arrays((input_ids, batch.query_starts, batch.context_lens, batch.page_table, batch.logit_rows))
+        rows, num_logits = self._step_rows, len(batch.logit_rows)
+        scored = () if batch.scored is None else (batch.scored.tokens,)
+        rows.num_scored = sum(map(len, scored))
+        self._place_arrays(
+            (input_ids, batch.query_starts, batch.context_lens, batch.page_table, batch.logit_rows, *scored)
+        )
         rows.rope = self._rope_table.cover(max(batch.context_lens.tolist()) + batch.num_tokens).data_ptr()
         rows.num_tokens, rows.num_rows = batch.num_tokens, batch.num_rows
-        rows.table_width, rows.num_logits = batch.page_table.shape[1], len(batch.logit_rows)
+        rows.table_width, rows.num_logits = batch.page_table.shape[1], num_logits
         self._library.ps_plan(self._engine, byref(rows))
         self._num_rows = batch.num_tokens
-        return _Step(len(batch.logit_rows), batch.embeddings)
+        return _Step(num_logits, num_logits + rows.num_scored, batch.embeddings)
 
     def _place_arrays(self, arrays: tuple[NDArray[np.int32], ...]) -> None:
         """Copy the arrays to where the kernels read them, back to back."""
@@ -219,10 +236,14 @@ class NativeOps:
 
     def run_step(self, step: _Step, forward: Forward, *, needs_logits: bool) -> NDArray[np.float32] | None:
         if needs_logits:
-            self._reserve((self._last_residual, self._logits), step.num_logits)
+            self._reserve((self._last_residual,), step.num_last)
+            self._reserve((self._logits,), step.num_logits)
         program = self._programs.get(needs_logits)
         if program is None:
-            program = self._programs[needs_logits] = self._record(step, forward, needs_logits=needs_logits)
+            operations = self._record(partial(forward, step, needs_logits=needs_logits))
+            array = (Operation * len(operations))(*operations)
+            program = _Program(array, ctypes.addressof(array), self._logits.rows.numpy())
+            self._programs[needs_logits] = program
         if step.embeddings:  # they replace rows of the first operation's result
             self._run(program, 0, 1)
             place_embeddings(self._residual.rows.numpy(), step.embeddings, self._scales.given_embeddings)
@@ -234,17 +255,19 @@ class NativeOps:
     def _reserve(self, buffers: tuple[_Buffer, ...], num_rows: int) -> None:
         for buffer in buffers:
             if buffer.reserve(num_rows):
-                self._programs.clear()
+                self._forget_programs()
 
-    def _record(self, step: _Step, forward: Forward, *, needs_logits: bool) -> _Program:
-        operations: list[Operation] = []
-        self._recording = operations
+    def _forget_programs(self) -> None:
+        self._programs.clear()
+        self._logits_program = []
+
+    def _record(self, run: Callable[[], object]) -> list[Operation]:
+        self._recording = operations = list[Operation]()
         try:
-            forward(step, needs_logits=needs_logits)
+            run()
         finally:
             self._recording = None
-        array = (Operation * len(operations))(*operations)
-        return _Program(array, ctypes.addressof(array), self._logits.rows.numpy())
+        return operations
 
     def _run(self, program: _Program, first: int, end: int) -> None:
         start = program.address + first * ctypes.sizeof(Operation)
@@ -300,11 +323,36 @@ class NativeOps:
         return self._do(OperationKind.ATTENTION, self._attention_of(layer), qkv, self._attended.address)
 
     def last_tokens(self, qkv: int, residual: int, step: _Step) -> tuple[int, int, _Step]:
-        self._last_residual.reserve(step.num_logits)
+        self._last_residual.reserve(step.num_last)
         out = self._do(OperationKind.TAKE_LAST, None, residual, self._last_residual.address)
-        self._num_rows = step.num_logits
+        self._num_rows = step.num_last
         # From here on, attention picks the queries of the last tokens out of qkv.
         return qkv, out, step
+
+    def logit_rows(self, normed: int, step: _Step) -> int:
+        self._num_rows = step.num_logits
+        return self._do(OperationKind.KEEP_LOGITS, None, None, normed)
+
+    def score(
+        self, normed: int, first: int, scored: ScoredTokens, logits_of: Callable[[int], NDArray[np.float32]]
+    ) -> TokenLogprobs:
+        num_blocks = -(-len(scored.tokens) // max(1, _SCORED_VALUES // self._logits.width))
+        num_rows = -(-len(scored.tokens) // num_blocks)
+        self._reserve((self._logits,), num_rows)
+        if not self._logits_program:
+            self._num_rows = num_rows
+            self._logits_program = self._record(partial(logits_of, normed))
+        blocks = ScoredBlocks(scored, self._logits.width)
+        for begin in range(0, len(scored.tokens), num_rows):
+            rows = blocks.cut(begin, num_rows, self._logits.address)
+            shift = (first + begin) * self._hidden.row_bytes
+            operations = [
+                Operation(op.kind, op.weights, op.x + shift if op.x == normed else op.x, op.out, op.form)
+                for op in self._logits_program
+            ]
+            program = (Operation * len(operations))(*operations)
+            self._library.ps_score(self._engine, program, len(operations), byref(rows))
+        return blocks.logprobs
 
     def logits(self, x: int, weights: PackedLinear) -> NDArray[np.float32]:
         """Return a view of a buffer that the next call overwrites."""
@@ -330,7 +378,7 @@ class NativeOps:
             self._library.ps_destroy(self._engine)
             self._engine = None
         self._layers.clear()
-        self._programs.clear()
+        self._forget_programs()
         self.cache = []
 
     def _attention_of(self, layer: AttentionLayer) -> int:

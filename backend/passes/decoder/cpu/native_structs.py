@@ -23,6 +23,7 @@ class OperationKind(IntEnum):
     TAKE_LAST = 5
     ADD_NORM = 6
     CAP_LOGITS = 7
+    KEEP_LOGITS = 8
 
 
 class LinearOutput(IntEnum):
@@ -97,6 +98,21 @@ class StepRows(Structure):
         ("num_rows", c_int64),
         ("table_width", c_int64),
         ("num_logits", c_int64),
+        ("num_scored", c_int64),
+    )
+
+
+class ScoredRows(Structure):
+    _fields_ = (
+        ("logits", c_void_p),
+        ("next_ids", c_void_p),
+        ("num_rows", c_int64),
+        ("vocab", c_int64),
+        ("num_top", c_int64),
+        ("chosen", c_void_p),
+        ("ranks", c_void_p),
+        ("top_ids", c_void_p),
+        ("top", c_void_p),
     )
 
 
@@ -120,6 +136,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ps_wake": (None, (_P,)),
     "ps_plan": (None, (_P, _P)),
     "ps_run": (None, (_P, _P, _N, _P)),
+    "ps_score": (None, (_P, _P, _N, _P)),
     "ps_read_memory": (c_float, (_P, _P, _N)),
 }
 

@@ -20,14 +20,17 @@ from penstock.backend.passes.decoder.cpu.torch_query_tiles import QueryTiles, Ti
 from penstock.backend.passes.decoder.ops import HeadShape, round_scale
 from penstock.backend.passes.decoder.prompt_embeddings import place_embeddings
 from penstock.backend.passes.decoder.rope_table import RopeTable
+from penstock.backend.sampling.logprobs import score_in_blocks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
     from torch import Tensor
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
-    from penstock.backend.forward_pass import EmbeddedTokens, StepBatch
+    from penstock.backend.forward_pass import EmbeddedTokens, ScoredTokens, StepBatch, TokenLogprobs
     from penstock.backend.passes.decoder.ops import AttentionLayer, Forward
 
 
@@ -49,7 +52,8 @@ class TorchStep:
     """[T, ropes, 2, 1, rotary_dim / 2]: cosines and sines of each rope."""
     queries: QueryTiles
     last_tokens: Tensor
-    """[L] the last token of each logit row."""
+    """[L + S] `StepBatch.logit_tokens`."""
+    num_logits: int
     embeddings: tuple[EmbeddedTokens, ...]
 
 
@@ -111,7 +115,8 @@ class TorchOps:
             fresh_pages=pages[offsets == 0],
             turns=turns,
             queries=queries,
-            last_tokens=torch.from_numpy(batch.query_starts[1:][batch.logit_rows].astype(np.int64) - 1),
+            last_tokens=torch.from_numpy(batch.logit_tokens.astype(np.int64)),
+            num_logits=len(batch.logit_rows),
             embeddings=batch.embeddings,
         )
 
@@ -204,6 +209,14 @@ class TorchOps:
     def last_tokens(self, qkv: Tensor, residual: Tensor, step: TorchStep) -> tuple[Tensor, Tensor, TorchStep]:
         narrowed = replace(step, queries=step.queries.single(step.last_tokens.numpy()))
         return qkv[step.last_tokens], residual[step.last_tokens], narrowed
+
+    def logit_rows(self, normed: Tensor, step: TorchStep) -> Tensor:
+        return normed[: step.num_logits]
+
+    def score(
+        self, normed: Tensor, first: int, scored: ScoredTokens, logits_of: Callable[[Tensor], NDArray[np.float32]]
+    ) -> TokenLogprobs:
+        return score_in_blocks(scored, lambda part: logits_of(normed[first:][part]))
 
     def logits(self, x: Tensor, weights: TorchLinear) -> NDArray[np.float32]:
         product = self._product(x, weights).float()

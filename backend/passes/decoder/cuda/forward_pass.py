@@ -27,7 +27,12 @@ from penstock.backend.passes.decoder.cuda.kv_cache.host_pool import HostPool, To
 from penstock.backend.passes.decoder.cuda.kv_cache.page_moves import PageMoves
 from penstock.backend.passes.decoder.cuda.ops.cuda_ops import CudaOps
 from penstock.backend.passes.decoder.cuda.step import step_buffers
-from penstock.backend.passes.decoder.cuda.step.device_sampler import DeviceSampler, SamplerFeatures, SlotArrays
+from penstock.backend.passes.decoder.cuda.step.device_sampler import (
+    DeviceSampler,
+    LogprobBuffers,
+    SamplerFeatures,
+    SlotArrays,
+)
 from penstock.backend.passes.decoder.cuda.step.step_buffers import StepBuffers
 from penstock.backend.passes.decoder.cuda.step.step_results import PendingTokens, ResultBuffers
 from penstock.backend.passes.decoder.cuda.step.step_rows import CudaStep
@@ -69,6 +74,9 @@ class _Sampling:
 
     features: SamplerFeatures
     logprob_rows: Tensor
+    scored_tokens: Tensor
+    """int32 [S], as scored_next_ids; empty if nothing is scored."""
+    scored_next_ids: Tensor
 
 
 class CudaDecoderPass:
@@ -149,7 +157,7 @@ class CudaDecoderPass:
         self._sampler = DeviceSampler(device.launcher, slots, self._dtype)
         self._buffers = StepBuffers(device, step_limits(config, sizes, page_size_tokens, num_pages))
         self._masks = Uplink(device, mask_ints(config, sizes))
-        self._results = ResultBuffers(device, sizes.max_rows)
+        self._results = ResultBuffers(device, sizes.max_rows, sizes.max_tokens)
         self._max_update_ints = max_update_ints(config, sizes)
         ropes = tuple(
             RopeTable(rope).cover(longest)[:longest].to(device.torch_device, copy=True) for rope in config.ropes
@@ -213,13 +221,16 @@ class CudaDecoderPass:
         return self._config.hidden_size
 
     def host_hidden_states(self, logits: Tensor) -> NDArray[np.float32]:
-        return self.host_logits(self._ops.last_normed(len(logits)))
+        return self.host_logits(self._last_normed(len(logits)))
 
     def device_hidden_states(self, logits: Tensor) -> DeviceRows:
         """Lifetime and memory as in `device_logits`."""
         with annotate_faults(self._device, f"copying {len(logits)} hidden states"):
-            self._shared_hidden_states = self._ops.last_normed(len(logits)).float()
+            self._shared_hidden_states = self._last_normed(len(logits)).float()
         return DeviceRows(self._shared_hidden_states.data_ptr(), self._device.stream)
+
+    def _last_normed(self, num_rows: int) -> Tensor:
+        return self._ops.last_normed(num_rows, is_scored=len(self._sampling.scored_tokens) > 0)
 
     def close(self) -> None:
         self._device.synchronize()
@@ -237,10 +248,11 @@ class CudaDecoderPass:
         restores, copies = self._moves.pack(batch)
         tiles = self._ops.prefill_tiles(batch, num_decode) if num_decode < batch.num_rows else _NO_INTS
         features = self._sampler.features(batch.slots[batch.logit_rows])
-        parts = [updates, restores, copies, tiles, features.logprob_rows]
+        scored = (_NO_INTS, _NO_INTS) if batch.scored is None else (batch.scored.tokens, batch.scored.next_ids)
+        parts = [updates, restores, copies, tiles, features.logprob_rows, *scored]
         sent = self._buffers.load(batch, num_padded or 0, parts)
-        device_updates, device_restores, device_copies, device_tiles, logprob_rows = sent
-        self._sampling = _Sampling(features, logprob_rows)
+        device_updates, device_restores, device_copies, device_tiles, *sampling_parts = sent
+        self._sampling = _Sampling(features, *sampling_parts)
         if num_updates:
             self._sampler.take_slots(device_updates, num_updates)
         self._moves.run(device_restores, device_copies)
@@ -258,21 +270,36 @@ class CudaDecoderPass:
             logit_rows=buffers.logit_rows.cut(num_logits),
             logit_tokens=buffers.logit_tokens[:num_logits],
             is_decode_only=is_decode_only,
+            is_scored=batch.scored is not None,
         )
         self._ops.begin(step)
-        self._model.forward(step, needs_logits=num_logits > 0)
+        self._model.forward(step, needs_logits=num_logits > 0 or step.is_scored)
         return self._ops.last_logits(num_logits)
 
     def _sample(self, logits: Tensor, batch: StepBatch, masks: TokenMasks | None) -> PendingTokens:
         num_rows = len(logits)
         features, rows = self._sampling.features, self._buffers.logit_rows.cut(num_rows)
-        tokens = self._results.tokens(num_rows)
+        results = self._results
+        scored = 0, 0
+        if batch.scored is not None:
+            scored = len(batch.scored.tokens), min(batch.scored.num_top, self._config.vocab_size)
+        layout = results.lay_out(num_rows, (len(features.logprob_rows), features.num_top), scored)
+        tokens = results.tokens(num_rows)
         placed = None if masks is None else self._send_masks(masks, num_rows)
         self._sampler.sample(logits, rows.slots, rows.context_lens, features, tokens, placed)
         if len(features.logprob_rows):
-            out = self._results.logprobs(num_rows, features)
-            self._sampler.logprobs(logits, tokens, self._sampling.logprob_rows, out)
-        return self._results.fetch(num_rows, features, _name(batch))
+            self._sampler.logprobs(logits, tokens, self._sampling.logprob_rows, results.logprobs(layout.sampled))
+        if batch.scored is not None:
+            self._score(results.logprobs(layout.scored))
+        return results.fetch(layout, features.logprob_rows, _name(batch))
+
+    def _score(self, out: LogprobBuffers) -> None:
+        """Compute log probabilities of the scored tokens in blocks, in the memory of the step's logits."""
+        tokens, next_ids, max_rows = self._sampling.scored_tokens, self._sampling.scored_next_ids, self._sizes.max_rows
+        for first in range(0, len(tokens), max_rows):
+            part = slice(first, first + max_rows)
+            logits = self._model.logits(self._ops.gather_normed(tokens[part]))
+            self._sampler.logprobs(logits, next_ids[part], self._results.row_numbers[: len(logits)], out.cut(part))
 
     def _run_padding(self, num_rows: int) -> None:
         """Launch a decode step of num_rows padding rows, for a graph to capture."""

@@ -72,7 +72,7 @@ def plan_spec(config: DecoderConfig, dtype: torch.dtype, sizes: StepSizes) -> Pa
         activation_bytes(config, dtype, sizes.max_tokens, sizes.max_rows, matmul),
         StepBuffers.num_bytes(step_limits(config, sizes, smallest, num_pages=1)),
         SlotArrays.num_bytes(sizes.max_rows, config.vocab_size),
-        ResultBuffers.num_bytes(sizes.max_rows),
+        ResultBuffers.num_bytes(sizes.max_rows, sizes.max_tokens),
         4 * mask_ints(config, sizes),
         4 * sizes.max_context_tokens * config.rope.rotary_dim * len(config.ropes),
         *(each.workspace_bytes for each in attention.values()),
@@ -177,7 +177,12 @@ def step_limits(config: DecoderConfig, sizes: StepSizes, page_size_tokens: int, 
         page_size_tokens=page_size_tokens,
         num_pages=num_pages,
         vocab_size=config.vocab_size,
-        tail_ints=max_update_ints(config, sizes) + tile_ints + 4 * MAX_PAGE_MOVES + sizes.max_rows + 16,
+        tail_ints=max_update_ints(config, sizes)
+        + tile_ints
+        + 4 * MAX_PAGE_MOVES
+        + sizes.max_rows
+        + 2 * sizes.max_tokens  # scored tokens, and those that follow them
+        + 24,
     )
 
 

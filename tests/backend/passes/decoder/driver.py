@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens, SamplingParams, SlotInit, StepBatch
+from penstock.backend.forward_pass import (
+    FROM_EMBEDDINGS,
+    EmbeddedTokens,
+    SamplingParams,
+    ScoredTokens,
+    SlotInit,
+    StepBatch,
+    TokenLogprobs,
+)
 from penstock.tools.gpu_check.checks.pass_agreement import RowsOnHost
 
 if TYPE_CHECKING:
@@ -33,6 +41,8 @@ class DriverRow:
     sampling: SamplingParams = GREEDY
     embeddings: NDArray[np.float32] | None = None
     """[num_prompt_tokens, hidden], if the prompt consists of embeddings."""
+    is_scored: bool = False
+    """Its prompt's tokens are scored."""
 
 
 class Driver:
@@ -49,6 +59,10 @@ class Driver:
         """Turns the result of `forward` into what `step` returns."""
         self.give: Callable[[NDArray[np.float32]], EmbeddingRows] = RowsOnHost
         """Wraps embeddings for the pass."""
+        self.num_top = 3
+        """Top log probabilities of scored tokens."""
+        self.scores: dict[int, list[TokenLogprobs]] = {}
+        """Log probabilities of scored tokens by slot, one entry per token."""
         forward_pass.create_cache(num_pages, page_size, kv_dtype)
 
     def add(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> DriverRow:
@@ -93,7 +107,21 @@ class Driver:
             ),
             slot_inits=tuple(inits),
             embeddings=tuple(self._embeddings(parts)),
+            scored=self._scored(parts),
         )
+
+    def _scored(self, parts: Sequence[tuple[DriverRow, int]]) -> ScoredTokens | None:
+        tokens: list[int] = []
+        next_ids: list[int] = []
+        first = 0
+        for row, count in parts:
+            num_scored = max(0, min(count, row.num_prompt_tokens - 1 - row.computed)) if row.is_scored else 0
+            tokens += range(first, first + num_scored)
+            next_ids += row.tokens[row.computed + 1 : row.computed + 1 + num_scored]
+            first += count
+        if not tokens:
+            return None
+        return ScoredTokens(np.array(tokens, np.int32), np.array(next_ids, np.int32), self.num_top)
 
     def _embeddings(self, parts: Sequence[tuple[DriverRow, int]]) -> Iterator[EmbeddedTokens]:
         first = 0
@@ -108,7 +136,13 @@ class Driver:
         ordered = sorted(parts, key=lambda part: part[1] != 1)
         logits = self.forward_pass.forward(batch)
         host = np.array(self.read(logits))
-        sampled = self.forward_pass.sample(logits, batch).wait().token_ids
+        output = self.forward_pass.sample(logits, batch).wait()
+        sampled = output.token_ids
+        if batch.scored is not None:
+            assert output.scored is not None
+            rows = np.searchsorted(batch.query_starts, batch.scored.tokens, side="right") - 1
+            for row_index, entry in zip(rows.tolist(), one_by_one(output.scored), strict=True):
+                self.scores.setdefault(ordered[row_index][0].slot, []).append(entry)
         for row, count in ordered:
             row.computed += count
         for index, token in zip(batch.logit_rows.tolist(), sampled.tolist(), strict=True):
@@ -127,3 +161,19 @@ class Driver:
         """Generate num_tokens tokens for every row, all rows in one batch."""
         for _ in range(num_tokens):
             self.step([(row, 1) for row in self.rows])
+
+
+def one_by_one(logprobs: TokenLogprobs) -> list[TokenLogprobs]:
+    columns = (logprobs.rows, logprobs.chosen, logprobs.ranks, logprobs.top_ids, logprobs.top)
+    return [TokenLogprobs(*(column[place : place + 1] for column in columns)) for place in range(len(logprobs.chosen))]
+
+
+def joined(entries: Sequence[TokenLogprobs]) -> TokenLogprobs:
+    """Log probabilities of several tokens, without their rows."""
+    return TokenLogprobs(
+        np.arange(len(entries), dtype=np.int32),
+        *(
+            np.concatenate([getattr(entry, name) for entry in entries])
+            for name in ("chosen", "ranks", "top_ids", "top")
+        ),
+    )

@@ -18,6 +18,7 @@ from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.transformers_model import model as loading
 from penstock.backend.passes.transformers_model.forward_pass import TransformersPass
 from tests.backend.passes.decoder.driver import Driver
+from tests.backend.passes.decoder.test_scored_prompts import assert_scores, score
 from tests.backend.passes.transformers_model.families import FAMILIES, REFUSED, make_family
 from tests.checkpoints import load_oracle
 
@@ -70,6 +71,13 @@ def test_prompt_token_by_token_beside_decoding_rows(name: str) -> None:
         tokens = row.tokens[row.num_prompt_tokens :]
         assert tokens[: len(expected)] == expected[: len(tokens)]
         assert len(tokens) >= 4
+
+
+def test_prompts_are_scored_as_by_the_model_itself() -> None:
+    oracle = load_oracle(checkpoint("gpt-oss"))
+    for prompt, found in zip(PROMPTS[1:], score(make_driver("gpt-oss"), PROMPTS[1:], chunk=7), strict=True):
+        with torch.inference_mode():
+            assert_scores(found, oracle(torch.tensor([prompt])).logits[0].numpy(), prompt)
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3"])

@@ -18,6 +18,7 @@
 //   attention.h         attention
 //   step_plan.h         how the threads divide a step's attention
 //   operations.h        a step's operations as data
+//   scoring.h           log probabilities of known tokens
 //   read_speed.h        how fast the threads can read memory, for benchmarks
 
 #include "read_speed.h"
@@ -30,7 +31,7 @@ Engine& as_engine(void* engine) { return *static_cast<Engine*>(engine); }
 
 extern "C" {
 
-int ps_abi() { return 7; }
+int ps_abi() { return 8; }
 
 // Asks the system for the tile registers. Returns 0 if products may use them, an errno if it refuses, and -1 if this
 // library has no code for them.
@@ -81,6 +82,11 @@ void ps_plan(void* engine, const StepRows* rows) { plan_step(as_engine(engine), 
 // times: one entry for each operation, or null.
 void ps_run(void* engine, const Operation* operations, i64 count, OperationTime* times) {
     run_operations(as_engine(engine), operations, count, times);
+}
+
+// Runs the operations, which compute the logits of rows->num_rows tokens, and scores these.
+void ps_score(void* engine, const Operation* operations, i64 count, const ScoredRows* rows) {
+    score(as_engine(engine), operations, count, *rows);
 }
 
 // Returns the sum of the floats. Their number is a multiple of 128.

@@ -92,7 +92,9 @@ struct Step {
     std::vector<std::int32_t> positions;
     std::vector<i64> slot_mapping;  // page × page_size + offset, for each token
     Work work, last_work;
-    std::vector<i64> last_tokens;
+    std::vector<i64> last_tokens;  // the last tokens of the logit rows, then the scored tokens
+    i64 num_logits = 0;            // how many of them are the former
+    i64 num_narrowed = 0;          // how many of them the step consists of, if it is narrowed
     const std::int32_t* input_ids = nullptr;
     const float* rope = nullptr;  // [position][rope][cosines, sines]
     const std::int32_t* page_table = nullptr;
@@ -100,7 +102,7 @@ struct Step {
     i64 num_tokens = 0;
     bool is_narrowed = false;  // to last_tokens
 
-    i64 rows() const { return is_narrowed ? i64(last_tokens.size()) : num_tokens; }
+    i64 rows() const { return is_narrowed ? num_narrowed : num_tokens; }
 };
 
 struct alignas(64) CacheLine {

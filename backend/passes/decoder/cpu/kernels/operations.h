@@ -7,7 +7,9 @@
 namespace {
 
 // As in native_structs.py.
-enum OperationKind : i64 { kEmbed, kNorm, kLinear, kRotateAndStore, kAttention, kTakeLast, kAddNorm, kCapLogits };
+enum OperationKind : i64 {
+    kEmbed, kNorm, kLinear, kRotateAndStore, kAttention, kTakeLast, kAddNorm, kCapLogits, kKeepLogits
+};
 
 struct Operation {  // mirrored by native_structs.py
     i64 kind;
@@ -47,14 +49,18 @@ template <class T> void attention(Engine& engine, const T* qkv, const Attention&
     }
 }
 
-// Copies the residual of each logit row's last token; from then on the step consists of these rows.
+// Copies the residual of the last tokens; from then on the step consists of these rows.
 inline void take_last(Engine& engine, const float* residual, float* out) {
     Step& step = engine.step;
     const i64 hidden = engine.shape.hidden;
     for (size_t i = 0; i < step.last_tokens.size(); ++i)
         std::memcpy(out + i64(i) * hidden, residual + step.last_tokens[i] * hidden, hidden * sizeof(float));
+    step.num_narrowed = i64(step.last_tokens.size());
     step.is_narrowed = true;
 }
+
+// From here on the step consists of the logit rows.
+inline void keep_logits(Engine& engine) { engine.step.num_narrowed = engine.step.num_logits; }
 
 template <class T> void run_operation(Engine& engine, const Operation& op) {
     switch (op.kind) {
@@ -75,12 +81,13 @@ template <class T> void run_operation(Engine& engine, const Operation& op) {
             return attention(engine, static_cast<const T*>(op.x), *static_cast<const Attention*>(op.weights),
                              static_cast<T*>(op.out));
         case kTakeLast: return take_last(engine, static_cast<const float*>(op.x), static_cast<float*>(op.out));
+        case kKeepLogits: return keep_logits(engine);
     }
 }
 
-// times: one entry for each operation, or null.
+// times: one entry for each operation, or null. A step that only scores tokens has no rows left for its last operations.
 inline void run_operations(Engine& engine, const Operation* operations, i64 count, OperationTime* times) {
-    for (i64 i = 0; i < count; ++i) {
+    for (i64 i = 0; i < count && engine.step.rows() > 0; ++i) {
         const i64 started_ns = times ? now_ns() : 0;
         if (times) engine.pool.start_timing();
         if (engine.shape.act_bf16) run_operation<bf16>(engine, operations[i]);

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "operations.h"
+#include "scoring.h"
 
 namespace {
 

@@ -43,14 +43,28 @@ inline Work split_work(const Engine& engine, const std::vector<Tile>& tiles, i64
 
 struct StepRows {  // mirrored by native_structs.py
     // Back to back, and read until the step ends: input ids [num_tokens], starts [num_rows + 1], contexts [num_rows],
-    // page table [num_rows][table_width], logit rows [num_logits].
+    // page table [num_rows][table_width], logit rows [num_logits], scored tokens [num_scored].
     const std::int32_t* arrays;
     const float* rope;
     i64 num_tokens;
     i64 num_rows;
     i64 table_width;
     i64 num_logits;
+    i64 num_scored;
 };
+
+// Adds the scored tokens to the last ones, and tiles of those that are consecutive tokens of a row.
+inline void plan_scored(const StepRows& given, const std::int32_t* starts, const std::int32_t* tokens, i64 tile_tokens,
+                        Step& step, std::vector<Tile>& tiles) {
+    i64 row = 0;
+    for (i64 i = 0, count; i < given.num_scored; i += count) {
+        while (starts[row + 1] <= tokens[i]) ++row;
+        const i64 most = std::min({tile_tokens, given.num_scored - i, i64(starts[row + 1] - tokens[i])});
+        for (count = 1; count < most && tokens[i + count] == tokens[i] + count;) ++count;
+        step.last_tokens.insert(step.last_tokens.end(), tokens + i, tokens + i + count);
+        tiles.push_back({row, tokens[i], count, step.positions[tokens[i]], given.num_logits + i});
+    }
+}
 
 inline void plan_step(Engine& engine, const StepRows& given) {
     const i64 num_rows = given.num_rows, table_width = given.table_width;
@@ -89,6 +103,8 @@ inline void plan_step(Engine& engine, const StepRows& given) {
         step.last_tokens.push_back(token);
         last_tiles.push_back({row, token, 1, step.positions[token], i});
     }
+    plan_scored(given, starts, logit_rows + given.num_logits, tile_tokens, step, last_tiles);
+    step.num_logits = given.num_logits;
     i64 num_partials = 0, num_last_partials = 0;
     step.work = split_work(engine, tiles, num_partials);
     step.last_work = split_work(engine, last_tiles, num_last_partials);

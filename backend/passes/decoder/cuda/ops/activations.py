@@ -62,7 +62,7 @@ def activation_bytes(config: DecoderConfig, dtype: torch.dtype, max_tokens: int,
     widths = activation_widths(config)
     per_token = sum(widths.values()) * dtype.itemsize + widths["residual"] * (4 - dtype.itemsize)
     per_row = widths["residual"] * 4 + widths["qkv"] * dtype.itemsize
-    logits = matmul.padded_rows(max_rows) * config.vocab_size * dtype.itemsize
+    logits = matmul.padded_rows(max_rows) * (config.vocab_size + config.hidden_size) * dtype.itemsize
     norms = (2 * config.num_layers + 1) * config.hidden_size + 2 * config.num_layers * config.head_dim  # in fp32
     return matmul.padded_rows(max_tokens) * per_token + max_rows * per_row + logits + 4 * norms + 16
 

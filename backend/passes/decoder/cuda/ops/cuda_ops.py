@@ -73,6 +73,7 @@ class CudaOps(DeviceWeights):
         """The first rows of `_all`, as many as the current operations have tokens."""
         self._last_residual = zeros(max_rows, config.hidden_size, torch.float32)
         self._last_qkv = zeros(max_rows, widths["qkv"])
+        self._last_hidden = zeros(matmul.padded_rows(max_rows), config.hidden_size)
         self._logits = zeros(matmul.padded_rows(max_rows), config.vocab_size)
 
     def open_cache(
@@ -178,7 +179,7 @@ class CudaOps(DeviceWeights):
         return out
 
     def last_tokens(self, qkv: Tensor, residual: Residual, step: CudaStep) -> tuple[Tensor, Residual, CudaStep]:
-        if step.is_decode_only:
+        if step.is_decode_only or step.is_scored:
             return qkv, residual, step
         if residual.pending is not None:
             raise RuntimeError("the residual stream still has a pending addend after the norm; this is a bug")
@@ -191,6 +192,19 @@ class CudaOps(DeviceWeights):
         narrowed = CudaStep(num_logits, step.logit_rows, num_logits, None, step.logit_rows, step.logit_tokens, True)
         return last_qkv, Residual(values), narrowed
 
+    def logit_rows(self, normed: Tensor, step: CudaStep) -> Tensor:
+        return self.gather_normed(step.logit_tokens) if step.is_scored else normed
+
+    def gather_normed(self, tokens: Tensor) -> Tensor:
+        """Return the final norm's output for tokens int32 [n] of a scored step, [n, hidden]; n is at most max_rows.
+
+        The next call overwrites it.
+        """
+        out = self._last_hidden[: len(tokens)]
+        if len(tokens):
+            self._elementwise.gather_rows(self._all.hidden, tokens, out)
+        return out
+
     def logits(self, x: Tensor, weights: CudaLinear) -> Tensor:
         """Return [L, vocab] in the weights' dtype; see `last_logits`."""
         logits = self._matmul.multiply(x, weights, self._logits[: len(x)])
@@ -201,12 +215,12 @@ class CudaOps(DeviceWeights):
         """Return what `logits` wrote last, [num_rows, vocab]; the next step overwrites it."""
         return self._logits[:num_rows]
 
-    def last_normed(self, num_rows: int) -> Tensor:
+    def last_normed(self, num_rows: int, *, is_scored: bool) -> Tensor:
         """Return the final norm's output for these logits, [num_rows, hidden] in the weights' dtype.
 
-        The next step overwrites it.
+        is_scored: as the step was. The next step overwrites it.
         """
-        return self._all.hidden[:num_rows]
+        return (self._last_hidden if is_scored else self._all.hidden)[:num_rows]
 
     def close(self) -> None:
         """Release the cache and the buffers."""

@@ -131,6 +131,9 @@ class LogprobBuffers:
     top: Tensor
     """fp32 [K, N], contiguous"""
 
+    def cut(self, part: slice) -> LogprobBuffers:
+        return LogprobBuffers(self.chosen[part], self.ranks[part], self.top_ids[part], self.top[part])
+
 
 class SlotArrays:
     """Per-slot state on the device, and scratch memory for as many rows. Allocated once."""

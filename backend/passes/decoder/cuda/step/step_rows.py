@@ -38,3 +38,5 @@ class CudaStep:
     logit_tokens: Tensor
     is_decode_only: bool
     """Every row has one token and needs its logits."""
+    is_scored: bool = False
+    """Tokens are scored: the last layer computes all tokens, as the layers before it do."""

@@ -101,7 +101,8 @@ def test_timed_step_reports_every_operation_in_order() -> None:
         OperationKind.LINEAR,
     ]
     num_layers = read_decoder_config(checkpoint("llama3")).num_layers
-    last = [*layer[:3], OperationKind.TAKE_LAST, *layer[3:], OperationKind.NORM, OperationKind.LINEAR]
+    head = [OperationKind.NORM, OperationKind.KEEP_LOGITS, OperationKind.LINEAR]
+    last = [*layer[:3], OperationKind.TAKE_LAST, *layer[3:], *head]
     assert kinds == [OperationKind.EMBED, *layer * (num_layers - 1), *last]
     assert len(timed.times) == len(kinds)
     assert all(0 <= time.idle_ns <= 2 * time.elapsed_ns for time in timed.times)
