@@ -12,7 +12,9 @@ from penstock.frontend.transport.serving.tls import TlsFiles
 WORKER_SETTINGS_VARIABLE = "_PENSTOCK_FRONTEND_WORKER"
 """Carries the settings, which may contain keys: other users can read a command line but not an environment."""
 
-ToolParserName = Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic"]
+ToolParserName = Literal[
+    "auto", "none", "deepseek", "glm4", "granite", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"
+]
 TenantBy = Literal["none", "address", "forwarded"]
 ReasoningParserName = Literal["auto", "none", "think", "mistral"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.frontend.parsing.parsed_output import ParsedOutput
@@ -11,7 +11,7 @@ from penstock.frontend.parsing.reasoning import ReasoningFormat, read_reasoning
 
 if TYPE_CHECKING:
     from penstock.frontend.parsing.deltas import Delta
-    from penstock.frontend.parsing.tool_formats.base import ToolFormat
+    from penstock.frontend.parsing.tool_formats.base import Functions, ToolFormat
 
 _UNLIMITED_CALLS = 1 << 20
 
@@ -26,7 +26,9 @@ class AnswerShape:
     includes_reasoning: bool = True
     """Report reasoning to the client; False drops it."""
     tools: ToolFormat | None = None
-    function_names: frozenset[str] = frozenset()
+    functions: Functions = field(default_factory=dict)
+    calls_only: bool = False
+    """The answer must be calls: text beside them is dropped. It is the layout of a call that was cut off."""
     single_call: bool = False
     """The first call ends the answer."""
 
@@ -45,6 +47,7 @@ class AnswerParser:
         self._output = ParsedOutput(
             new_call_id,
             includes_reasoning=shape.includes_reasoning,
+            includes_content=not shape.calls_only,
             max_calls=1 if shape.single_call else _UNLIMITED_CALLS,
         )
         self._reader = Reader()
@@ -77,6 +80,6 @@ def _read(reader: Reader, output: ParsedOutput, shape: AnswerShape) -> Reading[N
     if shape.reasoning is not None:
         yield from read_reasoning(reader, output, shape.reasoning, is_open=shape.is_reasoning_open)
     if shape.tools is not None:
-        yield from shape.tools.read(reader, output, shape.function_names)
+        yield from shape.tools.read(reader, output, shape.functions)
     yield from reader.rest(output.content)
     output.end()

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.frontend.parsing.reasoning import MISTRAL_THINK, THINK, ReasoningFormat
+from penstock.frontend.parsing.tool_formats.deepseek import DeepSeek
+from penstock.frontend.parsing.tool_formats.glm4 import Glm4
+from penstock.frontend.parsing.tool_formats.granite import Granite
 from penstock.frontend.parsing.tool_formats.hermes import Hermes
 from penstock.frontend.parsing.tool_formats.llama3_json import Llama3Json
 from penstock.frontend.parsing.tool_formats.mistral import Mistral
 from penstock.frontend.parsing.tool_formats.pythonic import Pythonic
+from penstock.frontend.parsing.tool_formats.qwen3_coder import Qwen3Coder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,16 +21,15 @@ if TYPE_CHECKING:
     from penstock.frontend.parsing.tool_formats.base import ToolFormat
     from penstock.frontend.settings import ReasoningParserName, ToolParserName
 
-_OTHER_XML = ("<function=", "<arg_key>", "<parameter=")
-"""Markers of formats that also use <tool_call>, but with XML inside. They are not supported."""
-
 
 @dataclass(frozen=True, slots=True)
 class ModelSyntax:
     """How one model writes reasoning and tool calls."""
 
     tools: ToolFormat | None = None
-    """None if the model has no tools, or writes calls in an unknown format."""
+    """None if the model writes no calls, or in an unknown format."""
+    shows_tools: bool = True
+    """False if the chat template does not show the tools to the model."""
     reasoning: ReasoningFormat | None = None
     offers_tools: bool = True
     """False if the operator disabled tools."""
@@ -45,31 +48,45 @@ def choose_model_syntax(
     source = template or ""
     name = _tool_format_of(source) if tool_parser == "auto" else tool_parser
     formats: dict[str, ToolFormat] = {
+        "deepseek": DeepSeek(in_code="```json" in source),
+        "glm4": Glm4(has_lines="</arg_key><arg_value>" not in source),
+        "granite": Granite(),
         "hermes": Hermes(),
         "llama3_json": Llama3Json(),
         "mistral": Mistral(names_first="[ARGS]" in added_tokens),
         "pythonic": Pythonic(),
+        "qwen3_coder": Qwen3Coder(),
     }
     return ModelSyntax(
         tools=formats.get(name),
         reasoning=_reasoning_format(source, added_tokens, reasoning_parser),
+        shows_tools=tool_parser != "auto" or "tools" in source,
         offers_tools=tool_parser != "none",
     )
 
 
 def _tool_format_of(source: str) -> str:
     """Return the name of the template's tool format. The order matters: a template may mention several formats."""
-    if "tools" not in source:
-        return "none"
     if "[TOOL_CALLS]" in source:
         return "mistral"
+    if "<｜tool▁calls▁begin｜>" in source:
+        return "deepseek"
+    if "<|tool_call|>" in source:
+        return "granite"
     if "<tool_call>" in source:
-        return "none" if any(mark in source for mark in _OTHER_XML) else "hermes"
+        return _tagged_format_of(source)
     if "[func_name1(" in source:
         return "pythonic"
     if "<|python_tag|>" in source or ("ipython" in source and "parameters" in source):
         return "llama3_json"
     return "none"
+
+
+def _tagged_format_of(source: str) -> str:
+    """Return the name of a format with the tag <tool_call>, by what is inside it."""
+    if "<function=" in source:
+        return "qwen3_coder"
+    return "glm4" if "<arg_key>" in source else "hermes"
 
 
 def _reasoning_format(

@@ -14,9 +14,17 @@ if TYPE_CHECKING:
 class ParsedOutput:
     """Collects pieces. Drops the spaces next to a tool call or the reasoning: they belong to neither text."""
 
-    def __init__(self, new_call_id: Callable[[], str], *, includes_reasoning: bool = True, max_calls: int) -> None:
+    def __init__(
+        self,
+        new_call_id: Callable[[], str],
+        *,
+        includes_reasoning: bool = True,
+        includes_content: bool = True,
+        max_calls: int,
+    ) -> None:
         self._new_call_id = new_call_id
         self._includes_reasoning = includes_reasoning
+        self._includes_content = includes_content
         self._max_calls = max_calls
         self._num_calls = 0
         self._pieces: list[Delta] = []
@@ -32,7 +40,7 @@ class ParsedOutput:
         return pieces
 
     def content(self, text: str) -> None:
-        if not self.is_complete and (certain := self._content.push(text)):
+        if self._includes_content and not self.is_complete and (certain := self._content.push(text)):
             self._pieces.append(Delta(certain))
 
     def reasoning(self, text: str) -> None:

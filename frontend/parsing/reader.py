@@ -106,18 +106,33 @@ class Reader:
         while (character := (yield from self.peek())) and character in SPACES:
             self._position += 1
 
-    def until(self, marker: str, emit: Callable[[str], object]) -> Reading[bool]:
-        """Emit the text before the marker, and stop there. Return False if the text ends without the marker."""
+    def until(self, marker: str, emit: Callable[[str], object], *, keeps_partial: bool = True) -> Reading[bool]:
+        """Emit the text before the marker, and stop there. Return False if the text ends without the marker.
+
+        keeps_partial: if the text ends within the marker, emit what there is of it; otherwise drop that.
+        """
+        return (yield from self.until_any((marker,), emit, keeps_partial=keeps_partial)) is not None
+
+    def until_any(
+        self, markers: tuple[str, ...], emit: Callable[[str], object], *, keeps_partial: bool = True
+    ) -> Reading[str | None]:
+        """Emit the text before the first of the markers, and stop there. Return that marker; None if the text ends
+        without any. No marker may contain another."""
         while True:
-            start = self._text.find(marker, self._position)
-            end = start if start >= 0 else len(self._text) - self._num_doubtful(marker)
+            starts = {self._text.find(marker, self._position): marker for marker in markers}
+            starts.pop(-1, None)
+            start = min(starts, default=None)
+            end = len(self._text) if start is None else start
+            if start is None and not (self._ended and keeps_partial):
+                end -= max(map(self._num_doubtful, markers))
             if end > self._position:
                 emit(self._text[self._position : end])
                 self._position = end
-            if start >= 0:
-                return True
+            if start is not None:
+                return starts[start]
             if self._ended:
-                return False
+                self._position = len(self._text)
+                return None
             yield
 
     def rest(self, emit: Callable[[str], object]) -> Reading[None]:
@@ -128,7 +143,5 @@ class Reader:
 
     def _num_doubtful(self, marker: str) -> int:
         """Number of characters at the end that may be the beginning of the marker."""
-        if self._ended:
-            return 0
         longest = min(len(marker) - 1, len(self._text) - self._position)
         return next((length for length in range(longest, 0, -1) if self._text.endswith(marker[:length])), 0)

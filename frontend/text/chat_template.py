@@ -107,27 +107,34 @@ class ChatTemplate:
 
         Raises TemplateRefusedError, ApiError.
         """
-        messages = [self._as_dict(message) for message in body.messages]
-        _name_results(messages)
-        if body.continue_final_message:
-            messages[-1]["content"] = messages[-1]["content"].rstrip() + _END_MARK
         fixed = {
             **self._special_tokens,
-            "messages": messages,
             "tools": [_tool_description(tool) for tool in body.offered_tools] or None,
             "documents": body.documents,
             "add_generation_prompt": not body.continue_final_message and body.add_generation_prompt is not False,
         }
+        template = self._tool_template if body.offered_tools else self._template
+        variables = {**_variables(body, {"messages": None, **fixed}), **fixed}
         try:
-            template = self._tool_template if body.offered_tools else self._template
-            text = template.render(**_variables(body, fixed), **fixed)
+            try:
+                text = template.render(**variables, messages=self._messages(body))
+            except TypeError:
+                # Some templates, such as DeepSeek's, concatenate the arguments of calls: those need a text.
+                text = template.render(**variables, messages=self._messages(body, text_arguments=True))
         except _TemplateRaised as error:
             raise TemplateRefusedError(str(error.message)) from None
         except _RENDERING_ERRORS as error:
             raise TemplateRefusedError(f"it cannot render these messages ({type(error).__name__})") from None
         return _cut(text) if body.continue_final_message else text
 
-    def _as_dict(self, message: ChatMessage) -> dict[str, Any]:
+    def _messages(self, body: ChatBody, *, text_arguments: bool = False) -> list[dict[str, Any]]:
+        messages = [self._as_dict(message, text_arguments=text_arguments) for message in body.messages]
+        _name_results(messages)
+        if body.continue_final_message:
+            messages[-1]["content"] = messages[-1]["content"].rstrip() + _END_MARK
+        return messages
+
+    def _as_dict(self, message: ChatMessage, *, text_arguments: bool) -> dict[str, Any]:
         role = message.role
         if role == "developer" and not self._knows_developer:
             role = "system"
@@ -141,7 +148,7 @@ class ChatTemplate:
             "content": content,
             "name": message.name,
             "tool_call_id": message.tool_call_id,
-            "tool_calls": [_tool_call(call) for call in message.tool_calls] if message.tool_calls else None,
+            "tool_calls": [_tool_call(call, as_text=text_arguments) for call in message.tool_calls or ()] or None,
             "reasoning_content": message.reasoning_content,
         }
         return {name: value for name, value in fields.items() if value is not None}
@@ -155,6 +162,7 @@ def _variables(body: ChatBody, fixed: Mapping[str, object]) -> dict[str, Any]:
             invalid(f"chat_template_kwargs.{name}", "set by the server; cannot be set here")
     if body.reasoning_enabled is not None:
         variables["enable_thinking"] = body.reasoning_enabled
+        variables.setdefault("thinking", body.reasoning_enabled)  # the name in DeepSeek's and Granite's templates
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
     return variables
@@ -176,11 +184,12 @@ def _tool_description(tool: ChatTool) -> dict[str, Any]:
     return {"type": "function", "function": described}
 
 
-def _tool_call(call: MessageToolCall) -> dict[str, Any]:
-    """Decode the arguments: templates expect an object, empty if there are none. Invalid JSON is passed on as text."""
+def _tool_call(call: MessageToolCall, *, as_text: bool) -> dict[str, Any]:
+    """Describe a call. Most templates expect the arguments as an object; invalid JSON is passed on as text."""
     function: dict[str, Any] = {"name": call.function.name, "arguments": call.function.arguments.strip() or "{}"}
-    with contextlib.suppress(ValueError, RecursionError):
-        function["arguments"] = json.loads(function["arguments"])
+    if not as_text:
+        with contextlib.suppress(ValueError, RecursionError):
+            function["arguments"] = json.loads(function["arguments"])
     return {"id": call.id, "type": "function", "function": function}
 
 

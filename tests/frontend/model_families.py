@@ -103,6 +103,107 @@ PYTHONIC = LLAMA3.replace(
     "Respond with [func_name1(name1=value1, name2=value2), func_name2()]",
 )
 
+QWEN3_CODER = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\nYou have access to these functions:\\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\\n<function>\\n<name>' + tool.function.name + '</name>' }}
+        {%- for key, schema in (tool.function.parameters.properties or {}).items() %}
+            {{- '\\n<parameter>\\n<name>' + key + '</name>\\n<type>' + (schema.type | string) + '</type>' }}
+            {{- '\\n</parameter>' }}
+        {%- endfor %}
+        {{- '\\n</function>' }}
+    {%- endfor %}
+    {{- '\\n</tools>\\nTo call one, reply with:\\n<tool_call>\\n<function=example_name>' }}
+    {{- '\\n<parameter=example_key>\\nvalue\\n</parameter>\\n</function>\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' }}
+        {%- if message.content %}{{- message.content }}{%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+            {%- for key, value in call.function.arguments | items %}
+                {%- set written = value | string if value is string or value is number else value | tojson %}
+                {{- '<parameter=' + key + '>\\n' + written + '\\n</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</function>\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+GLM4 = """\
+[gMASK]<sop>
+{%- if tools -%}
+<|system|>
+# Tools
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}
+Write a call as
+<tool_call>{name}
+<arg_key>{key}</arg_key>
+<arg_value>{value}</arg_value>
+</tool_call>{%- endif -%}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|observation|>\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+    {%- else %}
+        {{- '<|' + message.role + '|>\\n' + message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>' + call.function.name + '\\n' }}
+            {%- for key, value in call.function.arguments.items() %}
+                {{- '<arg_key>' + key + '</arg_key>\\n<arg_value>' }}
+                {{- value if value is string else value | tojson }}{{- '</arg_value>\\n' }}
+            {%- endfor %}
+            {{- '</tool_call>' }}
+        {%- endfor %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}
+{%- if enable_thinking is defined and not enable_thinking %}{{- '\\n<think></think>' }}{%- endif %}
+"""
+
+DEEPSEEK_V3 = """\
+{%- if tools %}{{- '## Tools\\n' }}{%- for tool in tools %}{{- (tool | tojson) + '\\n' }}{%- endfor %}{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}{{- '<｜tool▁output▁begin｜>' + message.content + '<｜tool▁output▁end｜>' }}
+    {%- elif message.tool_calls %}
+        {{- '<｜Assistant｜>' + message.content + '<｜tool▁calls▁begin｜>' }}
+        {%- for call in message.tool_calls %}
+            {{- '<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + call.function.name }}
+            {{- '\\n```json\\n' + call.function.arguments + '\\n```<｜tool▁call▁end｜>' }}{{ '\\n' if not loop.last }}
+        {%- endfor %}
+        {{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}
+    {%- else %}{{- '<｜' + message.role + '｜>' + message.content }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<｜Assistant｜>' }}{%- endif %}
+"""
+"""Like the published template, it concatenates the arguments as a text."""
+
+DEEPSEEK_V31 = DEEPSEEK_V3.replace("call.type + '<｜tool▁sep｜>' + call.function.name", "call.function.name").replace(
+    "'\\n```json\\n' + call.function.arguments + '\\n```<", "'<｜tool▁sep｜>' + call.function.arguments + '<"
+)
+
+GRANITE = """\
+{%- for message in messages %}
+    {{- '<|start_of_role|>' + message.role + '<|end_of_role|>' + message.content + '<|end_of_text|>\\n' }}
+{%- endfor %}
+{%- if tools %}
+    {{- '<|start_of_role|>available_tools<|end_of_role|>' + (tools | tojson) }}
+    {{- 'Respond with <|tool_call|> and a JSON list of calls.<|end_of_text|>\\n' }}
+{%- endif %}
+{%- if add_generation_prompt %}{{- '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}
+"""
+
+
+DEEPSEEK_MARKS = tuple(f"<｜tool▁{mark}｜>" for mark in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
+GLM4_MARKS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+
 
 @dataclass(frozen=True)
 class Model:
@@ -164,4 +265,10 @@ MODELS = {
     "mistral": Model(MISTRAL, special=("[TOOL_CALLS]",), added=()),
     "mistral, names first": Model(MISTRAL, special=("[TOOL_CALLS]", "[ARGS]"), added=()),
     "pythonic": Model(PYTHONIC, added=()),
+    "qwen3_coder": Model(QWEN3_CODER),
+    "glm4": Model(GLM4, added=(*GLM4_MARKS, "<think>", "</think>")),
+    "glm4, text marks": Model(GLM4, added=()),
+    "deepseek": Model(DEEPSEEK_V3, added=DEEPSEEK_MARKS),
+    "deepseek, V3.1": Model(DEEPSEEK_V31, special=DEEPSEEK_MARKS, added=()),
+    "granite": Model(GRANITE, special=("<|tool_call|>",), added=()),
 }

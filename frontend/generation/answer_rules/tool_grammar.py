@@ -1,15 +1,16 @@
 """Tools: how the answer's calls are parsed, and a grammar for the backend if calls must be well-formed.
 
-The grammar is in llguidance's Lark (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md).
+The grammar is in llguidance's Lark; see `lark`.
 """
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from penstock.frontend.generation.answer_rules.lark import MarkedText, json_value
+from penstock.frontend.generation.answer_rules.parameter_grammar import parameter_rules
 from penstock.frontend.parsing.tool_formats.hermes import Hermes
 from penstock.frontend.schemas.chat import NamedTool
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
@@ -25,10 +26,7 @@ if TYPE_CHECKING:
 
 GAP = "GAP?"
 """In Lark: the empty lines that models write after their reasoning."""
-_MAX_FORCED_CALLS = 16
 _COMMON_RULES = ("TEXT: /(.|\\n)*/", "GAP: /\\n{1,2}/")
-_WHITESPACE = r" ?|\n {0,24}"
-"""Allowed between the parts of a JSON text: one line or indented, as models write it, and bounded."""
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _ANNOTATIONS = frozenset({"title", "description", "examples", "default", "$comment", "x-guidance"})
 """Members of a schema that do not affect what is valid."""
@@ -42,10 +40,10 @@ def select_tool_format(body: ChatBody, syntax: ModelSyntax) -> ToolFormat | None
         return None
     if not syntax.offers_tools:
         raise ApiError(ErrorKind.UNSUPPORTED_FIELD, "tools: disabled on this server", param="tools")
-    if syntax.tools is not None:
+    if syntax.tools is not None and syntax.shows_tools:
         return syntax.tools
     if body.requires_call:
-        return Hermes()  # the grammar enforces it
+        return syntax.tools or Hermes()  # the grammar enforces it
     reason = "this model's chat template has no tools, or an unknown format of calls"
     message = f'tools: {reason}; use tool_choice "required" or a named function, or start with --tool-parser'
     raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param="tools")
@@ -81,7 +79,7 @@ def call_grammar(
         return None
     enforces_all = body.requires_call or answer is not None
     schemas = [_schema(function) if enforces_all or function.strict else _ANY_OBJECT for function in functions]
-    rules = _call_rules(functions, schemas, form, added_tokens, 1 if body.single_call else _MAX_FORCED_CALLS)
+    rules = _call_rules(functions, schemas, form, added_tokens, 1 if body.single_call else form.max_calls)
     text = "\n".join((f"start: {prefix} ({start})", *more, *rules, *_COMMON_RULES))
     if len(text) > MAX_GRAMMAR_CHARACTERS:
         message = f"their schemas make a grammar of {len(text)} characters; the limit is {MAX_GRAMMAR_CHARACTERS}"
@@ -105,11 +103,7 @@ def reasoning_rule(form: ReasoningFormat, added_tokens: Mapping[str, int]) -> st
 
 
 def _answer_rule(answer: Grammar) -> str:
-    return f"answer: %json {_spaced(msgspec.json.decode(answer.text, type=dict[str, Any]))}"
-
-
-def _spaced(schema: dict[str, Any]) -> str:
-    return msgspec.json.encode({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}).decode()
+    return f"answer: {json_value(msgspec.json.decode(answer.text, type=dict[str, Any]))}"
 
 
 def _callable_functions(body: ChatBody) -> list[FunctionDefinition]:
@@ -128,29 +122,22 @@ def _call_rules(
     max_calls: int,
 ) -> list[str]:
     """Return the rule `calls` and the rules below it. Each schema is separate, so that its references stay valid."""
-
-    def lark(text: str) -> str:
-        """Write markers that are tokens as those tokens: to a model, their single characters are a different text."""
-        pattern = "|".join(re.escape(marker) for marker in form.markers if marker in added_tokens)
-        parts = re.split(f"({pattern})", text) if pattern else [text]
-        return " ".join(_literal(part, added_tokens if index % 2 else {}) for index, part in enumerate(parts) if part)
-
-    repeated = f"({lark(form.separator)} call){{0,{max_calls - 1}}}" if max_calls > 1 else ""
+    text = MarkedText(form.markers, added_tokens)
+    repeated = f"({text(form.separator)} call){{0,{max_calls - 1}}}" if max_calls > 1 else ""
     rules = [
-        f"calls: {lark(form.opening)} call {repeated} {lark(form.closing)}",
+        f"calls: {text(form.opening)} call {repeated} {text(form.closing)}",
         "call: " + " | ".join(f"call_{number}" for number in range(len(functions))),
     ]
     for number, (function, schema) in enumerate(zip(functions, schemas, strict=True)):
         before, after = form.around(function.name)
-        rules += [
-            f"call_{number}: {lark(before)} arguments_{number} {lark(after)}",
-            f"arguments_{number}: %json {_spaced(schema)}",
-        ]
+        name = f"arguments_{number}"
+        arguments = None if form.parameters is None else parameter_rules(name, schema, form.parameters, text)
+        if arguments is None:
+            # Formats with parameters also read calls in JSON, which can express every schema.
+            before, after = (Hermes() if form.parameters is not None else form).around(function.name)
+            arguments = [f"{name}: {json_value(schema)}"]
+        rules += [f"call_{number}: {text(before)} {name} {text(after)}", *arguments]
     return rules
-
-
-def _literal(text: str, added_tokens: Mapping[str, int]) -> str:
-    return f"<[{added_tokens[text]}]>" if text in added_tokens else msgspec.json.encode(text).decode()
 
 
 def _schema(function: FunctionDefinition) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import secrets
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from msgspec import Raw
@@ -19,6 +21,26 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _ARGUMENTS_KEYS = ("arguments", "parameters")
+
+Functions = Mapping[str, Mapping[str, Any]]
+"""The functions that the model may call: the JSON schemas of their arguments by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterLayout:
+    """A format's parameters, if it writes them one by one: opening, key, middle, value, closing, gap.
+
+    A text is written as it is, any other value as JSON.
+    """
+
+    opening: str
+    middle: str
+    closing: str
+    """Ends the value: a text cannot contain it."""
+    gap: str
+    """Between a parameter and what follows it."""
+    is_indented: bool = False
+    """The value has lines of its own: the line breaks around it are not part of it."""
 
 
 class ToolFormat(Protocol):
@@ -37,22 +59,22 @@ class ToolFormat(Protocol):
     separator: str
     closing: str
     """An answer of calls only is: opening, calls joined by separator, closing."""
+    max_calls: int = 16
+    """Calls that a grammar allows in one answer."""
+    parameters: ParameterLayout | None = None
+    """None if the arguments are a JSON object. Formats with parameters also read calls as `hermes` writes them."""
 
     def around(self, name: str) -> tuple[str, str]:
-        """Return the texts of a call before and after the JSON object of its arguments."""
+        """Return the texts of a call before and after its arguments."""
         ...
 
-    def read(self, reader: Reader, output: ParsedOutput, names: frozenset[str], /) -> Reading[None]:
+    def read(self, reader: Reader, output: ParsedOutput, functions: Functions, /) -> Reading[None]:
         """Read an answer, or the rest of one, with calls of these functions. What stays unread is text."""
         ...
 
     def new_call_id(self) -> str:
         """Return a random id, so that ids of other requests cannot be guessed."""
-        ...
-
-
-def openai_call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+        return f"call_{secrets.token_hex(12)}"
 
 
 def is_function_name(name: str) -> bool:
@@ -78,6 +100,17 @@ def read_json_call(reader: Reader, output: ParsedOutput, is_callable: Callable[[
     reader.release()
     output.end_call()
     return True
+
+
+def read_json_calls(reader: Reader, output: ParsedOutput) -> Reading[None]:
+    """Read calls as `read_json_call` does, separated by commas, and the bracket that closes their list."""
+    while (yield from read_json_call(reader, output, is_function_name)):
+        reader.hold()
+        yield from reader.skip_spaces()
+        if not (yield from reader.accept(",")):
+            yield from reader.accept("]")
+            reader.release()
+            return
 
 
 def _read_members(reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool]) -> Reading[None]:

@@ -6,17 +6,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.frontend.parsing.tool_formats.base import is_function_name, openai_call_id, read_json_call
+from penstock.frontend.parsing.tool_formats.base import ToolFormat, is_function_name, read_json_call
 
 if TYPE_CHECKING:
     from penstock.frontend.parsing.parsed_output import ParsedOutput
     from penstock.frontend.parsing.reader import Reader, Reading
+    from penstock.frontend.parsing.tool_formats.base import Functions
 
 _OPENING = "<tool_call>"
 _CLOSING = "</tool_call>"
 
 
-class Hermes:
+class Hermes(ToolFormat):
     """See `ToolFormat`."""
 
     name = "hermes"
@@ -30,13 +31,15 @@ class Hermes:
         before = f'{{"name": {msgspec.json.encode(name).decode()}, "arguments": '
         return f"{_OPENING}\n{before}", f"}}\n{_CLOSING}"
 
-    def read(self, reader: Reader, output: ParsedOutput, _names: frozenset[str]) -> Reading[None]:
+    def read(self, reader: Reader, output: ParsedOutput, _functions: Functions) -> Reading[None]:
         while (yield from reader.until(_OPENING, output.content)):
             reader.hold()
             yield from reader.accept(_OPENING)
-            if (yield from read_json_call(reader, output, is_function_name)):
-                yield from reader.skip_spaces()
-                yield from reader.accept(_CLOSING)
+            yield from read_tagged_json(reader, output)
 
-    def new_call_id(self) -> str:
-        return openai_call_id()
+
+def read_tagged_json(reader: Reader, output: ParsedOutput) -> Reading[None]:
+    """Read a call as JSON and its closing tag. The reader holds the opening tag."""
+    if (yield from read_json_call(reader, output, is_function_name)):
+        yield from reader.skip_spaces()
+        yield from reader.accept(_CLOSING)

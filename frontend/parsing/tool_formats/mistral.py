@@ -10,11 +10,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.frontend.parsing.reader import Malformed
-from penstock.frontend.parsing.tool_formats.base import drop, is_function_name, read_arguments, read_json_call
+from penstock.frontend.parsing.tool_formats.base import (
+    ToolFormat,
+    drop,
+    is_function_name,
+    read_arguments,
+    read_json_calls,
+)
 
 if TYPE_CHECKING:
     from penstock.frontend.parsing.parsed_output import ParsedOutput
     from penstock.frontend.parsing.reader import Reader, Reading
+    from penstock.frontend.parsing.tool_formats.base import Functions
 
 _TOOL_CALLS = "[TOOL_CALLS]"
 _CALL_ID = "[CALL_ID]"
@@ -24,7 +31,7 @@ _ALPHABET = string.ascii_letters + string.digits
 _ID_LENGTH = 9
 
 
-class Mistral:
+class Mistral(ToolFormat):
     """See `ToolFormat`. Reads both layouts; names_first selects the layout for calls that the model must make."""
 
     name = "mistral"
@@ -40,29 +47,19 @@ class Mistral:
             return f"{_TOOL_CALLS}{name}{_ARGUMENTS}", ""
         return f'{{"name": {msgspec.json.encode(name).decode()}, "arguments": ', "}"
 
-    def read(self, reader: Reader, output: ParsedOutput, _names: frozenset[str]) -> Reading[None]:
+    def read(self, reader: Reader, output: ParsedOutput, _functions: Functions) -> Reading[None]:
         while (yield from reader.until(_TOOL_CALLS, output.content)):
             reader.hold()
             yield from reader.accept(_TOOL_CALLS)
             yield from reader.skip_spaces()
             if (yield from reader.accept("[")):
-                yield from _read_list(reader, output)
+                yield from read_json_calls(reader, output)
             else:
                 yield from _read_named(reader, output)
 
     def new_call_id(self) -> str:
         """Return 9 letters and digits: the templates of this family refuse any other id."""
         return "".join(secrets.choice(_ALPHABET) for _ in range(_ID_LENGTH))
-
-
-def _read_list(reader: Reader, output: ParsedOutput) -> Reading[None]:
-    while (yield from read_json_call(reader, output, is_function_name)):
-        reader.hold()
-        yield from reader.skip_spaces()
-        if not (yield from reader.accept(",")):
-            yield from reader.accept("]")
-            reader.release()
-            return
 
 
 def _read_named(reader: Reader, output: ParsedOutput) -> Reading[None]:

@@ -7,18 +7,19 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from penstock.frontend.parsing.reader import Malformed
-from penstock.frontend.parsing.tool_formats.base import openai_call_id
+from penstock.frontend.parsing.tool_formats.base import ToolFormat
 from penstock.frontend.parsing.tool_formats.python_values import read_value
 
 if TYPE_CHECKING:
     from penstock.frontend.parsing.parsed_output import ParsedOutput
     from penstock.frontend.parsing.reader import Reader, Reading
+    from penstock.frontend.parsing.tool_formats.base import Functions
 
 _NAME_CHARACTERS = re.compile(r"[a-zA-Z0-9_.-]+")
 _WORD = re.compile(r"\w+")
 
 
-class Pythonic:
+class Pythonic(ToolFormat):
     """See `ToolFormat`. A call is emitted when its last parenthesis has arrived, with its arguments as JSON."""
 
     name = "pythonic"
@@ -32,13 +33,13 @@ class Pythonic:
         # Keyword arguments cannot express every schema.
         return f"{name}(**", ")"
 
-    def read(self, reader: Reader, output: ParsedOutput, names: frozenset[str]) -> Reading[None]:
+    def read(self, reader: Reader, output: ParsedOutput, functions: Functions) -> Reading[None]:
         reader.hold()
         try:
             yield from reader.skip_spaces()
             yield from reader.expect("[")
             while True:
-                yield from _read_call(reader, output, names)
+                yield from _read_call(reader, output, functions)
                 reader.hold()
                 yield from reader.skip_spaces()
                 if not (yield from reader.accept(",")):
@@ -48,16 +49,13 @@ class Pythonic:
         except Malformed:
             output.content(reader.release())
 
-    def new_call_id(self) -> str:
-        return openai_call_id()
 
-
-def _read_call(reader: Reader, output: ParsedOutput, names: frozenset[str]) -> Reading[None]:
+def _read_call(reader: Reader, output: ParsedOutput, functions: Functions) -> Reading[None]:
     yield from reader.skip_spaces()
     parts: list[str] = []
     yield from reader.run(_NAME_CHARACTERS, parts.append)
     name = "".join(parts)
-    if name not in names:
+    if name not in functions:
         raise Malformed
     yield from reader.expect("(")
     arguments: dict[str, Any] = {}

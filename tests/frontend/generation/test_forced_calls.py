@@ -30,6 +30,7 @@ from penstock.shm.client import TokenBatch
 from penstock.shm.messages import Constraints, Finish, Grammar
 from tests.frontend.harness import FakeStream
 from tests.frontend.model_families import ALWAYS_THINKING, MODELS, THINKING_HERMES, Model
+from tests.frontend.parsing.test_tool_formats import written
 
 CITY = {
     "type": "object",
@@ -115,6 +116,13 @@ def generate_randomly(
     return output
 
 
+def accepts(model: Model, rules: AnswerRules, directory: Path, text: str) -> bool:
+    assert rules.grammar is not None
+    matcher = compiled(model, directory, rules.grammar).deep_copy()
+    ids = model.tokenizer.encode(text, add_special_tokens=False).ids
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
 def check(output: ChoiceOutput) -> None:
     for call in output.tool_calls:
         jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
@@ -137,6 +145,74 @@ def test_random_tokens_under_the_grammar_make_valid_calls(name: str, directory: 
         (call,) = generate_randomly(model, rules_for(model, tool_choice=NAMED), directory, seed).tool_calls
         assert call.name == "add"
         jsonschema.validate(json.loads(call.arguments), NUMBER)
+
+
+TAGGED = [name for name, model in MODELS.items() if (form := model.served().syntax.tools) and form.parameters]
+EXPRESSED: dict[str, dict[str, Any]] = {
+    "nothing": {"properties": {}, "additionalProperties": False},
+    "text": {"properties": {"a": {"type": "string", "minLength": 2, "maxLength": 3}}, "required": ["a"]},
+    "optional": {"properties": {"a": {"type": "boolean"}, "b": {"type": ["integer", "null"]}}, "required": ["b"]},
+    "choice": {"properties": {"a": {"enum": ["1", "null", "\n", "a\n"]}, "b": {"const": " x"}}, "required": ["a", "b"]},
+    "reference": {
+        "properties": {"a": {"$ref": "#/$defs/point"}, "c": {"type": "null"},
+                       "b": {"type": "array", "items": {"$ref": "#/properties/c"}, "maxItems": 2}},
+        "required": ["a", "b"],
+        "$defs": {"point": {"type": "array", "items": {"$ref": "#/$defs/size"}, "minItems": 1, "maxItems": 2},
+                  "size": {"type": "integer", "minimum": 0, "maximum": 9}},
+    },
+}  # fmt: skip
+NOT_EXPRESSED: dict[str, dict[str, Any]] = {
+    "pattern": {"properties": {"a": {"type": "string", "pattern": "^[ab]{1,3}$"}}, "required": ["a"]},
+    "either": {
+        "properties": {"a": {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "number", "maximum": 5}]}},
+        "required": ["a"],
+    },
+    "keyword": {
+        "$ref": "#/$defs/only",
+        "$defs": {"only": {"properties": {"a": {"type": "null"}}, "required": ["a"], "additionalProperties": False}},
+    },
+    "others": {"additionalProperties": {"type": "null"}, "maxProperties": 2},
+    "key": {"properties": {"a>b": {"type": "null"}}, "required": ["a>b"], "additionalProperties": False},
+    "mark": {"properties": {"a": {"enum": ["</parameter>", "</arg_value>"]}}, "required": ["a"]},
+}
+
+
+@pytest.mark.parametrize("model_name", TAGGED)
+@pytest.mark.parametrize("name", [*EXPRESSED, *NOT_EXPRESSED])
+def test_random_parameters_are_valid_by_their_schema(name: str, model_name: str, directory: Path) -> None:
+    model, schema = MODELS[model_name], (EXPRESSED | NOT_EXPRESSED)[name]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}}}]
+    rules = rules_for(model, tools=tools, tool_choice="required", parallel_tool_calls=False)
+    assert rules.grammar is not None
+    assert ('"arguments\\": ' in rules.grammar.text) == (name in NOT_EXPRESSED)
+    for seed in range(3):
+        output = generate_randomly(model, rules, directory, seed)
+        (call,) = output.tool_calls
+        assert output.text == ""
+        jsonschema.validate(json.loads(call.arguments), schema)
+
+
+@pytest.mark.parametrize("model_name", TAGGED)
+def test_grammar_of_parameters_allows_what_models_write(model_name: str, directory: Path) -> None:
+    model = MODELS[model_name]
+    form = model.served().syntax.tools
+    assert form is not None
+    maybe = {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}
+    schema = {"type": "object", "properties": {"text": {"type": "string"}, "maybe": maybe, "any": {}}}
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": schema}},
+        {"type": "function", "function": {"name": "g"}},
+    ]
+    rules = rules_for(model, tools=tools, tool_choice="required")
+    for arguments in (
+        {"text": "a\n\n<b> </c>\n"},
+        {"text": "", "maybe": None, "any": [1]},
+        {"maybe": "x", "any": "y"},
+        {},
+    ):
+        assert accepts(model, rules, directory, written(form, [("f", json.dumps(arguments))]))
+    assert accepts(model, rules, directory, written(form, [("g", '{"x": 1, "y": "z"}'), ("f", "{}")]))
+    assert not accepts(model, rules, directory, written(form, [("f", '{"other": 1}')]))
 
 
 def test_several_calls_are_allowed_unless_the_request_limits_them(directory: Path) -> None:
@@ -171,8 +247,9 @@ def test_model_may_reason_before_a_forced_call(directory: Path) -> None:
         assert output.text == ""
 
 
-def test_calls_of_a_strict_function_are_valid_within_free_text(directory: Path) -> None:
-    model = MODELS["hermes"]
+@pytest.mark.parametrize("name", ["hermes", "glm4"])
+def test_calls_of_a_strict_function_are_valid_within_free_text(name: str, directory: Path) -> None:
+    model = MODELS[name]
     strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # type: ignore[dict-item]
     rules = rules_for(model, tools=strict)
     outputs = [generate_randomly(model, rules, directory, seed, preferred_texts=("<tool_call>",)) for seed in range(30)]

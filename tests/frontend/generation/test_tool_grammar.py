@@ -16,11 +16,16 @@ from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS, Constraints, Finish, G
 from tests.frontend.harness import CHAT_TEMPLATE, ClientConnection, FakeBackend
 from tests.frontend.model_families import (
     ALWAYS_THINKING,
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GLM4,
+    GRANITE,
     HERMES,
     LLAMA3,
     MISTRAL,
     MODELS,
     PYTHONIC,
+    QWEN3_CODER,
     THINKING_HERMES,
     Model,
 )
@@ -37,6 +42,8 @@ WEATHER: dict[str, Any] = {
 }
 TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
 TOOLS: dict[str, Any] = {**HI, "tools": [WEATHER, TIME]}
+NO_TOOLS_DEEPSEEK = DEEPSEEK_V3.replace("tools", "listing")
+"""Like the published templates, which write calls but do not show the tools to the model."""
 NAMED: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
 CALLS = [("get_weather", '{"city": "été 🐈"}'), ("get_time", "{}")]
 
@@ -113,6 +120,23 @@ async def test_call_that_is_cut_off_has_finish_reason_length() -> None:
     _, choice = await posted(Model(), TOOLS, '<tool_call>{"name": "get_time", "arguments": {"a', finish=Finish.LENGTH)
     assert calls_of(choice["message"]) == [("get_time", '{"a')]
     assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("name", MODELS)
+async def test_forced_call_that_is_cut_off_leaves_no_text(name: str) -> None:
+    model = MODELS[name]
+    form = model.served().syntax.tools
+    assert form is not None
+    text = written(form, CALLS)
+    num_tokens = len(model.tokenizer.encode(text).ids)
+    for max_tokens in {1, 4, num_tokens // 2, num_tokens - 1}:
+        body = {**TOOLS, "tool_choice": "required", "max_tokens": max_tokens}
+        _, choice = await posted(model, body, text)
+        assert choice["finish_reason"] == "length"
+        assert not choice["message"]["content"]
+        for call, (function, arguments) in zip(calls_of(choice["message"]), CALLS, strict=False):
+            assert call[0] == function
+            assert arguments.startswith(call[1])
 
 
 async def test_text_is_kept_beside_calls() -> None:
@@ -277,6 +301,8 @@ async def test_invalid_tool_field_is_refused_by_name(fields: dict[str, Any], par
         (Model(CHAT_TEMPLATE), "none", 200),
         (Model(CHAT_TEMPLATE), "required", 200),
         (Model(CHAT_TEMPLATE, parsers=ParserNames(tools="hermes")), "auto", 200),
+        (Model(NO_TOOLS_DEEPSEEK), "auto", 400),
+        (Model(NO_TOOLS_DEEPSEEK), "required", 200),
         (Model(HERMES, parsers=ParserNames(tools="none")), "auto", 400),
         (Model(HERMES, parsers=ParserNames(tools="none")), "required", 400),
     ],
@@ -299,8 +325,10 @@ async def test_model_without_a_tool_format_only_makes_forced_calls(model: Model,
         (LLAMA3 + "<|python_tag|>", (), ("llama3_json", None)),
         (PYTHONIC, (), ("pythonic", None)),
         (MISTRAL, ("[THINK]", "[/THINK]"), ("mistral", "mistral")),
-        (HERMES + "<function=name>", (), (None, None)),
-        (HERMES + "<arg_key>", (), (None, None)),
+        (QWEN3_CODER, (), ("qwen3_coder", None)),
+        (GLM4, ("<think>", "</think>"), ("glm4", "think")),
+        (DEEPSEEK_V3 + "</think>", (), ("deepseek", "think")),
+        (GRANITE, (), ("granite", None)),
         (CHAT_TEMPLATE, (), (None, None)),
         (None, (), (None, None)),
     ],
@@ -311,6 +339,25 @@ def test_model_syntax_is_chosen_by_template_and_tokens(
     syntax = choose_model_syntax(source, {token: number for number, token in enumerate(tokens)})
     found = (syntax.tools and syntax.tools.name, syntax.reasoning and syntax.reasoning.name)
     assert found == expected
+
+
+def test_layout_of_forced_calls_is_that_of_the_template() -> None:
+    def before(source: str) -> str:
+        syntax = choose_model_syntax(source, {})
+        assert syntax.tools is not None
+        return syntax.tools.around("f")[0]
+
+    assert before(DEEPSEEK_V3) == "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+    assert before(DEEPSEEK_V31) == "<｜tool▁call▁begin｜>f<｜tool▁sep｜>"
+    assert before(GLM4) == "<tool_call>f\n"
+    assert before(GLM4.replace("</arg_key>\n", "</arg_key>")) == "<tool_call>f"
+
+
+async def test_calls_are_forced_in_the_model_s_format_although_its_template_has_no_tools() -> None:
+    constraints = await constraints_of(Model(NO_TOOLS_DEEPSEEK), tool_choice="required")
+    assert constraints is not None
+    assert constraints.grammar is not None
+    assert "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_time" in constraints.grammar.text
 
 
 def test_operator_can_choose_the_parsers() -> None:

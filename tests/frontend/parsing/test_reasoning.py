@@ -18,7 +18,7 @@ from penstock.frontend.settings import ParserNames
 from penstock.shm.messages import Constraints, Finish
 from tests.frontend.harness import ClientConnection, FakeBackend
 from tests.frontend.model_families import ALWAYS_THINKING, HERMES, THINKING_HERMES, Model
-from tests.frontend.parsing.test_tool_formats import CUTS, NAMES, cut, read
+from tests.frontend.parsing.test_tool_formats import CUTS, FUNCTIONS, cut, read
 
 CHAT = "/v1/chat/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -245,7 +245,7 @@ PARTS = ["<think>", "</think>", "<thi", "nk>", "hm", " ", "\n", "<tool_call>", '
 @settings(max_examples=100)
 @given(st.lists(st.sampled_from(PARTS), max_size=12).map("".join), CUTS, st.booleans())
 def test_reasoning_and_calls_are_read_alike_in_any_split(text: str, cuts: list[int], is_open: bool) -> None:
-    shape = AnswerShape(THINK, is_reasoning_open=is_open, tools=Hermes(), function_names=NAMES)
+    shape = AnswerShape(THINK, is_reasoning_open=is_open, tools=Hermes(), functions=FUNCTIONS)
     assert read(shape, cut(text, cuts)) == read(shape, [text])
 
 

@@ -8,25 +8,49 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.frontend.parsing.answer_parser import AnswerShape
 from penstock.frontend.parsing.choice_output import ChoiceOutput
 from penstock.frontend.parsing.reasoning import THINK
 from penstock.frontend.parsing.tool_formats.base import ToolFormat
+from penstock.frontend.parsing.tool_formats.deepseek import DeepSeek
+from penstock.frontend.parsing.tool_formats.glm4 import Glm4
+from penstock.frontend.parsing.tool_formats.granite import Granite
 from penstock.frontend.parsing.tool_formats.hermes import Hermes
 from penstock.frontend.parsing.tool_formats.llama3_json import Llama3Json
 from penstock.frontend.parsing.tool_formats.mistral import Mistral
 from penstock.frontend.parsing.tool_formats.pythonic import Pythonic
+from penstock.frontend.parsing.tool_formats.qwen3_coder import Qwen3Coder
 
-NAMES = frozenset({"f", "g", "get_weather"})
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    "f": {
+        "properties": {
+            "text": {"type": "string"},
+            "number": {"type": "integer"},
+            "flag": {"type": "boolean"},
+            "list": {"type": "array"},
+            "maybe": {"anyOf": [{"$ref": "#/$defs/name"}, {"type": "null"}]},
+            "kind": {"enum": ["1", "2"]},
+        },
+        "$defs": {"name": {"type": "string"}},
+    },
+    "g": {},
+    "get_weather": {},
+}
 FORMATS: dict[str, ToolFormat] = {
     "hermes": Hermes(),
     "llama3_json": Llama3Json(),
     "mistral": Mistral(names_first=False),
     "mistral, names first": Mistral(names_first=True),
     "pythonic": Pythonic(),
+    "qwen3_coder": Qwen3Coder(),
+    "glm4": Glm4(has_lines=True),
+    "glm4, one line": Glm4(has_lines=False),
+    "deepseek": DeepSeek(in_code=True),
+    "deepseek, V3.1": DeepSeek(in_code=False),
+    "granite": Granite(),
 }
 
 Read = tuple[str, str, list[tuple[str, str]]]
@@ -51,17 +75,30 @@ def read_all_ways(text: str, shape: AnswerShape) -> Read:
 
 
 def calls_in(name: str, text: str, **shape: Any) -> tuple[str, list[tuple[str, str]]]:
-    _, content, calls = read_all_ways(text, AnswerShape(tools=FORMATS[name], function_names=NAMES, **shape))
+    _, content, calls = read_all_ways(text, AnswerShape(tools=FORMATS[name], functions=FUNCTIONS, **shape))
     return content, calls
 
 
 def written(form: ToolFormat, calls: list[tuple[str, str]]) -> str:
+    """Write calls as the format's models do, given the arguments as JSON."""
     around = [(form.around(name), arguments) for name, arguments in calls]
     return (
         form.opening
-        + form.separator.join(before + arguments + after for (before, after), arguments in around)
+        + form.separator.join(before + written_arguments(form, inner) + after for (before, after), inner in around)
         + form.closing
     )
+
+
+def written_arguments(form: ToolFormat, arguments: str) -> str:
+    layout = form.parameters
+    if layout is None:
+        return arguments
+    values = {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for key, value in json.loads(arguments).items()
+    }
+    end = ("\n" if layout.is_indented else "") + layout.closing + layout.gap
+    return "".join(f"{layout.opening}{key}{layout.middle}{value}{end}" for key, value in values.items())
 
 
 JSON = st.recursive(
@@ -70,9 +107,17 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )  # fmt: skip
-CALLS = st.lists(
-    st.tuples(st.sampled_from(sorted(NAMES)), st.dictionaries(st.text(), JSON, max_size=3)), min_size=1, max_size=3
+NAMES = st.sampled_from(sorted(FUNCTIONS))
+CALLS = st.lists(st.tuples(NAMES, st.dictionaries(st.text(), JSON, max_size=3)), min_size=1, max_size=3)
+TEXTS = st.text() | st.sampled_from(
+    ["\n", "\n\n", "5", "null", "<parameter=x>", "</tool_call>", "<arg_key>", '"', "{}"]
 )
+PARAMETERS = st.dictionaries(
+    st.from_regex(r"text [^<>\n]{0,4}", fullmatch=True), TEXTS, max_size=3
+) | st.dictionaries(
+    st.from_regex(r"[a-c.:é]{1,4}", fullmatch=True), JSON.filter(lambda value: not isinstance(value, str)), max_size=3
+)  # fmt: skip
+TAGGED_CALLS = st.lists(st.tuples(NAMES, PARAMETERS), min_size=1, max_size=3)
 CUTS = st.lists(st.integers(0, 600), max_size=12)
 
 
@@ -81,15 +126,20 @@ def cut(text: str, cuts: list[int]) -> list[str]:
     return [text[start:end] for start, end in pairwise(places)]
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=50)
+CHEAP = settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+IN_JSON = [name for name, form in FORMATS.items() if form.parameters is None]
+IN_TAGS = [name for name, form in FORMATS.items() if form.parameters is not None]
+
+
+@pytest.mark.parametrize("name", IN_JSON)
+@CHEAP
 @given(CALLS, CUTS, st.booleans(), st.sampled_from([None, 1]))
 def test_written_calls_are_read_in_any_split(
     name: str, calls: list[tuple[str, dict[str, Any]]], cuts: list[int], ascii_only: bool, indent: int | None
 ) -> None:
     form = FORMATS[name]
     texts = [(call, json.dumps(arguments, ensure_ascii=ascii_only, indent=indent)) for call, arguments in calls]
-    shape = AnswerShape(THINK, tools=form, function_names=NAMES)
+    shape = AnswerShape(THINK, tools=form, functions=FUNCTIONS)
     reasoning, content, read_calls = read(shape, cut(f"<think>\nhm {{\n</think>\n\n{written(form, texts)}", cuts))
     assert (reasoning, content) == ("hm {", "")
     assert [(call, json.loads(arguments)) for call, arguments in read_calls] == calls
@@ -97,21 +147,42 @@ def test_written_calls_are_read_in_any_split(
         assert read_calls == texts  # the model's own spelling
 
 
+@pytest.mark.parametrize("name", IN_TAGS)
+@CHEAP
+@given(TAGGED_CALLS, CUTS)
+def test_tagged_calls_are_read_in_any_split(
+    name: str, calls: list[tuple[str, dict[str, Any]]], cuts: list[int]
+) -> None:
+    form = FORMATS[name]
+    assert form.parameters is not None
+    texts = [(call, json.dumps(arguments, ensure_ascii=False)) for call, arguments in calls]
+    keys = {key for _, arguments in calls for key in arguments}
+    properties = {key: {"type": "string"} for key in keys if key.startswith("text ")}
+    shape = AnswerShape(THINK, tools=form, functions={call: {"properties": properties} for call, _ in calls})
+    text = written(form, texts)
+    assume(text.count(form.parameters.closing) == sum(len(arguments) for _, arguments in calls))
+    reasoning, content, read_calls = read(shape, cut(f"<think>\nhm {{\n</think>\n\n{text}", cuts))
+    assert (reasoning, content) == ("hm {", "")
+    assert [(call, json.loads(arguments)) for call, arguments in read_calls] == calls
+
+
 FRAGMENTS = [
     "<tool_call>", "</tool_call>", "<tool", "<think>", "</think>", "[TOOL_CALLS]", "[TOOL", "[ARGS]", "[CALL_ID]",
     "<|python_tag|>", '{"name": "f", "arguments": {', '{"name":"g","parameters":{}}', '"name"', "[f(a=1", "g()", "**{",
     "{", "}", "[", "]", "(", ")", '"', "'", "\\", "\\u12", ":", ",", ";", "=", "1", "-", "e", "tru", "null", " ", "\n",
-    "é", "🐈",
+    "é", "🐈", "<function=f>", "<function=", "<parameter=a>", "</parameter>", "</function>", "f", "<arg_key>",
+    "</arg_key>", "<arg_value>", "</arg_value>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
+    "```json", "```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<|tool_call|>",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=50)
+@CHEAP
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join), CUTS, st.booleans())
 def test_any_text_is_read_completely_and_alike_in_any_split(
     name: str, text: str, cuts: list[int], reasons: bool
 ) -> None:
-    shape = AnswerShape(THINK if reasons else None, tools=FORMATS[name], function_names=NAMES)
+    shape = AnswerShape(THINK if reasons else None, tools=FORMATS[name], functions=FUNCTIONS)
     reasoning, content, calls = read(shape, cut(text, cuts))
     assert (reasoning, content, calls) == read(shape, [text])
     if not reasons and not calls:
@@ -149,6 +220,78 @@ def test_any_text_is_read_completely_and_alike_in_any_split(
             "",
             [("f", '{"a": -1, "b": "it\'s é", "c": [true, null, [1.5]], "d": {"k": "\\n"}}'), ("g", "{}")],
         ),
+        (
+            "qwen3_coder",
+            (
+                "Let me look.\n\n<tool_call>\n<function=f>\n<parameter=text>\nline 1\n  line 2\n\n</parameter>\n"
+                "<parameter=number>\n007\n</parameter>\n<parameter=flag>\nTrue\n</parameter>\n<parameter=list>\n"
+                '["a", {"b": 1}]\n</parameter>\n</function>\n</tool_call>'
+            ),
+            "Let me look.",
+            [("f", '{"text": "line 1\\n  line 2\\n", "number": "007", "flag": true, "list": ["a", {"b": 1}]}')],
+        ),
+        (
+            "qwen3_coder",
+            (
+                "<tool_call>\n<function=f>\n<parameter=kind>\n1\n</parameter>\n<parameter=maybe>\n1\n</parameter>\n"
+                "</function>\n</tool_call>\n<tool_call>\n<function=f>\n<parameter=maybe>\nnull\n</parameter>\n</function>\n"
+                "</tool_call>"
+            ),
+            "",
+            [("f", '{"kind": "1", "maybe": "1"}'), ("f", '{"maybe": null}')],
+        ),
+        ("qwen3_coder", "<function=f><parameter=number>1e3</parameter></tool_call>!", "!", [("f", '{"number": 1e3}')]),
+        ("qwen3_coder", "<tool_call><function=nobody><parameter=a>[1]</parameter>", "", [("nobody", '{"a": [1]')]),
+        ("qwen3_coder", "<tool_call><function=f><parameter=text>a</parameter", "", [("f", '{"text": "a')]),
+        ("qwen3_coder", "<tool_call>\n<function=g>\n</function>\n</tool_call>", "", [("g", "{}")]),
+        ("qwen3_coder", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', "", [("f", "{}")]),
+        (
+            "glm4",
+            (
+                "Ok: <tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Beijing</arg_value>\n"
+                "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+            ),
+            "Ok:",
+            [("get_weather", '{"city": "Beijing", "days": 3}')],
+        ),
+        (
+            "glm4",
+            "<tool_call>f<arg_key>text</arg_key><arg_value> 1 </arg_value></tool_call>",
+            "",
+            [("f", '{"text": " 1 "}')],
+        ),
+        ("glm4", "<tool_call>g\n</tool_call> <tool_call>g</tool_call>", "", [("g", "{}"), ("g", "{}")]),
+        ("glm4", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+        (
+            "deepseek",
+            (
+                "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+                '{"city": "```"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n'
+                "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+            ),
+            "I look.",
+            [("get_weather", '{"city": "```"}'), ("f", "{}")],
+        ),
+        (
+            "deepseek",
+            (
+                '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+                "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+            ),
+            "",
+            [("f", '{"a": 1}'), ("function", "{}")],
+        ),
+        ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜> So.", "So.", [("f", "{}")]),
+        (
+            "granite",
+            '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]',
+            "",
+            [("f", '{"a": 1}'), ("g", "{}")],
+        ),
+        ("granite", 'Ok. <tool_call> [{"arguments": {}, "name": "f"}]', "Ok.", [("f", "{}")]),
+        ("granite", '<|tool_call|>{"name": "f"}', "", [("f", "{}")]),
+        # The prompt that Gemma 3's documentation recommends asks for this.
+        ("pythonic", '[get_weather(city="Paris", days=2)]', "", [("get_weather", '{"city": "Paris", "days": 2}')]),
     ],
 )
 def test_calls_are_read_as_models_write_them(name: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
@@ -184,6 +327,18 @@ def test_calls_are_read_as_models_write_them(name: str, text: str, content: str,
         ("pythonic", "[f(**[])]"),
         ("pythonic", "[f(a=" + "[" * 100 + "]" * 100 + ")]"),
         ("pythonic", "see [f()]"),
+        ("qwen3_coder", "<tool_call>"),
+        ("qwen3_coder", "<tool_call>\nf\n</tool_call>"),
+        ("qwen3_coder", "<function=no such name!></function>"),
+        ("qwen3_coder", "<function=f"),
+        ("glm4", "The tag <tool_call> opens a call."),
+        ("glm4", "<tool_call>f(1)</tool_call>"),
+        ("glm4", "<tool_call>f <arg_value>"),
+        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>"),
+        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>f\n```json\n[]"),
+        ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>"),
+        ("granite", "<|tool_call|>[]"),
+        ("granite", "<|tool_call|> what"),
     ],
 )
 def test_malformed_call_is_text(name: str, text: str) -> None:
@@ -197,6 +352,9 @@ def test_malformed_call_is_text(name: str, text: str) -> None:
         ("hermes", '<tool_call>{"name":"f","arguments":{}, oops', ", oops", [("f", "{}")]),
         ("mistral", '[TOOL_CALLS][{"name":"f"}, oops]', ", oops]", [("f", "{}")]),
         ("pythonic", "[f(), oops]", ", oops]", [("f", "{}")]),
+        ("qwen3_coder", "<function=g><parameter=a>1</parameter> oops", "oops", [("g", '{"a": 1')]),
+        ("glm4", "<tool_call>g<arg_key>a</arg_key>oops", "oops", [("g", "")]),
+        ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{oops}", "oops}", [("f", "{")]),
     ],
 )
 def test_broken_call_continues_as_text(name: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
@@ -213,13 +371,13 @@ def test_first_call_ends_the_answer_with_single_call(name: str) -> None:
     form = FORMATS[name]
     text = written(form, [("f", '{"a": 1}'), ("g", "{}")]) + " and more"
     assert calls_in(name, text, single_call=True) == ("", [("f", '{"a": 1}')])
-    parser = AnswerShape(tools=form, function_names=NAMES, single_call=True).new_parser()
+    parser = AnswerShape(tools=form, functions=FUNCTIONS, single_call=True).new_parser()
     parser.push(text)
     assert parser.is_complete
 
 
 def test_arguments_are_emitted_as_they_arrive() -> None:
-    parser = AnswerShape(tools=Hermes(), function_names=NAMES).new_parser()
+    parser = AnswerShape(tools=Hermes(), functions=FUNCTIONS).new_parser()
     assert parser.push('<tool_call>{"name": "f", "arg') == []
     opening, *pieces = parser.push('uments": {"text": "once')
     assert (opening.tool_calls[0].name, opening.tool_calls[0].arguments) == ("f", "")
@@ -227,8 +385,23 @@ def test_arguments_are_emitted_as_they_arrive() -> None:
     assert [piece.tool_calls[0].arguments for piece in parser.push(" upon")] == [" upon"]
 
 
+def test_text_parameter_is_emitted_as_it_arrives() -> None:
+    parser = AnswerShape(tools=Qwen3Coder(), functions=FUNCTIONS).new_parser()
+    pieces = [
+        "<function=f>",
+        "<parameter=text>\none\n",
+        "two </",
+        "p",
+        "arameter>",
+        "<parameter=list>[1",
+        "]</parameter>",
+    ]
+    emitted = ["".join(call.arguments for delta in parser.push(piece) for call in delta.tool_calls) for piece in pieces]
+    assert emitted == ["", '{"text": "one', "\\ntwo ", "", '"', "", ', "list": [1]']
+
+
 def test_text_is_held_only_while_it_may_be_a_marker() -> None:
-    parser = AnswerShape(tools=Hermes(), function_names=NAMES).new_parser()
+    parser = AnswerShape(tools=Hermes(), functions=FUNCTIONS).new_parser()
     assert [delta.text for delta in parser.push("a <b> <tool")] == ["a <b>"]
     assert [delta.text for delta in parser.push("box> ")] == [" <toolbox>"]
 

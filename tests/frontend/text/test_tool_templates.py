@@ -13,7 +13,19 @@ from transformers import PreTrainedTokenizerFast
 from penstock.frontend.schemas.chat import ChatBody, check_chat
 from penstock.frontend.text.chat_template import ChatTemplate, TemplateRefusedError
 from tests.frontend.harness import byte_level_tokenizer
-from tests.frontend.model_families import ALWAYS_THINKING, HERMES, LLAMA3, MISTRAL, PYTHONIC, THINKING_HERMES
+from tests.frontend.model_families import (
+    ALWAYS_THINKING,
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GLM4,
+    GRANITE,
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    PYTHONIC,
+    QWEN3_CODER,
+    THINKING_HERMES,
+)
 
 TEMPLATES = {
     "hermes": HERMES,
@@ -22,7 +34,12 @@ TEMPLATES = {
     "llama3": LLAMA3,
     "mistral": MISTRAL,
     "pythonic": PYTHONIC,
+    "qwen3_coder": QWEN3_CODER,
+    "glm4": GLM4,
+    "granite": GRANITE,
 }
+JOINING_TEMPLATES = {"deepseek": DEEPSEEK_V3, "deepseek, V3.1": DEEPSEEK_V31}
+"""They concatenate the arguments of a call, which must be a text."""
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -74,17 +91,19 @@ def as_clients_send(message: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["without tools", "with tools"])
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", [*TEMPLATES, *JOINING_TEMPLATES])
 def test_template_renders_as_in_transformers(
     template: str, conversation: str, tools: list[dict[str, Any]] | None
 ) -> None:
     oracle = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer())
-    oracle.chat_template = TEMPLATES[template]
+    source = oracle.chat_template = (TEMPLATES | JOINING_TEMPLATES)[template]
     messages = CONVERSATIONS[conversation]
     sent = {"messages": [as_clients_send(message) for message in messages], "tools": tools, "enable_thinking": False}
+    if template in JOINING_TEMPLATES:
+        messages = [{**as_clients_send(message), "content": message["content"]} for message in messages]
     body = msgspec.convert(sent, ChatBody)
     check_chat(body)
-    ours = ChatTemplate(TEMPLATES[template], {})
+    ours = ChatTemplate(source, {})
     try:
         expected = oracle.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=True, enable_thinking=False
