@@ -13,10 +13,20 @@ WORKER_SETTINGS_VARIABLE = "_PENSTOCK_FRONTEND_WORKER"
 """Carries the settings, which may contain keys: other users can read a command line but not an environment."""
 
 ToolParserName = Literal[
-    "auto", "none", "deepseek", "glm4", "granite", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"
+    "auto",
+    "none",
+    "deepseek",
+    "glm4",
+    "granite",
+    "harmony",
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "pythonic",
+    "qwen3_coder",
 ]
 TenantBy = Literal["none", "address", "forwarded"]
-ReasoningParserName = Literal["auto", "none", "think", "mistral"]
+ReasoningParserName = Literal["auto", "none", "granite", "harmony", "mistral", "think"]
 
 
 @dataclass(frozen=True, slots=True)

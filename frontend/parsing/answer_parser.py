@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from penstock.frontend.parsing.harmony import HARMONY, Harmony, read_messages
 from penstock.frontend.parsing.parsed_output import ParsedOutput
 from penstock.frontend.parsing.reader import Reader, Reading
 from penstock.frontend.parsing.reasoning import ReasoningFormat, read_reasoning
@@ -77,7 +78,10 @@ class AnswerParser:
 
 
 def _read(reader: Reader, output: ParsedOutput, shape: AnswerShape) -> Reading[None]:
-    if shape.reasoning is not None:
+    if shape.reasoning is HARMONY:
+        functions = shape.functions if isinstance(shape.tools, Harmony) else None
+        yield from read_messages(reader, output, functions, is_open=shape.is_reasoning_open)
+    elif shape.reasoning is not None:
         yield from read_reasoning(reader, output, shape.reasoning, is_open=shape.is_reasoning_open)
     if shape.tools is not None:
         yield from shape.tools.read(reader, output, shape.functions)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.frontend.parsing.reasoning import MISTRAL_THINK, THINK, ReasoningFormat
+from penstock.frontend.parsing.harmony import CHANNEL, HARMONY, Harmony
+from penstock.frontend.parsing.reasoning import (
+    GRANITE_PHRASES,
+    GRANITE_TAGS,
+    MISTRAL_THINK,
+    THINK,
+    ReasoningFormat,
+)
 from penstock.frontend.parsing.tool_formats.deepseek import DeepSeek
 from penstock.frontend.parsing.tool_formats.glm4 import Glm4
 from penstock.frontend.parsing.tool_formats.granite import Granite
@@ -51,6 +58,7 @@ def choose_model_syntax(
         "deepseek": DeepSeek(in_code="```json" in source),
         "glm4": Glm4(has_lines="</arg_key><arg_value>" not in source),
         "granite": Granite(),
+        "harmony": Harmony(),
         "hermes": Hermes(),
         "llama3_json": Llama3Json(),
         "mistral": Mistral(names_first="[ARGS]" in added_tokens),
@@ -67,6 +75,8 @@ def choose_model_syntax(
 
 def _tool_format_of(source: str) -> str:
     """Return the name of the template's tool format. The order matters: a template may mention several formats."""
+    if f"{CHANNEL}commentary" in source:
+        return "harmony"
     if "[TOOL_CALLS]" in source:
         return "mistral"
     if "<｜tool▁calls▁begin｜>" in source:
@@ -92,8 +102,13 @@ def _tagged_format_of(source: str) -> str:
 def _reasoning_format(
     source: str, added_tokens: Mapping[str, int], requested: ReasoningParserName
 ) -> ReasoningFormat | None:
-    forms = {form.name: form for form in (THINK, MISTRAL_THINK)}
+    granite = GRANITE_TAGS if "</response>" in source else GRANITE_PHRASES
+    forms = {form.name: form for form in (HARMONY, granite, THINK, MISTRAL_THINK)}
     if requested != "auto":
         return forms.get(requested)
-    known = (form for form in forms.values() if form.closing in source or form.closing in added_tokens)
+    if HARMONY.opening in source or CHANNEL in added_tokens:
+        return HARMONY
+    if granite.closing in source and (granite is GRANITE_TAGS or granite.opening in source):
+        return granite
+    known = (form for form in (THINK, MISTRAL_THINK) if form.closing in source or form.closing in added_tokens)
     return next(known, None)

@@ -15,17 +15,43 @@ class ReasoningFormat:
     name: str
     opening: str
     closing: str
+    tokens: tuple[str, ...] = ()
+    """Texts of the layout that are tokens of their own in most models; default: the two markers."""
+    line_break: str = "\n"
+    """After the opening marker, if the server writes it."""
+    follow: str = "\n\n"
+    """After the closing marker, if the server writes it."""
+    answer_opening: str = ""
+    """What comes before an answer's text, whether there was reasoning or not."""
+    answer_tags: tuple[str, str] | None = None
+    """Tags that may enclose the answer after the reasoning. They are not part of it."""
+    spellings: tuple[tuple[str, str], ...] = ()
+    """Other pairs of markers that models write."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Both markers, either of which may be a special token."""
-        return (self.opening, self.closing)
+        """Texts any of which may be a special token."""
+        return self.tokens or (self.opening, self.closing)
+
+    @property
+    def empty(self) -> str:
+        """No reasoning, and what follows it."""
+        return f"{self.opening}{self.line_break * 2}{self.closing}{self.follow}"
 
 
 THINK = ReasoningFormat("think", "<think>", "</think>")
-"""Used by Qwen3, DeepSeek-R1 and many others."""
+"""Used by Qwen3, DeepSeek, GLM and many others."""
 MISTRAL_THINK = ReasoningFormat("mistral", "[THINK]", "[/THINK]")
 """Used by Magistral."""
+GRANITE_PHRASES = ReasoningFormat(
+    "granite",
+    "Here is my thought process:",
+    "Here is my response:",
+    spellings=(("Here's my thought process:", "Here's my response:"),),
+)
+"""Used by Granite 3.2."""
+GRANITE_TAGS = ReasoningFormat("granite", "<think>", "</think>", answer_tags=("<response>", "</response>"))
+"""Used by Granite 3.3."""
 
 
 def read_reasoning(reader: Reader, output: ParsedOutput, form: ReasoningFormat, *, is_open: bool) -> Reading[None]:
@@ -33,14 +59,32 @@ def read_reasoning(reader: Reader, output: ParsedOutput, form: ReasoningFormat, 
 
     is_open: the prompt ends with the opening marker. Some models write it once more.
     """
+    markers = ((form.opening, form.closing), *form.spellings)
     reader.hold()
     yield from reader.skip_spaces()
-    is_opened = yield from reader.accept(form.opening)
+    is_opened = False
+    for opening, _ in markers:
+        is_opened = is_opened or (yield from reader.accept(opening))
     held = reader.release()
     if not (is_open or is_opened):
         output.content(held)
         return
     output.begin_reasoning()
-    yield from reader.until(form.closing, output.reasoning)
-    yield from reader.accept(form.closing)
+    closing = yield from reader.until_any(tuple(closing for _, closing in markers), output.reasoning)
+    yield from reader.accept(closing or "")
     output.end_reasoning()
+    if form.answer_tags is not None:
+        yield from _read_tagged_answer(reader, output, form.answer_tags)
+
+
+def _read_tagged_answer(reader: Reader, output: ParsedOutput, tags: tuple[str, str]) -> Reading[None]:
+    """Read the text between the tags, if the first of them comes next."""
+    opening, closing = tags
+    reader.hold()
+    yield from reader.skip_spaces()
+    if not (yield from reader.accept(opening)):
+        output.content(reader.release())
+        return
+    reader.release()
+    yield from reader.until(closing, output.content, keeps_partial=False)
+    yield from reader.accept(closing)

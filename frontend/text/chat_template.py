@@ -150,6 +150,8 @@ class ChatTemplate:
             "tool_call_id": message.tool_call_id,
             "tool_calls": [_tool_call(call, as_text=text_arguments) for call in message.tool_calls or ()] or None,
             "reasoning_content": message.reasoning_content,
+            # gpt-oss's name. Its template takes either this or content beside calls.
+            "thinking": None if message.tool_calls and content else message.reasoning_content,
         }
         return {name: value for name, value in fields.items() if value is not None}
 

@@ -199,8 +199,38 @@ GRANITE = """\
 {%- endif %}
 {%- if add_generation_prompt %}{{- '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}
 """
+HARMONY = """\
+{{- '<|start|>system<|message|>Reasoning: ' + (reasoning_effort or 'medium') + '<|end|>' }}
+{%- set last = namespace(name='') %}
+{%- if tools %}
+    {{- '<|start|>developer<|message|># Tools\\n\\nnamespace functions {\\n' }}
+    {%- for tool in tools %}{{- 'type ' + tool.function.name + ' = ' + (tool | tojson) + ';\\n' }}{%- endfor %}
+    {{- '}<|end|>' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- (message.content | tojson) + '<|end|>' }}
+    {%- elif message.tool_calls %}
+        {%- if message.content and message.thinking %}{{- raise_exception('either content or thinking') }}{%- endif %}
+        {%- if message.thinking or message.content %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' }}
+            {{- (message.thinking or message.content) + '<|end|>' }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {%- set last.name = call.name %}
+        {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+        {{- (call.arguments | tojson) + '<|call|>' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+    {%- else %}
+        {{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
+"""
 
-
+HARMONY_MARKS = tuple(f"<|{mark}|>" for mark in ("start", "end", "message", "channel", "constrain", "return", "call"))
 DEEPSEEK_MARKS = tuple(f"<｜tool▁{mark}｜>" for mark in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
 GLM4_MARKS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
@@ -215,6 +245,8 @@ class Model:
     added: tuple[str, ...] = ("<tool_call>", "</tool_call>", "<think>", "</think>")
     """Added tokens that are text."""
     parsers: ParserNames = ParserNames()  # noqa: RUF009 - frozen
+    end: str = "<|end|>"
+    """The special token that ends an answer."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -225,7 +257,8 @@ class Model:
 
     def served(self) -> ServedModel:
         tokenizer = self.tokenizer
-        card = model_card(vocab_size=tokenizer.get_vocab_size(), max_context_tokens=10_000)
+        ends = (tokenizer.token_to_id(self.end),)
+        card = model_card(vocab_size=tokenizer.get_vocab_size(), max_context_tokens=10_000, eos_token_ids=ends)
         return served_model(card, template=self.template, tokenizer=tokenizer, parsers=self.parsers)
 
     def app(self, backend: FakeBackend) -> App:
@@ -242,7 +275,7 @@ class Model:
             ids = tokenizer.encode(text, add_special_tokens=False).ids
             ended = finish
             if finish is Finish.STOP:
-                ids.append(tokenizer.token_to_id("<|end|>"))
+                ids.append(tokenizer.token_to_id(self.end))
             if len(ids) > request.max_tokens:
                 ids, ended = ids[: request.max_tokens], Finish.LENGTH
             batches = [TokenBatch(ids[start : start + batch_size]) for start in range(0, len(ids), batch_size)]
@@ -271,4 +304,5 @@ MODELS = {
     "deepseek": Model(DEEPSEEK_V3, added=DEEPSEEK_MARKS),
     "deepseek, V3.1": Model(DEEPSEEK_V31, special=DEEPSEEK_MARKS, added=()),
     "granite": Model(GRANITE, special=("<|tool_call|>",), added=()),
+    "harmony": Model(HARMONY, special=HARMONY_MARKS, added=(), end="<|return|>"),
 }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.frontend.generation.answer_rules.lark import MarkedText
 from penstock.frontend.generation.answer_rules.reasoning_start import AnswerStart, start_answer
 from penstock.frontend.generation.answer_rules.requested_grammar import requested_grammar
 from penstock.frontend.generation.answer_rules.rules import AnswerRules
 from penstock.frontend.generation.answer_rules.tool_grammar import (
-    GAP,
     call_grammar,
+    follow_rule,
     reasoning_rule,
     select_tool_format,
     with_prefix,
@@ -35,12 +36,15 @@ async def chat_answer_rules(body: ChatBody, prompt: list[int], served: ServedMod
     start = AnswerStart(prompt)
     if reasoning is not None:
         needs_end = bool(body.thinking_budget) or grammar is not None or body.requires_call
-        start = await start_answer(body, prompt, reasoning, served.tokenizer, needs_end=needs_end)
-    prefix = _grammar_prefix(body, start, reasoning, added_tokens)
+        is_closed_form = grammar is not None and grammar.kind != "json_schema"
+        start = await start_answer(
+            body, prompt, reasoning, served.tokenizer, needs_end=needs_end, needs_answer=is_closed_form
+        )
+    prefix, answer_prefix = _grammar_prefixes(body, start, reasoning, added_tokens)
     if tools is not None:
-        grammar = call_grammar(body, tools, grammar, added_tokens, prefix)
+        grammar = call_grammar(body, tools, grammar, added_tokens, prefix, answer_prefix)
     elif grammar is not None:
-        grammar = with_prefix(grammar, prefix)
+        grammar = with_prefix(grammar, answer_prefix)
     if tools is None and reasoning is None:
         return prompt, AnswerRules(grammar)
     end = () if start.end_id is None else (start.end_id,)
@@ -63,13 +67,20 @@ async def chat_answer_rules(body: ChatBody, prompt: list[int], served: ServedMod
     return start.prompt, rules
 
 
-def _grammar_prefix(
+def _grammar_prefixes(
     body: ChatBody, start: AnswerStart, reasoning: ReasoningFormat | None, added_tokens: Mapping[str, int]
-) -> str:
-    """Return Lark for what may precede the requested form: optional reasoning, or the gap after open reasoning."""
-    if reasoning is not None and start.is_undecided and body.reasoning_enabled is not False:
-        return reasoning_rule(reasoning, added_tokens)
-    return GAP if start.is_open else ""
+) -> tuple[str, str]:
+    """Return Lark for what may precede calls, and an answer's text: optional reasoning, or what follows open
+    reasoning, and the text's own opening."""
+    if reasoning is None:
+        return "", ""
+    prefix = ""
+    if start.is_undecided and body.reasoning_enabled is not False:
+        prefix = reasoning_rule(reasoning, added_tokens)
+    elif start.is_open:
+        prefix = follow_rule(reasoning, added_tokens)
+    opening = "" if start.is_answering else MarkedText(reasoning.markers, added_tokens)(reasoning.answer_opening)
+    return prefix, f"{prefix} {opening}".strip()
 
 
 def _marker_ids(

@@ -25,16 +25,25 @@ class AnswerStart:
     """The answer starts within the reasoning."""
     is_undecided: bool = False
     """The model may open its reasoning or not."""
+    is_answering: bool = False
+    """The answer starts after the reasoning and after what comes before an answer's text."""
     end_id: int | None = None
     """The token that ends open reasoning, if it is a single token."""
 
 
 async def start_answer(
-    body: ChatBody, prompt: list[int], form: ReasoningFormat, tokenizer: ModelTokenizer, *, needs_end: bool
+    body: ChatBody,
+    prompt: list[int],
+    form: ReasoningFormat,
+    tokenizer: ModelTokenizer,
+    *,
+    needs_end: bool,
+    needs_answer: bool,
 ) -> AnswerStart:
     """Append the reasoning's markers to the prompt if the request decides whether the model reasons.
 
     needs_end: the end of the reasoning must be recognized, because of a budget or of a grammar that applies after it.
+    needs_answer: the answer must start with its text, because of a grammar that nothing can precede.
     Raises ApiError if there is a budget and the end is not a single token.
     """
 
@@ -42,16 +51,19 @@ async def start_answer(
         return prompt + (await tokenizer.encode([text], add_special_tokens=False))[0]
 
     is_open, is_closed = _state(body, prompt, form, tokenizer)
+    if needs_answer and form.answer_opening and not (is_open or is_closed):
+        return AnswerStart(await with_text(form.answer_opening), is_answering=True)
     if body.thinking_budget == 0 and not is_closed:
-        return AnswerStart(await with_text(("" if is_open else f"{form.opening}\n\n") + f"{form.closing}\n\n"))
+        return AnswerStart(await with_text(f"{form.closing}{form.follow}" if is_open else form.empty))
     if is_closed or not (is_open or (needs_end and body.reasoning_enabled)):
-        return AnswerStart(prompt, is_undecided=not is_closed)
+        return AnswerStart(prompt, is_undecided=not is_closed, is_answering=is_closed)
     end_id = tokenizer.added_tokens.get(form.closing)
     if needs_end and end_id is None:
         if body.thinking_budget:
             invalid("thinking_budget", "not available: this model does not end its reasoning with a single token")
-        return AnswerStart(await with_text(f"{form.closing}\n\n") if is_open else prompt)
-    return AnswerStart(prompt if is_open else await with_text(f"{form.opening}\n"), is_open=True, end_id=end_id)
+        return AnswerStart(await with_text(f"{form.closing}{form.follow}") if is_open else prompt)
+    opened = prompt if is_open else await with_text(f"{form.opening}{form.line_break}")
+    return AnswerStart(opened, is_open=True, end_id=end_id)
 
 
 def _state(body: ChatBody, prompt: list[int], form: ReasoningFormat, tokenizer: ModelTokenizer) -> tuple[bool, bool]:
@@ -62,4 +74,4 @@ def _state(body: ChatBody, prompt: list[int], form: ReasoningFormat, tokenizer: 
         is_open = text.rfind(form.opening) > text.rfind(form.closing)
         return is_open, not is_open
     tail = tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
-    return tail.endswith(form.opening), tail.endswith(form.closing)
+    return tail.endswith(form.opening), tail.endswith(form.answer_opening or form.closing)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from penstock.frontend.parsing.tool_formats.base import ToolFormat
     from penstock.frontend.schemas.chat import ChatBody, FunctionDefinition
 
-GAP = "GAP?"
-"""In Lark: the empty lines that models write after their reasoning."""
+_GAP = "GAP?"
+"""The empty lines that most models write after their reasoning."""
 _COMMON_RULES = ("TEXT: /(.|\\n)*/", "GAP: /\\n{1,2}/")
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _ANNOTATIONS = frozenset({"title", "description", "examples", "default", "$comment", "x-guidance"})
@@ -55,11 +55,12 @@ def call_grammar(
     answer: Grammar | None,
     added_tokens: Mapping[str, int],
     prefix: str,
+    answer_prefix: str,
 ) -> Grammar | None:
     """Return the grammar of an answer that may contain calls, or must; None if nothing is enforced.
 
     answer is the requested grammar of an answer without calls. It is returned alone if calls cannot be distinguished
-    from such an answer. prefix is Lark for what may come first.
+    from such an answer. prefix is Lark for what may come first; answer_prefix, before the answer alone.
     Raises ApiError if the request requires both a call and another form, or if the grammar is too long.
     """
     if body.requires_call and answer is not None:
@@ -71,7 +72,7 @@ def call_grammar(
         start = "calls"
     elif answer is not None:
         if answer.kind != "json_schema" or form.trigger is None:
-            return with_prefix(answer, prefix)
+            return with_prefix(answer, answer_prefix)
         start, more = "calls | answer", (_answer_rule(answer),)
     elif trigger_id is not None and any(function.strict for function in functions):
         start = "TEXT (calls TEXT)*"
@@ -99,7 +100,13 @@ def reasoning_rule(form: ReasoningFormat, added_tokens: Mapping[str, int]) -> st
     """Return Lark for optional reasoning; empty if its markers are not single tokens."""
     if any(marker not in added_tokens for marker in form.markers):
         return ""
-    return f"(<[{added_tokens[form.opening]}]> TEXT <[{added_tokens[form.closing]}]> GAP?)?"
+    text = MarkedText(form.markers, added_tokens)
+    return f"({text(form.opening)} TEXT {text(form.closing)} {follow_rule(form, added_tokens)})?"
+
+
+def follow_rule(form: ReasoningFormat, added_tokens: Mapping[str, int]) -> str:
+    """Return Lark for what a model writes between its reasoning and the rest."""
+    return MarkedText(form.markers, added_tokens)(form.follow) if form.follow.strip() else _GAP
 
 
 def _answer_rule(answer: Grammar) -> str:

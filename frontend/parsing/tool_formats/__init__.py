@@ -2,6 +2,7 @@
 
 A format does two things: it reads the calls in an answer, and it describes their layout for the grammar of calls that
 the model must make. `base` has the protocol and the reading of JSON calls, `python_values` reads Python literals
-without evaluating them. May import `parsing.reader`, `parsing.json_text` and `parsing.parsed_output`. Start with
+without evaluating them, `parameters` reads arguments that are written one by one, with their types from
+`parameter_types`. May import `parsing.reader`, `parsing.json_text` and `parsing.parsed_output`. Start with
 `base`, then `hermes`, the simplest format.
 """

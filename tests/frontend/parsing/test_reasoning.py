@@ -17,7 +17,7 @@ from penstock.frontend.parsing.tool_formats.hermes import Hermes
 from penstock.frontend.settings import ParserNames
 from penstock.shm.messages import Constraints, Finish
 from tests.frontend.harness import ClientConnection, FakeBackend
-from tests.frontend.model_families import ALWAYS_THINKING, HERMES, THINKING_HERMES, Model
+from tests.frontend.model_families import ALWAYS_THINKING, GRANITE, HERMES, THINKING_HERMES, Model
 from tests.frontend.parsing.test_tool_formats import CUTS, FUNCTIONS, cut, read
 
 CHAT = "/v1/chat/completions"
@@ -101,6 +101,43 @@ async def test_mistral_markers_are_recognized() -> None:
     assert model.served().syntax.reasoning is MISTRAL_THINK
     message = await answered(model, "[THINK]Hm.[/THINK]Yes.")
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (
+            "Here is my thought process: Here is my response:",
+            "Here is my thought process: Hm. Here is my response: Yes.",
+        ),
+        (
+            "Here is my thought process: Here is my response:",
+            "Here's my thought process: Hm.\n\nHere's my response: Yes.",
+        ),
+        ("<think></think><response></response>", "<think>Hm.</think>\n<response>Yes.</response>"),
+        ("<think></think><response></response>", "<think>Hm.</think>Yes."),
+        ("<think></think><response></response>", "<think>Hm.</think><response>Yes.</resp"),
+    ],
+)
+async def test_granite_s_reasoning_is_recognized(template: str, text: str) -> None:
+    message = await answered(Model(template, added=()), text)
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
+
+
+async def test_granite_s_calls_follow_its_response() -> None:
+    model = Model(GRANITE + "<think></think><response></response>", added=(), special=("<|tool_call|>",))
+    text = '<think>Hm.</think><response>I look.</response>\n<|tool_call|>[{"name": "f", "arguments": {}}]'
+    message = await answered(model, text, tools=[{"type": "function", "function": {"name": "f"}}])
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "I look.")
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
+
+
+@pytest.mark.parametrize("parameter", ["enable_thinking", "thinking"])
+async def test_template_receives_the_choice_by_either_name(parameter: str) -> None:
+    model = Model("{{ " + parameter + " }}")
+    assert await sent(model, enable_thinking=False) == ("False", None)
+    assert await sent(model, reasoning_effort="high") == ("True", None)
+    assert await sent(model, chat_template_kwargs={parameter: "own"}) == ("own", None)
 
 
 async def test_answer_without_reasoning_has_no_reasoning_content() -> None:

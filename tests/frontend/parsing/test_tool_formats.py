@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.frontend.parsing.answer_parser import AnswerShape
 from penstock.frontend.parsing.choice_output import ChoiceOutput
+from penstock.frontend.parsing.harmony import Harmony
 from penstock.frontend.parsing.reasoning import THINK
 from penstock.frontend.parsing.tool_formats.base import ToolFormat
 from penstock.frontend.parsing.tool_formats.deepseek import DeepSeek
@@ -51,6 +52,7 @@ FORMATS: dict[str, ToolFormat] = {
     "deepseek": DeepSeek(in_code=True),
     "deepseek, V3.1": DeepSeek(in_code=False),
     "granite": Granite(),
+    "harmony": Harmony(),
 }
 
 Read = tuple[str, str, list[tuple[str, str]]]
@@ -173,6 +175,8 @@ FRAGMENTS = [
     "é", "🐈", "<function=f>", "<function=", "<parameter=a>", "</parameter>", "</function>", "f", "<arg_key>",
     "</arg_key>", "<arg_value>", "</arg_value>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
     "```json", "```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<|tool_call|>",
+    "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|channel|>analysis<|message|>", " to=f", "<|call|>",
+    "<|channel|>commentary to=functions.f <|constrain|>json<|message|>", "<|channel|>final<|message|>", "assistant",
 ]  # fmt: skip
 
 
@@ -185,7 +189,7 @@ def test_any_text_is_read_completely_and_alike_in_any_split(
     shape = AnswerShape(THINK if reasons else None, tools=FORMATS[name], functions=FUNCTIONS)
     reasoning, content, calls = read(shape, cut(text, cuts))
     assert (reasoning, content, calls) == read(shape, [text])
-    if not reasons and not calls:
+    if not reasons and not calls and name != "harmony":  # whose marks are never text
         assert content == text
 
 

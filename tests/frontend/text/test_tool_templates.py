@@ -19,6 +19,7 @@ from tests.frontend.model_families import (
     DEEPSEEK_V31,
     GLM4,
     GRANITE,
+    HARMONY,
     HERMES,
     LLAMA3,
     MISTRAL,
@@ -37,6 +38,7 @@ TEMPLATES = {
     "qwen3_coder": QWEN3_CODER,
     "glm4": GLM4,
     "granite": GRANITE,
+    "harmony": HARMONY,
 }
 JOINING_TEMPLATES = {"deepseek": DEEPSEEK_V3, "deepseek, V3.1": DEEPSEEK_V31}
 """They concatenate the arguments of a call, which must be a text."""
