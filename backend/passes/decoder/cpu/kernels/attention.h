@@ -8,39 +8,6 @@
 
 namespace {
 
-// The running softmax of each query row: weighted values, largest score, sum of weights. The sum is 0 until a row has
-// seen a position.
-struct SoftmaxState {
-    float* acc;  // [rows][head_dim]
-    float* peaks;
-    float* sums;
-
-    static i64 floats(i64 rows, i64 dim) { return rows * (dim + 2); }
-    SoftmaxState(float* memory, i64 rows, i64 dim) : acc(memory), peaks(memory + rows * dim), sums(peaks + rows) {}
-
-    void clear(i64 rows, i64 dim) const {
-        std::memset(acc, 0, rows * dim * sizeof(float));
-        for (i64 r = 0; r < rows; ++r) {
-            peaks[r] = -std::numeric_limits<float>::infinity();
-            sums[r] = 0.0f;
-        }
-    }
-
-    // Adds the result over later positions.
-    void merge(const SoftmaxState& later, i64 rows, i64 dim) const {
-        for (i64 r = 0; r < rows; ++r) {
-            if (later.sums[r] == 0.0f) continue;
-            const float peak = std::max(peaks[r], later.peaks[r]);
-            const float mine = sums[r] == 0.0f ? 0.0f : std::exp2(peaks[r] - peak);
-            const float theirs = std::exp2(later.peaks[r] - peak);
-            for (i64 d = r * dim; d < (r + 1) * dim; d += 16)
-                store(acc + d, fmadd(load(later.acc + d), broadcast(theirs), mul(load(acc + d), broadcast(mine))));
-            sums[r] = sums[r] * mine + later.sums[r] * theirs;
-            peaks[r] = peak;
-        }
-    }
-};
-
 // Writes the output of one kv head: state's rows from first_row on are [token][query head of the group].
 template <class T>
 void write_rows(const Engine& engine, const SoftmaxState& state, i64 first_row, const Tile& tile, i64 kv_head, T* out) {
@@ -52,34 +19,28 @@ void write_rows(const Engine& engine, const SoftmaxState& state, i64 first_row, 
     }
 }
 
-// Adds to `state` the softmax of the item's queries over the positions in [first, end) that each may see.
+// Adds to `state` the softmax of the item's queries over the positions in [first, end) that each may see. The item goes
+// on to item_end.
 template <class Block>
-void attend_piece(const Engine& engine, const Attention& layer, const WorkItem& item, i64 first, i64 end, Block& block,
-                  const typename Block::Number* queries, const float* query_scales, float* scores,
+void attend_piece(const Engine& engine, const Attention& layer, const WorkItem& item, i64 first, i64 end, i64 item_end,
+                  Block& block, const typename Block::Number* queries, const float* query_scales, Visible* visible,
                   const SoftmaxState& state) {
     const Tile& tile = item.tile;
     const i64 dim = engine.shape.head_dim, group = engine.group(), rows = tile.count * group;
     for (; first < end; first += kBlock) {
-        const i64 block_end = std::min(first + kBlock, end);
-        for (i64 h = 0; h < item.last_head - item.head; ++h) {
-            float* acc = state.acc + h * rows * dim;
-            block.score(item.head + h, first, block_end, queries + h * rows * dim, scores);
-            for (i64 r = 0; r < rows; ++r) {
-                const i64 position = tile.position + r / group, i = h * rows + r;
-                const i64 from = layer.window ? std::max<i64>(0, position - layer.window + 1 - first) : 0;
-                const i64 to = std::min<i64>(kBlock, position + 1 - first);
-                if (from >= to) {
-                    block.skip_row(r);
-                    continue;
-                }
-                const float cap = engine.shape.scores_softcap;
-                const float scale =
-                    cap > 0.0f ? cap_scores(scores + r * kBlock, kBlock, query_scales[i], cap) : query_scales[i];
-                const float factor = block.update_softmax(r, scores, from, to, scale, state.peaks[i], state.sums[i]);
-                if (factor == 1.0f) continue;
-                for (i64 d = r * dim; d < (r + 1) * dim; d += 16) store(acc + d, mul(load(acc + d), broadcast(factor)));
-            }
-            block.add_values(acc);
+        for (i64 t = 0; t < tile.count; ++t) {
+            const i64 position = tile.position + t;
+            const i64 from = layer.window ? std::max<i64>(0, position - layer.window + 1 - first) : 0;
+            std::fill_n(visible + t * group, group, Visible{from, std::min<i64>(kBlock, position + 1 - first)});
+        }
+        for (i64 head = item.head; head < item.last_head; ++head) {
+            const i64 row = (head - item.head) * rows;
+            const BlockRange now{head, first, std::min(first + kBlock, end)};
+            const BlockRange next = head + 1 < item.last_head
+                                        ? BlockRange{head + 1, now.first, now.end}
+                                        : BlockRange{item.head, now.end, std::min(now.end + kBlock, item_end)};
+            block.add(now, next.first < item_end ? &next : nullptr, queries + row * dim, query_scales + row, visible,
+                      state.rows_from(row, dim));
         }
     }
 }
@@ -96,10 +57,11 @@ void attend(Engine& engine, const T* qkv, const Attention& layer, const WorkItem
     Block block(engine, layer, tile.row, rows, scratch);
     auto* queries = scratch.take<typename Block::Number>(all_rows * dim);
     float* query_scales = scratch.take<float>(all_rows);
-    float* scores = scratch.take<float>(rows * kBlock);
+    Visible* visible = scratch.take<Visible>(rows);
     const i64 floats = SoftmaxState::floats(all_rows, dim);
     const SoftmaxState later(scratch.take<float>(floats), all_rows, dim);
-    float* result = item.partial < 0 ? scratch.take<float>(floats) : engine.partials.data() + item.partial * floats;
+    float* result = item.partial < 0 ? scratch.take<float>(floats)
+                                     : engine.partials.data() + item.partial * SoftmaxState::floats(group, dim);
     const SoftmaxState state(result, all_rows, dim);
 
     for (i64 i = 0; i < all_rows; ++i) {
@@ -111,11 +73,13 @@ void attend(Engine& engine, const T* qkv, const Attention& layer, const WorkItem
     const i64 start = layer.window ? std::max<i64>(0, tile.position - layer.window + 1) : 0;
     const i64 first_piece = item.partial < 0 ? start / kPiece : item.piece;
     const i64 last_piece = item.partial < 0 ? (end - 1) / kPiece : item.piece;
+    const i64 item_end = std::min(end, (last_piece + 1) * kPiece);
     for (i64 piece = first_piece; piece <= last_piece; ++piece) {
         const SoftmaxState& target = piece == first_piece ? state : later;
         target.clear(all_rows, dim);
         attend_piece(engine, layer, item, std::max(start / kBlock * kBlock, piece * kPiece),
-                     std::min(end, (piece + 1) * kPiece), block, queries, query_scales, scores, target);
+                     std::min(end, (piece + 1) * kPiece), item_end, block, queries, query_scales, visible,
+                     target);
         if (piece > first_piece) state.merge(later, all_rows, dim);
     }
     if (item.partial >= 0) return;
@@ -125,7 +89,7 @@ void attend(Engine& engine, const T* qkv, const Attention& layer, const WorkItem
 // Scratch floats that one thread needs for any work item: for all its rows, for the rows of one head, for a block.
 inline i64 scratch_floats(const Engine& engine) {
     const i64 dim = engine.shape.head_dim, rows = std::max(engine.tile_rows(), engine.shape.num_heads);
-    return rows * (2 * (dim + 2) + dim + 1) + rows * (2 * kBlock + dim + dim / kQ8Block) + 4 * kBlock * dim + 16 * 16;
+    return rows * (2 * (dim + 2) + dim + 1) + rows * (2 * kBlock + 6 + dim + dim / kQ8Block) + 4 * kBlock * dim + 16 * 16;
 }
 
 template <class T, class Block>
@@ -137,10 +101,15 @@ void run_attention(Engine& engine, const T* qkv, const Attention& layer, T* out)
     const i64 rows = engine.group(), dim = engine.shape.head_dim, floats = SoftmaxState::floats(rows, dim);
     engine.pool.run(i64(work.merges.size()), [&](i64 chunk, int) {
         const Merge& merge = work.merges[chunk];
-        float* pieces = engine.partials.data() + merge.partial * floats;
-        const SoftmaxState state(pieces, rows, dim);
-        for (i64 piece = 1; piece < merge.num_pieces; ++piece)
-            state.merge(SoftmaxState(pieces + piece * floats, rows, dim), rows, dim);
+        const auto piece_state = [&](i64 piece) {
+            float* memory = engine.partials.data() + (merge.partial + piece * merge.num_heads) * floats;
+            return SoftmaxState(memory, merge.num_heads * rows, dim).rows_from(merge.item_head * rows, dim);
+        };
+        const SoftmaxState state = piece_state(0);
+        for (i64 piece = 1; piece < merge.num_pieces; ++piece) {
+            if (piece + 1 < merge.num_pieces) piece_state(piece + 1).prefetch(rows, dim);
+            state.merge(piece_state(piece), rows, dim);
+        }
         write_rows(engine, state, 0, merge.tile, merge.head, out);
     });
 }

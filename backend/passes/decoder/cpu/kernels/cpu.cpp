@@ -14,6 +14,9 @@
 //   norms.h             norms
 //   row_ops.h           embedding, rotary embedding, soft caps
 //   paged_cache.h       the layout of the paged KV cache
+//   block_cursor.h      where blocks of 64 positions lie in a row's pages
+//   block_products.h    the products of a block on vectors
+//   softmax_state.h     the running softmax of query rows
 //   softmax_block.h     one softmax block of attention; softmax_block_q8.h the same over a q8_0 cache
 //   attention.h         attention
 //   step_plan.h         how the threads divide a step's attention

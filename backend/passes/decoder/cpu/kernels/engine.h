@@ -70,17 +70,19 @@ struct Tile {
 };
 
 // One thread's unit of work: a tile for kv heads [head, last_head), over all its pieces. If `partial` is not negative:
-// over `piece` only, and the result goes to that index of Engine::partials, for a Merge.
+// over `piece` only, and the result goes to Engine::partials, for a Merge. `partial` counts results of one head there.
 struct WorkItem {
     Tile tile;
     i64 head, last_head;
     i64 piece, partial;
 };
 
-// Merges one kv head of a single token: its pieces [0, num_pieces) start at index `partial` of Engine::partials.
+// Merges one kv head of a single token, the item_head-th of the num_heads of its work items: the pieces [0, num_pieces) of
+// all these heads start at index `partial` of Engine::partials.
 struct Merge {
     Tile tile;
-    i64 head, num_pieces, partial;
+    i64 head, item_head, num_heads;
+    i64 num_pieces, partial;
 };
 
 struct Work {

@@ -24,6 +24,13 @@ constexpr float kQ8Max = 127.0f;
 
 template <> constexpr int kLane<Q8> = 2;
 
+// The bytes of one kv head in a page.
+template <class C> i64 head_bytes(const Shape& shape) {
+    const i64 half = shape.page_size * shape.head_dim;
+    const i64 scales = std::is_same_v<C, Q8> ? half / kQ8Block : 0;
+    return 2 * (half * i64(sizeof(C)) + scales * i64(sizeof(Half)));
+}
+
 // The keys and values of one kv head in one page.
 template <class C> struct HeadPage {
     C* keys;
@@ -33,13 +40,11 @@ template <class C> struct HeadPage {
 
     HeadPage(const Shape& shape, void* cache, i64 page, i64 kv_head) {
         const i64 half = shape.page_size * shape.head_dim;
-        const i64 scales = std::is_same_v<C, Q8> ? half / kQ8Block : 0;
-        char* start = static_cast<char*>(cache) +
-                      (page * shape.num_kv_heads + kv_head) * 2 * (half * i64(sizeof(C)) + scales * i64(sizeof(Half)));
-        keys = reinterpret_cast<C*>(start);
+        keys = reinterpret_cast<C*>(static_cast<char*>(cache) +
+                                    (page * shape.num_kv_heads + kv_head) * head_bytes<C>(shape));
         values = keys + half;
         key_scales = reinterpret_cast<Half*>(values + half);
-        value_scales = key_scales + scales;
+        value_scales = key_scales + half / kQ8Block;
     }
 };
 

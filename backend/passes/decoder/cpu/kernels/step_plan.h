@@ -7,7 +7,8 @@
 namespace {
 
 // The limit of a single token's work item is a quarter of one thread's share of the step: all its kv heads if they fit,
-// else one head, else one piece of one head. Sorted by cost, cheapest first: the pool runs the last chunk first.
+// else one piece of all heads, else one head, else one piece of one head. A piece of all heads reads pages from start to
+// end. Sorted by cost, cheapest first: the pool runs the last chunk first.
 inline Work split_work(const Engine& engine, const std::vector<Tile>& tiles, i64& num_partials) {
     const i64 kv_heads = engine.shape.num_kv_heads;
     const auto cost_of_head = [](const Tile& tile) { return tile.count * (tile.position + tile.count); };
@@ -18,23 +19,28 @@ inline Work split_work(const Engine& engine, const std::vector<Tile>& tiles, i64
     num_partials = 0;
     for (const Tile& tile : tiles) {
         const i64 cost = cost_of_head(tile), num_pieces = tile.position / kPiece + 1;
+        const bool is_cut = tile.count == 1 && num_pieces > 1 && engine.pool.num_threads() > 1;
         if (tile.count == 1 && cost * kv_heads <= share) {
             work.items.push_back({tile, 0, kv_heads, 0, -1});
             continue;
         }
-        for (i64 h = 0; h < kv_heads; ++h) {
-            if (tile.count > 1 || num_pieces == 1 || cost <= share || engine.pool.num_threads() == 1) {
+        const i64 num_heads = is_cut && kPiece * kv_heads <= share ? kv_heads : 1;
+        for (i64 h = 0; h < kv_heads; h += num_heads) {
+            if (!is_cut || (num_heads < kv_heads && cost <= share)) {
                 work.items.push_back({tile, h, h + 1, 0, -1});
                 continue;
             }
-            work.merges.push_back({tile, h, num_pieces, num_partials});
-            for (i64 piece = 0; piece < num_pieces; ++piece)
-                work.items.push_back({tile, h, h + 1, piece, num_partials++});
+            for (i64 i = 0; i < num_heads; ++i)
+                work.merges.push_back({tile, h + i, i, num_heads, num_pieces, num_partials});
+            for (i64 piece = 0; piece < num_pieces; ++piece, num_partials += num_heads)
+                work.items.push_back({tile, h, h + num_heads, piece, num_partials});
         }
     }
     const auto cost = [&](const WorkItem& item) {
-        if (item.partial >= 0) return std::min<i64>(kPiece, item.tile.position + 1 - item.piece * kPiece);
-        return cost_of_head(item.tile) * (item.last_head - item.head);
+        const i64 cost_of_one = item.partial < 0
+                                    ? cost_of_head(item.tile)
+                                    : std::min<i64>(kPiece, item.tile.position + 1 - item.piece * kPiece);
+        return cost_of_one * (item.last_head - item.head);
     };
     const auto is_cheaper = [&](const WorkItem& a, const WorkItem& b) { return cost(a) < cost(b); };
     std::stable_sort(work.items.begin(), work.items.end(), is_cheaper);

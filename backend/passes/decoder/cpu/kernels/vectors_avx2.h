@@ -13,6 +13,7 @@ struct Ints {
 struct Mask {
     __m256 lo, hi;
 };
+using IntSums = Ints;  // of products of int16
 
 // 3 rows × 2 vectors of accumulators take 12 of the 16 registers.
 constexpr int kMaxRows = 3;
@@ -162,7 +163,7 @@ inline Ints load_pairs(const std::int8_t* p) {
     const __m128i* sixteen = reinterpret_cast<const __m128i*>(p);
     return {_mm256_cvtepi8_epi16(_mm_loadu_si128(sixteen)), _mm256_cvtepi8_epi16(_mm_loadu_si128(sixteen + 1))};
 }
-inline Ints multiply_add(Ints acc, const std::int16_t* a, Ints b) {
+inline IntSums multiply_add(IntSums acc, const std::int16_t* a, Ints b) {
     std::int32_t pair;
     std::memcpy(&pair, a, 4);
     const __m256i both = _mm256_set1_epi32(pair);

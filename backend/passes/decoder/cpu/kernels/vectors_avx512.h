@@ -6,6 +6,8 @@ namespace {
 
 using Floats = __m512;
 using Ints = __m512i;
+// Sums of products of int16. With the element type of its instruction, GCC does not copy a sum before each addition.
+using IntSums = std::int32_t __attribute__((vector_size(64)));
 using Mask = __mmask16;
 
 // 6 rows × 4 vectors of accumulators, 4 of weights and a broadcast fill the 32 registers.
@@ -99,13 +101,14 @@ inline Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
 inline Ints load_pairs(const std::int8_t* p) {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
-inline Ints multiply_add(Ints acc, const std::int16_t* a, Ints b) {
+inline Floats to_floats(IntSums x) { return to_floats((Ints)x); }
+inline IntSums multiply_add(IntSums acc, const std::int16_t* a, Ints b) {
     std::int32_t pair;
     std::memcpy(&pair, a, 4);
 #ifdef __AVX512VNNI__
-    return _mm512_dpwssd_epi32(acc, _mm512_set1_epi32(pair), b);
+    return (IntSums)_mm512_dpwssd_epi32((Ints)acc, _mm512_set1_epi32(pair), b);
 #else
-    return _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_set1_epi32(pair), b));
+    return (IntSums)_mm512_add_epi32((Ints)acc, _mm512_madd_epi16(_mm512_set1_epi32(pair), b));
 #endif
 }
 

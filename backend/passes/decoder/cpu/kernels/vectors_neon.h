@@ -15,6 +15,7 @@ struct Ints {
 struct Mask {
     uint32x4_t a, b, c, d;
 };
+using IntSums = Ints;  // of products of int16
 
 // 6 rows × 1 vector of accumulators take 24 of the 32 registers.
 constexpr int kMaxRows = 6;
@@ -199,7 +200,7 @@ inline Ints load_pairs(const std::int8_t* p) {
     const auto high = [](int8x16_t x) { return vreinterpretq_s32_s16(vmovl_high_s8(x)); };
     return {low(sides.val[0]), high(sides.val[0]), low(sides.val[1]), high(sides.val[1])};
 }
-inline Ints multiply_add(Ints acc, const std::int16_t* a, Ints b) {
+inline IntSums multiply_add(IntSums acc, const std::int16_t* a, Ints b) {
     const int16x4_t factors = vreinterpret_s16_f32(load_lane(a));
     const auto low = [&](int32x4_t sums, int32x4_t first, int32x4_t second) {
         sums = vmlal_lane_s16(sums, vget_low_s16(vreinterpretq_s16_s32(first)), factors, 0);
