@@ -3,5 +3,6 @@
 `model_syntax` chooses how the served model writes reasoning and tool calls: `reasoning` holds the reasoning formats,
 `tool_formats` one module per family of tool call formats, `harmony` the messages of gpt-oss, which are both.
 `answer_parser` reads one choice with them; any split of the text into pieces gives the same result, because all
-readings go through `reader`. The pieces are `deltas`; `blocks` and `choice_output` gather them. May import text, schemas and what lies below. Start with `answer_parser`.
+readings go through `reader`. The pieces are `deltas`; `blocks` and `choice_output` gather them. May import text,
+schemas and what lies below. Start with `answer_parser`.
 """
