@@ -66,3 +66,4 @@ def test_cuda_pass_agrees_with_the_cpu_pass(record: Record) -> None:
     findings = record.findings()
     assert findings["pass.qwen3.tokens"].passed
     assert findings["pass.qwen3.embeddings"].passed
+    assert findings["pass.qwen3.scores"].passed

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from penstock.backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens
+from penstock.backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens, ScoredTokens
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
 from penstock.tools.gpu_check.cases.comparing import require, require_within
 from penstock.tools.gpu_check.devices.models import TINY_FAMILY, RandomWeights
-from penstock.tools.gpu_check.devices.steps import Steps, generate
+from penstock.tools.gpu_check.devices.steps import Steps, generate, launch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _ROWS, _PROMPT_TOKENS, _NEW_TOKENS, _PAGE_TOKENS, _PAGES = 5, 37, 24, 16, 5
 _SIZES = StepSizes(max_rows=_ROWS, max_tokens=256, max_context_tokens=_PAGE_TOKENS * _PAGES)
+_NUM_TOP = 4
+_SCORE_ERROR = 1e-3
 _LOGIT_ERROR = {"bf16": 3e-2, "fp16": 1e-2}
 """Maximum error of the CUDA pass's logits with bf16 KV, relative to the norm of the fp32 logits."""
 
@@ -53,6 +55,7 @@ class RowsOnHost:
 def check_passes(results: Results, context: DeviceContext, names: tuple[str, ...] = tuple(TINY_FAMILY)) -> None:
     for name in names:
         results.attempt(f"pass.{name}.tokens", partial(_compare_tokens, results, context, name))
+    results.attempt(f"pass.{names[0]}.scores", partial(_compare_scores, results, context, names[0]))
     results.attempt(f"pass.{names[0]}.embeddings", partial(_compare_embeddings, results, context, names[0]))
     for dtype in _LOGIT_ERROR:
         results.attempt(f"pass.{names[0]}.{dtype}", partial(_compare_logits, results, context, names[0], dtype))
@@ -76,6 +79,35 @@ def _compare_logits(results: Results, context: DeviceContext, name: str, dtype_n
     error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
     require_within("relative error of the logits", error, _LOGIT_ERROR[dtype_name])
     results.check(f"pass.{name}.{dtype_name}", True, "relative error of the logits", error)
+
+
+def _compare_scores(results: Results, context: DeviceContext, name: str) -> None:
+    """Compare log probabilities of the prompts' tokens in fp32, in a step with and in one without logit rows."""
+    config = TINY_FAMILY[name]
+    expected, found = (
+        _scores(forward_pass, config)
+        for forward_pass in (_on_cpu(config), _on_gpu(context, config, torch.float32, "fp32"))
+    )
+    require_within("error of the log probabilities", float(np.abs(found - expected).max()), _SCORE_ERROR)
+    results.check(f"pass.{name}.scores", True, f"{found.size} prompt tokens are scored as by the CPU pass")
+
+
+def _scores(forward_pass: Any, config: DecoderConfig) -> NDArray[np.float32]:
+    """[tokens, 1 + _NUM_TOP]: each token's log probability, and the highest ones."""
+    steps, prompts, parts = Steps(_ROWS, _PAGES), _prompts(config), []
+    for first, end in ((0, 20), (20, _PROMPT_TOKENS)):
+        is_last = end == _PROMPT_TOKENS
+        batch = steps.prefill([tokens[first:end] for tokens in prompts], samples=is_last)
+        num_scored = end - first - is_last
+        places = np.concatenate([np.arange(num_scored) + start for start in batch.query_starts[:-1].tolist()])
+        next_ids = np.concatenate([tokens[first + 1 : first + 1 + num_scored] for tokens in prompts])
+        batch = replace(batch, scored=ScoredTokens(places.astype(np.int32), next_ids, _NUM_TOP))
+        scored = launch(forward_pass, batch).wait().scored
+        if scored is None:
+            raise RuntimeError("the pass reports no log probabilities of scored tokens")
+        parts.append(np.concatenate([scored.chosen[:, None], scored.top], axis=1))
+    forward_pass.close()
+    return np.concatenate(parts)
 
 
 def _compare_embeddings(results: Results, context: DeviceContext, name: str) -> None:
