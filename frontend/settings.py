@@ -16,6 +16,7 @@ ToolParserName = Literal[
     "auto",
     "none",
     "deepseek",
+    "gemma",
     "glm4",
     "granite",
     "harmony",
@@ -26,7 +27,7 @@ ToolParserName = Literal[
     "qwen3_coder",
 ]
 TenantBy = Literal["none", "address", "forwarded"]
-ReasoningParserName = Literal["auto", "none", "granite", "harmony", "mistral", "think"]
+ReasoningParserName = Literal["auto", "none", "gemma", "granite", "harmony", "mistral", "think"]
 
 
 @dataclass(frozen=True, slots=True)

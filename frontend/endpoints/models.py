@@ -57,7 +57,7 @@ def _describe(served: ServedModel) -> dict[str, object]:
         "quantization": card.quantization,
         "capabilities": {
             "chat": served.tokenizer.chat_template is not None,
-            "tool_calls": syntax.tools is not None,
+            "tool_calls": syntax.tools is not None and syntax.shows_tools,
             "reasoning": syntax.reasoning is not None,
             "structured_output": True,
             "vision": False,

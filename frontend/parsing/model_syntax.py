@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from penstock.frontend.parsing.harmony import CHANNEL, HARMONY, Harmony
 from penstock.frontend.parsing.reasoning import (
+    GEMMA_THOUGHT,
     GRANITE_PHRASES,
     GRANITE_TAGS,
     MISTRAL_THINK,
@@ -14,6 +15,7 @@ from penstock.frontend.parsing.reasoning import (
     ReasoningFormat,
 )
 from penstock.frontend.parsing.tool_formats.deepseek import DeepSeek
+from penstock.frontend.parsing.tool_formats.gemma import Gemma
 from penstock.frontend.parsing.tool_formats.glm4 import Glm4
 from penstock.frontend.parsing.tool_formats.granite import Granite
 from penstock.frontend.parsing.tool_formats.hermes import Hermes
@@ -56,6 +58,7 @@ def choose_model_syntax(
     name = _tool_format_of(source) if tool_parser == "auto" else tool_parser
     formats: dict[str, ToolFormat] = {
         "deepseek": DeepSeek(in_code="```json" in source),
+        "gemma": Gemma(is_fourth="<|tool_call>" in source),
         "glm4": Glm4(has_lines="</arg_key><arg_value>" not in source),
         "granite": Granite(),
         "harmony": Harmony(),
@@ -81,6 +84,8 @@ def _tool_format_of(source: str) -> str:
         return "mistral"
     if "<｜tool▁calls▁begin｜>" in source:
         return "deepseek"
+    if "<start_function_call>" in source or "<|tool_call>" in source:
+        return "gemma"
     if "<|tool_call|>" in source:
         return "granite"
     if "<tool_call>" in source:
@@ -103,12 +108,14 @@ def _reasoning_format(
     source: str, added_tokens: Mapping[str, int], requested: ReasoningParserName
 ) -> ReasoningFormat | None:
     granite = GRANITE_TAGS if "</response>" in source else GRANITE_PHRASES
-    forms = {form.name: form for form in (HARMONY, granite, THINK, MISTRAL_THINK)}
+    forms = {form.name: form for form in (HARMONY, granite, THINK, MISTRAL_THINK, GEMMA_THOUGHT)}
     if requested != "auto":
         return forms.get(requested)
     if HARMONY.opening in source or CHANNEL in added_tokens:
         return HARMONY
     if granite.closing in source and (granite is GRANITE_TAGS or granite.opening in source):
         return granite
-    known = (form for form in (THINK, MISTRAL_THINK) if form.closing in source or form.closing in added_tokens)
+    known = (
+        form for form in (THINK, MISTRAL_THINK, GEMMA_THOUGHT) if form.closing in source or form.closing in added_tokens
+    )
     return next(known, None)

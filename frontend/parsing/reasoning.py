@@ -43,6 +43,10 @@ THINK = ReasoningFormat("think", "<think>", "</think>")
 """Used by Qwen3, DeepSeek, GLM and many others."""
 MISTRAL_THINK = ReasoningFormat("mistral", "[THINK]", "[/THINK]")
 """Used by Magistral."""
+GEMMA_THOUGHT = ReasoningFormat(
+    "gemma", "<|channel>thought", "<channel|>", tokens=("<|channel>", "<channel|>"), follow=""
+)
+"""Used by Gemma 4."""
 GRANITE_PHRASES = ReasoningFormat(
     "granite",
     "Here is my thought process:",

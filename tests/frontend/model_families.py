@@ -230,6 +230,33 @@ HARMONY = """\
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
 """
 
+GEMMA = """\
+{%- macro written(value) %}
+    {%- if value is string %}{{- '<escape>' + value + '<escape>' }}
+    {%- elif value is mapping %}
+        {{- '{' }}
+        {%- for key, inner in value.items() %}{{- ',' if not loop.first }}{{- key + ':' + written(inner) }}{%- endfor %}
+        {{- '}' }}
+    {%- elif value is iterable %}
+        {{- '[' }}{%- for inner in value %}{{- ',' if not loop.first }}{{- written(inner) }}{%- endfor %}{{- ']' }}
+    {%- else %}{{- value | tojson }}{%- endif %}
+{%- endmacro %}
+{%- for tool in tools or [] %}
+    {{- '<start_function_declaration>declaration:' + tool.function.name + written(tool.function.parameters) }}
+    {{- '<end_function_declaration>' }}
+{%- endfor %}
+{%- for message in messages %}
+    {{- '<start_of_turn>' + message.role + '\\n' + message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<start_function_call>call:' + call.function.name + written(call.function.arguments) }}
+        {{- '<end_function_call>' }}
+    {%- endfor %}
+    {{- '<end_of_turn>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}
+"""
+
+GEMMA_MARKS = ("<start_function_call>", "<end_function_call>", "<escape>")
 HARMONY_MARKS = tuple(f"<|{mark}|>" for mark in ("start", "end", "message", "channel", "constrain", "return", "call"))
 DEEPSEEK_MARKS = tuple(f"<｜tool▁{mark}｜>" for mark in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
 GLM4_MARKS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
@@ -304,5 +331,6 @@ MODELS = {
     "deepseek": Model(DEEPSEEK_V3, added=DEEPSEEK_MARKS),
     "deepseek, V3.1": Model(DEEPSEEK_V31, special=DEEPSEEK_MARKS, added=()),
     "granite": Model(GRANITE, special=("<|tool_call|>",), added=()),
+    "gemma": Model(GEMMA, special=GEMMA_MARKS, added=()),
     "harmony": Model(HARMONY, special=HARMONY_MARKS, added=(), end="<|return|>"),
 }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.frontend.generation.answer_rules.lark import MarkedText, json_value, literal
 from penstock.frontend.parsing.tool_formats.parameter_types import TEXT, resolved, types_of
+from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,7 +37,7 @@ def parameter_rules(
     if not properties and others:
         any_text = _text_rule(f"{name}_text", {}, layout, text)
         return [f"{name}: ({text(layout.opening)} {_ANY_KEY} {text(layout.middle)} {name}_text)*", *any_text]
-    names, rules = [], []
+    names, rules, num_characters = [], [], 0
     for number, (key, declared) in enumerate(properties.items()):
         value = f"{name}_{number}"
         value_rules = _value_rules(value, declared, schema, layout, text)
@@ -45,6 +46,9 @@ def parameter_rules(
         opening = text(f"{layout.opening}{key}{layout.middle}")
         names.append(f"({opening} {value})" + ("" if key in required else "?"))
         rules += value_rules
+        num_characters += sum(map(len, value_rules))
+        if num_characters > MAX_GRAMMAR_CHARACTERS:
+            break  # too long whatever follows, and a reference repeats the whole schema
     return [f"{name}: {' '.join(names)}" if names else f'{name}: ""', *rules]
 
 
@@ -72,12 +76,10 @@ def _value_rules(
 
 def _allows_any(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
     """Whether each value of the schema's types is valid."""
-    branches = schema.get("anyOf")
-    if branches is None:
+    if schema.keys() != {"anyOf"}:
         return schema.keys() <= {"type"}
-    return schema.keys() == {"anyOf"} and all(
-        isinstance(branch := resolved(item, root), dict) and _allows_any(branch, root) for item in branches
-    )
+    branches = (resolved(branch, root) for branch in schema["anyOf"])
+    return all(isinstance(branch, dict) and branch.keys() <= {"type"} for branch in branches)
 
 
 def _text_rule(name: str, limits: Mapping[str, int], layout: ParameterLayout, text: MarkedText) -> list[str]:

@@ -36,23 +36,44 @@ def parameter_types(schema: Mapping[str, Any], key: str) -> Types:
 
 def types_of(schema: object, root: Mapping[str, Any]) -> Types:
     """Return the types of the values that a schema allows. root is the schema that its references point into."""
-    schema = resolved(schema, root)
+    types: set[str] = set()
+    for alternative in _alternatives(schema, root):
+        types |= _own_types(alternative)
+    return frozenset(types)
+
+
+def _alternatives(schema: object, root: Mapping[str, Any]) -> list[object]:
+    """Return the schemas of which a value must match one, with their references followed. Each is listed once."""
+    found: list[object] = []
+    seen: set[int] = set()
+    pending = [schema]
+    while pending:
+        schema = resolved(pending.pop(), root)
+        if id(schema) in seen:  # references may form circles
+            continue
+        seen.add(id(schema))
+        branches = None
+        if isinstance(schema, dict) and "type" not in schema:
+            single = schema.get("allOf")
+            is_single = isinstance(single, list) and len(single) == 1
+            branches = single if is_single else schema.get("anyOf", schema.get("oneOf"))
+        if isinstance(branches, list):
+            pending += branches
+        else:
+            found.append(schema)
+    return found
+
+
+def _own_types(schema: object) -> Types:
     if not isinstance(schema, dict):
         return ANY
     declared = schema.get("type")
     if declared is not None:
         names = declared if isinstance(declared, list) else [declared]
         return frozenset("number" if name == "integer" else name for name in names if isinstance(name, str)) & ANY
-    if "const" in schema or isinstance(schema.get("enum"), list):
-        values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]]
+    if isinstance(values := schema.get("enum"), list):
         return frozenset(_TYPE_NAMES[type(value)] for value in values)
-    for keyword in ("anyOf", "oneOf"):
-        if isinstance(branches := schema.get(keyword), list):
-            return frozenset().union(*(types_of(branch, root) for branch in branches))
-    types = ANY
-    for branch in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
-        types &= types_of(branch, root)
-    return types
+    return frozenset([_TYPE_NAMES[type(schema["const"])]]) if "const" in schema else ANY
 
 
 def resolved(schema: object, root: Mapping[str, Any]) -> object:

@@ -124,6 +124,12 @@ async def test_granite_s_reasoning_is_recognized(template: str, text: str) -> No
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
 
 
+async def test_gemma_s_markers_are_recognized() -> None:
+    model = Model("<|channel>thought\n<channel|>", added=(), special=("<|channel>", "<channel|>"))
+    message = await answered(model, "<|channel>thought\nHm.\n<channel|>Yes.")
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
+
+
 async def test_granite_s_calls_follow_its_response() -> None:
     model = Model(GRANITE + "<think></think><response></response>", added=(), special=("<|tool_call|>",))
     text = '<think>Hm.</think><response>I look.</response>\n<|tool_call|>[{"name": "f", "arguments": {}}]'

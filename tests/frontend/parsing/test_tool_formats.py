@@ -17,6 +17,7 @@ from penstock.frontend.parsing.harmony import Harmony
 from penstock.frontend.parsing.reasoning import THINK
 from penstock.frontend.parsing.tool_formats.base import ToolFormat
 from penstock.frontend.parsing.tool_formats.deepseek import DeepSeek
+from penstock.frontend.parsing.tool_formats.gemma import Gemma
 from penstock.frontend.parsing.tool_formats.glm4 import Glm4
 from penstock.frontend.parsing.tool_formats.granite import Granite
 from penstock.frontend.parsing.tool_formats.hermes import Hermes
@@ -52,6 +53,8 @@ FORMATS: dict[str, ToolFormat] = {
     "deepseek": DeepSeek(in_code=True),
     "deepseek, V3.1": DeepSeek(in_code=False),
     "granite": Granite(),
+    "gemma": Gemma(is_fourth=False),
+    "gemma, 4": Gemma(is_fourth=True),
     "harmony": Harmony(),
 }
 
@@ -175,6 +178,8 @@ FRAGMENTS = [
     "é", "🐈", "<function=f>", "<function=", "<parameter=a>", "</parameter>", "</function>", "f", "<arg_key>",
     "</arg_key>", "<arg_value>", "</arg_value>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
     "```json", "```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<|tool_call|>",
+    "<start_function_call>", "<end_function_call>", "<escape>", "<|tool_call>", "<tool_call|>", '<|"|>', "call:f{",
+    "a:",
     "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|channel|>analysis<|message|>", " to=f", "<|call|>",
     "<|channel|>commentary to=functions.f <|constrain|>json<|message|>", "<|channel|>final<|message|>", "assistant",
 ]  # fmt: skip
@@ -294,6 +299,20 @@ def test_any_text_is_read_completely_and_alike_in_any_split(
         ),
         ("granite", 'Ok. <tool_call> [{"arguments": {}, "name": "f"}]', "Ok.", [("f", "{}")]),
         ("granite", '<|tool_call|>{"name": "f"}', "", [("f", "{}")]),
+        (
+            "gemma",
+            (
+                '<start_function_call>call:get_weather{location:<escape>London, "UK"<escape>,days:3}<end_function_call>'
+                "<start_function_call>call:f{a:{b:[true,None,<escape><escape>],<escape>c<escape>:-1.5},d:low}<end_function_call>"
+            ),
+            "",
+            [
+                ("get_weather", '{"location":"London, \\"UK\\"","days":3}'),
+                ("f", '{"a":{"b":[true,null,""],"c":-1.5},"d":"low"}'),
+            ],
+        ),
+        ("gemma, 4", 'So <|tool_call>call:f{a:<|"|>x}<|"|>}<tool_call|> then', "So then", [("f", '{"a":"x}"}')]),
+        ("gemma, 4", '<|tool_call>call:f{a:<|"|>x<|"', "", [("f", '{"a":"x')]),
         # The prompt that Gemma 3's documentation recommends asks for this.
         ("pythonic", '[get_weather(city="Paris", days=2)]', "", [("get_weather", '{"city": "Paris", "days": 2}')]),
     ],
@@ -342,6 +361,8 @@ def test_calls_are_read_as_models_write_them(name: str, text: str, content: str,
         ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>f\n```json\n[]"),
         ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>"),
         ("granite", "<|tool_call|>[]"),
+        ("gemma", "<start_function_call>f{}<end_function_call>"),
+        ("gemma", "<start_function_call>call:f(a=1)"),
         ("granite", "<|tool_call|> what"),
     ],
 )
@@ -358,6 +379,8 @@ def test_malformed_call_is_text(name: str, text: str) -> None:
         ("pythonic", "[f(), oops]", ", oops]", [("f", "{}")]),
         ("qwen3_coder", "<function=g><parameter=a>1</parameter> oops", "oops", [("g", '{"a": 1')]),
         ("glm4", "<tool_call>g<arg_key>a</arg_key>oops", "oops", [("g", "")]),
+        ("gemma", "<start_function_call>call:f{a:}<end_function_call>", "}<end_function_call>", [("f", '{"a":')]),
+        ("gemma", "<start_function_call>call:f{a:" + "[" * 100, "[" * 36, [("f", '{"a":' + "[" * 64)]),
         ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{oops}", "oops}", [("f", "{")]),
     ],
 )

@@ -17,6 +17,7 @@ from tests.frontend.model_families import (
     ALWAYS_THINKING,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
+    GEMMA,
     GLM4,
     GRANITE,
     HARMONY,
@@ -37,6 +38,7 @@ TEMPLATES = {
     "pythonic": PYTHONIC,
     "qwen3_coder": QWEN3_CODER,
     "glm4": GLM4,
+    "gemma": GEMMA,
     "granite": GRANITE,
     "harmony": HARMONY,
 }
