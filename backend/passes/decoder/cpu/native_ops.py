@@ -351,7 +351,7 @@ class NativeOps:
                 for op in self._logits_program
             ]
             program = (Operation * len(operations))(*operations)
-            self._library.ps_score(self._engine, program, len(operations), byref(rows))
+            self._library.ps_score(self._engine, ctypes.addressof(program), len(operations), byref(rows))
         return blocks.logprobs
 
     def logits(self, x: int, weights: PackedLinear) -> NDArray[np.float32]:

@@ -53,13 +53,15 @@ class _Engine:
     plan: RemoteArguments
     num_tokens: int = 0
     num_logits: int = 0
+    num_last: int = 0
+    num_narrowed: int = 0
     num_pages: int = 0
     largest_id: int = 0
     is_narrowed: bool = False
 
     @property
     def rows(self) -> int:
-        return self.num_logits if self.is_narrowed else self.num_tokens
+        return self.num_narrowed if self.is_narrowed else self.num_tokens
 
     @property
     def number_bytes(self) -> int:
@@ -106,6 +108,7 @@ class RemoteKernels:
         self.ps_wake = _Function(self._wake)
         self.ps_plan = _Function(self._plan)
         self.ps_run = _Function(self._run)
+        self.ps_score = _Function(self._score)
         self.ps_read_memory = _Function(self._read_memory)
 
     def destroy_engines(self) -> None:
@@ -160,9 +163,10 @@ class RemoteKernels:
     def _plan(self, engine: int, rows: Any) -> None:
         """The arrays stay with the driver until the next plan: the kernels keep their addresses."""
         own, state = rows._obj, self._engines[engine]
-        sizes = (own.num_tokens, own.num_rows + 1, own.num_rows, own.num_rows * own.table_width, own.num_logits)
-        input_ids, starts, contexts, page_table, _ = np.split(_int32s(own.arrays, sum(sizes)), np.cumsum(sizes[:-1]))
         state.num_tokens, state.num_logits, state.is_narrowed = own.num_tokens, own.num_logits, False
+        state.num_last = own.num_logits + own.num_scored
+        sizes = (own.num_tokens, own.num_rows + 1, own.num_rows, own.num_rows * own.table_width, state.num_last)
+        input_ids, starts, contexts, page_table, _ = np.split(_int32s(own.arrays, sum(sizes)), np.cumsum(sizes[:-1]))
         state.num_pages, state.largest_id = int(page_table.max()) + 1, int(input_ids.max())
         num_positions = int((contexts + np.diff(starts)).max())
         numbers = {"arrays": sum(sizes), "rope": num_positions * state.shape.rope_width}
@@ -180,6 +184,26 @@ class RemoteKernels:
                 changed = self._copy(arguments, self._engines[engine], operation)
                 duration = 0 if time is None else arguments.changed(time, ctypes.sizeof(OperationTime))
                 self._driver.call("ps_run", engine, arguments.of_struct(operation, **changed), 1, duration)
+
+    def _score(self, engine: int, operations: int, count: int, rows: Any) -> None:
+        """Each operation is a call of its own. A first call without any makes the step consist of these rows."""
+        state = self._engines[engine]
+        self._score_rows(engine, rows._obj)
+        state.is_narrowed, state.num_narrowed = True, rows._obj.num_rows
+        self._run(engine, operations, count, None)
+        self._score_rows(engine, rows._obj)
+
+    def _score_rows(self, engine: int, own: Any) -> None:
+        with self._arguments() as arguments:
+            copies = {
+                "logits": arguments.read_only(own.logits, own.num_rows * own.vocab * _FLOAT),
+                "next_ids": arguments.read_only(own.next_ids, own.num_rows * _INT32),
+                "chosen": arguments.changed(own.chosen, own.num_rows * _FLOAT),
+                "ranks": arguments.changed(own.ranks, own.num_rows * _INT32),
+            }
+            for name in ("top_ids", "top") if own.num_top else ():
+                copies[name] = arguments.changed(getattr(own, name), own.num_rows * own.num_top * _FLOAT)
+            self._driver.call("ps_score", engine, 0, 0, arguments.of_struct(own, **copies))
 
     def _copy(self, arguments: RemoteArguments, state: _Engine, op: Any) -> dict[str, int]:
         """Copy the operation's arrays. Returns their addresses."""
@@ -215,9 +239,12 @@ class RemoteKernels:
                     "x": arguments.read_only(op.x, state.qkv_bytes),
                     "out": arguments.changed(op.out, state.attended_bytes),
                 }
+            case OperationKind.KEEP_LOGITS:
+                state.num_narrowed = state.num_logits
+                return {}
             case OperationKind.TAKE_LAST:
                 x = arguments.read_only(op.x, hidden_bytes * _FLOAT)
-                state.is_narrowed = True
+                state.is_narrowed, state.num_narrowed = True, state.num_last
                 return {"x": x, "out": arguments.changed(op.out, state.rows * state.shape.hidden * _FLOAT)}
 
     def _copy_linear(self, arguments: RemoteArguments, state: _Engine, op: Any) -> dict[str, int]:

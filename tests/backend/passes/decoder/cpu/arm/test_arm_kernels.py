@@ -18,6 +18,7 @@ from torch import Tensor
 from penstock.backend.checkpoint.decoder_config import DecoderConfig, NormKind, QkNormScope
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps
 from tests.backend.passes.decoder import test_decoder_pass as passes
+from tests.backend.passes.decoder import test_scored_prompts as scored_prompts
 from tests.backend.passes.decoder.conftest import MakeOps
 from tests.backend.passes.decoder.cpu import test_attention as attention
 from tests.backend.passes.decoder.cpu import test_kv_cache as kv_cache
@@ -269,6 +270,15 @@ def test_each_product_is_one_chain_of_fused_additions(values: str, make_ops: Mak
 
 def test_64_greedy_tokens_equal_those_of_transformers(make_ops: MakeOps) -> None:
     passes.test_64_greedy_tokens_equal_those_of_transformers("qwen3", make_ops)
+
+
+def test_prompts_are_scored_as_by_transformers(make_ops: MakeOps) -> None:
+    scored_prompts.test_prompts_are_scored_as_by_transformers("gemma2", 7, make_ops)
+
+
+@pytest.mark.parametrize("num_top", [0, 5])
+def test_scores_equal_float64_also_with_ties_and_infinite_logits(num_top: int, make_ops: MakeOps) -> None:
+    scored_prompts.test_scores_equal_float64_also_with_ties_and_infinite_logits(num_top, make_ops)
 
 
 def test_unwritten_cache_positions_are_never_read(make_ops: MakeOps) -> None:
