@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.backend.checkpoint.fingerprint import WEIGHTS_SUFFIX, FilesHash
+from penstock.backend.checkpoint.fingerprint import WEIGHTS_SUFFIXES, FilesHash
 from penstock.backend.checkpoint.generation_config import read_generation_defaults
 from penstock.backend.errors import StartupError
 from penstock.shm.messages import ModelCard
@@ -45,6 +45,6 @@ def fingerprint(model_dir: Path, settings: str) -> str:
     """Differs if the text for a seed may differ: other settings, other configuration, other weights."""
     found = FilesHash(settings)
     for path in sorted(model_dir.iterdir()):
-        if path.suffix in (".json", ".jinja", WEIGHTS_SUFFIX) and path.is_file():
+        if path.suffix in (".json", ".jinja", *WEIGHTS_SUFFIXES) and path.is_file():
             found.add(path)
     return f"fp_{found.hexdigest()[:12]}"

@@ -38,7 +38,8 @@ class BackendOptions:
     """The one process that owns the device."""
 
     model: str | None = None
-    """Checkpoint: a directory in the Hugging Face layout, or a hub id. Default: the small demo model."""
+    """Checkpoint: a directory in the Hugging Face layout, a hub id, or a GGUF file (of shards the first). Default: the
+    small demo model."""
 
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
@@ -143,6 +144,8 @@ class BackendOptions:
         if self.model is None:
             return "penstock-demo"
         path = Path(self.model)
+        if path.is_file():
+            return path.resolve().stem
         return path.resolve().name if path.is_dir() else self.model
 
     def numerics(self) -> str:

@@ -93,7 +93,7 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
         parallel_blocks=family.parallel_blocks,
         scales=family.scales(config),
         names=family.names,
-        interleaved_rope=family.interleaved_rope,
+        interleaved_rope=family.interleaved_rope or config.rope_interleave,
         window_rope=_window_rope(config, family, rope, context_tokens),
         layer_uses_rope=family.uses_rope(config, windows),
         layer_window_tokens=windows,

@@ -10,7 +10,7 @@ from penstock.backend.checkpoint.layout import CONFIG_FILE, INDEX_FILE
 if TYPE_CHECKING:
     from pathlib import Path
 
-WEIGHTS_SUFFIX = ".safetensors"
+WEIGHTS_SUFFIXES = (".safetensors", ".gguf")
 _SAMPLE_BYTES = 4096
 _NUM_SAMPLES = 256
 
@@ -29,7 +29,7 @@ class FilesHash:
         num_bytes = path.stat().st_size
         self._digest.update(f"\0{path.name} {num_bytes}\0".encode())
         with path.open("rb") as file:
-            if path.suffix != WEIGHTS_SUFFIX:
+            if path.suffix not in WEIGHTS_SUFFIXES:
                 self._digest.update(file.read())
                 return
             for sample in range(_NUM_SAMPLES):
@@ -43,7 +43,7 @@ class FilesHash:
 def weights_fingerprint(model_dir: Path) -> str:
     """Differs if the weights differ. The times at which the weight files were written, in seconds, count too: a small
     change might lie between the samples."""
-    files = [path for path in sorted(model_dir.iterdir()) if path.suffix == WEIGHTS_SUFFIX and path.is_file()]
+    files = [path for path in sorted(model_dir.iterdir()) if path.suffix in WEIGHTS_SUFFIXES and path.is_file()]
     found = FilesHash(" ".join(str(int(path.stat().st_mtime)) for path in files))
     for path in files:
         found.add(path)

@@ -51,6 +51,8 @@ class HfConfig(Struct, frozen=True):
     rope_theta: _RopeTheta | None = None
     rope_local_base_freq: _RopeTheta | None = None
     partial_rotary_factor: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    rope_interleave: bool = False
+    """Rows of q and k that rotate together are neighbours, as in GGUF files of Llama."""
     original_max_position_embeddings: Annotated[int, Meta(ge=2, le=MAX_CONTEXT_TOKENS)] | None = None
 
     sliding_window: _Positions | UnsetType | None = UNSET

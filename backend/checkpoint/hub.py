@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from penstock.backend.checkpoint.gguf.directory import SUFFIX as GGUF_SUFFIX
+from penstock.backend.checkpoint.gguf.directory import gguf_directory
 from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, SINGLE_FILE, shard_names
 from penstock.backend.errors import StartupError
@@ -68,7 +70,13 @@ def _local_directory(model: str, revision: str | None) -> Path | None:
             )
         return path
     if path.is_file():
-        raise StartupError(f"the model {path} is a file; give the directory that holds its {CONFIG_FILE}")
+        if path.suffix != GGUF_SUFFIX:
+            raise StartupError(
+                f"the model {path} is a file; give the directory that holds its {CONFIG_FILE}, or a GGUF"
+            )
+        if revision is not None:
+            raise StartupError(f"--revision is {shorten(revision)}; the model {path} is a file: remove --revision")
+        return gguf_directory(path)
     if not _HUB_ID.fullmatch(model):
         raise StartupError(f"the model directory {model!r} does not exist")
     return None

@@ -23,6 +23,7 @@ import torch
 from penstock.backend.checkpoint.config_json import read_declared_dtype
 from penstock.backend.checkpoint.formats.declared import read_stored_formats
 from penstock.backend.checkpoint.formats.stored_weight import FormattedMatrix, PlainTensor, find_weight
+from penstock.backend.checkpoint.gguf.directory import open_gguf_links
 from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE, read_index
 from penstock.backend.checkpoint.progress import make_progress
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.stored_weight import LoadedMatrix, StoredWeight
+    from penstock.backend.checkpoint.formats.tensor_file import TensorFile
     from penstock.backend.checkpoint.progress import Progress
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
 
@@ -118,9 +120,10 @@ class DecoderWeights:
         """
         return choose_dtype(requested, self._declared_dtype or self._embedding.dtype, fp16_as)
 
-    def embedding(self, dtype: torch.dtype) -> Tensor:
-        """[vocab_size, hidden_size]"""
-        return self.stacked((embedding_spec(self._config),), dtype)
+    def embedding(self, dtype: torch.dtype) -> Tensor | QuantizedWeight:
+        """[vocab_size, hidden_size]. Only one that is lm_head too may be quantised."""
+        specs = (embedding_spec(self._config),)
+        return self.linear(specs, dtype) if self._config.tie_embeddings else self.stacked(specs, dtype)
 
     def mapped_embedding(self) -> Tensor:
         """[vocab_size, hidden_size] in the stored dtype, mapped from the file and not copied.
@@ -133,7 +136,7 @@ class DecoderWeights:
     def _embedding(self) -> PlainTensor:
         stored = self._stored[EMBEDDING]
         if not isinstance(stored, PlainTensor):
-            raise TypeError("only linears are stored quantised")
+            raise TypeError("a quantised embedding has no floats to map")
         return stored
 
     def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Tensor | QuantizedWeight]:
@@ -198,9 +201,11 @@ def open_weights(
     """
     with ExitStack() as closers:
         files, where = _open_files(model_dir, closers)
-        formats, linears = read_stored_formats(model_dir), set(linear_names(config))
+        formats, covered = read_stored_formats(model_dir), set(linear_names(config))
+        if formats.cover_embedding:
+            covered.add(EMBEDDING)
         stored = {
-            spec.name: find_weight(spec, formats.of(spec.name) if spec.name in linears else None, files, where)
+            spec.name: find_weight(spec, formats.of(spec.name) if spec.name in covered else None, files, where)
             for spec in expected_tensors(config)
         }
         progress = closers.enter_context(closing(make_progress(_stored_bytes(stored, unread))))
@@ -220,8 +225,11 @@ def choose_dtype(requested: str, own: torch.dtype, fp16_as: torch.dtype = torch.
     raise StartupError(f"dtype is {shorten(requested)}; it must be auto, bf16 or fp32")
 
 
-def _open_files(model_dir: Path, closers: ExitStack) -> tuple[dict[str, SafetensorsFile], str]:
+def _open_files(model_dir: Path, closers: ExitStack) -> tuple[dict[str, TensorFile], str]:
     """Tensor name → the file that has it, closed by closers; and a description of the files for messages."""
+    ggufs = [closers.enter_context(closing(file)) for file in open_gguf_links(model_dir)]
+    if ggufs:
+        return {name: file for file in ggufs for name in file.tensors}, str(ggufs[0].path.resolve())
     single, index = model_dir / SINGLE_FILE, model_dir / INDEX_FILE
     if single.exists():
         file = closers.enter_context(closing(SafetensorsFile(single)))

@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from penstock.backend.checkpoint.formats.compressed_tensors import Groups, PackedIntegers, PlainInt8
 from penstock.backend.checkpoint.formats.float8 import Float8
+from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES, GgmlMatrix
 from penstock.backend.checkpoint.formats.gptq import Awq, Gptq
 from penstock.backend.checkpoint.formats.integers import INTEGER_BITS
 from penstock.backend.checkpoint.formats.module_names import is_excluded, is_target
@@ -201,11 +202,26 @@ def _compressed_matrix(where: str, weights: _WeightSettings, layout: str) -> Mat
     return PlainInt8(groups, weights.symmetric)
 
 
+class _GgufSettings(Struct, frozen=True):
+    types: Annotated[dict[str, _Names], Meta(max_length=64)]
+
+
+def _gguf(values: dict[str, Any]) -> StoredFormats:
+    """As `checkpoint.gguf.directory` writes it."""
+    types = convert(values, _GgufSettings, "quantization_config").types
+    rules = [
+        Rule(GgmlMatrix(_one_of("types", name, tuple(BLOCK_TYPES))), frozenset(modules).__contains__)
+        for name, modules in types.items()
+    ]
+    return StoredFormats(tuple(rules), cover_embedding=True)
+
+
 _METHODS: dict[str, Callable[[dict[str, Any]], StoredFormats]] = {
     "compressed-tensors": _compressed_tensors,
     "gptq": _gptq,
     "awq": _awq,
     "fp8": _fp8,
+    "gguf": _gguf,
 }
 
 

@@ -23,6 +23,8 @@ class StoredFormats:
     """The first rule that covers a linear applies. Without one its weights are plain floats."""
 
     rules: tuple[Rule, ...] = ()
+    cover_embedding: bool = False
+    """Whether rules apply to the embedding too."""
 
     def of(self, weight: str) -> MatrixFormat | None:
         """The format of a linear, by the name of its weight; None for plain floats."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from penstock.backend.checkpoint.formats.matrix_format import UnreadableMatrixError
+from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES
 from penstock.backend.checkpoint.json_file import shorten
-from penstock.backend.checkpoint.safetensors_file import FLOAT_DTYPES
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.checkpoint.formats.matrix_format import MatrixFormat, Parts, Shape
+    from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
-    from penstock.backend.checkpoint.safetensors_file import SafetensorsFile, StoredTensor
     from penstock.backend.checkpoint.tensors import TensorSpec
 
     Advance = Callable[[int], None]
@@ -51,7 +51,7 @@ class StoredWeight(Protocol):
 class PlainTensor:
     """Floats."""
 
-    file: SafetensorsFile
+    file: TensorFile
     stored: StoredTensor
 
     @property
@@ -72,7 +72,7 @@ class PlainTensor:
             yield block
 
     def map(self) -> Tensor:
-        """As `SafetensorsFile.map`."""
+        """As `TensorFile.map`."""
         return self.file.map(self.stored)
 
 
@@ -130,7 +130,7 @@ class FormattedMatrix:
 
 
 def find_weight(
-    spec: TensorSpec, matrix: MatrixFormat | None, files: Mapping[str, SafetensorsFile], where: str
+    spec: TensorSpec, matrix: MatrixFormat | None, files: Mapping[str, TensorFile], where: str
 ) -> StoredWeight:
     """The tensor in the files (tensor name → file), which where describes. matrix is the format of a quantised one.
 
@@ -158,7 +158,7 @@ def _find(
     shapes: tuple[tuple[int, ...], ...],
     dtypes: tuple[str, ...],
     source: str,
-    files: Mapping[str, SafetensorsFile],
+    files: Mapping[str, TensorFile],
     where: str,
 ) -> PlainTensor:
     """source: what decides about the shape."""

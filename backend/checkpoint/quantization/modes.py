@@ -118,6 +118,6 @@ def _stored_form(specs: tuple[TensorSpec, ...], formats: StoredFormats) -> Packe
     """The form that stacked tensors have in the checkpoint; None if they are dequantised."""
     found = set()
     for spec in specs:
-        matrix = None if spec.name == EMBEDDING else formats.of(spec.name)
+        matrix = formats.of(spec.name) if spec.name != EMBEDDING or formats.cover_embedding else None
         found.add(None if matrix is None else matrix.packed_form((spec.shape[0], spec.shape[1])))
     return found.pop() if len(found) == 1 else None

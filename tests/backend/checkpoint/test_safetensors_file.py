@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from penstock.backend.checkpoint import safetensors_file
+from penstock.backend.checkpoint.formats import tensor_file
 from penstock.backend.checkpoint.safetensors_file import SafetensorsFile
 from penstock.backend.errors import StartupError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def test_tensor_of_many_windows_at_any_offset_is_copied_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors_file, "WINDOW_BYTES", 10_002)
+    monkeypatch.setattr(tensor_file, "WINDOW_BYTES", 10_002)
     tensor = torch.arange(40_003, dtype=torch.int32).to(torch.float16)
     data = tensor.numpy().tobytes()
     header = json.dumps({"t": {"dtype": "F16", "shape": [40_003], "data_offsets": [3, 3 + len(data)]}}).encode()

@@ -1,0 +1,133 @@
+"""A file of tensors whose places are known: copies them out through a moving window.
+
+Mapping a whole file would count a tensor's memory twice while it is copied; an embedding is often a quarter of a model.
+Here at most WINDOW_BYTES are mapped at a time, at the same speed.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.backend.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from typing import BinaryIO
+
+    from torch import Tensor
+
+WINDOW_BYTES = 8 << 20
+
+FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_COPIED_DTYPES = FLOAT_DTYPES | {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+ITEM_BYTES = {name: dtype.itemsize for name, dtype in _COPIED_DTYPES.items()} | {
+    "F64": 8, "U64": 8, "U32": 4, "I16": 2, "U16": 2, "BOOL": 1, "F8_E5M2": 1
+}  # fmt: skip
+"""By the names of safetensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Location of a tensor. first_byte counts from the beginning of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    first_byte: int
+    num_bytes: int
+
+    def rows(self, first: int, count: int) -> StoredTensor:
+        """Consecutive rows of a matrix."""
+        row_bytes = self.num_bytes // self.shape[0]
+        return StoredTensor(
+            self.dtype, (count, *self.shape[1:]), self.first_byte + first * row_bytes, count * row_bytes
+        )
+
+
+class TensorFile:
+    """An open file. All tensors are within it. The caller closes it."""
+
+    def __init__(self, path: Path, file: BinaryIO, tensors: dict[str, StoredTensor]) -> None:
+        """Owns file."""
+        self.path = path
+        self.tensors = tensors
+        self._file = file
+
+    def copy(self, tensor: StoredTensor, target: Tensor, advance: Callable[[int], None]) -> None:
+        """Copy a tensor of floats or bytes into target (contiguous, as many elements), converting to its dtype.
+
+        Calls advance with the number of stored bytes after each window.
+        """
+        source_dtype = _COPIED_DTYPES[tensor.dtype]
+        item_bytes = ITEM_BYTES[tensor.dtype]
+        flat = target.view(-1)
+        window_items = WINDOW_BYTES // item_bytes
+        for start in range(0, flat.numel(), window_items):
+            count = min(window_items, flat.numel() - start)
+            first_byte = tensor.first_byte + start * item_bytes
+            lead = first_byte % mmap.ALLOCATIONGRANULARITY
+            # A private copy-on-write mapping: torch wants a writable buffer, and nothing here writes to it.
+            with mmap.mmap(
+                self._file.fileno(), lead + count * item_bytes, access=mmap.ACCESS_COPY, offset=first_byte - lead
+            ) as window:
+                window.madvise(mmap.MADV_WILLNEED)
+                flat[start : start + count].copy_(
+                    torch.frombuffer(window, dtype=source_dtype, count=count, offset=lead)
+                )
+            advance(count * item_bytes)
+
+    def read(self, tensor: StoredTensor, advance: Callable[[int], None]) -> Tensor:
+        """As `copy`, to a new tensor of the stored dtype and shape."""
+        target = torch.empty(tensor.shape, dtype=_COPIED_DTYPES[tensor.dtype])
+        self.copy(tensor, target, advance)
+        return target
+
+    def map(self, tensor: StoredTensor) -> Tensor:
+        """A float tensor in its own dtype and shape, mapped from the file: private, and alive as long as it is held.
+
+        What is read of it counts as resident, but the kernel may drop it and read it again.
+        """
+        lead = tensor.first_byte % mmap.ALLOCATIONGRANULARITY
+        mapping = mmap.mmap(
+            self._file.fileno(),
+            lead + tensor.num_bytes,
+            access=mmap.ACCESS_COPY,
+            offset=tensor.first_byte - lead,
+        )
+        count = math.prod(tensor.shape)
+        return torch.frombuffer(mapping, dtype=FLOAT_DTYPES[tensor.dtype], count=count, offset=lead).view(tensor.shape)
+
+    def close(self) -> None:
+        """Tensors that were mapped stay valid."""
+        self._file.close()
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Raises StartupError."""
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise StartupError(f"{path} cannot be opened: {error.strerror}") from None
+
+
+def check_apart(tensors: dict[str, StoredTensor], path: Path) -> None:
+    """Raises StartupError if two tensors share bytes."""
+    end, before = 0, ""
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].first_byte, item[1].num_bytes)):
+        if tensor.num_bytes and tensor.first_byte < end:
+            raise StartupError(
+                f"{path}: tensor {name} begins at byte {tensor.first_byte}, within {before}, which ends at {end}"
+            )
+        end, before = max(end, tensor.first_byte + tensor.num_bytes), name

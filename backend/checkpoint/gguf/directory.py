@@ -1,0 +1,157 @@
+"""Presents a GGUF file, or the shards of one, as a checkpoint directory in the Hugging Face layout.
+
+The directory is in the cache: config.json, tokenizer.json, tokenizer_config.json and generation_config.json, made of
+the file's metadata, and links to the files. It is made once for each state of the files, under another name until it is
+complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.backend.checkpoint.config_json import parse_decoder_config
+from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES
+from penstock.backend.checkpoint.gguf.config import ROPE_FACTORS, make_config
+from penstock.backend.checkpoint.gguf.header import GgufHeader, GgufTensor, open_tensors, read_header
+from penstock.backend.checkpoint.gguf.names import hf_name
+from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer, check_tokenizer
+from penstock.backend.checkpoint.json_file import shorten
+from penstock.backend.checkpoint.layout import CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILE
+from penstock.backend.errors import StartupError
+from penstock.shm.process.cache_directory import cache_directory
+from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
+
+if TYPE_CHECKING:
+    from penstock.backend.checkpoint.formats.tensor_file import TensorFile
+
+SUFFIX = ".gguf"
+FORMAT = "1"
+"""Raise it when the files that are made change."""
+
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_MAX_SHARDS = 512
+_GATE = "blk.0.ffn_gate.weight"
+
+
+def gguf_directory(path: Path) -> Path:
+    """The directory for a file, or for the first of its shards. Raises StartupError naming the file."""
+    try:
+        paths = _shards(path.resolve())
+        identity = hashlib.sha256(FORMAT.encode())
+        for shard in paths:
+            status = shard.stat()
+            identity.update(f"\0{shard}\0{status.st_size} {status.st_mtime_ns}".encode())
+        readable = re.sub(r"[^A-Za-z0-9._-]", "_", path.stem)[:64]
+        directory = cache_directory() / "gguf" / f"{readable}-{identity.hexdigest()[:12]}"
+        if directory.is_dir():
+            check_directory(directory, Trust.READABLE, create=False)
+        else:
+            check_directory(directory.parent, Trust.READABLE)
+            _write(directory, paths)
+    except (OSError, UnsafeDirectory) as error:
+        raise StartupError(f"the configuration of {path} cannot be read or kept: {error}") from None
+    return directory
+
+
+def open_gguf_links(model_dir: Path) -> list[TensorFile]:
+    """The GGUF files of a directory that `gguf_directory` made, their tensors under Hugging Face's names.
+
+    None for another directory. The caller closes them. Raises StartupError.
+    """
+    files = [open_tensors(path) for path in sorted(model_dir.glob(f"*{SUFFIX}")) if path.is_symlink()]
+    has_gate = any(_GATE in file.tensors for file in files)
+    for file in files:
+        renamed = {hf_name(name, has_gate=has_gate): tensor for name, tensor in file.tensors.items()}
+        file.tensors = {name: tensor for name, tensor in renamed.items() if name is not None}
+    return files
+
+
+def _shards(path: Path) -> list[Path]:
+    match = _SHARD.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match["count"])
+    if int(match["number"]) != 1 or not 1 <= count <= _MAX_SHARDS:
+        raise StartupError(f"{path} is shard {match['number']} of {count}; give the first of at most {_MAX_SHARDS}")
+    return [path.with_name(f"{match['stem']}-{i:05}-of-{count:05}{SUFFIX}") for i in range(1, count + 1)]
+
+
+def _write(directory: Path, paths: list[Path]) -> None:
+    headers = [read_header(path) for path in paths]
+    contents = _contents(headers)
+    partial = directory.with_name(f"{directory.name}.{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(mode=0o700)
+    try:
+        for name, text in contents.items():
+            (partial / name).write_text(text, encoding="utf-8")
+        for number, path in enumerate(paths, 1):
+            (partial / f"weights-{number:05}{SUFFIX}").symlink_to(path)
+        try:
+            partial.rename(directory)
+        except OSError:
+            if not directory.is_dir():  # else another process has just made it
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _contents(headers: list[GgufHeader]) -> dict[str, str]:
+    """The text of each file. Raises StartupError."""
+    first, tensors = headers[0], _all_tensors(headers)
+    count = first.metadata.get("split.count", 1)
+    if count not in (0, len(headers)):
+        raise StartupError(f"{first.path}: split.count is {shorten(count)}; the name of the file says {len(headers)}")
+    try:
+        config = make_config(first.metadata, tensors, _rope_factors(headers))
+        tokenizer = GgufTokenizer(first.metadata)
+        ends = tokenizer.end_tokens()
+        config |= {"quantization_config": _formats(tensors), "eos_token_id": ends}
+        config = {key: value for key, value in config.items() if value is not None}
+        parse_decoder_config(config)
+        return {
+            CONFIG_FILE: json.dumps(config, indent=1),
+            GENERATION_FILE: json.dumps({"eos_token_id": ends}),
+            TOKENIZER_FILE: check_tokenizer(tokenizer.tokenizer_json()),
+            "tokenizer_config.json": json.dumps(tokenizer.tokenizer_config(), ensure_ascii=False),
+        }
+    except StartupError as error:
+        raise StartupError(f"{first.path}: {error}") from None
+
+
+def _all_tensors(headers: list[GgufHeader]) -> dict[str, GgufTensor]:
+    tensors: dict[str, GgufTensor] = {}
+    for header in headers:
+        if twins := tensors.keys() & header.tensors.keys():
+            raise StartupError(f"{header.path}: tensor {shorten(min(twins))} is in another shard as well")
+        tensors |= header.tensors
+    return tensors
+
+
+def _formats(tensors: dict[str, GgufTensor]) -> dict[str, Any]:
+    """quantization_config: the names of matrices, by their type."""
+    types: dict[str, list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.type_name in BLOCK_TYPES and (renamed := hf_name(name, has_gate=_GATE in tensors)) is not None:
+            types.setdefault(tensor.type_name, []).append(renamed.removesuffix(".weight"))
+    return {"quant_method": "gguf", "types": types}
+
+
+def _rope_factors(headers: list[GgufHeader]) -> tuple[float, ...] | None:
+    for header in headers:
+        tensor = header.tensors.get(ROPE_FACTORS)
+        if tensor is not None:
+            if tensor.type_name != "F32" or len(tensor.shape) != 1:
+                raise StartupError(
+                    f"tensor {ROPE_FACTORS} is {tensor.type_name} {list(tensor.shape)}; expected F32 [n]"
+                )
+            with closing(open_tensors(header.path)) as file:
+                return tuple(file.read(tensor.stored, lambda _: None).tolist())
+    return None

@@ -1,0 +1,174 @@
+"""GGUF files written by the gguf package: weights, logits and tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES, GgmlMatrix
+from penstock.backend.checkpoint.generation_config import read_generation_defaults
+from penstock.backend.checkpoint.gguf import directory
+from penstock.backend.checkpoint.hub import resolve_config, resolve_model
+from penstock.backend.checkpoint.quantized_weights import Int4Weight
+from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.forward_pass import PassOptions
+from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+from tests.backend.checkpoint.gguf.writer import GgufFile, byte_level_vocabulary, from_model
+from tests.backend.passes.decoder.driver import Driver
+from tests.backend.passes.decoder.quantized_oracle import relative_error, replace_linear
+from tests.checkpoints import make_model
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 320}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(directory, "cache_directory", lambda: tmp_path / "cache")
+    return tmp_path / "cache" / "gguf"
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_blocks_of_any_bytes_are_the_numbers_of_the_gguf_package(name: str) -> None:
+    """Bit for bit, but for which NaN it is."""
+    blocks = BLOCK_TYPES[name]
+    content = np.random.default_rng(1).integers(0, 256, (50, 4 * blocks.num_bytes), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected = gguf.dequantize(content, gguf.GGMLQuantizationType[name])
+    shape = (50, 4 * blocks.values)
+    found = GgmlMatrix(name).expand({"weight": torch.from_numpy(content)}, shape, slice(0, 50)).numpy()
+    is_nan = np.isnan(expected)
+    assert np.array_equal(is_nan, np.isnan(found))
+    assert np.array_equal(found.view(np.uint32)[~is_nan], expected.view(np.uint32)[~is_nan])
+
+
+def mixed(name: str) -> str:
+    """A file of many types, as llama.cpp's mixtures are."""
+    types = {
+        "q_proj": "Q4_K",
+        "k_proj": "Q8_0",
+        "v_proj": "Q6_K",
+        "o_proj": "Q5_K",
+        "down": "IQ4_NL",
+        "lm_head": "Q6_K",
+    }
+    return next((kind for part, kind in types.items() if part in name), "BF16" if "embed" in name else "Q5_0")
+
+
+def all_of(kind: str) -> Any:
+    return lambda _: kind
+
+
+CASES: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
+    "llama, mixed": ("llama", "llama2", mixed, {}),
+    "llama, Q4_0": ("llama", "llama2", all_of("Q4_0"), {}),
+    "llama, tied, Q4_0": ("llama", "llama-tied", all_of("Q4_0"), {}),
+    "llama, F16": ("llama", "llama2", all_of("F16"), {}),
+    "qwen2, Q8_0": ("qwen2", "qwen2", all_of("Q8_0"), {}),
+    "qwen3, Q4_K": ("qwen3", "qwen3", all_of("Q4_K"), {"head_dim": 64}),
+    "phi3, F32": ("phi3", "phi3", all_of("F32"), {"sliding_window": None}),
+}
+
+
+def make_file(case: str, pre: str = "llama-bpe") -> tuple[GgufFile, Any]:
+    arch, preset, type_of, overrides = CASES[case]
+    model = make_model(preset, **SIZES | overrides)
+    file = from_model(arch, model, type_of, byte_level_vocabulary(SIZES["vocab_size"], pre))
+    model.load_state_dict(file.exact, strict=False)
+    return file, model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_the_dequantised_weights_in_transformers(case: str, tmp_path: Path) -> None:
+    file, model = make_file(case)
+    is_packed = "Q4_0" in case
+    if is_packed:
+        for name in [name for name in file.exact if file.exact[name].dim() == 2 and "embed" not in name]:
+            replace_linear(model, name.removesuffix(".weight"), file.exact[name])
+        if "tied" in case:
+            replace_linear(model, "model.embed_tokens", file.exact["model.embed_tokens.weight"])
+    model_dir = resolve_model(str(file.write(tmp_path / "model.gguf")))
+    prompt = np.random.default_rng(0).integers(0, 256, 33).tolist()
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0, -1].numpy()
+    options = PassOptions(dtype="fp32", max_running=4, max_batch_tokens=64)
+    forward_pass = CpuDecoderPass.load(model_dir, options)
+    assert forward_pass.spec == CpuDecoderPass.describe(model_dir, options)
+    driver = Driver(forward_pass, num_pages=8, page_size=16)
+    row = driver.add(prompt)
+    logits = driver.prefill()[row.slot]
+    forward_pass.close()
+    # Where a number lies halfway between two steps, it may be rounded either way, and all that follows changes a bit.
+    assert relative_error(logits, expected) < (0.05 if is_packed else 1e-4)
+
+
+def test_q4_0_runs_in_the_int4_kernels_with_the_same_numbers(tmp_path: Path) -> None:
+    file, _ = make_file("llama, Q4_0")
+    model_dir = resolve_model(str(file.write(tmp_path / "model.gguf")))
+    with open_weights(model_dir, read_decoder_config(model_dir), keeps_packed=True) as weights:
+        layer = weights.layer(0, torch.bfloat16)
+    assert isinstance(layer.down, Int4Weight)
+    assert torch.equal(layer.down.dequantize(), file.exact["model.layers.0.mlp.down_proj.weight"])
+    assert bool((layer.down.scales < 0).any())
+
+
+def test_directory_is_made_once_for_a_state_of_the_file(tmp_path: Path, cache: Path) -> None:
+    file, _ = make_file("llama, F16")
+    path = file.write(tmp_path / "my model.gguf")
+    first = resolve_config(str(path))
+    assert first.parent == cache
+    (first / "mark").touch()
+    assert resolve_model(str(path), config_dir=first) == first
+    assert (first / "mark").exists()
+    path.touch()
+    assert resolve_model(str(path)) != first
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_tokenizer_template_and_end_tokens_come_from_the_file(tmp_path: Path) -> None:
+    file, _ = make_file("llama, F16")
+    model_dir = resolve_model(str(file.write(tmp_path / "model.gguf")))
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+    ends = tuple(tokens.index(token) for token in ("<|end_of_text|>", "<|eot_id|>"))
+    assert read_generation_defaults(model_dir).eos_token_ids == ends
+    config = json.loads((model_dir / "tokenizer_config.json").read_text())
+    assert config["chat_template"] == file.metadata["tokenizer.chat_template"]
+    assert config["bos_token"] == "<|begin_of_text|>"
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    encoding = tokenizer.encode("the order<|eot_id|> of\n 1234")
+    assert encoding.ids[0] == tokens.index("<|begin_of_text|>")
+    assert tokens.index("<|eot_id|>") in encoding.ids
+    assert tokenizer.decode(encoding.ids) == "the order of\n 1234"
+
+
+def test_shards_are_read_as_one_file(tmp_path: Path) -> None:
+    file, _ = make_file("llama, mixed")
+    names = list(file.tensors)
+    whole = resolve_model(str(file.write(tmp_path / "model.gguf")))
+    for number, part in enumerate((names[:9], names[9:]), 1):
+        metadata = (file.metadata if number == 1 else {}) | {"split.count": 2, "split.no": number - 1}
+        shard = GgufFile(file.arch, metadata, {name: file.tensors[name] for name in part})
+        shard.write(tmp_path / f"m-0000{number}-of-00002.gguf")
+    parts = resolve_model(str(tmp_path / "m-00001-of-00002.gguf"))
+    config = read_decoder_config(whole)
+    assert read_decoder_config(parts) == config
+    with open_weights(whole, config) as one, open_weights(parts, config) as two:
+        assert torch.equal(one.layer(1, torch.float32).qkv, two.layer(1, torch.float32).qkv)  # type: ignore[arg-type]
+
+
+def test_rope_factors_divide_the_frequencies(tmp_path: Path) -> None:
+    """Llama 3.1's are a tensor in GGUF files."""
+    file, _ = make_file("llama, F16")
+    factors = np.linspace(1, 8, 32, dtype=np.float32)
+    file.tensors["rope_freqs.weight"] = (factors, gguf.GGMLQuantizationType.F32)
+    config = read_decoder_config(resolve_model(str(file.write(tmp_path / "model.gguf"))))
+    plain = read_decoder_config(resolve_model(str(make_file("llama, F16")[0].write(tmp_path / "plain.gguf"))))
+    assert config.rope.attention_factor == 1.0
+    np.testing.assert_allclose(config.rope.inv_freq, np.array(plain.rope.inv_freq) / factors, rtol=1e-6)

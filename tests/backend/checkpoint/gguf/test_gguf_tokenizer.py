@@ -1,0 +1,119 @@
+"""Tokenizers made of a GGUF file's metadata, against those that transformers makes of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
+
+from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer, check_tokenizer
+from penstock.backend.errors import StartupError
+from tests.backend.checkpoint.gguf.writer import byte_level_vocabulary
+
+TEXTS = (
+    "the order of\n\n the  1234 in an hour",
+    " a",
+    "Éa\u0301 thé — ☃ 𝄞",
+    "",
+    "it's  the'll\t\r\nx",
+    "<|eot_id|> the",
+)
+
+
+def sentencepiece_vocabulary() -> dict[str, Any]:
+    pieces = ["▁", "t", "h", "e", "o", "f", "r", "n", "i", "a", "1", "2"]
+    words = ["th", "he", "▁t", "▁the", "▁th", "the", "in", "▁in", "an", "▁o", "▁of", "er", "or", "▁or"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *pieces, "<|eot_id|>"]
+    kinds = [2, 3, 3, *[6] * 256, *[1] * (len(words) + len(pieces)), 4]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.scores": [0.0] * 259 + [-float(i) for i in range(len(words) + len(pieces))] + [0.0],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+def make(metadata: dict[str, Any]) -> Tokenizer:
+    return Tokenizer.from_str(check_tokenizer(GgufTokenizer(metadata).tokenizer_json()))
+
+
+def reference(metadata: dict[str, Any], architecture: str) -> Any:
+    names = {"model": "tokenizer_type", "pre": "pre_tokenizer_type"}
+    values = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items() if "ggml" in key}
+    return convert_gguf_tokenizer(architecture, {names.get(key, key): value for key, value in values.items()})[0]
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken", "gpt-2"])
+def test_byte_level_tokens_are_those_of_transformers(pre: str) -> None:
+    metadata = byte_level_vocabulary(320, pre)
+    ours, theirs = make(metadata), reference(metadata, "llama")
+    if pre == "qwen2":  # which transformers composes only for Qwen's own class
+        theirs.normalizer = ours.normalizer
+    for text in TEXTS:
+        assert ours.encode(text, add_special_tokens=False).ids == theirs.encode(text, add_special_tokens=False).ids
+        ids = ours.encode(text, add_special_tokens=False).ids
+        assert ours.decode(ids) == theirs.decode(ids)
+
+
+def test_sentencepiece_tokens_are_those_of_transformers() -> None:
+    """phi3 is the architecture for which transformers writes the normaliser of Llama 2's own tokenizer.json."""
+    metadata = sentencepiece_vocabulary()
+    ours, theirs = make(metadata), reference(metadata, "phi3")
+    for text in TEXTS:
+        ids = ours.encode(text, add_special_tokens=False).ids
+        assert ids == theirs.encode(text, add_special_tokens=False).ids
+        if "<|" not in text:
+            assert ours.decode(ids) == text
+    assert ours.encode("the").ids[0] == 1
+
+
+@pytest.mark.parametrize(("said", "first"), [(True, True), (False, False), (None, True)])
+def test_bos_is_added_as_the_file_says(said: bool | None, first: bool) -> None:
+    metadata = sentencepiece_vocabulary() | ({} if said is None else {"tokenizer.ggml.add_bos_token": said})
+    assert (make(metadata).encode("the").ids[0] == 1) == first
+
+
+def test_space_prefix_can_be_switched_off() -> None:
+    tokenizer = make(sentencepiece_vocabulary() | {"tokenizer.ggml.add_space_prefix": False})
+    ids = tokenizer.encode("the", add_special_tokens=False).ids
+    assert tokenizer.id_to_token(ids[0]) == "the"
+    assert tokenizer.decode(ids) == "the"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": None}, "tokenizer.ggml.tokens is missing: the file has no tokenizer"),
+        ({"tokens": []}, "tokenizer.ggml.tokens is missing"),
+        ({"tokens": [1, 2]}, "tokens is not a list of str"),
+        ({"tokens": "abc"}, "tokens is 'abc'; expected list"),
+        ({"tokens": ["a", "a"], "token_type": [1, 1]}, "tokens has 'a' twice, as 0 and 1"),
+        ({"token_type": [1]}, "token_type has 1 items for 320 tokens"),
+        ({"model": "bert"}, "model is 'bert'; supported are llama and gpt2"),
+        ({"pre": "unheard-of"}, "pre is 'unheard-of'; supported are gpt-2"),
+        ({"pre": None}, "pre is None"),
+        ({"merges": ["a b c"]}, "merges has 'a b c', which is no pair of tokens"),
+        ({"merges": ["q x"]}, "merges has 'q x', which gives no token"),
+        ({"bos_token_id": 320}, "bos_token_id is 320; the file has 320 tokens"),
+        ({"bos_token_id": "x"}, "bos_token_id is 'x'; expected int"),
+        ({"model": "llama"}, "scores has 0 items for 320 tokens"),
+    ],
+)
+def test_tokenizer_that_does_not_fit_is_refused_by_key(change: dict[str, Any], message: str) -> None:
+    values = byte_level_vocabulary(320) | {f"tokenizer.ggml.{key}": value for key, value in change.items()}
+    values = {key: value for key, value in values.items() if value is not None}
+    if change.get("model") == "llama":
+        del values["tokenizer.ggml.merges"]
+    with pytest.raises(StartupError, match=message):
+        GgufTokenizer(values).tokenizer_json()
+
+
+def test_what_the_library_refuses_is_refused() -> None:
+    with pytest.raises(StartupError, match="the file's tokenizer cannot be used"):
+        check_tokenizer(json.loads('{"version": "1.0", "model": {"type": "BPE"}}'))
