@@ -66,7 +66,7 @@ def test_directory_without_a_config_is_refused(tmp_path: Path) -> None:
 def test_file_as_model_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()
-    with pytest.raises(StartupError, match=r"model\.safetensors is a file; give the directory that holds .*, or a GGUF"):
+    with pytest.raises(StartupError, match=r"model\.safetensors is a file; give the directory .*, or a GGUF"):
         resolve_model(str(file))
 
 
