@@ -8,8 +8,6 @@
 
 namespace {
 
-constexpr int kPanel = 64;  // outputs of a packed panel: 4 vectors
-
 inline i64 panel_width(const Linear& linear) { return linear.gated ? kPanel / 2 : kPanel; }
 inline i64 num_panels(const Linear& linear) { return (linear.outputs + panel_width(linear) - 1) / panel_width(linear); }
 
@@ -21,7 +19,7 @@ inline i64 weight_row(const Linear& linear, i64 panel, i64 column) {
 
 // How much of a panel and of the rows are multiplied together: on vectors, steps that fit in the L2 cache with their
 // rows; on tiles, for more rows than a tile has, steps that fit in L1.
-constexpr int kPanelRows = 96, kPanelSteps = 1024;
+constexpr int kPanelSteps = 1024;
 constexpr int kTilePanelRows = 256, kTilePanelSteps = 128;
 
 template <class T> bool uses_tiles(const Engine& engine) {
@@ -100,6 +98,9 @@ template <class T> void run_linear(Engine& engine, const Linear& linear, i64 out
     const T* packed = static_cast<const T*>(linear.packed);
     for_each_panel<T>(engine, linear, output, panel_rows, out, [&](i64 panel, i64 begin, i64 end, float* c) {
         const T* weights = packed + panel * linear.inputs * kPanel;
+        if constexpr (kWideRows > 0 && std::is_same_v<T, bf16>)
+            if (end - begin > kMaxRows)
+                return widened_product(end - begin, x + begin * linear.inputs, linear.inputs, weights, steps, c);
         for (i64 step = 0; step < steps; step += panel_steps)
             product(engine, end - begin, kPanel, x + begin * linear.inputs + step * kLane<T>, linear.inputs,
                     weights + step * kPanel * kLane<T>, kPanel * kLane<T>, std::min<i64>(panel_steps, steps - step), c,

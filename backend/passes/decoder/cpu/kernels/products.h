@@ -8,6 +8,9 @@
 
 namespace {
 
+constexpr int kPanel = 64;      // outputs of a packed panel: 4 vectors
+constexpr int kPanelRows = 96;  // of a product on vectors
+
 template <int N> using Count = std::integral_constant<int, N>;
 
 // Calls body(Count<n>), n from 1 to Max.
@@ -77,6 +80,33 @@ void vector_product(i64 rows, i64 columns, const T* a, i64 lda, const T* b, i64 
             multiply(a + row * lda, lda, b + column * kLane<T>, ldb, steps, c + row * ldc + column, ldc, add);
         });
     });
+}
+
+constexpr i64 kWideSteps = 32;  // of a panel: 16 KB in fp32, which stay in L1 with some rows
+
+// The same for a panel of bf16 from memory and up to kPanelRows rows: widens each part of b only once. Bits are equal.
+// For vector layers with kWideRows.
+template <class T> void widened_product(i64 rows, const T* a, i64 lda, const T* panel, i64 steps, float* c) {
+    constexpr i64 stride = 2 * kWideSteps;
+    alignas(64) float wide_a[kPanelRows * stride], wide_b[kPanel * stride];
+    for (i64 step = 0; step < steps; step += kWideSteps) {
+        const i64 part = std::min(kWideSteps, steps - step), inputs = 2 * part;
+        for (i64 r = 0; r < rows; ++r)
+            for (i64 k = 0; k < inputs; k += 16)
+                store(wide_a + r * stride + k, load(a + r * lda + 2 * step + k, inputs - k));
+        for (i64 k = 0; k < part; ++k)
+            for (i64 column = 0; column < kPanel; column += 16) {
+                const T* pairs = panel + ((step + k) * kPanel + column) * 2;
+                prefetch_ahead(pairs);
+                store_pairs(wide_b + column * stride + 32 * k, pairs);
+            }
+        for (i64 column = 0; column < kPanel; column += 16)
+            for_row_tiles<kWideRows>(rows, [&](i64 row, auto num_rows) {
+                register_product<decltype(num_rows)::value, 1, Source::kCache>(
+                    wide_a + row * stride, stride, wide_b + column * stride, 16, inputs, c + row * kPanel + column,
+                    kPanel, step > 0);
+            });
+    }
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // SIMD, sixteen numbers at a time: chooses the vector layer for the machine, and builds functions from it.
 //
 // A vector layer defines Floats (16 fp32), Ints (16 int32, or 32 int16 in pairs), Mask (16 lanes), functions on them,
-// and how many rows and vectors fit a micro-kernel's registers (kMaxRows, max_vectors). All layers compute the same
+// and how many rows and vectors fit a micro-kernel's registers (kMaxRows, max_vectors, kWideRows). All layers compute the same
 // formulas; results may differ in bits from machine to machine, but not on one.
 
 #pragma once

@@ -18,6 +18,7 @@ using IntSums = Ints;  // of products of int16
 // 3 rows × 2 vectors of accumulators take 12 of the 16 registers.
 constexpr int kMaxRows = 3;
 constexpr int max_vectors(int rows) { return rows == 1 ? 4 : 2; }
+constexpr int kWideRows = 6;  // rows × 1 vector in widened_product
 
 inline Floats broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline Floats add(Floats a, Floats b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
@@ -141,6 +142,13 @@ inline __m256 high_of(__m256 pairs) {
 inline Floats multiply_add(Floats acc, const bf16* a, Floats b) {
     acc = fmadd(broadcast(to_float(a[0])), {low_of(b.lo), low_of(b.hi)}, acc);
     return fmadd(broadcast(to_float(a[1])), {high_of(b.lo), high_of(b.hi)}, acc);
+}
+
+// Widens 16 pairs: their first numbers, then their second ones.
+inline void store_pairs(float* p, const bf16* pairs) {
+    const Floats both = load(reinterpret_cast<const float*>(pairs));
+    store(p, {low_of(both.lo), low_of(both.hi)});
+    store(p + 16, {high_of(both.lo), high_of(both.hi)});
 }
 
 // The maximum of the absolute values' bits: as integers they order finite numbers, infinity and NaN.

@@ -13,6 +13,7 @@ using Mask = __mmask16;
 // 6 rows × 4 vectors of accumulators, 4 of weights and a broadcast fill the 32 registers.
 constexpr int kMaxRows = 6;
 constexpr int max_vectors(int /*rows*/) { return 4; }
+constexpr int kWideRows = 0;  // no widened_product
 
 inline Floats broadcast(float x) { return _mm512_set1_ps(x); }
 inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }

@@ -20,6 +20,7 @@ using IntSums = Ints;  // of products of int16
 // 6 rows × 1 vector of accumulators take 24 of the 32 registers.
 constexpr int kMaxRows = 6;
 constexpr int max_vectors(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+constexpr int kWideRows = 0;  // no widened_product
 
 // {f(x.a, …), f(x.b, …), f(x.c, …), f(x.d, …)}
 template <class Result = Floats, class F, class... Vectors> inline Result each(const F& f, const Vectors&... x) {
