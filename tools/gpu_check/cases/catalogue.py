@@ -114,11 +114,21 @@ def _elementwise(
         for hidden in widths:
             run = partial(elementwise.check_norm, dtype=dtype, hidden=hidden)
             yield Check("norm", f"{name}.{hidden}", run, is_of_8b)
+            yield Check(
+                "norm", f"layer.{name}.{hidden}", partial(elementwise.check_layer_norm, dtype=dtype, hidden=hidden)
+            )
+            yield Check(
+                "norm", f"added.{name}.{hidden}", partial(elementwise.check_added_norm, dtype=dtype, hidden=hidden)
+            )
             embedding = partial(elementwise.check_embedding, dtype=dtype, hidden=hidden)
             yield Check("embed", f"{name}.{hidden}", embedding, is_of_8b)
         for gate in ("silu_mul", "gelu_mul"):
             run = partial(elementwise.check_gate, dtype=dtype, name=gate, size=1032)
             yield Check("gate", f"{gate}.{name}", run, is_of_8b)
+        yield Check("gate", f"gelu.{name}", partial(elementwise.check_gelu, dtype=dtype, size=1032))
+        for heads in (HeadShape(7, 1, 64), HeadShape(32, 8, 128)):
+            run = partial(elementwise.check_norm_of_all_heads, dtype=dtype, heads=heads)
+            yield Check("norm", f"heads.{name}.{heads.num_heads}", run)
         yield Check("gather", name, partial(elementwise.check_gather, dtype=dtype), is_of_8b)
         for kv_dtype in KV_MACRO:
             for number, head_dim in enumerate(head_dims):

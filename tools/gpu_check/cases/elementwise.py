@@ -205,6 +205,54 @@ def check_norm(launcher: Launcher, dtype: torch.dtype, hidden: int) -> float:
     return check_close("the norm", out, rms_norm(summed, weight), dtype)
 
 
+def check_layer_norm(launcher: Launcher, dtype: torch.dtype, hidden: int) -> float:
+    """Check the layer norm of a sum, with a row whose mean is far from 0 and a row of equal numbers."""
+    torch.manual_seed(hidden)
+    residual, delta = torch.randn(4, hidden), torch.randn(4, hidden).to(dtype)
+    residual[1] += 5
+    residual[2], delta[2] = 3.0, 0.0
+    weight = torch.randn(2 * hidden)
+    out, summed = poisoned(4, hidden, dtype=dtype), residual + delta.float()
+    make(launcher, dtype, hidden=hidden).add_layer_norm(residual, delta, weight, out)
+    require_same_bits("the sum", residual, summed)
+    scale, bias = weight.double().chunk(2)
+    expected = torch.nn.functional.layer_norm(summed.double(), (hidden,), scale, bias, EPS)
+    return check_close("the layer norm", out, expected, dtype)
+
+
+def check_added_norm(launcher: Launcher, dtype: torch.dtype, hidden: int) -> float:
+    """Check the residual stream after the norm of an addend, with an addend in which eps dominates."""
+    torch.manual_seed(hidden)
+    residual, weight = torch.randn(3, hidden), torch.randn(hidden)
+    added = (torch.randn(3, hidden) * torch.tensor([[1.0], [1e-3], [30.0]])).to(dtype)
+    expected = residual.double() + rms_norm(added, weight)
+    make(launcher, dtype, hidden=hidden).rms_norm_added(residual, added, weight)
+    return check_close("the residual stream", residual, expected, torch.float32)
+
+
+def check_norm_of_all_heads(launcher: Launcher, dtype: torch.dtype, heads: HeadShape) -> float:
+    """Check q and k, and that v does not change."""
+    torch.manual_seed(heads.num_heads)
+    q_size, k_size = heads.output_size, heads.num_kv_heads * heads.head_dim
+    qkv = torch.randn(3, heads.qkv_size).to(dtype)
+    qkv[1] *= 1e-3
+    before, weights = qkv.clone(), (torch.randn(q_size), torch.randn(k_size))
+    make(launcher, dtype, heads).norm_q_and_k(qkv, *weights)
+    q, k, v = torch.split(before, [q_size, k_size, k_size], dim=1)
+    require_same_bits("v", qkv[:, -k_size:], v)
+    expected = torch.cat([rms_norm(q, weights[0]), rms_norm(k, weights[1])], dim=1)
+    return check_close("q and k", qkv[:, : q_size + k_size], expected, dtype)
+
+
+def check_gelu(launcher: Launcher, dtype: torch.dtype, size: int) -> float:
+    torch.manual_seed(2)
+    x = torch.randn(3, size) * 4
+    x[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -30.0])
+    x, out = x.to(dtype), poisoned(3, size, dtype=dtype)
+    make(launcher, dtype).gelu(x, out)
+    return check_close("gelu", out, torch.nn.functional.gelu(x.double(), approximate="tanh"), dtype)
+
+
 def check_gate(launcher: Launcher, dtype: torch.dtype, name: str, size: int) -> float:
     """name: silu_mul or gelu_mul."""
     torch.manual_seed(1)

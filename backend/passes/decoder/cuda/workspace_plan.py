@@ -113,14 +113,12 @@ def check_model_supported(config: DecoderConfig, sizes: StepSizes) -> None:
 
 def unsupported_variation(config: DecoderConfig) -> str | None:
     """Return the first variation of the model that the kernels do not have, or None."""
-    names = config.names
+    has_output_norms = bool(config.names.attention_output_norm or config.names.mlp_output_norm)
     variations = {
-        "layer norms": config.norm == "layer",
-        "layers without a norm before attention": names.attention_norm is None,
-        "norms of what attention and MLP add": bool(names.attention_output_norm or names.mlp_output_norm),
-        "norms of all heads of q and k together": config.qk_norm not in (None, "head"),
-        "an MLP without a gate": config.mlp == "plain",
-        "attention and MLP in parallel": config.parallel_blocks,
+        "layer norms of what attention and MLP add": config.norm == "layer" and has_output_norms,
+        "layer norms of q and k": config.norm == "layer" and config.qk_norm is not None,
+        "norms of q and k with a weight for each head": config.qk_norm == "each head",
+        "SiLU in an MLP without a gate": config.mlp == "plain" and config.activation != "gelu_tanh",
     }
     return next((name for name, is_present in variations.items() if is_present), None)
 
@@ -190,5 +188,6 @@ def _num_nodes(config: DecoderConfig, matmul: Matmul, num_rows: int) -> int:
     """Return the number of kernels in a captured step."""
     launches = matmul.num_launches(num_rows)
     per_layer = _MATMULS_PER_LAYER * launches + _OTHER_NODES_PER_LAYER
+    per_layer += (config.qk_norm == "projection") + config.parallel_blocks
     softcap = 0 if config.scales.logits_softcap is None else 3
     return per_layer * config.num_layers + launches + softcap + 3

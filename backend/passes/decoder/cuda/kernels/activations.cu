@@ -1,4 +1,4 @@
-// Gated activations: out = f(gate) * up, where gate_up is [T, 2 * size], [gate | up] in each row, and out [T, size].
+// Activations. Gated: out = f(gate) * up, where gate_up is [T, 2 * size], [gate | up] in each row, and out [T, size].
 
 #include "values.cuh"
 
@@ -37,4 +37,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
 extern "C" __global__ void __launch_bounds__(kThreads, 8)
     gelu_mul(const Act* __restrict__ gate_up, Act* __restrict__ out, int size) {
     gate(gate_up, out, size, GeluTanh{});
+}
+
+// x and out [T, size].
+extern "C" __global__ void __launch_bounds__(kThreads, 8)
+    gelu(const Act* __restrict__ x, Act* __restrict__ out, int size) {
+    const int column = (blockIdx.y * kThreads + threadIdx.x) * 8;
+    if (column >= size) return;
+    const long long start = (long long)(blockIdx.x) * size + column;
+    float y[8];
+    load8(x + start, y);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) y[j] = GeluTanh{}(y[j]);
+    store8(out + start, y);
 }

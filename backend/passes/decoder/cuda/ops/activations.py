@@ -24,6 +24,12 @@ class Residual:
         self.values = values
         self.pending: Tensor | None = None
 
+    def add_pending(self) -> None:
+        """Where no norm does it."""
+        if self.pending is not None:
+            self.values.add_(self.pending)
+            self.pending = None
+
 
 @dataclass(frozen=True, slots=True)
 class Activations:
@@ -52,18 +58,19 @@ def activation_widths(config: DecoderConfig) -> dict[str, int]:
         "qkv": heads.qkv_size,
         "attended": heads.output_size,
         "added": config.hidden_size,
-        "gate_up": 2 * config.intermediate_size,
+        "gate_up": (1 if config.mlp == "plain" else 2) * config.intermediate_size,
         "gated": config.intermediate_size,
     }
 
 
 def activation_bytes(config: DecoderConfig, dtype: torch.dtype, max_tokens: int, max_rows: int, matmul: Matmul) -> int:
     """Upper bound of what `CudaOps` allocates, without the cache and the weights that keep their dtype."""
-    widths = activation_widths(config)
+    widths, heads = activation_widths(config), head_shape(config)
     per_token = sum(widths.values()) * dtype.itemsize + widths["residual"] * (4 - dtype.itemsize)
     per_row = widths["residual"] * 4 + widths["qkv"] * dtype.itemsize
     logits = matmul.padded_rows(max_rows) * (config.vocab_size + config.hidden_size) * dtype.itemsize
-    norms = (2 * config.num_layers + 1) * config.hidden_size + 2 * config.num_layers * config.head_dim  # in fp32
+    per_layer = (4 * config.hidden_size + heads.qkv_size) * 2  # in fp32; the factor is a layer norm's bias
+    norms = config.num_layers * per_layer + 2 * config.hidden_size
     return matmul.padded_rows(max_tokens) * per_token + max_rows * per_row + logits + 4 * norms + 16
 
 

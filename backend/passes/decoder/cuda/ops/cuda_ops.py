@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.ops import AttentionLayer
 
 
-_NO_KERNEL = "`unsupported_variation` refuses models that need this; this is a bug"
-
-
 class CudaOps(DeviceWeights):
     """See `Ops`. dtype is that of weights and activations. Call `open_cache` before the first step."""
 
@@ -141,10 +138,13 @@ class CudaOps(DeviceWeights):
         return Residual(residual)
 
     def norm(self, residual: Residual, weight: Tensor | None) -> Tensor:
-        if weight is None:
-            raise NotImplementedError(_NO_KERNEL)
         out = self._now.hidden
-        self._elementwise.add_rms_norm(residual.values, residual.pending, weight, out)
+        if weight is None:
+            residual.add_pending()
+            return out.copy_(residual.values)
+        is_layer_norm = self._config.norm == "layer"
+        add_norm = self._elementwise.add_layer_norm if is_layer_norm else self._elementwise.add_rms_norm
+        add_norm(residual.values, residual.pending, weight, out)
         residual.pending = None
         return out
 
@@ -152,10 +152,12 @@ class CudaOps(DeviceWeights):
         return self._matmul.multiply(x, weights, self._now.qkv)
 
     def linear_add(self, x: Tensor, weights: CudaLinear, residual: Residual) -> None:
+        residual.add_pending()
         residual.pending = self._matmul.multiply(x, weights, self._now.added)
 
     def linear_norm_add(self, x: Tensor, weights: CudaLinear, norm: Tensor, residual: Residual) -> None:
-        raise NotImplementedError(_NO_KERNEL)
+        residual.add_pending()
+        self._elementwise.rms_norm_added(residual.values, self._matmul.multiply(x, weights, self._now.added), norm)
 
     def gated_linear(self, x: Tensor, weights: CudaLinear) -> Tensor:
         out = self._now.gated
@@ -164,10 +166,15 @@ class CudaOps(DeviceWeights):
         return out
 
     def activated_linear(self, x: Tensor, weights: CudaLinear) -> Tensor:
-        raise NotImplementedError(_NO_KERNEL)
+        out = self._now.gated
+        self._elementwise.gelu(self._matmul.multiply(x, weights, self._now.gate_up), out)
+        return out
 
     def rotate_and_store(self, qkv: Tensor, step: CudaStep, layer: AttentionLayer) -> None:
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+        if norms is not None and self._config.qk_norm == "projection":
+            self._elementwise.norm_q_and_k(qkv, *norms)
+            norms = None
         rope = None if layer.rope is None else self._ropes[layer.rope]
         cache = self._layer_caches[layer.index]
         self._elementwise.rope_and_store(qkv, cache, self._buffers.page_table, step.rows, rope, norms)

@@ -30,6 +30,8 @@ _MAX_NORM_SIZE = 1024 * 2 * _VALUES
 """The widest row that a block of 1024 threads holds in registers."""
 _MAX_HEAD_DIM = 32 * _VALUES
 
+_ROW_NORMS = ("add_rms_norm", "add_layer_norm", "rms_norm_added")
+_ACTIVATIONS = ("silu_mul", "gelu_mul", "gelu")
 _GATHER_ROWS = Kernel("copies.cu", "gather_rows", (), num_threads=256)
 
 
@@ -37,7 +39,8 @@ def kernels() -> Iterator[Kernel]:
     """Yield all instantiations; see `kernel_manifest`."""
     yield _GATHER_ROWS
     for act in ACT_MACRO.values():
-        yield from (_embed(act), _add_rms_norm(act, 256), _gate(act, "silu_mul"), _gate(act, "gelu_mul"))
+        yield from (_embed(act), *(_norm(act, entry, 256) for entry in _ROW_NORMS), _norm_q_and_k(act))
+        yield from (_activation(act, entry) for entry in _ACTIVATIONS)
         yield from (_rope_and_store(act, kv_dtype) for kv_dtype in KV_MACRO)
 
 
@@ -82,9 +85,12 @@ class Elementwise:
         self._embedding_scale = np.float32(embedding_scale)
         self._embed = _embed(act)
         self._embed_blocks = _blocks(hidden_size // _VALUES, self._embed)
-        self._add_rms_norm = _add_rms_norm(act, min(1024, -(-hidden_size // (2 * _VALUES * 32)) * 32))
-        self._silu_mul = _gate(act, "silu_mul")
-        self._gelu_mul = _gate(act, "gelu_mul")
+        norm_threads = min(1024, -(-hidden_size // (2 * _VALUES * 32)) * 32)
+        self._add_rms_norm, self._add_layer_norm, self._rms_norm_added = (
+            _norm(act, entry, norm_threads) for entry in _ROW_NORMS
+        )
+        self._norm_q_and_k = _norm_q_and_k(act)
+        self._silu_mul, self._gelu_mul, self._gelu = (_activation(act, entry) for entry in _ACTIVATIONS)
         self._rope_and_store = _rope_and_store(act, kv_dtype)
         self._rotary_dim = np.int32(rotary_dim)
         self._page_size = np.int32(page_size_tokens)
@@ -97,8 +103,9 @@ class Elementwise:
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         """The kernels to pass to `Launcher.prepare`."""
-        mine = (self._embed, self._add_rms_norm, self._silu_mul, self._gelu_mul, self._rope_and_store)
-        return (*mine, _GATHER_ROWS)
+        norms = (self._add_rms_norm, self._add_layer_norm, self._rms_norm_added, self._norm_q_and_k)
+        activations = (self._silu_mul, self._gelu_mul, self._gelu)
+        return (self._embed, *norms, *activations, self._rope_and_store, _GATHER_ROWS)
 
     def embed(self, table: Tensor, input_ids: Tensor, rows: RowArrays, last_tokens: Tensor, residual: Tensor) -> None:
         """Write the embeddings of input_ids [T], scaled, to residual [T, hidden] fp32; an id outside table [V, hidden]
@@ -115,10 +122,30 @@ class Elementwise:
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor) -> None:
         """residual [T, hidden] fp32 += delta [T, hidden]; out [T, hidden] = RMS norm of residual * weight [hidden]."""
+        self._add_norm(self._add_rms_norm, residual, delta, weight, out)
+
+    def add_layer_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor) -> None:
+        """As `add_rms_norm`, with the layer norm; weight [2 * hidden] is [weight | bias]."""
+        self._add_norm(self._add_layer_norm, residual, delta, weight, out)
+
+    def _add_norm(self, kernel: Kernel, residual: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor) -> None:
         added = out if delta is None else delta
         self._launcher.launch(
-            self._add_rms_norm, (len(residual), 1, 1), residual, added, weight, out, self._hidden,
-            np.int32(delta is not None), self._eps,
+            kernel, (len(residual), 1, 1), residual, added, weight, out, self._hidden, np.int32(delta is not None),
+            self._eps,
+        )  # fmt: skip
+
+    def rms_norm_added(self, residual: Tensor, added: Tensor, weight: Tensor) -> None:
+        """residual [T, hidden] fp32 += RMS norm of added [T, hidden] * weight [hidden]."""
+        self._launcher.launch(
+            self._rms_norm_added, (len(residual), 1, 1), residual, added, weight, self._hidden, self._eps
+        )
+
+    def norm_q_and_k(self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> None:
+        """RMS norms over all heads of q and over all heads of k in qkv [T, qkv_size], in place. Padding rows too."""
+        self._launcher.launch(
+            self._norm_q_and_k, (len(qkv), 2, 1), qkv, q_weight, k_weight, np.int32(len(q_weight)),
+            np.int32(len(k_weight)), self._eps,
         )  # fmt: skip
 
     def rope_and_store(
@@ -147,11 +174,15 @@ class Elementwise:
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         """out [T, n] = silu(gate) * up, where gate_up [T, 2 n] is [gate | up]."""
-        self._gated(self._silu_mul, gate_up, out)
+        self._activate(self._silu_mul, gate_up, out)
 
     def gelu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         """out [T, n] = gelu(gate) * up, with the tanh form of GELU."""
-        self._gated(self._gelu_mul, gate_up, out)
+        self._activate(self._gelu_mul, gate_up, out)
+
+    def gelu(self, x: Tensor, out: Tensor) -> None:
+        """out [T, n] = gelu(x [T, n]), in the tanh form."""
+        self._activate(self._gelu, x, out)
 
     def gather_rows(self, source: Tensor, rows: Tensor, out: Tensor) -> None:
         """out [n, m] = source[rows, :m], in any dtype. rows: int32 [n]; a negative one leaves its row of out unchanged.
@@ -168,10 +199,10 @@ class Elementwise:
             *(np.int64(stride // _UNIT_BYTES) for stride in strides),
         )  # fmt: skip
 
-    def _gated(self, kernel: Kernel, gate_up: Tensor, out: Tensor) -> None:
+    def _activate(self, kernel: Kernel, x: Tensor, out: Tensor) -> None:
         num_tokens, size = out.shape
         grid = (num_tokens, _blocks(size // _VALUES, kernel), 1)
-        self._launcher.launch(kernel, grid, gate_up, out, np.int32(size))
+        self._launcher.launch(kernel, grid, x, out, np.int32(size))
 
 
 def _blocks(num_threads: int, kernel: Kernel) -> int:
@@ -182,11 +213,15 @@ def _embed(act: int) -> Kernel:
     return Kernel("embed.cu", "embed", (("ACT", act),), num_threads=128)
 
 
-def _add_rms_norm(act: int, num_threads: int) -> Kernel:
-    return Kernel("norms.cu", "add_rms_norm", (("ACT", act),), num_threads)
+def _norm(act: int, entry: str, num_threads: int) -> Kernel:
+    return Kernel("norms.cu", entry, (("ACT", act),), num_threads)
 
 
-def _gate(act: int, entry: str) -> Kernel:
+def _norm_q_and_k(act: int) -> Kernel:
+    return Kernel("norms.cu", "norm_q_and_k", (("ACT", act),), num_threads=256)
+
+
+def _activation(act: int, entry: str) -> Kernel:
     return Kernel("activations.cu", entry, (("ACT", act),), num_threads=128)
 
 

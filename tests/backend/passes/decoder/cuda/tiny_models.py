@@ -25,6 +25,7 @@ Prompt = tuple[int, ...]
 VOCAB_SIZE = 200
 MAX_ROWS = 6
 RAGGED = (1, 7, 16, 17, 40)
+_ALTERNATING = ["sliding_attention", "full_attention"]
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama3": {},
     "llama-tied": {"num_attention_heads": 8},
@@ -39,6 +40,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma": {},
     "granite": {},
     "glm": {},
+    "gemma2": {},
+    "gemma3": {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "olmo2": {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128},
+    "olmo3": {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128},
+    "glm4": {},
+    "cohere": {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128},
+    "cohere2": {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128, "layer_types": _ALTERNATING},
+    "starcoder2": {},
 }
 
 
@@ -46,7 +55,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 def checkpoint(architecture: str) -> Path:
     """Make the smallest checkpoint that the kernels support; head_dim is at least 64."""
     settings = {"num_hidden_layers": 2, "vocab_size": VOCAB_SIZE, "head_dim": 64} | ARCHITECTURES[architecture]
-    if architecture.startswith("phi3"):
+    if architecture.startswith(("phi3", "olmo", "cohere")):  # their configs have no head_dim
         del settings["head_dim"]
     return make_checkpoint(architecture, Path(mkdtemp()), **settings)
 

@@ -16,11 +16,15 @@ from penstock.tools.gpu_check.cases.elementwise import (
     DTYPES,
     Rows,
     StoreCase,
+    check_added_norm,
     check_close,
     check_embedding,
     check_gate,
     check_gather,
+    check_gelu,
+    check_layer_norm,
     check_norm,
+    check_norm_of_all_heads,
     check_page_copies,
     check_store,
     ints,
@@ -74,6 +78,31 @@ def test_a_norm_without_a_delta_leaves_the_residual(launcher: EmulatedLauncher, 
 
 def test_norms_have_no_races_and_stay_in_bounds(launcher: EmulatedLauncher, dtype: torch.dtype) -> None:
     check_norm(launcher, dtype, hidden=1032)
+
+
+@pytest.mark.parametrize("hidden", [8, 72, 4104])
+def test_layer_norms_agree_with_float64(dtype: torch.dtype, hidden: int) -> None:
+    check_layer_norm(LAUNCHERS["fast"], dtype, hidden)
+
+
+@pytest.mark.parametrize("hidden", [8, 72, 4104])
+def test_norms_of_addends_agree_with_float64(dtype: torch.dtype, hidden: int) -> None:
+    check_added_norm(LAUNCHERS["fast"], dtype, hidden)
+
+
+@pytest.mark.parametrize("heads", [HeadShape(1, 1, 64), HeadShape(40, 8, 128)])
+def test_norms_of_all_heads_together_agree_with_float64(dtype: torch.dtype, heads: HeadShape) -> None:
+    check_norm_of_all_heads(LAUNCHERS["fast"], dtype, heads)
+
+
+def test_other_norms_have_no_races_and_stay_in_bounds(launcher: EmulatedLauncher, dtype: torch.dtype) -> None:
+    check_layer_norm(launcher, dtype, hidden=1032)
+    check_added_norm(launcher, dtype, hidden=1032)
+    check_norm_of_all_heads(launcher, dtype, HeadShape(5, 2, 80))
+
+
+def test_gelu_agrees_with_float64(launcher: EmulatedLauncher, dtype: torch.dtype) -> None:
+    check_gelu(launcher, dtype, 1032)
 
 
 def test_a_norm_does_not_depend_on_the_other_rows() -> None:
