@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from penstock.backend.checkpoint.architectures.families import ACTIVATIONS, FAMILIES, TEXT_PARTS, Family, TextPart
+from penstock.backend.checkpoint.architectures.hf_config import HfConfig
 from penstock.backend.checkpoint.decoder_config import DecoderConfig, RopeConfig
-from penstock.backend.checkpoint.families import ACTIVATIONS, FAMILIES, TEXT_PARTS, Family, TextPart
 from penstock.backend.checkpoint.formats.declared import parse_stored_formats
-from penstock.backend.checkpoint.hf_config import HfConfig
 from penstock.backend.checkpoint.json_file import convert, read_json_object, shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.checkpoint.rope_scaling import RopeSettings, compute_rope

@@ -108,26 +108,16 @@ class DecoderModel:
         return qkv
 
     def _attend_and_mix(self, layer: _Layer, qkv: Array, residual: Array, step: Step) -> None:
-        attended = self._ops.attention(qkv, step, layer.attention)
+        ops = self._ops
+        attended = ops.attention(qkv, step, layer.attention)
         if self._config.parallel_blocks:
             # The norm is computed again: a buffer of its own would cost more than this small part of a layer.
-            mixed = self._mix(layer, self._ops.norm(residual, layer.attention_norm))
-            self._add(attended, layer.output, layer.output_norm, residual)
+            mixed = ops.activated_linear(ops.norm(residual, layer.attention_norm), layer.gate_up)
+            ops.linear_add(attended, layer.output, residual, layer.output_norm)
         else:
-            self._add(attended, layer.output, layer.output_norm, residual)
-            mixed = self._mix(layer, self._ops.norm(residual, layer.mlp_norm))
-        self._add(mixed, layer.down, layer.down_norm, residual)
-
-    def _mix(self, layer: _Layer, x: Array) -> Array:
-        if self._config.mlp == "plain":
-            return self._ops.activated_linear(x, layer.gate_up)
-        return self._ops.gated_linear(x, layer.gate_up)
-
-    def _add(self, x: Array, weights: Linear, norm: Array | None, residual: Array) -> None:
-        if norm is None:
-            self._ops.linear_add(x, weights, residual)
-        else:
-            self._ops.linear_norm_add(x, weights, norm, residual)
+            ops.linear_add(attended, layer.output, residual, layer.output_norm)
+            mixed = ops.activated_linear(ops.norm(residual, layer.mlp_norm), layer.gate_up)
+        ops.linear_add(mixed, layer.down, residual, layer.down_norm)
 
 
 def _plain(embedding: Tensor | QuantizedWeight) -> Tensor:

@@ -94,7 +94,7 @@ class Ops(Protocol):
         ...
 
     def pack_gated(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
-        """weight [gate | up, in], bias [gate | up], for `gated_linear`."""
+        """weight [gate | up, in], bias [gate | up], for `activated_linear`."""
         ...
 
     def vector(self, weight: Tensor) -> Array:
@@ -119,20 +119,12 @@ class Ops(Protocol):
 
     def linear(self, x: Array, weights: Linear) -> Array: ...
 
-    def linear_add(self, x: Array, weights: Linear, residual: Array) -> None:
-        """Add the product to residual [T, out] in place, in fp32."""
-        ...
-
-    def linear_norm_add(self, x: Array, weights: Linear, norm: Array, residual: Array) -> None:
-        """Add the norm of the product to residual [T, out] in place, in fp32."""
-        ...
-
-    def gated_linear(self, x: Array, weights: Linear) -> Array:
-        """activation(x @ gate) * (x @ up), [T, intermediate]."""
+    def linear_add(self, x: Array, weights: Linear, residual: Array, norm: Array | None = None) -> None:
+        """Add the product, or its norm with that weight, to residual [T, out] in place, in fp32."""
         ...
 
     def activated_linear(self, x: Array, weights: Linear) -> Array:
-        """activation(product), [T, intermediate]."""
+        """[T, intermediate]: activation(x @ gate) * (x @ up) of gated weights, activation(product) of others."""
         ...
 
     def rotate_and_store(self, qkv: Array, step: Step, layer: AttentionLayer) -> None:

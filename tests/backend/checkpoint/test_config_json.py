@@ -12,6 +12,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.backend.checkpoint.architectures.families import FAMILIES
 from penstock.backend.checkpoint.config_json import (
     SUPPORTED_ARCHITECTURES,
     parse_decoder_config,
@@ -19,7 +20,6 @@ from penstock.backend.checkpoint.config_json import (
     read_decoder_config,
 )
 from penstock.backend.checkpoint.decoder_config import DecoderConfig, Scales
-from penstock.backend.checkpoint.families import FAMILIES
 from penstock.backend.errors import StartupError
 from tests.checkpoints import PRESETS, make_config, make_model
 

@@ -39,7 +39,7 @@ _STEPS = 40
 _PART_OF = {
     "linear": "linears",
     "linear_add": "linears",
-    "gated_linear": "linears",
+    "activated_linear": "linears",
     "logits": "linears",
     "attention": "attention",
 }

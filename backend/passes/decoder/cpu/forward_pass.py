@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +12,7 @@ from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.quantization.modes import check_sizes, find_quantization
 from penstock.backend.forward_pass import PassOptions, PassSpec, ScoredTokens, StepBatch, TokenLogprobs
 from penstock.backend.passes.decoder.cpu.deterministic_torch_ops import DeterministicTorchOps
-from penstock.backend.passes.decoder.cpu.native_ops import NativeOps, supports_native_ops
+from penstock.backend.passes.decoder.cpu.native_ops import NativeOps, supports_native_ops, unsupported_by_kernels
 from penstock.backend.passes.decoder.cpu.path_choice import AUTO, check_cpu_path, load_kernels
 from penstock.backend.passes.decoder.cpu.thread_counts import num_usable_cores
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.quantization.modes import Quantization
     from penstock.backend.passes.decoder.model import Weights
 
+
+logger = logging.getLogger("penstock.backend")
 
 SPIN_S = 50e-6
 """How long a kernel thread spins for the next operation before it sleeps: longer than the gaps within a step, shorter
@@ -156,7 +159,10 @@ def make_cpu_ops(
 
     Raises StartupError if the kernels of cpu_path, unless it is "auto", cannot be used.
     """
-    kernels = load_kernels(cpu_path) if supports_native_ops(config) else None
+    unsupported = unsupported_by_kernels(config)
+    if unsupported is not None:
+        logger.info("The model runs on torch, slowly: the native kernels have no support for %s", unsupported)
+    kernels = load_kernels(cpu_path) if unsupported is None else None
     if kernels is not None:
         return NativeOps(
             kernels.library,

@@ -96,15 +96,43 @@ class TimedOperations:
     times: ctypes.Array[OperationTime]
 
 
-def supports_native_ops(config: DecoderConfig) -> bool:
-    """Whether the kernels can run this model: they need heads of whole vectors and even input sizes."""
-    return (
-        config.head_dim % 16 == 0
-        and config.head_dim <= 1024
-        and config.hidden_size % 2 == 0
-        and config.intermediate_size % 2 == 0
-        and config.rope.rotary_dim % 2 == 0
+def _make_shape(config: DecoderConfig, dtype: torch.dtype, *, uses_tiles: bool) -> Shape:
+    """With any cache; `create_cache` sets the real one's size and form."""
+    return Shape(
+        hidden=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rotary_dim=config.rope.rotary_dim,
+        page_size=16,
+        act_bf16=dtype is torch.bfloat16,
+        cache_form=CACHE_FORMS["fp32"],
+        uses_tiles=uses_tiles,
+        rope_width=config.rope.rotary_dim * len(config.ropes),
+        norm_kind=NORM_KINDS[config.norm],
+        qk_norm_scope=QK_NORM_SCOPES[config.qk_norm or "head"],
+        eps=config.norm_eps,
+        score_scale=config.score_scale,
+        scores_softcap=config.scales.scores_softcap or 0.0,
+        logits_softcap=config.scales.logits_softcap or 0.0,
+        embedding_scale=round_scale(config.scales.embedding, dtype),
     )
+
+
+def unsupported_by_kernels(config: DecoderConfig) -> str | None:
+    """Return why the kernels cannot run this model, or None. They need heads of whole vectors and even input sizes."""
+    if config.head_dim % 16 or config.head_dim > 1024:
+        return f"heads of {config.head_dim}; they have heads of a multiple of 16, up to 1024"
+    for name in ("hidden_size", "intermediate_size"):
+        if getattr(config, name) % 2:
+            return f"an odd {name}, {getattr(config, name)}"
+    if config.mlp == "plain" and config.activation != "gelu_tanh":
+        return f"{config.activation} in an MLP without a gate"
+    return None
+
+
+def supports_native_ops(config: DecoderConfig) -> bool:
+    return unsupported_by_kernels(config) is None
 
 
 class NativeOps:
@@ -130,25 +158,7 @@ class NativeOps:
         self._scales = config.scales
         self._gated_output = LinearOutput.GATED_GELU if config.activation == "gelu_tanh" else LinearOutput.GATED_SILU
         self._num_kv_heads, self._head_dim = config.num_kv_heads, config.head_dim
-        shape = Shape(
-            hidden=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rotary_dim=config.rope.rotary_dim,
-            page_size=16,
-            act_bf16=dtype is torch.bfloat16,
-            cache_form=CACHE_FORMS["fp32"],
-            uses_tiles=uses_tiles,
-            rope_width=config.rope.rotary_dim * len(config.ropes),
-            norm_kind=NORM_KINDS[config.norm],
-            qk_norm_scope=QK_NORM_SCOPES[config.qk_norm or "head"],
-            eps=config.norm_eps,
-            score_scale=config.score_scale,
-            scores_softcap=config.scales.scores_softcap or 0.0,
-            logits_softcap=config.scales.logits_softcap or 0.0,
-            embedding_scale=round_scale(config.scales.embedding, dtype),
-        )
+        shape = _make_shape(config, dtype, uses_tiles=uses_tiles)
         self._engine: int | None = library.ps_create(num_threads, round(spin_s * 1e9), byref(shape))
         self.weights = WeightPacker(library, self._engine, dtype)
         self._layers: dict[int, Attention] = {}
@@ -303,18 +313,16 @@ class NativeOps:
     def linear(self, x: int, weights: PackedLinear) -> int:
         return self._linear(x, weights, self._qkv.address, LinearOutput.STORE)
 
-    def linear_add(self, x: int, weights: PackedLinear, residual: int) -> None:
-        self._linear(x, weights, residual, LinearOutput.ADD)
-
-    def linear_norm_add(self, x: int, weights: PackedLinear, norm: Tensor, residual: int) -> None:
+    def linear_add(self, x: int, weights: PackedLinear, residual: int, norm: Tensor | None = None) -> None:
+        if norm is None:
+            self._linear(x, weights, residual, LinearOutput.ADD)
+            return
         added = self._linear(x, weights, self._added.address, LinearOutput.STORE_FLOAT)
         self._do(OperationKind.ADD_NORM, norm.data_ptr(), added, residual)
 
-    def gated_linear(self, x: int, weights: PackedLinear) -> int:
-        return self._linear(x, weights, self._gated.address, self._gated_output)
-
     def activated_linear(self, x: int, weights: PackedLinear) -> int:
-        return self._linear(x, weights, self._gated.address, LinearOutput.GELU)
+        output = self._gated_output if weights.struct.gated else LinearOutput.GELU
+        return self._linear(x, weights, self._gated.address, output)
 
     def rotate_and_store(self, qkv: int, step: _Step, layer: AttentionLayer) -> None:  # noqa: ARG002 - ps_plan received the step
         self._do(OperationKind.ROTATE_AND_STORE, self._attention_of(layer), None, qkv)

@@ -38,6 +38,8 @@ class PackedLinear:
     bias: Tensor | None
     packed: bool
     scale: float = 1.0
+    is_gated: bool = False
+    """Its outputs are [gate | up]."""
 
     @staticmethod
     def pack(weight: Tensor, bias: Tensor | None, scale: float = 1.0) -> PackedLinear:

@@ -80,7 +80,7 @@ class TorchOps:
         return PackedLinear.pack(weight.to(self._dtype), None if bias is None else bias.to(self._dtype), scale)
 
     def pack_gated(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> TorchLinear:
-        return self.pack_linear(weight, bias)
+        return replace(self.pack_linear(weight, bias), is_gated=True)
 
     def vector(self, weight: Tensor) -> Tensor:
         return weight.float()
@@ -155,18 +155,16 @@ class TorchOps:
     def linear(self, x: Tensor, weights: TorchLinear) -> Tensor:
         return self._product(x, weights).to(self._dtype)
 
-    def linear_add(self, x: Tensor, weights: TorchLinear, residual: Tensor) -> None:
-        residual.add_(self._product(x, weights))
-
-    def linear_norm_add(self, x: Tensor, weights: TorchLinear, norm: Tensor, residual: Tensor) -> None:
-        residual.add_(self._row_norm(self._product(x, weights).float(), norm))
-
-    def gated_linear(self, x: Tensor, weights: TorchLinear) -> Tensor:
-        gate, up = self._product(x, weights).float().chunk(2, dim=-1)
-        return self._activate(gate).mul_(up).to(self._dtype)
+    def linear_add(self, x: Tensor, weights: TorchLinear, residual: Tensor, norm: Tensor | None = None) -> None:
+        product = self._product(x, weights)
+        residual.add_(product if norm is None else self._row_norm(product.float(), norm))
 
     def activated_linear(self, x: Tensor, weights: TorchLinear) -> Tensor:
-        return self._activate(self._product(x, weights).float()).to(self._dtype)
+        product = self._product(x, weights).float()
+        if not weights.is_gated:
+            return self._activate(product).to(self._dtype)
+        gate, up = product.chunk(2, dim=-1)
+        return self._activate(gate).mul_(up).to(self._dtype)
 
     def rotate_and_store(self, qkv: Tensor, step: TorchStep, layer: AttentionLayer) -> None:
         heads = qkv.view(len(qkv), -1, self._heads.head_dim)

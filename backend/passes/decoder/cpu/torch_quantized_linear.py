@@ -29,6 +29,8 @@ class QuantizedLinear:
     weight: QuantizedWeight
     bias: Tensor | None
     scale: float = 1.0
+    is_gated: bool = False
+    """Its outputs are [gate | up]."""
 
     def __call__(self, x: Tensor) -> Tensor:
         values, scales = _quantize_rows(x.float())

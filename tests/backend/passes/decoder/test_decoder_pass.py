@@ -365,7 +365,9 @@ def test_torch_operations_run_without_a_native_library(monkeypatch: pytest.Monke
     assert isinstance(make_cpu_ops(config, torch.float32, 16), TorchOps)
 
 
-def test_torch_operations_run_heads_without_whole_vectors() -> None:
+def test_torch_operations_run_heads_without_whole_vectors(caplog: pytest.LogCaptureFixture) -> None:
     config = read_decoder_config(make_checkpoint("llama2", Path(mkdtemp()), hidden_size=48))
     assert config.head_dim == 12
-    assert isinstance(make_cpu_ops(config, torch.float32, 16), TorchOps)
+    with caplog.at_level("INFO", logger="penstock.backend"):
+        assert isinstance(make_cpu_ops(config, torch.float32, 16), TorchOps)
+    assert "no support for heads of 12" in caplog.text

@@ -151,23 +151,22 @@ class CudaOps(DeviceWeights):
     def linear(self, x: Tensor, weights: CudaLinear) -> Tensor:
         return self._matmul.multiply(x, weights, self._now.qkv)
 
-    def linear_add(self, x: Tensor, weights: CudaLinear, residual: Residual) -> None:
+    def linear_add(self, x: Tensor, weights: CudaLinear, residual: Residual, norm: Tensor | None = None) -> None:
         residual.add_pending()
-        residual.pending = self._matmul.multiply(x, weights, self._now.added)
-
-    def linear_norm_add(self, x: Tensor, weights: CudaLinear, norm: Tensor, residual: Residual) -> None:
-        residual.add_pending()
-        self._elementwise.rms_norm_added(residual.values, self._matmul.multiply(x, weights, self._now.added), norm)
-
-    def gated_linear(self, x: Tensor, weights: CudaLinear) -> Tensor:
-        out = self._now.gated
-        multiply = self._elementwise.silu_mul if self._config.activation == "silu" else self._elementwise.gelu_mul
-        multiply(self._matmul.multiply(x, weights, self._now.gate_up), out)
-        return out
+        product = self._matmul.multiply(x, weights, self._now.added)
+        if norm is None:
+            residual.pending = product
+        else:
+            self._elementwise.rms_norm_added(residual.values, product, norm)
 
     def activated_linear(self, x: Tensor, weights: CudaLinear) -> Tensor:
-        out = self._now.gated
-        self._elementwise.gelu(self._matmul.multiply(x, weights, self._now.gate_up), out)
+        out, product = self._now.gated, self._matmul.multiply(x, weights, self._now.gate_up)
+        if not weights.is_gated:
+            self._elementwise.gelu(product, out)
+        elif self._config.activation == "silu":
+            self._elementwise.silu_mul(product, out)
+        else:
+            self._elementwise.gelu_mul(product, out)
         return out
 
     def rotate_and_store(self, qkv: Tensor, step: CudaStep, layer: AttentionLayer) -> None:

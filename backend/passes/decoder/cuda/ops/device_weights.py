@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +29,7 @@ class DeviceWeights:
         return CudaLinear(placed, placed.t(), None if bias is None else self.table(bias), scale)
 
     def pack_gated(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> CudaLinear:
-        return self.pack_linear(weight, bias)
+        return replace(self.pack_linear(weight, bias), is_gated=True)
 
     def vector(self, weight: Tensor) -> Tensor:
         return weight.to(self._torch_device, torch.float32).contiguous()

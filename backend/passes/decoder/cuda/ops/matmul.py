@@ -24,6 +24,8 @@ class CudaLinear:
     bias: Tensor | None
     scale: float = 1.0
     """Of the results, bias included."""
+    is_gated: bool = False
+    """Its outputs are [gate | up]."""
 
 
 class Matmul(Protocol):

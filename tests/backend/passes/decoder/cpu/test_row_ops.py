@@ -32,7 +32,7 @@ def test_linear_operations_match_float64(num_rows: int, biased: bool, dtype: tor
         assert_close(harness.get(name, found, num_rows), exact, dtype)
     weight, bias = randn(2 * intermediate, hidden, dtype=dtype, seed=4), randn(2 * intermediate, dtype=dtype, seed=5)
     gate, up = (x.double() @ weight.double().T + (bias.double() if biased else 0)).chunk(2, dim=1)
-    gated = ops.gated_linear(harness.put("_hidden", x), ops.pack_gated(weight, bias if biased else None))
+    gated = ops.activated_linear(harness.put("_hidden", x), ops.pack_gated(weight, bias if biased else None))
     assert_close(harness.get("_gated", gated, num_rows), torch.nn.functional.silu(gate) * up, dtype)
     residual, y = randn(num_rows, hidden, seed=6), randn(num_rows, intermediate, dtype=dtype, seed=7)
     weight, bias = randn(hidden, intermediate, dtype=dtype, seed=8), randn(hidden, dtype=dtype, seed=9)
@@ -65,7 +65,7 @@ def test_silu_does_not_overflow(dtype: torch.dtype, make_ops: MakeOps) -> None:
         [-3e38, -1e4, -200.0, -88.0, -20.0, -1.0, -1e-3, 0.0, 1e-3, 1.0, 20.0, 88.0, 200.0, 1e4, 1e30, 3e38]
     )
     weight = torch.stack([torch.cat([gates, torch.zeros(16)]), torch.cat([torch.zeros(16), torch.ones(16)])], dim=1)
-    found = harness.ops.gated_linear(
+    found = harness.ops.activated_linear(
         harness.put("_hidden", torch.ones(1, 2, dtype=dtype)), harness.ops.pack_gated(weight.to(dtype), None)
     )
     exact = torch.nn.functional.silu(gates.to(dtype).double())
@@ -125,7 +125,7 @@ def test_norm_of_a_product_is_added_to_the_residual_stream(
     else:
         exact = layer_norm(product, (hidden,), *norm.double().chunk(2), BASE.norm_eps)
     array = harness.put("_residual", residual)
-    ops.linear_norm_add(harness.put("_attended", x), ops.pack_linear(weight, None), ops.vector(norm), array)
+    ops.linear_add(harness.put("_attended", x), ops.pack_linear(weight, None), array, ops.vector(norm))
     assert_close(harness.get("_residual", array, 7), residual.double() + exact, dtype)
 
 
@@ -139,7 +139,7 @@ def test_gelu_linears_match_float64(dtype: torch.dtype, make_ops: MakeOps) -> No
     bias = torch.linspace(-40, 40, 2 * intermediate, dtype=dtype)
     product = x.double() @ weight.double().T + bias.double()
     gate, up = product.chunk(2, dim=1)
-    gated = harness.get("_gated", ops.gated_linear(harness.put("_hidden", x), ops.pack_gated(weight, bias)), 7)
+    gated = harness.get("_gated", ops.activated_linear(harness.put("_hidden", x), ops.pack_gated(weight, bias)), 7)
     assert_close(gated, gelu(gate, approximate="tanh") * up, dtype)
     packed = ops.pack_linear(weight[:intermediate], bias[:intermediate])
     activated = harness.get("_gated", ops.activated_linear(harness.put("_hidden", x), packed), 7)
@@ -201,7 +201,7 @@ def test_rows_are_the_same_bits_in_any_batch_size(dtype: torch.dtype, make_deter
         return [
             harness.get("_hidden", ops.norm(harness.put("_residual", residual[first:last]), norm), rows),
             harness.get("_qkv", ops.linear(harness.put("_hidden", x[first:last]), linear), rows),
-            harness.get("_gated", ops.gated_linear(harness.put("_hidden", x[first:last]), gated), rows),
+            harness.get("_gated", ops.activated_linear(harness.put("_hidden", x[first:last]), gated), rows),
         ]
 
     together = run(0, 301)

@@ -208,7 +208,7 @@ def test_rows_are_the_same_bits_in_any_batch_size(dtype: torch.dtype, make_ops: 
         return [
             harness.get("_hidden", ops.norm(harness.put("_residual", residual[first:last]), norm), rows),
             harness.get("_qkv", ops.linear(harness.put("_hidden", x[first:last]), linear), rows),
-            harness.get("_gated", ops.gated_linear(harness.put("_hidden", x[first:last]), gated), rows),
+            harness.get("_gated", ops.activated_linear(harness.put("_hidden", x[first:last]), gated), rows),
         ]
 
     together = run(0, 53)

@@ -14,7 +14,7 @@ from penstock.backend.errors import StartupError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.backend.checkpoint.hf_config import HfConfig
+    from penstock.backend.checkpoint.architectures.hf_config import HfConfig
 
 Windows: TypeAlias = tuple[int | None, ...]
 """Tokens of each layer's window; None for full attention."""

@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from msgspec import UNSET
 
-from penstock.backend.checkpoint.decoder_config import (
-    Activation,
-    MlpKind,
-    NormKind,
-    QkNormScope,
-    Scales,
-    TensorNames,
-)
-from penstock.backend.checkpoint.layer_patterns import (
+from penstock.backend.checkpoint.architectures.layer_patterns import (
     Windows,
     no_windows,
     rope_at_intervals,
@@ -33,13 +25,21 @@ from penstock.backend.checkpoint.layer_patterns import (
     windows_of_nope_layers,
     windows_unless_other_types,
 )
+from penstock.backend.checkpoint.decoder_config import (
+    Activation,
+    MlpKind,
+    NormKind,
+    QkNormScope,
+    Scales,
+    TensorNames,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from msgspec import UnsetType
 
-    from penstock.backend.checkpoint.hf_config import HfConfig
+    from penstock.backend.checkpoint.architectures.hf_config import HfConfig
 
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
