@@ -142,7 +142,6 @@ def _pack_layer(config: DecoderConfig, ops: Ops, plain: LayerWeights[Tensor | Qu
         qkv_bias = None if qkv_bias is None else qkv_bias[order]
         q_norm, k_norm = (_reorder_norm(config, norm, order) for norm in (q_norm, k_norm))
     packed = {field: _pack_norm(config, ops, getattr(plain, field)) for field in NORM_FIELDS}
-    pack_mlp = ops.pack_linear if config.mlp == "plain" else ops.pack_gated
     return _Layer(
         attention=AttentionLayer(
             index=index,
@@ -156,7 +155,7 @@ def _pack_layer(config: DecoderConfig, ops: Ops, plain: LayerWeights[Tensor | Qu
         output=ops.pack_linear(plain.o, plain.o_bias, scale),
         output_norm=packed["attention_output_norm"],
         mlp_norm=packed["mlp_norm"],
-        gate_up=pack_mlp(plain.gate_up, plain.gate_up_bias),
+        gate_up=ops.pack_linear(plain.gate_up, plain.gate_up_bias, is_gated=config.mlp == "gated"),
         down=ops.pack_linear(plain.down, plain.down_bias, scale),
         down_norm=packed["mlp_output_norm"],
     )

@@ -41,7 +41,7 @@ def round_scale(scale: float, dtype: torch.dtype) -> float:
 Array: TypeAlias = Any
 """A tensor on the device, in the implementation's own library."""
 Linear: TypeAlias = Any
-"""A packed weight, returned by `pack_linear` or `pack_gated`."""
+"""A packed weight, returned by `pack_linear`."""
 Step: TypeAlias = Any
 """A step's rows in the implementation's own form."""
 
@@ -88,13 +88,13 @@ class Ops(Protocol):
     argument names) is that of the model's DecoderConfig.
     """
 
-    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0) -> Linear:
-        """weight [out, in], bias [out]. The result is multiplied by scale. The caller drops its copy. Quantised weights
-        are for the CPU."""
-        ...
+    def pack_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
+    ) -> Linear:
+        """weight [out, in], bias [out]; is_gated: out is [gate | up], for `activated_linear`.
 
-    def pack_gated(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
-        """weight [gate | up, in], bias [gate | up], for `activated_linear`."""
+        The result is multiplied by scale. The caller drops its copy. Quantised weights are for the CPU.
+        """
         ...
 
     def vector(self, weight: Tensor) -> Array:

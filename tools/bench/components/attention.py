@@ -37,7 +37,7 @@ _MAX_LAYERS = 64
 _WIDTH = 32
 """Of everything but the heads."""
 _READ_BYTES = 512
-"""`NativeOps.read_memory` reads multiples of this."""
+"""`WeightPacker.read_memory` reads multiples of this."""
 _WARM_UP_ROUNDS = 1
 AIM = 0.7
 
@@ -119,7 +119,7 @@ def measure(options: AttentionOptions, kv_dtype: str, group: int, context_tokens
             attention_speeds.append(num_layers * layer_bytes / attention_s(timed) / 1e9)
             started_s = time.perf_counter()
             for part in memory:
-                ops.read_memory(part)
+                ops.weights.read_memory(part)
             read_speeds.append(sum(part.nbytes for part in memory) / (time.perf_counter() - started_s) / 1e9)
     pairs = list(zip(attention_speeds, read_speeds, strict=True))[_WARM_UP_ROUNDS:]
     return AttentionPoint(

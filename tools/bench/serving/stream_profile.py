@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _WARM_UP_STEPS = 3
 _READ_BYTES = 512
-"""`NativeOps.read_memory` reads multiples of this."""
+"""`WeightPacker.read_memory` reads multiples of this."""
 
 app = make_app("stream_profile", "Profiles decode steps of one row; prints JSON.")
 
@@ -138,7 +138,7 @@ class Profiler:
     def _read_ms(self) -> float:
         started_s = time.perf_counter()
         for part in self._memory:
-            self._ops.read_memory(part)
+            self._ops.weights.read_memory(part)
         taken_s = time.perf_counter() - started_s
         return 1e3 * taken_s * self.weights.linear_bytes / sum(part.nbytes for part in self._memory)
 

@@ -192,11 +192,10 @@ class NativeOps:
         for buffer in self._activations:
             buffer.reserve(max_batch_tokens)
 
-    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0) -> PackedLinear:
-        return self.weights.pack(weight, bias, gated=False, scale=scale)
-
-    def pack_gated(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> PackedLinear:
-        return self.weights.pack(weight, bias, gated=True)
+    def pack_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
+    ) -> PackedLinear:
+        return self.weights.pack(weight, bias, scale, is_gated=is_gated)
 
     def vector(self, weight: Tensor) -> Tensor:
         return weight.float().contiguous()
@@ -374,11 +373,6 @@ class NativeOps:
     def normed_rows(self, normed: int, num_rows: int) -> NDArray[np.float32]:  # noqa: ARG002 - `norm` has only one buffer
         rows: NDArray[np.float32] = self._hidden.rows[:num_rows].to(torch.float32, copy=True).numpy()
         return rows
-
-    def read_memory(self, memory: Tensor) -> float:
-        """Return the sum of fp32 memory, a multiple of 128 numbers. The threads read it as fast as they can."""
-        total: float = self._library.ps_read_memory(self._engine, memory.data_ptr(), memory.numel())
-        return total
 
     def close(self) -> None:
         """Stop the kernels' threads and release the cache. Idempotent."""

@@ -61,15 +61,15 @@ class WeightPacker:
         return self._arena.used()
 
     def pack(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, *, gated: bool, scale: float = 1.0
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float, *, is_gated: bool
     ) -> PackedLinear:
         outputs, inputs = weight.shape
         bias = None if bias is None else bias.float().contiguous()
         struct = Linear(
             bias=None if bias is None else bias.data_ptr(),
             inputs=inputs,
-            outputs=outputs // (1 + gated),
-            gated=gated,
+            outputs=outputs // (1 + is_gated),
+            gated=is_gated,
             scale=scale,
         )
         match weight:
@@ -93,6 +93,11 @@ class WeightPacker:
         rows = [tensor.contiguous() for tensor in tensors]
         pack(self._engine, ctypes.byref(struct), *(tensor.data_ptr() for tensor in rows))
         return packed
+
+    def read_memory(self, memory: Tensor) -> float:
+        """Return the sum of fp32 memory, a multiple of 128 numbers. The threads read it as fast as they can."""
+        total: float = self._library.ps_read_memory(self._engine, memory.data_ptr(), memory.numel())
+        return total
 
     def table(self, weight: Tensor) -> EmbeddingTable:
         rows = self._arena.empty(weight.numel(), self._dtype).view(weight.shape).copy_(weight)

@@ -42,11 +42,11 @@ class PackedLinear:
     """Its outputs are [gate | up]."""
 
     @staticmethod
-    def pack(weight: Tensor, bias: Tensor | None, scale: float = 1.0) -> PackedLinear:
+    def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear:
         if not _has_packing(weight.dtype):
-            return PackedLinear(weight.contiguous(), bias, False, scale)
+            return PackedLinear(weight.contiguous(), bias, False)
         reordered = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _BATCH_HINT)
-        return PackedLinear(reordered, bias, True, scale)
+        return PackedLinear(reordered, bias, True)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed:

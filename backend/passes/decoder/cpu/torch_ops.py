@@ -74,13 +74,13 @@ class TorchOps:
         """One per layer, as `values`."""
         self.values: list[KvPages] = []
 
-    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0) -> TorchLinear:
+    def pack_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
+    ) -> TorchLinear:
         if not isinstance(weight, torch.Tensor):
-            return QuantizedLinear(weight, None if bias is None else bias.float(), scale)
-        return PackedLinear.pack(weight.to(self._dtype), None if bias is None else bias.to(self._dtype), scale)
-
-    def pack_gated(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> TorchLinear:
-        return replace(self.pack_linear(weight, bias), is_gated=True)
+            return QuantizedLinear(weight, None if bias is None else bias.float(), scale, is_gated)
+        packed = PackedLinear.pack(weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
+        return replace(packed, scale=scale, is_gated=is_gated)
 
     def vector(self, weight: Tensor) -> Tensor:
         return weight.float()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,14 +21,13 @@ class DeviceWeights:
         self._torch_device = torch_device
         self._dtype = dtype
 
-    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0) -> CudaLinear:
+    def pack_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
+    ) -> CudaLinear:
         if not isinstance(weight, torch.Tensor):
             raise TypeError("quantised weights are for the CPU")
         placed = self.table(weight)
-        return CudaLinear(placed, placed.t(), None if bias is None else self.table(bias), scale)
-
-    def pack_gated(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> CudaLinear:
-        return replace(self.pack_linear(weight, bias), is_gated=True)
+        return CudaLinear(placed, placed.t(), None if bias is None else self.table(bias), scale, is_gated)
 
     def vector(self, weight: Tensor) -> Tensor:
         return weight.to(self._torch_device, torch.float32).contiguous()

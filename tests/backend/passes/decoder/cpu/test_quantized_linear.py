@@ -105,7 +105,7 @@ def test_each_linear_adds_its_bias_and_writes_its_output(
     assert_close(harness.get("_qkv", found, num_rows), exact_product(x, weight) + bias, dtype)
     weight, bias = random_weight(form, 2 * intermediate, hidden, 4), randn(2 * intermediate, seed=5)
     gate, up = (exact_product(x, weight) + bias).chunk(2, dim=1)
-    found = ops.activated_linear(harness.put("_hidden", x), ops.pack_gated(weight, bias))
+    found = ops.activated_linear(harness.put("_hidden", x), ops.pack_linear(weight, bias, is_gated=True))
     assert_close(harness.get("_gated", found, num_rows), torch.nn.functional.silu(gate) * up, dtype)
     residual, y = randn(num_rows, hidden, seed=6), randn(num_rows, intermediate, dtype=dtype, seed=7)
     weight, bias = random_weight(form, hidden, intermediate, 8), randn(hidden, seed=9)

@@ -32,7 +32,9 @@ def test_linear_operations_match_float64(num_rows: int, biased: bool, dtype: tor
         assert_close(harness.get(name, found, num_rows), exact, dtype)
     weight, bias = randn(2 * intermediate, hidden, dtype=dtype, seed=4), randn(2 * intermediate, dtype=dtype, seed=5)
     gate, up = (x.double() @ weight.double().T + (bias.double() if biased else 0)).chunk(2, dim=1)
-    gated = ops.activated_linear(harness.put("_hidden", x), ops.pack_gated(weight, bias if biased else None))
+    gated = ops.activated_linear(
+        harness.put("_hidden", x), ops.pack_linear(weight, bias if biased else None, is_gated=True)
+    )
     assert_close(harness.get("_gated", gated, num_rows), torch.nn.functional.silu(gate) * up, dtype)
     residual, y = randn(num_rows, hidden, seed=6), randn(num_rows, intermediate, dtype=dtype, seed=7)
     weight, bias = randn(hidden, intermediate, dtype=dtype, seed=8), randn(hidden, dtype=dtype, seed=9)
@@ -66,7 +68,8 @@ def test_silu_does_not_overflow(dtype: torch.dtype, make_ops: MakeOps) -> None:
     )
     weight = torch.stack([torch.cat([gates, torch.zeros(16)]), torch.cat([torch.zeros(16), torch.ones(16)])], dim=1)
     found = harness.ops.activated_linear(
-        harness.put("_hidden", torch.ones(1, 2, dtype=dtype)), harness.ops.pack_gated(weight.to(dtype), None)
+        harness.put("_hidden", torch.ones(1, 2, dtype=dtype)),
+        harness.ops.pack_linear(weight.to(dtype), None, is_gated=True),
     )
     exact = torch.nn.functional.silu(gates.to(dtype).double())
     torch.testing.assert_close(
@@ -139,7 +142,9 @@ def test_gelu_linears_match_float64(dtype: torch.dtype, make_ops: MakeOps) -> No
     bias = torch.linspace(-40, 40, 2 * intermediate, dtype=dtype)
     product = x.double() @ weight.double().T + bias.double()
     gate, up = product.chunk(2, dim=1)
-    gated = harness.get("_gated", ops.activated_linear(harness.put("_hidden", x), ops.pack_gated(weight, bias)), 7)
+    gated = harness.get(
+        "_gated", ops.activated_linear(harness.put("_hidden", x), ops.pack_linear(weight, bias, is_gated=True)), 7
+    )
     assert_close(gated, gelu(gate, approximate="tanh") * up, dtype)
     packed = ops.pack_linear(weight[:intermediate], bias[:intermediate])
     activated = harness.get("_gated", ops.activated_linear(harness.put("_hidden", x), packed), 7)
@@ -193,7 +198,7 @@ def test_rows_are_the_same_bits_in_any_batch_size(dtype: torch.dtype, make_deter
     harness = OpsHarness(make_deterministic(config, dtype))
     ops, x, residual = harness.ops, randn(301, 520, dtype=dtype, seed=1), 3 * randn(301, 520, seed=2)
     linear, norm = ops.pack_linear(randn(256, 520, dtype=dtype, seed=3), None), ops.vector(randn(520, seed=4))
-    gated = ops.pack_gated(randn(4444, 520, dtype=dtype, seed=5), None)
+    gated = ops.pack_linear(randn(4444, 520, dtype=dtype, seed=5), None, is_gated=True)
 
     def run(first: int, last: int) -> list[Tensor]:
         rows = last - first
@@ -239,4 +244,4 @@ def test_native_results_are_the_same_bits_for_any_thread_count(num_threads: int)
 def test_all_memory_is_read(num_floats: int, make_kernels: MakeOps) -> None:
     ops = make_kernels(BASE)
     numbers = torch.arange(num_floats) % 5 - 1
-    assert ops.read_memory(numbers.float()) == int(numbers.sum())
+    assert ops.weights.read_memory(numbers.float()) == int(numbers.sum())

@@ -200,7 +200,7 @@ def test_rows_are_the_same_bits_in_any_batch_size(dtype: torch.dtype, make_ops: 
     harness = OpsHarness(make_ops(config, dtype))
     ops, x, residual = harness.ops, randn(53, 136, dtype=dtype, seed=1), 3 * randn(53, 136, seed=2)
     linear, norm = ops.pack_linear(randn(256, 136, dtype=dtype, seed=3), None), ops.vector(randn(136, seed=4))
-    gated = ops.pack_gated(randn(144, 136, dtype=dtype, seed=5), None)
+    gated = ops.pack_linear(randn(144, 136, dtype=dtype, seed=5), None, is_gated=True)
 
     def run(first: int, last: int) -> list[Tensor]:
         rows = last - first
