@@ -300,7 +300,7 @@ def test_text_model_has_the_defaults_of_the_hub() -> None:
             {"text_config": LLAMA | {"model_type": "ministral3"}},
             "text_config.model_type is 'ministral3'; of Mis",
         ),
-        ({"text_config": LLAMA, "quantization_config": {"quant_method": "fp9"}}, "quant_method 'fp9'"),
+        ({"text_config": LLAMA, "quantization_config": {"quant_method": "fp9"}}, "'fp9'"),
         ({"text_config": LLAMA | {"vocab_size": 0}}, "vocab_size is 0"),
     ],
 )
