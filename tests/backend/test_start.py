@@ -285,7 +285,7 @@ def cache_bytes(forward_pass: CpuDecoderPass) -> int:
     if isinstance(ops, NativeOps):
         return sum(layer.numel() for layer in ops.cache)
     assert isinstance(ops, TorchOps)
-    tensors = [tensor for heads in (*ops.keys, *ops.values) for tensor in heads.tensors]
+    tensors = [tensor for heads in (*ops.cache.keys, *ops.cache.values) for tensor in heads.tensors]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

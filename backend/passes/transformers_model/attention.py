@@ -14,11 +14,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from penstock.backend.passes.decoder.cpu.torch_paged_cache import KvShape, ScoreRule, attend
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
     from torch.nn import Module
+
+    from penstock.backend.passes.decoder.cpu.torch_paged_cache import PagedStep
 
 NAME = "penstock_paged"
 """The attention function's name in transformers."""
@@ -41,13 +45,9 @@ class LayerCall:
     queries: Tensor
     keys: Tensor
     values: Tensor
-    scale: float
     window_tokens: int | None
     """A token attends to itself and the window - 1 tokens before it."""
-    softcap: float | None
-    """Scores become softcap · tanh(scores / softcap)."""
-    sinks: Tensor | None
-    """[heads] a score for each head that takes part in the softmax and has no value (gpt-oss)."""
+    rule: ScoreRule
 
 
 class Attention(Protocol):
@@ -101,10 +101,12 @@ def _interface(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         window_tokens=arguments.get("sliding_window"),
-        softcap=arguments.get("softcap"),
-        sinks=arguments.get("s_aux"),
+        rule=ScoreRule(
+            query.shape[-1] ** -0.5 if scale is None else float(scale),
+            arguments.get("softcap"),
+            arguments.get("s_aux"),
+        ),
     )
     return _CURRENT.get()(call).unsqueeze(0), None
 
@@ -113,41 +115,28 @@ def _interface(
 class ShapeProbe:
     """Plain causal attention over one sequence, which notes what the layers pass."""
 
-    kv_shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    """Layer → (kv_heads, key_dim, value_dim)."""
-    windows: dict[int, int | None] = field(default_factory=dict)
+    kv_shapes: dict[int, KvShape] = field(default_factory=dict)
+    """By layer."""
 
     def __call__(self, call: LayerCall) -> Tensor:
         if call.layer in self.kv_shapes:
             raise UnsupportedAttentionError(f"layer {call.layer} attends more than once")
-        self.kv_shapes[call.layer] = (*call.keys.shape[1:], call.values.shape[2])
-        self.windows[call.layer] = call.window_tokens
+        self.kv_shapes[call.layer] = KvShape(call.keys.shape[1], call.keys.shape[2], call.values.shape[2])
         positions = torch.arange(len(call.keys))
         distance = positions[:, None] - positions
         visible = distance >= 0
         if call.window_tokens is not None:
             visible &= distance < call.window_tokens
         keys, values = (states.transpose(0, 1).unsqueeze(1).float() for states in (call.keys, call.values))
-        attended = attend(call, call.queries.unsqueeze(0), keys, values, visible.unsqueeze(0))
+        attended = attend(call.queries.unsqueeze(0), keys, values, visible.unsqueeze(0), call.rule)
         return attended[0].to(call.queries.dtype)
 
 
-def attend(call: LayerCall, queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """Attention of n groups of w queries, each over K keys of its own: [n, w, heads, value_dim] fp32.
+def paged_attention(step: PagedStep) -> Attention:
+    """Attention over the cache, for one step."""
 
-    queries [n, w, heads, key_dim]; keys [kv_heads, n, K, key_dim] and values [kv_heads, n, K, value_dim], fp32; visible
-    [n, w, K] says which key a query sees. Of the call, scale, softcap and sinks apply.
-    """
-    kv_heads, (num, width, heads, _) = keys.shape[0], queries.shape
-    group = heads // kv_heads
-    q = queries.float().view(num, width, kv_heads, group, -1).permute(2, 0, 3, 1, 4).flatten(2, 3)
-    scores = torch.matmul(q, keys.transpose(2, 3)).mul_(call.scale).view(kv_heads, num, group, width, -1)
-    if call.softcap is not None:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
-    scores = scores.masked_fill(~visible[:, None], -torch.inf)
-    if call.sinks is not None:
-        sinks = call.sinks.float().view(kv_heads, 1, group, 1, 1).expand(*scores.shape[:4], 1)
-        scores = torch.cat([scores, sinks], dim=-1)
-    weights = torch.softmax(scores, dim=-1)[..., : keys.shape[2]].flatten(2, 3)
-    attended = torch.matmul(weights, values).view(kv_heads, num, group, width, -1)
-    return attended.permute(1, 3, 0, 2, 4).flatten(2, 3)
+    def attention(call: LayerCall) -> Tensor:
+        step.store(call.layer, call.keys, call.values)
+        return step.attend(call.layer, call.queries, call.window_tokens, call.rule)
+
+    return attention

@@ -9,10 +9,10 @@ import torch
 
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassSpec
+from penstock.backend.passes.decoder.cpu.torch_paged_cache import PagedCache
 from penstock.backend.passes.decoder.ops import CPU_KV_DTYPES, KV_BLOCK_BYTES, KV_BLOCK_VALUES
-from penstock.backend.passes.transformers_model.attention import attention_by
+from penstock.backend.passes.transformers_model.attention import attention_by, paged_attention
 from penstock.backend.passes.transformers_model.model import count_weight_bytes, load_model, read_facts, run_model
-from penstock.backend.passes.transformers_model.paged_cache import PagedCache
 from penstock.backend.sampling.sampler import HostSampling
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ class TransformersPass(HostSampling):
 
     @classmethod
     def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
-        return _spec(_read(model_dir, options))
+        return _spec(_read(model_dir, options), options)
 
     @classmethod
     def load(cls, model_dir: Path | None, options: PassOptions) -> TransformersPass:
         facts = _read(model_dir, options)
-        return cls(facts, load_model(_require(model_dir), facts), _spec(facts), options.max_running)
+        return cls(facts, load_model(_require(model_dir), facts), _spec(facts, options), options.max_running)
 
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         self._cache = PagedCache(self._facts.kv_shapes, num_pages, page_size_tokens, kv_dtype)
@@ -57,7 +57,7 @@ class TransformersPass(HostSampling):
         input_ids = torch.from_numpy(self.begin_step(batch).astype(np.int64))
         step = self._cache.begin_step(batch)
         logit_tokens = torch.from_numpy(batch.logit_tokens.astype(np.int64))
-        with attention_by(step):
+        with attention_by(paged_attention(step)):
             logits: NDArray[np.float32] = run_model(self._model, input_ids, step.positions, logit_tokens).numpy()
         return logits
 
@@ -77,7 +77,7 @@ def _read(model_dir: Path | None, options: PassOptions) -> ModelFacts:
     return read_facts(_require(model_dir), options.dtype, options.max_context_tokens)
 
 
-def _spec(facts: ModelFacts) -> PassSpec:
+def _spec(facts: ModelFacts, options: PassOptions) -> PassSpec:
     num_values = sum(shape.num_values for shape in facts.kv_shapes)
     dims = {dim for shape in facts.kv_shapes for dim in (shape.key_dim, shape.value_dim)}
     names = [name for name in CPU_KV_DTYPES if name != "q8_0" or all(dim % KV_BLOCK_VALUES == 0 for dim in dims)]
@@ -88,5 +88,7 @@ def _spec(facts: ModelFacts) -> PassSpec:
         facts.max_context_tokens,
         {name: num_values * KV_BLOCK_BYTES[name] // KV_BLOCK_VALUES for name in order},
         count_weight_bytes(facts),
+        # A step's logits, twice: in the weights' dtype or fp32, and in fp32.
+        workspace_bytes=2 * 4 * options.max_batch_tokens * facts.vocab_size,
         scores_prompts=True,
     )

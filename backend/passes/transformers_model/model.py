@@ -11,6 +11,7 @@ from penstock.backend.checkpoint.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.checkpoint.weights import choose_dtype
 from penstock.backend.errors import StartupError
+from penstock.backend.passes.decoder.cpu.torch_paged_cache import KvShape
 from penstock.backend.passes.transformers_model.attention import (
     NAME,
     ShapeProbe,
@@ -18,7 +19,6 @@ from penstock.backend.passes.transformers_model.attention import (
     attention_by,
     register,
 )
-from penstock.backend.passes.transformers_model.paged_cache import KvShape
 from penstock.shm.messages import MAX_CONTEXT_TOKENS
 
 if TYPE_CHECKING:
@@ -186,10 +186,10 @@ def _check(model: Any, facts: ModelFacts, where: str) -> None:
         raise StartupError(f"{where} cannot be served: {error}") from None
     except Exception as error:  # the model's code may raise anything
         raise StartupError(f"{where} cannot be served: {type(error).__name__}: {_line(error)}") from error
-    expected = {index: (s.kv_heads, s.key_dim, s.value_dim) for index, s in enumerate(facts.kv_shapes)}
+    expected = dict(enumerate(facts.kv_shapes))
     if probe.kv_shapes != expected:
         raise StartupError(
-            f"{where} cannot be served: its layers cache (heads, key width, value width) {shorten(probe.kv_shapes)}; "
+            f"{where} cannot be served: its layers cache {shorten(probe.kv_shapes)}; "
             f"its configuration gives {shorten(expected)}"
         )
     if ours.shape != theirs.shape:

@@ -13,10 +13,10 @@ import torch
 from torch.nn import functional
 
 from penstock.backend.checkpoint.quantized_weights import take_rows
-from penstock.backend.passes.decoder.cpu.torch_kv_cache import KvPages, make_kv_pages
 from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
+from penstock.backend.passes.decoder.cpu.torch_paged_cache import KvShape, PagedCache, PagedStep, ScoreRule
 from penstock.backend.passes.decoder.cpu.torch_quantized_linear import QuantizedLinear
-from penstock.backend.passes.decoder.cpu.torch_query_tiles import QueryTiles, TileLimits, cut_rows
+from penstock.backend.passes.decoder.cpu.torch_query_tiles import TileLimits
 from penstock.backend.passes.decoder.ops import HeadShape, round_scale
 from penstock.backend.passes.decoder.prompt_embeddings import place_embeddings
 from penstock.backend.passes.decoder.rope_table import RopeTable
@@ -42,15 +42,9 @@ class TorchStep:
     """One step's tokens as tensors."""
 
     input_ids: Tensor
-    pages: Tensor
-    """[T] the page of each token."""
-    offsets: Tensor
-    """[T] where in the page."""
-    fresh_pages: Tensor
-    """Pages that this step begins to fill."""
     turns: Tensor
     """[T, ropes, 2, 1, rotary_dim / 2]: cosines and sines of each rope."""
-    queries: QueryTiles
+    paged: PagedStep
     last_tokens: Tensor
     """[L + S] `StepBatch.logit_tokens`."""
     num_logits: int
@@ -69,10 +63,7 @@ class TorchOps:
         self._rotary_dim = config.rope.rotary_dim
         self._embedding_scale = round_scale(config.scales.embedding, dtype)
         self._dtype = dtype
-        self._page_size_tokens = 0
-        self.keys: list[KvPages] = []
-        """One per layer, as `values`."""
-        self.values: list[KvPages] = []
+        self.cache = PagedCache((), 0, 1, "fp32")
 
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
@@ -92,44 +83,23 @@ class TorchOps:
         return self.table(weight) if isinstance(weight, torch.Tensor) else weight
 
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
-        self._page_size_tokens = page_size_tokens
-        shape = (self._heads.num_kv_heads, num_pages, page_size_tokens, self._heads.head_dim)
-        self.keys = [make_kv_pages(shape, kv_dtype) for _ in range(num_layers)]
-        self.values = [make_kv_pages(shape, kv_dtype) for _ in range(num_layers)]
+        shape = KvShape(self._heads.num_kv_heads, self._heads.head_dim, self._heads.head_dim)
+        self.cache = PagedCache([shape] * num_layers, num_pages, page_size_tokens, kv_dtype, self.tile_limits)
 
     @torch.inference_mode()
     def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> TorchStep:
-        self._copy_pages(batch)
-        lengths = np.diff(batch.query_starts)
-        rows = np.repeat(np.arange(batch.num_rows), lengths)
-        positions = np.arange(batch.num_tokens) - np.repeat(batch.query_starts[:-1] - batch.context_lens, lengths)
-        tiles = cut_rows(batch.query_starts, self.tile_limits.tile_tokens)
-        queries = QueryTiles(rows, positions, tiles, batch.page_table, self._page_size_tokens, self.tile_limits)
-        pages, offsets = queries.cache_offsets()
-        turns = self._rope_table.cover(int(positions.max()) + 1)[torch.from_numpy(positions)]
+        paged = self.cache.begin_step(batch)
+        positions = paged.positions
+        turns = self._rope_table.cover(int(positions.max()) + 1)[positions]
         turns = turns.view(len(positions), -1, 2, 1, self._rotary_dim // 2)
         return TorchStep(
             input_ids=torch.from_numpy(input_ids.astype(np.int64)),
-            pages=pages,
-            offsets=offsets,
-            fresh_pages=pages[offsets == 0],
             turns=turns,
-            queries=queries,
+            paged=paged,
             last_tokens=torch.from_numpy(batch.logit_tokens.astype(np.int64)),
             num_logits=len(batch.logit_rows),
             embeddings=batch.embeddings,
         )
-
-    def _copy_pages(self, batch: StepBatch) -> None:
-        """Copies only the tokens that a row will see; the rest of a page might hold NaN."""
-        if not batch.page_copies:
-            return
-        size = self._page_size_tokens
-        contexts = enumerate(batch.context_lens.tolist())
-        num_seen = {int(batch.page_table[row, context // size]): context % size for row, context in contexts}
-        for source, destination in batch.page_copies:
-            for heads in (*self.keys, *self.values):
-                heads.copy(source, destination, num_seen.get(destination, size))
 
     def embed(self, table: Tensor | QuantizedWeight, step: TorchStep) -> Tensor:
         if isinstance(table, torch.Tensor):
@@ -178,34 +148,15 @@ class TorchOps:
                 x, y = part[..., : self._rotary_dim].float().chunk(2, dim=-1)
                 rotated = torch.cat([x * cos - y * sin, y * cos + x * sin], dim=-1)
                 part[..., : self._rotary_dim] = rotated
-        keys, values = self.keys[layer.index], self.values[layer.index]
-        # Attention gives positions without a token the weight 0; a NaN left there would survive that.
-        values.clear(step.fresh_pages)
-        keys.write(step.pages, step.offsets, heads[:, num_heads:-num_kv_heads])
-        values.write(step.pages, step.offsets, heads[:, -num_kv_heads:])
+        step.paged.store(layer.index, heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:])
 
     def attention(self, qkv: Tensor, step: TorchStep, layer: AttentionLayer) -> Tensor:
-        shape = self._heads
-        queries = qkv[:, : shape.output_size].view(len(qkv), shape.num_kv_heads, -1, shape.head_dim)
-        output = torch.empty(len(qkv), shape.num_kv_heads, queries.shape[2], shape.head_dim, dtype=self._dtype)
-        for group in step.queries.groups(layer.window_tokens):
-            num_tiles, width = group.tokens.shape
-            batch = (shape.num_kv_heads, num_tiles)
-            keys, values = (
-                cache[layer.index].read(group.pages).view(*batch, -1, shape.head_dim)
-                for cache in (self.keys, self.values)
-            )
-            q = queries[group.tokens].float().permute(2, 0, 3, 1, 4).reshape(*batch, -1, shape.head_dim)
-            scores = torch.matmul(q, keys.transpose(2, 3)).mul_(self._config.score_scale)
-            if self._config.scales.scores_softcap is not None:
-                scores = _cap(scores, self._config.scales.scores_softcap)
-            scores.view(*batch, -1, width, keys.shape[2]).masked_fill_(~group.visible, -torch.inf)
-            attended = torch.matmul(torch.softmax(scores, dim=-1), values).view(*batch, -1, width, shape.head_dim)
-            output[group.tokens] = attended.permute(1, 3, 0, 2, 4).to(self._dtype)
-        return output.view(len(qkv), shape.output_size)
+        queries = qkv[:, : self._heads.output_size].view(len(qkv), self._heads.num_heads, self._heads.head_dim)
+        rule = ScoreRule(self._config.score_scale, self._config.scales.scores_softcap)
+        return step.paged.attend(layer.index, queries, layer.window_tokens, rule).view(len(qkv), -1)
 
     def last_tokens(self, qkv: Tensor, residual: Tensor, step: TorchStep) -> tuple[Tensor, Tensor, TorchStep]:
-        narrowed = replace(step, queries=step.queries.single(step.last_tokens.numpy()))
+        narrowed = replace(step, paged=step.paged.single(step.last_tokens.numpy()))
         return qkv[step.last_tokens], residual[step.last_tokens], narrowed
 
     def logit_rows(self, normed: Tensor, step: TorchStep) -> Tensor:
@@ -234,7 +185,7 @@ class TorchOps:
         return rows
 
     def close(self) -> None:
-        self.keys, self.values = [], []
+        self.cache = PagedCache((), 0, 1, "fp32")
 
     def _row_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [T, hidden] fp32; weight as given to `norm`."""

@@ -291,7 +291,7 @@ def test_unwritten_cache_positions_are_never_read(page_size: int, kv_dtype: str,
 def cache_tensors(decoder: CpuDecoderPass) -> list[torch.Tensor]:
     ops: Any = decoder._ops
     if isinstance(ops, TorchOps):
-        return [tensor for heads in (*ops.keys, *ops.values) for tensor in heads.tensors]
+        return [tensor for heads in (*ops.cache.keys, *ops.cache.values) for tensor in heads.tensors]
     tensors: list[torch.Tensor] = ops.cache
     return tensors
 

@@ -41,7 +41,7 @@ def quantise_exactly(x: Tensor) -> tuple[Tensor, Tensor]:
 def stored_blocks(ops: Any, page_size: int) -> list[tuple[Tensor, Tensor]]:
     """Keys and values: int8 [pages, page_size, kv_heads, dim], and one scale per 32 dimensions."""
     if not isinstance(ops, NativeOps):
-        heads: list[Q8KvPages] = [ops.keys[0], ops.values[0]]
+        heads: list[Q8KvPages] = [ops.cache.keys[0], ops.cache.values[0]]
         return [
             (side.numbers.flatten(3).permute(1, 2, 0, 3), side.scales.squeeze(4).permute(1, 2, 0, 3)) for side in heads
         ]
