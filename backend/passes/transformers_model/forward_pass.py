@@ -9,7 +9,7 @@ import torch
 
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassSpec
-from penstock.backend.passes.decoder.cpu.torch_paged_cache import PagedCache
+from penstock.backend.passes.decoder.cpu.torch_cache.paged_cache import PagedCache
 from penstock.backend.passes.decoder.ops import CPU_KV_DTYPES, KV_BLOCK_BYTES, KV_BLOCK_VALUES
 from penstock.backend.passes.transformers_model.attention import attention_by, paged_attention
 from penstock.backend.passes.transformers_model.model import count_weight_bytes, load_model, read_facts, run_model

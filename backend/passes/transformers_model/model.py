@@ -11,7 +11,7 @@ from penstock.backend.checkpoint.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.checkpoint.weights import choose_dtype
 from penstock.backend.errors import StartupError
-from penstock.backend.passes.decoder.cpu.torch_paged_cache import KvShape
+from penstock.backend.passes.decoder.cpu.torch_cache.paged_cache import KvShape
 from penstock.backend.passes.transformers_model.attention import (
     NAME,
     ShapeProbe,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, FROM_SLOT
-from penstock.backend.passes.decoder.cpu.torch_kv_cache import quantise_q8_0
+from penstock.backend.passes.decoder.cpu.torch_cache.kv_pages import quantise_q8_0
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
 from penstock.backend.passes.decoder.cuda.kv_cache.page_copies import copy_pages
 from penstock.backend.passes.decoder.cuda.ops.elementwise import Elementwise

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.backend.passes.decoder.cpu.torch_kv_cache import quantise_q8_0
+from penstock.backend.passes.decoder.cpu.torch_cache.kv_pages import quantise_q8_0
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
 from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from penstock.backend.passes.decoder.cpu.torch_cache.query_tiles import ONE_BY_ONE
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchLinear, TorchOps
-from penstock.backend.passes.decoder.cpu.torch_query_tiles import ONE_BY_ONE
 
 if TYPE_CHECKING:
     from torch import Tensor

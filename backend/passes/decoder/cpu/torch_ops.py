@@ -13,10 +13,10 @@ import torch
 from torch.nn import functional
 
 from penstock.backend.checkpoint.quantized_weights import take_rows
+from penstock.backend.passes.decoder.cpu.torch_cache.paged_cache import KvShape, PagedCache, PagedStep, ScoreRule
+from penstock.backend.passes.decoder.cpu.torch_cache.query_tiles import TileLimits
 from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
-from penstock.backend.passes.decoder.cpu.torch_paged_cache import KvShape, PagedCache, PagedStep, ScoreRule
 from penstock.backend.passes.decoder.cpu.torch_quantized_linear import QuantizedLinear
-from penstock.backend.passes.decoder.cpu.torch_query_tiles import TileLimits
 from penstock.backend.passes.decoder.ops import HeadShape, round_scale
 from penstock.backend.passes.decoder.prompt_embeddings import place_embeddings
 from penstock.backend.passes.decoder.rope_table import RopeTable

@@ -13,7 +13,7 @@ from torch.nn.functional import layer_norm, rms_norm
 
 from penstock.backend.checkpoint.decoder_config import NormKind, QkNormScope, RopeConfig
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps
-from penstock.backend.passes.decoder.cpu.torch_kv_cache import Q8KvPages
+from penstock.backend.passes.decoder.cpu.torch_cache.kv_pages import Q8KvPages
 from penstock.backend.passes.decoder.ops import AttentionLayer
 from tests.backend.passes.decoder.conftest import MakeOps
 from tests.backend.passes.decoder.cpu.ops_harness import (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.backend.passes.decoder.cpu.torch_kv_cache import quantise_q8_0
+from penstock.backend.passes.decoder.cpu.torch_cache.kv_pages import quantise_q8_0
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.decoder.cuda.kv_cache.page_copies import copy_pages
 from penstock.backend.passes.decoder.cuda.ops.elementwise import unsupported_reason

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cpu.torch_kv_cache import KvPages, make_kv_pages
-from penstock.backend.passes.decoder.cpu.torch_query_tiles import QueryTiles, TileLimits, cut_rows
+from penstock.backend.passes.decoder.cpu.torch_cache.kv_pages import KvPages, make_kv_pages
+from penstock.backend.passes.decoder.cpu.torch_cache.query_tiles import QueryTiles, TileLimits, cut_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
