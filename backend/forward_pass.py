@@ -157,14 +157,14 @@ class StepBatch:
         last_tokens: NDArray[np.int32] = self.query_starts[1:][self.logit_rows] - 1
         if self.scored is None:
             return last_tokens
-        import numpy as np  # here, so that importing this module costs nothing
+        from numpy import concatenate  # here, so that importing this module costs nothing
 
-        return np.concatenate([last_tokens, self.scored.tokens])
+        return concatenate([last_tokens, self.scored.tokens])
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Tokens that some rows of a step may sample, as grammars and token lists allow them."""
+    """Tokens that some rows of a step may sample."""
 
     rows: NDArray[np.int32]
     """[M] ascending indices into batch.logit_rows."""
@@ -177,16 +177,13 @@ class TokenLogprobs:
     """Natural logarithms of the probabilities in the raw logits: before bias, penalties, masks and filters."""
 
     rows: NDArray[np.int32]
-    """[K] ascending indices into batch.logit_rows: rows whose slot's num_logprobs is not -1. In `StepOutput.scored`:
-    all places in batch.scored.tokens."""
+    """[K] ascending indices into batch.logit_rows, where num_logprobs is not -1; of scored tokens, all their places."""
     chosen: NDArray[np.float32]
-    """[K] log probability of the sampled or scored token. For a scored one NaN if the logits have a NaN or no finite
-    maximum; its ranks and top tokens do not count then."""
+    """[K] that of the sampled or scored token; NaN, and the rest void, for a scored one whose logits are bad."""
     ranks: NDArray[np.int32]
     """[K] number of tokens that are at least as likely as that one, itself included."""
     top_ids: NDArray[np.int32]
-    """[K, N] the most likely tokens, most likely first, equal ones by id; N is the rows' largest num_logprobs, or
-    num_top, and at most vocab_size."""
+    """[K, N] the most likely tokens, most likely first, equal ones by id; N is the largest num_logprobs, or num_top."""
     top: NDArray[np.float32]
     """[K, N] log probabilities of top_ids."""
 
@@ -244,10 +241,8 @@ class PassSpec:
     """`forward` and `sample` return before the device has computed. The next step is launched behind the running one,
     whose tokens only the device knows yet. `sample` is called for steps without logit rows too, to wait for them."""
     scores_prompts: bool = False
-    """The pass reports `StepBatch.scored`; otherwise requests for log probabilities of prompts are refused.
-
-    All tokens of a step may be scored, PassOptions.max_batch_tokens: workspace_bytes includes what that takes.
-    """
+    """The pass reports `StepBatch.scored`, for all tokens of a step if need be; workspace_bytes includes that memory.
+    Otherwise requests for log probabilities of prompts are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,10 +295,9 @@ class IBatchedForwardPass(Protocol):
     def forward(self, batch: StepBatch) -> Any:
         """Run one step and return logits of batch.logit_rows, [L, vocab_size], as a handle for `sample`.
 
-        It may go on with those of batch.scored, so that it has [L + S, vocab_size], those of batch.logit_tokens:
-        `HostSampling` expects that. Copy batch.page_copies first, then write the KV of all T tokens. A row's result
-        must not depend on the other rows. Raises DeviceLost, here or in `sample`, when no later step can succeed
-        either.
+        For `HostSampling` they are those of batch.logit_tokens, [L + S, vocab_size]. Copy batch.page_copies first, then
+        write the KV of all T tokens. A row's result must not depend on the other rows. Raises DeviceLost, here or in
+        `sample`, when no later step can succeed either.
         """
         ...
 
@@ -343,11 +337,8 @@ class IHostPages(Protocol):
 
     @property
     def num_host_pages(self) -> int:
-        """The number of host pages; fixed once the cache is created.
-
-        0 if computing a page again is quicker than copying it there and back, or if PassOptions.host_kv_bytes holds no
-        page.
-        """
+        """Fixed once the cache is created. 0 if computing a page again is quicker than copying it there and back, or if
+        PassOptions.host_kv_bytes holds no page."""
         ...
 
     def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
