@@ -20,8 +20,9 @@ class Q8Block {  // see FloatBlock
 
     Q8Block(const Engine& engine, const Attention& layer, i64 row, i64 rows, Scratch& scratch)
         : cursor_(engine, layer, row, scratch), dim_(engine.shape.head_dim), rows_(rows), parts_(dim_ / kQ8Block),
-          softcap_(engine.shape.scores_softcap), scores_(scratch.take<float>(rows * kBlock)), factors_(scratch.take<float>(rows)),
-          tops_(scratch.take<float>(rows)), weights_(scratch.take<std::int16_t>(rows * parts_ * kBlock)),
+          softcap_(engine.shape.scores_softcap), scores_(scratch.take<float>(rows * kBlock)),
+          factors_(scratch.take<float>(rows)), tops_(scratch.take<float>(rows)),
+          weights_(scratch.take<std::int16_t>(rows * parts_ * kBlock)),
           weight_scales_(scratch.take<float>(rows * parts_)), value_scales_(scratch.take<float>(parts_ * kBlock)),
           top_scales_(scratch.take<float>(parts_)) {}
 
@@ -82,7 +83,7 @@ class Q8Block {  // see FloatBlock
             const float* scales = value_scales_ + b * kBlock;
             const float top_scale = visible.to >= kBlock ? top_scales_[b] : largest_of(scales, visible.to);
             const Floats range = mul(to_short_range(top_scale), broadcast(to_one));
-            std::int16_t* shorts = weights_ + (r * parts_ + b) * kBlock;
+            std::int16_t* shorts = weights_ + (b * rows_ + r) * kBlock;
             for (i64 i = 0; i < kBlock; i += 16)
                 store_shorts(shorts + i, mul(mul(load(weights + i), load(scales + i)), range));
             weight_scales_[r * parts_ + b] = visible.none() ? 0.0f : top_scale * tops_[r] * (1.0f / kShortMax);
@@ -96,9 +97,9 @@ class Q8Block {  // see FloatBlock
                                                                                   auto num_vectors, auto fetch) {
                 ProductSums<Q8, num_rows, num_vectors> sums;
                 sums.each([&](int r, int v) { sums.at[r][v] = IntSums{}; });
-                const std::int16_t* weights = weights_ + (row * parts_ + b) * kBlock;
+                const std::int16_t* weights = weights_ + (b * rows_ + row) * kBlock;
                 for (i64 at = 0; at < cursor_.count(); at += cursor_.segment())
-                    sums.add(weights + at, parts_ * kBlock, cursor_.values<num_vectors>(at, column), dim_ * 2,
+                    sums.add(weights + at, kBlock, cursor_.values<num_vectors>(at, column), dim_ * 2,
                              (cursor_.positions(at) + 1) / 2, fetch);
                 sums.each([&](int r, int v) {
                     float* target = acc + (row + r) * dim_ + column + 16 * v;
@@ -139,7 +140,7 @@ class Q8Block {  // see FloatBlock
     float* scores_;
     float* factors_;
     float* tops_;
-    std::int16_t* weights_;  // [rows][head_dim / 32][kBlock]
+    std::int16_t* weights_;  // [head_dim / 32][rows][kBlock]: rows a constant number of bytes apart
     float* weight_scales_;   // [rows][head_dim / 32]
     float* value_scales_;    // [head_dim / 32][kBlock]; top_scales_ has the largest of each 32 dimensions
     float* top_scales_;
