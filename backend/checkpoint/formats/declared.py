@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from msgspec import Meta, Struct
 
 from penstock.backend.checkpoint.formats.compressed_tensors import Groups, PackedIntegers, PlainInt8
+from penstock.backend.checkpoint.formats.float4 import Bitsandbytes4Bit, Mxfp4
 from penstock.backend.checkpoint.formats.float8 import Float8
 from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES, GgmlMatrix
 from penstock.backend.checkpoint.formats.gptq import Awq, Gptq
@@ -176,16 +177,23 @@ def _is_target_but(targets: tuple[str, ...], ignored: tuple[str, ...], module: s
     return is_target(module, targets) and not is_target(module, ignored)
 
 
+_COMPRESSED_LAYOUTS = (
+    "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mxfp4-pack-quantized"
+)  # fmt: skip
+
+
 def _compressed_matrix(where: str, weights: _WeightSettings, layout: str) -> MatrixFormat:
     strategy = weights.strategy or ("tensor" if weights.group_size is None else "group")
     if strategy == "group":
         if weights.group_size is None:
             raise StartupError(f"quantization_config.{where}.weights.group_size is missing for strategy group")
         strategy = "channel" if _groups(weights.group_size) is None else strategy
-    layout = _one_of(
-        f"{where}.format", layout, ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
-    )
+    layout = _one_of(f"{where}.format", layout, _COMPRESSED_LAYOUTS)
     kind = _one_of(f"{where}.weights.type", weights.type, ("int", "float"))
+    if layout == "mxfp4-pack-quantized":
+        _one_of(f"{where}.weights.group_size", weights.group_size, (32,))
+        _one_of(f"{where}.weights.symmetric", weights.symmetric, (True,))
+        return Mxfp4()
     if kind == "float":
         _one_of(f"{where}.weights.num_bits", weights.num_bits, (8,))
         _one_of(f"{where}.weights.strategy", strategy, ("tensor", "channel", "block"))
@@ -200,6 +208,23 @@ def _compressed_matrix(where: str, weights: _WeightSettings, layout: str) -> Mat
         return PackedIntegers(bits, groups, weights.symmetric, weights.actorder in ("group", "dynamic", True))
     _one_of(f"{where}.weights.num_bits", weights.num_bits, (8,))
     return PlainInt8(groups, weights.symmetric)
+
+
+class _BitsandbytesSettings(Struct, frozen=True):
+    load_in_4bit: bool = False
+    bnb_4bit_quant_type: str = "fp4"
+    bnb_4bit_use_double_quant: bool = False
+    bnb_4bit_quant_storage: str = "uint8"
+    llm_int8_skip_modules: _Names | None = None
+
+
+def _bitsandbytes(values: dict[str, Any]) -> StoredFormats:
+    settings = convert(values, _BitsandbytesSettings, "quantization_config")
+    _one_of("load_in_4bit", settings.load_in_4bit, (True,))
+    _one_of("bnb_4bit_quant_storage", settings.bnb_4bit_quant_storage, ("uint8",))
+    kind = _one_of("bnb_4bit_quant_type", settings.bnb_4bit_quant_type, ("nf4", "fp4"))
+    matrix = Bitsandbytes4Bit(kind, settings.bnb_4bit_use_double_quant)
+    return StoredFormats((Rule(matrix, _all_but(settings.llm_int8_skip_modules)),))
 
 
 class _GgufSettings(Struct, frozen=True):
@@ -221,6 +246,7 @@ _METHODS: dict[str, Callable[[dict[str, Any]], StoredFormats]] = {
     "gptq": _gptq,
     "awq": _awq,
     "fp8": _fp8,
+    "bitsandbytes": _bitsandbytes,
     "gguf": _gguf,
 }
 

@@ -17,6 +17,7 @@ Shape: TypeAlias = tuple[int, int]
 Parts: TypeAlias = Mapping[str, Tensor]
 """Tensors as they are stored, by their name after the linear's."""
 
+MAX_NOTE_BYTES = 4096
 FLOATS = ("F32", "F16", "BF16")
 
 
@@ -29,7 +30,7 @@ class Part:
     """A tensor that a format stores."""
 
     shapes: tuple[tuple[int, ...], ...]
-    """The shapes that it may have, the usual one first."""
+    """The shapes that it may have, the usual one first. Empty: one dimension of at most MAX_NOTE_BYTES."""
     dtypes: tuple[str, ...]
     """Names in safetensors."""
     optional: bool = False

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from penstock.backend.checkpoint.formats.matrix_format import UnreadableMatrixError
+from penstock.backend.checkpoint.formats.matrix_format import MAX_NOTE_BYTES, UnreadableMatrixError
 from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES
 from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.errors import StartupError
@@ -162,14 +162,14 @@ def _find(
     where: str,
 ) -> PlainTensor:
     """source: what decides about the shape."""
+    expected = list(shapes[0]) if shapes else f"[up to {MAX_NOTE_BYTES}]"
     if name not in files:
-        raise StartupError(f"tensor {name}, expected with shape {list(shapes[0])}, is missing from {where}")
+        raise StartupError(f"tensor {name}, expected with shape {expected}, is missing from {where}")
     file = files[name]
     stored = file.tensors[name]
-    if stored.shape not in shapes:
-        raise StartupError(
-            f"{file.path}: tensor {name} has shape {list(stored.shape)}; {source} makes it {list(shapes[0])}"
-        )
+    fits = stored.shape in shapes if shapes else len(stored.shape) == 1 and stored.num_bytes <= MAX_NOTE_BYTES
+    if not fits:
+        raise StartupError(f"{file.path}: tensor {name} has shape {list(stored.shape)}; {source} makes it {expected}")
     if stored.dtype not in dtypes:
         raise StartupError(
             f"{file.path}: tensor {name} has dtype {shorten(stored.dtype)}; it must be {', '.join(dtypes)}"

@@ -131,6 +131,42 @@ def awq(group_size: int = 32) -> Callable[[np.random.Generator, int, int], tuple
     return quantize
 
 
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""Table 8 of arXiv 2305.14314, in fp32."""
+
+
+def nf4(*, nested: bool) -> Callable[[np.random.Generator, int, int], tuple[Tensors, torch.Tensor]]:
+    """In float64, but for sums and products that bitsandbytes rounds to fp32."""
+
+    def quantize(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[Tensors, torch.Tensor]:
+        values = rng.integers(0, 16, outputs * inputs)
+        num_blocks = outputs * inputs // 64
+        table = torch.tensor(NF4)
+        state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [outputs, inputs]}
+        parts = {"weight": torch.from_numpy((values[::2] << 4 | values[1::2]).astype(np.uint8))[:, None]}
+        if nested:
+            codes = rng.integers(0, 256, num_blocks)
+            own, tops = torch.linspace(-1, 1, 256), random_scales(rng, -(-num_blocks // 256), dtype=torch.float32)
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.0625}
+            products = own[codes].double() * tops.double()[np.arange(num_blocks) // 256]
+            scales = (products.float().double() + 0.0625).float()
+            parts |= {"weight.absmax": torch.from_numpy(codes.astype(np.uint8))}
+            parts |= {"weight.nested_absmax": tops, "weight.nested_quant_map": own}
+        else:
+            scales = random_scales(rng, num_blocks, dtype=torch.float32)
+            parts["weight.absmax"] = scales
+        note = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+        parts |= {"weight.quant_map": table, "weight.quant_state.bitsandbytes__nf4": note}
+        exact = table[values].double().view(-1, 64) * scales.double()[:, None]
+        return parts, exact.view(outputs, inputs)
+
+    return quantize
+
+
 def fp8(
     block: tuple[int, int] | None, scale_name: str = "weight_scale_inv"
 ) -> Callable[[np.random.Generator, int, int], tuple[Tensors, torch.Tensor]]:

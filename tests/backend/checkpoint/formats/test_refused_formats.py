@@ -18,7 +18,7 @@ from penstock.backend.checkpoint.formats.matrix_format import UnreadableMatrixEr
 from penstock.backend.checkpoint.safetensors_file import SafetensorsFile
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
-from tests.backend.checkpoint.formats.quantizers import change_config, fp8, gptq, write_checkpoint
+from tests.backend.checkpoint.formats.quantizers import change_config, fp8, gptq, nf4, write_checkpoint
 from tests.backend.checkpoint.weight_files import rewrite
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
@@ -91,6 +91,43 @@ def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], message: 
         read_all(tmp_path)
 
 
+def note(**changes: Any) -> torch.Tensor:
+    state = {"quant_type": "nf4", "blocksize": 64, "shape": [128, 128], "nested_blocksize": 256, "nested_offset": 0.1}
+    return torch.frombuffer(bytearray(json.dumps(state | changes).encode()), dtype=torch.uint8)
+
+
+STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+@pytest.mark.parametrize(
+    ("part", "tensor", "message"),
+    [
+        (STATE, note(blocksize=128), r"q_proj\.weight, bitsandbytes, nf4.*: blocksize is 128; it must be 64"),
+        (STATE, note(shape=[64, 256]), r"shape is \[64, 256\]; it must be \[128, 128\]"),
+        (STATE, note(nested_offset="x"), "nested_offset is 'x'; it must be a finite number"),
+        (STATE, torch.zeros(20, dtype=torch.uint8), "its quant_state is not a JSON object"),
+        (
+            STATE,
+            torch.zeros(5000, dtype=torch.uint8),
+            r"nf4 has shape \[5000\]; .* makes it \[up to 4096\]",
+        ),
+        (STATE, None, r"nf4, expected with shape \[up to 4096\], is missing"),
+        ("weight.absmax", torch.zeros(255, dtype=torch.uint8), r"absmax has shape \[255\]; .*makes it \[256\]"),
+        ("weight.absmax", torch.zeros(256), "absmax has dtype 'F32'; it must be U8"),
+        ("weight.nested_absmax", torch.full((1,), math.nan), "nested_absmax has numbers that are not finite"),
+    ],
+)
+def test_wrong_part_of_an_nf4_linear_is_refused_by_name(
+    part: str, tensor: torch.Tensor | None, message: str, tmp_path: Path
+) -> None:
+    settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    checkpoint = write_checkpoint(tmp_path, {"quant_method": "bitsandbytes"} | settings, nf4(nested=True))
+    read_all(tmp_path)
+    rewrite(checkpoint.file, {f"{Q}.{part}": tensor})
+    with pytest.raises(StartupError, match=message):
+        read_all(tmp_path)
+
+
 def test_linear_that_is_listed_as_plain_is_read_plain(tmp_path: Path) -> None:
     plain = ("lm_head", "embed_tokens", "o_proj", "layers.1.mlp")
     checkpoint = write_checkpoint(tmp_path, FP8, fp8((64, 64)), plain=plain)
@@ -135,6 +172,12 @@ def compressed(layout: str = "int-quantized", **weights: Any) -> dict[str, Any]:
         (compressed(strategy="block", block_structure=[1, 0]), r"block_structure\[1\] is 0|block_structure"),
         (compressed() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format is"),
         (compressed() | {"ignore": ["re:("]}, r"the expression '\(' is invalid"),
+        (
+            compressed("mxfp4-pack-quantized", type="float", num_bits=4, group_size=16),
+            "group_size is 16; supported are 32",
+        ),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_4bit is False; supported are True"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "x"}, "quant_type is 'x'"),
         ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv'; supported are gemm"),
         ({"quant_method": "awq", "backend": "llm-awq"}, 'backend is "llm-awq"'),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'"),

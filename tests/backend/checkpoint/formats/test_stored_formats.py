@@ -11,7 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compressed_tensors.compressors import NaiveQuantizationCompressor, PackedQuantizationCompressor
+from compressed_tensors.compressors import (
+    MXFP4PackedCompressor,
+    NaiveQuantizationCompressor,
+    PackedQuantizationCompressor,
+)
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
@@ -29,6 +33,7 @@ from tests.backend.checkpoint.formats.quantizers import (
     awq,
     fp8,
     gptq,
+    nf4,
     random_scales,
     write_checkpoint,
 )
@@ -36,6 +41,13 @@ from tests.backend.passes.decoder.driver import Driver
 from tests.backend.passes.decoder.quantized_oracle import relative_error, replace_linear
 from tests.checkpoints import load_oracle
 
+NF4 = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+}
+MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "lm_head": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
@@ -52,12 +64,15 @@ def compressed(layout: str, **weights: Any) -> dict[str, Any]:
     }
 
 
+COMPRESSORS = {"pack-quantized": PackedQuantizationCompressor, "mxfp4-pack-quantized": MXFP4PackedCompressor}
+
+
 def by_library(
     layout: str, scale_shape: Callable[[int, int], tuple[int, int]], **weights: Any
 ) -> Callable[[np.random.Generator, int, int], tuple[Tensors, torch.Tensor]]:
     """Weights compressed by compressed-tensors, and what it makes of them again."""
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
-    compressor = PackedQuantizationCompressor if layout == "pack-quantized" else NaiveQuantizationCompressor
+    compressor = COMPRESSORS.get(layout, NaiveQuantizationCompressor)
     span = 8 if weights["num_bits"] == 4 else 128
 
     def quantize(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[Tensors, torch.Tensor]:
@@ -123,6 +138,13 @@ CASES: dict[str, tuple[dict[str, Any], Any, type[Int4Weight] | type[Int8Weight] 
         compressed("pack-quantized", **ASYMMETRIC),
         by_library("pack-quantized", lambda n, m: (n, m // 32), **ASYMMETRIC),
         Int4Weight,
+    ),
+    "nf4": (NF4 | {"bnb_4bit_use_double_quant": False}, nf4(nested=False), None),
+    "nf4, nested scales": (NF4, nf4(nested=True), None),
+    "mxfp4": (
+        compressed("mxfp4-pack-quantized", **MXFP4),
+        by_library("mxfp4-pack-quantized", lambda n, m: (n, m // 32), **MXFP4),
+        None,
     ),
     "float8 per output": (
         compressed("float-quantized", **FLOAT, strategy="channel"),
