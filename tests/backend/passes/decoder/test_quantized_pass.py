@@ -88,8 +88,16 @@ def make_deterministic(request: pytest.FixtureRequest) -> MakeOps:
     return make
 
 
-CASES = [("llama-bias", torch.float32), ("qwen3", torch.float32), ("phi3", torch.bfloat16)]
-"""With biases and an lm_head of its own; with a tied embedding; with stacked tensors."""
+CASES = [
+    ("llama-bias", torch.float32),
+    ("qwen3", torch.float32),
+    ("phi3", torch.bfloat16),
+    ("glm", torch.float32),
+    ("starcoder2", torch.float32),
+    ("gemma2", torch.float32),
+]
+"""With biases and an lm_head of its own; with a tied embedding; with stacked tensors; with rows in another order; with
+a plain MLP; with norms of products, soft caps and a scaled embedding."""
 
 
 @pytest.mark.parametrize("mode", MODES)
