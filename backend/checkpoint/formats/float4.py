@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -93,7 +93,7 @@ class Bitsandbytes4Bit(MatrixFormat):
         numbers = parts["weight.nested_quant_map"][scales.long()] * parts["weight.nested_absmax"][groups]
         return numbers + self._state(parts)["nested_offset"]
 
-    def _state(self, parts: Parts) -> dict[str, object]:
+    def _state(self, parts: Parts) -> dict[str, Any]:
         """What bitsandbytes notes about the matrix: JSON as bytes."""
         try:
             state = json.loads(bytes(parts[f"{_STATE}{self.type_name}"].tolist()))
