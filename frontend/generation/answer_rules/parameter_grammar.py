@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from penstock.frontend.generation.answer_rules.lark import MarkedText, json_value, literal
 from penstock.frontend.parsing.tool_formats.parameter_types import TEXT, resolved, types_of
 from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS
@@ -22,56 +24,83 @@ _MAX_TEXT_LENGTH = 10_000
 """Longer limits of a text's length are not expressed."""
 
 
-def parameter_rules(
-    name: str, schema: Mapping[str, Any], layout: ParameterLayout, text: MarkedText
-) -> list[str] | None:
-    """Return the rule `name` for the declared parameters in their order, and the rules below it.
+class ParameterGrammar:
+    """Makes the rules for the arguments of all functions of one grammar."""
 
-    None if the format cannot express the schema: some keywords, names or texts have no form in it. A schema that
-    declares no parameters allows any.
-    """
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    others = schema.get("additionalProperties", True)
-    if not schema.keys() <= _OBJECT_KEYWORDS or not set(required) <= properties.keys() or isinstance(others, dict):
-        return None
-    if not properties and others:
-        any_text = _text_rule(f"{name}_text", {}, layout, text)
-        return [f"{name}: ({text(layout.opening)} {_ANY_KEY} {text(layout.middle)} {name}_text)*", *any_text]
-    names, rules, num_characters = [], [], 0
-    for number, (key, declared) in enumerate(properties.items()):
-        value = f"{name}_{number}"
-        value_rules = _value_rules(value, declared, schema, layout, text)
-        if value_rules is None or _KEY.fullmatch(key) is None:
+    def __init__(self, layout: ParameterLayout, text: MarkedText) -> None:
+        self.rules: list[str] = []
+        self._layout = layout
+        self._text = text
+        self._closing = text(f"{_line_break(layout)}{layout.closing}{layout.gap}")
+        self._values: dict[tuple[bytes, int], str | None] = {}
+        """Rules by schema, and by the root of its references: equal ones share a rule, which keeps the lexer small."""
+        self._num_characters = 0
+
+    def arguments(self, schema: Mapping[str, Any]) -> str | None:
+        """Return Lark for the declared parameters in their order.
+
+        None if the format cannot express the schema: some keywords, names or texts have no form in it. A schema that
+        declares no parameters allows any.
+        """
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        others = schema.get("additionalProperties", True)
+        if not schema.keys() <= _OBJECT_KEYWORDS or not set(required) <= properties.keys() or isinstance(others, dict):
             return None
-        opening = text(f"{layout.opening}{key}{layout.middle}")
-        names.append(f"({opening} {value})" + ("" if key in required else "?"))
-        rules += value_rules
-        num_characters += sum(map(len, value_rules))
-        if num_characters > MAX_GRAMMAR_CHARACTERS:
-            break  # too long whatever follows, and a reference repeats the whole schema
-    return [f"{name}: {' '.join(names)}" if names else f'{name}: ""', *rules]
+        if not properties and others:
+            value = self._value({}, schema)
+            return f"({self._text(self._layout.opening)} {_ANY_KEY} {self._text(self._layout.middle)} {value})*"
+        parameters = []
+        for key, declared in properties.items():
+            value = self._value(declared, schema)
+            if value is None or _KEY.fullmatch(key) is None:
+                return None
+            opening = self._text(f"{self._layout.opening}{key}{self._layout.middle}")
+            parameters.append(f"({opening} {value})" + ("" if key in required else "?"))
+        return " ".join(parameters) or '""'
 
+    def _value(self, declared: object, root: Mapping[str, Any]) -> str | None:
+        """Return the rule of a value and its closing mark; None if the format cannot express the schema."""
+        encoded = msgspec.json.encode(declared)
+        key = (encoded, id(root) if b"$ref" in encoded else 0)
+        is_too_long = self._num_characters > MAX_GRAMMAR_CHARACTERS
+        if key not in self._values and not is_too_long:  # each rule with a reference repeats its whole root
+            name = f"value_{len(self._values)}"
+            rules = self._value_rules(name, declared, root)
+            self._values[key] = None if rules is None else name
+            self.rules += rules or ()
+            self._num_characters += sum(map(len, rules or ()))
+        return self._values.get(key)
 
-def _value_rules(
-    name: str, declared: object, root: Mapping[str, Any], layout: ParameterLayout, text: MarkedText
-) -> list[str] | None:
-    """Return the rule `name` for a value and its closing mark; None if the format cannot express the schema."""
-    types = types_of(declared, root)
-    closing = text(f"{_line_break(layout)}{layout.closing}{layout.gap}")
-    if "string" not in types:
-        return [f"{name}: {name}_json {closing}", f"{name}_json: {json_value(_rooted(declared, root))}"]
-    schema = resolved(declared, root)
-    if not isinstance(schema, dict) or _allows_any(schema, root):
-        return _text_rule(name, {}, layout, text)
-    if types != TEXT:
+    def _value_rules(self, name: str, declared: object, root: Mapping[str, Any]) -> list[str] | None:
+        types = types_of(declared, root)
+        if "string" not in types:
+            return [f"{name}: {name}_json {self._closing}", f"{name}_json: {json_value(_rooted(declared, root))}"]
+        schema = resolved(declared, root)
+        if not isinstance(schema, dict) or _allows_any(schema, root):
+            return self._text_rules(name, {})
+        if types != TEXT:
+            return None
+        if schema.keys() <= {"type", "minLength", "maxLength"}:
+            return self._text_rules(name, schema)
+        values = schema["enum"] if "enum" in schema else [schema.get("const")]
+        is_writable = all(isinstance(value, str) and self._layout.closing not in value for value in values)
+        if is_writable and schema.keys() <= {"type", "enum", "const"}:
+            return [f"{name}: ({' | '.join(map(literal, values))}) {self._closing}"]
         return None
-    if schema.keys() <= {"type", "minLength", "maxLength"}:
-        return _text_rule(name, schema, layout, text)
-    values = schema["enum"] if "enum" in schema else [schema.get("const")]
-    is_writable = all(isinstance(value, str) and layout.closing not in value for value in values)
-    if is_writable and schema.keys() <= {"type", "enum", "const"}:
-        return [f"{name}: ({' | '.join(map(literal, values))}) {closing}"]
-    return None
+
+    def _text_rules(self, name: str, limits: Mapping[str, int]) -> list[str]:
+        """Return the rule `name` for a text without the closing mark, and that mark."""
+        layout, text = self._layout, self._text
+        least, most = limits.get("minLength", 0), limits.get("maxLength", _MAX_TEXT_LENGTH)
+        is_unlimited = most >= _MAX_TEXT_LENGTH
+        length = "*" if is_unlimited and not least else f"{{{least},{'' if is_unlimited else most}}}"
+        line_break = r"\n" if layout.is_indented else ""
+        terminal, gap = name.upper(), text(layout.gap)
+        content = f"{terminal}: /(.|\\n){length}{line_break}/ & ~/(.|\\n)*{_escaped(layout.closing)}(.|\\n)*/"
+        if text.is_token(layout.closing):
+            return [f"{name}: {terminal} {text(layout.closing)} {gap}", content]
+        closed = f"{name}_closed[suffix={literal(layout.closing)}]: {terminal}"
+        return [f"{name}: {name}_closed {gap}", closed, content]
 
 
 def _allows_any(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
@@ -80,24 +109,6 @@ def _allows_any(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
         return schema.keys() <= {"type"}
     branches = (resolved(branch, root) for branch in schema["anyOf"])
     return all(isinstance(branch, dict) and branch.keys() <= {"type"} for branch in branches)
-
-
-def _text_rule(name: str, limits: Mapping[str, int], layout: ParameterLayout, text: MarkedText) -> list[str]:
-    """Return the rule `name` for a text without the closing mark, and that mark."""
-    least, most = limits.get("minLength", 0), limits.get("maxLength", _MAX_TEXT_LENGTH)
-    length = (
-        "*" if most >= _MAX_TEXT_LENGTH and not least else f"{{{least},{'' if most >= _MAX_TEXT_LENGTH else most}}}"
-    )
-    line_break = r"\n" if layout.is_indented else ""
-    terminal, gap = name.upper(), text(layout.gap) if layout.gap else ""
-    content = f"{terminal}: /(.|\\n){length}{line_break}/ & ~/(.|\\n)*{_escaped(layout.closing)}(.|\\n)*/"
-    if text.is_token(layout.closing):
-        return [f"{name}: {terminal} {text(layout.closing)} {gap}", content]
-    return [
-        f"{name}: {name}_closed {gap}",
-        f"{name}_closed[suffix={literal(layout.closing)}]: {terminal}",
-        content,
-    ]
 
 
 def _line_break(layout: ParameterLayout) -> str:

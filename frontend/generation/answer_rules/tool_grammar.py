@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.frontend.generation.answer_rules.lark import MarkedText, json_value
-from penstock.frontend.generation.answer_rules.parameter_grammar import parameter_rules
+from penstock.frontend.generation.answer_rules.parameter_grammar import ParameterGrammar
 from penstock.frontend.parsing.tool_formats.hermes import Hermes
 from penstock.frontend.schemas.chat import NamedTool
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
@@ -135,16 +135,19 @@ def _call_rules(
         f"calls: {text(form.opening)} call {repeated} {text(form.closing)}",
         "call: " + " | ".join(f"call_{number}" for number in range(len(functions))),
     ]
+    tagged = None if form.parameters is None else ParameterGrammar(form.parameters, text)
     for number, (function, schema) in enumerate(zip(functions, schemas, strict=True)):
         before, after = form.around(function.name)
-        name = f"arguments_{number}"
-        arguments = None if form.parameters is None else parameter_rules(name, schema, form.parameters, text)
+        arguments = None if tagged is None else tagged.arguments(schema)
         if arguments is None:
             # Formats with parameters also read calls in JSON, which can express every schema.
-            before, after = (Hermes() if form.parameters is not None else form).around(function.name)
-            arguments = [f"{name}: {json_value(schema)}"]
-        rules += [f"call_{number}: {text(before)} {name} {text(after)}", *arguments]
-    return rules
+            before, after = (form if tagged is None else Hermes()).around(function.name)
+            arguments = json_value(schema)
+        rules += [
+            f"call_{number}: {text(before)} arguments_{number} {text(after)}",
+            f"arguments_{number}: {arguments}",
+        ]
+    return rules + (tagged.rules if tagged is not None else [])
 
 
 def _schema(function: FunctionDefinition) -> dict[str, Any]:

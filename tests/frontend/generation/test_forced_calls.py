@@ -173,6 +173,11 @@ NOT_EXPRESSED: dict[str, dict[str, Any]] = {
     },
     "others": {"additionalProperties": {"type": "null"}, "maxProperties": 2},
     "key": {"properties": {"a>b": {"type": "null"}}, "required": ["a>b"], "additionalProperties": False},
+    "long": {  # each reference needs the whole schema
+        "properties": {f"a{number}": {"$ref": "#/$defs/a", "minLength": number} for number in range(40)},
+        "$defs": {"a": {"type": "null"}},
+        "additionalProperties": False,
+    },
     "mark": {"properties": {"a": {"enum": ["</parameter>", "</arg_value>"]}}, "required": ["a"]},
 }
 
