@@ -42,6 +42,13 @@ class ParameterGrammar:
         None if the format cannot express the schema: some keywords, names or texts have no form in it. A schema that
         declares no parameters allows any.
         """
+        rules, values, num_characters = self.rules.copy(), self._values.copy(), self._num_characters
+        arguments = self._arguments(schema)
+        if arguments is None:  # nothing refers to its rules
+            self.rules, self._values, self._num_characters = rules, values, num_characters
+        return arguments
+
+    def _arguments(self, schema: Mapping[str, Any]) -> str | None:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         others = schema.get("additionalProperties", True)
         if not schema.keys() <= _OBJECT_KEYWORDS or not set(required) <= properties.keys() or isinstance(others, dict):
