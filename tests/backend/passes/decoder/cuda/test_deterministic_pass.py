@@ -40,8 +40,8 @@ def choosy_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a product's bits depend on its number of rows."""
 
     def choosy(multiply: Any) -> Any:
-        def by_rows(*operands: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            multiply(*operands, out=out)
+        def by_rows(*operands: torch.Tensor, out: torch.Tensor, **factors: float) -> torch.Tensor:
+            multiply(*operands, out=out, **factors)
             return out.mul_(1 + len(out) % 101 / 128)
 
         return by_rows
