@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cpu.native_scoring import ScoredBlocks
 from penstock.backend.passes.decoder.cpu.native_structs import (
     CACHE_FORMS,
     NORM_KINDS,
@@ -26,6 +25,7 @@ from penstock.backend.passes.decoder.cpu.native_structs import (
     Operation,
     OperationKind,
     OperationTime,
+    ScoredBlocks,
     Shape,
     StepRows,
     declare_functions,
