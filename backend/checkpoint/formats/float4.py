@@ -91,7 +91,7 @@ class Bitsandbytes4Bit(MatrixFormat):
             return scales
         groups = torch.arange(first, end) // _NESTED_BLOCK
         numbers = parts["weight.nested_quant_map"][scales.long()] * parts["weight.nested_absmax"][groups]
-        return numbers + self._state(parts)["nested_offset"]
+        return numbers.add_(self._state(parts)["nested_offset"])
 
     def _state(self, parts: Parts) -> dict[str, Any]:
         """What bitsandbytes notes about the matrix: JSON as bytes."""
