@@ -22,7 +22,7 @@ MAX_SHARDS = 512
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}\.safetensors")
 
 
-_TEXT_PREFIXES = {
+TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
@@ -65,8 +65,8 @@ def as_text_names(by_name: dict[str, T], where: object) -> dict[str, T]:
     """
     renamed: dict[str, T] = {}
     for name, value in by_name.items():
-        prefix = next((prefix for prefix in _TEXT_PREFIXES if name.startswith(prefix)), "")
-        text_name = _TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+        prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
+        text_name = TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
         if text_name in renamed:
             raise StartupError(f"{where}: tensor {shorten(name)} is another {shorten(text_name)}")
         renamed[text_name] = value

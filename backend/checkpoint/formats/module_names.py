@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.json_file import shorten
+from penstock.backend.checkpoint.layout import TEXT_PREFIXES
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
@@ -23,19 +24,36 @@ def is_excluded(module: str, names: Iterable[str]) -> bool:
     A name is consecutive components of the module's ("mlp.gate" means "model.layers.0.mlp.gate", not …mlp.gate_proj),
     or a regular expression for its first ones. Raises StartupError for an invalid expression.
     """
+    spellings = _spellings(module)
     return any(
-        f".{name}." in f".{module}." or _compile(rf"(?:{name})(?:\.|$)").match(module) is not None for name in names
+        f".{name}." in f".{spelling}." or _compile(rf"(?:{name})(?:\.|$)").match(spelling) is not None
+        for name in names
+        for spelling in spellings
     )
 
 
 def is_target(module: str, names: Iterable[str]) -> bool:
     """Whether one of compressed-tensors' targets means the linear: "Linear", its name, or "re:" and an expression for
     the beginning of its name. Raises StartupError for an invalid expression."""
+    spellings = _spellings(module)
     return any(
-        _compile(name.removeprefix(_PATTERN)).match(module) is not None
+        any(_compile(name.removeprefix(_PATTERN)).match(spelling) is not None for spelling in spellings)
         if name.startswith(_PATTERN)
-        else name in (_LINEAR, module)
+        else name == _LINEAR or name in spellings
         for name in names
+    )
+
+
+def _spellings(module: str) -> tuple[str, ...]:
+    """The module's name, and those that it has as a part of a model that reads images too."""
+    path = f"{module}."
+    return (
+        module,
+        *(
+            f"{prefix}{path.removeprefix(text)}".removesuffix(".")
+            for prefix, text in TEXT_PREFIXES.items()
+            if path.startswith(text)
+        ),
     )
 
 
