@@ -51,8 +51,14 @@ class ParameterGrammar:
     def _arguments(self, schema: Mapping[str, Any]) -> str | None:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         others = schema.get("additionalProperties", True)
-        if not schema.keys() <= _OBJECT_KEYWORDS or not set(required) <= properties.keys() or isinstance(others, dict):
+        # What is no valid schema is left to the compiler, which refuses it.
+        if not (isinstance(properties, dict) and isinstance(required, list) and isinstance(others, bool)):
             return None
+        if not schema.keys() <= _OBJECT_KEYWORDS:
+            return None
+        if not all(isinstance(key, str) and key in properties for key in required):
+            return None
+        needed = frozenset(required)
         if not properties and others:
             value = self._value({}, schema)
             return f"({self._text(self._layout.opening)} {_ANY_KEY} {self._text(self._layout.middle)} {value})*"
@@ -62,7 +68,7 @@ class ParameterGrammar:
             if value is None or _KEY.fullmatch(key) is None:
                 return None
             opening = self._text(f"{self._layout.opening}{key}{self._layout.middle}")
-            parameters.append(f"({opening} {value})" + ("" if key in required else "?"))
+            parameters.append(f"({opening} {value})" + ("" if key in needed else "?"))
         return " ".join(parameters) or '""'
 
     def _value(self, declared: object, root: Mapping[str, Any]) -> str | None:
@@ -87,10 +93,14 @@ class ParameterGrammar:
             return self._text_rules(name, {})
         if types != TEXT:
             return None
-        if schema.keys() <= {"type", "minLength", "maxLength"}:
+        if schema.keys() <= {"type", "minLength", "maxLength"} and all(
+            isinstance(limit, int) and limit >= 0 for keyword, limit in schema.items() if keyword != "type"
+        ):
             return self._text_rules(name, schema)
         values = schema["enum"] if "enum" in schema else [schema.get("const")]
-        is_writable = all(isinstance(value, str) and self._layout.closing not in value for value in values)
+        is_writable = isinstance(values, list) and all(
+            isinstance(value, str) and self._layout.closing not in value for value in values
+        )
         if is_writable and schema.keys() <= {"type", "enum", "const"}:
             return [f"{name}: ({' | '.join(map(literal, values))}) {self._closing}"]
         return None
@@ -114,6 +124,8 @@ def _allows_any(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
     """Whether each value of the schema's types is valid."""
     if schema.keys() != {"anyOf"}:
         return schema.keys() <= {"type"}
+    if not isinstance(schema["anyOf"], list):
+        return False
     branches = (resolved(branch, root) for branch in schema["anyOf"])
     return all(isinstance(branch, dict) and branch.keys() <= {"type"} for branch in branches)
 

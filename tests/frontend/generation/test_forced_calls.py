@@ -4,6 +4,7 @@ allows."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import random
@@ -19,7 +20,7 @@ from llguidance import LLMatcher
 from penstock.backend.structured_output.compile_pool import CompilePool
 from penstock.backend.structured_output.constraints import SequenceConstraints
 from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
-from penstock.backend.structured_output.grammars import CompiledGrammar
+from penstock.backend.structured_output.grammars import BadGrammar, CompiledGrammar
 from penstock.frontend.generation.answer_rules.chat_rules import chat_answer_rules
 from penstock.frontend.generation.answer_rules.rules import AnswerRules
 from penstock.frontend.generation.choice import Choice, ChoicePrompt
@@ -218,6 +219,34 @@ def test_grammar_of_parameters_allows_what_models_write(model_name: str, directo
         assert accepts(model, rules, directory, written(form, [("f", json.dumps(arguments))]))
     assert accepts(model, rules, directory, written(form, [("g", '{"x": 1, "y": "z"}'), ("f", "{}")]))
     assert not accepts(model, rules, directory, written(form, [("f", '{"other": 1}')]))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": ["a"]},
+        {"properties": {}, "required": 5},
+        {"properties": {}, "required": [["a"]]},
+        {"properties": {"a": 5}},
+        {"properties": {"a": {"type": "string", "maxLength": "b"}}},
+        {"properties": {"a": {"type": "string", "minLength": -1}}},
+        {"properties": {"a": {"type": "string", "enum": 5}}},
+        {"properties": {"a": {"type": "string", "enum": []}}},
+        {"properties": {"a": {"anyOf": 5}}},
+        {"properties": {"a": {"anyOf": [{"type": "string"}, 5]}}},
+        {"properties": {"a": {"type": 5}}},
+        {"additionalProperties": 5},
+        {"properties": {"a": {"$ref": "#/properties/a"}}},
+    ],
+)
+def test_invalid_schema_of_parameters_makes_a_grammar_or_none(schema: dict[str, Any], directory: Path) -> None:
+    model = MODELS["qwen3_coder"]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    model = Model(model.template.replace("parameters.properties", "nothing"), added=model.added)
+    rules = rules_for(model, tools=tools, tool_choice="required")
+    assert rules.grammar is not None
+    with contextlib.suppress(BadGrammar):
+        compiled(model, directory, rules.grammar)
 
 
 def test_several_calls_are_allowed_unless_the_request_limits_them(directory: Path) -> None:
