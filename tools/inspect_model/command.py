@@ -34,10 +34,10 @@ class InspectOptions:
 
 
 def inspect_model(model: str, /, *, options: InspectOptions = InspectOptions()) -> int:
-    """Run the command for a directory or a hub id. The exit status is 0 if the model can be served, else 1."""
+    """Describe a directory, a GGUF file or a hub id. The exit status is 0 if the model can be served, else 1."""
     try:
         model_dir = resolve_small_files(model, options.revision)
-        is_local = Path(model).expanduser().is_dir()
+        is_local = Path(model).expanduser().exists()
         files = read_directory(model_dir) if is_local else read_hub(model, options.revision or "main")
         described = describe_model(model, model_dir, files, is_local=is_local)
     except StartupError as error:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES
 from penstock.backend.checkpoint.json_file import read_json_object
 from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.checkpoint.weights import open_weights
@@ -22,7 +23,7 @@ from penstock.tools.inspect_model.config_fields import read_fields
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.tools.inspect_model.config_fields import ConfigFields
+    from penstock.tools.inspect_model.config_fields import ConfigFields, Quantization
     from penstock.tools.inspect_model.headers import TensorHeader, WeightFiles
 
 _PACKED_SUFFIXES = ("qweight", "weight_packed", "_blocks")
@@ -103,7 +104,7 @@ def describe_model(model: str, model_dir: Path, files: WeightFiles, *, is_local:
         window_tokens=fields.sliding_window,
         experts=fields.experts,
         active_experts=fields.active_experts,
-        quantization=None if quantization is None else quantization.text,
+        quantization=_quantization_text(quantization, dtypes),
         parameters=parameters,
         active_parameters=parameters - unused,
         weight_dtypes=dict(dtypes.most_common()),
@@ -115,6 +116,13 @@ def describe_model(model: str, model_dir: Path, files: WeightFiles, *, is_local:
         reasoning_format=reasoning_format,
         tokenizer_error=tokenizer_error,
     )
+
+
+def _quantization_text(quantization: Quantization | None, dtypes: Counter[str]) -> str | None:
+    """Of a GGUF file the types of its quantised blocks, most of the bytes first."""
+    if quantization is None or quantization.quant_method != "gguf":
+        return None if quantization is None else quantization.text
+    return ", ".join(name for name, _ in dtypes.most_common() if name in BLOCK_TYPES) or None
 
 
 def count_parameters(tensors: dict[str, TensorHeader], packed_bits: int) -> tuple[int, int]:

@@ -1,10 +1,12 @@
-"""The tensors of a checkpoint by their headers: of a directory's files, or of a hub model without downloading them."""
+"""The tensors of a checkpoint by their headers: of a directory or GGUF file, or of a hub model that stays there."""
 
 from __future__ import annotations
 
 from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
+from penstock.backend.checkpoint.gguf.directory import SUFFIX
+from penstock.backend.checkpoint.gguf.header import read_header
 from penstock.backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE, shard_names
 from penstock.backend.checkpoint.safetensors_file import SafetensorsFile
 from penstock.backend.errors import StartupError
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 class TensorHeader(NamedTuple):
     dtype: str
-    """As in the file: "BF16", "F8_E4M3", "I32"."""
+    """As in the file: "BF16", "F8_E4M3", "I32", and for GGUF "Q4_K"."""
     shape: tuple[int, ...]
     num_bytes: int
 
@@ -28,7 +30,17 @@ class WeightFiles(NamedTuple):
 
 
 def read_directory(model_dir: Path) -> WeightFiles:
-    """The tensors of model.safetensors, or of the index's shards that are there. Raises StartupError for a bad file."""
+    """The tensors of model.safetensors, of the index's shards that are there, or of the GGUF files of a directory that
+    was made for them. Raises StartupError for a bad file."""
+    if ggufs := sorted(model_dir.glob(f"*{SUFFIX}")):
+        return WeightFiles(
+            {
+                name: TensorHeader(tensor.type_name, tensor.shape, tensor.stored.num_bytes)
+                for path in ggufs
+                for name, tensor in read_header(path).tensors.items()
+            },
+            len(ggufs),
+        )
     index = model_dir / INDEX_FILE
     names = (SINGLE_FILE,) if (model_dir / SINGLE_FILE).exists() or not index.exists() else shard_names(index)
     present = [name for name in names if (model_dir / name).exists()]

@@ -13,11 +13,14 @@ import pytest
 import transformers
 from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
 
+from penstock.backend.checkpoint.gguf import directory
 from penstock.tools.inspect_model.config_fields import read_fields
 from penstock.tools.inspect_model.description import ModelDescription, count_parameters
 from penstock.tools.inspect_model.headers import TensorHeader, read_directory
 from penstock.tools.main import app
 from penstock.tools.random_model import ModelDims, write_random_model
+from tests.backend.checkpoint.gguf.writer import byte_level_vocabulary, from_model
+from tests.checkpoints import make_model
 
 DIMS = ModelDims(hidden_size=64, layers=3, heads=4, kv_heads=2, intermediate_size=96, vocab_size=1000, max_context=256)
 
@@ -170,6 +173,20 @@ def test_packed_weights_are_counted_one_by_one(tensors: dict[str, tuple[str, tup
         for name, (dtype, shape) in tensors.items()
     }
     assert count_parameters(headers, bits) == (64 * 128, 0)
+
+
+def test_gguf_file_is_described_by_its_block_types(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(directory, "cache_directory", lambda: tmp_path / "cache")
+    model = make_model("llama2", hidden_size=256, num_hidden_layers=2, intermediate_size=512, vocab_size=320)
+    file = from_model("llama", model, lambda _: "Q4_K", byte_level_vocabulary(320))
+    assert run(str(file.write(tmp_path / "model.gguf")), "--json") == 0
+    described = msgspec.json.decode(capsys.readouterr().out, type=ModelDescription)
+    assert described.quantization == "Q4_K"
+    assert described.parameters == model.num_parameters()
+    assert set(described.weight_dtypes) == {"Q4_K", "F32"}
+    assert described.layers == 2
 
 
 def test_hub_model_needs_headers_only(
