@@ -72,6 +72,32 @@ PRESETS: dict[str, Preset] = {
         "Qwen2ForCausalLM", "Qwen2Config", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
     ),
     "qwen3": Preset("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3-moe": Preset(
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 32,
+            "num_experts": 9,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen2-moe": Preset(
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 112,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 16,
+        },
+    ),
+    "mixtral": Preset("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 4, "sliding_window": 16}),
     "smollm3": Preset("SmolLM3ForCausalLM", "SmolLM3Config", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "smollm3-window": Preset(
         "SmolLM3ForCausalLM",
@@ -169,6 +195,7 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 
+EXPERT_PRESETS = ("qwen3-moe", "qwen2-moe", "mixtral")
 
 _VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.backend.checkpoint.architectures.families import ACTIVATIONS, FAMILIES, TEXT_PARTS, Family, TextPart
+from penstock.backend.checkpoint.architectures.families import (
+    ACTIVATIONS,
+    FAMILIES,
+    TEXT_PARTS,
+    Family,
+    TextPart,
+    no_experts,
+)
 from penstock.backend.checkpoint.architectures.hf_config import HfConfig
 from penstock.backend.checkpoint.decoder_config import DecoderConfig, RopeConfig
 from penstock.backend.checkpoint.formats.declared import parse_stored_formats
@@ -64,6 +71,7 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
     head_dim = _head_dim(config, family)
     rope, context_tokens = _rope(config, family, head_dim, max_context_tokens)
     windows = family.windows(config)
+    expert_layers = family.experts(config)
     biased = family.attention_bias if config.attention_bias is None else config.attention_bias
     tied = family.tie_embeddings if config.tie_word_embeddings is None else config.tie_word_embeddings
     uses_bias = family.biases == "use_bias" and config.use_bias
@@ -81,7 +89,7 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
         max_context_tokens=context_tokens,
         rope=rope,
         tie_embeddings=tied,
-        qkv_bias=has_output_bias or family.biases == "qkv" or (family.biases == "qkv if attention_bias" and biased),
+        qkv_bias=has_output_bias or _has_qkv_bias(config, family, biased=biased),
         output_bias=has_output_bias,
         mlp_bias=uses_bias or (family.mlp_bias_allowed and config.mlp_bias),
         norm=family.norm,
@@ -90,6 +98,8 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
         qk_norm=family.qk_norm(config),
         activation=ACTIVATIONS[_activation(config, family)],
         mlp=family.mlp,
+        experts=None if expert_layers is None else expert_layers.experts,
+        layer_has_experts=() if expert_layers is None else expert_layers.layers,
         parallel_blocks=family.parallel_blocks,
         scales=family.scales(config),
         names=family.names,
@@ -128,8 +138,8 @@ def _text_values(values: dict[str, Any], architecture: str, part: TextPart) -> d
 def _refuse_unsupported(values: dict[str, Any], family: Family) -> None:
     parse_stored_formats(values)
     for key in _EXPERT_COUNTS:
-        if values.get(key):
-            raise StartupError(f"{key} is {shorten(values[key])}; mixtures of experts are not supported")
+        if family.experts is no_experts and values.get(key):
+            raise StartupError(f"{key} is {shorten(values[key])}; this architecture is supported without experts only")
     for key in family.refused_keys:
         if values.get(key):
             raise StartupError(f"{key} is {shorten(values[key])}; this architecture is supported without it only")
@@ -150,6 +160,17 @@ def _split_rope(values: dict[str, Any], family: Family) -> dict[str, Any]:
     if family.window_rope_theta is None or not isinstance(settings, dict) or not settings.keys() & _ROPE_KEYS.keys():
         return own
     return own | {key: settings.get(name) for name, key in _ROPE_KEYS.items()}
+
+
+def _has_qkv_bias(config: HfConfig, family: Family, *, biased: bool) -> bool:
+    match family.biases:
+        case "qkv":
+            return True
+        case "qkv if qkv_bias":
+            return config.qkv_bias
+        case "qkv if attention_bias":
+            return biased
+    return False
 
 
 def _activation(config: HfConfig, family: Family) -> str:

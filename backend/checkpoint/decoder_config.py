@@ -47,6 +47,21 @@ class Scales:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts: gated MLPs of which each token uses the few that its router finds likeliest."""
+
+    count: int
+    per_token: int
+    """From 1 to count."""
+    width: int
+    """Of an expert's MLP, as intermediate_size is of a dense one."""
+    normalises: bool
+    """The probabilities of a token's experts, its weights for their results, are divided by their sum."""
+    shared_width: int | None = None
+    """Of an MLP beside the experts that all tokens use, weighted by the sigmoid of a linear of its own (Qwen2-MoE)."""
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """Names of a layer's tensors in the checkpoint, without the prefix and without .weight or .bias.
 
@@ -63,6 +78,14 @@ class TensorNames:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Gate and up, or one tensor: of both, or of a plain MLP's only input product."""
     down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    expert: str = "mlp.experts.{}"
+    """An expert, by its number. Its own tensors follow the name and a dot."""
+    expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    expert_down: str = "down_proj"
+    shared_expert: str = "mlp.shared_expert"
+    """Its tensors have the names of an expert's."""
+    shared_gate: str = "mlp.shared_expert_gate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +118,9 @@ class DecoderConfig:
     (Command-R+), or over all heads together (OLMo 2)."""
     activation: Activation = "silu"
     mlp: MlpKind = "gated"
+    experts: Experts | None = None
+    layer_has_experts: tuple[bool, ...] = ()
+    """Layers with the experts in place of the dense MLP. Not for models with output norms or biases of the MLP."""
     parallel_blocks: bool = False
     """Attention and MLP read the same norm of the residual stream, and both are added to it (Cohere)."""
     scales: Scales = field(default_factory=Scales)
@@ -122,6 +148,9 @@ class DecoderConfig:
         if self.layer_uses_rope and not self.layer_uses_rope[index]:
             return None
         return 1 if self.window_rope is not None and self.window_of_layer(index) is not None else 0
+
+    def experts_of_layer(self, index: int) -> Experts | None:
+        return self.experts if self.experts is not None and self.layer_has_experts[index] else None
 
     def window_of_layer(self, index: int) -> int | None:
         return self.layer_window_tokens[index] if self.layer_window_tokens else None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from penstock.backend.checkpoint.decoder_config import DecoderConfig, QkNormScope
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig, Experts, QkNormScope
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -22,6 +22,8 @@ NORM_FIELDS = ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_outpu
 """The norms of a layer, as fields of `TensorNames` and of `LayerWeights`."""
 LINEARS = ("qkv", "o", "gate_up", "down")
 """The fields of LayerWeights that are matrices of linears."""
+EXPERT_LINEARS = ("expert_gate_up", "expert_down")
+"""The fields of LayerWeights that are matrices of experts."""
 
 
 Matrix = TypeVar("Matrix", covariant=True)
@@ -36,10 +38,19 @@ class LayerWeights(Generic[Matrix]):
     """[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]: rows of q, then k, then v."""
     o: Matrix
     """[hidden_size, num_heads * head_dim]"""
-    gate_up: Matrix
-    """[2 * intermediate_size, hidden_size]: rows of gate, then up. [intermediate_size, hidden_size] of a plain MLP."""
-    down: Matrix
+    gate_up: Matrix | None = None
+    """[2 * intermediate_size, hidden_size]: rows of gate, then up. [intermediate_size, hidden_size] of a plain MLP.
+    In a layer with experts it is the shared expert's, if there is one, as `down`."""
+    down: Matrix | None = None
     """[hidden_size, intermediate_size]"""
+    router: Tensor | None = None
+    """[experts, hidden_size] in layers with experts, as the next two."""
+    expert_gate_up: Tensor | None = None
+    """[experts * 2 * width, hidden_size]: rows of the first expert's gate, then up, then of the second's."""
+    expert_down: Tensor | None = None
+    """[experts * hidden_size, width]"""
+    shared_gate: Tensor | None = None
+    """[1, hidden_size]: the linear that weights the shared expert."""
     attention_norm: Tensor | None = None
     """[hidden_size] or None, as all four; a bias follows if the model's norms have one: [2 * hidden_size]."""
     attention_output_norm: Tensor | None = None
@@ -78,7 +89,7 @@ def linear_names(config: DecoderConfig) -> Iterator[str]:
     """The names of all linears' weights, lm_head's included if it has one of its own."""
     for index in range(config.num_layers):
         layout = layer_specs(config, index)
-        yield from (spec.name for field in LINEARS for spec in layout[field])
+        yield from (spec.name for field in (*LINEARS, *EXPERT_LINEARS) for spec in layout.get(field, ()))
     if not config.tie_embeddings:
         yield LM_HEAD
 
@@ -97,25 +108,13 @@ def lm_head_spec(config: DecoderConfig) -> TensorSpec:
 
 def layer_specs(config: DecoderConfig, index: int) -> dict[str, tuple[TensorSpec, ...]]:
     """Field of LayerWeights that this model has → the checkpoint's tensors that are stacked into it, in order."""
-    prefix, names = f"model.layers.{index}.", config.names
-    hidden, intermediate = config.hidden_size, config.intermediate_size
+    prefix, names, hidden = f"model.layers.{index}.", config.names, config.hidden_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = _divide(names.qkv, (q_rows, kv_rows, kv_rows))
-    gate_up = _divide(names.gate_up, (intermediate,) if config.mlp == "plain" else (intermediate, intermediate))
-    o, down = {"self_attn.o_proj": hidden}, {names.down: hidden}
-
-    def weights(rows_by_name: dict[str, int], inputs: int) -> tuple[TensorSpec, ...]:
-        return tuple(TensorSpec(f"{prefix}{name}.weight", (rows, inputs)) for name, rows in rows_by_name.items())
-
-    def biases(rows_by_name: dict[str, int]) -> tuple[TensorSpec, ...]:
-        return tuple(TensorSpec(f"{prefix}{name}.bias", (rows,)) for name, rows in rows_by_name.items())
-
-    layout = {
-        "qkv": weights(qkv, hidden),
-        "o": weights(o, q_rows),
-        "gate_up": weights(gate_up, hidden),
-        "down": weights(down, intermediate),
-    }
+    o = {"self_attn.o_proj": hidden}
+    layout = {"qkv": _weights(prefix, qkv, hidden), "o": _weights(prefix, o, q_rows)}
+    experts = config.experts_of_layer(index)
+    layout |= _dense_specs(config, prefix) if experts is None else _expert_specs(config, experts, prefix)
     for field in NORM_FIELDS:
         name: str | None = getattr(names, field)
         if name is not None:
@@ -125,12 +124,48 @@ def layer_specs(config: DecoderConfig, index: int) -> dict[str, tuple[TensorSpec
             shape = _qk_norm_shape(config.qk_norm, heads, config.head_dim)
             layout[field] = (TensorSpec(f"{prefix}self_attn.{field}.weight", shape),)
     if config.qkv_bias:
-        layout["qkv_bias"] = biases(qkv)
+        layout["qkv_bias"] = _biases(prefix, qkv)
     if config.output_bias:
-        layout["o_bias"] = biases(o)
-    if config.mlp_bias:
-        layout |= {"gate_up_bias": biases(gate_up), "down_bias": biases(down)}
+        layout["o_bias"] = _biases(prefix, o)
     return layout
+
+
+def _dense_specs(config: DecoderConfig, prefix: str) -> dict[str, tuple[TensorSpec, ...]]:
+    names, width = config.names, config.intermediate_size
+    gate_up = _divide(names.gate_up, (width,) if config.mlp == "plain" else (width, width))
+    down = {names.down: config.hidden_size}
+    specs = {"gate_up": _weights(prefix, gate_up, config.hidden_size), "down": _weights(prefix, down, width)}
+    if config.mlp_bias:
+        specs |= {"gate_up_bias": _biases(prefix, gate_up), "down_bias": _biases(prefix, down)}
+    return specs
+
+
+def _expert_specs(config: DecoderConfig, experts: Experts, prefix: str) -> dict[str, tuple[TensorSpec, ...]]:
+    names, hidden = config.names, config.hidden_size
+
+    def mlp(name: str, width: int) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+        start = f"{prefix}{name}."
+        gate_up = _weights(start, dict.fromkeys(names.expert_gate_up, width), hidden)
+        return gate_up, _weights(start, {names.expert_down: hidden}, width)
+
+    all_experts = [mlp(names.expert.format(i), experts.width) for i in range(experts.count)]
+    specs = {
+        "router": _weights(prefix, {names.router: experts.count}, hidden),
+        "expert_gate_up": tuple(spec for gate_up, _ in all_experts for spec in gate_up),
+        "expert_down": tuple(spec for _, down in all_experts for spec in down),
+    }
+    if experts.shared_width is not None:
+        specs["gate_up"], specs["down"] = mlp(names.shared_expert, experts.shared_width)
+        specs["shared_gate"] = _weights(prefix, {names.shared_gate: 1}, hidden)
+    return specs
+
+
+def _weights(prefix: str, rows_by_name: dict[str, int], inputs: int) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(f"{prefix}{name}.weight", (rows, inputs)) for name, rows in rows_by_name.items())
+
+
+def _biases(prefix: str, rows_by_name: dict[str, int]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(f"{prefix}{name}.bias", (rows,)) for name, rows in rows_by_name.items())
 
 
 def _norm_specs(config: DecoderConfig, name: str) -> tuple[TensorSpec, ...]:

@@ -160,7 +160,6 @@ class DecoderWeights:
         stored = [self._stored[spec.name] for spec in specs]
         matrices = [weight for weight in stored if isinstance(weight, FormattedMatrix)]
         if not self._keeps_packed or len(matrices) < len(stored):
-            self._num_dequantized += len(matrices) > 0
             return self.stacked(specs, dtype)
         loaded = [matrix.load(self._progress.advance) for matrix in matrices]
         packed = [weight for matrix in loaded if (weight := matrix.pack()) is not None]
@@ -173,6 +172,7 @@ class DecoderWeights:
         """The tensors stacked along their first dimension."""
         rows = sum(spec.shape[0] for spec in specs)
         stacked = torch.empty(rows, *specs[0].shape[1:], dtype=dtype)
+        self._num_dequantized += any(isinstance(self._stored[spec.name], FormattedMatrix) for spec in specs)
         row = 0
         for spec in specs:
             target = stacked[row : row + spec.shape[0]]

@@ -12,6 +12,12 @@ from typing import TYPE_CHECKING, Literal
 
 from msgspec import UNSET
 
+from penstock.backend.checkpoint.architectures.expert_layers import (
+    ExpertLayers,
+    mixtral_experts,
+    qwen2_experts,
+    qwen3_experts,
+)
 from penstock.backend.checkpoint.architectures.layer_patterns import (
     Windows,
     no_windows,
@@ -19,8 +25,10 @@ from penstock.backend.checkpoint.architectures.layer_patterns import (
     rope_everywhere,
     rope_within_windows,
     window_everywhere,
+    window_everywhere_if_used,
     window_nowhere_unless_given,
     windows_between,
+    windows_of_even_first_layers,
     windows_of_last_layers,
     windows_of_nope_layers,
     windows_unless_other_types,
@@ -52,6 +60,10 @@ def _no_qk_norm(_: HfConfig) -> QkNormScope | None:
     return None
 
 
+def no_experts(_: HfConfig) -> ExpertLayers | None:
+    return None
+
+
 def _qk_norm(scope: QkNormScope) -> Callable[[HfConfig], QkNormScope | None]:
     return lambda _: scope
 
@@ -65,8 +77,9 @@ class Family:
     scales: Callable[[HfConfig], Scales] = _no_scales
     qk_norm: Callable[[HfConfig], QkNormScope | None] = _no_qk_norm
     names: TensorNames = field(default_factory=TensorNames)
+    experts: Callable[[HfConfig], ExpertLayers | None] = no_experts
 
-    biases: Literal["none", "qkv", "qkv if attention_bias", "attention_bias", "use_bias"] = "none"
+    biases: Literal["none", "qkv", "qkv if qkv_bias", "qkv if attention_bias", "attention_bias", "use_bias"] = "none"
     """Which of q, k, v and o have biases; "use_bias" includes the MLP."""
     attention_bias: bool = False
     """Default of the key."""
@@ -157,6 +170,12 @@ _GLM4_NAMES = TensorNames(
     attention_output_norm="post_self_attn_layernorm", mlp_output_norm="post_mlp_layernorm", gate_up=_FUSED_GATE_UP
 )
 _COHERE_NAMES = TensorNames(mlp_norm=None)
+_MIXTRAL_NAMES = TensorNames(
+    router="block_sparse_moe.gate",
+    expert="block_sparse_moe.experts.{}",
+    expert_gate_up=("w1", "w3"),
+    expert_down="w2",
+)
 
 FAMILIES = {
     "LlamaForCausalLM": Family(biases="attention_bias", mlp_bias_allowed=True),
@@ -165,6 +184,19 @@ FAMILIES = {
     "Qwen2ForCausalLM": Family(windows=windows_of_last_layers, biases="qkv"),
     "Qwen3ForCausalLM": Family(
         windows=windows_of_last_layers, biases="attention_bias", qk_norm=_qk_norm("head"), head_dim=128
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        windows=window_everywhere_if_used, biases="attention_bias", qk_norm=_qk_norm("head"), experts=qwen3_experts
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        windows=windows_of_even_first_layers, biases="qkv if qkv_bias", experts=qwen2_experts
+    ),
+    "MixtralForCausalLM": Family(
+        windows=window_nowhere_unless_given,
+        names=_MIXTRAL_NAMES,
+        experts=mixtral_experts,
+        norm_eps=1e-5,
+        rope_theta=1_000_000.0,
     ),
     "SmolLM3ForCausalLM": Family(
         windows=windows_of_nope_layers,

@@ -16,6 +16,7 @@ _Heads = Annotated[int, Meta(ge=1, le=4096)]
 _HeadDim = Annotated[int, Meta(ge=2, le=1024)]
 _Positions = Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
 _Interval = Annotated[int, Meta(ge=1, le=4096)]
+_Experts = Annotated[int, Meta(ge=1, le=4096)]
 _PerLayer = Meta(max_length=4096)
 _Epsilon = Annotated[float, Meta(gt=0.0, le=1.0)]
 _RopeTheta = Annotated[float, Meta(gt=1.0, le=1e15)]
@@ -43,6 +44,18 @@ class HfConfig(Struct, frozen=True):
     mlp_bias: bool = False
     use_bias: bool = True
     use_qk_norm: bool | None = None
+
+    qkv_bias: bool = True
+
+    num_experts: _Experts | None = None
+    num_local_experts: _Experts | None = None
+    """Another name of num_experts."""
+    num_experts_per_tok: _Experts | None = None
+    moe_intermediate_size: _Width | None = None
+    shared_expert_intermediate_size: _Width | None = None
+    norm_topk_prob: bool = False
+    decoder_sparse_step: _Interval = 1
+    mlp_only_layers: Annotated[tuple[Annotated[int, Meta(ge=0, le=4095)], ...], _PerLayer] | None = None
 
     rope_parameters: RopeSettings | None = None
     window_rope_parameters: RopeSettings | None = None

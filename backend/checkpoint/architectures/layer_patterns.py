@@ -34,6 +34,15 @@ def window_nowhere_unless_given(config: HfConfig) -> Windows:
     return (config.sliding_window or None,) * config.num_hidden_layers
 
 
+def window_everywhere_if_used(config: HfConfig) -> Windows:
+    return (_window(config, DEFAULT_WINDOW) if config.use_sliding_window else None,) * config.num_hidden_layers
+
+
+def windows_of_even_first_layers(config: HfConfig) -> Windows:
+    slides = tuple(i % 2 == 0 and i < config.max_window_layers for i in range(config.num_hidden_layers))
+    return _by_layer_types(config, _window(config, DEFAULT_WINDOW) if config.use_sliding_window else None, slides)
+
+
 def windows_unless_other_types(config: HfConfig) -> Windows:
     window = _window(config, DEFAULT_WINDOW)
     return _by_layer_types(config, window, (window is not None,) * config.num_hidden_layers)

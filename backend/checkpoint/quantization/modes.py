@@ -60,12 +60,12 @@ def find_quantization(name: str) -> Quantization | None:
 
 
 def linear_specs(config: DecoderConfig) -> dict[str, tuple[TensorSpec, ...]]:
-    """Name of each quantised linear → the checkpoint's tensors that are stacked into it, in order."""
+    """Name of each quantised linear → the checkpoint's tensors that are stacked into it, in order. Not of experts."""
     head = embedding_spec(config) if config.tie_embeddings else lm_head_spec(config)
     specs: dict[str, tuple[TensorSpec, ...]] = {LM_HEAD: (head,)}
     for index in range(config.num_layers):
         layout = layer_specs(config, index)
-        specs |= {linear_name(index, field): layout[field] for field in LINEARS}
+        specs |= {linear_name(index, field): layout[field] for field in LINEARS if field in layout}
     return specs
 
 
@@ -79,7 +79,9 @@ def stacked_shape(specs: tuple[TensorSpec, ...]) -> tuple[int, int]:
 
 
 def check_sizes(quantization: Quantization, config: DecoderConfig) -> None:
-    """Raises StartupError if the groups of inputs do not fit the model's linears."""
+    """Raises StartupError if the model has experts, or the groups of inputs do not fit its linears."""
+    if config.experts is not None:
+        raise StartupError(f"--quantize {quantization.name} does not apply to mixtures of experts yet: use none")
     for name, specs in linear_specs(config).items():
         _, inputs = stacked_shape(specs)
         group_size = quantization.group_size_of(name)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.backend.checkpoint.quantized_weights import take_rows
 from penstock.backend.checkpoint.tensors import NORM_FIELDS
-from penstock.backend.passes.decoder.ops import Array, AttentionLayer, Linear, Ops, Step
+from penstock.backend.passes.decoder.ops import Array, AttentionLayer, Experts, ExpertWeights, Linear, Ops, Step
 
 if TYPE_CHECKING:
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
@@ -48,9 +48,18 @@ class _Layer:
     output: Linear
     output_norm: Array | None
     mlp_norm: Array | None
+    mlp: _Mlp | None
+    """With experts it is the shared expert, if there is one."""
+    experts: Experts | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Mlp:
     gate_up: Linear
     down: Linear
-    down_norm: Array | None
+    output_norm: Array | None
+    gate: Linear | None
+    """Weights a shared expert."""
 
 
 class DecoderModel:
@@ -112,12 +121,25 @@ class DecoderModel:
         attended = ops.attention(qkv, step, layer.attention)
         if self._config.parallel_blocks:
             # The norm is computed again: a buffer of its own would cost more than this small part of a layer.
-            mixed = ops.activated_linear(ops.norm(residual, layer.attention_norm), layer.gate_up)
+            mixed = self._mix(layer.mlp, ops.norm(residual, layer.attention_norm))
             ops.linear_add(attended, layer.output, residual, layer.output_norm)
         else:
             ops.linear_add(attended, layer.output, residual, layer.output_norm)
-            mixed = ops.activated_linear(ops.norm(residual, layer.mlp_norm), layer.gate_up)
-        ops.linear_add(mixed, layer.down, residual, layer.down_norm)
+            x = ops.norm(residual, layer.mlp_norm)
+            mixed = self._mix(layer.mlp, x)
+            if layer.experts is not None:
+                ops.add_experts(x, layer.experts, residual)
+        if layer.mlp is not None:
+            ops.linear_add(mixed, layer.mlp.down, residual, layer.mlp.output_norm)
+
+    def _mix(self, mlp: _Mlp | None, x: Array) -> Array | None:
+        """What the MLP's down product reads."""
+        if mlp is None:
+            return None
+        mixed = self._ops.activated_linear(x, mlp.gate_up)
+        if mlp.gate is not None:
+            self._ops.weight_by_sigmoid(x, mlp.gate, mixed)
+        return mixed
 
 
 def _plain(embedding: Tensor | QuantizedWeight) -> Tensor:
@@ -155,10 +177,28 @@ def _pack_layer(config: DecoderConfig, ops: Ops, plain: LayerWeights[Tensor | Qu
         output=ops.pack_linear(plain.o, plain.o_bias, scale),
         output_norm=packed["attention_output_norm"],
         mlp_norm=packed["mlp_norm"],
-        gate_up=ops.pack_linear(plain.gate_up, plain.gate_up_bias, is_gated=config.mlp == "gated"),
-        down=ops.pack_linear(plain.down, plain.down_bias, scale),
-        down_norm=packed["mlp_output_norm"],
+        mlp=_pack_mlp(config, ops, plain, packed["mlp_output_norm"]),
+        experts=_pack_experts(ops, plain, scale),
     )
+
+
+def _pack_mlp(
+    config: DecoderConfig, ops: Ops, plain: LayerWeights[Tensor | QuantizedWeight], output_norm: Array | None
+) -> _Mlp | None:
+    if plain.gate_up is None or plain.down is None:
+        return None
+    return _Mlp(
+        gate_up=ops.pack_linear(plain.gate_up, plain.gate_up_bias, is_gated=config.mlp == "gated"),
+        down=ops.pack_linear(plain.down, plain.down_bias, config.scales.residual),
+        output_norm=output_norm,
+        gate=None if plain.shared_gate is None else ops.pack_linear(plain.shared_gate, None),
+    )
+
+
+def _pack_experts(ops: Ops, plain: LayerWeights[Tensor | QuantizedWeight], scale: float) -> Experts | None:
+    if plain.router is None or plain.expert_gate_up is None or plain.expert_down is None:
+        return None
+    return ops.pack_experts(ExpertWeights(plain.router, plain.expert_gate_up, plain.expert_down), scale)
 
 
 def _pack_norm(config: DecoderConfig, ops: Ops, weight: Tensor | None) -> Array | None:

@@ -42,6 +42,8 @@ Array: TypeAlias = Any
 """A tensor on the device, in the implementation's own library."""
 Linear: TypeAlias = Any
 """A packed weight, returned by `pack_linear`."""
+Experts: TypeAlias = Any
+"""A layer's packed experts and their router, returned by `pack_experts`."""
 Step: TypeAlias = Any
 """A step's rows in the implementation's own form."""
 
@@ -67,6 +69,15 @@ class HeadShape:
     @property
     def output_size(self) -> int:
         return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """A layer's experts, as in `LayerWeights`."""
+
+    router: Tensor
+    gate_up: Tensor
+    down: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +108,10 @@ class Ops(Protocol):
         """
         ...
 
+    def pack_experts(self, weights: ExpertWeights, scale: float) -> Experts:
+        """The experts' results are multiplied by scale. The caller drops its copy."""
+        ...
+
     def vector(self, weight: Tensor) -> Array:
         """A norm's weight, [n]; of a layer norm [weight | bias]."""
         ...
@@ -125,6 +140,18 @@ class Ops(Protocol):
 
     def activated_linear(self, x: Array, weights: Linear) -> Array:
         """[T, intermediate]: activation(x @ gate) * (x @ up) of gated weights, activation(product) of others."""
+        ...
+
+    def add_experts(self, x: Array, experts: Experts, residual: Array) -> None:
+        """Add to residual [T, hidden] in place, in fp32, the results of each token's experts, weighted.
+
+        The weights are the router's probabilities, from logits in fp32. Of equal ones the lower expert is taken. A
+        token's results are added in an order that does not depend on the batch.
+        """
+        ...
+
+    def weight_by_sigmoid(self, x: Array, gate: Linear, mixed: Array) -> None:
+        """Multiply each row of mixed, the result of `activated_linear`, by the sigmoid of gate's one output for x."""
         ...
 
     def rotate_and_store(self, qkv: Array, step: Step, layer: AttentionLayer) -> None:

@@ -19,9 +19,9 @@ from penstock.backend.checkpoint.config_json import (
     read_declared_dtype,
     read_decoder_config,
 )
-from penstock.backend.checkpoint.decoder_config import DecoderConfig, Scales
+from penstock.backend.checkpoint.decoder_config import DecoderConfig, Experts, Scales
 from penstock.backend.errors import StartupError
-from tests.checkpoints import PRESETS, make_config, make_model
+from tests.checkpoints import EXPERT_PRESETS, PRESETS, make_config, make_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,6 +38,7 @@ LLAMA: dict[str, Any] = {
 }
 YARN = {"factor": 4.0, "original_max_position_embeddings": 128}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"]}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"]}
 CONFIGS = {"Gemma3ForCausalLM": "Gemma3TextConfig"}
 """transformers' config classes whose names do not follow from the architecture's."""
 SCALES = {
@@ -84,6 +85,18 @@ def assert_rope_equal(config: DecoderConfig, model: Any, num_positions: int) -> 
         assert rope.attention_factor == pytest.approx(attention_factor, abs=1e-12)
 
 
+def oracle_experts(config: Any) -> Experts | None:
+    if not hasattr(config, "num_experts_per_tok"):
+        return None
+    return Experts(
+        count=config.num_experts,
+        per_token=config.num_experts_per_tok,
+        width=getattr(config, "moe_intermediate_size", config.intermediate_size),
+        normalises=getattr(config, "norm_topk_prob", True),
+        shared_width=getattr(config, "shared_expert_intermediate_size", None),
+    )
+
+
 def oracle_eps(config: Any) -> float:
     names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
     return next(eps for name in names if (eps := getattr(config, name, None)) is not None)
@@ -111,13 +124,21 @@ def test_dimensions_and_rope_match_transformers(architecture: str) -> None:
     assert_rope_equal(config, model, num_positions=512)
 
 
+@pytest.mark.parametrize("architecture", EXPERT_PRESETS)
+def test_layers_with_experts_match_transformers(architecture: str) -> None:
+    config = parse_decoder_config(hf_values(architecture))
+    mlps = [layer.mlp for layer in make_model(architecture).model.layers]
+    assert config.layer_has_experts == tuple(hasattr(mlp, "experts") for mlp in mlps)
+    assert len(set(config.layer_has_experts)) == (1 if architecture == "mixtral" else 2)
+
+
 @pytest.mark.parametrize("architecture", PRESETS)
 def test_windows_and_nope_layers_match_transformers(architecture: str) -> None:
     model = make_model(architecture)
     config = parse_decoder_config(hf_values(architecture))
     layers = [layer.self_attn for layer in text_model(model).layers]
-    # Mistral, Phi-3 and StarCoder2 have one window for all layers in their config; the others have one per layer.
-    one_for_all = architecture.startswith(("mistral", "phi3", "phi4", "starcoder2"))
+    # These have one window for all layers in their config; the others have one per layer.
+    one_for_all = architecture.startswith(("mistral", "mixtral", "phi3", "phi4", "starcoder2"))
     whole = text_model(model).config.sliding_window if one_for_all else None
     assert config.layer_window_tokens == tuple(getattr(layer, "sliding_window", whole) for layer in layers)
     if architecture == "cohere2":
@@ -146,6 +167,7 @@ def test_absent_keys_have_the_defaults_of_transformers(architecture: str) -> Non
     if architecture == "MistralForCausalLM":
         layer_types = ["sliding_attention"] * config.num_layers
     assert config.layer_window_tokens == tuple(4096 if kind == "sliding_attention" else None for kind in layer_types)
+    assert config.experts == oracle_experts(theirs)
     assert config.scales == SCALES.get(architecture, Scales())
     assert config.qkv_bias == bool(getattr(theirs, "attention_bias", architecture.startswith(("Qwen2", "Starcoder2"))))
 
@@ -236,11 +258,16 @@ def test_context_beyond_the_models_is_refused_with_both_numbers() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, r"MixtralForCausalLM.*not supported.*LlamaForCausalLM.*Phi3"),
+        ({"architectures": ["MambaForCausalLM"]}, r"MambaForCausalLM.*not supported.*LlamaForCausalLM.*Phi3"),
         ({"architectures": []}, r"architectures is \[\]; it must name one of LlamaForCausalLM"),
         ({"architectures": [["x"]]}, r"architecture \['x'\] is not supported"),
         ({"architectures": None}, r"architectures is None"),
-        ({"num_experts": 8}, r"num_experts is 8; mixtures of experts"),
+        ({"num_experts": 8}, r"num_experts is 8; .*without experts only"),
+        (MIXTRAL | {"num_local_experts": 0}, r"num_local_experts is 0; expected `int` >= 1"),
+        (MIXTRAL | {"num_local_experts": 5000}, r"num_local_experts is 5000; expected `int` <= 4096"),
+        (MIXTRAL | {"num_experts_per_tok": 9}, r"num_experts_per_tok is 9; it must be at most .* experts, 8"),
+        (MIXTRAL | {"num_experts": 4, "num_local_experts": 8}, r"num_experts is 4 and num_local_experts 8"),
+        (MIXTRAL | {"num_hidden_layers": 17, "num_experts": 4096}, r"17 layers have 4096 experts each; at most 65536"),
         ({"quantization_config": {"quant_method": "aqlm"}}, r"quant_method is 'aqlm'; supported are .*gptq"),
         ({"quantization_config": "gptq"}, r"quantization_config is 'gptq'; it must be an object"),
         ({"hidden_act": "gelu"}, r'hidden_act is "gelu"; only "silu"'),
@@ -372,6 +399,7 @@ KEYS = (
     *("head_dim", "rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor", "sliding_window"),
     *("attn_logit_softcapping", "logits_scaling", "logit_scale", "embedding_multiplier", "sliding_window_pattern"),
     *("layer_types", "no_rope_layers", "use_sliding_window", "quantization_config", "num_experts", "rms_norm_eps"),
+    *("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers", "decoder_sparse_step"),
 )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from penstock.backend.checkpoint import progress as progress_module
 from penstock.backend.checkpoint.config_json import read_decoder_config
@@ -19,10 +20,12 @@ from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from penstock.tools.random_model import ModelDims, write_random_model
 from tests.backend.checkpoint.weight_files import INDEX, SHARDED, open_checkpoint, rewrite
-from tests.checkpoints import PRESETS, make_checkpoint, make_model
+from tests.checkpoints import EXPERT_PRESETS, PRESETS, make_checkpoint, make_model
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 def stacked(state: dict[str, torch.Tensor], prefix: str, names: list[str], suffix: str) -> torch.Tensor | None:
@@ -36,7 +39,7 @@ def stacked_norm(state: dict[str, torch.Tensor], name: str) -> torch.Tensor | No
 
 
 @pytest.mark.parametrize("sharding", [{}, SHARDED], ids=["single", "sharded"])
-@pytest.mark.parametrize("architecture", PRESETS)
+@pytest.mark.parametrize("architecture", [name for name in PRESETS if name not in EXPERT_PRESETS])
 def test_canonical_tensors_equal_the_checkpoints(architecture: str, sharding: dict[str, str], tmp_path: Path) -> None:
     model_dir = make_checkpoint(architecture, tmp_path, **sharding)
     assert (model_dir / INDEX).exists() == bool(sharding)
@@ -66,6 +69,29 @@ def test_canonical_tensors_equal_the_checkpoints(architecture: str, sharding: di
         assert torch.equal(embedding, state["model.embed_tokens.weight"])
         assert torch.equal(weights.final_norm(torch.float32), stacked_norm(state, "model.norm"))
         assert head is None if config.tie_embeddings else torch.equal(head, state["lm_head.weight"])
+
+
+@pytest.mark.parametrize("architecture", EXPERT_PRESETS)
+def test_experts_are_stacked_in_the_order_of_their_numbers(architecture: str, tmp_path: Path) -> None:
+    """Everything in the file is used. tests/backend/passes/decoder compares the results with those of transformers."""
+    model_dir = make_checkpoint(architecture, tmp_path)
+    state = load_file(model_dir / "model.safetensors")
+    config = read_decoder_config(model_dir)
+    assert {spec.name for spec in expected_tensors(config)} == set(state)
+    start, first, second, last = (
+        ("model.layers.2.block_sparse_moe", "w1", "w3", "w2")
+        if architecture == "mixtral"
+        else ("model.layers.1.mlp" if architecture == "qwen2-moe" else "model.layers.2.mlp", *MLP_NAMES)
+    )
+    with open_weights(model_dir, config) as weights:
+        layer = weights.layer(int(start.split(".")[2]), torch.float32)
+    assert config.experts is not None
+    experts = [f"{start}.experts.{i}." for i in range(config.experts.count)]
+    gate_up = [state[f"{expert}{part}.weight"] for expert in experts for part in (first, second)]
+    assert layer.expert_gate_up is not None
+    assert torch.equal(layer.expert_gate_up, torch.cat(gate_up))
+    assert layer.expert_down is not None
+    assert torch.equal(layer.expert_down, torch.cat([state[f"{expert}{last}.weight"] for expert in experts]))
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])

@@ -146,6 +146,8 @@ def make_state_dict(config: DecoderConfig, weights: RandomWeights, dtype: torch.
     for index in range(config.num_layers):
         layer = weights.layer(index, dtype)
         q, k, v = torch.split(layer.qkv, [q_rows, kv_rows, kv_rows])
+        if layer.gate_up is None:
+            raise ValueError(f"layer {index} has no dense MLP")
         gate, up = layer.gate_up.chunk(2)
         tensors = {
             "self_attn.q_proj": q,

@@ -30,7 +30,13 @@ from penstock.backend.passes.decoder.cpu.native_structs import (
     StepRows,
     declare_functions,
 )
-from penstock.backend.passes.decoder.cpu.native_weights import EmbeddingTable, PackedLinear, WeightPacker, map_memory
+from penstock.backend.passes.decoder.cpu.native_weights import (
+    EmbeddingTable,
+    PackedExperts,
+    PackedLinear,
+    WeightPacker,
+    map_memory,
+)
 from penstock.backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES, round_scale
 from penstock.backend.passes.decoder.prompt_embeddings import place_embeddings
 from penstock.backend.passes.decoder.rope_table import RopeTable
@@ -44,7 +50,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
     from penstock.backend.forward_pass import EmbeddedTokens, ScoredTokens, StepBatch, TokenLogprobs
-    from penstock.backend.passes.decoder.ops import AttentionLayer, Forward
+    from penstock.backend.passes.decoder.ops import AttentionLayer, ExpertWeights, Forward
 
 
 _SCORED_VALUES = 1 << 22
@@ -126,6 +132,10 @@ def unsupported_by_kernels(config: DecoderConfig) -> str | None:
     for name in ("hidden_size", "intermediate_size"):
         if getattr(config, name) % 2:
             return f"an odd {name}, {getattr(config, name)}"
+    if config.experts is not None:
+        for name, width in (("width", config.experts.width), ("shared_width", config.experts.shared_width or 0)):
+            if width % 2:
+                return f"experts of an odd {name}, {width}"
     if config.mlp == "plain" and config.activation != "gelu_tanh":
         return f"{config.activation} in an MLP without a gate"
     return None
@@ -157,6 +167,8 @@ class NativeOps:
         self._rotary_dim = config.rope.rotary_dim
         self._scales = config.scales
         self._gated_output = LinearOutput.GATED_GELU if config.activation == "gelu_tanh" else LinearOutput.GATED_SILU
+        self._experts = config.experts
+        self._shared_width = 0 if config.experts is None else config.experts.shared_width or 0
         self._num_kv_heads, self._head_dim = config.num_kv_heads, config.head_dim
         shape = _make_shape(config, dtype, uses_tiles=uses_tiles)
         self._engine: int | None = library.ps_create(num_threads, round(spin_s * 1e9), byref(shape))
@@ -182,13 +194,22 @@ class NativeOps:
         self._hidden = _Buffer(config.hidden_size, dtype)
         self._qkv = _Buffer(attention_width + 2 * config.num_kv_heads * config.head_dim, dtype)
         self._attended = _Buffer(attention_width, dtype)
-        self._gated = _Buffer(config.intermediate_size, dtype)
+        self._gated = _Buffer(max(config.intermediate_size, self._shared_width), dtype)
+        self._router_logits = _Buffer(0 if config.experts is None else config.experts.count, torch.float32)
         self._added = _Buffer(config.hidden_size, torch.float32)
         """What attention or MLP adds to the residual stream, before its norm."""
         self._logits = _Buffer(config.vocab_size, torch.float32)
         norms = config.names.attention_output_norm, config.names.mlp_output_norm
         added = () if norms == (None, None) else (self._added,)
-        self._activations = (self._residual, self._hidden, self._qkv, self._attended, self._gated, *added)
+        self._activations = (
+            self._residual,
+            self._hidden,
+            self._qkv,
+            self._attended,
+            self._gated,
+            self._router_logits,
+            *added,
+        )
         for buffer in self._activations:
             buffer.reserve(max_batch_tokens)
 
@@ -196,6 +217,11 @@ class NativeOps:
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
     ) -> PackedLinear:
         return self.weights.pack(weight, bias, scale, is_gated=is_gated)
+
+    def pack_experts(self, weights: ExpertWeights, scale: float) -> PackedExperts:
+        if self._experts is None:
+            raise ValueError("the model has no experts")
+        return self.weights.pack_experts(weights, self._experts, scale)
 
     def vector(self, weight: Tensor) -> Tensor:
         return weight.float().contiguous()
@@ -322,6 +348,16 @@ class NativeOps:
     def activated_linear(self, x: int, weights: PackedLinear) -> int:
         output = self._gated_output if weights.struct.gated else LinearOutput.GELU
         return self._linear(x, weights, self._gated.address, output)
+
+    def add_experts(self, x: int, experts: PackedExperts, residual: int) -> None:
+        logits = self._linear(x, experts.router, self._router_logits.address, LinearOutput.STORE_FLOAT)
+        self._do(OperationKind.ROUTE, experts.address, x, logits)
+        self._do(OperationKind.EXPERT_INPUTS, experts.address, None, 0, self._gated_output)
+        self._do(OperationKind.EXPERT_OUTPUTS, experts.address, None, residual)
+
+    def weight_by_sigmoid(self, x: int, gate: PackedLinear, mixed: int) -> None:
+        gates = self._linear(x, gate, self._router_logits.address, LinearOutput.STORE_FLOAT)
+        self._do(OperationKind.WEIGHT_ROWS, None, gates, mixed, self._shared_width)
 
     def rotate_and_store(self, qkv: int, step: _Step, layer: AttentionLayer) -> None:  # noqa: ARG002 - ps_plan received the step
         self._do(OperationKind.ROTATE_AND_STORE, self._attention_of(layer), None, qkv)

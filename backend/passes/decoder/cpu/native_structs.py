@@ -29,6 +29,10 @@ class OperationKind(IntEnum):
     ADD_NORM = 6
     CAP_LOGITS = 7
     KEEP_LOGITS = 8
+    ROUTE = 9
+    EXPERT_INPUTS = 10
+    EXPERT_OUTPUTS = 11
+    WEIGHT_ROWS = 12
 
 
 class LinearOutput(IntEnum):
@@ -82,6 +86,18 @@ class Linear(Structure):
         ("group_size", c_int64),
         ("has_zeros", c_int64),
         ("scale", c_float),
+    )
+
+
+class Experts(Structure):
+    _fields_ = (
+        ("gate_up", Linear),
+        ("down", Linear),
+        ("gate_up_bytes", c_int64),
+        ("down_bytes", c_int64),
+        ("count", c_int64),
+        ("per_token", c_int64),
+        ("normalises", c_int64),
     )
 
 

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight
-from penstock.backend.passes.decoder.cpu.native_structs import Linear, WeightForm
+from penstock.backend.passes.decoder.cpu.native_structs import Experts, Linear, WeightForm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from penstock.backend.checkpoint.decoder_config import Experts as ExpertSettings
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+    from penstock.backend.passes.decoder.ops import ExpertWeights
 
 _CHUNK_BYTES = 64 << 20
 
@@ -43,6 +45,17 @@ class EmbeddingTable:
     @staticmethod
     def of_packed(linear: PackedLinear) -> EmbeddingTable:
         return EmbeddingTable(linear.address, True, linear)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """A struct for the kernels, its address, the router, and the tensors that the struct points to."""
+
+    address: int
+    struct: Experts
+    router: PackedLinear
+    weights: tuple[Tensor, Tensor]
+    """uint8 [experts, bytes]: gate and up, and down."""
 
 
 class WeightPacker:
@@ -83,6 +96,38 @@ class WeightPacker:
             case Tensor():
                 packed = self._fill(struct, self._library.ps_pack, weight.to(self._dtype))
         return PackedLinear(ctypes.addressof(struct), struct, packed, bias)
+
+    def pack_experts(self, weights: ExpertWeights, settings: ExpertSettings, scale: float) -> PackedExperts:
+        hidden = weights.router.shape[1]
+        gate_up = Linear(inputs=hidden, outputs=settings.width, gated=True, scale=1.0)
+        down = Linear(inputs=settings.width, outputs=hidden, scale=scale)
+        packed = (
+            self._fill_experts(gate_up, weights.gate_up, settings),
+            self._fill_experts(down, weights.down, settings),
+        )
+        struct = Experts(
+            gate_up=gate_up,
+            down=down,
+            gate_up_bytes=packed[0].shape[1],
+            down_bytes=packed[1].shape[1],
+            count=settings.count,
+            per_token=settings.per_token,
+            normalises=settings.normalises,
+        )
+        router = self.pack(weights.router, None, 1.0, is_gated=False)
+        return PackedExperts(ctypes.addressof(struct), struct, router, packed)
+
+    def _fill_experts(self, struct: Linear, weights: Tensor, settings: ExpertSettings) -> Tensor:
+        """struct becomes that of the first expert."""
+        num_bytes = self._library.ps_packed_bytes(self._engine, ctypes.byref(struct))
+        packed = self._arena.empty(settings.count * num_bytes, torch.uint8).view(settings.count, num_bytes)
+        self.linear_bytes += settings.per_token * num_bytes
+        for target, weight in zip(packed, weights.chunk(settings.count), strict=True):
+            struct.packed = target.data_ptr()
+            rows = weight.to(self._dtype).contiguous()
+            self._library.ps_pack(self._engine, ctypes.byref(struct), rows.data_ptr())
+        struct.packed = packed.data_ptr()
+        return packed
 
     def _fill(self, struct: Linear, pack: Callable[..., None], *tensors: Tensor) -> Tensor:
         """Allocate the packed weight and fill it from the tensors."""

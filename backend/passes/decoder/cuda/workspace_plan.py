@@ -118,6 +118,7 @@ def unsupported_variation(config: DecoderConfig) -> str | None:
         "layer norms of what attention and MLP add": config.norm == "layer" and has_output_norms,
         "layer norms of q and k": config.norm == "layer" and config.qk_norm is not None,
         "norms of q and k with a weight for each head": config.qk_norm == "each head",
+        "mixtures of experts": config.experts is not None,
         "SiLU in an MLP without a gate": config.mlp == "plain" and config.activation != "gelu_tanh",
     }
     return next((name for name, is_present in variations.items() if is_present), None)

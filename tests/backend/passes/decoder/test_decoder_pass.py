@@ -46,6 +46,7 @@ ON_ALL_PATHS = (
     "cohere-qk-norm",
     "starcoder2",
     "olmo3",
+    "qwen2-moe",
 )
 """Presets that together use every operation, with every variation."""
 KV_DTYPES = ("fp32", "bf16", "q8_0")
@@ -190,11 +191,26 @@ def for_all_dtypes(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @for_all_dtypes
-@pytest.mark.parametrize("architecture", ["llama3/32", "mistral/32", "qwen3", "gemma2", "cohere-qk-norm/32"])
+@pytest.mark.parametrize(
+    "architecture", ["llama3/32", "mistral/32", "qwen3", "gemma2", "cohere-qk-norm/32", "qwen2-moe/32"]
+)
 def test_row_is_the_same_bits_alone_and_in_a_batch(
     architecture: str, dtype: torch.dtype, kv_dtype: str, make_deterministic: MakeOps
 ) -> None:
     """In prefill and in decode, in other pages."""
+    assert_same_bits_alone_and_in_a_batch(architecture, dtype, kv_dtype, make_deterministic)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_row_that_uses_experts_is_the_same_bits_alone_and_in_a_batch(
+    dtype: torch.dtype, make_deterministic: MakeOps
+) -> None:
+    assert_same_bits_alone_and_in_a_batch("qwen2-moe", dtype, "fp32", make_deterministic)
+
+
+def assert_same_bits_alone_and_in_a_batch(
+    architecture: str, dtype: torch.dtype, kv_dtype: str, make_deterministic: MakeOps
+) -> None:
     prompt, *others = prompts((37, *range(1, 60, 4)), seed=2)
     alone, busy = (
         Driver(make_pass(architecture, make_deterministic, dtype), 64, 16, kv_dtype, seed=seed) for seed in (0, 9)

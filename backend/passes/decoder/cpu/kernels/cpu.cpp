@@ -13,6 +13,7 @@
 //   int4_linear.h       linear layers with int4 weights
 //   norms.h             norms
 //   row_ops.h           embedding, rotary embedding, soft caps
+//   experts.h           mixtures of experts
 //   paged_cache.h       the layout of the paged KV cache
 //   block_cursor.h      where blocks of 64 positions lie in a row's pages
 //   block_products.h    the products of a block on vectors
@@ -34,7 +35,7 @@ Engine& as_engine(void* engine) { return *static_cast<Engine*>(engine); }
 
 extern "C" {
 
-int ps_abi() { return 8; }
+int ps_abi() { return 9; }
 
 // Asks the system for the tile registers. Returns 0 if products may use them, an errno if it refuses, and -1 if this
 // library has no code for them.

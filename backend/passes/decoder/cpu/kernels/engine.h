@@ -38,6 +38,16 @@ struct Attention {  // mirrored by native_ops.py
     i64 rope_offset;  // in a row of Step::rope; -1 for a layer without
 };
 
+struct Experts {  // mirrored by native_structs.py
+    Linear gate_up;  // of the first expert, as `down`: the packed weights of the others follow, each of as many bytes
+    Linear down;
+    i64 gate_up_bytes;
+    i64 down_bytes;
+    i64 count;
+    i64 per_token;
+    i64 normalises;  // whether a token's weights are divided by their sum
+};
+
 enum CacheForm : i64 { kFloatCache = 0, kBf16Cache = 1, kQ8Cache = 2 };  // as in native_ops.py
 
 enum NormKind : i64 { kRootMeanSquare = 0, kLayerNorm = 1 };                        // as in native_structs.py
@@ -123,11 +133,29 @@ struct QuantizedRows {
     std::int8_t* row(i64 r) { return memory.data()->bytes + r * inputs; }
 };
 
+// The rows of a step, once for each expert that they use, grouped by expert.
+struct Routing {
+    // Neighbours within a group that are multiplied together.
+    struct Block {
+        i64 expert, begin, end;
+    };
+
+    std::vector<std::int32_t> chosen;  // [rows][experts per token], the likeliest first
+    std::vector<float> chosen_weights;
+    std::vector<std::int32_t> rows;  // the row of each pair of row and expert, by expert, then by row
+    std::vector<float> weights;      // of each pair
+    std::vector<i64> ends;           // [experts]: where each group ends
+    std::vector<Block> blocks;
+    std::vector<CacheLine> inputs;  // [pairs][hidden]: x of each pair's row
+    std::vector<CacheLine> gated;   // [pairs][width]: what the first product gives
+};
+
 struct Engine {
     ThreadPool pool;
     Shape shape;
     Step step;
     QuantizedRows quantized;
+    Routing routing;
     std::vector<std::vector<float>> scratch;  // one per thread
     std::vector<float> partials;              // results of pieces, until they are merged
 

@@ -90,22 +90,27 @@ void for_each_panel(Engine& engine, const Linear& linear, i64 output, i64 panel_
     });
 }
 
-template <class T> void run_linear(Engine& engine, const Linear& linear, i64 output, const T* x, void* out) {
+// Rows that are multiplied by a panel at once, at most.
+template <class T> i64 max_panel_rows(const Engine& engine) { return uses_tiles<T>(engine) ? kTilePanelRows : kPanelRows; }
+
+// c[rows][64] = x[rows][inputs] × a panel of float weights
+template <class T>
+void multiply_panel(const Engine& engine, const Linear& linear, i64 panel, i64 rows, const T* x, float* c) {
     const i64 steps = linear.inputs / kLane<T>;
-    const bool tiles = uses_tiles<T>(engine);
-    const i64 panel_rows = tiles ? kTilePanelRows : kPanelRows;
-    const i64 panel_steps = tiles && engine.step.rows() > kTileRows ? kTilePanelSteps : kPanelSteps;
-    const T* packed = static_cast<const T*>(linear.packed);
-    for_each_panel<T>(engine, linear, output, panel_rows, out, [&](i64 panel, i64 begin, i64 end, float* c) {
-        const T* weights = packed + panel * linear.inputs * kPanel;
-        if constexpr (kWideRows > 0 && std::is_same_v<T, bf16>)
-            if (end - begin > kMaxRows)
-                return widened_product(end - begin, x + begin * linear.inputs, linear.inputs, weights, steps, c);
-        for (i64 step = 0; step < steps; step += panel_steps)
-            product(engine, end - begin, kPanel, x + begin * linear.inputs + step * kLane<T>, linear.inputs,
-                    weights + step * kPanel * kLane<T>, kPanel * kLane<T>, std::min<i64>(panel_steps, steps - step), c,
-                    kPanel, step > 0);
-    });
+    const i64 panel_steps = uses_tiles<T>(engine) && rows > kTileRows ? kTilePanelSteps : kPanelSteps;
+    const T* weights = static_cast<const T*>(linear.packed) + panel * linear.inputs * kPanel;
+    if constexpr (kWideRows > 0 && std::is_same_v<T, bf16>)
+        if (rows > kMaxRows) return widened_product(rows, x, linear.inputs, weights, steps, c);
+    for (i64 step = 0; step < steps; step += panel_steps)
+        product(engine, rows, kPanel, x + step * kLane<T>, linear.inputs, weights + step * kPanel * kLane<T>,
+                kPanel * kLane<T>, std::min<i64>(panel_steps, steps - step), c, kPanel, step > 0);
+}
+
+template <class T> void run_linear(Engine& engine, const Linear& linear, i64 output, const T* x, void* out) {
+    for_each_panel<T>(engine, linear, output, max_panel_rows<T>(engine), out,
+                      [&](i64 panel, i64 begin, i64 end, float* c) {
+                          multiply_panel(engine, linear, panel, end - begin, x + begin * linear.inputs, c);
+                      });
 }
 
 // weight [rows][inputs], where rows are the outputs, or [gate | up].

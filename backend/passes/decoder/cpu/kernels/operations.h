@@ -8,15 +8,16 @@ namespace {
 
 // As in native_structs.py.
 enum OperationKind : i64 {
-    kEmbed, kNorm, kLinear, kRotateAndStore, kAttention, kTakeLast, kAddNorm, kCapLogits, kKeepLogits
+    kEmbed, kNorm, kLinear, kRotateAndStore, kAttention, kTakeLast, kAddNorm, kCapLogits, kKeepLogits,
+    kRoute, kExpertInputs, kExpertOutputs, kWeightRows
 };
 
 struct Operation {  // mirrored by native_structs.py
     i64 kind;
-    const void* weights;  // a table, a norm's weights, a Linear or an Attention
+    const void* weights;  // a table, a norm's weights, a Linear, Experts or an Attention
     const void* x;
     void* out;
-    i64 form;  // of a linear its Output; of an embedding whether its table is packed; of logits their width
+    i64 form;  // of a linear its Output; of an embedding whether its table is packed; of logits and gates the width
 };
 
 // How long an operation took, and for how much of that its threads had no work, added over threads.
@@ -80,6 +81,14 @@ template <class T> void run_operation(Engine& engine, const Operation& op) {
         case kAttention:
             return attention(engine, static_cast<const T*>(op.x), *static_cast<const Attention*>(op.weights),
                              static_cast<T*>(op.out));
+        case kRoute:
+            return run_route(engine, *static_cast<const Experts*>(op.weights), static_cast<const T*>(op.x),
+                             static_cast<float*>(op.out));
+        case kExpertInputs: return run_expert_inputs<T>(engine, *static_cast<const Experts*>(op.weights), op.form);
+        case kExpertOutputs:
+            return run_expert_outputs<T>(engine, *static_cast<const Experts*>(op.weights), static_cast<float*>(op.out));
+        case kWeightRows:
+            return run_weight_rows(engine, static_cast<const float*>(op.x), op.form, static_cast<T*>(op.out));
         case kTakeLast: return take_last(engine, static_cast<const float*>(op.x), static_cast<float*>(op.out));
         case kKeepLogits: return keep_logits(engine);
     }

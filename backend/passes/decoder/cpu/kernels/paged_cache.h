@@ -12,7 +12,7 @@
 
 #pragma once
 
-#include "row_ops.h"
+#include "experts.h"
 
 namespace {
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, layer_norm, rms_norm
+from torch.nn.functional import gelu, layer_norm, rms_norm, silu
 
-from penstock.backend.checkpoint.decoder_config import NormKind, Scales, TensorNames
+from penstock.backend.checkpoint.decoder_config import Experts, NormKind, Scales, TensorNames
 from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
+from penstock.backend.passes.decoder.ops import ExpertWeights
 from tests.backend.passes.decoder.conftest import MakeOps, make_native_ops
 from tests.backend.passes.decoder.cpu.ops_harness import BASE, BF16, FP32, OpsHarness, assert_close, randn, step_batch
 
@@ -221,6 +222,41 @@ def test_bf16_products_work_without_packing(monkeypatch: pytest.MonkeyPatch) -> 
     linear = PackedLinear.pack(weight, bias)
     assert linear.weight is weight
     assert_close(linear(x), x.double() @ weight.double().T + bias.double(), BF16)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("normalises", [False, True])
+def test_experts_match_float64(normalises: bool, dtype: torch.dtype, make_ops: MakeOps) -> None:
+    """Experts with no row, with one and with more than the native kernel multiplies at once; two with equal logits."""
+    settings = Experts(count=19, per_token=3, width=70, normalises=normalises)
+    hidden, num_rows = BASE.hidden_size, 330
+    config = replace(BASE, experts=settings, layer_has_experts=(True,))
+    harness = OpsHarness(make_ops(config, dtype))
+    harness.begin(num_rows)
+    x, residual = randn(num_rows, hidden, dtype=dtype, seed=1), randn(num_rows, hidden, seed=2)
+    router = randn(19, hidden, dtype=dtype, seed=3)
+    x[:, 0], router[:, 0] = 1, torch.linspace(-20, 30, 19).to(dtype)
+    router[17] = router[18]
+    gate_up = randn(19 * 2 * 70, hidden, dtype=dtype, seed=4) / 7
+    down = randn(19 * hidden, 70, dtype=dtype, seed=5) / 8
+    array = harness.put("_residual", residual)
+    experts = harness.ops.pack_experts(ExpertWeights(router, gate_up, down), 0.5)
+    harness.ops.add_experts(harness.put("_hidden", x), experts, array)
+    probabilities = (x.double() @ router.double().T).softmax(dim=1)
+    exact = residual.double()
+    uses = [0] * 19
+    for row in range(num_rows):
+        chosen = sorted(range(19), key=lambda i, p=probabilities[row]: (-float(p[i]), i))[:3]
+        total = probabilities[row, chosen].sum() if normalises else 1.0
+        for i in chosen:
+            gate, up = (x[row].double() @ gate_up[i * 140 : (i + 1) * 140].double().T).chunk(2)
+            result = (silu(gate) * up) @ down[i * hidden : (i + 1) * hidden].double().T
+            exact[row] += 0.5 * probabilities[row, i] / total * result
+            uses[i] += 1
+    assert min(uses) == 0
+    assert 1 in uses
+    assert max(uses) > 256
+    assert_close(harness.get("_residual", array, num_rows), exact, dtype)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3, 8])
