@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from tests.frontend.clients.test_openai_sdk import MESSAGES, sdk, serving
 from tests.frontend.harness import FakeBackend
 from tests.frontend.model_families import MODELS, THINKING_HERMES, Model
-from tests.frontend.parsing.test_tool_formats import written
+from tests.frontend.parsing.tool_texts import written
 
 MODEL = Model(THINKING_HERMES)
 ANSWER = (

@@ -31,7 +31,7 @@ from penstock.shm.client import TokenBatch
 from penstock.shm.messages import Constraints, Finish, Grammar
 from tests.frontend.harness import FakeStream
 from tests.frontend.model_families import ALWAYS_THINKING, MODELS, THINKING_HERMES, Model
-from tests.frontend.parsing.test_tool_formats import written
+from tests.frontend.parsing.tool_texts import written
 
 CITY = {
     "type": "object",

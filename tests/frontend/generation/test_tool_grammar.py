@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from penstock.frontend.parsing.model_syntax import choose_model_syntax
-from penstock.frontend.parsing.tool_formats.mistral import Mistral
 from penstock.frontend.settings import ParserNames
 from penstock.shm.client import TokenBatch
 from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS, Constraints, Finish, Grammar
@@ -17,22 +15,13 @@ from tests.frontend.harness import CHAT_TEMPLATE, ClientConnection, FakeBackend
 from tests.frontend.model_families import (
     ALWAYS_THINKING,
     DEEPSEEK_V3,
-    DEEPSEEK_V31,
-    GEMMA,
-    GLM4,
-    GRANITE,
-    HARMONY,
     HERMES,
-    LLAMA3,
-    MISTRAL,
     MODELS,
-    PYTHONIC,
-    QWEN3_CODER,
     THINKING_HERMES,
     Model,
 )
 from tests.frontend.parsing.test_reasoning import CHAT, HI, talking
-from tests.frontend.parsing.test_tool_formats import written
+from tests.frontend.parsing.tool_texts import written
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -317,63 +306,11 @@ async def test_model_without_a_tool_format_only_makes_forced_calls(model: Model,
         assert (response.error["param"], response.error["code"]) == ("tools", "unsupported_parameter")
 
 
-@pytest.mark.parametrize(
-    ("source", "tokens", "expected"),
-    [
-        (HERMES, (), ("hermes", None)),
-        (THINKING_HERMES, (), ("hermes", "think")),
-        (HERMES, ("<think>", "</think>"), ("hermes", "think")),
-        (LLAMA3 + "Environment: ipython", (), ("llama3_json", None)),
-        (LLAMA3 + "<|python_tag|>", (), ("llama3_json", None)),
-        (PYTHONIC, (), ("pythonic", None)),
-        (MISTRAL, ("[THINK]", "[/THINK]"), ("mistral", "mistral")),
-        (QWEN3_CODER, (), ("qwen3_coder", None)),
-        (GLM4, ("<think>", "</think>"), ("glm4", "think")),
-        (DEEPSEEK_V3 + "</think>", (), ("deepseek", "think")),
-        (GRANITE, (), ("granite", None)),
-        (GRANITE + "Here is my thought process: Here is my response:", (), ("granite", "granite")),
-        (GRANITE + "<think></think><response></response>", (), ("granite", "granite")),
-        (GEMMA, (), ("gemma", None)),
-        (GEMMA.replace("<start_function_call>", "<|tool_call>"), ("<|channel>", "<channel|>"), ("gemma", "gemma")),
-        (HARMONY, (), ("harmony", "harmony")),
-        (None, ("<|channel|>", "<|message|>"), (None, "harmony")),
-        (CHAT_TEMPLATE, (), (None, None)),
-        (None, (), (None, None)),
-    ],
-)
-def test_model_syntax_is_chosen_by_template_and_tokens(
-    source: str | None, tokens: tuple[str, ...], expected: Any
-) -> None:
-    syntax = choose_model_syntax(source, {token: number for number, token in enumerate(tokens)})
-    found = (syntax.tools and syntax.tools.name, syntax.reasoning and syntax.reasoning.name)
-    assert found == expected
-
-
-def test_layout_of_forced_calls_is_that_of_the_template() -> None:
-    def before(source: str) -> str:
-        syntax = choose_model_syntax(source, {})
-        assert syntax.tools is not None
-        return syntax.tools.around("f")[0]
-
-    assert before(DEEPSEEK_V3) == "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
-    assert before(DEEPSEEK_V31) == "<｜tool▁call▁begin｜>f<｜tool▁sep｜>"
-    assert before(GLM4) == "<tool_call>f\n"
-    assert before(GLM4.replace("</arg_key>\n", "</arg_key>")) == "<tool_call>f"
-
-
 async def test_calls_are_forced_in_the_model_s_format_although_its_template_has_no_tools() -> None:
     constraints = await constraints_of(Model(NO_TOOLS_DEEPSEEK), tool_choice="required")
     assert constraints is not None
     assert constraints.grammar is not None
     assert "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_time" in constraints.grammar.text
-
-
-def test_operator_can_choose_the_parsers() -> None:
-    syntax = choose_model_syntax(HERMES, {"[ARGS]": 5}, "mistral", "think")
-    assert isinstance(syntax.tools, Mistral)
-    assert syntax.tools.around("f") == ("[TOOL_CALLS]f[ARGS]", "")
-    assert syntax.reasoning is not None
-    assert syntax.reasoning.name == "think"
 
 
 async def constraints_of(model: Model, **fields: Any) -> Constraints | None:

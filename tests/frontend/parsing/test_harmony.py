@@ -17,7 +17,7 @@ from penstock.frontend.parsing.harmony import HARMONY, Harmony
 from penstock.shm.messages import Finish
 from tests.frontend.model_families import MODELS
 from tests.frontend.parsing.test_reasoning import SCHEMA, answered, sent
-from tests.frontend.parsing.test_tool_formats import CUTS, FUNCTIONS, Read, cut, read
+from tests.frontend.parsing.tool_texts import CUTS, FUNCTIONS, Read, cut, read
 
 MODEL = MODELS["harmony"]
 SHAPE = AnswerShape(HARMONY, tools=Harmony(), functions=FUNCTIONS)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.frontend.parsing.json_text import read_json
 from penstock.frontend.parsing.reader import Malformed, Reader
-from tests.frontend.parsing.test_tool_formats import CUTS, JSON, cut
+from tests.frontend.parsing.tool_texts import CUTS, JSON, cut
 
 FRAGMENTS = [
     "{", "}", "[", "]", ",", ":", '"', '"a"', '"a":', "\\", "\\n", "\\q", "\\u00e9", "\\u00g", "\n", "\t", " ", "é",

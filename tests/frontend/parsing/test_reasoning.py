@@ -18,7 +18,7 @@ from penstock.frontend.settings import ParserNames
 from penstock.shm.messages import Constraints, Finish
 from tests.frontend.harness import ClientConnection, FakeBackend
 from tests.frontend.model_families import ALWAYS_THINKING, GRANITE, HERMES, THINKING_HERMES, Model
-from tests.frontend.parsing.test_tool_formats import CUTS, FUNCTIONS, cut, read
+from tests.frontend.parsing.tool_texts import CUTS, FUNCTIONS, cut, read
 
 CHAT = "/v1/chat/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,124 +11,20 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.frontend.parsing.answer_parser import AnswerShape
-from penstock.frontend.parsing.choice_output import ChoiceOutput
-from penstock.frontend.parsing.harmony import Harmony
 from penstock.frontend.parsing.reasoning import THINK
-from penstock.frontend.parsing.tool_formats.base import ToolFormat
-from penstock.frontend.parsing.tool_formats.deepseek import DeepSeek
-from penstock.frontend.parsing.tool_formats.gemma import Gemma
-from penstock.frontend.parsing.tool_formats.glm4 import Glm4
-from penstock.frontend.parsing.tool_formats.granite import Granite
 from penstock.frontend.parsing.tool_formats.hermes import Hermes
-from penstock.frontend.parsing.tool_formats.llama3_json import Llama3Json
-from penstock.frontend.parsing.tool_formats.mistral import Mistral
-from penstock.frontend.parsing.tool_formats.pythonic import Pythonic
 from penstock.frontend.parsing.tool_formats.qwen3_coder import Qwen3Coder
-
-FUNCTIONS: dict[str, dict[str, Any]] = {
-    "f": {
-        "properties": {
-            "text": {"type": "string"},
-            "number": {"type": "integer"},
-            "flag": {"type": "boolean"},
-            "list": {"type": "array"},
-            "maybe": {"anyOf": [{"$ref": "#/$defs/name"}, {"type": "null"}]},
-            "kind": {"enum": ["1", "2"]},
-        },
-        "$defs": {"name": {"type": "string"}},
-    },
-    "g": {},
-    "get_weather": {},
-}
-FORMATS: dict[str, ToolFormat] = {
-    "hermes": Hermes(),
-    "llama3_json": Llama3Json(),
-    "mistral": Mistral(names_first=False),
-    "mistral, names first": Mistral(names_first=True),
-    "pythonic": Pythonic(),
-    "qwen3_coder": Qwen3Coder(),
-    "glm4": Glm4(has_lines=True),
-    "glm4, one line": Glm4(has_lines=False),
-    "deepseek": DeepSeek(in_code=True),
-    "deepseek, V3.1": DeepSeek(in_code=False),
-    "granite": Granite(),
-    "gemma": Gemma(is_fourth=False),
-    "gemma, 4": Gemma(is_fourth=True),
-    "harmony": Harmony(),
-}
-
-Read = tuple[str, str, list[tuple[str, str]]]
-"""Reasoning, text, and the calls' names and arguments."""
-
-
-def read(shape: AnswerShape, pieces: list[str]) -> Read:
-    parser, message = shape.new_parser(), ChoiceOutput()
-    for piece in pieces:
-        for delta in parser.push(piece):
-            message.add(delta)
-    for delta in parser.flush():
-        message.add(delta)
-    return message.reasoning, message.text, [(call.name, call.arguments) for call in message.tool_calls]
-
-
-def read_all_ways(text: str, shape: AnswerShape) -> Read:
-    whole = read(shape, [text])
-    for size in (1, 2, 3, 7):
-        assert read(shape, [text[start : start + size] for start in range(0, len(text), size)]) == whole
-    return whole
-
-
-def calls_in(name: str, text: str, **shape: Any) -> tuple[str, list[tuple[str, str]]]:
-    _, content, calls = read_all_ways(text, AnswerShape(tools=FORMATS[name], functions=FUNCTIONS, **shape))
-    return content, calls
-
-
-def written(form: ToolFormat, calls: list[tuple[str, str]]) -> str:
-    """Write calls as the format's models do, given the arguments as JSON."""
-    around = [(form.around(name), arguments) for name, arguments in calls]
-    return (
-        form.opening
-        + form.separator.join(before + written_arguments(form, inner) + after for (before, after), inner in around)
-        + form.closing
-    )
-
-
-def written_arguments(form: ToolFormat, arguments: str) -> str:
-    layout = form.parameters
-    if layout is None:
-        return arguments
-    values = {
-        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        for key, value in json.loads(arguments).items()
-    }
-    end = ("\n" if layout.is_indented else "") + layout.closing + layout.gap
-    return "".join(f"{layout.opening}{key}{layout.middle}{value}{end}" for key, value in values.items())
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text() | st.sampled_from(["}", "]", '"', "\\", "</tool_call>", "<tool_call>", "[TOOL_CALLS]", "🐈", "'"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)  # fmt: skip
-NAMES = st.sampled_from(sorted(FUNCTIONS))
-CALLS = st.lists(st.tuples(NAMES, st.dictionaries(st.text(), JSON, max_size=3)), min_size=1, max_size=3)
-TEXTS = st.text() | st.sampled_from(
-    ["\n", "\n\n", "5", "null", "<parameter=x>", "</tool_call>", "<arg_key>", '"', "{}"]
+from tests.frontend.parsing.tool_texts import (
+    CALLS,
+    CUTS,
+    FORMATS,
+    FUNCTIONS,
+    TAGGED_CALLS,
+    calls_in,
+    cut,
+    read,
+    written,
 )
-PARAMETERS = st.dictionaries(
-    st.from_regex(r"text [^<>\n]{0,4}", fullmatch=True), TEXTS, max_size=3
-) | st.dictionaries(
-    st.from_regex(r"[a-c.:é]{1,4}", fullmatch=True), JSON.filter(lambda value: not isinstance(value, str)), max_size=3
-)  # fmt: skip
-TAGGED_CALLS = st.lists(st.tuples(NAMES, PARAMETERS), min_size=1, max_size=3)
-CUTS = st.lists(st.integers(0, 600), max_size=12)
-
-
-def cut(text: str, cuts: list[int]) -> list[str]:
-    places = sorted({0, len(text), *(place % (len(text) + 1) for place in cuts)})
-    return [text[start:end] for start, end in pairwise(places)]
-
 
 CHEAP = settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 IN_JSON = [name for name, form in FORMATS.items() if form.parameters is None]

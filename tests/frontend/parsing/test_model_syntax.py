@@ -1,0 +1,77 @@
+"""Which formats a model has: by its template and tokens, or as the operator says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.frontend.parsing.model_syntax import choose_model_syntax
+from penstock.frontend.parsing.tool_formats.mistral import Mistral
+from tests.frontend.harness import CHAT_TEMPLATE
+from tests.frontend.model_families import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GEMMA,
+    GLM4,
+    GRANITE,
+    HARMONY,
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    PYTHONIC,
+    QWEN3_CODER,
+    THINKING_HERMES,
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "tokens", "expected"),
+    [
+        (HERMES, (), ("hermes", None)),
+        (THINKING_HERMES, (), ("hermes", "think")),
+        (HERMES, ("<think>", "</think>"), ("hermes", "think")),
+        (LLAMA3 + "Environment: ipython", (), ("llama3_json", None)),
+        (LLAMA3 + "<|python_tag|>", (), ("llama3_json", None)),
+        (PYTHONIC, (), ("pythonic", None)),
+        (MISTRAL, ("[THINK]", "[/THINK]"), ("mistral", "mistral")),
+        (QWEN3_CODER, (), ("qwen3_coder", None)),
+        (GLM4, ("<think>", "</think>"), ("glm4", "think")),
+        (DEEPSEEK_V3 + "</think>", (), ("deepseek", "think")),
+        (GRANITE, (), ("granite", None)),
+        (GRANITE + "Here is my thought process: Here is my response:", (), ("granite", "granite")),
+        (GRANITE + "<think></think><response></response>", (), ("granite", "granite")),
+        (GEMMA, (), ("gemma", None)),
+        (GEMMA.replace("<start_function_call>", "<|tool_call>"), ("<|channel>", "<channel|>"), ("gemma", "gemma")),
+        (HARMONY, (), ("harmony", "harmony")),
+        (None, ("<|channel|>", "<|message|>"), (None, "harmony")),
+        (CHAT_TEMPLATE, (), (None, None)),
+        (None, (), (None, None)),
+    ],
+)
+def test_model_syntax_is_chosen_by_template_and_tokens(
+    source: str | None, tokens: tuple[str, ...], expected: Any
+) -> None:
+    syntax = choose_model_syntax(source, {token: number for number, token in enumerate(tokens)})
+    found = (syntax.tools and syntax.tools.name, syntax.reasoning and syntax.reasoning.name)
+    assert found == expected
+
+
+def test_layout_of_forced_calls_is_that_of_the_template() -> None:
+    def before(source: str) -> str:
+        syntax = choose_model_syntax(source, {})
+        assert syntax.tools is not None
+        return syntax.tools.around("f")[0]
+
+    assert before(DEEPSEEK_V3) == "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+    assert before(DEEPSEEK_V31) == "<｜tool▁call▁begin｜>f<｜tool▁sep｜>"
+    assert before(GLM4) == "<tool_call>f\n"
+    assert before(GLM4.replace("</arg_key>\n", "</arg_key>")) == "<tool_call>f"
+
+
+def test_operator_can_choose_the_parsers() -> None:
+    syntax = choose_model_syntax(HERMES, {"[ARGS]": 5}, "mistral", "think")
+    assert isinstance(syntax.tools, Mistral)
+    assert syntax.tools.around("f") == ("[TOOL_CALLS]f[ARGS]", "")
+    assert syntax.reasoning is not None
+    assert syntax.reasoning.name == "think"
