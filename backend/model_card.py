@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.backend.checkpoint.fingerprint import WEIGHTS_SUFFIXES, FilesHash
+from penstock.backend.checkpoint.formats.declared import declared_method
 from penstock.backend.checkpoint.generation_config import read_generation_defaults
+from penstock.backend.checkpoint.json_file import read_json_object
+from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.errors import StartupError
 from penstock.shm.messages import ModelCard
 
@@ -26,19 +29,26 @@ def make_card(
     card = ModelCard(
         model_id=model_id,
         model_dir=str(model_dir.resolve()),
-        created=max(0, int((model_dir / "config.json").stat().st_mtime)),
+        created=max(0, int((model_dir / CONFIG_FILE).stat().st_mtime)),
         vocab_size=spec.vocab_size,
         max_context_tokens=plan.max_context_tokens,
         max_waiting=max_waiting,
         eos_token_ids=generation.eos_token_ids,
         default_sampling=generation.sampling,
         fingerprint=fingerprint(model_dir, f"{settings} {plan.kv_dtype}"),
-        quantization=spec.quantization,
+        quantization=_quantization(spec, model_dir),
     )
     try:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(card), type=ModelCard)
     except msgspec.ValidationError as error:
         raise StartupError(f"the model cannot be announced to frontends: {error}") from None
+
+
+def _quantization(spec: PassSpec, model_dir: Path) -> str:
+    """What --quantize made of the weights, else the method by which the checkpoint stores them, else "none"."""
+    if spec.quantization != "none":
+        return spec.quantization
+    return declared_method(read_json_object(model_dir / CONFIG_FILE)) or "none"
 
 
 def fingerprint(model_dir: Path, settings: str) -> str:

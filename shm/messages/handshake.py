@@ -36,7 +36,7 @@ class ModelCard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
     default_sampling: Sampling = Sampling()
     fingerprint: Annotated[str, Meta(max_length=64)] = ""
     quantization: Annotated[str, Meta(max_length=64)] = "none"
-    """How the weights are quantised, as `PassSpec.quantization` says."""
+    """What was made of the weights, such as "int8", or how the checkpoint stores them, such as "gptq"."""
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=11, forbid_unknown_fields=True):

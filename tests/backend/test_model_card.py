@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -37,3 +38,17 @@ def test_model_name_that_frontends_refuse_is_refused_at_start() -> None:
     assert card.quantization == "int4"
     with pytest.raises(StartupError, match="announced"):
         make_card("m" * 600, DEMO_MODEL_DIR, spec, plan, 10, "")
+
+
+@pytest.mark.parametrize(
+    ("made", "declared", "told"),
+    [("none", None, "none"), ("none", "gptq", "gptq"), ("int8", "fp8", "int8")],
+)
+def test_card_says_how_weights_are_quantised(made: str, declared: str | None, told: str, tmp_path: Path) -> None:
+    spec = replace(FakePass(100, 1).spec, quantization=made)
+    plan = plan_kv(
+        spec, budget=KvBudget(10**6), kv_dtype="auto", page_size_tokens=16, max_context_tokens=None, max_running=1
+    )
+    config = {} if declared is None else {"quantization_config": {"quant_method": declared}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert make_card("m", tmp_path, spec, plan, 10, "").quantization == told

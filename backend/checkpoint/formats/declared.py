@@ -50,7 +50,7 @@ def read_stored_formats(model_dir: Path) -> StoredFormats:
 
 def parse_stored_formats(config: Mapping[str, Any]) -> StoredFormats:
     """As `read_stored_formats`, from the decoded config.json."""
-    settings = next((config[key] for key in CONFIG_KEYS if config.get(key) is not None), None)
+    settings = _settings(config)
     if settings is None:
         return PLAIN
     if not isinstance(settings, dict):
@@ -61,6 +61,17 @@ def parse_stored_formats(config: Mapping[str, Any]) -> StoredFormats:
             f"quantization_config.quant_method is {shorten(method)}; supported are {', '.join(_METHODS)}"
         )
     return _METHODS[method](settings)
+
+
+def declared_method(config: Mapping[str, Any]) -> str | None:
+    """How the decoded config.json says that the weights are stored: a quant_method, such as "gptq"; None if plain."""
+    settings = _settings(config)
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    return method if isinstance(method, str) else None
+
+
+def _settings(config: Mapping[str, Any]) -> Any:
+    return next((config[key] for key in CONFIG_KEYS if config.get(key) is not None), None)
 
 
 class _GptqSettings(Struct, frozen=True):
