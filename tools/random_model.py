@@ -45,6 +45,7 @@ _ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3-moe": "Qwen3MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
 }
@@ -72,8 +73,14 @@ class ModelDims:
     """One matrix for embedding and logits."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Type of the stored weights."""
-    architecture: Literal["llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3"] = "llama"
+    architecture: Literal["llama", "mistral", "qwen2", "qwen3", "qwen3-moe", "smollm3", "phi3"] = "llama"
     """Architecture of the layers."""
+    experts: int = 64
+    """Experts of each layer, for qwen3-moe, as the next two options."""
+    experts_per_token: int = 8
+    """Experts that a token uses."""
+    expert_size: int = 384
+    """Width of an expert's MLP."""
     max_context: int = 4096
     """Longest sequence in tokens."""
     seed: int = 0
@@ -124,11 +131,9 @@ def write_random_model(out: Path, dims: ModelDims, max_shard_bytes: int = MAX_SH
 
 
 def _config_json(dims: ModelDims) -> dict[str, Any]:
-    # Without head_dim, Qwen3's heads are 128 wide.
-    head_dim = {"head_dim": dims.hidden_size // max(dims.heads, 1)} if dims.architecture == "qwen3" else {}
-    return head_dim | {
+    return _own_keys(dims) | {
         "architectures": [_ARCHITECTURES[dims.architecture]],
-        "model_type": dims.architecture,
+        "model_type": dims.architecture.replace("-", "_"),
         "vocab_size": dims.vocab_size,
         "hidden_size": dims.hidden_size,
         "intermediate_size": dims.intermediate_size,
@@ -146,6 +151,21 @@ def _config_json(dims: ModelDims) -> dict[str, Any]:
         "eos_token_id": 0,
         "pad_token_id": 0,
     }
+
+
+def _own_keys(dims: ModelDims) -> dict[str, Any]:
+    """What only some architectures need."""
+    match dims.architecture:
+        case "qwen3":  # its heads are 128 wide by default
+            return {"head_dim": dims.hidden_size // max(dims.heads, 1)}
+        case "qwen3-moe":
+            return {
+                "num_experts": dims.experts,
+                "num_experts_per_tok": dims.experts_per_token,
+                "moe_intermediate_size": dims.expert_size,
+                "norm_topk_prob": True,
+            }
+    return {}
 
 
 def _write_weights(

@@ -36,8 +36,11 @@ TINY: dict[str, Any] = {
     "intermediate_size": 96,
     "vocab_size": 1000,
     "max_context": 256,
+    "experts": 4,
+    "experts_per_token": 2,
+    "expert_size": 48,
 }
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3-moe", "smollm3", "phi3")
 
 
 @pytest.mark.parametrize("tie", [True, False])
@@ -51,8 +54,12 @@ def test_transformers_and_penstock_load_every_architecture(architecture: Any, ti
     assert config.tie_embeddings == tie
     with open_weights(out, config) as weights:
         assert weights.choose_dtype("auto") == torch.bfloat16
-        theirs = model.model.layers[1].mlp.down_proj.weight
-        torch.testing.assert_close(weights.layer(1, torch.bfloat16).down, theirs.detach(), rtol=0, atol=0)
+        theirs, layer = model.model.layers[1].mlp, weights.layer(1, torch.bfloat16)
+        if architecture == "qwen3-moe":
+            assert layer.expert_down is not None
+            assert torch.equal(layer.expert_down.view(4, 64, 48), theirs.experts.down_proj)
+        else:
+            torch.testing.assert_close(layer.down, theirs.down_proj.weight.detach(), rtol=0, atol=0)
     assert model(torch.arange(8)[None]).logits.shape == (1, 8, 1000)
 
 
@@ -169,6 +176,9 @@ def test_defaults_are_the_model_of_the_benchmarks() -> None:
         "tie": True,
         "dtype": "bf16",
         "architecture": "llama",
+        "experts": 64,
+        "experts_per_token": 8,
+        "expert_size": 384,
         "max_context": 4096,
         "seed": 0,
     }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.quantization.modes import QUANTIZATIONS, find_quantization, weight_bytes
+from penstock.backend.checkpoint.quantization.modes import QUANTIZATIONS, check_sizes, find_quantization, weight_bytes
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
 from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight
 from penstock.backend.checkpoint.weights import open_weights
@@ -73,6 +73,12 @@ def test_inputs_that_no_groups_divide_are_refused(tmp_path: Path) -> None:
     said = r"mlp\.down_proj\.weight has 80 inputs, not a multiple of 32: use int8$"
     with pytest.raises(StartupError, match=said):
         open_quantized(model_dir, config, QUANTIZATIONS["int4"])
+
+
+def test_experts_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    config = read_decoder_config(make_checkpoint("mixtral", tmp_path / "model"))
+    with pytest.raises(StartupError, match=r"--quantize int8 does not apply to mixtures of experts yet: use none$"):
+        check_sizes(QUANTIZATIONS["int8"], config)
 
 
 def test_unknown_mode_is_refused() -> None:

@@ -303,6 +303,7 @@ def test_an_unsupported_model_is_refused_in_one_line(settings: dict[str, int], m
     ("architecture", "missing"),
     [
         ("cohere-qk-norm", "CohereForCausalLM is not on the GPU yet: there are no kernels for layer norms of q and k"),
+        ("qwen3-moe", "Qwen3MoeForCausalLM is not on the GPU yet: there are no kernels for mixtures of experts"),
     ],
 )
 def test_a_variation_without_kernels_is_refused_by_name(architecture: str, missing: str, tmp_path: Path) -> None:
