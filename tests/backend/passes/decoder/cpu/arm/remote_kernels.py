@@ -19,6 +19,7 @@ from penstock.backend.passes.decoder.cpu.native_structs import (
     NORM_KINDS,
     QK_NORM_SCOPES,
     Attention,
+    Experts,
     Linear,
     LinearOutput,
     Operation,
@@ -239,6 +240,13 @@ class RemoteKernels:
                     "x": arguments.read_only(op.x, state.qkv_bytes),
                     "out": arguments.changed(op.out, state.attended_bytes),
                 }
+            case OperationKind.ROUTE | OperationKind.EXPERT_INPUTS | OperationKind.EXPERT_OUTPUTS:
+                return self._copy_routed(arguments, state, op)
+            case OperationKind.WEIGHT_ROWS:
+                return {
+                    "x": arguments.read_only(op.x, state.rows * _FLOAT),
+                    "out": arguments.changed(op.out, state.rows * op.form * state.number_bytes),
+                }
             case OperationKind.KEEP_LOGITS:
                 state.num_narrowed = state.num_logits
                 return {}
@@ -246,6 +254,19 @@ class RemoteKernels:
                 x = arguments.read_only(op.x, hidden_bytes * _FLOAT)
                 state.is_narrowed, state.num_narrowed = True, state.num_last
                 return {"x": x, "out": arguments.changed(op.out, state.rows * state.shape.hidden * _FLOAT)}
+
+    def _copy_routed(self, arguments: RemoteArguments, state: _Engine, op: Any) -> dict[str, int]:
+        own = Experts.from_buffer_copy(Experts.from_address(op.weights))
+        for linear, num_bytes in ((own.gate_up, own.gate_up_bytes), (own.down, own.down_bytes)):
+            linear.packed = arguments.read_only(linear.packed, own.count * num_bytes)
+        arrays = {"weights": arguments.of_struct(own)}
+        values = state.rows * state.shape.hidden
+        if op.kind == OperationKind.ROUTE:
+            arrays["x"] = arguments.read_only(op.x, values * state.number_bytes)
+            arrays["out"] = arguments.changed(op.out, state.rows * own.count * _FLOAT)
+        elif op.kind == OperationKind.EXPERT_OUTPUTS:
+            arrays["out"] = arguments.changed(op.out, values * _FLOAT)
+        return arrays
 
     def _copy_linear(self, arguments: RemoteArguments, state: _Engine, op: Any) -> dict[str, int]:
         own, number_bytes = Linear.from_address(op.weights), state.number_bytes

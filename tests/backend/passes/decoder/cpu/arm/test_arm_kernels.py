@@ -112,6 +112,11 @@ def test_queries_and_keys_are_normalised_over_the_norms_scope(scope: QkNormScope
 
 
 @for_both_dtypes
+def test_experts_match_float64(dtype: torch.dtype, make_ops: MakeOps) -> None:
+    row_ops.test_experts_match_float64(True, dtype, make_ops)
+
+
+@for_both_dtypes
 @pytest.mark.parametrize("tied", [False, True])
 def test_embed_looks_up_the_exact_rows(tied: bool, dtype: torch.dtype, make_ops: MakeOps) -> None:
     row_ops.test_embed_looks_up_the_exact_rows(tied, dtype, make_ops)
