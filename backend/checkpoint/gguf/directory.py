@@ -24,15 +24,17 @@ from penstock.backend.checkpoint.gguf.names import hf_name
 from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer, check_tokenizer
 from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILE
+from penstock.backend.checkpoint.tensors import expected_tensors
 from penstock.backend.errors import StartupError
 from penstock.shm.process.cache_directory import cache_directory
 from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
 
 if TYPE_CHECKING:
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.tensor_file import TensorFile
 
 SUFFIX = ".gguf"
-FORMAT = "1"
+FORMAT = "2"
 """Raise it when the files that are made change."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -115,7 +117,7 @@ def _contents(headers: list[GgufHeader]) -> dict[str, str]:
         ends = tokenizer.end_tokens()
         config |= {"quantization_config": _formats(tensors), "eos_token_id": ends}
         config = {key: value for key, value in config.items() if value is not None}
-        parse_decoder_config(config)
+        _refuse_other_tensors(tensors, parse_decoder_config(config))
         return {
             CONFIG_FILE: json.dumps(config, indent=1),
             GENERATION_FILE: json.dumps({"eos_token_id": ends}),
@@ -133,6 +135,14 @@ def _all_tensors(headers: list[GgufHeader]) -> dict[str, GgufTensor]:
             raise StartupError(f"{header.path}: tensor {shorten(min(twins))} is in another shard as well")
         tensors |= header.tensors
     return tensors
+
+
+def _refuse_other_tensors(tensors: dict[str, GgufTensor], config: DecoderConfig) -> None:
+    """A tensor that the model has no place for, such as a bias or factors of rope, would change its output."""
+    expected = {spec.name for spec in expected_tensors(config)}
+    for name in tensors:
+        if name != ROPE_FACTORS and hf_name(name, has_gate=_GATE in tensors) not in expected:
+            raise StartupError(f"tensor {shorten(name)} has no place in a {config.architecture} of these metadata")
 
 
 def _formats(tensors: dict[str, GgufTensor]) -> dict[str, Any]:

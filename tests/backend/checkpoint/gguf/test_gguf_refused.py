@@ -185,6 +185,14 @@ def test_vector_that_is_quantised_is_refused_by_name(file: GgufFile, tmp_path: P
         read_all(file.write(tmp_path / "model.gguf"))
 
 
+@pytest.mark.parametrize("name", ["rope_factors_long.weight", "blk.0.attn_q.bias", "blk.0.ffn_gate_exps.weight"])
+def test_tensor_that_the_model_has_no_place_for_is_refused_by_name(name: str, file: GgufFile, tmp_path: Path) -> None:
+    """Long contexts of Phi-3, biases, and experts would otherwise be left out of the computation."""
+    file.tensors[name] = np.ones(8, np.float32), gguf.GGMLQuantizationType.F32
+    with pytest.raises(StartupError, match=f"tensor '{name}' has no place in a LlamaForCausalLM"):
+        gguf_directory(file.write(tmp_path / "model.gguf"))
+
+
 def test_failed_start_leaves_nothing_in_the_cache(file: GgufFile, tmp_path: Path) -> None:
     del file.metadata["tokenizer.ggml.pre"]
     with pytest.raises(StartupError):
