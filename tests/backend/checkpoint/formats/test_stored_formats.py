@@ -241,6 +241,20 @@ def test_logits_are_those_of_the_reference_weights(checkpoint: Checkpoint, name:
     assert relative_error(logits, expected) < (0.05 if is_packed else 1e-4)
 
 
+def test_quantised_experts_are_dequantised(tmp_path: Path) -> None:
+    """Those of attention beside them stay as they are. The router is never quantised."""
+    plain = ("lm_head", "embed_tokens", "mlp.gate")
+    settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": []}
+    checkpoint = write_checkpoint(tmp_path, GPTQ, gptq(), plain=plain, architecture="qwen3-moe", **settings)
+    layer = read_layer(checkpoint, keeps_packed=True)
+    assert isinstance(layer.qkv, Int4Weight)
+    for found, parts in ((layer.expert_gate_up, ("gate_proj", "up_proj")), (layer.expert_down, ("down_proj",))):
+        names = [f"model.layers.1.mlp.experts.{i}.{part}.weight" for i in range(4) for part in parts]
+        reference = torch.cat([checkpoint.exact[name] for name in names]).float()
+        assert found is not None
+        assert torch.equal(found, reference)
+
+
 def test_log_says_how_many_linears_run_as_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = write_checkpoint(tmp_path, GPTQ, gptq())
     config = read_decoder_config(checkpoint.path)
