@@ -15,7 +15,16 @@ from torch import Tensor
 
 from penstock.backend.checkpoint.quantized_weights import take_rows
 from penstock.backend.checkpoint.tensors import NORM_FIELDS
-from penstock.backend.passes.decoder.ops import Array, AttentionLayer, Experts, ExpertWeights, Linear, Ops, Step
+from penstock.backend.passes.decoder.ops import (
+    Array,
+    AttentionLayer,
+    ExpertOps,
+    Experts,
+    ExpertWeights,
+    Linear,
+    Ops,
+    Step,
+)
 
 if TYPE_CHECKING:
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
@@ -128,7 +137,7 @@ class DecoderModel:
             x = ops.norm(residual, layer.mlp_norm)
             mixed = self._mix(layer.mlp, x)
             if layer.experts is not None:
-                ops.add_experts(x, layer.experts, residual)
+                _expert_ops(ops).add(x, layer.experts, residual)
         if layer.mlp is not None:
             ops.linear_add(mixed, layer.mlp.down, residual, layer.mlp.output_norm)
 
@@ -138,7 +147,7 @@ class DecoderModel:
             return None
         mixed = self._ops.activated_linear(x, mlp.gate_up)
         if mlp.gate is not None:
-            self._ops.weight_by_sigmoid(x, mlp.gate, mixed)
+            _expert_ops(self._ops).weight_by_sigmoid(x, mlp.gate, mixed)
         return mixed
 
 
@@ -152,6 +161,12 @@ def _required(lm_head: Tensor | QuantizedWeight | None) -> Tensor | QuantizedWei
     if lm_head is None:
         raise ValueError("a model without tied embeddings needs weights for lm_head")
     return lm_head
+
+
+def _expert_ops(ops: Ops) -> ExpertOps:
+    if ops.experts is None:
+        raise ValueError("these operations have none for experts")
+    return ops.experts
 
 
 def _pack_layer(config: DecoderConfig, ops: Ops, plain: LayerWeights[Tensor | QuantizedWeight], index: int) -> _Layer:
@@ -198,7 +213,8 @@ def _pack_mlp(
 def _pack_experts(ops: Ops, plain: LayerWeights[Tensor | QuantizedWeight], scale: float) -> Experts | None:
     if plain.router is None or plain.expert_gate_up is None or plain.expert_down is None:
         return None
-    return ops.pack_experts(ExpertWeights(plain.router, plain.expert_gate_up, plain.expert_down), scale)
+    weights = ExpertWeights(plain.router, plain.expert_gate_up, plain.expert_down)
+    return _expert_ops(ops).pack(weights, scale)
 
 
 def _pack_norm(config: DecoderConfig, ops: Ops, weight: Tensor | None) -> Array | None:

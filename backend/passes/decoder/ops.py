@@ -43,7 +43,7 @@ Array: TypeAlias = Any
 Linear: TypeAlias = Any
 """A packed weight, returned by `pack_linear`."""
 Experts: TypeAlias = Any
-"""A layer's packed experts and their router, returned by `pack_experts`."""
+"""A layer's packed experts and their router, returned by `ExpertOps.pack`."""
 Step: TypeAlias = Any
 """A step's rows in the implementation's own form."""
 
@@ -92,12 +92,37 @@ class AttentionLayer:
     k_norm: Array | None
 
 
+class ExpertOps(Protocol):
+    """The operations of mixtures of experts."""
+
+    def pack(self, weights: ExpertWeights, scale: float) -> Experts:
+        """The experts' results are multiplied by scale. The caller drops its copy."""
+        ...
+
+    def add(self, x: Array, experts: Experts, residual: Array) -> None:
+        """Add to residual [T, hidden] in place, in fp32, the results of each token's experts, weighted.
+
+        The weights are the router's probabilities, from logits in fp32. Of equal ones the lower expert is taken. A
+        token's results are added in an order that does not depend on the batch.
+        """
+        ...
+
+    def weight_by_sigmoid(self, x: Array, gate: Linear, mixed: Array) -> None:
+        """Multiply each row of mixed, the result of `activated_linear`, by the sigmoid of gate's one output for x."""
+        ...
+
+
 class Ops(Protocol):
     """The operations that the model needs from a device. Weights are packed once, in the fastest layout there.
 
     What is the same in all layers (the kind and epsilon of norms, the activation, the scales and soft caps that no
     argument names) is that of the model's DecoderConfig.
     """
+
+    @property
+    def experts(self) -> ExpertOps | None:
+        """None if the model has no experts."""
+        ...
 
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
@@ -106,10 +131,6 @@ class Ops(Protocol):
 
         The result is multiplied by scale. The caller drops its copy. Quantised weights are for the CPU.
         """
-        ...
-
-    def pack_experts(self, weights: ExpertWeights, scale: float) -> Experts:
-        """The experts' results are multiplied by scale. The caller drops its copy."""
         ...
 
     def vector(self, weight: Tensor) -> Array:
@@ -140,18 +161,6 @@ class Ops(Protocol):
 
     def activated_linear(self, x: Array, weights: Linear) -> Array:
         """[T, intermediate]: activation(x @ gate) * (x @ up) of gated weights, activation(product) of others."""
-        ...
-
-    def add_experts(self, x: Array, experts: Experts, residual: Array) -> None:
-        """Add to residual [T, hidden] in place, in fp32, the results of each token's experts, weighted.
-
-        The weights are the router's probabilities, from logits in fp32. Of equal ones the lower expert is taken. A
-        token's results are added in an order that does not depend on the batch.
-        """
-        ...
-
-    def weight_by_sigmoid(self, x: Array, gate: Linear, mixed: Array) -> None:
-        """Multiply each row of mixed, the result of `activated_linear`, by the sigmoid of gate's one output for x."""
         ...
 
     def rotate_and_store(self, qkv: Array, step: Step, layer: AttentionLayer) -> None:

@@ -19,9 +19,9 @@ from penstock.backend.checkpoint.config_json import (
     read_declared_dtype,
     read_decoder_config,
 )
-from penstock.backend.checkpoint.decoder_config import DecoderConfig, Experts, Scales
+from penstock.backend.checkpoint.decoder_config import DecoderConfig, Scales
 from penstock.backend.errors import StartupError
-from tests.checkpoints import EXPERT_PRESETS, PRESETS, make_config, make_model
+from tests.checkpoints import PRESETS, make_config, make_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,18 +85,6 @@ def assert_rope_equal(config: DecoderConfig, model: Any, num_positions: int) -> 
         assert rope.attention_factor == pytest.approx(attention_factor, abs=1e-12)
 
 
-def oracle_experts(config: Any) -> Experts | None:
-    if not hasattr(config, "num_experts_per_tok"):
-        return None
-    return Experts(
-        count=config.num_experts,
-        per_token=config.num_experts_per_tok,
-        width=getattr(config, "moe_intermediate_size", config.intermediate_size),
-        normalises=getattr(config, "norm_topk_prob", True),
-        shared_width=getattr(config, "shared_expert_intermediate_size", None),
-    )
-
-
 def oracle_eps(config: Any) -> float:
     names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
     return next(eps for name in names if (eps := getattr(config, name, None)) is not None)
@@ -122,14 +110,6 @@ def test_dimensions_and_rope_match_transformers(architecture: str) -> None:
     assert (config.qk_norm is not None) == hasattr(attention, "q_norm")
     assert config.score_scale == attention.scaling
     assert_rope_equal(config, model, num_positions=512)
-
-
-@pytest.mark.parametrize("architecture", EXPERT_PRESETS)
-def test_layers_with_experts_match_transformers(architecture: str) -> None:
-    config = parse_decoder_config(hf_values(architecture))
-    mlps = [layer.mlp for layer in make_model(architecture).model.layers]
-    assert config.layer_has_experts == tuple(hasattr(mlp, "experts") for mlp in mlps)
-    assert len(set(config.layer_has_experts)) == (1 if architecture == "mixtral" else 2)
 
 
 @pytest.mark.parametrize("architecture", PRESETS)
@@ -167,7 +147,6 @@ def test_absent_keys_have_the_defaults_of_transformers(architecture: str) -> Non
     if architecture == "MistralForCausalLM":
         layer_types = ["sliding_attention"] * config.num_layers
     assert config.layer_window_tokens == tuple(4096 if kind == "sliding_attention" else None for kind in layer_types)
-    assert config.experts == oracle_experts(theirs)
     assert config.scales == SCALES.get(architecture, Scales())
     assert config.qkv_bias == bool(getattr(theirs, "attention_bias", architecture.startswith(("Qwen2", "Starcoder2"))))
 

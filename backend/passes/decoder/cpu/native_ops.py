@@ -16,28 +16,26 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from penstock.backend.passes.decoder.cpu.native_experts import NativeExpertOps
 from penstock.backend.passes.decoder.cpu.native_structs import (
     CACHE_FORMS,
-    NORM_KINDS,
-    QK_NORM_SCOPES,
     Attention,
     LinearOutput,
     Operation,
     OperationKind,
     OperationTime,
     ScoredBlocks,
-    Shape,
     StepRows,
     declare_functions,
+    make_shape,
 )
 from penstock.backend.passes.decoder.cpu.native_weights import (
     EmbeddingTable,
-    PackedExperts,
     PackedLinear,
     WeightPacker,
     map_memory,
 )
-from penstock.backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES, round_scale
+from penstock.backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES
 from penstock.backend.passes.decoder.prompt_embeddings import place_embeddings
 from penstock.backend.passes.decoder.rope_table import RopeTable
 
@@ -50,7 +48,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
     from penstock.backend.forward_pass import EmbeddedTokens, ScoredTokens, StepBatch, TokenLogprobs
-    from penstock.backend.passes.decoder.ops import AttentionLayer, ExpertWeights, Forward
+    from penstock.backend.passes.decoder.ops import AttentionLayer, Forward
 
 
 _SCORED_VALUES = 1 << 22
@@ -102,29 +100,6 @@ class TimedOperations:
     times: ctypes.Array[OperationTime]
 
 
-def _make_shape(config: DecoderConfig, dtype: torch.dtype, *, uses_tiles: bool) -> Shape:
-    """With any cache; `create_cache` sets the real one's size and form."""
-    return Shape(
-        hidden=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        rotary_dim=config.rope.rotary_dim,
-        page_size=16,
-        act_bf16=dtype is torch.bfloat16,
-        cache_form=CACHE_FORMS["fp32"],
-        uses_tiles=uses_tiles,
-        rope_width=config.rope.rotary_dim * len(config.ropes),
-        norm_kind=NORM_KINDS[config.norm],
-        qk_norm_scope=QK_NORM_SCOPES[config.qk_norm or "head"],
-        eps=config.norm_eps,
-        score_scale=config.score_scale,
-        scores_softcap=config.scales.scores_softcap or 0.0,
-        logits_softcap=config.scales.logits_softcap or 0.0,
-        embedding_scale=round_scale(config.scales.embedding, dtype),
-    )
-
-
 def unsupported_by_kernels(config: DecoderConfig) -> str | None:
     """Return why the kernels cannot run this model, or None. They need heads of whole vectors and even input sizes."""
     if config.head_dim % 16 or config.head_dim > 1024:
@@ -167,10 +142,9 @@ class NativeOps:
         self._rotary_dim = config.rope.rotary_dim
         self._scales = config.scales
         self._gated_output = LinearOutput.GATED_GELU if config.activation == "gelu_tanh" else LinearOutput.GATED_SILU
-        self._experts = config.experts
-        self._shared_width = 0 if config.experts is None else config.experts.shared_width or 0
+        self._settings = config.experts
         self._num_kv_heads, self._head_dim = config.num_kv_heads, config.head_dim
-        shape = _make_shape(config, dtype, uses_tiles=uses_tiles)
+        shape = make_shape(config, dtype, uses_tiles=uses_tiles)
         self._engine: int | None = library.ps_create(num_threads, round(spin_s * 1e9), byref(shape))
         self.weights = WeightPacker(library, self._engine, dtype)
         self._layers: dict[int, Attention] = {}
@@ -188,40 +162,37 @@ class NativeOps:
         self.cache: list[Tensor] = []
         """One tensor per layer, uint8 [num_pages, bytes of a page], in the layout of kernels/paged_cache.h."""
 
+        shared_width = 0 if config.experts is None else config.experts.shared_width or 0
         attention_width = config.num_heads * config.head_dim
         self._residual = _Buffer(config.hidden_size, torch.float32)
         self._last_residual = _Buffer(config.hidden_size, torch.float32)
         self._hidden = _Buffer(config.hidden_size, dtype)
         self._qkv = _Buffer(attention_width + 2 * config.num_kv_heads * config.head_dim, dtype)
         self._attended = _Buffer(attention_width, dtype)
-        self._gated = _Buffer(max(config.intermediate_size, self._shared_width), dtype)
+        self._gated = _Buffer(max(config.intermediate_size, shared_width), dtype)
         self._router_logits = _Buffer(0 if config.experts is None else config.experts.count, torch.float32)
         self._added = _Buffer(config.hidden_size, torch.float32)
         """What attention or MLP adds to the residual stream, before its norm."""
         self._logits = _Buffer(config.vocab_size, torch.float32)
         norms = config.names.attention_output_norm, config.names.mlp_output_norm
         added = () if norms == (None, None) else (self._added,)
-        self._activations = (
-            self._residual,
-            self._hidden,
-            self._qkv,
-            self._attended,
-            self._gated,
-            self._router_logits,
-            *added,
-        )
+        buffers = (self._residual, self._hidden, self._qkv, self._attended, self._gated, self._router_logits)
+        self._activations = (*buffers, *added)
         for buffer in self._activations:
             buffer.reserve(max_batch_tokens)
+
+    @property
+    def experts(self) -> NativeExpertOps | None:
+        if self._settings is None:
+            return None
+        return NativeExpertOps(
+            self._settings, self.weights, self._do, self._linear, self._router_logits.address, self._gated_output
+        )
 
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
     ) -> PackedLinear:
         return self.weights.pack(weight, bias, scale, is_gated=is_gated)
-
-    def pack_experts(self, weights: ExpertWeights, scale: float) -> PackedExperts:
-        if self._experts is None:
-            raise ValueError("the model has no experts")
-        return self.weights.pack_experts(weights, self._experts, scale)
 
     def vector(self, weight: Tensor) -> Tensor:
         return weight.float().contiguous()
@@ -348,16 +319,6 @@ class NativeOps:
     def activated_linear(self, x: int, weights: PackedLinear) -> int:
         output = self._gated_output if weights.struct.gated else LinearOutput.GELU
         return self._linear(x, weights, self._gated.address, output)
-
-    def add_experts(self, x: int, experts: PackedExperts, residual: int) -> None:
-        logits = self._linear(x, experts.router, self._router_logits.address, LinearOutput.STORE_FLOAT)
-        self._do(OperationKind.ROUTE, experts.address, x, logits)
-        self._do(OperationKind.EXPERT_INPUTS, experts.address, None, 0, self._gated_output)
-        self._do(OperationKind.EXPERT_OUTPUTS, experts.address, None, residual)
-
-    def weight_by_sigmoid(self, x: int, gate: PackedLinear, mixed: int) -> None:
-        gates = self._linear(x, gate, self._router_logits.address, LinearOutput.STORE_FLOAT)
-        self._do(OperationKind.WEIGHT_ROWS, None, gates, mixed, self._shared_width)
 
     def rotate_and_store(self, qkv: int, step: _Step, layer: AttentionLayer) -> None:  # noqa: ARG002 - ps_plan received the step
         self._do(OperationKind.ROTATE_AND_STORE, self._attention_of(layer), None, qkv)

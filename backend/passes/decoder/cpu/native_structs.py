@@ -7,11 +7,13 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from penstock.backend.forward_pass import TokenLogprobs
+from penstock.backend.passes.decoder.ops import round_scale
 
 if TYPE_CHECKING:
-    from penstock.backend.checkpoint.decoder_config import NormKind, QkNormScope
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig, NormKind, QkNormScope
     from penstock.backend.forward_pass import ScoredTokens
 
 CACHE_FORMS = {"fp32": 0, "bf16": 1, "q8_0": 2}
@@ -199,3 +201,26 @@ def declare_functions(library: CDLL) -> None:
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+
+
+def make_shape(config: DecoderConfig, dtype: torch.dtype, *, uses_tiles: bool) -> Shape:
+    """With any cache; `create_cache` sets the real one's size and form."""
+    return Shape(
+        hidden=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rotary_dim=config.rope.rotary_dim,
+        page_size=16,
+        act_bf16=dtype is torch.bfloat16,
+        cache_form=CACHE_FORMS["fp32"],
+        uses_tiles=uses_tiles,
+        rope_width=config.rope.rotary_dim * len(config.ropes),
+        norm_kind=NORM_KINDS[config.norm],
+        qk_norm_scope=QK_NORM_SCOPES[config.qk_norm or "head"],
+        eps=config.norm_eps,
+        score_scale=config.score_scale,
+        scores_softcap=config.scales.scores_softcap or 0.0,
+        logits_softcap=config.scales.logits_softcap or 0.0,
+        embedding_scale=round_scale(config.scales.embedding, dtype),
+    )

@@ -11,6 +11,8 @@ from torch.nn import functional
 from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from penstock.backend.checkpoint.decoder_config import Experts
@@ -73,6 +75,32 @@ class ExpertGroups:
         """The weighted sums over each token's pairs, likeliest expert first, of results [pairs, n]: [T, n] fp32."""
         columns = zip(self.places.unbind(1), _columns(self.weights), strict=True)
         return _sum([results[places].float() * weights for places, weights in columns])
+
+
+@dataclass(frozen=True, slots=True)
+class TorchExpertOps:
+    """See `ExpertOps`. The functions are those of the operations, which may be deterministic."""
+
+    settings: Experts
+    dtype: torch.dtype
+    product: Callable[[Tensor, PackedLinear], Tensor]
+    grouped: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """As `grouped_product`."""
+    activate: Callable[[Tensor], Tensor]
+    sigmoid: Callable[[Tensor], Tensor]
+
+    def pack(self, weights: ExpertWeights, scale: float) -> TorchExperts:
+        return TorchExperts.pack(weights, scale, self.dtype)
+
+    def add(self, x: Tensor, experts: TorchExperts, residual: Tensor) -> None:
+        groups = ExpertGroups.route(self.product(x.float(), experts.router), self.settings)
+        gate, up = self.grouped(x[groups.tokens], experts.gate_up, groups.ends).float().chunk(2, dim=-1)
+        mixed = self.activate(gate).mul_(up).to(self.dtype)
+        results = self.grouped(mixed, experts.down, groups.ends)
+        residual.add_(groups.sums(results).mul_(experts.scale))
+
+    def weight_by_sigmoid(self, x: Tensor, gate: PackedLinear, mixed: Tensor) -> None:
+        mixed.mul_(self.sigmoid(self.product(x, gate).float()))
 
 
 def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn import functional
 from penstock.backend.checkpoint.quantized_weights import take_rows
 from penstock.backend.passes.decoder.cpu.torch_cache.paged_cache import KvShape, PagedCache, PagedStep, ScoreRule
 from penstock.backend.passes.decoder.cpu.torch_cache.query_tiles import TileLimits
-from penstock.backend.passes.decoder.cpu.torch_experts import ExpertGroups, TorchExperts, grouped_product
+from penstock.backend.passes.decoder.cpu.torch_experts import TorchExpertOps, grouped_product
 from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
 from penstock.backend.passes.decoder.cpu.torch_quantized_linear import QuantizedLinear
 from penstock.backend.passes.decoder.ops import HeadShape, round_scale
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
     from penstock.backend.forward_pass import EmbeddedTokens, ScoredTokens, StepBatch, TokenLogprobs
-    from penstock.backend.passes.decoder.ops import AttentionLayer, ExpertWeights, Forward
+    from penstock.backend.passes.decoder.ops import AttentionLayer, Forward
 
 
 TorchLinear: TypeAlias = PackedLinear | QuantizedLinear
@@ -66,6 +66,14 @@ class TorchOps:
         self._dtype = dtype
         self.cache = PagedCache((), 0, 1, "fp32")
 
+    @property
+    def experts(self) -> TorchExpertOps | None:
+        if self._config.experts is None:
+            return None
+        return TorchExpertOps(
+            self._config.experts, self._dtype, self._product, self._grouped_product, self._activate, self._sigmoid
+        )
+
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
     ) -> TorchLinear:
@@ -73,9 +81,6 @@ class TorchOps:
             return QuantizedLinear(weight, None if bias is None else bias.float(), scale, is_gated)
         packed = PackedLinear.pack(weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
         return replace(packed, scale=scale, is_gated=is_gated)
-
-    def pack_experts(self, weights: ExpertWeights, scale: float) -> TorchExperts:
-        return TorchExperts.pack(weights, scale, self._dtype)
 
     def vector(self, weight: Tensor) -> Tensor:
         return weight.float()
@@ -142,19 +147,6 @@ class TorchOps:
             return self._activate(product).to(self._dtype)
         gate, up = product.chunk(2, dim=-1)
         return self._activate(gate).mul_(up).to(self._dtype)
-
-    def add_experts(self, x: Tensor, experts: TorchExperts, residual: Tensor) -> None:
-        settings = self._config.experts
-        if settings is None:
-            raise ValueError("the model has no experts")
-        groups = ExpertGroups.route(self._product(x.float(), experts.router), settings)
-        gate, up = self._grouped_product(x[groups.tokens], experts.gate_up, groups.ends).float().chunk(2, dim=-1)
-        mixed = self._activate(gate).mul_(up).to(self._dtype)
-        results = self._grouped_product(mixed, experts.down, groups.ends)
-        residual.add_(groups.sums(results).mul_(experts.scale))
-
-    def weight_by_sigmoid(self, x: Tensor, gate: TorchLinear, mixed: Tensor) -> None:
-        mixed.mul_(self._sigmoid(self._product(x, gate).float()))
 
     def _grouped_product(self, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         """See `torch_experts.grouped_product`."""

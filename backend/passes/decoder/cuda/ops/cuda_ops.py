@@ -6,7 +6,7 @@ overwrites. The residual stream keeps its last addend separate, because one kern
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Never
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
     from penstock.backend.passes.decoder.cuda.ops.matmul import CudaLinear, Matmul
     from penstock.backend.passes.decoder.cuda.step.step_buffers import StepBuffers
-    from penstock.backend.passes.decoder.ops import AttentionLayer, ExpertWeights
-
-
-_NO_KERNEL = "`unsupported_variation` refuses models that need this; this is a bug"
+    from penstock.backend.passes.decoder.ops import AttentionLayer
 
 
 class CudaOps(DeviceWeights):
     """See `Ops`. dtype is that of weights and activations. Call `open_cache` before the first step."""
+
+    experts = None
+    """`unsupported_variation` refuses models that have some."""
 
     def __init__(
         self,
@@ -171,15 +171,6 @@ class CudaOps(DeviceWeights):
         else:
             self._elementwise.gelu_mul(product, out)
         return out
-
-    def pack_experts(self, weights: ExpertWeights, scale: float) -> Never:
-        raise NotImplementedError(_NO_KERNEL)
-
-    def add_experts(self, x: Tensor, experts: Never, residual: Residual) -> None:
-        raise NotImplementedError(_NO_KERNEL)
-
-    def weight_by_sigmoid(self, x: Tensor, gate: CudaLinear, mixed: Tensor) -> None:
-        raise NotImplementedError(_NO_KERNEL)
 
     def rotate_and_store(self, qkv: Tensor, step: CudaStep, layer: AttentionLayer) -> None:
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)

@@ -240,8 +240,8 @@ def test_experts_match_float64(normalises: bool, dtype: torch.dtype, make_ops: M
     gate_up = randn(19 * 2 * 70, hidden, dtype=dtype, seed=4) / 7
     down = randn(19 * hidden, 70, dtype=dtype, seed=5) / 8
     array = harness.put("_residual", residual)
-    experts = harness.ops.pack_experts(ExpertWeights(router, gate_up, down), 0.5)
-    harness.ops.add_experts(harness.put("_hidden", x), experts, array)
+    experts = harness.ops.experts.pack(ExpertWeights(router, gate_up, down), 0.5)
+    harness.ops.experts.add(harness.put("_hidden", x), experts, array)
     probabilities = (x.double() @ router.double().T).softmax(dim=1)
     exact = residual.double()
     uses = [0] * 19
