@@ -29,7 +29,7 @@ _BYTES_PER_LEXER_COST = 32
 """Memory of new states per unit of the lexer's work. Measured: 7 to 26, and 67 where it is little (0.5 MB)."""
 _NS_PER_BYTE = 4
 """Masks take at least so long per byte of new states."""
-_COPIED_BYTES_PER_NS = 16
+_COPIED_BYTES_PER_NS = 32
 """A parser of up to this many bytes takes a nanosecond to copy. Measured: 2 to 4, and 21 into memory just freed."""
 _MAX_TOTAL_BYTES = 1 << 30
 _MAX_PARSER_BYTES = 64 << 20

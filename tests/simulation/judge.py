@@ -182,12 +182,17 @@ class Judge:
         was_bad = backend.executor.faulty[sequence, sequence.generation]
         if not was_bad or not isinstance(backend.forward_pass, ChainPass):
             return
-        poison = backend.forward_pass.poison_in(sequence.kv.pages, len(sequence.tokens))
+        # Pages of a prompt that is not computed yet hold what their last owner left. A prompt that is scored fails
+        # before its step's tokens count as computed.
+        is_decoding = len(sequence.tokens) > sequence.num_given_tokens
+        num_applied = len(sequence.tokens) if is_decoding else sequence.kv.num_prefilled
+        num_launched = min(len(sequence.tokens), sequence.num_computed)
+        poison = backend.forward_pass.poison_in(sequence.kv.pages, num_applied)
         if any(map(backend.pool.host_offload.contains, sequence.kv.page_hashes)):
             raise Violation(f"{opened.ask} fails because of its pages, and one of them stays on the host")
         if any(backend.first_failed_tick.get(fault, self._world.tick) < backend.since[sequence] for fault in poison):
             raise Violation(f"{opened.ask} fails for a fault that had failed others before it was created")
-        for fault in poison:
+        for fault in poison | backend.forward_pass.poison_in(sequence.kv.pages, num_launched):
             backend.first_failed_tick.setdefault(fault, self._world.tick)
 
     def judge_turn(self) -> None:
