@@ -19,7 +19,7 @@ from pathlib import Path
 from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, Kernel, KernelFailed, group_by_module
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90")
-"""Tests compile every kernel for all of these."""
+"""`penstock gpu-check --compile-only` compiles every kernel for all of these."""
 
 SHARED_BYTES_LIMIT = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10}
 """Limit per block, static and dynamic together."""
