@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import select
 import shutil
@@ -171,6 +172,11 @@ def devices(count: int) -> Iterator[list[int]]:
             os.close(fd)
 
 
+def num_open_files() -> int:
+    gc.collect()  # what earlier tests left open must not be closed between two counts
+    return len(os.listdir("/proc/self/fd"))
+
+
 @pytest.mark.parametrize("num_fds", [0, 3, 4, 5, 40, 253])
 async def test_welcome_with_wrong_descriptors_is_refused_and_leaks_none(socket_path: Path, num_fds: int) -> None:
     welcome = Welcome(1, b"i" * 16, os.getpid(), 1, 4096, 8, model_card())
@@ -178,7 +184,7 @@ async def test_welcome_with_wrong_descriptors_is_refused_and_leaks_none(socket_p
         fake.bind(str(socket_path))
         fake.listen()
         fake.setblocking(False)
-        before = len(os.listdir("/proc/self/fd"))
+        before = num_open_files()
         joining = asyncio.ensure_future(join(socket_path))
         await asyncio.sleep(0)
         connection, _ = fake.accept()
@@ -187,7 +193,7 @@ async def test_welcome_with_wrong_descriptors_is_refused_and_leaks_none(socket_p
             socket.send_fds(connection, [encode(welcome)], fds)
             with pytest.raises(WireError, match="first file descriptor is not" if num_fds == 4 else "file descriptors"):
                 await joining
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert num_open_files() == before
 
 
 async def test_welcome_whose_descriptors_are_not_shared_memory_is_refused_and_leaks_none(socket_path: Path) -> None:
@@ -196,7 +202,7 @@ async def test_welcome_whose_descriptors_are_not_shared_memory_is_refused_and_le
         fake.bind(str(socket_path))
         fake.listen()
         fake.setblocking(False)
-        before = len(os.listdir("/proc/self/fd"))
+        before = num_open_files()
         opening = asyncio.ensure_future(Session.open(socket_path, Ledger()))
         await asyncio.sleep(0)
         connection, _ = fake.accept()
@@ -205,7 +211,7 @@ async def test_welcome_whose_descriptors_are_not_shared_memory_is_refused_and_le
             socket.send_fds(connection, [encode(welcome)], [fake.fileno(), *fds])
             with pytest.raises(RegionError):
                 await opening
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert num_open_files() == before
 
 
 async def test_backend_that_leaves_during_the_handshake_ends_it(socket_path: Path) -> None:
@@ -223,13 +229,13 @@ async def test_backend_that_leaves_during_the_handshake_ends_it(socket_path: Pat
 def test_descriptors_that_come_with_a_hello_are_not_kept(socket_path: Path) -> None:
     rendezvous = Rendezvous(socket_path, max_connections=4)
     with devices(200) as fds:
-        before = len(os.listdir("/proc/self/fd"))
+        before = num_open_files()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
             peer.connect(str(socket_path))
             socket.send_fds(peer, [encode(Hello(PROTOCOL_VERSION))], fds)
             rendezvous.turn()
             (connection,), _ = rendezvous.turn()
-            assert len(os.listdir("/proc/self/fd")) == before + 2
+            assert num_open_files() == before + 2
         rendezvous.drop(connection)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert num_open_files() == before
     rendezvous.close()
