@@ -1,4 +1,4 @@
-"""The plugin interface: what a model must offer to be served. Everything that a plugin's author needs is in this file.
+"""The plugin interface: what a model must offer to be served. What it may offer beside is in `pass_extensions`.
 
 The engine owns sequences, pages and the schedule; a pass owns the weights, the memory of the KV cache and its layout.
 A step is one call of `forward` over rows of any query length (decode is length 1), then one call of `sample`. There is
@@ -9,8 +9,8 @@ This module imports typing and dataclasses only, so importing it costs nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -98,6 +98,15 @@ class EmbeddingRows(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """A step's output on the GPU: float32 [L, n], contiguous. Valid once the work now in the stream is done."""
+
+    pointer: int
+    stream: int
+    """The driver's handle, as an integer."""
+
+
+@dataclass(frozen=True, slots=True)
 class ScoredTokens:
     """Tokens of a step after which the sequence's next token is known: the step reports its log probability."""
 
@@ -107,6 +116,23 @@ class ScoredTokens:
     """[S] the token that follows each."""
     num_top: int
     """Top log probabilities to report for each, beside that of next_ids; at least 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """Rows of a step whose result is a vector or one vector a token, not a sampled token. Their sequences end with it.
+
+    Kinds: "embed" is one vector, pooled and projected as the model's files say, not normalised; "token_embed" is one
+    vector for each token; "sparse" is one weight for each entry of the vocabulary (SPLADE, arXiv 2109.10086);
+    "classify" is the logits of the labels, "token_classify" those of each token.
+    """
+
+    rows: NDArray[np.int32]
+    """[Q] ascending indices of rows, each with the last token of its sequence; none is in logit_rows."""
+    kinds: tuple[str, ...]
+    """[Q] each is a key of `PassSpec.pooled`."""
+    second_starts: NDArray[np.int32]
+    """[Q] position of the first token of a pair's second text; 0 if the sequence is one text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +152,7 @@ class StepBatch:
     context_lens: NDArray[np.int32]
     """[R] tokens of the sequence whose KV was computed before this step."""
     page_table: NDArray[np.int32]
-    """[R, P] page numbers; entries beyond a row's pages are 0 and must not be used."""
+    """[R, P] page numbers; entries beyond a row's pages, and those behind the window, are void and must not be used."""
     slots: NDArray[np.int32]
     """[R] the sequence's slot in [0, max_running): constant while it runs, reused afterwards."""
     logit_rows: NDArray[np.int32]
@@ -139,9 +165,11 @@ class StepBatch:
     """(host page, page): copy what `IHostPages.save_pages` saved there back to the page, before page_copies. Only for
     passes that have host pages. No page is a destination twice, or a destination of page_copies too."""
     embeddings: tuple[EmbeddedTokens, ...] = ()
-    """Ascending; covers exactly the tokens that are FROM_EMBEDDINGS. Only for passes that are IPromptEmbeddings."""
+    """Ascending; covers exactly the tokens that are FROM_EMBEDDINGS. Only if the spec has an embedding_size."""
     scored: ScoredTokens | None = None
     """Tokens of prompts whose log probabilities a client requests. Only for passes whose spec says scores_prompts."""
+    pooled: PooledRows | None = None
+    """Rows that give vectors. Only for passes whose spec has `pooled`."""
 
     @property
     def num_rows(self) -> int:
@@ -198,6 +226,9 @@ class StepOutput:
     """None when no row requests log probabilities."""
     scored: TokenLogprobs | None = None
     """Log probabilities of batch.scored.next_ids; None without batch.scored."""
+    pooled: tuple[NDArray[np.float32], ...] | None = None
+    """One per entry of batch.pooled.rows: [width], or [tokens, width] of a kind with a vector a token. A value that is
+    not finite fails the row's requests. None without batch.pooled."""
 
     def wait(self) -> StepOutput:
         """Return itself: it is a `PendingOutput` that is complete."""
@@ -224,7 +255,9 @@ class PassSpec:
     max_context_tokens: int
     kv_bytes_per_token: Mapping[str, int]
     """KV dtype ("fp32", "bf16", "q8_0") → bytes of KV cache per token over all layers, in the order in which "auto"
-    tries them: first the weights' own precision, then narrower dtypes, and wider ones last."""
+    tries them: first the weights' own precision, then narrower dtypes, and wider ones last. Empty for a pass without a
+    KV cache (encoders): `create_cache` is not called, page tables have no columns, and each sequence is computed whole,
+    in one step."""
     weight_bytes: int = 0
     """Memory of the loaded weights."""
     workspace_bytes: int = 0
@@ -243,6 +276,22 @@ class PassSpec:
     scores_prompts: bool = False
     """The pass reports `StepBatch.scored`, for all tokens of a step if need be; workspace_bytes includes that memory.
     Otherwise requests for log probabilities of prompts are refused."""
+    embedding_size: int = 0
+    """Width of prompts that are embeddings, see `StepBatch.embeddings`; 0 if the pass takes none. A pass that is
+    IDeviceLogits receives them on the device and on the host, others on the host only."""
+    window_tokens: int | None = None
+    """In every layer a token attends to itself and at most the window_tokens - 1 tokens before it; None if a layer
+    attends to all. A page behind the window is given away while its sequence runs. So nothing may be read there, not
+    even what a mask hides: a pass that reads whole blocks adds their length."""
+    state_bytes_per_sequence: int = 0
+    """Memory of the state that the pass keeps for each slot beside the pages, as linear attention does; 0 for none. A
+    SlotInit resets it, and comes with the row that begins at position 0; each later row of the slot goes on where the
+    last one ended. After an error the slot's next row is such a beginning. Nothing is shared between such sequences:
+    no step has page_copies or page_restores."""
+    pooled: Mapping[str, int] = field(default_factory=dict)
+    """Kind of `PooledRows` → values per vector, for each kind that the pass computes."""
+    generates: bool = True
+    """The pass samples tokens. One that only pools never gets logit_rows; its vocab_size bounds the token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,8 +314,10 @@ class PassOptions:
     """The most host memory that `IHostPages` may use for its host pages."""
     quantize: str = "none"
     """What to make of the weights while loading: "none", or the name of a form, such as "int8"."""
+    task: str = "auto"
+    """What the model is for: "generate", "embed", "rerank" or "classify"; "auto" is what its files say."""
     cpu_path: str = "auto"
-    """The instruction set of the CPU decoder's kernels; other passes ignore it."""
+    """The instruction set of the CPU kernels; other passes ignore it."""
 
 
 class IBatchedForwardPass(Protocol):
@@ -305,7 +356,7 @@ class IBatchedForwardPass(Protocol):
         """Sample one token for each of batch.logit_rows and store it as its slot's last token.
 
         The token depends only on the logits, the slot's SamplingParams, its tokens, the position and the row's mask.
-        With batch.scored it is called for a step without logit rows too.
+        With batch.scored or batch.pooled it is called for a step without logit rows too; its output has their results.
         """
         ...
 
@@ -328,73 +379,3 @@ def read_host_logits(forward_pass: IBatchedForwardPass, logits: Any) -> NDArray[
     if hasattr(forward_pass, "host_logits"):
         return forward_pass.host_logits(logits)
     return IBatchedForwardPass.host_logits(forward_pass, logits)
-
-
-@runtime_checkable
-class IHostPages(Protocol):
-    """Optional interface of a pass whose device has its own memory: evicted pages can be saved to the host, and come
-    back with `StepBatch.page_restores`. The engine decides which pages are saved, and where."""
-
-    @property
-    def num_host_pages(self) -> int:
-        """Fixed once the cache is created. 0 if computing a page again is quicker than copying it there and back, or if
-        PassOptions.host_kv_bytes holds no page."""
-        ...
-
-    def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
-        """Copy each (page, host page) pair, after all steps launched so far; later steps may write to the pages.
-
-        No host page occurs twice. Called between steps, not between `forward` and `sample`. An error here is fatal: the
-        engine would otherwise read pages that were never saved.
-        """
-        ...
-
-
-@runtime_checkable
-class IPromptEmbeddings(Protocol):
-    """Optional interface of a pass that takes prompts as embeddings, see `StepBatch.embeddings`.
-
-    If it is also IDeviceLogits, it receives them on the device and on the host, otherwise on the host only.
-    """
-
-    @property
-    def embedding_size(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceRows:
-    """A step's output on the GPU: float32 [L, n], contiguous. Valid once the work now in the stream is done."""
-
-    pointer: int
-    stream: int
-    """The driver's handle, as an integer."""
-
-
-@runtime_checkable
-class IDeviceLogits(Protocol):
-    """Optional interface of a GPU pass: clients on the same GPU receive its logits without a copy through the host."""
-
-    def device_logits(self, logits: Any) -> DeviceRows:
-        """The logits of `forward`'s handle, [L, vocab_size]. Called before `sample`; copied in the stream's order."""
-        ...
-
-
-@runtime_checkable
-class IHiddenStates(Protocol):
-    """Optional interface: clients receive hidden states: the last layer's output after the final norm."""
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    def host_hidden_states(self, logits: Any) -> NDArray[np.float32]:
-        """Hidden states of the last step, on the host: [L, hidden_size]. Called before `sample`."""
-        ...
-
-
-@runtime_checkable
-class IDeviceHiddenStates(IHiddenStates, IDeviceLogits, Protocol):
-    """Hidden states of a GPU pass. A pass that is IDeviceLogits offers hidden states only if it is this as well."""
-
-    def device_hidden_states(self, logits: Any) -> DeviceRows:
-        """Hidden states of the last step, on the device: as `device_logits`."""
-        ...

@@ -12,32 +12,37 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from penstock.backend.buffers.options import check_shared_buffers, make_exporter, open_sharing_device
-from penstock.backend.engine.batch_builder import BatchBuilder
+from penstock.backend.engine.batch_builder import BatchBuilder, WholeBatchBuilder
 from penstock.backend.engine.executor import Executor, ExecutorFailed
-from penstock.backend.engine.intake import EngineLimits
+from penstock.backend.engine.limits import EngineLimits
 from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.requests import Requests
+from penstock.backend.engine.vector_cache import VectorCache
 from penstock.backend.errors import StartupError
-from penstock.backend.forward_pass import IHostPages
+from penstock.backend.kv_cache.budget import KvPlan
 from penstock.backend.kv_cache.budget_table import plan_tables
 from penstock.backend.kv_cache.memory import MemoryInfo, device_memory, host_memory
 from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.kv_cache.whole_plan import WholePlan
 from penstock.backend.model_card import make_card
 from penstock.backend.options import BackendOptions
 from penstock.backend.pass_checks import check_first_step, check_vocabulary
+from penstock.backend.pass_extensions import IHostPages
 from penstock.backend.passes.decoder.cpu.thread_counts import configure_torch_threads
 from penstock.backend.passes.decoder.cuda.device.device_choice import why_no_gpu
 from penstock.backend.plugins import find_forward_pass
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.scheduling.settlement import Settlement
+from penstock.backend.scheduling.whole_scheduler import WholeScheduler
 from penstock.backend.startup import (
     check_host_memory,
     check_memory,
-    check_quantization,
+    describe_pass,
     locate_config,
     locate_model,
+    pass_name,
     pass_options,
-    plan_cache,
+    plan_memory,
 )
 from penstock.backend.structured_output.compile_pool import CompilePool
 from penstock.backend.structured_output.compiler_process import CompileLimits
@@ -48,7 +53,7 @@ from penstock.shm.link.listening_address import CannotListen, check_free
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.process.heartbeat import Heartbeat
 from penstock.shm.process.logs import set_up_logging
-from penstock.shm.process.options import fail, format_size, make_app
+from penstock.shm.process.options import fail, make_app
 from penstock.shm.process.tenant_places import HARD_BOUND
 
 if TYPE_CHECKING:
@@ -56,7 +61,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
-    from penstock.backend.kv_cache.budget import KvPlan
+    from penstock.backend.scheduling.interface import ISequenceScheduler
     from penstock.shm.messages import ModelCard
 
 logger = logging.getLogger("penstock.backend")
@@ -95,18 +100,18 @@ def serve(options: BackendOptions) -> None:
     """Serve until a signal, drain and return. Raises StartupError or CannotListen if the backend cannot start."""
     started_s = time.monotonic()
     options.check()
-    pass_class = find_forward_pass(options.forward_pass)
     settings = pass_options(options)
     check_shared_buffers(options.shared_buffers, settings.device)
     if not options.dry_run:
         check_free(options.socket)
     config_dir = locate_config(options)
-    spec = pass_class.describe(config_dir, settings)
-    check_quantization(options, spec)
+    name = pass_name(options, config_dir)
+    pass_class = find_forward_pass(name)
+    spec, settings = describe_pass(options, name, pass_class, config_dir, settings)
     # A dry run may plan for a GPU that this machine does not have. Only an automatic budget asks the device.
-    asks_device = not options.dry_run or not isinstance(options.kv_budget, int)
+    asks_device = not options.dry_run or (bool(spec.kv_bytes_per_token) and not isinstance(options.kv_budget, int))
     memory = device_memory(settings.device) if asks_device else MemoryInfo(0, 0, settings.device)
-    plan = plan_cache(options, spec, settings.device, memory)
+    plan = plan_memory(options, spec, settings, memory)
     if options.dry_run:
         Console().print(plan_tables(plan, settings.host_kv_bytes))
         return
@@ -114,7 +119,7 @@ def serve(options: BackendOptions) -> None:
     check_host_memory(settings.host_kv_bytes, host_memory())
     logger.info(plan.describe())
     model_dir = locate_model(options, config_dir)  # downloads only what can be served
-    card = make_card(options.model_id(), model_dir, spec, plan, options.max_waiting, options.numerics())
+    card = make_card(options.model_id(), model_dir, spec, plan, options.max_waiting, options.numerics(name))
     check_vocabulary(spec, model_dir)
     executor = Executor(options.batch_channel_capacity)
     forward_pass = _load_pass(executor, pass_class, model_dir, settings, spec, plan)
@@ -122,13 +127,15 @@ def serve(options: BackendOptions) -> None:
     exporter = make_exporter(options.shared_buffers, options.shared_buffer_budget, forward_pass, device)
     board = _create_board(plan, options.max_waiting)
     link = BackendLink(options.socket, card, board, exporter=exporter)
-    compiler = _create_compiler(model_dir, card, options.grammar_timeout_s)
+    compiler = _create_compiler(model_dir, card, options.grammar_timeout_s) if spec.generates else None
     grammar_queue = GrammarQueue(compiler, executor.wake, options.max_waiting)
-    scheduler = _create_scheduler(plan, settings, forward_pass, options.batch_channel_capacity)
+    scheduler, builder = _create_scheduler(plan, settings, forward_pass, options.batch_channel_capacity)
     settlement = Settlement(time.monotonic, start_s=_SETTLE_START_S, quiet_s=_SETTLE_QUIET_S, longest_s=_SETTLE_LIMIT_S)
     limits = _engine_limits(options, card, spec)
-    requests = Requests.make(link, scheduler, board, limits, grammar_queue=grammar_queue, settlement=settlement)
-    builder = BatchBuilder(options.max_running, plan.max_pages_per_sequence)
+    cache = VectorCache(options.embedding_cache) if options.embedding_cache and spec.pooled else None
+    requests = Requests.make(
+        link, scheduler, board, limits, grammar_queue=grammar_queue, settlement=settlement, vector_cache=cache
+    )
     heartbeat = None if options.heartbeat_fd is None else Heartbeat(options.heartbeat_fd)
     engine = Engine(link, executor, scheduler, builder, requests, board, heartbeat=heartbeat)
     _drain_on_signals(engine)
@@ -154,25 +161,24 @@ def _load_pass(
     model_dir: Path,
     settings: PassOptions,
     spec: PassSpec,
-    plan: KvPlan,
+    plan: KvPlan | WholePlan,
 ) -> IBatchedForwardPass:
     """Load the weights and allocate the KV cache on the executor's thread. No other thread calls the pass."""
 
     def load() -> IBatchedForwardPass:
         forward_pass = pass_class.load(model_dir, settings)
         try:
-            forward_pass.create_cache(plan.num_pages, plan.page_size_tokens, plan.kv_dtype)
+            if isinstance(plan, KvPlan):
+                forward_pass.create_cache(plan.num_pages, plan.page_size_tokens, plan.kv_dtype)
         except (MemoryError, OSError, RuntimeError) as error:  # torch raises RuntimeError
-            raise StartupError(
-                f"the KV cache of {format_size(plan.num_bytes)} cannot be allocated: lower --kv-budget"
-            ) from error
+            raise StartupError(f"{plan.parts} cannot be allocated: {plan.remedy}") from error
         check_first_step(forward_pass, spec)
         return forward_pass
 
     return executor.start(load)
 
 
-def _create_board(plan: KvPlan, max_waiting: int) -> BackendBoard:
+def _create_board(plan: KvPlan | WholePlan, max_waiting: int) -> BackendBoard:
     board = BackendBoard.create()
     board.pid = os.getpid()
     board.pages_total = plan.num_pages
@@ -190,16 +196,25 @@ def _create_compiler(model_dir: Path, card: ModelCard, timeout_s: float) -> Gram
 
 
 def _create_scheduler(
-    plan: KvPlan, settings: PassOptions, forward_pass: IBatchedForwardPass, num_plans_ahead: int
-) -> Scheduler:
-    num_host_pages = forward_pass.num_host_pages if isinstance(forward_pass, IHostPages) else 0
-    return Scheduler(
+    plan: KvPlan | WholePlan, settings: PassOptions, forward_pass: IBatchedForwardPass, num_plans_ahead: int
+) -> tuple[ISequenceScheduler, BatchBuilder | WholeBatchBuilder]:
+    if isinstance(plan, WholePlan):
+        return WholeScheduler(plan.max_rows, plan.step_tokens), WholeBatchBuilder()
+    keeps_state = forward_pass.spec.state_bytes_per_sequence > 0
+    num_host_pages = 0
+    # Without the state of its sequence a page is of no use, and one behind a window is soon evicted.
+    if isinstance(forward_pass, IHostPages) and not (keeps_state or plan.window.is_bounded):
+        num_host_pages = forward_pass.num_host_pages
+    scheduler = Scheduler(
         PagePool(plan.num_pages, num_host_pages),
         plan.page_size_tokens,
         settings.max_running,
         settings.max_batch_tokens,
         num_plans_ahead=num_plans_ahead,
+        keeps_state=keeps_state,
+        window_tokens=forward_pass.spec.window_tokens,
     )
+    return scheduler, BatchBuilder(settings.max_running, plan.max_pages_per_sequence)
 
 
 def _engine_limits(options: BackendOptions, card: ModelCard, spec: PassSpec) -> EngineLimits:
@@ -213,6 +228,8 @@ def _engine_limits(options: BackendOptions, card: ModelCard, spec: PassSpec) -> 
         max_open_resumed=2 * HARD_BOUND * max_open,
         priority_step_s=options.priority_step_s,
         scores_prompts=spec.scores_prompts,
+        pooled=spec.pooled,
+        generates=spec.generates,
     )
 
 

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
 
+from penstock.backend.checkpoint.encoders.sentence_transformers import read_modules
 from penstock.backend.checkpoint.fingerprint import WEIGHTS_SUFFIXES, FilesHash
 from penstock.backend.checkpoint.formats.declared import declared_method
 from penstock.backend.checkpoint.generation_config import read_generation_defaults
 from penstock.backend.checkpoint.json_file import read_json_object
 from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.errors import StartupError
-from penstock.shm.messages import ModelCard
+from penstock.shm.messages import ModelCard, PooledKind, PooledWidth
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.backend.forward_pass import PassSpec
     from penstock.backend.kv_cache.budget import KvPlan
+    from penstock.backend.kv_cache.whole_plan import WholePlan
 
 
 def make_card(
-    model_id: str, model_dir: Path, spec: PassSpec, plan: KvPlan, max_waiting: int, settings: str
+    model_id: str, model_dir: Path, spec: PassSpec, plan: KvPlan | WholePlan, max_waiting: int, settings: str
 ) -> ModelCard:
     """settings names what else changes the tokens: the pass, dtypes. Raises StartupError for a field out of bounds."""
+    modules = read_modules(model_dir) if spec.pooled else None
     generation = read_generation_defaults(model_dir)
     card = ModelCard(
         model_id=model_id,
@@ -37,11 +40,20 @@ def make_card(
         default_sampling=generation.sampling,
         fingerprint=fingerprint(model_dir, f"{settings} {plan.kv_dtype}"),
         quantization=_quantization(spec, model_dir),
+        generates=spec.generates,
+        pooled=_pooled(spec),
+        normalizes=modules is not None and modules.normalizes,
     )
     try:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(card), type=ModelCard)
     except msgspec.ValidationError as error:
         raise StartupError(f"the model cannot be announced to frontends: {error}") from None
+
+
+def _pooled(spec: PassSpec) -> tuple[PooledWidth, ...]:
+    """ "embed" comes first, if there is one."""
+    kinds = sorted(get_args(PooledKind), key=lambda kind: kind != "embed")
+    return tuple(PooledWidth(kind, spec.pooled[kind]) for kind in kinds if kind in spec.pooled)
 
 
 def _quantization(spec: PassSpec, model_dir: Path) -> str:

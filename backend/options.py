@@ -30,6 +30,8 @@ Count = Annotated[int, Parameter(validator=Number(gte=1, lte=1 << 24))]
 SmallCount = Annotated[int, Parameter(validator=Number(gte=1, lte=4096))]
 HostBudget = Annotated[int | Literal["auto"], Parameter(converter=_convert_budget, metavar="SIZE|auto")]
 Budget = Annotated[int | Literal["auto"] | None, Parameter(converter=_convert_budget, metavar="SIZE|auto")]
+Task = Literal["auto", "generate", "embed", "rerank", "classify"]
+Quantize = Literal["none", "int8", "int4", "int4-128"]
 
 
 @Parameter(name="*")
@@ -46,6 +48,10 @@ class BackendOptions:
 
     served_model_name: str | None = None
     """The model's name in the API. Default: the hub id, or the directory's name."""
+
+    task: Task = "auto"
+    """What the model is for. auto takes what its files say: the architecture, and the layout of sentence-transformers;
+    other decoders generate."""
 
     gpu: str = "auto"
     """Index or UUID (GPU-…, or its beginning) of a GPU, "none" for the CPU, or "auto": the first supported GPU, else
@@ -68,10 +74,10 @@ class BackendOptions:
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Type of the weights; auto takes the checkpoint's."""
 
-    quantize: Literal["none", "int8", "int4", "int4-128"] = "none"
-    """Makes the weights of linears smaller when they are loaded, on the CPU: 8 bits with a scale per output, or 4 bits
-    with a scale per 32 inputs (int4) or per 128 (int4-128: smaller, less exact). They are kept under
-    $XDG_CACHE_HOME/penstock/quantized for the next start. Activations then have 8 bits in products."""
+    quantize: Quantize = "none"
+    """Makes the weights of linears smaller when they are loaded: 8 bits with a scale per output, or 4 bits with a scale
+    per 32 inputs (int4) or per 128 (int4-128: smaller, less exact). They are kept under
+    $XDG_CACHE_HOME/penstock/quantized for the next start. Activations then have 8 bits in products on the CPU."""
 
     deterministic: bool = False
     """Equal requests get equal tokens, whatever else is in the batch. This is always so with the CPU's native kernels;
@@ -88,11 +94,16 @@ class BackendOptions:
     """Tokens of one sequence, prompt and output. Default: the model's limit, or less if the KV budget holds less."""
 
     max_batch_tokens: Annotated[int | None, Parameter(validator=Number(gte=1, lte=1 << 16))] = None
-    """Tokens per step, at least --max-running. Long prompts are prefilled in chunks beside running decodes. Default:
-    192 on the CPU, 2048 on a GPU."""
+    """Tokens per step, at least --max-running. Long prompts are prefilled in chunks beside running decodes. An encoder
+    computes an input whole, and a longer one in a step of its own. Default: 192 on the CPU, 2048 on a GPU."""
 
     max_running: SmallCount = 64
-    """Sequences that run at once; further ones wait."""
+    """Sequences that run at once; further ones wait. A step of an encoder has more if its tokens are eight times as
+    many."""
+
+    embedding_cache: ByteSize = 0
+    """Memory for vectors of earlier inputs, such as 1GB: an equal input is then not computed again. The least recently
+    used go first. 0 keeps none."""
 
     max_waiting: Count = 1024
     """Requests that may wait; further ones are answered with 429. A tenant that has less than its share of these
@@ -125,8 +136,9 @@ class BackendOptions:
     shared_buffer_budget: ByteSize = 256_000_000
     """Memory for the shared buffers of all clients, in addition to --kv-budget. Allocated on demand, never exceeded."""
 
-    forward_pass: str = "decoder"  # noqa: S105 - a pass, not a password
-    """Name of an installed forward pass, or "package.module:Class". "fake" needs no weights and is for tests."""
+    forward_pass: str = "auto"  # noqa: S105 - a pass, not a password
+    """Name of an installed forward pass, or "package.module:Class". "fake" needs no weights and is for tests. "auto" is
+    "encoder" or "decoder", by the model's architecture."""
 
     dry_run: bool = False
     """Print what the KV budget holds, computed from the model's config.json alone, and exit."""
@@ -148,9 +160,10 @@ class BackendOptions:
             return path.resolve().stem
         return path.resolve().name if path.is_dir() else self.model
 
-    def numerics(self) -> str:
-        """The options that change the tokens for a seed, for the model's fingerprint. The KV dtype is chosen later."""
-        return f"{self.forward_pass} {self.dtype} {self.quantize} {self.deterministic} {self.cpu_path}"
+    def numerics(self, forward_pass: str) -> str:
+        """The options that change the tokens for a seed, for the model's fingerprint. forward_pass is the name of the
+        one in use. The KV dtype is chosen later."""
+        return f"{forward_pass} {self.task} {self.dtype} {self.quantize} {self.deterministic} {self.cpu_path}"
 
     def step_tokens(self, device: str) -> int:
         """--max-batch-tokens, or its default for the device. Raises StartupError if it is less than --max-running."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
 from penstock.backend.checkpoint.tokenizer_file import count_token_ids
 from penstock.backend.errors import StartupError
-from penstock.backend.forward_pass import SamplingParams, SlotInit, StepBatch, read_host_logits
+from penstock.backend.forward_pass import PooledRows, SamplingParams, SlotInit, StepBatch, read_host_logits
+from penstock.shm.messages import PooledKind
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.backend.forward_pass import IBatchedForwardPass, PassSpec
 
+_PER_TOKEN = frozenset(["token_embed", "token_classify"])
 logger = logging.getLogger("penstock.backend")
 
 
@@ -43,25 +45,65 @@ def check_vocabulary(spec: PassSpec, model_dir: Path) -> None:
 
 
 def check_first_step(forward_pass: IBatchedForwardPass, spec: PassSpec) -> None:
-    """Run a step of one token and check the shapes of what it returns. Raises StartupError.
+    """Run a step of one token for each kind of result, and check what it returns. Raises StartupError.
 
-    spec is what `describe` returned. The step writes to page 0 and uses slot 0, before the engine gives out either.
+    spec is what `describe` returned. The steps write to page 0 and use slot 0, before the engine gives out either.
     """
     if forward_pass.spec.vocab_size != spec.vocab_size:
         raise StartupError(
             f"the loaded forward pass has a vocab_size of {forward_pass.spec.vocab_size}; its describe() said "
             f"{spec.vocab_size}: make both the same"
         )
+    _check_kinds(forward_pass.spec, spec)
+    has_pages = bool(spec.kv_bytes_per_token)
+    if spec.generates:
+        _check_sampling(forward_pass, spec, _one_token(None, has_pages=has_pages))
+    for kind, width in spec.pooled.items():
+        row = np.zeros(1, np.int32)
+        batch = _one_token(PooledRows(row, (kind,), row), has_pages=has_pages)
+        pooled = forward_pass.sample(forward_pass.forward(batch), batch).wait().pooled or ()
+        shapes = [list(values.shape) for values in pooled]
+        expected = [1, width] if kind in _PER_TOKEN else [width]
+        if shapes != [expected]:
+            raise StartupError(
+                f'the forward pass returned vectors of shapes {shapes} for one row of one token of kind "{kind}" '
+                f"instead of {[expected]}: make them as wide as spec.pooled"
+            )
+
+
+def _check_kinds(loaded: PassSpec, spec: PassSpec) -> None:
+    if (loaded.pooled, loaded.generates) != (spec.pooled, spec.generates):
+        raise StartupError(
+            f"the loaded forward pass pools {dict(loaded.pooled)}; its describe() said {dict(spec.pooled)}, with "
+            f"generates={spec.generates}: make both the same"
+        )
+    unknown = [kind for kind in spec.pooled if kind not in get_args(PooledKind)]
+    if unknown or not (spec.pooled or spec.generates):
+        raise StartupError(
+            f"the forward pass pools {', '.join(spec.pooled) or 'nothing'} and does not generate; kinds are "
+            f"{', '.join(get_args(PooledKind))}: change spec.pooled"
+        )
+    if spec.generates and not spec.kv_bytes_per_token:
+        raise StartupError("the forward pass generates without a KV cache: fill spec.kv_bytes_per_token")
+    if spec.kv_bytes_per_token and not _PER_TOKEN.isdisjoint(spec.pooled):
+        raise StartupError("the forward pass has a KV cache, so inputs come in parts: it cannot give a vector a token")
+
+
+def _one_token(pooled: PooledRows | None, *, has_pages: bool) -> StepBatch:
     token = np.zeros(1, np.int32)
-    batch = StepBatch(
+    return StepBatch(
         input_ids=token,
         query_starts=np.array([0, 1], np.int32),
         context_lens=np.zeros(1, np.int32),
-        page_table=np.zeros((1, 1), np.int32),
+        page_table=np.zeros((1, int(has_pages)), np.int32),
         slots=np.zeros(1, np.int32),
-        logit_rows=np.zeros(1, np.int32),
-        slot_inits=(SlotInit(0, SamplingParams(temperature=0.0), token, 1),),
+        logit_rows=np.zeros(int(pooled is None), np.int32),
+        slot_inits=(SlotInit(0, SamplingParams(temperature=0.0), token, 1),) if has_pages else (),
+        pooled=pooled,
     )
+
+
+def _check_sampling(forward_pass: IBatchedForwardPass, spec: PassSpec, batch: StepBatch) -> None:
     logits = forward_pass.forward(batch)
     # Without host_logits, the handle may be an object of the pass's own. Then its width is unknown.
     shape = getattr(read_host_logits(forward_pass, logits), "shape", None)

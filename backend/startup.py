@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
+from penstock.backend.kv_cache.attention_window import AttentionWindow
 from penstock.backend.kv_cache.budget import CPU_BUDGET_BYTES, KvBudget, KvPlan, auto_budget, host_budget, plan_kv
 from penstock.backend.kv_cache.memory import host_memory
+from penstock.backend.kv_cache.whole_plan import WholePlan, plan_whole
 from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device, planned_device
 from penstock.shm.process.options import format_size
 
 if TYPE_CHECKING:
-    from penstock.backend.forward_pass import PassSpec
+    from penstock.backend.forward_pass import IBatchedForwardPass, PassSpec
     from penstock.backend.kv_cache.memory import MemoryInfo
     from penstock.backend.options import BackendOptions
 
 logger = logging.getLogger("penstock.backend")
 
+DEMO_MODEL = "penstock-demo"
+AUTO = "auto"
+_TOKENS_PER_ROW = 8
+"""A step of a pass without a KV cache may have one row for this many of its tokens."""
+_KINDS_OF_TASK = {
+    "embed": ("embed", "token_embed", "sparse"),
+    "rerank": ("classify",),
+    "classify": ("classify", "token_classify"),
+}
 DEMO_MODEL_DIR = Path(__file__).parent / "demo_model"
+_SHIPPED_MODELS = {
+    DEMO_MODEL: DEMO_MODEL_DIR,
+    "penstock-demo-embed": Path(__file__).parent / "demo_embedding_model",
+}
+"""Names that --model takes for the models of this package."""
 
 
 def pass_options(options: BackendOptions) -> PassOptions:
@@ -39,27 +57,65 @@ def pass_options(options: BackendOptions) -> PassOptions:
         options.deterministic,
         host_kv_bytes=host_budget(options.host_kv_budget, device, host_memory()),
         quantize=options.quantize,
+        task=options.task,
         cpu_path=options.cpu_path,
     )
 
 
 def locate_config(options: BackendOptions) -> Path:
     """A directory with the checkpoint's config.json. Of a hub model only that is downloaded. Raises StartupError."""
-    return DEMO_MODEL_DIR if options.model is None else resolve_config(options.model, options.revision)
+    name = DEMO_MODEL if options.model is None else options.model
+    return _SHIPPED_MODELS.get(name) or resolve_config(name, options.revision)
 
 
 def locate_model(options: BackendOptions, config_dir: Path | None = None) -> Path:
     """The checkpoint's directory. A hub model is downloaded, at config_dir's commit. Raises StartupError."""
-    return DEMO_MODEL_DIR if options.model is None else resolve_model(options.model, options.revision, config_dir)
+    name = DEMO_MODEL if options.model is None else options.model
+    return _SHIPPED_MODELS.get(name) or resolve_model(name, options.revision, config_dir)
 
 
-def check_quantization(options: BackendOptions, spec: PassSpec) -> None:
-    """Raises StartupError if the pass does not quantise as it was asked to."""
+def pass_name(options: BackendOptions, config_dir: Path) -> str:
+    """--forward-pass, or the pass for the model's files. Raises StartupError for an encoder that is not supported."""
+    name = options.forward_pass
+    return find_task(config_dir).forward_pass if name == AUTO else name
+
+
+def describe_pass(
+    options: BackendOptions, name: str, pass_class: type[IBatchedForwardPass], config_dir: Path, settings: PassOptions
+) -> tuple[PassSpec, PassOptions]:
+    """The pass's spec, and its settings: without a KV cache a step must hold the longest input, and may hold many short
+    ones. Raises StartupError if the pass does not do what the options ask for."""
+    spec = pass_class.describe(config_dir, settings)
+    if not spec.kv_bytes_per_token:
+        longest = min(spec.max_context_tokens, settings.max_context_tokens or spec.max_context_tokens)
+        settings = replace(
+            settings,
+            max_running=max(settings.max_running, settings.max_batch_tokens // _TOKENS_PER_ROW),
+            max_batch_tokens=max(settings.max_batch_tokens, longest),
+        )
+        spec = pass_class.describe(config_dir, settings)
     if spec.quantization != options.quantize:
         raise StartupError(
-            f'--quantize is {options.quantize}; forward pass "{options.forward_pass}" has only {spec.quantization}: '
+            f'--quantize is {options.quantize}; forward pass "{name}" has only {spec.quantization}: '
             f"use --quantize {spec.quantization}"
         )
+    kinds = _KINDS_OF_TASK.get(options.task, ())
+    if (options.task == "generate" and not spec.generates) or (kinds and spec.pooled.keys().isdisjoint(kinds)):
+        given = ", ".join([*(["text"] if spec.generates else []), *spec.pooled])
+        raise StartupError(
+            f'--task is {options.task}; with forward pass "{name}" the model gives {given}: use --task auto'
+        )
+    return spec, settings
+
+
+def plan_memory(
+    options: BackendOptions, spec: PassSpec, settings: PassOptions, memory: MemoryInfo
+) -> KvPlan | WholePlan:
+    """Raises StartupError if the memory cannot hold what the options ask for."""
+    if spec.kv_bytes_per_token:
+        return plan_cache(options, spec, settings.device, memory)
+    step_tokens = options.step_tokens(settings.device)
+    return plan_whole(spec, options.max_context, step_tokens, settings.max_running)
 
 
 def plan_cache(options: BackendOptions, spec: PassSpec, device: str, memory: MemoryInfo) -> KvPlan:
@@ -67,32 +123,35 @@ def plan_cache(options: BackendOptions, spec: PassSpec, device: str, memory: Mem
     budget = options.kv_budget
     if budget is None:
         budget = CPU_BUDGET_BYTES if device == "cpu" else "auto"
+    window = AttentionWindow.of(
+        options.page_size,
+        spec.window_tokens,
+        options.step_tokens(device),
+        options.batch_channel_capacity,
+        keeps_state=spec.state_bytes_per_sequence > 0,
+    )
     return plan_kv(
         spec,
         budget=auto_budget(spec, memory) if budget == "auto" else KvBudget(budget),
         kv_dtype=options.kv_dtype,
-        page_size_tokens=options.page_size,
+        window=window,
         max_context_tokens=options.max_context,
         max_running=options.max_running,
     )
 
 
-def check_memory(plan: KvPlan, memory: MemoryInfo, device: str = "cpu") -> None:
+def check_memory(plan: KvPlan | WholePlan, memory: MemoryInfo, device: str = "cpu") -> None:
     """Raises StartupError if a GPU has less memory free, or the CPU less in total. If the CPU has less free it warns:
     other programs may give memory back."""
-    parts = (
-        f"a KV cache of {format_size(plan.num_bytes)}, weights of {format_size(plan.weight_bytes)} and a workspace of "
-        f"{format_size(plan.workspace_bytes)}"
-    )
     free = f"the {format_size(memory.free_bytes)} that are free on {memory.name}"
     if device != "cpu" and plan.device_bytes > memory.free_bytes:
-        raise StartupError(f"{parts} are more than {free}: lower --kv-budget")
+        raise StartupError(f"{plan.parts} are more than {free}: {plan.remedy}")
     if plan.device_bytes > memory.total_bytes:
         raise StartupError(
-            f"{parts} are more than the {format_size(memory.total_bytes)} of {memory.name}: lower --kv-budget"
+            f"{plan.parts} are more than the {format_size(memory.total_bytes)} of {memory.name}: {plan.remedy}"
         )
     if plan.device_bytes > memory.free_bytes:
-        logger.warning("%s are more than %s: lower --kv-budget if memory runs short", parts, free)
+        logger.warning("%s are more than %s: %s if memory runs short", plan.parts, free, plan.remedy)
 
 
 def check_host_memory(host_kv_bytes: int, memory: MemoryInfo) -> None:

@@ -16,8 +16,17 @@ from penstock.frontend.endpoints import (
     tokens,
 )
 from penstock.frontend.endpoints.context import EndpointContext
-from penstock.frontend.endpoints.docs import endpoint_docs
+from penstock.frontend.endpoints.docs import endpoint_docs, pooling_docs
 from penstock.frontend.endpoints.docs.pages import DocumentationPages
+from penstock.frontend.endpoints.pooling import (
+    openai_embeddings,
+    rerank,
+    tei_embed,
+    tei_info,
+    tei_predict,
+    tei_tokens,
+    vllm_scores,
+)
 from penstock.frontend.endpoints.responses.endpoint import Responses
 from penstock.frontend.endpoints.responses.storage.state_files import open_database
 from penstock.frontend.endpoints.responses.storage.store import ResponseStore
@@ -30,10 +39,9 @@ from penstock.frontend.transport.open_exchanges import OpenExchanges
 from penstock.shm.process.tenant_places import TenantPlaces
 
 if TYPE_CHECKING:
-    from penstock.frontend.generation.served_model import ModelKeeper
+    from penstock.frontend.generation.served_models import ServedModels
     from penstock.frontend.settings import WorkerLimits
     from penstock.frontend.transport.asgi import Receive, Scope, Send
-    from penstock.shm.client import BackendClient
 
 logger = logging.getLogger("penstock.app")
 
@@ -50,6 +58,7 @@ def _routes(responses: Responses) -> dict[str, Methods]:
         "/v1/responses/{response_id}/input_items": get(responses.list_input, docs.INPUT_ITEMS),
         "/v1/responses/input_tokens": post(responses.count_input, docs.COUNT_RESPONSE),
         "/v1/messages/count_tokens": post(messages.count_tokens, docs.COUNT_MESSAGE),
+        **_pooling_routes(),
         "/tokenize": post(tokens.tokenize, docs.TOKENIZE),
         "/detokenize": post(tokens.detokenize, docs.DETOKENIZE),
         "/apply-template": post(tokens.apply_template, docs.TEMPLATE),
@@ -60,6 +69,27 @@ def _routes(responses: Responses) -> dict[str, Methods]:
         "/health": get(health.health, docs.HEALTH, needs_key=False),
         health.READY_PATH: get(health.ready, docs.READY, needs_key=False),
         "/metrics": get(metrics.prometheus, docs.METRICS, needs_key=False),
+    }
+
+
+def _pooling_routes() -> dict[str, Methods]:
+    docs = pooling_docs
+    return {
+        "/v1/embeddings": post(openai_embeddings.create_embeddings, docs.EMBEDDINGS),
+        "/v1/rerank": post(rerank.rerank, docs.RERANK),
+        "/v2/rerank": post(rerank.rerank, docs.RERANK),
+        "/rerank": post(rerank.rerank_either, docs.RERANK_EITHER),
+        "/v1/score": post(vllm_scores.score, docs.SCORE),
+        "/score": post(vllm_scores.score, docs.SCORE),
+        "/classify": post(vllm_scores.classify, docs.CLASSIFY),
+        "/pooling": post(vllm_scores.pooling, docs.POOLING),
+        "/embed": post(tei_embed.embed, docs.EMBED),
+        "/embed_all": post(tei_embed.embed_all, docs.EMBED_ALL),
+        "/embed_sparse": post(tei_embed.embed_sparse, docs.EMBED_SPARSE),
+        "/similarity": post(tei_embed.similarity, docs.SIMILARITY),
+        "/predict": post(tei_predict.predict, docs.PREDICT),
+        "/decode": post(tei_tokens.decode, docs.DECODE),
+        "/info": get(tei_info.info, docs.INFO),
     }
 
 
@@ -76,9 +106,7 @@ def _page_routes(pages: DocumentationPages) -> dict[str, Methods]:
 class App:
     """One worker's application. `exchanges.run` must run beside it."""
 
-    def __init__(
-        self, backend: BackendClient, models: ModelKeeper, *, admission: Admission | None = None, limits: WorkerLimits
-    ) -> None:
+    def __init__(self, models: ServedModels, *, admission: Admission | None = None, limits: WorkerLimits) -> None:
         """Without admission every request is allowed."""
         self.exchanges = OpenExchanges(
             max_open=limits.max_open_requests,
@@ -88,9 +116,7 @@ class App:
         self._admission = admission or Admission()
         ignored_fields = IgnoredFields(refuses=limits.refuses_unknown_fields)
         places_to_wait = TenantPlaces(limits.max_held_requests)
-        self.context = EndpointContext(
-            backend, models, self._admission, limits, self.exchanges, ignored_fields, places_to_wait
-        )
+        self.context = EndpointContext(models, self._admission, limits, self.exchanges, ignored_fields, places_to_wait)
         database = open_database(limits.response_database, limits.max_response_file_bytes)
         self.store = ResponseStore(
             database,
@@ -115,7 +141,8 @@ class App:
         finally:
             self.exchanges.discard(exchange)
             if exchange.status is not None:
-                self.context.backend.board.count_response(exchange.status)
+                count_status = exchange.count_status or self.context.models.generation.backend.board.count_response
+                count_status(exchange.status)
             exchange.finish()
 
     async def _answer(self, exchange: Exchange) -> None:

@@ -65,13 +65,9 @@ def main() -> None:
 
 def serve(options: FrontendOptions) -> int:
     """Run until told to stop; return the exit status."""
-    num_path_bytes = len(os.fsencode(options.socket))
-    if num_path_bytes > MAX_SOCKET_PATH_BYTES:
-        fail(
-            "frontend",
-            f"--socket {options.socket} is {num_path_bytes} bytes long; the limit is {MAX_SOCKET_PATH_BYTES}",
-        )
-    check_backend_directory(options.socket)
+    check_backend_socket("--socket", options.socket)
+    check_backend_socket("--embedding-socket", options.embedding_socket)
+    check_backend_socket("--rerank-socket", options.rerank_socket)
     access, tls = read_access(options, "frontend"), tls_files(options, "frontend")
     listening = listening_socket(options, "frontend")
     state = state_files(options, listening)
@@ -82,6 +78,8 @@ def serve(options: FrontendOptions) -> int:
         listen_fd=listening.fileno(),
         accept_fd=AcceptTable.create_fd(options.workers),
         socket_path=str(options.socket),
+        embedding_socket_path=_text(options.embedding_socket),
+        rerank_socket_path=_text(options.rerank_socket),
         access=access,
         tls=tls,
         limits=_limits(options, state),
@@ -161,17 +159,22 @@ def _database(options: FrontendOptions, state: StateFiles | None) -> str | None:
     return None
 
 
-def check_backend_directory(socket_path: Path) -> None:
-    """Exits with one line if another user could put a socket of his own in the place of the backend's. A directory that
-    is missing will be the backend's."""
+def check_backend_socket(option: str, socket_path: Path | None) -> None:
+    """Exits with one line if the path is too long, or if another user could put a socket of his own in the place of the
+    backend's. A directory that is missing will be the backend's."""
+    if socket_path is None:
+        return
+    num_path_bytes = len(os.fsencode(socket_path))
+    if num_path_bytes > MAX_SOCKET_PATH_BYTES:
+        fail("frontend", f"{option} {socket_path} is {num_path_bytes} bytes long; the limit is {MAX_SOCKET_PATH_BYTES}")
     try:
         check_directory(socket_path.parent, Trust.PRIVATE, create=False)
     except FileNotFoundError:
         return
     except UnsafeDirectory as error:
-        fail("frontend", f"--socket {socket_path}: {error}")
+        fail("frontend", f"{option} {socket_path}: {error}")
     except OSError as error:
-        fail("frontend", f"--socket {socket_path} cannot be used: {error.strerror}")
+        fail("frontend", f"{option} {socket_path} cannot be used: {error.strerror}")
 
 
 def listening_socket(options: FrontendOptions, command: str) -> socket.socket:
@@ -234,6 +237,10 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
 def _environment(settings: WorkerSettings) -> dict[str, str]:
     """Return a worker's environment. Its settings carry the secrets that ours contained."""
     return without_secrets(os.environ) | {WORKER_SETTINGS_VARIABLE: msgspec.json.encode(settings).decode()}
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _log(message: str) -> None:

@@ -70,6 +70,12 @@ class FrontendOptions:
     socket: Path = field(default_factory=default_socket_path)
     """Unix socket of the backend."""
 
+    embedding_socket: Path | None = None
+    """Unix socket of a further backend that computes embeddings."""
+
+    rerank_socket: Path | None = None
+    """Unix socket of a further backend that reranks or classifies."""
+
     api_key: Annotated[
         tuple[str, ...], Parameter(converter=_split_keys, consume_multiple=False, negative="", show_default=False)
     ] = ()

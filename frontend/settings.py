@@ -77,6 +77,9 @@ class WorkerSettings(Struct, frozen=True):
     accept_fd: int
     """Table in which workers share new connections."""
     socket_path: str
+    embedding_socket_path: str | None
+    rerank_socket_path: str | None
+    """The same path as another's is the same backend; None is none."""
     access: AccessSettings
     tls: TlsFiles | None
     limits: WorkerLimits

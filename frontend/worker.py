@@ -21,6 +21,7 @@ from penstock.frontend.access.hosts import serves_one_machine
 from penstock.frontend.access.usage_table import UsageTable
 from penstock.frontend.app import App
 from penstock.frontend.generation.served_model import ModelKeeper
+from penstock.frontend.generation.served_models import ServedModels
 from penstock.frontend.settings import WORKER_SETTINGS_VARIABLE, WorkerSettings
 from penstock.frontend.transport.serving.accept_table import AcceptTable
 from penstock.frontend.transport.serving.connections import raise_fd_limit
@@ -41,14 +42,9 @@ async def serve(settings: WorkerSettings) -> None:
     listening = socket.socket(fileno=settings.listen_fd)
     max_connections = raise_fd_limit()
     accept_table = AcceptTable.attach(settings.accept_fd, settings.num_workers, settings.worker)
-    backend = BackendClient(
-        Path(settings.socket_path),
-        resume_timeout_s=settings.resume_timeout_s,
-        max_held=settings.limits.max_held_requests,
-        hold_timeout_s=settings.limits.hold_timeout_s,
-    )
-    await backend.start()
-    models = ModelKeeper(backend, settings.parsers)
+    models = served_models(settings)
+    for keeper in models.keepers:
+        await keeper.backend.start()
     access = settings.access
     usage = UsageTable.attach(access.usage_fd, settings.num_workers, settings.worker)
     allowed_hosts = access.allowed_hosts if serves_one_machine(listening) else ("*",)
@@ -59,7 +55,7 @@ async def serve(settings: WorkerSettings) -> None:
         usage=usage,
         tenant_by=access.tenant_by,
     )
-    app = App(backend, models, admission=admission, limits=settings.limits)
+    app = App(models, admission=admission, limits=settings.limits)
     tls = None if settings.tls is None else ServerTls(settings.tls)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, settings, admission, tls)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # the supervisor blocked it for the start
@@ -74,14 +70,40 @@ async def serve(settings: WorkerSettings) -> None:
     )
     try:
         async with asyncio.TaskGroup() as tasks:  # a worker whose watch has failed ends, and another is started
-            watches = [tasks.create_task(models.watch()), tasks.create_task(app.responses.run(app.context))]
+            watches = [tasks.create_task(keeper.watch()) for keeper in models.keepers]
+            watches.append(tasks.create_task(app.responses.run(app.context)))
             await server.run()
             for watch in watches:
                 watch.cancel()
         await app.responses.stop()
     finally:
         app.store.close()
-        await backend.close()
+        for keeper in models.keepers:
+            await keeper.backend.close()
+
+
+def served_models(settings: WorkerSettings) -> ServedModels:
+    """Return the worker's models, with a client for each backend."""
+    keepers: dict[str, ModelKeeper] = {}
+
+    def keeper_of(path: str | None) -> ModelKeeper | None:
+        return None if path is None else keepers.get(path) or connect(path)
+
+    def connect(path: str) -> ModelKeeper:
+        client = BackendClient(
+            Path(path),
+            resume_timeout_s=settings.resume_timeout_s,
+            max_held=settings.limits.max_held_requests,
+            hold_timeout_s=settings.limits.hold_timeout_s,
+        )
+        keepers[path] = ModelKeeper(client, settings.parsers)
+        return keepers[path]
+
+    return ServedModels(
+        connect(settings.socket_path),
+        embedding=keeper_of(settings.embedding_socket_path),
+        rerank=keeper_of(settings.rerank_socket_path),
+    )
 
 
 def read_keys(access: AccessSettings) -> list[ApiKey]:

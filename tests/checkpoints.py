@@ -98,6 +98,25 @@ PRESETS: dict[str, Preset] = {
         },
     ),
     "mixtral": Preset("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 4, "sliding_window": 16}),
+    "gpt-oss": Preset(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        # A limit so low that it changes most gates of a random model.
+        {
+            "head_dim": 32,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 16,
+            "swiglu_limit": 0.4,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "truncate": False,
+            },
+        },
+    ),
     "smollm3": Preset("SmolLM3ForCausalLM", "SmolLM3Config", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "smollm3-window": Preset(
         "SmolLM3ForCausalLM",
@@ -130,6 +149,23 @@ PRESETS: dict[str, Preset] = {
             "head_dim": 32,
             "sliding_window": 16,
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "ministral3": Preset(
+        "Ministral3ForCausalLM",
+        "Ministral3Config",
+        {
+            "head_dim": 32,
+            # With a beta and a period at which short prompts change their queries.
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
         },
     ),
     "gemma": Preset("GemmaForCausalLM", "GemmaConfig", _GEMMA_HEADS),
@@ -195,7 +231,7 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 
-EXPERT_PRESETS = ("qwen3-moe", "qwen2-moe", "mixtral")
+EXPERT_PRESETS = ("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss")
 
 _VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 

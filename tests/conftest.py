@@ -20,7 +20,7 @@ configure_torch_threads()
 def pytest_addoption(parser: pytest.Parser) -> None:
     contract_options.pytest_addoption(parser)
     group = parser.getgroup("simulation")
-    group.addoption("--seeds", type=int, default=2_000, help="number of worlds that the simulator runs")
+    group.addoption("--seeds", type=int, default=1_200, help="number of worlds that the simulator runs")
     group.addoption("--seed", type=int, help="the only world that it runs, with a log of everything that happens")
 
 

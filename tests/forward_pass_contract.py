@@ -11,24 +11,34 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.register_assert_rewrite("penstock.tools.forward_pass_contract.test_contract")
+for name in ("test_contract", "test_pooling"):
+    pytest.register_assert_rewrite(f"penstock.tools.forward_pass_contract.{name}")
 
 from penstock.backend.checkpoint.quantization import kept_file  # noqa: E402 - as the next lines
-from penstock.tools.forward_pass_contract import test_contract  # noqa: E402 - after the rewrite is registered
+from penstock.tools.forward_pass_contract import test_contract, test_pooling  # noqa: E402 - after the rewrite is registered
 from penstock.tools.forward_pass_contract.options import load_pass  # noqa: E402
 from tests.checkpoints import make_checkpoint  # noqa: E402
+from tests.encoder_checkpoints import make_encoder  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-# The suite's tests and their fixture, collected from this module with the fixtures below.
-globals().update({name: value for name, value in vars(test_contract).items() if name.startswith(("test_", "runner"))})
+# The suites' tests and their fixtures, collected from this module with the fixture below.
+for suite in (test_contract, test_pooling):
+    is_theirs = ("test_", "runner", "pooling")
+    globals().update({name: value for name, value in vars(suite).items() if name.startswith(is_theirs)})
 
 _EMULATED = "tests.backend.passes.decoder.cuda.emulated_pass:EmulatedCudaPass"
 _TRANSFORMERS = "penstock.backend.passes.transformers_model.forward_pass:TransformersPass"
+_ENCODER = "encoder"
 _OWN_PASSES = [
     ("fake", None, "none"),
+    ("penstock.backend.passes.fake:StatefulFakePass", None, "none"),
+    ("penstock.backend.passes.fake_encoder:FakeEncoder", None, "none"),
+    ("penstock.backend.passes.fake_encoder:PoolingFakePass", None, "none"),
+    (_ENCODER, None, "none"),
+    (_ENCODER, None, "int8"),
     ("decoder", None, "none"),
     ("decoder", "q8_0", "none"),
     ("decoder", None, "int4"),
@@ -56,6 +66,9 @@ def forward_pass(
     if pass_name in ("decoder", _EMULATED, _TRANSFORMERS) and model_dir is None:
         head_dim = 32 if pass_name == "decoder" else 64
         model_dir = make_checkpoint("llama3", tmp_path_factory.mktemp("contract"), head_dim=head_dim)
+    if pass_name == _ENCODER and model_dir is None:
+        model_dir = tmp_path_factory.mktemp("contract")
+        make_encoder("bert", "Model", model_dir)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kept_file, "cache_directory", lambda: tmp_path_factory.mktemp("cache"))
         loaded = load_pass(pass_name, model_dir, kv_dtype, quantize)

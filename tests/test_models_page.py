@@ -5,6 +5,7 @@ PENSTOCK_WRITE_DOCS=1 pytest tests/test_models_page.py
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -13,24 +14,32 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.backend.checkpoint.config_json import SUPPORTED_ARCHITECTURES, parse_decoder_config
+from penstock.backend.checkpoint.encoders import families as encoder_families
+from penstock.backend.checkpoint.encoders.read_config import parse_encoder
 from penstock.backend.passes.decoder.cpu.native_ops import supports_native_ops
 from penstock.backend.passes.decoder.cuda.workspace_plan import unsupported_variation
+from penstock.backend.passes.encoder.native_ops import unsupported_by_kernels
 from tests.backend.passes.transformers_model import families as transformers_families
 from tests.checkpoints import PRESETS, make_config
+from tests.encoder_checkpoints import PRESETS as ENCODER_PRESETS
+from tests.encoder_checkpoints import EncoderPreset, encoder_config
 
 if TYPE_CHECKING:
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 MODELS = {
     "LlamaForCausalLM": "Llama 2, 3, 3.1, 3.2, 3.3; SmolLM 1, 2; many fine-tunes",
     "MistralForCausalLM": "Mistral 7B, Nemo, Small 24B (text)",
     "MinistralForCausalLM": "Ministral 8B",
+    "Ministral3ForCausalLM": "Ministral 3",
     "Qwen2ForCausalLM": "Qwen 2, 2.5; QwQ; DeepSeek-R1 distillations",
     "Qwen3ForCausalLM": "Qwen3 0.6B to 32B",
     "Qwen3MoeForCausalLM": "Qwen3 30B-A3B, 235B-A22B; Qwen3-Coder",
     "Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2 57B-A14B",
     "MixtralForCausalLM": "Mixtral 8x7B, 8x22B",
+    "GptOssForCausalLM": "gpt-oss 20B, 120B",
     "SmolLM3ForCausalLM": "SmolLM3",
     "Phi3ForCausalLM": "Phi-3, 3.5 mini; Phi-4, Phi-4-mini",
     "GemmaForCausalLM": "Gemma",
@@ -45,7 +54,7 @@ MODELS = {
     "Cohere2ForCausalLM": "Command R7B, Command A",
     "Starcoder2ForCausalLM": "StarCoder2",
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B (text only)",
-    "Mistral3ForConditionalGeneration": "Mistral Small 3.1, 3.2 24B (text only)",
+    "Mistral3ForConditionalGeneration": "Mistral Small 3.1, 3.2 24B; Ministral 3 3B, 8B, 14B (text only)",
 }
 
 
@@ -65,6 +74,39 @@ def decoder_rows() -> list[str]:
         )
         rows.append(f"| {' | '.join(cells)} |")
     return rows
+
+
+ENCODERS = {
+    "Bert": "BERT, MiniLM, BGE 1.5, GTE, E5, Arctic-Embed, MS MARCO cross-encoders, SPLADE",
+    "DistilBert": "DistilBERT, TAS-B, multilingual DistilUSE",
+    "Roberta": "RoBERTa, all-distilroberta",
+    "XLMRoberta": "XLM-R, BGE-M3, multilingual E5, BGE rerankers",
+    "Camembert": "CamemBERT",
+    "MPNet": "all-mpnet-base",
+    "ModernBert": "ModernBERT, GTE-ModernBERT, Granite Embedding R2",
+    "NomicBert": "nomic-embed-text v1, v1.5",
+    "New": "GTE 1.5 and multilingual, with the hub's names",
+    "Gte": "the same, with those of transformers",
+}
+
+
+def encoder_rows() -> list[str]:
+    rows = ["| architectures | models | heads | CPU |", "|---|---|---|---|"]
+    assert list(ENCODERS) == list(encoder_families.FAMILIES)
+    for name, family in encoder_families.FAMILIES.items():
+        presets = [preset for preset in ENCODER_PRESETS.values() if preset.family in (name, _SAME_MODEL.get(name))]
+        assert presets, f"tests/encoder_checkpoints.py has no preset of {name}"
+        heads = ["Model", *(["ForMaskedLM"] if family.words else []), "ForSequence-, ForTokenClassification"]
+        kernels = {unsupported_by_kernels(tiny_encoder(preset)) for preset in presets}
+        cells = (f"`{name}…`", ENCODERS[name], ", ".join(heads), "kernels" if None in kernels else "torch")
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def tiny_encoder(preset: EncoderPreset) -> EncoderConfig:
+    values = json.loads(encoder_config(preset).to_json_string())
+    config, _ = parse_encoder(values, preset.family, "Model")
+    return config
 
 
 def on_gpu(missing: set[str | None]) -> str:
@@ -88,7 +130,8 @@ def transformers_rows() -> list[str]:
     return rows
 
 
-TABLES = {"decoder": decoder_rows, "transformers": transformers_rows}
+TABLES = {"decoder": decoder_rows, "encoder": encoder_rows, "transformers": transformers_rows}
+_SAME_MODEL = {"New": "Gte"}
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -22,6 +22,13 @@ from penstock.backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE
 from penstock.backend.checkpoint.tensors import expected_tensors
 from penstock.backend.errors import StartupError
 from penstock.shm.process.options import fail, format_size
+from penstock.tools.random_encoder import (
+    BertDims,
+    bert_config,
+    bert_shapes,
+    sentence_transformers_files,
+    write_word_tokenizer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,8 +80,8 @@ class ModelDims:
     """One matrix for embedding and logits."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Type of the stored weights."""
-    architecture: Literal["llama", "mistral", "qwen2", "qwen3", "qwen3-moe", "smollm3", "phi3"] = "llama"
-    """Architecture of the layers."""
+    architecture: Literal["llama", "mistral", "qwen2", "qwen3", "qwen3-moe", "smollm3", "phi3", "bert"] = "llama"
+    """Architecture of the layers. bert is an encoder with mean pooling: kv-heads, tie and experts do not apply."""
     experts: int = 64
     """Experts of each layer, for qwen3-moe, as the next two options."""
     experts_per_token: int = 8
@@ -116,18 +123,34 @@ def write_random_model(out: Path, dims: ModelDims, max_shard_bytes: int = MAX_SH
     """
     if not MIN_VOCAB_SIZE <= dims.vocab_size <= MAX_VOCAB_SIZE:
         raise StartupError(f"vocab_size is {dims.vocab_size}; it must be from {MIN_VOCAB_SIZE} to {MAX_VOCAB_SIZE}")
-    config = _config_json(dims)
-    shapes = {part.name: part.shape for part in expected_tensors(parse_decoder_config(config))}
+    bert = _bert_dims(dims) if dims.architecture == "bert" else None
+    config = _config_json(dims) if bert is None else bert_config(bert, _DTYPE_NAMES[dims.dtype])
+    if bert is not None:
+        shapes = bert_shapes(bert)
+    else:
+        shapes = {part.name: part.shape for part in expected_tensors(parse_decoder_config(config))}
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
         raise StartupError(f"{out} is not empty")
-    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    _write_json(out / "generation_config.json", generation)
-    _write_tokenizer(out, dims.vocab_size)
+    if bert is not None:
+        for name, content in sentence_transformers_files(bert).items():
+            (out / name).parent.mkdir(exist_ok=True)
+            _write_json(out / name, content)
+        write_word_tokenizer(out, dims.vocab_size)
+    else:
+        generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        _write_json(out / "generation_config.json", generation)
+        _write_tokenizer(out, dims.vocab_size)
     num_bytes = _write_weights(out, shapes, _DTYPES[dims.dtype], dims.seed, max_shard_bytes)
     # Last: a directory with a config.json is complete.
     _write_json(out / "config.json", config)
     return num_bytes
+
+
+def _bert_dims(dims: ModelDims) -> BertDims:
+    return BertDims(
+        dims.hidden_size, dims.layers, dims.heads, dims.intermediate_size, dims.vocab_size, dims.max_context
+    )
 
 
 def _config_json(dims: ModelDims) -> dict[str, Any]:
@@ -206,8 +229,8 @@ def _shards(shapes: dict[str, tuple[int, ...]], item_bytes: int, max_shard_bytes
 
 
 def _random_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    if "norm" in name:
-        return torch.ones(shape, dtype=dtype)
+    if "norm" in name.lower():
+        return torch.zeros(shape, dtype=dtype) if name.endswith("bias") else torch.ones(shape, dtype=dtype)
     tensor = torch.empty(shape, dtype=dtype).normal_(0.0, WEIGHT_STD, generator=generator)
     if name in ("lm_head.weight", "model.embed_tokens.weight"):
         # The logit of the end token is 0, which is never the largest: greedy output runs to max_tokens.
@@ -255,5 +278,5 @@ def _merges() -> Iterator[tuple[str, str]]:
     yield from product([f"Ġ{pair}" for pair in pairs], pairs)
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,16 +1,17 @@
-"""`penstock serve`: backend and frontend as children of one supervisor."""
+"""`penstock serve`: one or several backends and the frontend as children of one supervisor."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import http.client
+import json
 import os
 import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -18,7 +19,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from penstock.backend.options import BackendOptions
+from penstock.backend.options import BackendOptions, Quantize, Task
 from penstock.frontend.main import listening_socket, read_access, reloads, tls_files, without_secrets
 from penstock.frontend.options import FrontendOptions
 from penstock.frontend.transport.serving.listening import address_of, unlink
@@ -27,7 +28,7 @@ from penstock.shm.process.heartbeat import Heartbeat
 from penstock.shm.process.options import ENV_PREFIX, fail, to_argv
 from penstock.shm.process.socket_path import default_socket_path
 from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv
-from penstock.tools.welcome import Welcome
+from penstock.tools.welcome import ShownModel, Use, Welcome
 
 _COMMAND = "penstock serve"
 _STOP_MARGIN_S = 10.0
@@ -48,7 +49,27 @@ class ServeOptions(FrontendOptions, BackendOptions):
     """All options of backend and frontend."""
 
     socket: Annotated[Path, Parameter(show_default=False)] = field(default_factory=private_socket_path)
-    """Unix socket between backend and frontend. Default: one that belongs to this server alone."""
+    """Unix socket between backend and frontend. Default: one that belongs to this server alone. Those of further
+    backends are beside it."""
+
+    embedding_model: str | None = None
+    """A further model, in a backend of its own, for embeddings. All other options of the backend hold for it too,
+    except --task, --forward-pass, --served-model-name and --max-context."""
+
+    embedding_revision: str | None = None
+    """Like --revision, of --embedding-model."""
+
+    embedding_quantize: Quantize = "none"
+    """Like --quantize, for --embedding-model."""
+
+    rerank_model: str | None = None
+    """A further model, in a backend of its own, that reranks or classifies."""
+
+    rerank_revision: str | None = None
+    """Like --revision, of --rerank-model."""
+
+    rerank_quantize: Quantize = "none"
+    """Like --quantize, for --rerank-model."""
 
     hang_timeout_s: Annotated[float, Parameter(validator=Number(gte=0.0, lte=86_400.0))] = 30.0
     """Seconds after which a backend whose loop stands still is killed and replaced; 0 is never. A start does not count,
@@ -87,16 +108,27 @@ class _Probe(http.client.HTTPConnection):
             self.sock = context.wrap_socket(self.sock)
 
 
-def is_ready(listening: socket.socket, *, tls: bool) -> bool:
-    """Return whether GET /ready answers 200 now."""
+def get(listening: socket.socket, path: str, *, tls: bool, key: str | None = None) -> bytes | None:
+    """Return what our own server answers now; None for any status but 200."""
     connection = _Probe(listening, tls=tls)
     try:
-        connection.request("GET", "/ready")
-        return connection.getresponse().status == 200
+        connection.request("GET", path, headers={} if key is None else {"X-API-Key": key})
+        response = connection.getresponse()
+        return response.read() if response.status == 200 else None
     except (OSError, http.client.HTTPException):
-        return False
+        return None
     finally:
         connection.close()
+
+
+def shown_models(listed: bytes | None, otherwise: str) -> tuple[ShownModel, ...]:
+    """Return the models of /v1/models; without an answer, because only a file knows the keys, a chat with this one."""
+    uses: dict[str, Use] = {"structured_output": "chat", "embeddings": "embeddings", "rerank": "rerank"}
+    models = []
+    for model in [] if listed is None else json.loads(listed)["data"]:
+        known = [use for capability, use in uses.items() if model["capabilities"][capability]]
+        models.append(ShownModel(model["id"], known[0] if known else "classify"))
+    return tuple(models) or (ShownModel(otherwise),)
 
 
 def split_keys(options: ServeOptions) -> tuple[ServeOptions, dict[str, str]]:
@@ -113,24 +145,57 @@ def split_keys(options: ServeOptions) -> tuple[ServeOptions, dict[str, str]]:
 
 
 def serve(options: ServeOptions) -> int:
-    """Run until a signal stops it; return the exit status. A dry run starts only the backend."""
+    """Run until a signal stops it; return the exit status. A dry run starts only the backends, one after the other."""
+    backends = backend_options(options)
     if options.dry_run:
-        return subprocess.run(
-            module_argv("penstock.backend.main", to_argv(select_options(options, BackendOptions))), check=False
-        ).returncode
+        runs = [module_argv("penstock.backend.main", to_argv(backend)) for backend in backends.values()]
+        return next((code for argv in runs if (code := subprocess.run(argv, check=False).returncode)), 0)
     read_access(options, _COMMAND)
     tls_files(options, _COMMAND)
-    with listening_socket(options, _COMMAND) as listening, _backend_socket(options.socket):
-        return _supervise(options, listening)
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(listening_socket(options, _COMMAND))
+        for backend in backends.values():
+            stack.enter_context(_backend_socket(backend.socket, is_private=options.socket == private_socket_path()))
+        return _supervise(options, backends, listening)
+
+
+def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
+    """Return the options of each backend by its name. Exits with one line if two models have the same name."""
+    main = select_options(options, BackendOptions)
+    found = {"backend": main}
+    further: tuple[tuple[str, Task, str | None, str | None, Quantize], ...] = (
+        ("embedding", "embed", options.embedding_model, options.embedding_revision, options.embedding_quantize),
+        ("rerank", "rerank", options.rerank_model, options.rerank_revision, options.rerank_quantize),
+    )
+    for role, task, model, revision, quantize in further:
+        if model is None:
+            if revision is not None:
+                fail(_COMMAND, f"--{role}-revision is {revision}, but there is no --{role}-model")
+            continue
+        own = dataclasses.replace(
+            main,
+            model=model,
+            task=task,
+            forward_pass=BackendOptions.forward_pass,
+            revision=revision,
+            quantize=quantize,
+            served_model_name=None,
+            max_context=None,
+            socket=options.socket.with_name(f"{options.socket.stem}-{role}{options.socket.suffix}"),
+        )
+        for name, other in found.items():
+            if other.model_id() == own.model_id():
+                fail(_COMMAND, f"--{role}-model has the name {own.model_id()} in the API, as the model of the {name}")
+        found[f"{role} backend"] = own
+    return found
 
 
 @contextlib.contextmanager
-def _backend_socket(path: Path) -> Iterator[None]:
+def _backend_socket(path: Path, *, is_private: bool) -> Iterator[None]:
     """Hold the backend's socket path. Exits with one line if another backend serves it.
 
     A private path leaves no files behind.
     """
-    is_private = path == private_socket_path()
     try:
         check_free(path)
         if is_private:
@@ -147,7 +212,7 @@ def _remove_leftovers(directory: Path) -> None:
     """Remove the sockets of servers that were killed."""
     for lock in directory.glob("serve-*.sock.lock"):
         path = lock.with_suffix("")
-        if not Path("/proc", path.stem.removeprefix("serve-")).exists():
+        if not Path("/proc", path.stem.removeprefix("serve-").partition("-")[0]).exists():
             with contextlib.suppress(AddressInUse):  # its backend outlives the server for a moment
                 check_free(path)
                 _remove_socket(path)
@@ -158,34 +223,31 @@ def _remove_socket(path: Path) -> None:
         path.with_name(path.name + name).unlink(missing_ok=True)
 
 
-def _supervise(options: ServeOptions, listening: socket.socket) -> int:
-    """Run both children. The frontend inherits the listening socket, so a restarted one answers at the same address."""
+def _supervise(options: ServeOptions, backends: Mapping[str, BackendOptions], listening: socket.socket) -> int:
+    """Run all children. The frontend inherits the listening socket, so a restarted one answers at the same address."""
     tls = options.ssl_certfile is not None
     has_keys = bool(options.api_key or options.api_key_file)
-    welcome = Welcome(address_of(listening, tls=tls), options.model_id(), tls, has_keys)
-    heartbeat = Heartbeat.create()
     public_options, environment = split_keys(
-        dataclasses.replace(options, listen_fd=listening.fileno(), heartbeat_fd=heartbeat.fd)
+        dataclasses.replace(
+            options,
+            listen_fd=listening.fileno(),
+            embedding_socket=_socket_of(backends, "embedding backend", options.embedding_socket),
+            rerank_socket=_socket_of(backends, "rerank backend", options.rerank_socket),
+        )
     )
-    backend_argv = module_argv("penstock.backend.main", to_argv(select_options(public_options, BackendOptions)))
     frontend_argv = module_argv("penstock.frontend.main", to_argv(select_options(public_options, FrontendOptions)))
     fds = (listening.fileno(),)
-    children = (
-        ChildSpec(
-            "backend",
-            backend_argv,
-            (heartbeat.fd,),
-            without_secrets(os.environ),
-            stage=0,
-            heartbeat=heartbeat,
-            hang_timeout_s=options.hang_timeout_s,
-        ),
+    children = [
+        *(_backend(name, backend, options, is_one_of_many=len(backends) > 1) for name, backend in backends.items()),
         ChildSpec("frontend", frontend_argv, fds, environment, stage=1, reloads=reloads(options)),
-    )
+    ]
 
     def announce_when_up() -> bool:
-        if not is_ready(listening, tls=tls):
+        if get(listening, "/ready", tls=tls) is None:
             return False
+        listed = get(listening, "/v1/models", tls=tls, key=options.api_key[0] if options.api_key else None)
+        models = shown_models(listed, options.model_id())
+        welcome = Welcome(address_of(listening, tls=tls), models, tls, has_keys)
         print(welcome.ready_line(), flush=True)
         if not options.log_json:
             print(f"\n{welcome.examples()}\n", flush=True)
@@ -203,6 +265,25 @@ def _supervise(options: ServeOptions, listening: socket.socket) -> int:
         # The frontend closes its copy too; while any copy is open, clients connect and nobody answers.
         on_stop=close,
     ).run()
+
+
+def _backend(name: str, backend: BackendOptions, options: ServeOptions, *, is_one_of_many: bool) -> ChildSpec:
+    """Return how to start a backend. One of many that dies again and again leaves the others running."""
+    heartbeat = Heartbeat.create()
+    return ChildSpec(
+        name,
+        module_argv("penstock.backend.main", to_argv(dataclasses.replace(backend, heartbeat_fd=heartbeat.fd))),
+        (heartbeat.fd,),
+        without_secrets(os.environ),
+        stage=0,
+        heartbeat=heartbeat,
+        hang_timeout_s=options.hang_timeout_s,
+        may_die_often=is_one_of_many,
+    )
+
+
+def _socket_of(backends: Mapping[str, BackendOptions], name: str, otherwise: Path | None) -> Path | None:
+    return backends[name].socket if name in backends else otherwise
 
 
 def _log(message: str) -> None:

@@ -1,15 +1,49 @@
-"""The text that `penstock serve` prints when it is ready: its address, and two examples that work unchanged."""
+"""The text that `penstock serve` prints when it is ready: its address, and examples that work unchanged."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 _WILDCARDS = (("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:"))
 """Addresses that a server can listen on but a client cannot connect to, each with one that works."""
 _QUESTION = "What does os.path.join do?"
+_DOCUMENTS = ["Joins parts of a path.", "Returns the time."]
 _MAX_TOKENS = 60
+
+
+Use: TypeAlias = Literal["chat", "embeddings", "rerank", "classify"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShownModel:
+    name: str
+    use: Use = "chat"
+
+    def request(self) -> tuple[str, dict[str, Any]]:
+        """Return the path and the body of an example."""
+        if self.use == "embeddings":
+            return "/v1/embeddings", {"model": self.name, "input": [_QUESTION]}
+        if self.use == "rerank":
+            return "/v1/rerank", {"model": self.name, "query": _QUESTION, "documents": _DOCUMENTS}
+        if self.use == "classify":
+            return "/classify", {"model": self.name, "input": [_QUESTION]}
+        messages = [{"role": "user", "content": _QUESTION}]
+        body = {"model": self.name, "stream": True, "max_tokens": _MAX_TOKENS, "messages": messages}
+        return "/v1/chat/completions", body
+
+    def sdk_call(self) -> str | None:
+        """Return a line for OpenAI's Python package; None for what it does not have."""
+        if self.use == "embeddings":
+            request = f"model={_quoted(self.name)}, input=[{_quoted(_QUESTION)}]"
+            return f"print(client.embeddings.create({request}).data[0].embedding[:4])"
+        if self.use != "chat":
+            return None
+        messages = f'[{{"role": "user", "content": {_quoted(_QUESTION)}}}]'
+        request = f"model={_quoted(self.name)}, max_tokens={_MAX_TOKENS}, messages={messages}"
+        return f"print(client.chat.completions.create({request}).choices[0].message.content)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +51,7 @@ class Welcome:
     """address is http://HOST:PORT, https://HOST:PORT or unix:PATH, as the server listens on it."""
 
     address: str
-    model: str
+    models: tuple[ShownModel, ...]
     tls: bool = False
     has_keys: bool = False
 
@@ -26,7 +60,12 @@ class Welcome:
         return f"Ready: {shown}{self._url()}/v1"
 
     def examples(self) -> str:
-        return "\n".join(f"  {line}" if line else "" for line in (self._curl(), "", *self._sdk()))
+        """A request of each model by curl; after the first one's, the same with OpenAI's package."""
+        first, *others = self.models
+        lines = [self._curl(first), *self._sdk(first)]
+        for model in others:
+            lines += ["", self._curl(model)]
+        return "\n".join(f"  {line}" if line else "" for line in lines)
 
     @property
     def _socket_path(self) -> str:
@@ -42,29 +81,26 @@ class Welcome:
     def _url(self) -> str:
         return f"{'https' if self.tls else 'http'}://localhost" if self._socket_path else self._reachable_address()
 
-    def _curl(self) -> str:
-        body = {
-            "model": self.model,
-            "stream": True,
-            "max_tokens": _MAX_TOKENS,
-            "messages": [{"role": "user", "content": _QUESTION}],
-        }
+    def _curl(self, model: ShownModel) -> str:
+        path, body = model.request()
         socket = f"--unix-socket {shlex.quote(self._socket_path)} " if self._socket_path else ""
         key = ' -H "Authorization: Bearer $KEY"' if self.has_keys else ""
         data = shlex.quote(json.dumps(body))
-        return f"curl -N {socket}{self._url()}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {data}"
+        return f"curl -N {socket}{self._url()}{path}{key} -H 'Content-Type: application/json' -d {data}"
 
-    def _sdk(self) -> list[str]:
-        """Three lines for OpenAI's Python package."""
+    def _sdk(self, model: ShownModel) -> list[str]:
+        """An empty line and three for OpenAI's Python package, or nothing."""
+        call = model.sdk_call()
+        if call is None:
+            return []
         client = f"base_url={_quoted(self._url() + '/v1')}, api_key={_quoted('YOUR_KEY' if self.has_keys else 'none')}"
         if self._socket_path:
             client += f", http_client=httpx.Client(transport=httpx.HTTPTransport(uds={_quoted(self._socket_path)}))"
-        messages = f'[{{"role": "user", "content": {_quoted(_QUESTION)}}}]'
-        request = f"model={_quoted(self.model)}, max_tokens={_MAX_TOKENS}, messages={messages}"
         return [
+            "",
             "import httpx, openai" if self._socket_path else "import openai",
             f"client = openai.OpenAI({client})",
-            f"print(client.chat.completions.create({request}).choices[0].message.content)",
+            call,
         ]
 
 

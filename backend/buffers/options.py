@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from penstock.backend.errors import StartupError
-from penstock.backend.forward_pass import IDeviceHiddenStates, IDeviceLogits, IHiddenStates, IPromptEmbeddings
+from penstock.backend.pass_extensions import IDeviceHiddenStates, IDeviceLogits, IHiddenStates
 from penstock.shm.buffers.buffer_export import BufferExporter
 from penstock.shm.buffers.cuda_driver import DriverDevice
 from penstock.shm.buffers.device_api import DeviceError
@@ -48,14 +48,13 @@ def make_exporter(
     kinds = {"cuda": (BufferKind.CUDA,), "host": (BufferKind.HOST,)}.get(
         choice, (BufferKind.CUDA, BufferKind.HOST) if has_device_outputs else (BufferKind.HOST,)
     )
-    contents: tuple[ContentSpec, ...] = (
-        ContentSpec(BufferContent.TOKENS, 1, "<i4"),
-        ContentSpec(BufferContent.LOGITS, forward_pass.spec.vocab_size, "<f4"),
-    )
+    contents: tuple[ContentSpec, ...] = (ContentSpec(BufferContent.TOKENS, 1, "<i4"),)
+    if forward_pass.spec.generates:
+        contents += (ContentSpec(BufferContent.LOGITS, forward_pass.spec.vocab_size, "<f4"),)
     # Each content is offered in every kind of memory, or not at all.
     if isinstance(forward_pass, IDeviceHiddenStates if BufferKind.CUDA in kinds else IHiddenStates):
         contents += (ContentSpec(BufferContent.HIDDEN_STATES, forward_pass.hidden_size, "<f4"),)
-    if isinstance(forward_pass, IPromptEmbeddings):
-        contents += (ContentSpec(BufferContent.PROMPT_EMBEDDINGS, forward_pass.embedding_size, "<f4"),)
+    if embedding_size := forward_pass.spec.embedding_size:
+        contents += (ContentSpec(BufferContent.PROMPT_EMBEDDINGS, embedding_size, "<f4"),)
     # A pass without outputs on the device reads prompts on the host.
     return BufferExporter(kinds, contents, budget_bytes, device if has_device_outputs else None)

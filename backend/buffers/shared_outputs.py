@@ -13,13 +13,8 @@ from penstock.shm.buffers.device_api import DeviceRow
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.backend.forward_pass import (
-        DeviceRows,
-        IBatchedForwardPass,
-        IDeviceHiddenStates,
-        IDeviceLogits,
-        IHiddenStates,
-    )
+    from penstock.backend.forward_pass import DeviceRows, IBatchedForwardPass
+    from penstock.backend.pass_extensions import IDeviceHiddenStates, IDeviceLogits, IHiddenStates
     from penstock.backend.scheduling.step_plan import Plan
 
 _OUTPUT = attrgetter("output")

@@ -6,6 +6,7 @@ An absent key has the default that transformers 5 gives it, for each architectur
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,13 +14,12 @@ import torch
 from penstock.backend.checkpoint.architectures.families import (
     ACTIVATIONS,
     FAMILIES,
-    TEXT_PARTS,
     Family,
-    TextPart,
     no_experts,
 )
 from penstock.backend.checkpoint.architectures.hf_config import HfConfig
-from penstock.backend.checkpoint.decoder_config import DecoderConfig, RopeConfig
+from penstock.backend.checkpoint.architectures.text_parts import TEXT_PARTS, TextPart
+from penstock.backend.checkpoint.decoder_config import DecoderConfig, PositionScale, RopeConfig
 from penstock.backend.checkpoint.formats.declared import parse_stored_formats
 from penstock.backend.checkpoint.json_file import convert, read_json_object, shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE
@@ -56,10 +56,10 @@ def read_decoder_config(model_dir: Path, max_context_tokens: int | None = None) 
 def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None = None) -> DecoderConfig:
     """As `read_decoder_config`, from the decoded JSON object."""
     architecture = _architecture(values)
-    part = TEXT_PARTS.get(architecture)
+    part, name = TEXT_PARTS.get(architecture), architecture
     if part is not None:
-        values = _text_values(values, architecture, part)
-    family = FAMILIES[architecture if part is None else part.architecture]
+        values, name = _text_model(values, architecture, part)
+    family = FAMILIES[name]
     _refuse_unsupported(values, family)
     config = convert(_split_rope(values, family), HfConfig, architecture)
     num_kv_heads = config.num_key_value_heads or config.num_attention_heads
@@ -94,8 +94,9 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
         mlp_bias=uses_bias or (family.mlp_bias_allowed and config.mlp_bias),
         norm=family.norm,
         norm_bias=family.norm_bias,
-        norm_offset=family.norm_offset,
+        norm_offset=0.0 if config.norms_have_offset else family.norm_offset,
         qk_norm=family.qk_norm(config),
+        sinks=family.sinks,
         activation=ACTIVATIONS[_activation(config, family)],
         mlp=family.mlp,
         experts=None if expert_layers is None else expert_layers.experts,
@@ -105,6 +106,7 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
         names=family.names,
         interleaved_rope=family.interleaved_rope or config.rope_interleave,
         window_rope=_window_rope(config, family, rope, context_tokens),
+        query_rope=_query_rope(config, family, rope, head_dim),
         layer_uses_rope=family.uses_rope(config, windows),
         layer_window_tokens=windows,
     )
@@ -121,18 +123,20 @@ def _architecture(values: dict[str, Any]) -> str:
     return architecture
 
 
-def _text_values(values: dict[str, Any], architecture: str, part: TextPart) -> dict[str, Any]:
-    """The keys of the text model, with those of the whole model that apply to it."""
+def _text_model(values: dict[str, Any], architecture: str, part: TextPart) -> tuple[dict[str, Any], str]:
+    """The keys of the text model, with those of the whole model that apply to it; and its entry of FAMILIES."""
     text = values.get("text_config")
     if not isinstance(text, dict):
         raise StartupError(f"text_config is {shorten(text)}; {architecture} needs an object")
-    model_type = text.get("model_type", part.model_type)
-    if model_type != part.model_type:
+    model_type = text.get("model_type", next(iter(part.families)))
+    family = part.families.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
         raise StartupError(
-            f'text_config.model_type is {shorten(model_type)}; of {architecture} only "{part.model_type}" is supported'
+            f"text_config.model_type is {shorten(model_type)}; of {architecture} supported are "
+            f"{', '.join(part.families)}"
         )
     whole = {key: values[key] for key in ("quantization_config", "tie_word_embeddings") if key in values}
-    return {**part.defaults, "tie_word_embeddings": part.tie_embeddings, **text, **whole}
+    return {**part.defaults, "tie_word_embeddings": part.tie_embeddings, **text, **whole}, family
 
 
 def _refuse_unsupported(values: dict[str, Any], family: Family) -> None:
@@ -182,15 +186,23 @@ def _activation(config: HfConfig, family: Family) -> str:
     return family.activation
 
 
-def _rope(config: HfConfig, family: Family, head_dim: int, max_context_tokens: int | None) -> tuple[RopeConfig, int]:
-    """The rotary embeddings of full attention, and the longest sequence."""
-    settings = config.rope_scaling or config.rope_parameters or RopeSettings()
-    original_positions = (
+def _rope_settings(config: HfConfig, family: Family) -> RopeSettings:
+    return config.rope_scaling or config.rope_parameters or family.rope
+
+
+def _original_positions(config: HfConfig, family: Family) -> int:
+    return (
         config.original_max_position_embeddings
         or family.original_max_positions
-        or settings.original_max_position_embeddings
+        or _rope_settings(config, family).original_max_position_embeddings
         or config.max_position_embeddings
     )
+
+
+def _rope(config: HfConfig, family: Family, head_dim: int, max_context_tokens: int | None) -> tuple[RopeConfig, int]:
+    """The rotary embeddings of full attention, and the longest sequence."""
+    settings = _rope_settings(config, family)
+    original_positions = _original_positions(config, family)
     context_tokens = _context_tokens(config, settings, original_positions, max_context_tokens)
     partial = settings.partial_rotary_factor or config.partial_rotary_factor or family.partial_rotary_factor
     rotary_dim = int(head_dim * partial)
@@ -222,6 +234,18 @@ def _window_rope(config: HfConfig, family: Family, rope: RopeConfig, context_tok
         original_max_positions=settings.original_max_position_embeddings or config.max_position_embeddings,
         context_tokens=context_tokens,
     )
+
+
+def _query_rope(config: HfConfig, family: Family, rope: RopeConfig, head_dim: int) -> RopeConfig | None:
+    beta = _rope_settings(config, family).llama_4_scaling_beta
+    if not family.scales_queries or not beta:
+        return None
+    if rope.rotary_dim != head_dim:
+        raise StartupError(
+            f"llama_4_scaling_beta is {beta} and {rope.rotary_dim} of {head_dim} dimensions rotate; "
+            "it is supported if all do"
+        )
+    return replace(rope, scale=PositionScale(beta, _original_positions(config, family)))
 
 
 def _head_dim(config: HfConfig, family: Family) -> int:

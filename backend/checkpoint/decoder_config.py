@@ -16,16 +16,26 @@ MlpKind: TypeAlias = Literal["gated", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
+class PositionScale:
+    """1 + beta × ln(1 + floor(position / period)), by which queries are multiplied (Llama 4, Ministral 3)."""
+
+    beta: float
+    period: int
+
+
+@dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary position embedding (arXiv 2104.09864), rotate-half layout.
 
     inv_freq has rotary_dim / 2 entries in fp64, with all scaling applied. cos and sin are multiplied by
-    attention_factor, which is 1.0 unless YaRN or LongRoPE changes it.
+    attention_factor, which is 1.0 unless YaRN or LongRoPE changes it, and by the scale of their position.
     """
 
     rotary_dim: int
     inv_freq: tuple[float, ...]
     attention_factor: float = 1.0
+    scale: PositionScale | None = None
+    """Not with a rotary_dim below head_dim: the numbers that do not rotate would not be multiplied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,14 @@ class Scales:
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """gate × sigmoid(alpha × gate) × (up + 1), with gate at most limit and up from -limit to limit (gpt-oss)."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts: gated MLPs of which each token uses the few that its router finds likeliest."""
 
@@ -54,11 +72,15 @@ class Experts:
     per_token: int
     """From 1 to count."""
     width: int
-    """Of an expert's MLP, as intermediate_size is of a dense one."""
+    """Width of an expert's MLP, as intermediate_size is that of a dense one."""
     normalises: bool
     """The probabilities of a token's experts, its weights for their results, are divided by their sum."""
     shared_width: int | None = None
-    """Of an MLP beside the experts that all tokens use, weighted by the sigmoid of a linear of its own (Qwen2-MoE)."""
+    """Width of an MLP beside the experts that all tokens use, weighted by the sigmoid of its own linear (Qwen2-MoE)."""
+    biased: bool = False
+    """The router and the experts' linears have biases."""
+    clamped_gate: ClampedGate | None = None
+    """In place of the model's activation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +105,9 @@ class TensorNames:
     """An expert, by its number. Its own tensors follow the name and a dot."""
     expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    fused_experts: str | None = None
+    """Not None: the experts of a layer lie together in the tensors gate_up_proj and down_proj of this name, matrices as
+    [experts, inputs, outputs], outputs of gate and up by turns; the names of single experts do not exist."""
     shared_expert: str = "mlp.shared_expert"
     """Its tensors have the names of an expert's."""
     shared_gate: str = "mlp.shared_expert_gate"
@@ -104,6 +129,9 @@ class DecoderConfig:
     max_context_tokens: int
     rope: RopeConfig
     tie_embeddings: bool
+    has_lm_head: bool = True
+    """False: the model ends with the final norm, or with a head that the checkpoint does not call lm_head. Then
+    tie_embeddings is False too."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -116,6 +144,8 @@ class DecoderConfig:
     qk_norm: QkNormScope | None = None
     """The norm of q and k before RoPE: over a head with one weight for all (Qwen3), over a head with a weight for each
     (Command-R+), or over all heads together (OLMo 2)."""
+    sinks: bool = False
+    """Each head has a learned score that takes part in the softmax of every query and has no value (gpt-oss)."""
     activation: Activation = "silu"
     mlp: MlpKind = "gated"
     experts: Experts | None = None
@@ -130,10 +160,17 @@ class DecoderConfig:
     """The checkpoint's heads rotate dimensions 2 i and 2 i + 1 together (GLM, Cohere), not i and i + rotary_dim / 2."""
     window_rope: RopeConfig | None = None
     """RoPE of the layers with a window, if it is not `rope` (Gemma 3); its rotary_dim is the same."""
+    query_rope: RopeConfig | None = None
+    """RoPE of queries where keys have `rope`, if it is another one; its rotary_dim is the same."""
     layer_uses_rope: tuple[bool, ...] = ()
     """False for layers without RoPE (SmolLM3, Cohere 2)."""
     layer_window_tokens: tuple[int | None, ...] = ()
     """Sliding window: a token attends to itself and the window - 1 tokens before it. None is full attention."""
+
+    @property
+    def has_own_lm_head(self) -> bool:
+        """The output layer has a tensor of its own."""
+        return self.has_lm_head and not self.tie_embeddings
 
     @property
     def score_scale(self) -> float:
@@ -141,13 +178,17 @@ class DecoderConfig:
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        return (self.rope,) if self.window_rope is None else (self.rope, self.window_rope)
+        return tuple(rope for rope in (self.rope, self.window_rope, self.query_rope) if rope is not None)
 
     def rope_of_layer(self, index: int) -> int | None:
         """Index into `ropes`; None for a layer without RoPE."""
         if self.layer_uses_rope and not self.layer_uses_rope[index]:
             return None
         return 1 if self.window_rope is not None and self.window_of_layer(index) is not None else 0
+
+    def query_rope_of_layer(self, index: int) -> int | None:
+        """Of queries, if it is another one than that of keys."""
+        return None if self.query_rope is None or self.rope_of_layer(index) != 0 else len(self.ropes) - 1
 
     def experts_of_layer(self, index: int) -> Experts | None:
         return self.experts if self.experts is not None and self.layer_has_experts[index] else None

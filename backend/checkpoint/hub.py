@@ -11,8 +11,11 @@ from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, SINGLE_FILE, shard_names
 from penstock.backend.errors import StartupError
 
+CONFIG_FILES = (CONFIG_FILE, "modules.json", "sentence_*_config.json", "[0-9]_*/config.json")
+"""What a model computes: its config.json, and the modules of sentence-transformers."""
 SMALL_FILES = (
-    CONFIG_FILE,
+    *CONFIG_FILES,
+    "config_sentence_transformers.json",
     INDEX_FILE,
     GENERATION_FILE,
     "tokenizer.json",
@@ -22,6 +25,7 @@ SMALL_FILES = (
     "chat_template.json",
 )
 
+_MODULE_WEIGHTS = "[0-9]_*/model.safetensors"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]{0,95}(?:/[\w.\-]{1,96})?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -40,12 +44,12 @@ def resolve_model(model: str, revision: str | None = None, config_dir: Path | No
     snapshot = resolve_small_files(model, revision)
     index = snapshot / INDEX_FILE
     weight_files = shard_names(index) if index.is_file() else (SINGLE_FILE,)
-    return _download(model, _pinned(revision, snapshot), (*SMALL_FILES, *weight_files))
+    return _download(model, _pinned(revision, snapshot), (*SMALL_FILES, *weight_files, _MODULE_WEIGHTS))
 
 
 def resolve_config(model: str, revision: str | None = None) -> Path:
-    """As `resolve_model`, but downloads config.json only."""
-    return _local_directory(model, revision) or _download_with_config(model, revision, (CONFIG_FILE,))
+    """As `resolve_model`, but downloads CONFIG_FILES only."""
+    return _local_directory(model, revision) or _download_with_config(model, revision, CONFIG_FILES)
 
 
 def resolve_small_files(model: str, revision: str | None = None) -> Path:

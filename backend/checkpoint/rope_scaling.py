@@ -41,6 +41,7 @@ class RopeSettings(Struct, frozen=True):
     mscale: Annotated[float, Meta(ge=0.0, le=1e9)] | None = None
     mscale_all_dim: Annotated[float, Meta(ge=0.0, le=1e9)] | None = None
     truncate: bool | None = None
+    llama_4_scaling_beta: Annotated[float, Meta(ge=0.0, le=1e3)] | None = None
     short_factor: _Factors | None = None
     long_factor: _Factors | None = None
 

@@ -20,10 +20,8 @@ FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 NORM_FIELDS = ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
 """The norms of a layer, as fields of `TensorNames` and of `LayerWeights`."""
-LINEARS = ("qkv", "o", "gate_up", "down")
+LINEARS = ("qkv", "o", "gate_up", "down", "expert_gate_up", "expert_down")
 """The fields of LayerWeights that are matrices of linears."""
-EXPERT_LINEARS = ("expert_gate_up", "expert_down")
-"""The fields of LayerWeights that are matrices of experts."""
 
 
 Matrix = TypeVar("Matrix", covariant=True)
@@ -45,10 +43,16 @@ class LayerWeights(Generic[Matrix]):
     """[hidden_size, intermediate_size]"""
     router: Tensor | None = None
     """[experts, hidden_size] in layers with experts, as the next two."""
-    expert_gate_up: Tensor | None = None
+    expert_gate_up: Matrix | None = None
     """[experts * 2 * width, hidden_size]: rows of the first expert's gate, then up, then of the second's."""
-    expert_down: Tensor | None = None
+    expert_down: Matrix | None = None
     """[experts * hidden_size, width]"""
+    router_bias: Tensor | None = None
+    """[experts]"""
+    expert_gate_up_bias: Tensor | None = None
+    """[experts * 2 * width], in the order of expert_gate_up's rows."""
+    expert_down_bias: Tensor | None = None
+    """[experts * hidden_size]"""
     shared_gate: Tensor | None = None
     """[1, hidden_size]: the linear that weights the shared expert."""
     attention_norm: Tensor | None = None
@@ -60,6 +64,8 @@ class LayerWeights(Generic[Matrix]):
     """[head_dim], [num_heads, head_dim] or [num_heads * head_dim], as the scope of the model's q and k norms is."""
     k_norm: Tensor | None = None
     """[head_dim], [num_kv_heads, head_dim] or [num_kv_heads * head_dim]"""
+    sinks: Tensor | None = None
+    """[num_heads] scores that take part in the softmax of attention and have no value."""
     qkv_bias: Tensor | None = None
     o_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
@@ -67,11 +73,33 @@ class LayerWeights(Generic[Matrix]):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertSlice:
+    """Where a matrix or bias of one expert lies: in a tensor of all experts of the layer."""
+
+    tensor: str
+    index: int
+    count: int
+    takes_turns: bool
+    """Its outputs are those of gate and up by turns, and not all of gate and then all of up."""
+
+    def part_name(self, part: str) -> str:
+        """The tensor of all experts' parts, if a quantised format stores matrices in parts."""
+        return f"{self.tensor}_{part}"
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Name of a tensor in the checkpoint, and its required shape."""
 
     name: str
+    """With a place it is the name that the tensor would have by itself."""
     shape: tuple[int, ...]
+    place: ExpertSlice | None = None
+
+    @property
+    def stored_name(self) -> str:
+        """In a checkpoint of floats."""
+        return self.name if self.place is None else self.place.tensor
 
 
 def expected_tensors(config: DecoderConfig) -> Iterator[TensorSpec]:
@@ -81,7 +109,7 @@ def expected_tensors(config: DecoderConfig) -> Iterator[TensorSpec]:
         for specs in layer_specs(config, index).values():
             yield from specs
     yield from final_norm_specs(config)
-    if not config.tie_embeddings:
+    if config.has_own_lm_head:
         yield lm_head_spec(config)
 
 
@@ -89,8 +117,8 @@ def linear_names(config: DecoderConfig) -> Iterator[str]:
     """The names of all linears' weights, lm_head's included if it has one of its own."""
     for index in range(config.num_layers):
         layout = layer_specs(config, index)
-        yield from (spec.name for field in (*LINEARS, *EXPERT_LINEARS) for spec in layout.get(field, ()))
-    if not config.tie_embeddings:
+        yield from (spec.name for field in LINEARS for spec in layout.get(field, ()))
+    if config.has_own_lm_head:
         yield LM_HEAD
 
 
@@ -123,6 +151,8 @@ def layer_specs(config: DecoderConfig, index: int) -> dict[str, tuple[TensorSpec
         for field, heads in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads)):
             shape = _qk_norm_shape(config.qk_norm, heads, config.head_dim)
             layout[field] = (TensorSpec(f"{prefix}self_attn.{field}.weight", shape),)
+    if config.sinks:
+        layout["sinks"] = (TensorSpec(f"{prefix}self_attn.sinks", (config.num_heads,)),)
     if config.qkv_bias:
         layout["qkv_bias"] = _biases(prefix, qkv)
     if config.output_bias:
@@ -142,6 +172,12 @@ def _dense_specs(config: DecoderConfig, prefix: str) -> dict[str, tuple[TensorSp
 
 def _expert_specs(config: DecoderConfig, experts: Experts, prefix: str) -> dict[str, tuple[TensorSpec, ...]]:
     names, hidden = config.names, config.hidden_size
+    router = {names.router: experts.count}
+    specs = {"router": _weights(prefix, router, hidden)}
+    if experts.biased:
+        specs["router_bias"] = _biases(prefix, router)
+    if names.fused_experts is not None:
+        return specs | _fused_specs(experts, f"{prefix}{names.fused_experts}", hidden)
 
     def mlp(name: str, width: int) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
         start = f"{prefix}{name}."
@@ -149,15 +185,31 @@ def _expert_specs(config: DecoderConfig, experts: Experts, prefix: str) -> dict[
         return gate_up, _weights(start, {names.expert_down: hidden}, width)
 
     all_experts = [mlp(names.expert.format(i), experts.width) for i in range(experts.count)]
-    specs = {
-        "router": _weights(prefix, {names.router: experts.count}, hidden),
-        "expert_gate_up": tuple(spec for gate_up, _ in all_experts for spec in gate_up),
-        "expert_down": tuple(spec for _, down in all_experts for spec in down),
-    }
+    specs["expert_gate_up"] = tuple(spec for gate_up, _ in all_experts for spec in gate_up)
+    specs["expert_down"] = tuple(spec for _, down in all_experts for spec in down)
     if experts.shared_width is not None:
         specs["gate_up"], specs["down"] = mlp(names.shared_expert, experts.shared_width)
         specs["shared_gate"] = _weights(prefix, {names.shared_gate: 1}, hidden)
     return specs
+
+
+def _fused_specs(experts: Experts, name: str, hidden: int) -> dict[str, tuple[TensorSpec, ...]]:
+    def specs(part: str, suffix: str, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
+        takes_turns = part == "gate_up_proj"
+        tensor = f"{name}.{part}" + ("_bias" if suffix == "bias" else "")
+        return tuple(
+            TensorSpec(f"{name}.{i}.{part}.{suffix}", shape, ExpertSlice(tensor, i, experts.count, takes_turns))
+            for i in range(experts.count)
+        )
+
+    layout = {
+        "expert_gate_up": specs("gate_up_proj", "weight", (2 * experts.width, hidden)),
+        "expert_down": specs("down_proj", "weight", (hidden, experts.width)),
+    }
+    if experts.biased:
+        layout["expert_gate_up_bias"] = specs("gate_up_proj", "bias", (2 * experts.width,))
+        layout["expert_down_bias"] = specs("down_proj", "bias", (hidden,))
+    return layout
 
 
 def _weights(prefix: str, rows_by_name: dict[str, int], inputs: int) -> tuple[TensorSpec, ...]:

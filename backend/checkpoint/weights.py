@@ -27,7 +27,7 @@ from penstock.backend.checkpoint.gguf.directory import open_gguf_links
 from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE, read_index
 from penstock.backend.checkpoint.progress import make_progress
-from penstock.backend.checkpoint.quantized_weights import stack_weights
+from penstock.backend.checkpoint.quantized_weights import common_form, stack_weights
 from penstock.backend.checkpoint.safetensors_file import SafetensorsFile
 from penstock.backend.checkpoint.tensors import (
     EMBEDDING,
@@ -44,19 +44,21 @@ from penstock.backend.checkpoint.tensors import (
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from pathlib import Path
     from types import TracebackType
 
     from torch import Tensor
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
-    from penstock.backend.checkpoint.formats.stored_weight import LoadedMatrix, StoredWeight
+    from penstock.backend.checkpoint.formats.stored_weight import StoredWeight
     from penstock.backend.checkpoint.formats.tensor_file import TensorFile
     from penstock.backend.checkpoint.progress import Progress
-    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight, WeightForm
 
 logger = logging.getLogger("penstock.backend")
+
+_MODEL_PREFIX = "model."
 
 
 class DecoderWeights:
@@ -69,20 +71,18 @@ class DecoderWeights:
         declared_dtype: torch.dtype | None,
         progress: Progress,
         closers: ExitStack,
-        *,
-        keeps_packed: bool = False,
+        keeps: Callable[[WeightForm], bool] = lambda _: False,
     ) -> None:
         """stored: every needed tensor, by name. closers closes the files and the progress.
 
-        keeps_packed: linears that are stored in a form that kernels multiply are returned in it; the others, and all
-        linears without it, are dequantised.
+        Linears that are stored in a form that it keeps are returned in it; the others are dequantised.
         """
         self._config = config
         self._stored = stored
         self._declared_dtype = declared_dtype
         self._progress = progress
         self._closers = closers
-        self._keeps_packed = keeps_packed
+        self._keeps = keeps
         self._num_packed = self._num_dequantized = 0
 
     def __enter__(self) -> DecoderWeights:
@@ -153,20 +153,25 @@ class DecoderWeights:
 
     def lm_head(self, dtype: torch.dtype) -> Tensor | QuantizedWeight | None:
         """[vocab_size, hidden_size]; None if the embedding is used instead."""
-        return None if self._config.tie_embeddings else self.linear((lm_head_spec(self._config),), dtype)
+        return self.linear((lm_head_spec(self._config),), dtype) if self._config.has_own_lm_head else None
 
     def linear(self, specs: tuple[TensorSpec, ...], dtype: torch.dtype) -> Tensor | QuantizedWeight:
         """As `stacked`, or in the checkpoint's own form."""
         stored = [self._stored[spec.name] for spec in specs]
         matrices = [weight for weight in stored if isinstance(weight, FormattedMatrix)]
-        if not self._keeps_packed or len(matrices) < len(stored):
+        if len(matrices) < len(stored):
             return self.stacked(specs, dtype)
-        loaded = [matrix.load(self._progress.advance) for matrix in matrices]
-        packed = [weight for matrix in loaded if (weight := matrix.pack()) is not None]
-        weight = stack_weights(packed) if len(packed) == len(loaded) else None
-        self._num_packed += weight is not None
-        self._num_dequantized += weight is None
-        return _dequantize(loaded, dtype) if weight is None else weight
+        form = common_form(matrix.format.packed_form(matrix.shape) for matrix in matrices)
+        if form is None or not self._keeps(form):
+            return self.stacked(specs, dtype)
+        counts: list[int] = []
+        packed = (matrix.load(counts.append).pack() for matrix in matrices)
+        weight = stack_weights(packed, form, sum(spec.shape[0] for spec in specs))
+        if weight is None:
+            return self.stacked(specs, dtype)
+        self._num_packed += 1
+        self._progress.advance(sum(counts))
+        return weight
 
     def stacked(self, specs: tuple[TensorSpec, ...], dtype: torch.dtype) -> Tensor:
         """The tensors stacked along their first dimension."""
@@ -190,17 +195,17 @@ def open_weights(
     config: DecoderConfig,
     make_progress: Callable[[int], Progress] = make_progress,
     unread: Collection[str] = (),
-    *,
-    keeps_packed: bool = False,
+    keeps: Callable[[WeightForm], bool] = lambda _: False,
 ) -> DecoderWeights:
     """Open model.safetensors, or the shards of its index, and check every tensor that config needs.
 
     Nothing is loaded yet. Other tensors are ignored. make_progress receives the number of bytes to load, without the
-    tensors named in unread. keeps_packed: see `DecoderWeights`. Raises StartupError with the tensor's name and both
+    tensors named in unread. keeps: see `DecoderWeights`. Raises StartupError with the tensor's name and both
     shapes, or both sizes if a file is truncated.
     """
     with ExitStack() as closers:
-        files, where = _open_files(model_dir, closers)
+        files, where = open_tensor_files(model_dir, closers)
+        files = with_model_prefix(files)
         formats, covered = read_stored_formats(model_dir), set(linear_names(config))
         if formats.cover_embedding:
             covered.add(EMBEDDING)
@@ -210,7 +215,7 @@ def open_weights(
         }
         progress = closers.enter_context(closing(make_progress(_stored_bytes(stored, unread))))
         dtype = read_declared_dtype(model_dir)
-        return DecoderWeights(config, stored, dtype, progress, closers.pop_all(), keeps_packed=keeps_packed)
+        return DecoderWeights(config, stored, dtype, progress, closers.pop_all(), keeps)
 
 
 def choose_dtype(requested: str, own: torch.dtype, fp16_as: torch.dtype = torch.bfloat16) -> torch.dtype:
@@ -225,7 +230,7 @@ def choose_dtype(requested: str, own: torch.dtype, fp16_as: torch.dtype = torch.
     raise StartupError(f"dtype is {shorten(requested)}; it must be auto, bf16 or fp32")
 
 
-def _open_files(model_dir: Path, closers: ExitStack) -> tuple[dict[str, TensorFile], str]:
+def open_tensor_files(model_dir: Path, closers: ExitStack) -> tuple[dict[str, TensorFile], str]:
     """Tensor name → the file that has it, closed by closers; and a description of the files for messages."""
     ggufs = [closers.enter_context(closing(file)) for file in open_gguf_links(model_dir)]
     if ggufs:
@@ -247,14 +252,18 @@ def _open_files(model_dir: Path, closers: ExitStack) -> tuple[dict[str, TensorFi
     return {tensor: shards[name] for tensor, name in weight_map.items()}, f"the files of {index}"
 
 
-def _dequantize(matrices: Sequence[LoadedMatrix], dtype: torch.dtype) -> Tensor:
-    """The matrices stacked along their outputs."""
-    stacked = torch.empty(sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1], dtype=dtype)
-    row = 0
-    for matrix in matrices:
-        matrix.copy(stacked[row : row + matrix.shape[0]])
-        row += matrix.shape[0]
-    return stacked
+def with_model_prefix(files: dict[str, TensorFile]) -> dict[str, TensorFile]:
+    """Give a decoder without its output layer (Qwen3Model) the names that it has with one."""
+    if EMBEDDING in files or EMBEDDING.removeprefix(_MODEL_PREFIX) not in files:
+        return files
+    return rename_tensors(files, lambda name: _MODEL_PREFIX + name)
+
+
+def rename_tensors(files: dict[str, TensorFile], rename: Callable[[str], str]) -> dict[str, TensorFile]:
+    """Rename the tensors of all files."""
+    for file in dict.fromkeys(files.values()):
+        file.tensors = {rename(name): tensor for name, tensor in file.tensors.items()}
+    return {rename(name): file for name, file in files.items()}
 
 
 def _stored_bytes(stored: Mapping[str, StoredWeight], unread: Collection[str] = ()) -> int:

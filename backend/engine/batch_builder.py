@@ -9,13 +9,33 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.backend.buffers.shared_prompts import SharedPromptRows
-from penstock.backend.forward_pass import FROM_SLOT, EmbeddedTokens, ScoredTokens, SlotInit, StepBatch
+from penstock.backend.forward_pass import FROM_SLOT, EmbeddedTokens, PooledRows, ScoredTokens, SlotInit, StepBatch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.sequences.sequence import Sequence
+
+
+class WholeBatchBuilder:
+    """Builds steps of whole sequences, which have no pages."""
+
+    def build(self, plan: Plan) -> StepBatch:
+        """The plan as arrays."""
+        num_rows = len(plan)
+        query_starts = np.zeros(num_rows + 1, np.int32)
+        np.cumsum(_column(plan.lengths), out=query_starts[1:])
+        tokens = b"".join([sequence.tokens.tobytes() for sequence in plan.sequences])
+        return StepBatch(
+            input_ids=np.frombuffer(tokens, np.int32),
+            query_starts=query_starts,
+            context_lens=np.zeros(num_rows, np.int32),
+            page_table=np.zeros((num_rows, 0), np.int32),
+            slots=_column(plan.slots),
+            logit_rows=np.zeros(0, np.int32),
+            pooled=_pooled_rows(plan),
+        )
 
 
 class BatchBuilder:
@@ -61,6 +81,7 @@ class BatchBuilder:
             page_restores=tuple(chain.from_iterable(plan.page_restores.values())),
             embeddings=tuple(embeddings),
             scored=_scored_tokens(plan, query_starts) if plan.scored else None,
+            pooled=_pooled_rows(plan) if plan.pooled_rows else None,
         )
 
     def _build_decodes(self, plan: Plan) -> StepBatch:
@@ -111,6 +132,15 @@ def _scored_tokens(plan: Plan, query_starts: NDArray[np.int32]) -> ScoredTokens:
     return ScoredTokens(np.concatenate(tokens), np.concatenate(next_ids), _num_top(plan))
 
 
+def _pooled_rows(plan: Plan) -> PooledRows:
+    pooled = [(index, task) for index in plan.pooled_rows if (task := plan.sequences[index].pooled) is not None]
+    return PooledRows(
+        np.array([index for index, _ in pooled], np.int32),
+        tuple(task.kind for _, task in pooled),
+        np.array([task.second_start for _, task in pooled], np.int32),
+    )
+
+
 def _num_top(plan: Plan) -> int:
     return max(sequence.num_prompt_logprobs for sequence in plan.scored)
 
@@ -144,6 +174,7 @@ def keep_rows(batch: StepBatch, kept: list[int], plan: Plan) -> StepBatch:
             if token_kept[given.first]
         ),
         scored=_keep_scored(batch.scored, token_kept, new_position, plan) if batch.scored and plan.scored else None,
+        pooled=_pooled_rows(plan) if plan.pooled_rows else None,
     )
 
 

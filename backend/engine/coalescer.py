@@ -61,6 +61,16 @@ class ShareKey:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledKey:
+    """Everything that a vector depends on, but for its form: how many of its values, and whether it is normalised."""
+
+    salt: bytes
+    tokens: bytes
+    kind: str
+    second_start: int
+
+
+@dataclass(frozen=True, slots=True)
 class Presented:
     """The tokens of a request that could join a sequence, and the frontend that sent them."""
 
@@ -120,10 +130,10 @@ class Coalescer:
     """Sequences that can be joined, by key. A key has several only if the tokens that frontends claim differ."""
 
     def __init__(self) -> None:
-        self._offers: dict[ShareKey, list[_Offer]] = {}
-        self._keys: dict[Sequence, ShareKey] = {}
+        self._offers: dict[ShareKey | PooledKey, list[_Offer]] = {}
+        self._keys: dict[Sequence, ShareKey | PooledKey] = {}
 
-    def find(self, key: ShareKey, presented: Presented) -> Sequence | None:
+    def find(self, key: ShareKey | PooledKey, presented: Presented) -> Sequence | None:
         """The sequence that the request joins from now on."""
         for offer in self._offers.get(key, ()):
             if offer.accepts(presented):
@@ -132,7 +142,7 @@ class Coalescer:
                 return offer.sequence
         return None
 
-    def find_longer(self, key: ShareKey, presented: Presented) -> Sequence | None:
+    def find_longer(self, key: ShareKey | PooledKey, presented: Presented) -> Sequence | None:
         """A sequence that is not planned yet and could begin with the request's tokens alone."""
         for offer in self._offers.get(key, ()):
             if offer.is_ahead_of(presented):
@@ -146,7 +156,7 @@ class Coalescer:
                 offer.num_claimed = presented.num_tokens
                 offer.claimants.add(presented.frontend)
 
-    def offer(self, key: ShareKey, sequence: Sequence, presented: Presented) -> None:
+    def offer(self, key: ShareKey | PooledKey, sequence: Sequence, presented: Presented) -> None:
         """Make the sequence joinable. It is found before others with this key, but after those that are held: more
         requests of their groups may still come. Sequences that have sampled their last token are dropped."""
         offers = self._offers.setdefault(key, [])

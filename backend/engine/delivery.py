@@ -101,7 +101,7 @@ class Delivery:
         own_logprobs = None
         if logprobs is not None and subscriber.num_logprobs >= 0:
             own_logprobs = _narrowed(logprobs, 0, subscriber.num_logprobs)
-        started = None if subscriber.is_started else self._start(sequence, subscriber)
+        started = None if subscriber.is_started else self.start(sequence, subscriber)
         frontend, request_id = subscriber.frontend, subscriber.request_id
         if token_id in subscriber.stop_token_ids:
             self.end(frontend, request_id, Finish.STOP, token_id, started=started, logprobs=own_logprobs)
@@ -112,8 +112,8 @@ class Delivery:
             return False
         return True
 
-    def _start(self, sequence: Sequence, subscriber: Subscriber) -> Started:
-        """Return the message that accompanies a subscriber's first token."""
+    def start(self, sequence: Sequence, subscriber: Subscriber) -> Started:
+        """Return the message that accompanies a subscriber's first token, or its vector."""
         subscriber.is_started, subscriber.resumed = True, None
         queue_s = 0.0 if subscriber.has_joined or sequence.queue_s is None else sequence.queue_s
         # After a preemption, generated tokens may have been found in the cache as well.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from penstock.backend.engine.coalescer import Presented, ShareKey
+from penstock.backend.engine.coalescer import PooledKey, Presented, ShareKey
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, SamplingParams
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.subscribers import Subscriber
@@ -19,11 +19,13 @@ from penstock.shm.messages import Failure, FailureCode, Finish
 from penstock.shm.process.tenant_places import has_place, is_over_share
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from penstock.backend.engine.delivery import Delivery
+    from penstock.backend.engine.limits import EngineLimits
     from penstock.backend.engine.open_requests import OpenRequests
-    from penstock.backend.scheduling.scheduler import Scheduler
+    from penstock.backend.engine.vector_delivery import VectorDelivery
+    from penstock.backend.scheduling.interface import ISequenceScheduler
     from penstock.backend.structured_output.grammars import CompiledGrammar
     from penstock.shm.link.events import Submission
     from penstock.shm.memory.board import BackendBoard
@@ -33,26 +35,10 @@ logger = logging.getLogger("penstock.backend")
 
 _EMBEDDED = np.int32(FROM_EMBEDDINGS).tobytes()
 _SALT_BYTES = 16
+_NO_SAMPLING = SamplingParams(temperature=0.0)
+"""Of pooled requests."""
 _GRAMMAR_DRAIN_S = 1.0
 """After this much of a drain, requests that still wait for their grammar are refused."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """Limits of one request, and of the number of open and waiting requests."""
-
-    vocab_size: int
-    max_context_tokens: int
-    max_waiting: int
-    """Sequences that may wait. Tenants with less than their share of the places may exceed it: see `tenant_places`."""
-    priority_step_s: float = 0.0
-    """Head start of one priority level over later arrivals; 0 is first come, first served."""
-    max_open: int = 1 << 16
-    """Open requests, including those that share a sequence. Tenants may exceed it as they may max_waiting."""
-    max_open_resumed: int = 1 << 17
-    """Open requests at which even one that was admitted before is refused: the bound on what frontends may claim."""
-    scores_prompts: bool = True
-    """The forward pass can report log probabilities of prompts."""
 
 
 class Intake:
@@ -60,11 +46,12 @@ class Intake:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: ISequenceScheduler,
         board: BackendBoard,
         limits: EngineLimits,
         open_requests: OpenRequests,
         delivery: Delivery,
+        vector_delivery: VectorDelivery,
         clock: Callable[[], float],
     ) -> None:
         self._scheduler = scheduler
@@ -73,6 +60,7 @@ class Intake:
         self._open_requests = open_requests
         self._coalescer = open_requests.coalescer
         self._delivery = delivery
+        self._vector_delivery = vector_delivery
         self._clock = clock
         self.is_draining = False
         """New requests are refused."""
@@ -120,8 +108,10 @@ class Intake:
         if (refusal := self.find_refusal(submission)) is not None:
             self._reject(submission, refusal)
             return
+        if self._vector_delivery.deliver_cached(submission):
+            return
         grammar = None
-        if submit.constraints is not None and submit.constraints.grammar is not None:
+        if submit.pooled is None and submit.constraints is not None and submit.constraints.grammar is not None:
             grammar_queue = self._open_requests.grammar_queue
             compiled = grammar_queue.submit(submission, submit.constraints.grammar, arrived_s, deadline_s)
             if isinstance(compiled, Failure):
@@ -134,10 +124,8 @@ class Intake:
         self.assign_sequence(submission, grammar, arrived_s, deadline_s)
 
     def find_refusal(self, submission: Submission) -> Failure | None:
-        """Why the request cannot be taken in. Frontends check the same for a better message; these checks protect the
-        engine."""
+        """Why the request cannot be taken in."""
         limits, submit = self.limits, submission.submit
-        tokens = np.frombuffer(submission.tokens, np.uint32)  # a negative id is larger than any other
         request_id = submit.request_id
         if self.is_draining:
             return Failure(request_id, FailureCode.SHUTTING_DOWN)
@@ -146,14 +134,7 @@ class Intake:
             return Failure(request_id, FailureCode.OVERLOADED, max_open)
         if self._open_requests.is_open(submission.frontend, request_id):
             return Failure(request_id, FailureCode.INTERNAL)
-        if not 1 <= submit.num_prompt_tokens <= len(tokens) or len(tokens) > limits.max_context_tokens:
-            return Failure(request_id, FailureCode.CONTEXT_TOO_LONG, limits.max_context_tokens)
-        highest = int(np.maximum.reduce(tokens)) if submission.embeddings is None else 0
-        if max(highest, *_named_ids(submit), 0) >= limits.vocab_size:
-            return Failure(request_id, FailureCode.BAD_TOKEN, limits.vocab_size)
-        if submit.num_prompt_logprobs >= 0 and not limits.scores_prompts:
-            return Failure(request_id, FailureCode.NOT_SCORED)
-        return None
+        return limits.find_fault(submission)
 
     def _has_too_many_open(self, submit: Submit) -> bool:
         limits, num_open = self.limits, self._open_requests.num_open
@@ -173,16 +154,14 @@ class Intake:
         submit = submission.submit
         subscriber = self._make_subscriber(submission, arrived_s, deadline_s)
         num_tokens = subscriber.next_index
-        if num_tokens >= subscriber.max_total_tokens:
+        if submit.pooled is None and num_tokens >= subscriber.max_total_tokens:
             self._board.requests_accepted += 1
             self._delivery.end(submission.frontend, submission.request_id, Finish.LENGTH)
             return
-        sampling = SamplingParams(**msgspec.structs.asdict(submit.sampling))
-        key = None
-        num_prompt_logprobs = _num_prompt_logprobs(submission)
-        if submit.may_share and num_prompt_logprobs < 0:
-            prompt = submission.tokens[: 4 * submit.num_prompt_tokens]
-            key = ShareKey.of(submit.salt, prompt, sampling, submit.constraints, submit.stop_token_ids)
+        sampling = _NO_SAMPLING
+        if submit.pooled is None:
+            sampling = SamplingParams(**msgspec.structs.asdict(submit.sampling))
+        key = _share_key(submission, sampling)
         rank = self._rank_of(submit, arrived_s)
         presented = Presented(submission.frontend, submission.tokens, submit.num_prompt_tokens)
         if key is not None and presented.num_tokens > presented.num_prompt_tokens:
@@ -226,7 +205,7 @@ class Intake:
 
     def _join_group(
         self,
-        key: ShareKey,
+        key: ShareKey | PooledKey,
         presented: Presented,
         submission: Submission,
         subscriber: Subscriber,
@@ -284,16 +263,20 @@ class Intake:
 
     def _make_subscriber(self, submission: Submission, arrived_s: float, deadline_s: float | None) -> Subscriber:
         submit, num_tokens = submission.submit, len(submission.tokens) // 4
+        max_total_tokens = num_tokens  # of a pooled request, which generates none
+        if submit.pooled is None:
+            max_total_tokens = min(submit.num_prompt_tokens + submit.max_tokens, self.limits.max_context_tokens)
         return Subscriber(
             submission.frontend,
             submit.request_id,
-            min(submit.num_prompt_tokens + submit.max_tokens, self.limits.max_context_tokens),
+            max_total_tokens,
             frozenset(submit.stop_token_ids),
             num_tokens,
             arrived_s,
             deadline_s,
             submit.sampling.num_logprobs,
             tenant=submit.tenant,
+            pooled=submit.pooled,
         )
 
     def _make_sequence(
@@ -319,6 +302,9 @@ class Intake:
             constraints=self._make_constraints(submission, grammar),
         )
         sequence.embeddings, sequence.output = submission.embeddings, submission.output
+        sequence.pooled = submit.pooled
+        if submit.pooled is not None and submit.pooled.group:
+            sequence.group = submission.frontend, submit.pooled.group
         sequence.num_prompt_logprobs = _num_prompt_logprobs(submission)
         return sequence
 
@@ -345,16 +331,18 @@ class Intake:
             self._board.requests_accepted += 1
 
 
+def _share_key(submission: Submission, sampling: SamplingParams) -> ShareKey | PooledKey | None:
+    """None for a request that shares no sequence."""
+    submit, pooled = submission.submit, submission.submit.pooled
+    if not submit.may_share or _num_prompt_logprobs(submission) >= 0:
+        return None
+    prompt = submission.tokens[: 4 * submit.num_prompt_tokens]
+    if pooled is not None:
+        return PooledKey(submit.salt, prompt, pooled.kind, pooled.second_start)
+    return ShareKey.of(submit.salt, prompt, sampling, submit.constraints, submit.stop_token_ids)
+
+
 def _num_prompt_logprobs(submission: Submission) -> int:
     """-1 if none are due: the first token has none, and a resumed stream has received them all."""
     submit, num_tokens = submission.submit, len(submission.tokens) // 4
     return submit.num_prompt_logprobs if num_tokens == submit.num_prompt_tokens > 1 else -1
-
-
-def _named_ids(submit: Submit) -> Iterator[int]:
-    """Token ids in the request's options. Stop ids are left out: one outside the vocabulary is never sampled."""
-    yield from (token_id for token_id, _ in submit.sampling.logit_bias)
-    if (constraints := submit.constraints) is not None:
-        yield from constraints.allowed_token_ids
-        yield from constraints.thinking_end
-        yield from (token_id for run in constraints.bad_words for token_id in run)

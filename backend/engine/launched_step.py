@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 from penstock.backend.buffers.shared_outputs import share_outputs
 from penstock.backend.engine.batch_builder import keep_rows
+from penstock.backend.engine.vectors import collect_vectors
 from penstock.backend.forward_pass import NOT_FINITE
 from penstock.backend.structured_output.masks import StepMasks, fill_masks
 
 if TYPE_CHECKING:
-    from penstock.backend.forward_pass import (
-        IBatchedForwardPass,
-        IHostPages,
-        PendingOutput,
-        StepBatch,
-        TokenLogprobs,
-    )
+    from collections.abc import Mapping
+
+    from penstock.backend.engine.vectors import Vectors
+    from penstock.backend.forward_pass import IBatchedForwardPass, PendingOutput, StepBatch, TokenLogprobs
+    from penstock.backend.pass_extensions import IHostPages
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.structured_output.constraints import SequenceConstraints
@@ -44,6 +43,8 @@ class StepResult:
     """Its rows are places in the plan's logit_rows."""
     scored: TokenLogprobs | None = None
     """One entry for each position of the plan's scored, in order."""
+    vectors: list[Vectors | None] = field(default_factory=list)
+    """One for each of the plan's pooled_rows; None if it is not finite."""
     faults: dict[int, str] = field(default_factory=dict)
     """Place in logit_rows → why the row's constraints cannot go on. The row's token is NOT_FINITE."""
     late: frozenset[int] = frozenset()
@@ -63,6 +64,8 @@ class LaunchedStep:
     late: frozenset[int] = frozenset()
     """Places in logit_rows."""
     late_masks: LateMasks | None = None
+    widths: Mapping[str, int] = field(default_factory=dict)
+    """`PassSpec.pooled`."""
     is_finished: threading.Event = field(default_factory=threading.Event)
     """Set when the constraints of the sequences have advanced by the step's tokens."""
 
@@ -111,6 +114,7 @@ class LaunchedStep:
             stops=tuple(stops),
             logprobs=output.logprobs,
             scored=output.scored,
+            vectors=collect_vectors(plan, self.widths, output.pooled),
             faults=faults,
             late=late,
         )
@@ -135,7 +139,10 @@ def launch_step(
     A pass that runs ahead gets a call of `sample` without rows too: its output says when the step is computed. Masks of
     constrained rows depend on the tokens of the step before, so that step is awaited while the device already computes
     this one's logits. A row whose mask is not ready by then runs without sampling, and later rows of it are dropped.
+    A pass that keeps state cannot run a row again, so its steps wait for their masks.
     """
+    if forward_pass.spec.state_bytes_per_sequence:
+        late_masks = None
     if saves:  # empty unless the pass is an IHostPages
         cast("IHostPages", forward_pass).save_pages(saves)
     kept = plan.live_rows()
@@ -147,14 +154,16 @@ def launch_step(
     try:
         logits = forward_pass.forward(batch)
         share_outputs(forward_pass, logits, plan)
-        if not (plan.logit_rows or plan.scored or forward_pass.spec.runs_ahead):
+        if not (plan.logit_rows or plan.scored or plan.pooled_rows or forward_pass.spec.runs_ahead):
             return LaunchedStep(plan, None)
         masks, faults, late = _make_masks(plan, forward_pass.spec.vocab_size, before, late_masks)
         for place in late:
             index = plan.logit_rows[place]
             _drop_later_rows(plan.sequences[index], plan.generations[index])
         output = forward_pass.sample(logits, batch, masks)
-        return LaunchedStep(plan, output, faults=faults, late=late, late_masks=late_masks)
+        return LaunchedStep(
+            plan, output, faults=faults, late=late, late_masks=late_masks, widths=forward_pass.spec.pooled
+        )
     except Exception as error:  # noqa: BLE001 - as in `finish`
         _stop_rows(plan)  # here already: the next plan may be launched before this step is finished
         return LaunchedStep(plan, None, error)

@@ -18,12 +18,13 @@ from penstock.shm.messages import EventLogprobs, FailureCode
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.backend.engine.batch_builder import BatchBuilder
+    from penstock.backend.engine.batch_builder import BatchBuilder, WholeBatchBuilder
     from penstock.backend.engine.executor import Executor
     from penstock.backend.engine.launched_step import StepResult
     from penstock.backend.engine.requests import Requests
+    from penstock.backend.engine.vectors import Vectors
     from penstock.backend.forward_pass import TokenLogprobs
-    from penstock.backend.scheduling.scheduler import Scheduler
+    from penstock.backend.scheduling.interface import ISequenceScheduler
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.sequences.sequence import Sequence
     from penstock.shm.link.backend_link import BackendLink
@@ -49,8 +50,8 @@ class Engine:
         self,
         link: BackendLink,
         executor: Executor,
-        scheduler: Scheduler,
-        builder: BatchBuilder,
+        scheduler: ISequenceScheduler,
+        builder: BatchBuilder | WholeBatchBuilder,
         requests: Requests,
         board: BackendBoard,
         clock: Callable[[], float] = time.monotonic,
@@ -66,6 +67,7 @@ class Engine:
         self._open_requests = requests.table
         self._intake = requests.intake
         self._delivery = requests.delivery
+        self._vector_delivery = requests.vector_delivery
         self._canceller = requests.canceller
         self._board = board
         self._clock = clock
@@ -172,23 +174,28 @@ class Engine:
             self._num_failed_steps = 0
         if result.scored is not None:
             self._apply_scored(plan, result.scored)
+        if plan.pooled_rows:
+            self._apply_pooled(plan, result.vectors)
+            if len(plan.pooled_rows) == len(plan):
+                return
         token_ids = _tokens_by_row(result)
         slow_rows = self._delivery.deliver_fast_path(plan, token_ids)
         board.generated_tokens += len(plan) - len(slow_rows)
         faults = {plan.logit_rows[place]: fault for place, fault in result.faults.items()}
+        pooled = set(plan.pooled_rows)
         logprobs = {} if result.logprobs is None else _logprobs_by_row(plan, result.logprobs)
         for index in slow_rows:
             if index in faults:
                 self._fail_constrained(plan, index, faults[index])
             elif index in result.late:
                 self._run_again(plan, index)
-            else:
+            elif index not in pooled:
                 self._apply_row(plan, index, token_ids[index], logprobs.get(index))
         for index in result.stops:
             sequence = plan.sequences[index]
             if sequence.generation == plan.generations[index]:
                 # A subscriber that joined after the executor saw the stop goes on. Rows planned since were dropped.
-                sequence.rewind(plan.ends[index])
+                self._scheduler.rewind(sequence, plan.ends[index])
 
     def _apply_scored(self, plan: Plan, scored: TokenLogprobs) -> None:
         """Deliver log probabilities of prompts. They come before the tokens of the same step."""
@@ -209,8 +216,26 @@ class Engine:
                 logger.exception("log probabilities of a prompt could not be delivered; its requests fail")
                 self._delivery.fail(sequence)
 
+    def _apply_pooled(self, plan: Plan, vectors: list[Vectors | None]) -> None:
+        finished = []
+        for index, its_vectors in zip(plan.pooled_rows, vectors, strict=True):
+            sequence = plan.sequences[index]
+            if sequence.generation != plan.generations[index]:
+                self._board.wasted_tokens += plan.lengths[index]
+                continue
+            try:
+                self._scheduler.note_computed(sequence, plan.ends[index])
+                if its_vectors is None:
+                    self._fail_not_finite(sequence)
+                else:
+                    finished.append((sequence, its_vectors))
+            except Exception:  # as broad as in `_apply_row`, for the same reason
+                logger.exception("a row's vector could not be taken; its requests fail")
+                self._delivery.fail(sequence)
+        self._vector_delivery.deliver(finished)
+
     def _fail_not_finite(self, sequence: Sequence) -> None:
-        logger.error("a row's logits are not finite; its requests fail and its tenant's cached pages are dropped")
+        logger.error("a row's result is not finite; its requests fail and its tenant's cached pages are dropped")
         self._scheduler.invalidate_tenant(sequence)
         self._delivery.fail(sequence)
 
@@ -229,7 +254,7 @@ class Engine:
             return
         try:
             self._scheduler.note_computed(sequence, num_computed)
-            sequence.rewind(num_computed)
+            self._scheduler.rewind(sequence, num_computed)
         except Exception:  # as broad as in `_apply_row`, for the same reason
             logger.exception("a row could not be planned again; its requests fail")
             self._delivery.fail(sequence)

@@ -9,7 +9,7 @@ from penstock.backend.engine.coalescer import Coalescer
 from penstock.backend.engine.deadlines import Deadlines
 
 if TYPE_CHECKING:
-    from penstock.backend.scheduling.scheduler import Scheduler
+    from penstock.backend.scheduling.interface import ISequenceScheduler
     from penstock.backend.scheduling.settlement import Settlement
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.sequences.subscribers import Subscriber
@@ -28,7 +28,7 @@ class OpenRequests:
     """Open requests by (frontend, request id). Each either waits in the grammar queue or subscribes to a sequence."""
 
     def __init__(
-        self, scheduler: Scheduler, board: BackendBoard, grammar_queue: GrammarQueue, settlement: Settlement
+        self, scheduler: ISequenceScheduler, board: BackendBoard, grammar_queue: GrammarQueue, settlement: Settlement
     ) -> None:
         self._scheduler = scheduler
         self._board = board

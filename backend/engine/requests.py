@@ -10,43 +10,48 @@ from penstock.backend.engine.cancellation import Canceller
 from penstock.backend.engine.delivery import Delivery
 from penstock.backend.engine.intake import Intake
 from penstock.backend.engine.open_requests import OpenRequests
+from penstock.backend.engine.vector_delivery import VectorDelivery
 from penstock.backend.scheduling.settlement import Settlement
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.backend.engine.intake import EngineLimits
-    from penstock.backend.scheduling.scheduler import Scheduler
+    from penstock.backend.engine.limits import EngineLimits
+    from penstock.backend.engine.vector_cache import VectorCache
+    from penstock.backend.scheduling.interface import ISequenceScheduler
     from penstock.shm.link.backend_link import BackendLink
     from penstock.shm.memory.board import BackendBoard
 
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """A request is taken in, its tokens are delivered, or it is cancelled: three parts around one table."""
+    """A request is taken in, its result is delivered, or it is cancelled: parts around one table."""
 
     table: OpenRequests
     intake: Intake
     delivery: Delivery
     canceller: Canceller
+    vector_delivery: VectorDelivery
 
     @classmethod
     def make(
         cls,
         link: BackendLink,
-        scheduler: Scheduler,
+        scheduler: ISequenceScheduler,
         board: BackendBoard,
         limits: EngineLimits,
         clock: Callable[[], float] = time.monotonic,
         *,
         grammar_queue: GrammarQueue | None = None,
         settlement: Settlement | None = None,
+        vector_cache: VectorCache | None = None,
     ) -> Requests:
         """Without a grammar queue, requests with a grammar are refused. Without a settlement, resumed requests are
         grouped within a turn of the loop."""
         grammar_queue = grammar_queue or GrammarQueue(None, lambda: None, 0)
         table = OpenRequests(scheduler, board, grammar_queue, settlement or Settlement(clock))
         delivery = Delivery(link, board, table)
-        intake = Intake(scheduler, board, limits, table, delivery, clock)
-        return cls(table, intake, delivery, Canceller(board, table, delivery, clock))
+        vector_delivery = VectorDelivery(link, board, table, delivery, vector_cache)
+        intake = Intake(scheduler, board, limits, table, delivery, vector_delivery, clock)
+        return cls(table, intake, delivery, Canceller(board, table, delivery, clock), vector_delivery)

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from penstock.backend.errors import StartupError
+from penstock.backend.kv_cache.whole_plan import check_context
 from penstock.shm.process.options import format_size
 
 if TYPE_CHECKING:
     from penstock.backend.forward_pass import PassSpec
+    from penstock.backend.kv_cache.attention_window import AttentionWindow
     from penstock.backend.kv_cache.memory import MemoryInfo
 
 CPU_BUDGET_BYTES = 2_000_000_000
@@ -29,7 +31,10 @@ _MIN_RESERVE_BYTES = 512_000_000
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """Bytes for the KV cache. auto_parts are the numbers behind an "auto" budget; empty if the operator named it."""
+    """Bytes for the KV cache and the state of all slots.
+
+    auto_parts are the numbers behind an "auto" budget; empty if the operator named it.
+    """
 
     num_bytes: int
     auto_parts: tuple[tuple[str, int], ...] = ()
@@ -98,6 +103,8 @@ class KvDtypeChoice:
     is_auto: bool
     full_context_tokens: int
     """--max-context, or the model's own."""
+    held_tokens: int
+    """The room that a sequence of that length takes: all of it, or what its window needs."""
     needed_tokens: int
     needed_for: str
 
@@ -123,6 +130,9 @@ class KvPlan(KvCapacity):
     max_running: int
     weight_bytes: int
     workspace_bytes: int
+    state_bytes: int
+    """Of all slots; a part of the budget."""
+    window: AttentionWindow
     graph_bytes: int
     """A part of workspace_bytes."""
     budget: KvBudget
@@ -132,12 +142,30 @@ class KvPlan(KvCapacity):
 
     @property
     def max_pages_per_sequence(self) -> int:
-        return -(-self.max_context_tokens // self.page_size_tokens)
+        """Entries of the page table."""
+        return self.window.pages_for(self.max_context_tokens)
+
+    @property
+    def num_longest_sequences(self) -> int:
+        """Sequences of max_context_tokens that the pages hold at a time."""
+        return self.num_pages // self.window.most_pages(self.max_context_tokens)
 
     @property
     def device_bytes(self) -> int:
         """All device memory that the backend takes."""
-        return self.num_bytes + self.weight_bytes + self.workspace_bytes
+        return self.num_bytes + self.state_bytes + self.weight_bytes + self.workspace_bytes
+
+    @property
+    def parts(self) -> str:
+        """What takes memory."""
+        return (
+            f"a KV cache of {format_size(self.num_bytes + self.state_bytes)}, weights of "
+            f"{format_size(self.weight_bytes)} and a workspace of {format_size(self.workspace_bytes)}"
+        )
+
+    @property
+    def remedy(self) -> str:
+        return "lower --kv-budget"
 
     @property
     def is_capped(self) -> bool:
@@ -149,9 +177,10 @@ class KvPlan(KvCapacity):
         weights = (
             "" if self.quantization == "none" else f"{self.quantization} weights: {format_size(self.weight_bytes)}; "
         )
+        states = f"state of {self.max_running} sequences: {format_size(self.state_bytes)}; " if self.state_bytes else ""
         return (
-            f"{weights}KV cache: {self.kv_dtype}, {self.bytes_per_token} bytes per token, {self.num_pages} pages of "
-            f"{self.page_size_tokens} tokens = {self.num_tokens} tokens in {format_size(self.num_bytes)}; "
+            f"{weights}{states}KV cache: {self.kv_dtype}, {self.bytes_per_token} bytes per token, {self.num_pages} "
+            f"pages of {self.page_size_tokens} tokens = {self.num_tokens} tokens in {format_size(self.num_bytes)}; "
             f"contexts up to {self.max_context_tokens} tokens; budget {self.budget}"
         )
 
@@ -161,38 +190,43 @@ def plan_kv(
     *,
     budget: KvBudget,
     kv_dtype: str,
-    page_size_tokens: int,
+    window: AttentionWindow,
     max_context_tokens: int | None,
     max_running: int,
 ) -> KvPlan:
-    """Plan the pages of a budget: at most what max_running full contexts use.
+    """Plan the pages of a budget: at most what max_running full contexts use. The state of max_running sequences comes
+    first.
 
     kv_dtype "auto" takes the first of the pass's dtypes that holds enough tokens, or the narrowest if none does. Enough
     is max_running sequences of max_context_tokens if that is given, otherwise one sequence of the model's full context.
     Raises StartupError naming the value, the limit and the remedy.
     """
-    if max_context_tokens is not None and max_context_tokens > spec.max_context_tokens:
-        raise StartupError(
-            f"--max-context is {max_context_tokens}; the model supports at most {spec.max_context_tokens}: "
-            "lower --max-context"
-        )
+    check_context(spec, max_context_tokens)
+    page_size_tokens = window.page_size_tokens
     if spec.page_sizes and page_size_tokens not in spec.page_sizes:
         offered = ", ".join(map(str, spec.page_sizes))
         raise StartupError(f"--page-size is {page_size_tokens}; this forward pass supports {offered}: use one of these")
-    choice = _choose_dtype(spec, budget, kv_dtype, page_size_tokens, max_context_tokens, max_running)
+    state_bytes = max_running * spec.state_bytes_per_sequence
+    page_bytes = budget.num_bytes - state_bytes
+    if page_bytes < 0:
+        raise StartupError(
+            f"--kv-budget is {budget}; the state of --max-running {max_running} sequences takes "
+            f"{format_size(state_bytes)}: {budget.remedy} or lower --max-running"
+        )
+    choice = _choose_dtype(spec, page_bytes, kv_dtype, window, max_context_tokens, max_running)
     capacity = choice.chosen
     if capacity.num_pages < 1:
         raise StartupError(
             f"--kv-budget is {budget}; one page of {page_size_tokens} tokens takes {format_size(capacity.page_bytes)}: "
             f"{budget.remedy} or lower --page-size"
         )
-    context = min(max_context_tokens or spec.max_context_tokens, capacity.num_tokens)
+    context = window.longest_sequence(capacity.num_pages, max_context_tokens or spec.max_context_tokens)
     if context < (max_context_tokens or _MIN_CONTEXT_TOKENS):
         raise StartupError(
             f"--max-context is {max_context_tokens or _MIN_CONTEXT_TOKENS}; --kv-budget {budget} holds "
             f"{capacity.num_tokens} tokens: {budget.remedy} or lower --max-context"
         )
-    pages_per_sequence = -(-context // page_size_tokens)
+    pages_per_sequence = window.pages_for(context)
     most_running = MAX_PAGE_TABLE // pages_per_sequence
     if max_running > most_running:
         raise StartupError(
@@ -203,11 +237,13 @@ def plan_kv(
         kv_dtype=capacity.kv_dtype,
         bytes_per_token=capacity.bytes_per_token,
         page_size_tokens=page_size_tokens,
-        num_pages=min(capacity.num_pages, max_running * pages_per_sequence),
+        num_pages=min(capacity.num_pages, max_running * window.most_pages(context)),
         max_context_tokens=context,
         max_running=max_running,
         weight_bytes=spec.weight_bytes,
         workspace_bytes=spec.workspace_bytes,
+        state_bytes=state_bytes,
+        window=window,
         graph_bytes=spec.graph_bytes,
         budget=budget,
         choice=choice,
@@ -217,22 +253,23 @@ def plan_kv(
 
 def _choose_dtype(
     spec: PassSpec,
-    budget: KvBudget,
+    num_bytes: int,
     kv_dtype: str,
-    page_size_tokens: int,
+    window: AttentionWindow,
     max_context_tokens: int | None,
     max_running: int,
 ) -> KvDtypeChoice:
     """See `plan_kv`. Skips dtypes that are no narrower than one that held too little. Raises StartupError."""
     full_context_tokens = max_context_tokens or spec.max_context_tokens
+    held_tokens, page_size_tokens = window.most_tokens(full_context_tokens), window.page_size_tokens
     offered = {
-        name: KvCapacity(name, size, page_size_tokens, min(budget.num_bytes // (size * page_size_tokens), MAX_PAGES))
+        name: KvCapacity(name, size, page_size_tokens, min(num_bytes // (size * page_size_tokens), MAX_PAGES))
         for name, size in spec.kv_bytes_per_token.items()
     }
     if max_context_tokens is None:
-        needed = (full_context_tokens, full_context_tokens, "one full context")
+        needed = (full_context_tokens, held_tokens, held_tokens, "one full context")
     else:
-        needed = (full_context_tokens, full_context_tokens * max_running, "--max-context times --max-running")
+        needed = (full_context_tokens, held_tokens, held_tokens * max_running, "--max-context times --max-running")
     if kv_dtype != "auto":
         if kv_dtype not in offered:
             raise StartupError(
@@ -244,6 +281,6 @@ def _choose_dtype(
         if tried and capacity.bytes_per_token >= tried[-1].bytes_per_token:
             continue
         tried.append(capacity)
-        if capacity.num_tokens >= needed[1]:
+        if capacity.num_tokens >= needed[2]:
             break
     return KvDtypeChoice(tuple(tried), True, *needed)

@@ -16,6 +16,7 @@ from penstock.backend.kv_cache.page_hash import extend_page_hashes, partial_page
 from penstock.backend.kv_cache.page_index import IndexedPage
 
 if TYPE_CHECKING:
+    from penstock.backend.kv_cache.attention_window import AttentionWindow
     from penstock.backend.kv_cache.page_pool import PagePool
     from penstock.backend.sequences.sequence import Sequence
 
@@ -34,6 +35,8 @@ class Prefix:
 
     pages: list[int]
     """Full pages to hold."""
+    num_passed: int = 0
+    """Full pages before those, behind the window: nobody reads them."""
     num_on_host: int = 0
     """Full pages after those whose content is on the host."""
     num_copied_tokens: int = 0
@@ -46,7 +49,11 @@ class Prefix:
     @property
     def num_full_pages(self) -> int:
         """Pages that need no computation at all."""
-        return len(self.pages) + self.num_on_host
+        return self.num_held_or_passed + self.num_on_host
+
+    @property
+    def num_held_or_passed(self) -> int:
+        return self.num_passed + len(self.pages)
 
 
 class PrefixCache:
@@ -55,9 +62,10 @@ class PrefixCache:
     Owned by the scheduler; not shared between threads.
     """
 
-    def __init__(self, pool: PagePool, page_size_tokens: int) -> None:
+    def __init__(self, pool: PagePool, window: AttentionWindow) -> None:
         self._pool = pool
-        self._page_size = page_size_tokens
+        self._window = window
+        self._page_size = window.page_size_tokens
         self._computing: dict[bytes, Sequence] = {}
         """Hash of a page that a running sequence is about to complete → that sequence."""
         self._filling: defaultdict[bytes, dict[Sequence, None]] = defaultdict(dict)
@@ -68,23 +76,34 @@ class PrefixCache:
         num_known = len(sequence.tokens) - 1
         extend_page_hashes(sequence.kv.page_hashes, sequence.tokens, num_known, self._page_size, sequence.salt)
         page_hashes = sequence.kv.page_hashes[: sequence.num_reusable // self._page_size]
-        pages: list[int] = []
-        for page_hash in page_hashes:
-            if (page := self._pool.find(page_hash)) is None:
-                break
-            pages.append(page)
+        found = self._find_held_pages(page_hashes)
         num_on_host = 0
-        for page_hash in page_hashes[len(pages) :]:
+        for page_hash in page_hashes[found.num_full_pages :]:
             if self._is_coming(page_hash) or not self._pool.host_offload.contains(page_hash):
                 break
             num_on_host += 1
         awaited = None
-        for page_hash in page_hashes[len(pages) + num_on_host :]:
+        for page_hash in page_hashes[found.num_full_pages + num_on_host :]:
             if not self._is_coming(page_hash):
                 break
             awaited = page_hash
-        found = Prefix(pages, num_on_host, awaited=awaited)
+        found = replace(found, num_on_host=num_on_host, awaited=awaited)
         return self._find_partial_page(sequence, found) if awaited is None else found
+
+    def _find_held_pages(self, page_hashes: list[bytes]) -> Prefix:
+        """The longest prefix whose pages within the window are all in the pool."""
+        pages: list[int] = []
+        num_in_a_row = num_full = 0
+        for page_hash in page_hashes:
+            page = self._pool.find(page_hash)
+            if page is None and not self._window.is_bounded:
+                break
+            pages.append(-1 if page is None else page)
+            num_in_a_row = 0 if page is None else num_in_a_row + 1
+            if num_in_a_row >= len(pages) - self._window.num_passed_pages(len(pages) * self._page_size):
+                num_full = len(pages)
+        num_passed = self._window.num_passed_pages(num_full * self._page_size)
+        return Prefix(pages[num_passed:num_full], num_passed)
 
     def _is_coming(self, page_hash: bytes) -> bool:
         """A running sequence is about to complete and index this page."""

@@ -9,8 +9,10 @@ An embedding counts as the token that `embedded_token` derives from its bytes.
 
 from __future__ import annotations
 
+import sys
 import time
 import zlib
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -31,13 +33,14 @@ if TYPE_CHECKING:
 _DEFAULT_VOCAB_SIZE = 4096
 _MAX_CONTEXT_TOKENS = 1 << 16
 _PEAK_LOGIT = 8.0
+EMBEDDING_SIZE = 4
 
 
 class _Config(msgspec.Struct):
     vocab_size: int
 
 
-def _hashes(token_ids: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
+def position_hashes(token_ids: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
     """One 64-bit hash for each (token, position): the finaliser of SplitMix64 (Steele et al., OOPSLA 2014)."""
     x = (positions.astype(np.uint64) << np.uint64(32)) + token_ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -45,23 +48,30 @@ def _hashes(token_ids: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArr
     return x ^ (x >> np.uint64(31))
 
 
-def next_token(token_ids: Sequence[int], vocab_size: int) -> int:
+def next_token(token_ids: Sequence[int], vocab_size: int, window_tokens: int = sys.maxsize) -> int:
     """The token that the fake pass samples greedily after token_ids: the oracle for tests of the engine."""
     tokens = np.array(token_ids, np.int32)
-    total = _hashes(tokens, np.arange(len(tokens))).sum(dtype=np.uint64)
+    total = position_hashes(tokens, np.arange(len(tokens)))[-window_tokens:].sum(dtype=np.uint64)
     return int(total >> np.uint64(16)) % vocab_size
 
 
 def embedded_token(row: NDArray[np.float32]) -> int:
-    """The token that an embedding [embedding_size] counts as."""
+    """The token that an embedding [EMBEDDING_SIZE] counts as."""
     return zlib.crc32(row.tobytes()) >> 1
 
 
 def _spec(vocab_size: int) -> PassSpec:
-    return PassSpec(vocab_size, _MAX_CONTEXT_TOKENS, {"fp32": np.dtype(np.uint64).itemsize}, scores_prompts=True)
+    return PassSpec(
+        vocab_size,
+        _MAX_CONTEXT_TOKENS,
+        {"fp32": np.dtype(np.uint64).itemsize},
+        scores_prompts=True,
+        embedding_size=EMBEDDING_SIZE,
+    )
 
 
-def _vocab_size(model_dir: Path | None) -> int:
+def fake_vocab_size(model_dir: Path | None) -> int:
+    """That of the checkpoint, or a default. Raises StartupError."""
     if model_dir is None:
         return _DEFAULT_VOCAB_SIZE
     path = model_dir / "config.json"
@@ -74,8 +84,6 @@ def _vocab_size(model_dir: Path | None) -> int:
 class FakePass(HostSampling):
     """See the module. vocab_size is that of the checkpoint's config.json, or 4096 without a checkpoint."""
 
-    embedding_size = 4
-
     def __init__(self, vocab_size: int, max_running: int, host_kv_bytes: int = 0) -> None:
         super().__init__(vocab_size, max_running)
         self._host_kv_bytes = host_kv_bytes
@@ -84,11 +92,11 @@ class FakePass(HostSampling):
 
     @classmethod
     def describe(cls, model_dir: Path | None, _options: PassOptions) -> PassSpec:
-        return _spec(_vocab_size(model_dir))
+        return _spec(fake_vocab_size(model_dir))
 
     @classmethod
     def load(cls, model_dir: Path | None, options: PassOptions) -> FakePass:
-        return cls(_vocab_size(model_dir), options.max_running, options.host_kv_bytes)
+        return cls(fake_vocab_size(model_dir), options.max_running, options.host_kv_bytes)
 
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         if kv_dtype != "fp32":
@@ -116,29 +124,97 @@ class FakePass(HostSampling):
             self._sums[page] = self._saved_sums[host_page]
         for source, destination in batch.page_copies:
             self._sums[destination] = self._sums[source]
-        page_size = self._sums.shape[1]
         lengths = np.diff(batch.query_starts)
         rows = np.repeat(np.arange(batch.num_rows), lengths)
         positions = np.arange(batch.num_tokens) - batch.query_starts[rows] + batch.context_lens[rows]
-        # Per row: the sum up to its context plus the running sum of its own tokens, modulo 2**64.
-        last = np.maximum(batch.context_lens - 1, 0)
-        before = self._sums[batch.page_table[np.arange(batch.num_rows), last // page_size], last % page_size]
-        before = np.where(batch.context_lens > 0, before, np.uint64(0))
-        running = np.cumsum(_hashes(input_ids, positions), dtype=np.uint64)
-        row_base = np.concatenate([np.zeros(1, np.uint64), running])[batch.query_starts[:-1]]
-        sums = running - row_base[rows] + before[rows]
-        self._sums[batch.page_table[rows, positions // page_size], positions % page_size] = sums
-        totals = sums[batch.logit_tokens]
+        totals = self._add_up(batch, rows, positions, position_hashes(input_ids, positions))[batch.logit_tokens]
         logits = np.zeros((len(totals), self.spec.vocab_size), np.float32)
         peaks = ((totals >> np.uint64(16)) % np.uint64(self.spec.vocab_size)).astype(np.int64)
         logits[np.arange(len(totals)), peaks] = _PEAK_LOGIT
         return logits
+
+    def _add_up(
+        self, batch: StepBatch, rows: NDArray[np.int64], positions: NDArray[np.int64], hashes: NDArray[np.uint64]
+    ) -> NDArray[np.uint64]:
+        """[T] the sum of the hashes up to each token, modulo 2**64. rows, positions and hashes: [T]."""
+        page_size, before = self._sums.shape[1], self._sums_before(batch)
+        running = np.cumsum(hashes, dtype=np.uint64)
+        row_base = np.concatenate([np.zeros(1, np.uint64), running])[batch.query_starts[:-1]]
+        sums: NDArray[np.uint64] = running - row_base[rows] + before[rows]
+        self._sums[batch.page_table[rows, positions // page_size], positions % page_size] = sums
+        self._keep(batch, sums)
+        return sums
+
+    def _sums_before(self, batch: StepBatch) -> NDArray[np.uint64]:
+        """[R] the sum up to each row's context."""
+        page_size, last = self._sums.shape[1], np.maximum(batch.context_lens - 1, 0)
+        before = self._sums[batch.page_table[np.arange(batch.num_rows), last // page_size], last % page_size]
+        return np.where(batch.context_lens > 0, before, np.uint64(0))
+
+    def _keep(self, batch: StepBatch, sums: NDArray[np.uint64]) -> None:
+        """Called with the sums up to each of the step's tokens, [T]."""
 
     def _tokens_of(self, values: EmbeddingRows) -> list[int]:
         return [embedded_token(row) for row in values.read()]
 
     def close(self) -> None:
         self._sums = self._saved_sums = np.zeros((0, 0), np.uint64)
+
+
+class StatefulFakePass(FakePass):
+    """The fake pass with a state: a row goes on from the sum that its slot has kept, not from the pages.
+
+    It samples the same tokens, if each token is added exactly once.
+    """
+
+    def __init__(self, vocab_size: int, max_running: int, host_kv_bytes: int = 0) -> None:
+        super().__init__(vocab_size, max_running, host_kv_bytes)
+        self._states = np.zeros(max_running, np.uint64)
+        self.spec = _with_state(self.spec)
+
+    @classmethod
+    def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
+        return _with_state(super().describe(model_dir, options))
+
+    def _sums_before(self, batch: StepBatch) -> NDArray[np.uint64]:
+        for init in batch.slot_inits:
+            self._states[init.slot] = 0
+        return self._states[batch.slots]
+
+    def _keep(self, batch: StepBatch, sums: NDArray[np.uint64]) -> None:
+        self._states[batch.slots] = sums[batch.query_starts[1:] - 1]
+
+
+def _with_state(spec: PassSpec) -> PassSpec:
+    return replace(spec, state_bytes_per_sequence=np.dtype(np.uint64).itemsize)
+
+
+class WindowedFakePass(FakePass):
+    """The fake pass with a window: a token's sum is over itself and the WINDOW_TOKENS - 1 tokens before it.
+
+    The cache holds each token's own hash, so each page of the window is read.
+    """
+
+    WINDOW_TOKENS = 6
+
+    def __init__(self, vocab_size: int, max_running: int, host_kv_bytes: int = 0) -> None:
+        super().__init__(vocab_size, max_running, host_kv_bytes)
+        self.spec = replace(self.spec, window_tokens=self.WINDOW_TOKENS)
+
+    @classmethod
+    def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
+        return replace(super().describe(model_dir, options), window_tokens=cls.WINDOW_TOKENS)
+
+    def _add_up(
+        self, batch: StepBatch, rows: NDArray[np.int64], positions: NDArray[np.int64], hashes: NDArray[np.uint64]
+    ) -> NDArray[np.uint64]:
+        page_size = self._sums.shape[1]
+        self._sums[batch.page_table[rows, positions // page_size], positions % page_size] = hashes
+        seen = positions[:, None] - np.arange(self.WINDOW_TOKENS)
+        places = np.maximum(seen, 0)
+        found = self._sums[batch.page_table[rows[:, None], places // page_size], places % page_size]
+        sums: NDArray[np.uint64] = np.where(seen >= 0, found, np.uint64(0)).sum(axis=1, dtype=np.uint64)
+        return sums
 
 
 class PacedFakePass(FakePass):

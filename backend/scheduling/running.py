@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from penstock.backend.kv_cache.no_prefix_cache import NoPrefixCache
 from penstock.backend.kv_cache.prefix_cache import PrefixCache
 from penstock.backend.scheduling.tenants import Tenants
 from penstock.backend.scheduling.wait_queue import WaitQueue
 
 if TYPE_CHECKING:
+    from penstock.backend.kv_cache.attention_window import AttentionWindow
     from penstock.backend.kv_cache.host_offload import HostOffload
     from penstock.backend.kv_cache.page_pool import PagePool
     from penstock.backend.kv_cache.prefix_cache import Prefix
@@ -25,17 +27,24 @@ class RunningSequences:
     completed it has been applied.
     """
 
-    def __init__(self, pool: PagePool, page_size_tokens: int, max_running: int, num_plans_ahead: int) -> None:
-        """num_plans_ahead is the largest number of plans between a step's own plan and the end of that step."""
+    def __init__(
+        self, pool: PagePool, window: AttentionWindow, max_running: int, num_plans_ahead: int, *, keeps_state: bool
+    ) -> None:
+        """num_plans_ahead is the largest number of plans between a step's own plan and the end of that step.
+
+        keeps_state: the pass keeps state for each slot. Pages alone do not say how a sequence goes on.
+        """
         self._pool = pool
-        self._page_size = page_size_tokens
+        self._window = window
+        self._page_size = window.page_size_tokens
         self._free_slots = list(range(max_running - 1, -1, -1))
         self.max_running = max_running
         self._num_plans_ahead = num_plans_ahead
         self._tenants = Tenants()
         self._waiting = WaitQueue(self._tenants)
         self._running: dict[Sequence, None] = {}  # in order of admission
-        self._prefix_cache = PrefixCache(pool, page_size_tokens)
+        self._keeps_state = keeps_state
+        self._prefix_cache = NoPrefixCache() if keeps_state else PrefixCache(pool, window)
         self._grown: list[Sequence] = []
         """Sequences that got more pages for this step."""
         self._page_copies: dict[Sequence, tuple[int, int]] = {}
@@ -81,8 +90,17 @@ class RunningSequences:
 
     def note_computed(self, sequence: Sequence, num_tokens: int) -> None:
         """The step that computed the sequence's first num_tokens has been applied. Pages that they fill can be shared,
-        and sequences that wait for these pages are unparked."""
+        and sequences that wait for these pages are unparked. Pages behind the window are given back."""
         self._waiting.unpark(self._prefix_cache.note_computed(sequence, num_tokens))
+        kv, num_passed = sequence.kv, self._window.num_passed_pages(num_tokens)
+        if num_passed > kv.num_passed_pages:
+            self._pool.release(kv.pages[kv.num_passed_pages : num_passed])
+            kv.num_passed_pages = num_passed
+
+    def rewind(self, sequence: Sequence, num_computed: int) -> None:
+        """Drop the results of a running sequence's steps in flight. It goes on after its first num_computed tokens, or
+        begins again if the pass keeps state: the state may have advanced further, and does not go back."""
+        sequence.rewind(0 if self._keeps_state else num_computed)
 
     def invalidate_tenant(self, sequence: Sequence) -> None:
         """Make all cached pages of the sequence's tenant unfindable: its logits were bad, so its pages may be, and with
@@ -104,13 +122,14 @@ class RunningSequences:
         if num_left >= num_ahead * (len(self._running) + 1):
             return True
         num_tokens, most = len(newcomer.tokens), newcomer.max_total_tokens
-        num_due = self._pages_for(min(num_tokens + max(1, num_ahead), most))
-        num_due -= self._pages_for(min(num_tokens + 1, most))
+        num_due = self._window.most_pages(min(num_tokens + max(1, num_ahead), most))
+        num_due -= self._window.most_pages(min(num_tokens + 1, most))
         for sequence in self._running:
             num_tokens = max(sequence.num_computed, sequence.num_given_tokens) + num_ahead
             last_computed = sequence.max_total_tokens - 1
             if num_tokens > sequence.capacity_tokens < last_computed:
-                num_due += self._pages_for(min(num_tokens, last_computed)) - len(sequence.kv.pages)
+                num_pages = self._pages_until(min(num_tokens, last_computed), sequence.kv.num_passed_pages)
+                num_due += max(0, num_pages - len(sequence.kv.pages))
         return num_left >= num_due
 
     def _start(self, sequence: Sequence, prefix: Prefix, num_new_pages: int, *, may_copy: bool) -> None:
@@ -119,25 +138,28 @@ class RunningSequences:
         self._running[sequence] = None
         sequence.account.num_running += 1
         sequence.goes_first = False
+        sequence.account.leave_round(sequence.group, sequence.round, has_started=True)
         sequence.slot = self._free_slots.pop()
         for page in prefix.pages:
             self._pool.hold(page)
-        self._pool.mark_for_offload(kv.page_hashes[: len(prefix.pages)])
-        places = list(map(self._pool.host_offload.restore, kv.page_hashes[len(prefix.pages) : prefix.num_full_pages]))
-        kv.num_prefilled = len(prefix.pages) * self._page_size
+        num_indexed = prefix.num_held_or_passed
+        self._pool.mark_for_offload(kv.page_hashes[:num_indexed])
+        places = list(map(self._pool.host_offload.restore, kv.page_hashes[num_indexed : prefix.num_full_pages]))
+        kv.num_prefilled = num_indexed * self._page_size
         num_cached = prefix.num_full_pages * self._page_size
         if prefix.num_copied_tokens and may_copy:
             num_cached += prefix.num_copied_tokens
             if self._pool.is_idle(prefix.copy_source):
                 self._pool.hold(prefix.copy_source)
                 self._copy_sources.append(prefix.copy_source)
-        self._give_pages(sequence, prefix.pages + self._pool.allocate(num_new_pages))
+        kv.num_passed_pages = prefix.num_passed
+        self._give_pages(sequence, [0] * prefix.num_passed + prefix.pages + self._pool.allocate(num_new_pages))
         if places:
-            self._page_restores[sequence] = tuple(zip(places, kv.pages[len(prefix.pages) :], strict=False))
+            self._page_restores[sequence] = tuple(zip(places, kv.pages[num_indexed:], strict=False))
         if num_cached > prefix.num_full_pages * self._page_size:
             self._page_copies[sequence] = prefix.copy_source, kv.pages[prefix.num_full_pages]
         sequence.num_computed = kv.num_cached = num_cached
-        kv.num_indexed_pages = len(prefix.pages)
+        kv.num_indexed_pages = num_indexed
         kv.next_page_end = kv.num_prefilled + self._page_size
         self._prefix_cache.start(sequence)
 
@@ -146,7 +168,7 @@ class RunningSequences:
         itself."""
         if sequence.slot is None:
             return False
-        missing = self._pages_for(num_tokens) - len(sequence.kv.pages)
+        missing = self._window.pages_for(num_tokens) - len(sequence.kv.pages)
         while missing > self._pool.num_available:
             last = self._choose_victim()
             self._preempt(last)
@@ -183,7 +205,7 @@ class RunningSequences:
         victims: list[Sequence] = []
         num_freed = 0
         for sequence in sorted(self._running, key=_turn, reverse=True):
-            owner, num_its_pages = sequence.account, len(sequence.kv.pages)
+            owner, num_its_pages = sequence.account, len(sequence.kv.held_pages)
             if owner is account or owner.service < account.service or sequence is first or sequence in kept:
                 continue
             share = self._tenants.share_of(owner)
@@ -203,7 +225,7 @@ class RunningSequences:
         """Pages by the tenant whose running sequences hold them. A page of two sequences counts twice."""
         num_held: Counter[TenantAccount] = Counter()
         for sequence in self._running:
-            num_held[sequence.account] += len(sequence.kv.pages)
+            num_held[sequence.account] += len(sequence.kv.held_pages)
         return num_held
 
     def _give_pages(self, sequence: Sequence, pages: list[int]) -> None:
@@ -224,19 +246,21 @@ class RunningSequences:
         del self._running[sequence]
         sequence.account.num_running -= 1
         self._waiting.unpark(self._prefix_cache.stop(sequence))
-        self._pool.release(sequence.kv.pages)
-        sequence.kv.pages = []
+        self._pool.release(sequence.kv.held_pages)
+        sequence.kv.pages, sequence.kv.num_passed_pages = [], 0
         if sequence.slot is not None:
             self._free_slots.append(sequence.slot)
             sequence.slot = None
 
-    def _pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._page_size)
+    def _pages_until(self, num_tokens: int, num_passed: int) -> int:
+        """Of the pages for num_tokens, counted from the first, those that a sequence may have at a time: it does not
+        hold its first num_passed pages any more."""
+        return min(self._window.pages_for(num_tokens), num_passed + self._window.most_pages(num_tokens))
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless pages and slots are conserved and each parked sequence waits for a running one."""
         self._pool.check_integrity()
-        holders = Counter(page for sequence in self._running for page in sequence.kv.pages)
+        holders = Counter(page for sequence in self._running for page in sequence.kv.held_pages)
         if len(holders) != self._pool.num_held:
             raise RuntimeError(f"{self._pool.num_held} pages are held, running sequences have {len(holders)}")
         if any(self._pool.num_holders(page) != count for page, count in holders.items()):
@@ -245,7 +269,7 @@ class RunningSequences:
         if None in slots or len(slots) != len(self._running) or len(slots) + len(self._free_slots) != self.max_running:
             raise RuntimeError(f"{len(slots)} slots are taken and {len(self._free_slots)} free of {self.max_running}")
         for sequence in self._running:
-            if sequence.ended or self._pages_for(sequence.num_computed) > len(sequence.kv.pages):
+            if sequence.ended or self._window.pages_for(sequence.num_computed) > len(sequence.kv.pages):
                 raise RuntimeError("a running sequence has ended or computed more than its pages hold")
         for sequence in self._waiting.sequences():
             if sequence.kv.pages or sequence.slot is not None or sequence.ended or sequence in self._running:
@@ -258,5 +282,5 @@ class RunningSequences:
             raise RuntimeError("the running sequences of a tenant are not counted")
 
 
-def _turn(sequence: Sequence) -> tuple[float, int, int]:
+def _turn(sequence: Sequence) -> tuple[float, int, int, int]:
     return sequence.turn

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, TypeAlias
 
+from penstock.backend.kv_cache.attention_window import AttentionWindow
 from penstock.backend.scheduling.running import RunningSequences
 from penstock.backend.scheduling.step_budget import share_out
 from penstock.backend.scheduling.step_plan import Plan
@@ -48,16 +49,23 @@ class Scheduler(RunningSequences):
         max_batch_tokens: int,
         max_park_steps: int = 64,
         num_plans_ahead: int = 1,
+        *,
+        keeps_state: bool = False,
+        window_tokens: int | None = None,
     ) -> None:
         """A sequence that waits for another one's prefix does so while the prefix grows within max_park_steps steps.
 
-        num_plans_ahead: see `RunningSequences`.
+        num_plans_ahead, keeps_state: see `RunningSequences`. window_tokens: see `PassSpec`.
         """
-        super().__init__(pool, page_size_tokens, max_running, num_plans_ahead)
+        window = AttentionWindow.of(
+            page_size_tokens, window_tokens, max_batch_tokens, num_plans_ahead, keeps_state=keeps_state
+        )
+        super().__init__(pool, window, max_running, num_plans_ahead, keeps_state=keeps_state)
         self._max_batch_tokens = max_batch_tokens
         self._max_park_steps = max_park_steps
-        self._bisections: deque[list[Chunk]] = deque()
-        """Parts of failed steps. Each runs before anything else, as a step of its own."""
+        self._bisections: deque[list[tuple[Sequence, int]]] = deque()
+        """Parts of failed steps: sequences, each with the number of tokens that it had after the step. A part runs
+        before anything else, in steps of its own, until they have these tokens again."""
         self._num_plans = 0
         """Plans with rows."""
         self._no_short_step_before = 0
@@ -81,6 +89,7 @@ class Scheduler(RunningSequences):
         account = sequence.account = self._tenants.open(sequence.tenant, sequence.weight)
         try:
             sequence.order, sequence.goes_first = order, goes_first
+            sequence.round = account.next_round(sequence.group)
             self._waiting.put(sequence)
         except Exception:  # whatever it is, it is raised again: the caller fails the sequence's requests
             sequence.order, sequence.goes_first = -1, False
@@ -99,15 +108,15 @@ class Scheduler(RunningSequences):
             self._stop_running(sequence)
         else:
             self._waiting.forget(sequence)
+            sequence.account.leave_round(sequence.group, sequence.round, has_started=False)
         self._tenants.close(sequence.account)
         if sequence.embeddings is not None:  # no other sequence can find their KV
             self._pool.discard(sequence.kv.page_hashes)
 
     def plan(self) -> Plan:
         """Plan the next step; a plan without rows if there is nothing to do."""
-        while self._bisections:
-            if chunks := [(sequence, length) for sequence, length in self._bisections.popleft() if not sequence.ended]:
-                return self._make_plan([], chunks)
+        if chunks := self._choose_bisected():
+            return self._make_plan([], chunks)
         self._waiting.unpark_overdue(self._num_plans)
         if self._tenants.has_idle:
             self._tenants.forget_idle(self._waiting.floor())
@@ -115,8 +124,8 @@ class Scheduler(RunningSequences):
         num_preemptions = self.num_preemptions
         decodes, unfinished = self._choose_decodes(self._max_batch_tokens)
         budget = min(self._max_batch_tokens - len(decodes), self._max_prompt_tokens())
-        for sequence in unfinished:  # a rewound sequence may lack a page for its last token
-            self._find_pages(sequence, sequence.num_given_tokens)
+        for sequence in unfinished:  # a rewound sequence may lack a page for its last token, one with a window more
+            self._find_pages(sequence, min(sequence.num_given_tokens, sequence.num_computed + budget))
         unfinished = [sequence for sequence in unfinished if sequence.slot is not None]
         chunks = self._choose_chunks(unfinished, budget, may_admit=self.num_preemptions == num_preemptions)
         for sequence in self._displaced:
@@ -199,12 +208,26 @@ class Scheduler(RunningSequences):
         return chunks
 
     def bisect(self, chunks: list[Chunk]) -> None:
-        """A step with these rows has failed. Rewind them to before it, and run each half as a step of its own first."""
+        """A step with these rows has failed. Rewind them to before it, and run each half in steps of its own first."""
+        ends = [(sequence, sequence.num_applied + length) for sequence, length in chunks]
         for sequence, _ in chunks:
-            sequence.rewind(sequence.num_applied)
+            self.rewind(sequence, sequence.num_applied)
             sequence.kv.num_cached = min(sequence.kv.num_cached, sequence.num_computed)
-        middle = (len(chunks) + 1) // 2
-        self._bisections.extendleft(half for half in (chunks[middle:], chunks[:middle]) if half)
+        middle = (len(ends) + 1) // 2
+        self._bisections.extendleft(half for half in (ends[middle:], ends[:middle]) if half)
+
+    def _choose_bisected(self) -> list[Chunk]:
+        """The next tokens of the first part of a failed step that has any left."""
+        while self._bisections:
+            chunks, budget = [], self._max_batch_tokens
+            for sequence, end in self._bisections[0]:
+                if not sequence.ended and (length := min(end - sequence.num_computed, budget)) > 0:
+                    chunks.append((sequence, length))
+                    budget -= length
+            if chunks:
+                return chunks
+            self._bisections.popleft()
+        return []
 
     def _make_plan(self, decodes: list[Sequence], chunks: list[Chunk]) -> Plan:
         """A plan from decodes, which are advanced already, and chunks, which are advanced here."""
@@ -215,7 +238,7 @@ class Scheduler(RunningSequences):
                 plan.scored[sequence] = span
             sequence.num_computed += num_tokens
             if sequence.num_computed == len(sequence.tokens):
-                plan.logit_rows.append(len(plan))
+                (plan.logit_rows if sequence.pooled is None else plan.pooled_rows).append(len(plan))
             if sequence.needs_slot_init:
                 sequence.needs_slot_init = False
                 plan.slot_init_sequences.append(sequence)
@@ -262,7 +285,7 @@ class Scheduler(RunningSequences):
             if num_left >= 0:
                 budget = num_left
             elif self._free_slots and self._waiting.can_pass(head):
-                num_pages = self._pages_for(len(head.tokens) + 1)
+                num_pages = self._window.most_pages(len(head.tokens) + 1)
                 num_available = self._pool.num_available - num_left
                 self._waiting.pass_over(head, Passed(num_pages, num_available, self._num_plans + _LOOK_AGAIN_STEPS))
             else:
@@ -312,7 +335,7 @@ class Scheduler(RunningSequences):
         # All its known tokens and the next one must fit now, and so must the pages that others take before its
         # first step is applied. Otherwise it could be preempted before it makes progress.
         num_tokens = min(len(sequence.tokens) + 1, sequence.max_total_tokens)
-        num_new = self._pages_for(num_tokens) - len(prefix.pages)
+        num_new = self._pages_until(num_tokens, prefix.num_passed) - prefix.num_held_or_passed
         num_left = self._pool.num_available - num_new - sum(map(self._pool.is_idle, prefix.pages))
         num_missing = -num_left if num_left < 0 else 0 if self._is_enough(num_left, sequence) else 1
         if num_missing or not self._free_slots:
@@ -338,9 +361,9 @@ class Scheduler(RunningSequences):
         account = sequence.account
         if not self._is_poor(account):
             return False
-        num_held = sum(len(other.kv.pages) for other in self._running if other.account is account)
+        num_held = sum(len(other.kv.held_pages) for other in self._running if other.account is account)
         num_due = self._tenants.share_of(account) * self._pool.num_pages / _PREEMPTING_PART
-        if num_pages and num_held + self._pages_for(len(sequence.tokens) + 1) > num_due:
+        if num_pages and num_held + self._window.most_pages(len(sequence.tokens) + 1) > num_due:
             return False
         num_slots = 0 if self._free_slots else 1
         kept = {newcomer for newcomer, _ in self._newcomers}

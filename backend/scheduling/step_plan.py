@@ -52,6 +52,8 @@ class Plan:
     """(host place, page) pairs of sequences that begin with offloaded pages."""
     scored: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
     """(first, end) positions of prompts whose next token is scored, in the order of the rows."""
+    pooled_rows: list[int] = field(default_factory=list)
+    """Indices of the rows that complete a vector, ascending."""
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -66,7 +68,7 @@ class Plan:
 
     def keep(self, kept: list[int]) -> Plan:
         """The plan with only the rows of these ascending indices."""
-        samplers = set(self.logit_rows)
+        samplers, pooled = set(self.logit_rows), set(self.pooled_rows)
         return Plan(
             [self.sequences[index] for index in kept],
             [self.generations[index] for index in kept],
@@ -84,6 +86,7 @@ class Plan:
                 if (pairs := self.page_restores.get(self.sequences[index]))
             },
             {self.sequences[index]: span for index in kept if (span := self.scored.get(self.sequences[index]))},
+            [new for new, index in enumerate(kept) if index in pooled],
         )
 
     def rows(self) -> Iterator[PlanRow]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.sequences.tenant import TenantAccount
 
-    Entry: TypeAlias = tuple[tuple[float, int, int], Sequence]
+    Entry: TypeAlias = tuple[tuple[float, int, int, int], Sequence]
     """A sequence, after its turn."""
 
 _MAX_PASSED = 32

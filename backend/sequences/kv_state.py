@@ -11,6 +11,7 @@ class KvState:
         "next_page_end",
         "num_cached",
         "num_indexed_pages",
+        "num_passed_pages",
         "num_prefilled",
         "page_hashes",
         "pages",
@@ -20,6 +21,9 @@ class KvState:
         self.page_hashes: list[bytes] = []
         """Hashes of the first full pages; extended on demand."""
         self.pages: list[int] = []
+        """By index; void where they are passed."""
+        self.num_passed_pages = 0
+        """First pages behind the window, which the sequence does not hold any more."""
         self.num_cached = 0
         """Tokens whose KV was found in the prefix cache at admission."""
         self.num_prefilled = 0
@@ -31,9 +35,14 @@ class KvState:
         self.is_suspect = False
         """The pages may hold bad values. No other sequence may find or copy them."""
 
+    @property
+    def held_pages(self) -> list[int]:
+        return self.pages[self.num_passed_pages :]
+
     def clear(self) -> None:
         """Forget the pages. The caller has released them."""
         self.pages = []
+        self.num_passed_pages = 0
         self.num_cached = 0
         self.num_indexed_pages = 0
         self.is_suspect = False

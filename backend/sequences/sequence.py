@@ -9,14 +9,14 @@ from penstock.backend.forward_pass import NOT_FINITE
 from penstock.backend.sequences.kv_state import KvState
 from penstock.backend.sequences.parking import Parking
 from penstock.backend.sequences.subscribers import Subscribers
-from penstock.backend.sequences.tenant import NOBODY
+from penstock.backend.sequences.tenant import NOBODY, Group
 
 if TYPE_CHECKING:
     from penstock.backend.forward_pass import SamplingParams
     from penstock.backend.sequences.subscribers import Subscriber
     from penstock.backend.structured_output.constraints import SequenceConstraints
     from penstock.shm.buffers.buffer_export import Loan
-    from penstock.shm.messages import EventLogprobs
+    from penstock.shm.messages import EventLogprobs, Pooled
 
 _NO_TOKEN = frozenset([NOT_FINITE])
 NEW = 1 << 63
@@ -46,6 +46,7 @@ class Sequence:
         "final_generation",
         "generation",
         "goes_first",
+        "group",
         "kept_logprobs",
         "kv",
         "max_total_tokens",
@@ -58,8 +59,10 @@ class Sequence:
         "order",
         "output",
         "parking",
+        "pooled",
         "queue_s",
         "rank",
+        "round",
         "salt",
         "sampling",
         "slot",
@@ -101,6 +104,8 @@ class Sequence:
         """The tenant's; set by `Scheduler.add`."""
         self.constraints = constraints
         """Used by the executor's thread alone."""
+        self.pooled: Pooled | None = None
+        """Its result is a vector, and this says which: kind and second_start are those of all subscribers."""
         self.embeddings: Loan | None = None
         """The prompt, if it is given as embeddings. The link ends the loan with the request."""
         # Delivery
@@ -131,8 +136,12 @@ class Sequence:
         self.admitted_ns = admitted_ns or NEW
         """When an earlier backend, or a frontend without one, first admitted it: among equal ranks the oldest runs
         first. NEW for a new sequence, which runs after all of these."""
+        self.group: Group | None = None
+        """The request to which it belongs with others."""
+        self.round = 0
+        """Among new sequences of equal ranks the lowest runs first; set by `Scheduler.add`. See `TenantAccount`."""
         self.order = -1
-        """Order of arrival, which decides among new sequences of equal ranks; set by `Scheduler.add`."""
+        """Order of arrival, which decides within a round; set by `Scheduler.add`."""
         self.goes_first = False
         """It goes before all tenants' others, until it starts; see `WaitQueue`."""
         self.queue_s: float | None = None
@@ -159,9 +168,9 @@ class Sequence:
         """Removed from the scheduler: finished, cancelled, expired or failed."""
 
     @property
-    def turn(self) -> tuple[float, int, int]:
+    def turn(self) -> tuple[float, int, int, int]:
         """Its place among all sequences: the lowest is admitted first and preempted last."""
-        return self.rank, self.admitted_ns, self.order
+        return self.rank, self.admitted_ns, self.round, self.order
 
     @property
     def has_run_before(self) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.shm.link.events import Submission
+    from penstock.shm.messages import Pooled
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +32,8 @@ class Subscriber:
     """The first token was sent."""
     tenant: bytes = b""
     """Owner of the request. The sequence is charged to the tenant of its first subscriber."""
+    pooled: Pooled | None = None
+    """How it receives the vector that is its result."""
     resumed: Submission | None = None
     """The request, until the sequence has caught up with the tokens that came with it."""
 

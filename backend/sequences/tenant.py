@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
+Group: TypeAlias = tuple[int, int]
+"""(frontend, number): the sequences of one request that has several."""
+
 
 class TenantAccount:
     """One tenant's share of the device. Owned by the scheduler, which forgets it when it is idle."""
 
-    __slots__ = ("key", "num_open", "num_passed", "num_running", "service", "weight")
+    __slots__ = ("_last_rounds", "key", "num_open", "num_passed", "num_running", "round", "service", "weight")
 
     def __init__(self, key: bytes, weight: float) -> None:
         self.key = key
@@ -19,6 +24,28 @@ class TenantAccount:
         self.num_running = 0
         self.num_passed = 0
         """Waiting sequences that others have been allowed to pass, because they do not fit."""
+        self.round = 0
+        """The highest round of a sequence that has started."""
+        self._last_rounds: dict[Group, int] = {}
+        """The round of each group's last sequence, while it waits."""
+
+    def next_round(self, group: Group | None) -> int:
+        """The round in which a new sequence is due: the next one, or for a group the one after its last sequence.
+
+        So the requests of a tenant take turns, a sequence of each per round, and those with one sequence start in the
+        order of arrival.
+        """
+        number = self.round + 1
+        if group is not None:
+            number = self._last_rounds[group] = max(number, self._last_rounds.get(group, 0) + 1)
+        return number
+
+    def leave_round(self, group: Group | None, number: int, *, has_started: bool) -> None:
+        """A sequence no longer waits."""
+        if has_started:
+            self.round = max(self.round, number)
+        if group is not None and self._last_rounds.get(group) == number:
+            del self._last_rounds[group]
 
 
 NOBODY = TenantAccount(b"", 1.0)

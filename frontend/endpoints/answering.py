@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from penstock.frontend.endpoints.models import check_model
 from penstock.frontend.endpoints.prompts import render_chat, truncated
 from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
 from penstock.frontend.generation.answer_rules.chat_rules import chat_answer_rules
@@ -15,6 +14,7 @@ from penstock.frontend.generation.answers import answer_stream, answer_whole
 from penstock.frontend.generation.choice_runner import ChoiceRunner
 from penstock.frontend.generation.failures import finish_reason_of
 from penstock.frontend.generation.request_policy import read_request_policy
+from penstock.frontend.generation.served_models import check_model
 from penstock.frontend.generation.submission.submit import PreparedRequest, submit
 from penstock.frontend.telemetry.request_log import RequestLogEntry
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from penstock.frontend.schemas.chat import ChatBody
     from penstock.frontend.schemas.decoding import AnsweredBody
     from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.client import BackendClient
 
     MakeFormat = Callable[[Identity, Usage, StreamUsageOptions], Format]
 
@@ -52,7 +51,6 @@ async def answer_chat(
     exchange: Exchange,
     body: ChatBody,
     served: ServedModel,
-    backend: BackendClient,
     style: AnswerStyle,
     *,
     num_body_bytes: int,
@@ -64,14 +62,12 @@ async def answer_chat(
     async with exchange.cancelled_on_disconnect():
         prompt = await render_chat(body, served, is_long=num_body_bytes > _INLINE_BODY_BYTES)
         prompt, rules = await chat_answer_rules(body, prompt, served)
-    await answer_prompts(exchange, PreparedRequest(body, [prompt], rules), served, backend, style)
+    await answer_prompts(exchange, PreparedRequest(body, [prompt], rules), served, style)
 
 
-async def answer_prompts(
-    exchange: Exchange, request: PreparedRequest, served: ServedModel, backend: BackendClient, style: AnswerStyle
-) -> None:
+async def answer_prompts(exchange: Exchange, request: PreparedRequest, served: ServedModel, style: AnswerStyle) -> None:
     """Run the prompts and answer, as a stream or whole. Raises ApiError, ClientGoneError."""
-    body, card = request.body, served.card
+    body, card, backend = request.body, served.card, served.backend
     policy = read_request_policy(exchange, body)
     check_model(body.model, card)
     request = replace(request, prompts=[truncated(body, prompt, card) for prompt in request.prompts])
@@ -81,7 +77,7 @@ async def answer_prompts(
     log_entry = _log_entry(exchange, identity, usage)
     answer = style.make_format(identity, usage, _stream_usage_options(body))
     try:
-        choices = await submit(request, policy, served, backend, exchange.claim)
+        choices = await submit(request, policy, served, exchange.claim)
         runner = ChoiceRunner(exchange, choices, usage, log_entry, backend, by_token=style.by_token)
         if body.return_timings or body.timings_per_token:
             usage.timings = lambda: runner.timings().as_dict()

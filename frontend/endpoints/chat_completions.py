@@ -18,4 +18,4 @@ _STYLE = AnswerStyle("chatcmpl-", ChatFormat)
 async def create_chat_completion(exchange: Exchange, context: EndpointContext) -> None:
     """POST /v1/chat/completions. Raises ApiError, ClientGoneError."""
     body, served, num_body_bytes = await context.receive_body(exchange, decode_chat)
-    await answer_chat(exchange, body, served, context.backend, _STYLE, num_body_bytes=num_body_bytes)
+    await answer_chat(exchange, body, served, _STYLE, num_body_bytes=num_body_bytes)

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from penstock.frontend.access.admission import Admission
     from penstock.frontend.generation.served_model import ModelKeeper, ServedModel
+    from penstock.frontend.generation.served_models import ServedModels, Task
     from penstock.frontend.settings import WorkerLimits
     from penstock.frontend.transport.exchange import Exchange
     from penstock.frontend.transport.open_exchanges import OpenExchanges
-    from penstock.shm.client import BackendClient
     from penstock.shm.process.tenant_places import TenantPlaces
 
 Body = TypeVar("Body", bound=Struct)
@@ -36,8 +36,7 @@ _JSON_TYPES = (b"application/json", b"text/json")
 class EndpointContext:
     """Handed to every endpoint with its request."""
 
-    backend: BackendClient
-    models: ModelKeeper
+    models: ServedModels
     admission: Admission
     limits: WorkerLimits
     exchanges: OpenExchanges
@@ -45,8 +44,14 @@ class EndpointContext:
     places_to_wait: TenantPlaces
     """Taken by requests that wait for the first model."""
 
-    async def receive_body(self, exchange: Exchange, decode: Callable[[bytes], Body]) -> tuple[Body, ServedModel, int]:
-        """Admit the request; return its body, the model and the body's size in bytes. Report fields that are ignored.
+    async def receive_body(
+        self,
+        exchange: Exchange,
+        decode: Callable[[bytes], Body],
+        task: Task | Callable[[Body], Task] = "generate",
+    ) -> tuple[Body, ServedModel, int]:
+        """Admit the request; return its body, the model that the body names or that can do the task, and the body's
+        size in bytes. Report fields that are ignored.
 
         Raises ApiError, ClientGoneError.
         """
@@ -56,13 +61,24 @@ class EndpointContext:
         ignored = await self.ignored_fields.check(data, type(body), exchange.key_name)
         if ignored is not None:
             exchange.more_headers = (*exchange.more_headers, (IGNORED_HEADER, ignored))
-        served = await self.model_soon(exchange, is_streaming=getattr(body, "stream", None) is True)
+        is_streaming = getattr(body, "stream", None) is True
+        needed: Task = task(body) if callable(task) else task
+        served = await self.model_soon(exchange, needed, getattr(body, "model", None), is_streaming=is_streaming)
         return body, served, len(data)
 
-    async def receive(self, exchange: Exchange) -> tuple[bytes, ServedModel]:
-        """Admit the request; return its body and the model. Raises ApiError, ClientGoneError."""
+    async def receive(
+        self,
+        exchange: Exchange,
+        decode: Callable[[bytes], Result],
+        *,
+        task: Task = "any",
+        model_of: Callable[[Result], str | None],
+    ) -> tuple[Result, ServedModel, int]:
+        """Like `receive_body`, for what is not one body; fields that are ignored are not reported."""
         data = await self._receive_data(exchange)
-        return data, await self.model_soon(exchange)
+        async with exchange.cancelled_on_disconnect():
+            decoded = await run_sized(len(data), decode, data)
+        return decoded, await self.model_soon(exchange, task, model_of(decoded)), len(data)
 
     async def _receive_data(self, exchange: Exchange) -> bytes:
         """Admit the request, then read its body. Raises ApiError, ClientGoneError."""
@@ -77,8 +93,8 @@ class EndpointContext:
 
     def _check_capacity(self, exchange: Exchange) -> None:
         self._check_open_requests(exchange)
-        if self.models.settled.is_set():
-            self.model_now()
+        if self.models.none_will_come():
+            raise self._still_loading(self.models.generation)
 
     def _check_open_requests(self, exchange: Exchange) -> None:
         places = self.exchanges.places
@@ -86,27 +102,41 @@ class EndpointContext:
             message = f"too many open requests: the limit of this worker is {places.limit}; retry later"
             raise retry_later(ErrorKind.OVERLOADED, message, self.exchanges.retry_after_s())
 
-    async def model_soon(self, exchange: Exchange, *, is_streaming: bool = False) -> ServedModel:
-        """Return the model. A worker that has just started waits for its backend first, as the client does later while
-        no backend is ready; a stream sends keep-alive comments meanwhile. Raises ApiError, ClientGoneError."""
-        if self.models.current is None and self.places_to_wait.has(exchange.payer):
-            self.places_to_wait.take(exchange.payer)
-            if is_streaming:
-                EventStream(exchange, lambda: ())  # sets exchange.idle_action, which sends the comments
-            try:
-                await exchange.wait_for(self.models.settled, self.limits.hold_timeout_s)
-            finally:
-                self.places_to_wait.release(exchange.payer)
-                exchange.idle_action = None
-        return self.model_now()
-
-    def model_now(self) -> ServedModel:
-        """Return the model. Raises ApiError when none is loaded."""
-        served = self.models.current
+    async def model_soon(
+        self, exchange: Exchange, task: Task, requested: str | None = None, *, is_streaming: bool = False
+    ) -> ServedModel:
+        """Return the model with this name or, without a name, one that can do the task. A worker that has just started
+        waits for its backend first, as the client does later while no backend is ready; a stream sends keep-alive
+        comments meanwhile. Raises ApiError, ClientGoneError."""
+        waited: ModelKeeper | None = None
+        # What was loaded may be another model than the one that the request names.
+        while (keeper := self.models.find(task, requested)).current is None and keeper is not waited:
+            await self._wait_for(exchange, keeper, is_streaming=is_streaming)
+            waited = keeper
+        served = keeper.current
         if served is None:
-            message = "the model is still loading; retry later"
-            raise retry_later(ErrorKind.UNAVAILABLE, message, self.backend.retry_after_s)
+            raise self._still_loading(keeper)
+        backend = served.backend
+        exchange.count_status = lambda status: backend.board.count_response(status)
         return served
+
+    async def _wait_for(self, exchange: Exchange, keeper: ModelKeeper, *, is_streaming: bool) -> None:
+        if not self.places_to_wait.has(exchange.payer):
+            return
+        self.places_to_wait.take(exchange.payer)
+        if is_streaming:
+            EventStream(exchange, lambda: ())  # sets exchange.idle_action, which sends the comments
+        try:
+            await exchange.wait_for(keeper.settled, self.limits.hold_timeout_s)
+        finally:
+            self.places_to_wait.release(exchange.payer)
+            exchange.idle_action = None
+
+    @staticmethod
+    def _still_loading(keeper: ModelKeeper) -> ApiError:
+        return retry_later(
+            ErrorKind.UNAVAILABLE, "the model is still loading; retry later", keeper.backend.retry_after_s
+        )
 
 
 async def run_sized(

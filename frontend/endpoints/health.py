@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib.metadata
 from typing import TYPE_CHECKING
+from urllib.parse import parse_qs
 
 import msgspec
 
-from penstock.frontend.transport.errors import ErrorKind, retry_later, shutting_down
+from penstock.frontend.transport.errors import ErrorKind, retry_later, shorten, shutting_down
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from penstock.frontend.endpoints.context import EndpointContext
+    from penstock.frontend.generation.served_model import ModelKeeper
     from penstock.frontend.transport.exchange import Exchange
 
 VERSION = importlib.metadata.version("penstock")
@@ -24,14 +28,21 @@ async def health(exchange: Exchange, _context: EndpointContext) -> None:
 
 
 async def ready(exchange: Exchange, context: EndpointContext) -> None:
-    """GET /ready: a request could be answered now. Raises ApiError."""
+    """GET /ready: a request for each model, or for the one that the query names, could be answered now. Raises
+    ApiError."""
     if context.exchanges.is_draining:
         raise shutting_down()
-    if not context.backend.ready:
-        message = "the backend is not connected or makes no progress; retry later"
-        raise retry_later(ErrorKind.UNAVAILABLE, message, context.backend.retry_after_s)
-    context.model_now()
-    await exchange.respond(200, msgspec.json.encode({"status": "ready"} | shown_counters(context)))
+    requested = parse_qs(exchange.query.decode("latin-1")).get("model")
+    keepers = context.models.keepers if requested is None else (context.models.find("any", requested[0]),)
+    for keeper in keepers:
+        backend = keeper.backend
+        if not backend.ready or keeper.current is None:
+            what = "the backend is not connected or makes no progress" if not backend.ready else "its model is loading"
+            known = backend.model
+            name = "" if known is None or len(context.models.keepers) == 1 else f"{shorten(known.model_id)}: "
+            raise retry_later(ErrorKind.UNAVAILABLE, f"{name}{what}; retry later", backend.retry_after_s)
+    answer = {"status": "ready"} | shown_counters(keepers)
+    await exchange.respond(200, msgspec.json.encode(answer))
 
 
 async def version(exchange: Exchange, _context: EndpointContext) -> None:
@@ -39,7 +50,12 @@ async def version(exchange: Exchange, _context: EndpointContext) -> None:
     await exchange.respond(200, msgspec.json.encode({"version": VERSION}))
 
 
-def shown_counters(context: EndpointContext) -> dict[str, int]:
-    """Return the backend's sequences and pages; nothing when there is no backend."""
-    counters = context.backend.backend_counters or {}
-    return {name: counters[name] for name in _SHOWN_COUNTERS if name in counters}
+def shown_counters(keepers: Iterable[ModelKeeper]) -> dict[str, int]:
+    """Return the sequences and pages of all these backends together; nothing when there is none."""
+    totals: dict[str, int] = {}
+    for keeper in keepers:
+        counters = keeper.backend.backend_counters or {}
+        for name in _SHOWN_COUNTERS:
+            if name in counters:
+                totals[name] = totals.get(name, 0) + counters[name]
+    return totals

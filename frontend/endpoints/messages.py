@@ -10,7 +10,6 @@ import msgspec
 from penstock.frontend.endpoints.answering import AnswerStyle, answer_chat
 from penstock.frontend.endpoints.chat_translation import instructed, renamed, shared_fields
 from penstock.frontend.endpoints.context import run_sized
-from penstock.frontend.endpoints.models import check_model
 from penstock.frontend.endpoints.prompts import render_chat
 from penstock.frontend.formats.messages import MessagesFormat
 from penstock.frontend.schemas.chat import (
@@ -63,18 +62,18 @@ async def create_message(exchange: Exchange, context: EndpointContext) -> None:
             return MessagesFormat(identity, usage, exchange.request_id)
 
         style = AnswerStyle("msg_", make_format)
-        await answer_chat(exchange, chat, served, context.backend, style, num_body_bytes=num_body_bytes)
+        await answer_chat(exchange, chat, served, style, num_body_bytes=num_body_bytes)
 
 
 async def count_tokens(exchange: Exchange, context: EndpointContext) -> None:
     """POST /v1/messages/count_tokens: the tokens of the prompt that the same message makes. Raises ApiError,
     ClientGoneError."""
-    data, served = await context.receive(exchange)
+    body, served, num_body_bytes = await context.receive(
+        exchange, decode_count_tokens, model_of=lambda body: body.model
+    )
     async with exchange.cancelled_on_disconnect():
-        body = await run_sized(len(data), decode_count_tokens, data)
         with renamed(_RENAMED):
-            check_model(body.model, served.card)
-            chat = await run_sized(len(data), checked_chat, body)
+            chat = await run_sized(num_body_bytes, checked_chat, body)
             prompt = await render_chat(chat, served, is_long=True)
         await exchange.respond(200, msgspec.json.encode({"input_tokens": len(prompt)}))
 

@@ -17,11 +17,19 @@ if TYPE_CHECKING:
 
 async def prometheus(exchange: Exchange, context: EndpointContext) -> None:
     """GET /metrics."""
-    page = metrics.render(os.getpid(), context.backend.counters, context.backend.backend_counters)
+    sources = [
+        metrics.Source(
+            "" if keeper.backend.model is None else keeper.backend.model.model_id,
+            keeper.backend.counters,
+            keeper.backend.backend_counters,
+        )
+        for keeper in context.models.keepers
+    ]
+    page = metrics.render(os.getpid(), sources)
     await exchange.respond(200, page, content_type=metrics.CONTENT_TYPE)
 
 
 async def load(exchange: Exchange, context: EndpointContext) -> None:
     """GET /v1/load: open requests of this worker, and the whole system's sequences and pages."""
-    body = {"server_load": len(context.exchanges)} | shown_counters(context)
+    body = {"server_load": len(context.exchanges)} | shown_counters(context.models.keepers)
     await exchange.respond(200, msgspec.json.encode(body))

@@ -1,4 +1,4 @@
-"""GET /v1/models and GET /v1/models/{model}: the one model that is served."""
+"""GET /v1/models and GET /v1/models/{model}: what is served, and what it can do."""
 
 from __future__ import annotations
 
@@ -7,38 +7,28 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
+from penstock.frontend.generation.served_models import can_do
 
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.context import EndpointContext
     from penstock.frontend.generation.served_model import ServedModel
     from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.messages import ModelCard
 
 _PATH = "/v1/models/"
 
 
 async def list_models(exchange: Exchange, context: EndpointContext) -> None:
-    """GET /v1/models. Raises ApiError, ClientGoneError."""
-    served = await context.model_soon(exchange)
-    card = served.card
-    pages = {"has_more": False, "first_id": card.model_id, "last_id": card.model_id}  # Anthropic's
-    body = {"object": "list", "data": [_describe(served)], **pages}
-    await exchange.respond(200, msgspec.json.encode(body))
+    """GET /v1/models. Models that are still loading are left out. Raises ApiError, ClientGoneError."""
+    await context.model_soon(exchange, "any")
+    data = [_describe(served) for served in context.models.loaded()]
+    pages = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}  # Anthropic's
+    await exchange.respond(200, msgspec.json.encode({"object": "list", "data": data, **pages}))
 
 
 async def describe_model(exchange: Exchange, context: EndpointContext) -> None:
     """GET /v1/models/{model}. Raises ApiError, ClientGoneError."""
-    served = await context.model_soon(exchange)
-    check_model(exchange.path.removeprefix(_PATH), served.card)
+    served = await context.model_soon(exchange, "any", exchange.path.removeprefix(_PATH))
     await exchange.respond(200, msgspec.json.encode(_describe(served)))
-
-
-def check_model(requested: str | None, card: ModelCard) -> None:
-    """Raises ApiError when a request names another model than the served one."""
-    if requested is not None and requested != card.model_id:
-        message = f"model: {shorten(requested)} does not exist; this server has {shorten(card.model_id)}"
-        raise ApiError(ErrorKind.UNKNOWN_MODEL, message, param="model")
 
 
 def _describe(served: ServedModel) -> dict[str, object]:
@@ -56,10 +46,15 @@ def _describe(served: ServedModel) -> dict[str, object]:
         "vocab_size": card.vocab_size,
         "quantization": card.quantization,
         "capabilities": {
-            "chat": served.tokenizer.chat_template is not None,
-            "tool_calls": syntax.tools is not None and syntax.shows_tools,
-            "reasoning": syntax.reasoning is not None,
-            "structured_output": True,
+            "chat": card.generates and served.tokenizer.chat_template is not None,
+            "tool_calls": card.generates and syntax.tools is not None and syntax.shows_tools,
+            "reasoning": card.generates and syntax.reasoning is not None,
+            "structured_output": card.generates,
             "vision": False,
+            "embeddings": can_do(card, "embed"),
+            "sparse_embeddings": can_do(card, "sparse"),
+            "rerank": can_do(card, "rerank"),
+            "classify": can_do(card, "classify"),
         },
+        "embedding_dimensions": card.pooled_width("embed"),
     }

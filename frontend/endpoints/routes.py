@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
 
@@ -22,16 +22,18 @@ Methods = dict[str, "Route"]
 
 @dataclass(frozen=True, slots=True)
 class EndpointDoc:
-    """Documentation of one endpoint. answer is the type of a JSON object, or another content type."""
+    """Documentation of one endpoint. answer is the type of a JSON value, or another content type."""
 
     tag: str
     summary: str
-    answer: type[Struct] | str
+    answer: Any
     body: type[Struct] | None = None
     events: type[Struct] | None = None
     """Type of a stream's events; None for an endpoint that cannot stream."""
     query: tuple[tuple[str, type, str], ...] = ()
     """Query parameters: name, type and meaning."""
+    other: tuple[type[Struct], Any] | None = None
+    """Body and answer of another API at the same path."""
     can_be_missing: bool = False
     """Whether what the path names may not exist (404)."""
 

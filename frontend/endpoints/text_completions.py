@@ -25,4 +25,4 @@ async def create_completion(exchange: Exchange, context: EndpointContext) -> Non
     async with exchange.cancelled_on_disconnect():
         prompts = await encode_prompts(body, served)
     rules = AnswerRules(grammar=requested_grammar(body))
-    await answer_prompts(exchange, PreparedRequest(body, prompts, rules), served, context.backend, _STYLE)
+    await answer_prompts(exchange, PreparedRequest(body, prompts, rules), served, _STYLE)

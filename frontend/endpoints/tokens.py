@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.frontend.endpoints.context import run_sized
-from penstock.frontend.endpoints.models import check_model
+from penstock.frontend.endpoints.pooling import tei_tokens
 from penstock.frontend.endpoints.prompts import PIECE_TOKENS, check_token_ids, render_chat, render_text
 from penstock.frontend.schemas.decoding import decode_chat
+from penstock.frontend.schemas.pooling.tei import TeiTokenizeBody, decode_tei_tokenize, is_tei_tokenize
 from penstock.frontend.schemas.utilities import decode_detokenize, decode_tokenize
+from penstock.frontend.transport.errors import TEI_FORMAT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,11 +30,24 @@ _INLINE_TOKENS = 1024
 
 
 async def tokenize(exchange: Exchange, context: EndpointContext) -> None:
-    """POST /tokenize, as vLLM has it; with `content` as llama.cpp has it. Raises ApiError, ClientGoneError."""
-    data, served = await context.receive(exchange)
+    """POST /tokenize, as vLLM has it; with `content` as llama.cpp, with `inputs` as TEI has it. Raises ApiError,
+    ClientGoneError."""
+
+    def decode(data: bytes) -> TeiTokenizeBody | tuple[TokenizeBody, ChatBody | None]:
+        if is_tei_tokenize(data):
+            exchange.error_format = TEI_FORMAT
+            return decode_tei_tokenize(data)
+        return decode_tokenize(data)
+
+    def model_of(decoded: TeiTokenizeBody | tuple[TokenizeBody, ChatBody | None]) -> str | None:
+        return decoded.model if isinstance(decoded, TeiTokenizeBody) else decoded[0].model
+
+    decoded, served, _ = await context.receive(exchange, decode, model_of=model_of)
+    if isinstance(decoded, TeiTokenizeBody):
+        await tei_tokens.answer_tokenize(exchange, decoded, served)
+        return
+    body, chat = decoded
     async with exchange.cancelled_on_disconnect():
-        body, chat = await run_sized(len(data), decode_tokenize, data)
-        check_model(body.model, served.card)
         if body.content is None:
             answer = await _vllm_answer(body, chat, served)
         else:
@@ -42,10 +57,8 @@ async def tokenize(exchange: Exchange, context: EndpointContext) -> None:
 
 async def detokenize(exchange: Exchange, context: EndpointContext) -> None:
     """POST /detokenize: the text under vLLM's name and under llama.cpp's. Raises ApiError, ClientGoneError."""
-    data, served = await context.receive(exchange)
+    body, served, _ = await context.receive(exchange, decode_detokenize, model_of=lambda body: body.model)
     async with exchange.cancelled_on_disconnect():
-        body = await run_sized(len(data), decode_detokenize, data)
-        check_model(body.model, served.card)
 
         def write() -> bytes:
             check_token_ids("tokens", body.tokens, served.card)
@@ -57,10 +70,8 @@ async def detokenize(exchange: Exchange, context: EndpointContext) -> None:
 
 async def apply_template(exchange: Exchange, context: EndpointContext) -> None:
     """POST /apply-template: a chat request's prompt as text. Raises ApiError, ClientGoneError."""
-    data, served = await context.receive(exchange)
+    body, served, _ = await context.receive(exchange, decode_chat, model_of=lambda body: body.model)
     async with exchange.cancelled_on_disconnect():
-        body = await run_sized(len(data), decode_chat, data)
-        check_model(body.model, served.card)
         text = await render_text(body, served, is_long=True)
         await exchange.respond(200, await run_sized(len(text), msgspec.json.encode, {"prompt": text}))
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later, shutting_down
+from penstock.shm.client import TokenBatch
 from penstock.shm.messages import FailureCode, Finish
 
 if TYPE_CHECKING:
-    from penstock.shm.client import TokenBatch
+    from penstock.shm.client import PooledFailed
 
 _SHOWN_CHARACTERS = 200
 """Characters of the grammar compiler's message that the error shows."""
@@ -52,12 +53,25 @@ def stream_failure(batch: TokenBatch, num_tokens: int, grammar_field: str | None
         case FailureCode.NOT_SCORED:
             message = "prompt_logprobs, and echo with logprobs: this model's forward pass does not score prompts"
             return ApiError(ErrorKind.INVALID_VALUE, message)
+        case FailureCode.NOT_SERVED:
+            return ApiError(ErrorKind.WRONG_MODEL, "model: it cannot do what the request asks for", param="model")
         case FailureCode.SHUTTING_DOWN:
             return shutting_down()
         case FailureCode.UNAVAILABLE:
             return backend_unavailable(retry_after_s)
         case _:
             return ApiError(ErrorKind.INTERNAL, "an internal error ended the answer")
+
+
+def pooled_failure(failed: PooledFailed, field: str, retry_after_s: int) -> ApiError:
+    """Return the error of a request whose inputs, in this field, were not computed. It was not cancelled."""
+    if failed.finish is Finish.EXPIRED:
+        return ApiError(ErrorKind.EXPIRED, "the request's time limit has passed")
+    if failed.failure is FailureCode.CONTEXT_TOO_LONG:
+        message = f"{field}: an input is longer than the limit of {failed.limit} tokens"
+        return ApiError(ErrorKind.CONTEXT_TOO_LONG, message, param=field)
+    batch = TokenBatch([], failed.finish, failed.failure, failed.limit, failed.text, failed.retry_after_s)
+    return stream_failure(batch, 0, None, retry_after_s)
 
 
 def finish_reason_of(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from penstock.frontend.schemas.generation import MAX_TIMEOUT_MS
 from penstock.frontend.transport.errors import invalid, shorten
 
 if TYPE_CHECKING:
-    from penstock.frontend.schemas.generation import GenerationBody
+    from penstock.frontend.schemas.generation import SchedulingBody
     from penstock.frontend.transport.exchange import Exchange
 
 _CACHE_SALT_CONTEXT = b"cache_salt"
@@ -34,7 +34,7 @@ class RequestPolicy:
     deadline_s: float | None
 
 
-def read_request_policy(exchange: Exchange, body: GenerationBody) -> RequestPolicy:
+def read_request_policy(exchange: Exchange, body: SchedulingBody) -> RequestPolicy:
     """Read the policy from headers and body. The time limit starts when the request arrives here.
 
     Raises ApiError naming the wrong header.

@@ -1,4 +1,4 @@
-"""The served model: the backend's model card, with the tokenizer that is loaded when the card arrives."""
+"""A served model: its backend's model card, with the tokenizer that is loaded when the card arrives."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.frontend.formats.vectors import import_writers
 from penstock.frontend.parsing.model_syntax import ModelSyntax, choose_model_syntax
 from penstock.frontend.settings import ParserNames
+from penstock.frontend.text.pooling_files import PoolingFiles
 from penstock.frontend.text.tokenizer import ModelTokenizer
 
 if TYPE_CHECKING:
@@ -30,7 +32,10 @@ _EXPECTED_START_S = 2.0
 class ServedModel:
     card: ModelCard
     tokenizer: ModelTokenizer
+    backend: BackendClient
     syntax: ModelSyntax = ModelSyntax()  # noqa: RUF009 - frozen
+    pooling: PoolingFiles = PoolingFiles()  # noqa: RUF009 - frozen
+    """Of a model that computes vectors."""
 
 
 def model_syntax_of(tokenizer: ModelTokenizer, parsers: ParserNames = ParserNames()) -> ModelSyntax:  # noqa: B008 - frozen
@@ -43,7 +48,7 @@ class ModelKeeper:
     """Loads the tokenizer and chat template for the backend's model card; again when the card changes."""
 
     def __init__(self, backend: BackendClient, parsers: ParserNames = ParserNames()) -> None:  # noqa: B008 - frozen
-        self._backend = backend
+        self.backend = backend
         self._parsers = parsers
         self._unusable: ModelCard | None = None
         self.current: ServedModel | None = None
@@ -55,7 +60,7 @@ class ModelKeeper:
         """Watch the backend's card. Runs until cancelled."""
         logs_at_s = time.monotonic() + _EXPECTED_START_S
         while True:
-            card = self._backend.model
+            card = self.backend.model
             if card is None and time.monotonic() >= logs_at_s:
                 logs_at_s = math.inf
                 logger.info("no backend yet; waiting for one")
@@ -64,11 +69,18 @@ class ModelKeeper:
                 await self._load(card)
             await asyncio.sleep(_POLL_S if card is None else _RELOAD_POLL_S)
 
+    def _read(self, card: ModelCard) -> ServedModel:
+        directory = Path(card.model_dir)
+        tokenizer = ModelTokenizer.load(directory)
+        if card.pooled:
+            import_writers()
+        pooling = PoolingFiles.load(directory) if card.pooled else PoolingFiles()
+        return ServedModel(card, tokenizer, self.backend, model_syntax_of(tokenizer, self._parsers), pooling)
+
     async def _load(self, card: ModelCard) -> None:
         self.settled.clear()
         try:
-            tokenizer = await asyncio.to_thread(ModelTokenizer.load, Path(card.model_dir))
-            self.current = ServedModel(card, tokenizer, model_syntax_of(tokenizer, self._parsers))
+            self.current = await asyncio.to_thread(self._read, card)
         except Exception as error:  # noqa: BLE001 - the tokenizer library raises plain Exception for a bad file
             # Logged once. Requests are answered 503 until the backend serves another model.
             self.current, self._unusable = None, card

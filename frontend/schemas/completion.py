@@ -60,14 +60,18 @@ def _check_prompt(body: CompletionBody) -> None:
     num_prompts = len(body.prompts())
     if num_prompts > MAX_CHOICES:
         invalid("prompt", f"at most {MAX_CHOICES} prompts in one request, got {num_prompts}")
-    if isinstance(body.prompt, str):
-        return
-    first = type(body.prompt[0])
-    if len(set(map(type, body.prompt))) > 1:
-        odd = next(position for position, item in enumerate(body.prompt) if type(item) is not first)
-        invalid(f"prompt[{odd}]", "a prompt list holds texts, token ids or lists of token ids, not a mix")
-    if first is list and [] in body.prompt:
-        invalid(f"prompt[{body.prompt.index([])}]", "an empty list of token ids")
+    if not isinstance(body.prompt, str):
+        check_unmixed("prompt", body.prompt)
+
+
+def check_unmixed(field: str, prompts: list[str | int | list[int]]) -> None:
+    """Raises ApiError."""
+    first = type(prompts[0])
+    if len(set(map(type, prompts))) > 1:
+        odd = next(position for position, item in enumerate(prompts) if type(item) is not first)
+        invalid(f"{field}[{odd}]", "a list holds texts, token ids or lists of token ids, not a mix")
+    if first is list and [] in prompts:
+        invalid(f"{field}[{prompts.index([])}]", "an empty list of token ids")
 
 
 def check_completion(body: CompletionBody) -> None:

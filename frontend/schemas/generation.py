@@ -26,6 +26,15 @@ CacheSalt = Annotated[str, Meta(min_length=1, max_length=512)]
 ABSENT: Raw = field(default_factory=Raw)
 
 
+class SchedulingBody(Struct, kw_only=True):
+    """When a request runs, and with whom it shares."""
+
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
+    timeout_ms: Annotated[int, Meta(ge=1, le=MAX_TIMEOUT_MS)] | None = None
+    cache_salt: CacheSalt | None = None
+    """Requests share cached pages and sequences only with those of their tenant that have the same one."""
+
+
 class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -65,7 +74,7 @@ class StructuredOutputs(Struct, frozen=True):
     whitespace_pattern: Raw = ABSENT
 
 
-class GenerationBody(Struct, kw_only=True):
+class GenerationBody(SchedulingBody, kw_only=True):
     """The fields that all generating endpoints share. None means: not given."""
 
     model: ShortText | None = None
@@ -91,16 +100,12 @@ class GenerationBody(Struct, kw_only=True):
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=4096)] | None = None
     bad_words: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=64)] | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
-    timeout_ms: Annotated[int, Meta(ge=1, le=MAX_TIMEOUT_MS)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_CONTEXT_TOKENS)] | None = None
     truncation_side: Literal["left", "right"] | None = None
     """The end of the prompt that is dropped; left by default."""
     add_special_tokens: bool | None = None
-    cache_salt: CacheSalt | None = None
-    """Requests share cached pages and sequences only with those of their tenant that have the same one."""
     return_token_ids: bool | None = None
     return_timings: bool | None = None
     timings_per_token: bool | None = None

@@ -2,19 +2,21 @@
 
 Metrics without a worker label describe the whole system and are the same from every worker: they come from the
 backend's board, which has the backend's own counters and the sums of all frontends since the backend started. Metrics
-with a worker label are that worker's own, since its start.
+with a worker label are that worker's own, since its start. If a worker has several backends, all metrics have a label
+with the model.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from penstock.shm.memory.board import RESPONSE_FIELDS, BackendBoard, Board, FrontendBoard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from penstock.shm.memory.board import Histogram
 
@@ -30,6 +32,7 @@ _BACKEND_GAUGES = (
     ("sequences_running", "Sequences being computed.", "running"),
     ("sequences_waiting", "Sequences waiting to be admitted.", "waiting"),
     ("kv_host_pages", "KV cache pages with a copy in host memory.", "host_pages_used"),
+    ("vector_cache_bytes", "Vectors kept for equal inputs.", "vector_cache_bytes"),
     ("sequences_waiting_limit", "Sequences that may wait before new requests get 429.", "max_waiting"),
 )
 _BACKEND_COUNTERS = (
@@ -37,6 +40,8 @@ _BACKEND_COUNTERS = (
     ("preemptions_total", "Sequences preempted because KV cache pages ran out.", "preemptions"),
     ("kv_pages_saved_total", "Pages copied to host memory before they were reused.", "pages_saved"),
     ("kv_pages_restored_total", "Pages copied back from host memory instead of being recomputed.", "pages_restored"),
+    ("vector_cache_hits_total", "Pooled requests whose vector was in the cache.", "vector_cache_hits"),
+    ("vector_cache_misses_total", "Pooled requests whose vector was not in the cache.", "vector_cache_misses"),
     ("requests_accepted_total", "Requests that the backend accepted.", "requests_accepted"),
     ("requests_coalesced_total", "Requests that joined another request's sequence.", "requests_coalesced"),
     ("prompt_tokens_total", "Prompt tokens of sequences; a coalesced request adds none.", "prompt_tokens"),
@@ -81,97 +86,127 @@ _FRONTEND_HISTOGRAMS = (
 _STREAM_OUTCOMES = ("stop", "length", "cancelled", "rejected", "failed", "expired")
 
 
-def render(worker_pid: int, worker: Counters, backend: Counters | None) -> bytes:
-    """Return the whole page. worker and backend are the fields of boards; backend is None when none is connected."""
-    lines = _family("backend_up", "gauge", "1 while this worker is connected to a backend.", [("", int(bool(backend)))])
-    if backend is not None:
-        lines += _backend(backend)
-        lines += _streams("", "", {name: backend.get(Board.TOTALS + name, 0) for name in worker})
-        for name, help_text, histogram, unit in _FRONTEND_HISTOGRAMS:
-            lines += _histogram(name, help_text, histogram, unit, backend, Board.TOTALS)
-    lines += _streams("worker_", f'worker="{worker_pid}"', worker)
-    return ("\n".join(lines) + "\n").encode()
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The numbers of one backend's boards by field: those of this worker, and the backend's own."""
+
+    model: str
+    worker: Counters
+    backend: Counters | None
+    """None when it is not connected."""
 
 
-def _backend(board: Counters) -> list[str]:
-    lines: list[str] = []
+def render(worker_pid: int, sources: Sequence[Source]) -> bytes:
+    """Return the whole page. With several sources every sample has a label with the model."""
+    page = _Page()
+    for source in sources:
+        page.labels = f'model="{_escaped(source.model)}"' if len(sources) > 1 else ""
+        backend = source.backend
+        up = "1 while this worker is connected to a backend."
+        page.add("backend_up", "gauge", up, [("", int(bool(backend)))])
+        if backend is not None:
+            _backend(page, backend)
+            _streams(page, "", "", {name: backend.get(Board.TOTALS + name, 0) for name in source.worker})
+            for name, help_text, histogram, unit in _FRONTEND_HISTOGRAMS:
+                page.add_histogram(name, help_text, histogram, unit, backend, Board.TOTALS)
+        _streams(page, "worker_", f'worker="{worker_pid}"', source.worker)
+    return page.text()
+
+
+class _Page:
+    """Families in the order in which they were first added; each has the samples of all sources together."""
+
+    def __init__(self) -> None:
+        self.labels = ""
+        """Labels that are added to those of each sample."""
+        self._families: dict[str, list[str]] = {}
+
+    def add(self, name: str, kind: str, help_text: str, samples: Iterable[tuple[str, float]]) -> None:
+        lines = self._family(name, kind, help_text)
+        lines += [f"penstock_{name}{self._braced(labels)} {value}" for labels, value in samples]
+
+    def add_histogram(
+        self, name: str, help_text: str, histogram: Histogram, unit: float, board: Counters, prefix: str = ""
+    ) -> None:
+        buckets, total = histogram.read(board, prefix)
+        lines = self._family(name, "histogram", help_text)
+        bounds = [*(f"{bound / unit:g}" for bound in histogram.bounds), "+Inf"]
+        for bound, count in zip(bounds, accumulate(buckets), strict=True):
+            limit = f'le="{bound}"'
+            lines.append(f"penstock_{name}_bucket{self._braced(limit)} {count}")
+        labels = self._braced("")
+        lines += [f"penstock_{name}_sum{labels} {total / unit}", f"penstock_{name}_count{labels} {sum(buckets)}"]
+
+    def text(self) -> bytes:
+        return ("\n".join(line for lines in self._families.values() for line in lines) + "\n").encode()
+
+    def _family(self, name: str, kind: str, help_text: str) -> list[str]:
+        head = [f"# HELP penstock_{name} {help_text}", f"# TYPE penstock_{name} {kind}"]
+        return self._families.setdefault(name, head)
+
+    def _braced(self, labels: str) -> str:
+        joined = ",".join(part for part in (self.labels, labels) if part)
+        return f"{{{joined}}}" if joined else ""
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _backend(page: _Page, board: Counters) -> None:
     for kind, families in (("gauge", _BACKEND_GAUGES), ("counter", _BACKEND_COUNTERS)):
         for name, help_text, field in families:
-            lines += _family(name, kind, help_text, [("", board[field])])
+            page.add(name, kind, help_text, [("", board[field])])
     beat_age_s = max(0, time.monotonic_ns() - board["heartbeat_ns"]) / 1e9
-    lines += _family(
+    page.add(
         "backend_heartbeat_age_seconds", "gauge", "Time since the engine's last loop iteration.", [("", beat_age_s)]
     )
     used, idle, total = board["pages_used"], board["pages_idle"], board["pages_total"]
     # The fields are not read at one moment, so the sum can be off.
     pages = {"used": used, "idle": idle, "free": max(0, total - used - idle)}
-    lines += _family(
+    page.add(
         "kv_pages",
         "gauge",
         "KV cache pages: used by sequences, idle (cached content), free.",
         [(f'state="{state}"', count) for state, count in pages.items()],
     )
     usage = used / total if total else 0.0
-    lines += _family("kv_cache_usage_ratio", "gauge", "Share of all pages that sequences use.", [("", usage)])
-    lines += _family(
+    page.add("kv_cache_usage_ratio", "gauge", "Share of all pages that sequences use.", [("", usage)])
+    page.add(
         "requests_total",
         "counter",
         "Requests by outcome in the backend.",
         [(f'outcome="{outcome}"', board[f"requests_{outcome}"]) for outcome in _BACKEND_OUTCOMES],
     )
     for name, help_text, histogram, unit in _BACKEND_HISTOGRAMS:
-        lines += _histogram(name, help_text, histogram, unit, board)
-    return lines
+        page.add_histogram(name, help_text, histogram, unit, board)
 
 
-def _streams(prefix: str, label: str, board: Counters) -> list[str]:
-    """Return what frontends count, for one worker or for all together."""
+def _streams(page: _Page, prefix: str, label: str, board: Counters) -> None:
+    """Add what frontends count, for one worker or for all together."""
     more = f"{label}," if label else ""
-    lines = _family(f"{prefix}streams_open", "gauge", "Token streams open now.", [(label, board["requests_open"])])
-    lines += _family(
+    page.add(f"{prefix}streams_open", "gauge", "Token streams open now.", [(label, board["requests_open"])])
+    page.add(
         f"{prefix}streams_total",
         "counter",
         "Token streams by outcome; a request has one per choice.",
         [(f'{more}outcome="{outcome}"', board[f"requests_{outcome}"]) for outcome in _STREAM_OUTCOMES],
     )
-    lines += _family(
+    page.add(
         f"{prefix}streams_resumed_total",
         "counter",
         "Token streams continued on another backend after theirs died.",
         [(label, board["requests_resumed"])],
     )
-    lines += _family(
+    page.add(
         f"{prefix}tokens_streamed_total",
         "counter",
         "Tokens that streams received.",
         [(label, board["tokens_streamed"])],
     )
-    return lines + _family(
+    page.add(
         f"{prefix}http_responses_total",
         "counter",
         "HTTP answers by status.",
         [(f'{more}status="{name.removeprefix("responses_")}"', board[name]) for name in RESPONSE_FIELDS],
     )
-
-
-def _histogram(
-    name: str, help_text: str, histogram: Histogram, unit: float, board: Counters, prefix: str = ""
-) -> list[str]:
-    name = f"penstock_{name}"
-    buckets, total = histogram.read(board, prefix)
-    lines = _head(name, "histogram", help_text)
-    bounds = [*(f"{bound / unit:g}" for bound in histogram.bounds), "+Inf"]
-    for bound, count in zip(bounds, accumulate(buckets), strict=True):
-        lines.append(f'{name}_bucket{{le="{bound}"}} {count}')
-    return [*lines, f"{name}_sum {total / unit}", f"{name}_count {sum(buckets)}"]
-
-
-def _family(name: str, kind: str, help_text: str, samples: Iterable[tuple[str, float]]) -> list[str]:
-    name = f"penstock_{name}"
-    lines = _head(name, kind, help_text)
-    lines += [f"{name}{{{labels}}} {value}" if labels else f"{name} {value}" for labels, value in samples]
-    return lines
-
-
-def _head(name: str, kind: str, help_text: str) -> list[str]:
-    return [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"]

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from penstock.frontend.text.chat_template import ChatTemplate, read_chat_template, special_tokens_of
 from penstock.frontend.text.detokenizer import Detokenizer, SharedPieces
+from penstock.frontend.text.input_encoder import EncodedInput, InputEncoder, Truncation
 from penstock.frontend.text.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class ModelTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._inputs = InputEncoder(tokenizer)
         self.chat_template = chat_template
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -85,6 +87,29 @@ class ModelTokenizer:
         # encode() holds the GIL; the batch call releases it.
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
+
+    async def encode_inputs(
+        self, items: list[str] | list[str | tuple[str, str]], truncation: Truncation, *, add_special_tokens: bool
+    ) -> list[EncodedInput]:
+        """Return the tokens of texts and pairs of texts by the tokenizer's own template."""
+        num_characters = sum(len(item) if isinstance(item, str) else sum(map(len, item)) for item in items)
+        encode = partial(self._inputs.encode, add_special_tokens=add_special_tokens)
+        if num_characters <= _INLINE_CHARACTERS:
+            return encode(items, truncation)
+        executor = self._long_texts if num_characters > _LONG_CHARACTERS else None
+        return await asyncio.get_running_loop().run_in_executor(executor, encode, items, truncation)
+
+    def located_tokens(self, text: str, *, add_special_tokens: bool) -> list[tuple[int, str, int | None, int | None]]:
+        """Return each token's id, its part of the text, and where that begins and ends, in characters. A special token
+        has its own text and no place. Callable from any thread."""
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        special = encoding.special_tokens_mask
+        return [
+            (token_id, token, None, None) if special[index] else (token_id, text[start:stop], start, stop)
+            for index, (token_id, token, (start, stop)) in enumerate(
+                zip(encoding.ids, encoding.tokens, encoding.offsets, strict=True)
+            )
+        ]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         if len(token_ids) > _INLINE_TOKENS:

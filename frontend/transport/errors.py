@@ -1,4 +1,4 @@
-"""Every error that a client can see: its kind, its status, and its JSON in OpenAI's format or Anthropic's.
+"""Every error that a client can see: its kind, its status, and its JSON in the format of the API that it calls.
 
 A message names the field, the value, the limit and what to do. The text of an exception never reaches a client.
 """
@@ -31,6 +31,7 @@ class ErrorKind(enum.Enum):
     UNSUPPORTED_FIELD = _Answer(400, "invalid_request_error", "unsupported_parameter")
     CONTEXT_TOO_LONG = _Answer(400, "invalid_request_error", "context_length_exceeded")
     TEMPLATE_REFUSED = _Answer(400, "invalid_request_error", "chat_template_error")
+    WRONG_MODEL = _Answer(400, "invalid_request_error", "model_not_capable")
     BAD_HTTP = _Answer(400, "invalid_request_error", "bad_http")
     BAD_KEY = _Answer(401, "authentication_error", "invalid_api_key")
     FOREIGN_HOST = _Answer(403, "permission_error", "host_not_allowed")
@@ -152,11 +153,32 @@ def _openai_error(error: ApiError, request_id: str) -> tuple[int, bytes]:  # noq
     return error.kind.status, error_body(error)
 
 
+def _cohere_error(error: ApiError, request_id: str) -> tuple[int, bytes]:
+    """Cohere's error is a message, Jina's a detail; vLLM, whose path it is too, has OpenAI's object."""
+    openai = msgspec.Raw(error_body(error)[len(b'{"error":') : -1])
+    body = {"id": request_id, "message": error.message, "detail": error.message, "error": openai}
+    return error.kind.status, msgspec.json.encode(body)
+
+
+_TEI_TYPES = {404: "Validation", 429: "Overloaded", 500: "Backend", 499: "Backend", 503: "Unhealthy"}
+
+
+def _tei_error(error: ApiError, request_id: str) -> tuple[int, bytes]:  # noqa: ARG001 - TEI has none
+    """TEI answers 413 where we answer 400; its clients look at the class of the status only."""
+    error_type = _TEI_TYPES.get(error.kind.status, "Validation")
+    return error.kind.status, msgspec.json.encode({"error": error.message, "error_type": error_type})
+
+
 _OPENAI_FORMAT = ErrorFormat(_openai_error, (b"x-request-id",))
+_COHERE_FORMAT = ErrorFormat(_cohere_error, (b"x-request-id",))
+TEI_FORMAT = ErrorFormat(_tei_error, (b"x-request-id",))
+COHERE_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
+TEI_PATHS = ("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/decode", "/info")
+_BY_PATH = dict.fromkeys(COHERE_PATHS, _COHERE_FORMAT) | dict.fromkeys(TEI_PATHS, TEI_FORMAT)
 _ANTHROPIC_FORMAT = ErrorFormat(anthropic_error, (b"x-request-id", b"request-id"), b"event: error\n")
 
 
 def error_format_for(path: str) -> ErrorFormat:
     """Return the format for a path, whether an endpoint has it or not."""
     is_anthropic = path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
-    return _ANTHROPIC_FORMAT if is_anthropic else _OPENAI_FORMAT
+    return _ANTHROPIC_FORMAT if is_anthropic else _BY_PATH.get(path, _OPENAI_FORMAT)

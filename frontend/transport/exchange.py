@@ -119,7 +119,10 @@ class Exchange(Abortable):
         """An answer that has started consists of events."""
         self.idle_action: Callable[[], Awaitable[None]] | None = None
         """Called when nothing has been sent for a while: an event stream writes a comment."""
-        self._error_format = error_format_for(self.path)
+        self.count_status: Callable[[int], None] | None = None
+        """Called with the status when the exchange has ended; None leaves it to the application."""
+        self.error_format = error_format_for(self.path)
+        """Two APIs may have the same path; then the body decides."""
         self._send = send
         self._drop_connection: Callable[[], None] | None = scope.get("extensions", {}).get(ABORT_EXTENSION)
 
@@ -198,7 +201,7 @@ class Exchange(Abortable):
     async def start(self, status: int, headers: Headers) -> None:
         self.status = status
         request_id = self.request_id.encode()
-        ids = [(name, request_id) for name in self._error_format.request_id_headers]
+        ids = [(name, request_id) for name in self.error_format.request_id_headers]
         limits = () if self.claim is None else self.claim.headers()
         sent_headers = [*headers, *limits, *self.more_headers, *ids]
         await self._transmit({"type": "http.response.start", "status": status, "headers": sent_headers})
@@ -229,21 +232,23 @@ class Exchange(Abortable):
         length = (b"content-length", b"%d" % sum(map(len, parts)))
         await self.start(status, ((b"content-type", content_type), length, *headers))
         # A large answer in pieces: the connection copies each, and takes the next when the client has read enough.
-        unsent = b""
+        unsent: list[bytes] = []
+        num_unsent = 0
         for part in parts:
-            if unsent and len(unsent) + len(part) > _PIECE_BYTES:
-                await self.send(unsent, more=True)
-                unsent = b""
+            if unsent and num_unsent + len(part) > _PIECE_BYTES:
+                await self.send(b"".join(unsent), more=True)
+                unsent, num_unsent = [], 0
             start = 0
             while not unsent and len(part) - start > _PIECE_BYTES:
                 await self.send(part[start : start + _PIECE_BYTES], more=True)
                 start += _PIECE_BYTES
-            unsent += part[start:] if start else part
-        await self.send(unsent, more=False)
+            unsent.append(part[start:] if start else part)
+            num_unsent += len(unsent[-1])
+        await self.send(b"".join(unsent), more=False)
 
     async def respond_error(self, error: ApiError) -> None:
         """Send the error object with its status, however much of the body has been read."""
-        status, body = self._error_format.describe(error, self.request_id)
+        status, body = self.error_format.describe(error, self.request_id)
         is_slow = error.kind is ErrorKind.TOO_SLOW
         if self._body_read or (self._rest_is_small() and not is_slow):
             await self.respond(status, body, error.headers)
@@ -260,8 +265,8 @@ class Exchange(Abortable):
     async def end_events(self, error: ApiError) -> None:
         """End an event stream that has started with an error event."""
         self.idle_action = None
-        _, body = self._error_format.describe(error, self.request_id)
-        await self.send(self._error_format.event_name + b"data: " + body + b"\n\n", more=False)
+        _, body = self.error_format.describe(error, self.request_id)
+        await self.send(self.error_format.event_name + b"data: " + body + b"\n\n", more=False)
 
     def _rest_is_small(self) -> bool:
         """Whether the server may discard the rest of the body as it arrives and keep the connection."""

@@ -8,6 +8,8 @@ from penstock.shm.buffers.cuda_driver import open_device
 from penstock.shm.buffers.device_api import DeviceError
 from penstock.shm.buffers.shared_buffers import BufferGone, BuffersExhausted, BufferSlice, DeviceArray, SharedBuffer
 from penstock.shm.client.client import BackendClient
+from penstock.shm.client.pooled import PooledFailed, PooledRequest, PooledResult, PooledStream
+from penstock.shm.client.pooled_matrix import pool_into
 from penstock.shm.client.refusals import BackendUnavailable, Overloaded
 from penstock.shm.client.request import GenerationRequest
 from penstock.shm.client.stream import LogprobEntry, TokenBatch, TokenStream
@@ -45,10 +47,15 @@ __all__ = [
     "LogprobEntry",
     "ModelCard",
     "Overloaded",
+    "PooledFailed",
+    "PooledRequest",
+    "PooledResult",
+    "PooledStream",
     "Sampling",
     "SharedBuffer",
     "TokenBatch",
     "TokenStream",
     "default_socket_path",
     "open_device",
+    "pool_into",
 ]

@@ -16,6 +16,7 @@ from penstock.shm.client.counters import ClientCounters
 from penstock.shm.client.held import HeldStreams
 from penstock.shm.client.open_streams import OpenStreams
 from penstock.shm.client.outbox import Outbox
+from penstock.shm.client.pooled import PooledStream
 from penstock.shm.client.reader_turns import ReaderTurns
 from penstock.shm.client.refusals import BackendUnavailable, Overloaded
 from penstock.shm.client.resubmission import Resubmission
@@ -25,12 +26,16 @@ from penstock.shm.messages import BufferContent, BufferKind, BufferRequest, Cont
 from penstock.shm.process.retry_times import DrainRate, Outage, bounded_retry_after_s
 
 if TYPE_CHECKING:
+    from array import array
     from pathlib import Path
 
     from penstock.shm.buffers.device_api import OpenDevice
+    from penstock.shm.client.open_stream import OpenStream
+    from penstock.shm.client.pooled import PooledRequest
     from penstock.shm.client.request import GenerationRequest
     from penstock.shm.client.session import Session
     from penstock.shm.memory.board import FrontendBoard
+    from penstock.shm.messages import Submit
 
 _HEARTBEAT_LIMIT_S = 2.0
 _READY_POLL_S = 0.01
@@ -211,27 +216,46 @@ class BackendClient:
         Raises ValueError for a request outside the bounds of the messages; the backend checks the model's own bounds.
         Raises ValueError, BufferGone and DeviceError for shared buffers that cannot be lent; the caller keeps them.
         """
-        uses_buffers = isinstance(request.token_ids, BufferSlice) or request.output is not None
+        tokens, submit, is_ready = self._prepare(request, request.output)
+        group = _reader_group(request, submit)
+        stream = TokenStream(submit, tokens, self._abandon, request.deadline_s, turns=self._turns, group=group)
+        self._open(stream, is_ready=is_ready)
+        return stream
+
+    def submit_pooled(self, request: PooledRequest) -> PooledStream:
+        """`submit` for a request whose result is a vector. It may share an equal one's computation. Raises as `submit`
+        does."""
+        tokens, submit, is_ready = self._prepare(request)
+        group = _reader_group(request, submit)
+        stream = PooledStream(submit, tokens, self._abandon, request.deadline_s, turns=self._turns, group=group)
+        self._open(stream, is_ready=is_ready)
+        return stream
+
+    def _prepare(
+        self, request: GenerationRequest | PooledRequest, output: BufferSlice | None = None
+    ) -> tuple[array[int], Submit, bool]:
+        """Tokens and message of the request, with its buffers lent, and whether it can be sent now."""
+        uses_buffers = isinstance(request.token_ids, BufferSlice) or output is not None
         is_ready = self._check_capacity(request, may_hold=not uses_buffers)
         tokens = request.prompt_tokens()
         submit = request.to_submit(self._next_request_id, len(tokens))
         if uses_buffers:
-            submit = self._buffers(self._connection.session).lend_with(submit, request.token_ids, request.output)
+            submit = self._buffers(self._connection.session).lend_with(submit, request.token_ids, output)
         self._next_request_id += 1
-        group = request.group or -submit.request_id - 1  # no caller's number
-        stream = TokenStream(submit, tokens, self._abandon, request.deadline_s, turns=self._turns, group=group)
+        return tokens, submit, is_ready
+
+    def _open(self, stream: OpenStream, *, is_ready: bool) -> None:
         self._streams.add(stream)
-        if request.deadline_s is not None:
-            delay_s = max(0.0, request.deadline_s - time.monotonic()) + _EXPIRY_GRACE_S
+        if stream.deadline_s is not None:
+            delay_s = max(0.0, stream.deadline_s - time.monotonic()) + _EXPIRY_GRACE_S
             stream.expiry = asyncio.get_running_loop().call_later(delay_s, self._abandon, stream, Finish.EXPIRED)
         if is_ready:
             self._outbox.submit(stream)
             self._send()
         else:
             self._held.hold(stream)
-        return stream
 
-    def _check_capacity(self, request: GenerationRequest, *, may_hold: bool) -> bool:
+    def _check_capacity(self, request: GenerationRequest | PooledRequest, *, may_hold: bool) -> bool:
         """Whether the request can be sent now; otherwise it is to be held. Raises BackendUnavailable and Overloaded."""
         session = self._connection.live_session
         if session is None or not self.ready:
@@ -245,7 +269,7 @@ class BackendClient:
             raise Overloaded(self.retry_after_s, max_waiting)
         return True
 
-    def _wait_for_next_backend(self, stream: TokenStream) -> bool:
+    def _wait_for_next_backend(self, stream: OpenStream) -> bool:
         """The backend refused the request because it ends. Keep it for the next one, if that is possible."""
         if not self._held.is_enabled or stream.loans:
             return False
@@ -256,7 +280,7 @@ class BackendClient:
             self._held.hold(stream)
         return True
 
-    def _may_be_taken(self, request: GenerationRequest, max_waiting: int) -> bool:
+    def _may_be_taken(self, request: GenerationRequest | PooledRequest, max_waiting: int) -> bool:
         """Whether a backend with a full wait queue should look at the request. Only it knows whether there is an equal
         one, and the share of the places that a tenant has.
 
@@ -265,7 +289,7 @@ class BackendClient:
         has_few = self._streams.num_of(request.tenant) < max(1, max_waiting // _FEW_PART)
         return (request.is_shareable or has_few) and not self._outbox.is_blocked
 
-    def _abandon(self, stream: TokenStream, finish: Finish) -> None:
+    def _abandon(self, stream: OpenStream, finish: Finish) -> None:
         """End the stream now, and cancel the request in the backend."""
         if stream.finish is not Finish.NONE:
             return
@@ -313,6 +337,10 @@ class BackendClient:
     def _send_now(self) -> None:
         self._next_send = None
         self._send()
+
+
+def _reader_group(request: GenerationRequest | PooledRequest, submit: Submit) -> int:
+    return request.group or -submit.request_id - 1  # no caller's number
 
 
 def _identity(model: ModelCard) -> tuple[str, str, int]:

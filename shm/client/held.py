@@ -13,9 +13,9 @@ from penstock.shm.process.tenant_places import TenantPlaces
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from penstock.shm.client.open_stream import OpenStream
     from penstock.shm.client.open_streams import OpenStreams
     from penstock.shm.client.outbox import Outbox
-    from penstock.shm.client.stream import TokenStream
 
 _POLL_S = 0.05
 
@@ -45,7 +45,7 @@ class HeldStreams:
         self._timeout_s = timeout_s
         self._is_ready = is_ready
         self._send = send
-        self._held: deque[tuple[float, TokenStream]] = deque()
+        self._held: deque[tuple[float, OpenStream]] = deque()
         self._poll: asyncio.TimerHandle | None = None
 
     @property
@@ -58,11 +58,11 @@ class HeldStreams:
             self._drop_ended()
         return self._places.has(tenant)
 
-    def streams(self) -> set[TokenStream]:
+    def streams(self) -> set[OpenStream]:
         """The streams that it holds, and some that have ended."""
         return {stream for _, stream in self._held}
 
-    def hold(self, stream: TokenStream) -> None:
+    def hold(self, stream: OpenStream) -> None:
         """Hold the stream until a backend is ready. A new one needs a place; one that a backend has refused because it
         ends does not."""
         stream.is_queued = True
@@ -101,13 +101,13 @@ class HeldStreams:
                 self._outbox.submit(stream)
         self._send()
 
-    def _take_oldest(self) -> TokenStream:
+    def _take_oldest(self) -> OpenStream:
         _, stream = self._held.popleft()
         self._places.release(stream.submit.tenant)
         return stream
 
     def _drop_ended(self) -> None:
-        kept: deque[tuple[float, TokenStream]] = deque()
+        kept: deque[tuple[float, OpenStream]] = deque()
         for entry in self._held:
             stream = entry[1]
             if stream.finish is Finish.NONE:

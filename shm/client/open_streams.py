@@ -6,7 +6,8 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from penstock.shm.client.stream import LogprobEntry
+from penstock.shm.client.pooled import PooledStream
+from penstock.shm.client.stream import LogprobEntry, TokenStream
 from penstock.shm.link.frontend_link import LinkBroken
 from penstock.shm.messages import NO_TOKEN, FailureCode, Finish
 
@@ -15,10 +16,10 @@ if TYPE_CHECKING:
 
     from penstock.shm.buffers.shared_buffers import SharedBuffers
     from penstock.shm.client.counters import ClientCounters
+    from penstock.shm.client.open_stream import OpenStream
     from penstock.shm.client.session import Session
-    from penstock.shm.client.stream import TokenStream
     from penstock.shm.memory.ledger import Ledger
-    from penstock.shm.messages import EventLogprobs, PromptLogprobs, StepOutputs
+    from penstock.shm.messages import EventLogprobs, PromptLogprobs, StepOutputs, VectorPart
 
 _SLICE_EVENTS = 512
 
@@ -27,33 +28,33 @@ class OpenStreams:
     """Streams that have no finish yet, by request id."""
 
     def __init__(self, counters: ClientCounters, ledger: Ledger) -> None:
-        self._streams: dict[int, TokenStream] = {}
+        self._streams: dict[int, OpenStream] = {}
         self._num_of: Counter[bytes] = Counter()
         """Open streams of each tenant."""
         self._counters = counters
         self._ledger = ledger
         self.buffers: SharedBuffers | None = None
         """The present session's shared buffers."""
-        self.on_shutting_down: Callable[[TokenStream], bool] = lambda _: False
+        self.on_shutting_down: Callable[[OpenStream], bool] = lambda _: False
         """Called with a stream that the backend refused because it ends; True if it stays open for the next one."""
 
     def __len__(self) -> int:
         return len(self._streams)
 
-    def __iter__(self) -> Iterator[TokenStream]:
+    def __iter__(self) -> Iterator[OpenStream]:
         """Iterate over a copy, so streams may end during the iteration."""
         return iter(list(self._streams.values()))
 
     def num_of(self, tenant: bytes) -> int:
         return self._num_of.get(tenant, 0)
 
-    def add(self, stream: TokenStream) -> None:
+    def add(self, stream: OpenStream) -> None:
         self._streams[stream.request_id] = stream
         self._num_of[stream.submit.tenant] += 1
         self._counters.board.requests_open = len(self._streams)
         self._ledger.acquire("stream", stream.request_id, "client")
 
-    def finish(self, stream: TokenStream, finish: Finish) -> None:
+    def finish(self, stream: OpenStream, finish: Finish) -> None:
         """Call once per stream."""
         request_id = stream.submit.request_id
         del self._streams[request_id]
@@ -69,7 +70,7 @@ class OpenStreams:
         self._counters.count_finish(finish, len(self._streams))
         stream.end(finish)
 
-    def fail(self, stream: TokenStream, code: FailureCode, finish: Finish = Finish.FAILED, limit: int = 0) -> None:
+    def fail(self, stream: OpenStream, code: FailureCode, finish: Finish = Finish.FAILED, limit: int = 0) -> None:
         stream.note_failure(code, limit)
         self.finish(stream, finish)
 
@@ -88,6 +89,8 @@ class OpenStreams:
                 raise LinkBroken("the backend returns a shared buffer that was never lent")
             session.buffers.accept(outputs.returned)
         self._dispatch_notes(outputs)
+        if outputs.vectors:
+            self._dispatch_vectors(session, outputs.vectors)
         request_ids = memoryview(outputs.request_ids).cast("Q")
         if session.holds_slots:
             for request_id in request_ids:
@@ -108,11 +111,20 @@ class OpenStreams:
             if (stream := streams.get(failure.request_id)) is not None:
                 stream.note_failure(FailureCode(failure.code), failure.limit, failure.text, failure.retry_after_s)
         for prompt_logprobs in outputs.prompt_logprobs:
-            if (stream := streams.get(prompt_logprobs.request_id)) is not None:
+            stream = streams.get(prompt_logprobs.request_id)
+            if isinstance(stream, TokenStream):
                 _add_prompt_logprobs(stream, prompt_logprobs)
         for request_id in outputs.preempted:
             if (stream := streams.get(request_id)) is not None:
                 stream.num_preemptions += 1
+
+    def _dispatch_vectors(self, session: Session, parts: tuple[VectorPart, ...]) -> None:
+        for part in parts:
+            stream = self._streams.get(part.request_id)
+            if isinstance(stream, PooledStream):
+                stream.add_part(part, session.model)
+            elif stream is not None:
+                raise LinkBroken("a vector came for a request that generates tokens")
 
     def _dispatch_tokens(self, outputs: StepOutputs, request_ids: memoryview[int]) -> Iterator[None]:
         token_ids = memoryview(outputs.token_ids).cast("i")
@@ -143,6 +155,8 @@ class OpenStreams:
             if stream is None:
                 continue
             if token_id != NO_TOKEN:
+                if not isinstance(stream, TokenStream):
+                    raise LinkBroken("a token came for a request that generates none")
                 if stream.pending_logprobs is not None:
                     stream.pending_logprobs.append(_logprob_entry(logprobs.get(event)))
                 stream.tokens.append(token_id)
@@ -152,6 +166,7 @@ class OpenStreams:
             if finish == Finish.REJECTED and stream.is_refused_by_ending_backend and self.on_shutting_down(stream):
                 continue
             if finish:
+                stream.check_finish(Finish(finish))
                 self.finish(stream, Finish(finish))
 
     def _count_tokens(self, num_by_stream: dict[TokenStream, int], now_ns: int) -> None:

@@ -11,9 +11,9 @@ from penstock.shm.memory.arena import ArenaFull
 from penstock.shm.messages import BufferRef, FailureCode, Finish
 
 if TYPE_CHECKING:
+    from penstock.shm.client.open_stream import OpenStream
     from penstock.shm.client.open_streams import OpenStreams
     from penstock.shm.client.session import Session
-    from penstock.shm.client.stream import TokenStream
 
 _MAX_TIMEOUT_MS = 1 << 31
 _MAX_AT_ONCE = 128
@@ -25,14 +25,14 @@ class Outbox:
 
     def __init__(self, streams: OpenStreams) -> None:
         self._streams = streams
-        self._items: deque[TokenStream | int] = deque()
+        self._items: deque[OpenStream | int] = deque()
         self.is_blocked = False
         """The link or the arena did not take the first message."""
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def submit(self, stream: TokenStream) -> None:
+    def submit(self, stream: OpenStream) -> None:
         stream.is_queued = True
         self._items.append(stream)
 
@@ -62,7 +62,7 @@ class Outbox:
             self._items.popleft()
         return bool(self._items)
 
-    def _send_stream(self, session: Session, stream: TokenStream) -> bool:
+    def _send_stream(self, session: Session, stream: OpenStream) -> bool:
         """False to try again later; True when the stream is sent or has ended."""
         timeout_ms = 0
         if stream.deadline_s is not None:

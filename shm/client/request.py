@@ -15,6 +15,7 @@ from penstock.shm.messages import (
     BufferContent,
     Constraints,
     Grammar,
+    Pooled,
     Sampling,
     Submit,
     WireError,
@@ -26,7 +27,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _PLACEHOLDER = bytes(4)
-_STRUCT_FIELDS: dict[str, type[Struct]] = {"sampling": Sampling, "constraints": Constraints, "grammar": Grammar}
+_STRUCT_FIELDS: dict[str, type[Struct]] = {
+    "sampling": Sampling,
+    "constraints": Constraints,
+    "grammar": Grammar,
+    "pooled": Pooled,
+}
 
 
 @dataclass(slots=True)
@@ -72,51 +78,59 @@ class GenerationRequest:
         return isinstance(prompt, BufferSlice) and prompt.content is BufferContent.PROMPT_EMBEDDINGS
 
     def prompt_tokens(self) -> array[int]:
-        """The prompt's ids. A prompt in a shared buffer gives zeros: this process may be unable to read it.
-
-        Raises ValueError.
-        """
-        if isinstance(self.token_ids, BufferSlice):
-            num_rows = self.token_ids.num_rows
-            if not 1 <= num_rows <= MAX_CONTEXT_TOKENS:
-                raise ValueError(f"token_ids.num_rows is {num_rows}; a prompt has 1 to {MAX_CONTEXT_TOKENS} rows")
-            if self._has_embeddings and self.num_prompt_logprobs >= 0:
-                raise ValueError(
-                    f"num_prompt_logprobs is {self.num_prompt_logprobs}; with embeddings only -1 is allowed"
-                )
-            return array("i", bytes(4 * num_rows))
-        try:
-            tokens = array("i", self.token_ids)
-        except (OverflowError, TypeError) as error:
-            raise ValueError(f"token_ids: {error}") from None
-        if not tokens:
-            raise ValueError("token_ids is empty; a prompt has at least 1 token")
-        return tokens
+        """See `prompt_tokens` below. Raises ValueError."""
+        if self._has_embeddings and self.num_prompt_logprobs >= 0:
+            raise ValueError(f"num_prompt_logprobs is {self.num_prompt_logprobs}; with embeddings only -1 is allowed")
+        return prompt_tokens(self.token_ids)
 
     def to_submit(self, request_id: int, num_prompt_tokens: int) -> Submit:
         """The message without its tokens, buffers and time limit. Raises ValueError when a field is out of bounds."""
-        submit = Submit(
-            request_id=request_id,
-            tokens=_PLACEHOLDER,
-            num_prompt_tokens=num_prompt_tokens,
-            max_tokens=self.max_tokens,
-            sampling=self.sampling,
-            stop_token_ids=self.stop_token_ids,
-            salt=self.salt,
-            tenant=self.tenant,
-            weight=self.weight,
-            may_share=self.is_shareable,
-            priority=self.priority,
-            constraints=self.constraints,
-            num_prompt_logprobs=self.num_prompt_logprobs,
-            batch_delivery=self.batch_delivery,
+        return checked(
+            Submit(
+                request_id=request_id,
+                tokens=_PLACEHOLDER,
+                num_prompt_tokens=num_prompt_tokens,
+                max_tokens=self.max_tokens,
+                sampling=self.sampling,
+                stop_token_ids=self.stop_token_ids,
+                salt=self.salt,
+                tenant=self.tenant,
+                weight=self.weight,
+                may_share=self.is_shareable,
+                priority=self.priority,
+                constraints=self.constraints,
+                num_prompt_logprobs=self.num_prompt_logprobs,
+                batch_delivery=self.batch_delivery,
+            )
         )
-        try:
-            # The backend drops what it cannot decode. Fail here, where the caller still gets the reason.
-            decode_to_backend(encode(submit))
-        except (WireError, TypeError, OverflowError) as error:
-            raise ValueError(_with_field_names(str(error))) from None
-        return submit
+
+
+def prompt_tokens(token_ids: Sequence[int] | BufferSlice) -> array[int]:
+    """The prompt's ids. A prompt in a shared buffer gives zeros: this process may be unable to read it.
+
+    Raises ValueError.
+    """
+    if isinstance(token_ids, BufferSlice):
+        num_rows = token_ids.num_rows
+        if not 1 <= num_rows <= MAX_CONTEXT_TOKENS:
+            raise ValueError(f"token_ids.num_rows is {num_rows}; a prompt has 1 to {MAX_CONTEXT_TOKENS} rows")
+        return array("i", bytes(4 * num_rows))
+    try:
+        tokens = array("i", token_ids)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"token_ids: {error}") from None
+    if not tokens:
+        raise ValueError("token_ids is empty; a prompt has at least 1 token")
+    return tokens
+
+
+def checked(submit: Submit) -> Submit:
+    """The message, if the backend can decode it: it drops what it cannot. Raises ValueError with the reason."""
+    try:
+        decode_to_backend(encode(submit))
+    except (WireError, TypeError, OverflowError) as error:
+        raise ValueError(_with_field_names(str(error))) from None
+    return submit
 
 
 def _with_field_names(message: str) -> str:

@@ -15,9 +15,9 @@ from penstock.shm.messages import FailureCode, Finish
 if TYPE_CHECKING:
     from penstock.shm.client.counters import ClientCounters
     from penstock.shm.client.held import HeldStreams
+    from penstock.shm.client.open_stream import OpenStream
     from penstock.shm.client.open_streams import OpenStreams
     from penstock.shm.client.outbox import Outbox
-    from penstock.shm.client.stream import TokenStream
 
 logger = logging.getLogger("penstock.client")
 
@@ -42,8 +42,8 @@ class Resubmission:
         self._held = held
         self._counters = counters
         self._timeout_s = timeout_s
-        self._suspects: deque[TokenStream] = deque()  # most innocent first
-        self._isolated: TokenStream | None = None  # the suspect that was submitted last
+        self._suspects: deque[OpenStream] = deque()  # most innocent first
+        self._isolated: OpenStream | None = None  # the suspect that was submitted last
         self._give_up: asyncio.TimerHandle | None = None
 
     def backend_died(self) -> None:
@@ -72,6 +72,7 @@ class Resubmission:
         for stream in self._streams:
             is_first_time = not stream.submit.admitted_ns and stream.is_queued
             stream.mark_admitted()
+            stream.restart()
             if not stream.is_queued:
                 stream.restarts_without_progress += 1
             if stream.restarts_without_progress > _MAX_RESTARTS_WITHOUT_PROGRESS:

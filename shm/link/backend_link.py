@@ -7,7 +7,6 @@ import os
 import select
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import zmq
@@ -15,6 +14,7 @@ import zmq
 from penstock.shm.buffers.buffer_export import LoanError
 from penstock.shm.link.events import Cancellation, FrontendDeath, LinkEvent, Submission
 from penstock.shm.link.frontend_table import FrontendTable
+from penstock.shm.link.link_counters import LinkCounters
 from penstock.shm.link.rendezvous import Rendezvous
 from penstock.shm.link.zmq_sockets import HANDSHAKE_TIMEOUT_S, MAX_REQUESTS_IN_FLIGHT, new_socket, receive
 from penstock.shm.memory.arena import DescriptorError
@@ -30,12 +30,14 @@ from penstock.shm.messages import (
     Finish,
     Started,
     Submit,
+    VectorPart,
     WireError,
     decode_to_backend,
     encode,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from penstock.shm.buffers.buffer_export import BufferExporter
@@ -52,27 +54,6 @@ _LAST_WORDS_MS = 1000
 """Time that a closing backend gives its last messages to reach the frontends."""
 _RETRY_S = 0.02
 """Pause before the next attempt after ZeroMQ refused a message."""
-
-
-@dataclass(slots=True)
-class LinkCounters:
-    """They only grow."""
-
-    messages_in: int = 0
-    messages_out: int = 0
-    events_out: int = 0
-    strangers: int = 0
-    """Messages from senders that are not frontends of this backend, or were disconnected."""
-    faults: int = 0
-    """Malformed messages and descriptors, which were dropped or rejected."""
-    blocked_sends: int = 0
-    """Sends that ZeroMQ refused although there was credit: a bug of ours."""
-    unreachable: int = 0
-    """Sends to frontends whose connection had ended before their death was noticed."""
-    stalled: int = 0
-    """Frontends disconnected because they returned no credit in time."""
-    expelled: int = 0
-    """Frontends disconnected because of their faults."""
 
 
 class BackendLink:
@@ -329,6 +310,15 @@ class BackendLink:
         if target is not None and request_id in target.open_requests:
             self._pending[frontend] = target
             target.add_prompt_logprobs(request_id, entry)
+
+    def push_vectors(
+        self, frontend: int, request_id: int, parts: Iterable[VectorPart], started: Started | None = None
+    ) -> None:
+        """Add a whole result, which ends its request with STOP. Does nothing for a request that is not open."""
+        target = self._frontends.get(frontend)
+        if target is not None and request_id in target.open_requests:
+            target.add_vectors(parts)
+            self.push(frontend, request_id, NO_TOKEN, Finish.STOP, started)
 
     def push_tokens(self, frontend: int, request_ids: list[int], token_ids: list[int]) -> None:
         """`push` one token for each of several requests of a frontend; no token starts or ends its request."""

@@ -8,6 +8,7 @@ import time
 from array import array
 from collections import defaultdict, deque
 from contextlib import ExitStack
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,6 +17,7 @@ from penstock.shm.buffers.buffer_export import LoanError
 from penstock.shm.memory import arena
 from penstock.shm.memory.board import FrontendBoard
 from penstock.shm.messages import (
+    MAX_VECTOR_PART_BYTES,
     ArenaRef,
     BufferContent,
     BufferRef,
@@ -25,10 +27,13 @@ from penstock.shm.messages import (
     PromptLogprobs,
     Started,
     StepOutputs,
+    VectorPart,
     WireError,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from penstock.shm.buffers.buffer_export import ExportedBuffers, Loan
     from penstock.shm.link.rendezvous import ControlConnection
     from penstock.shm.messages import BufferReturn, Submit
@@ -38,7 +43,10 @@ _MAX_HOLD_S = 0.25
 """Events of requests with batch_delivery are held this long; the engine's next turn after that sends them."""
 MAX_LOGPROBS_PER_MESSAGE = 1 << 13
 """Entries of prompts and of generated tokens together. Each has at most 20 top tokens of 14 bytes, so with the events
-they stay below a message's limit."""
+and vectors they stay below a message's limit."""
+_MAX_VECTOR_BYTES_PER_MESSAGE = MAX_VECTOR_PART_BYTES
+_PART_OVERHEAD_BYTES = 64
+"""Bytes of a part beside its values, at most."""
 
 
 class ConnectedFrontend:
@@ -84,6 +92,8 @@ class ConnectedFrontend:
         self._logprobs: deque[tuple[int, EventLogprobs]] = deque()
         """(number of the event since the connection began, entry)."""
         self._prompt_logprobs: list[PromptLogprobs] = []
+        self._vectors: deque[tuple[int, VectorPart]] = deque()
+        """(number of the event that ends the part's request, part)."""
         self._num_sent = 0
         """Events in messages that have been sent."""
         self._returned: list[BufferReturn] = []
@@ -180,8 +190,8 @@ class ConnectedFrontend:
 
     @property
     def num_unsent(self) -> int:
-        """Unsent events, log probabilities of prompts and returned buffers."""
-        return len(self._finishes) + len(self._prompt_logprobs) + len(self._returned)
+        """Unsent events, log probabilities of prompts, parts of vectors and returned buffers."""
+        return len(self._finishes) + len(self._prompt_logprobs) + len(self._vectors) + len(self._returned)
 
     @property
     def is_due(self) -> bool:
@@ -221,6 +231,11 @@ class ConnectedFrontend:
         self._is_urgent = True
         self._prompt_logprobs.append(PromptLogprobs(request_id, (entry,)))
 
+    def add_vectors(self, parts: Iterable[VectorPart]) -> None:
+        """Parts of one result. The event that ends its request is the next to be added."""
+        number = self._num_sent + len(self._finishes)
+        self._vectors.extend((number, part) for part in parts)
+
     def add_tokens(self, request_ids: list[int], token_ids: list[int]) -> None:
         """One event per token; none starts or ends its request."""
         if self._batched.issuperset(request_ids):
@@ -256,16 +271,29 @@ class ConnectedFrontend:
                 if number < self._num_sent + count
             ),
             prompt_logprobs=tuple(self._prompt_logprobs[:MAX_LOGPROBS_PER_MESSAGE]),
+            vectors=tuple(part for _, part in islice(self._vectors, self._num_next_vectors())),
         )
 
+    def _num_next_vectors(self) -> int:
+        """Number of parts in the next message: as many as fit, and at least one."""
+        num_bytes = 0
+        for count, (_, part) in enumerate(self._vectors):
+            num_bytes += _PART_OVERHEAD_BYTES + len(part.values) + len(part.indices)
+            if count and num_bytes > _MAX_VECTOR_BYTES_PER_MESSAGE:
+                return count
+        return len(self._vectors)
+
     def _num_next(self) -> int:
-        """Number of events in the next message. Log probabilities limit it; those of prompts go first."""
+        """Number of events in the next message. Log probabilities limit it; those of prompts go first. So do vectors:
+        none comes after its event."""
         num_left = MAX_LOGPROBS_PER_MESSAGE - len(self._prompt_logprobs)
         if num_left <= 0:
             return 0
         count = min(len(self._finishes), MAX_EVENTS_PER_MESSAGE)
         if len(self._logprobs) > num_left:
             count = min(count, self._logprobs[num_left][0] - self._num_sent)
+        if (num_vectors := self._num_next_vectors()) < len(self._vectors):
+            count = min(count, self._vectors[num_vectors][0] - self._num_sent)
         return count
 
     def sent(self) -> None:
@@ -274,8 +302,10 @@ class ConnectedFrontend:
         self.credit -= 1
         self.waiting_since_s = None
         self._returned.clear()
-        count = self._num_next()  # before its inputs change
+        count, num_vectors = self._num_next(), self._num_next_vectors()  # before their inputs change
         self._num_sent += count
+        for _ in range(num_vectors):
+            self._vectors.popleft()
         while self._logprobs and self._logprobs[0][0] < self._num_sent:
             self._logprobs.popleft()
         for column in (self._request_ids, self._token_ids, self._finishes):

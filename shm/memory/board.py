@@ -284,6 +284,10 @@ class BackendBoard(Board, totals_of=FrontendBoard):
     """Pages copied to host memory before they were reused."""
     pages_restored: int
     """Pages copied back from host memory."""
+    vector_cache_hits: int
+    """Pooled requests whose vector was computed for an equal input before."""
+    vector_cache_misses: int
+    vector_cache_bytes: int
     frontends: int
     """Connected now."""
 

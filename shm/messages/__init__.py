@@ -16,6 +16,7 @@ from penstock.shm.messages.bounds import (
     MAX_STEP_EVENTS,
     MAX_TO_BACKEND_BYTES,
     MAX_TO_FRONTEND_BYTES,
+    MAX_VECTOR_PART_BYTES,
     MAX_WEIGHT,
     MIN_WEIGHT,
     TokenId,
@@ -37,7 +38,15 @@ from penstock.shm.messages.codec import (
     decode_welcome,
     encode,
 )
-from penstock.shm.messages.handshake import PROTOCOL_VERSION, BuffersClosed, Hello, ModelCard, Refusal, Welcome
+from penstock.shm.messages.handshake import (
+    PROTOCOL_VERSION,
+    BuffersClosed,
+    Hello,
+    ModelCard,
+    PooledWidth,
+    Refusal,
+    Welcome,
+)
 from penstock.shm.messages.outputs import (
     NO_TOKEN,
     EventLogprobs,
@@ -47,8 +56,19 @@ from penstock.shm.messages.outputs import (
     PromptLogprobs,
     Started,
     StepOutputs,
+    VectorPart,
 )
-from penstock.shm.messages.submit import ArenaRef, Cancel, Constraints, Credit, Grammar, Sampling, Submit
+from penstock.shm.messages.submit import (
+    ArenaRef,
+    Cancel,
+    Constraints,
+    Credit,
+    Grammar,
+    Pooled,
+    PooledKind,
+    Sampling,
+    Submit,
+)
 
 __all__ = [
     "MAX_CONTEXT_TOKENS",
@@ -60,6 +80,7 @@ __all__ = [
     "MAX_STEP_EVENTS",
     "MAX_TO_BACKEND_BYTES",
     "MAX_TO_FRONTEND_BYTES",
+    "MAX_VECTOR_PART_BYTES",
     "MAX_WEIGHT",
     "MIN_WEIGHT",
     "NO_TOKEN",
@@ -83,6 +104,9 @@ __all__ = [
     "Grammar",
     "Hello",
     "ModelCard",
+    "Pooled",
+    "PooledKind",
+    "PooledWidth",
     "PromptLogprobs",
     "Refusal",
     "Sampling",
@@ -90,6 +114,7 @@ __all__ = [
     "StepOutputs",
     "Submit",
     "TokenId",
+    "VectorPart",
     "Welcome",
     "WireError",
     "decode_hello",

@@ -17,6 +17,8 @@ MAX_TO_BACKEND_BYTES = 192 << 10
 """Largest message to the backend: a Submit with an inline prompt, full constraints and a grammar of four-byte
 characters."""
 MAX_TO_FRONTEND_BYTES = 4 << 20
+MAX_VECTOR_PART_BYTES = 512 << 10
+"""Values of one part of a pooled result."""
 MAX_SHARED_BUFFERS = 64
 """Shared buffers of one client."""
 MAX_SHARED_BUFFER_BYTES = 1 << 30

@@ -8,9 +8,9 @@ from msgspec import Meta, Struct
 
 from penstock.shm.messages.bounds import I31, MAX_CONTEXT_TOKENS, U63, TokenId
 from penstock.shm.messages.buffers import BufferGrant, BufferRequest
-from penstock.shm.messages.submit import Sampling
+from penstock.shm.messages.submit import PooledKind, Sampling
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 class Hello(Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=True):
@@ -18,6 +18,13 @@ class Hello(Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=
 
     protocol_version: Annotated[int, Meta(ge=0, le=1 << 16)]
     buffers: BufferRequest | None = None
+
+
+class PooledWidth(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A kind of vector that a model computes, and the values of one."""
+
+    kind: PooledKind
+    num_values: Annotated[int, Meta(ge=1, le=1 << 24)]
 
 
 class ModelCard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -37,6 +44,15 @@ class ModelCard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
     fingerprint: Annotated[str, Meta(max_length=64)] = ""
     quantization: Annotated[str, Meta(max_length=64)] = "none"
     """What was made of the weights, such as "int8", or how the checkpoint stores them, such as "gptq"."""
+    generates: bool = True
+    """The model generates text."""
+    pooled: Annotated[tuple[PooledWidth, ...], Meta(max_length=8)] = ()
+    """The kinds of vectors that it computes; with "embed" first, it is an embedding model."""
+    normalizes: bool = False
+    """The model's own configuration ends with a normalisation of its vectors."""
+
+    def pooled_width(self, kind: PooledKind) -> int | None:
+        return next((pooled.num_values for pooled in self.pooled if pooled.kind == kind), None)
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=11, forbid_unknown_fields=True):

@@ -7,7 +7,16 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from penstock.shm.messages.bounds import I31, MAX_LOGPROBS, MAX_SHARED_BUFFERS, MAX_STEP_EVENTS, U63, TokenId
+from penstock.shm.messages.bounds import (
+    I31,
+    MAX_CONTEXT_TOKENS,
+    MAX_LOGPROBS,
+    MAX_SHARED_BUFFERS,
+    MAX_STEP_EVENTS,
+    MAX_VECTOR_PART_BYTES,
+    U63,
+    TokenId,
+)
 from penstock.shm.messages.buffers import BufferReturn
 
 NO_TOKEN = -1
@@ -45,6 +54,8 @@ class FailureCode(enum.IntEnum):
     """text is the compiler's error."""
     NOT_SCORED = 8
     """The forward pass reports no log probabilities of prompts."""
+    NOT_SERVED = 9
+    """The model does not do this: generate, or compute this kind of vector."""
 
 
 class Failure(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -91,6 +102,21 @@ class PromptLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields
     """event is the token's index in the prompt."""
 
 
+class VectorPart(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Consecutive values of a pooled request's result. Parts come in order and without gaps, the last one before or
+    with the request's event, which has no token and finish STOP."""
+
+    request_id: U63
+    num_vectors: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
+    """Vectors of the whole result: 1, or one for each token of the prompt."""
+    num_values: U63
+    """Values of the whole result, which are float32; of a sparse one those that are not zero."""
+    values: Annotated[bytes, Meta(max_length=MAX_VECTOR_PART_BYTES)]
+    """Little-endian float32."""
+    indices: Annotated[bytes, Meta(max_length=MAX_VECTOR_PART_BYTES)] = b""
+    """The token id of each value of a sparse result, little-endian int32."""
+
+
 class StepOutputs(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
     """All that one step produced for this frontend, in columns of equal length.
 
@@ -110,3 +136,4 @@ class StepOutputs(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fi
     """Requests that were preempted, once per preemption; may come with a later event."""
     returned: Annotated[tuple[BufferReturn, ...], Meta(max_length=MAX_SHARED_BUFFERS)] = ()
     """Before or with the end of their requests, never after it."""
+    vectors: Annotated[tuple[VectorPart, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
@@ -73,6 +73,25 @@ class Constraints(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     thinking_end: Annotated[tuple[TokenId, ...], Meta(max_length=8)] = ()
 
 
+PooledKind: TypeAlias = Literal["embed", "token_embed", "sparse", "classify", "token_classify"]
+"""What a pass computes of a whole sequence: see `PooledRows` in `penstock.backend.forward_pass`."""
+
+
+class Pooled(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The request's result is a vector, or one vector a token, instead of generated tokens."""
+
+    kind: PooledKind
+    second_start: Annotated[int, Meta(ge=0, le=MAX_CONTEXT_TOKENS)] = 0
+    """Position of the first token of a pair's second text; 0 if the prompt is one text."""
+    num_dimensions: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
+    """First values of each vector to keep (Matryoshka, arXiv 2205.13147); 0 keeps all."""
+    normalize: bool = False
+    """Divide each vector by its Euclidean length, after the choice of dimensions."""
+    group: U63 = 0
+    """Inputs of one client's request have the same number; 0 for a request with one input. Requests of a tenant take
+    turns, an input of each at a time."""
+
+
 class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
     """Run this request.
 
@@ -112,6 +131,9 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
     """When it was first admitted, in CLOCK_MONOTONIC; 0 for a new request. An admitted request is not refused again for
     limits that it has passed, and waits before its tenant's new ones, in this order. It is the frontend's claim: a
     false one gains its requests a place, up to the backend's limit on open requests that were admitted."""
+    pooled: Pooled | None = None
+    """Compute this of the prompt, and generate nothing: max_tokens is 1, and what concerns generated tokens is left at
+    its default."""
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):

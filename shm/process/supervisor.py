@@ -27,6 +27,8 @@ _SIGNALS = _STOP_SIGNALS | {signal.SIGCHLD}
 _PR_SET_PDEATHSIG = 1
 _LONGEST_SLEEP_S = 60.0
 _IS_UP_EVERY_S = 0.1
+_MOST_QUICK_DEATHS = 100
+"""Counted of a child that may die often."""
 _WATCH_EVERY_S = 1.0
 _STOP_AFTER_SECOND_SIGNAL_S = 5.0
 
@@ -51,6 +53,8 @@ class ChildSpec:
     """The child, which has the fd in pass_fds, beats it from its first to its last turn."""
     hang_timeout_s: float = 0.0
     """A child whose heartbeat is silent for longer is killed, and restarted like one that died; 0 is never."""
+    may_die_often: bool = False
+    """After its start it is restarted for as long as the others run, however often it dies."""
 
 
 def module_argv(module: str, arguments: Sequence[str] = ()) -> tuple[str, ...]:
@@ -94,9 +98,9 @@ class Supervisor:
     """Runs the children until a signal stops it or a child cannot be kept alive.
 
     A child that ends is restarted: at once if it ran for settle_s, otherwise after a growing pause. Two ends are final,
-    because a restart would not help: more than max_quick_deaths in a row, and a child that exits by itself (not by a
-    signal) during its start; it has printed why. The start lasts settle_s. With is_up it lasts until is_up, called
-    every 0.1 s, returns True.
+    because a restart would not help: more than max_quick_deaths in a row (unless it may die often), and a child that
+    exits by itself (not by a signal) during its start; it has printed why. The start lasts settle_s. With is_up it
+    lasts until is_up, called every 0.1 s, returns True.
 
     SIGHUP goes to the children that reload; without such children it stops, as when a terminal closes. SIGTERM, SIGINT
     or such a SIGHUP stop the children stage by stage with SIGTERM. A stage that has not ended after stop_timeout_s is
@@ -210,8 +214,8 @@ class Supervisor:
             self._log(f"{ended} during its start; stopping")
             return False
         child.has_settled |= has_settled or returncode < 0
-        child.quick_deaths = 0 if has_settled else child.quick_deaths + 1
-        if child.quick_deaths > self._max_quick_deaths:
+        child.quick_deaths = 0 if has_settled else min(child.quick_deaths + 1, _MOST_QUICK_DEATHS)
+        if child.quick_deaths > self._max_quick_deaths and not (child.spec.may_die_often and child.has_settled):
             self._log(f"{ended}, {child.quick_deaths} times in a row within {self._settle_s:g} s; stopping")
             return False
         pause_s = 0.0

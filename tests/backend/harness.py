@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from penstock.backend.engine.batch_builder import BatchBuilder
-from penstock.backend.engine.intake import EngineLimits
+import numpy as np
+
+from penstock.backend.engine.batch_builder import BatchBuilder, WholeBatchBuilder
 from penstock.backend.engine.launched_step import launch_step
+from penstock.backend.engine.limits import EngineLimits
 from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.requests import Requests
+from penstock.backend.kv_cache.attention_window import AttentionWindow
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.passes.fake import FakePass, next_token
 from penstock.backend.scheduling.scheduler import Scheduler
+from penstock.backend.scheduling.whole_scheduler import WholeScheduler
 from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
 from penstock.shm.memory.board import BackendBoard
-from penstock.shm.messages import EventLogprobs, Failure, Finish, Sampling, Started, Submit
+from penstock.shm.messages import (
+    NO_TOKEN,
+    EventLogprobs,
+    Failure,
+    Finish,
+    Pooled,
+    PooledKind,
+    Sampling,
+    Started,
+    Submit,
+    VectorPart,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
     from penstock.backend.engine.launched_step import PageSaves, StepResult
+    from penstock.backend.engine.vector_cache import VectorCache
     from penstock.backend.forward_pass import IBatchedForwardPass, StepBatch
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.structured_output.grammar_queue import GrammarQueue
@@ -33,11 +54,13 @@ def packed(token_ids: list[int]) -> bytes:
     return array("i", token_ids).tobytes()
 
 
-def expected_tokens(prompt: list[int], count: int, vocab_size: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
+def expected_tokens(
+    prompt: list[int], count: int, vocab_size: int, stop_ids: tuple[int, ...] = (), window_tokens: int | None = None
+) -> list[int]:
     """The fake pass's greedy tokens by its definition, up to a stop id or count tokens."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + count:
-        tokens.append(next_token(tokens, vocab_size))
+        tokens.append(next_token(tokens, vocab_size, window_tokens or sys.maxsize))
         if tokens[-1] in stop_ids:
             break
     return tokens[len(prompt) :]
@@ -54,6 +77,15 @@ class Received:
     logprobs: list[EventLogprobs | None] = field(default_factory=list)
     prompt_logprobs: list[EventLogprobs] = field(default_factory=list)
     num_preemptions: int = 0
+    parts: list[VectorPart] = field(default_factory=list)
+
+    @property
+    def values(self) -> NDArray[np.float32]:
+        """Of a vector that is complete."""
+        assert self.finishes == [Finish.STOP], (self.finishes, self.failure)
+        values = np.frombuffer(b"".join(part.values for part in self.parts), np.float32)
+        assert {part.num_values for part in self.parts} == {len(values)}
+        return values
 
 
 class ScriptedLink:
@@ -94,6 +126,13 @@ class ScriptedLink:
         received = self.received[frontend, request_id]
         assert not received.token_ids, "log probabilities of a prompt after the first token"
         received.prompt_logprobs.append(entry)
+
+    def push_vectors(
+        self, frontend: int, request_id: int, parts: Iterable[VectorPart], started: Started | None = None
+    ) -> None:
+        received = self.received[frontend, request_id]
+        received.parts += parts
+        self.push(frontend, request_id, NO_TOKEN, Finish.STOP, started)
 
     def note_preemption(self, frontend: int, request_id: int) -> None:
         self.received[frontend, request_id].num_preemptions += 1
@@ -187,31 +226,44 @@ class Bench:
         grammar_queue: GrammarQueue | None = None,
         link: ScriptedLink | None = None,
         late_masks: LateMasks | None = None,
+        vector_cache: VectorCache | None = None,
     ) -> None:
         self.vocab_size, self.page_size = vocab_size, page_size
-        context = min(max_context or 1 << 16, num_pages * page_size)
-        host_kv_bytes = 8 * page_size * num_host_pages
-        self.forward_pass = forward_pass or FakePass(vocab_size, max_running, host_kv_bytes)
-        self.forward_pass.create_cache(num_pages, page_size, "fp32")
+        self.forward_pass = forward_pass or FakePass(vocab_size, max_running, 8 * page_size * num_host_pages)
+        spec = self.forward_pass.spec
+        window = AttentionWindow.of(page_size, spec.window_tokens, max_batch_tokens, capacity)
+        context = window.longest_sequence(num_pages, max_context or 1 << 16)
         self.executor = SteppedExecutor(self.forward_pass, capacity, late_masks)
         self.link = link or ScriptedLink()
         self.pool = PagePool(num_pages, num_host_pages)
         self.board = BackendBoard.create()
-        self.scheduler = Scheduler(self.pool, page_size, max_running, max_batch_tokens, max_park_steps, capacity)
+        self.scheduler: Any
+        builder: BatchBuilder | WholeBatchBuilder
+        if spec.kv_bytes_per_token:
+            self.forward_pass.create_cache(num_pages, page_size, "fp32")
+            sizes = (page_size, max_running, max_batch_tokens, max_park_steps, capacity)
+            state = spec.state_bytes_per_sequence > 0
+            self.scheduler = Scheduler(self.pool, *sizes, keeps_state=state, window_tokens=spec.window_tokens)
+            builder = BatchBuilder(max_running, -(-context // page_size))
+        else:
+            self.scheduler, builder = WholeScheduler(max_running, max_batch_tokens), WholeBatchBuilder()
         self.now_s = 0.0
+        served = {"pooled": spec.pooled, "generates": spec.generates}
+        limits = EngineLimits(vocab_size, context, max_waiting, priority_step_s, **served)
         self.requests = Requests.make(
             self.link,  # type: ignore[arg-type]
             self.scheduler,
             self.board,
-            EngineLimits(vocab_size, context, max_waiting, priority_step_s),
+            limits,
             self.clock,
             grammar_queue=grammar_queue,
+            vector_cache=vector_cache,
         )
         self.engine = Engine(
             self.link,  # type: ignore[arg-type]
             self.executor,  # type: ignore[arg-type]
             self.scheduler,
-            BatchBuilder(max_running, -(-context // page_size)),
+            builder,
             self.requests,
             self.board,
             self.clock,
@@ -236,6 +288,22 @@ class Bench:
         num_prompt_tokens = num_prompt_tokens or len(prompt)
         submit = Submit(request_id, tokens, num_prompt_tokens, max_tokens, sampling, stop_ids, **options)
         self.link.arrivals.append(Submission(frontend, submit, tokens))
+
+    def submit_pooled(
+        self,
+        tokens: list[int],
+        kind: PooledKind = "embed",
+        second_start: int = 0,
+        *,
+        request_id: int = 0,
+        num_dimensions: int = 0,
+        normalize: bool = False,
+        group: int = 0,
+        **options: Any,
+    ) -> None:
+        """Submit a pooled request."""
+        pooled = Pooled(kind, second_start, num_dimensions, normalize, group)
+        self.submit(tokens, 1, request_id=request_id, pooled=pooled, **({"may_share": True} | options))
 
     def cancel(self, request_id: int = 0, frontend: int = 1) -> None:
         self.link.arrivals.append(Cancellation(frontend, request_id))

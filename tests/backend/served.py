@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from penstock.backend.buffers.options import make_exporter
 from penstock.backend.engine.batch_builder import BatchBuilder
 from penstock.backend.engine.executor import Executor
-from penstock.backend.engine.intake import EngineLimits
+from penstock.backend.engine.limits import EngineLimits
 from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.requests import Requests
 from penstock.backend.forward_pass import IBatchedForwardPass

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.backend.errors import StartupError
+from penstock.backend.kv_cache.attention_window import AttentionWindow
 from penstock.backend.kv_cache.budget import KvBudget, plan_kv
 from penstock.backend.model_card import fingerprint, make_card
 from penstock.backend.passes.fake import FakePass
@@ -31,7 +32,12 @@ def test_other_weights_of_the_same_size_have_another_fingerprint(tmp_path: Path)
 def test_model_name_that_frontends_refuse_is_refused_at_start() -> None:
     spec = replace(FakePass(100, 1).spec, quantization="int4")
     plan = plan_kv(
-        spec, budget=KvBudget(10**6), kv_dtype="auto", page_size_tokens=16, max_context_tokens=None, max_running=1
+        spec,
+        budget=KvBudget(10**6),
+        kv_dtype="auto",
+        window=AttentionWindow(16),
+        max_context_tokens=None,
+        max_running=1,
     )
     card = make_card("m", DEMO_MODEL_DIR, spec, plan, 10, "")
     assert card.fingerprint.startswith("fp_")
@@ -47,7 +53,12 @@ def test_model_name_that_frontends_refuse_is_refused_at_start() -> None:
 def test_card_says_how_weights_are_quantised(made: str, declared: str | None, told: str, tmp_path: Path) -> None:
     spec = replace(FakePass(100, 1).spec, quantization=made)
     plan = plan_kv(
-        spec, budget=KvBudget(10**6), kv_dtype="auto", page_size_tokens=16, max_context_tokens=None, max_running=1
+        spec,
+        budget=KvBudget(10**6),
+        kv_dtype="auto",
+        window=AttentionWindow(16),
+        max_context_tokens=None,
+        max_running=1,
     )
     config = {} if declared is None else {"quantization_config": {"quant_method": declared}}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -26,6 +26,7 @@ from penstock.backend.forward_pass import (
 )
 from penstock.backend.pass_checks import check_first_step, check_vocabulary
 from penstock.backend.passes.fake import FakePass
+from penstock.backend.passes.fake_encoder import FakeEncoder, PoolingFakePass
 from tests.passes import WideFakePass
 
 OPTIONS = PassOptions(max_running=1)
@@ -167,3 +168,44 @@ def test_added_token_without_logits_is_a_warning(
         check_vocabulary(replace(SPEC, vocab_size=vocab_size), model_dir)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * num_warnings
     assert all("ids up to 3, the model's logits end at 2" in message for message in caplog.messages)
+
+
+class UncutEncoder(FakeEncoder):
+    def forward(self, batch: StepBatch) -> Any:
+        return tuple(np.append(values, values) for values in super().forward(batch))
+
+
+def with_spec(**changes: Any) -> FakeEncoder:
+    encoder = FakeEncoder(96)
+    encoder.spec = replace(encoder.spec, **changes)
+    return encoder
+
+
+def test_passes_that_pool_are_accepted() -> None:
+    check_first_step(FakeEncoder(96), FakeEncoder(96).spec)  # type: ignore[arg-type]
+    decoder = PoolingFakePass(96, 1)
+    decoder.create_cache(1, PAGE, "fp32")
+    check_first_step(decoder, decoder.spec)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "message"),
+    [
+        (
+            UncutEncoder(96),
+            r'shapes \[\[16\]\] for one row of one token of kind "embed" instead of \[\[8\]\]',
+        ),
+        (with_spec(pooled={}), "pools nothing and does not generate"),
+        (with_spec(pooled={"colour": 3}), "pools colour"),
+        (with_spec(generates=True), "generates without a KV cache"),
+        (with_spec(kv_bytes_per_token={"fp32": 8}), "cannot give a vector a token"),
+    ],
+)
+def test_pass_that_pools_against_its_spec_is_refused(encoder: Any, message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        check_first_step(encoder, encoder.spec)
+
+
+def test_loaded_pass_must_pool_what_was_described() -> None:
+    with pytest.raises(StartupError, match="describe"):
+        check_first_step(FakeEncoder(96), with_spec(pooled={"embed": 9}).spec)  # type: ignore[arg-type]

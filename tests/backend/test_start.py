@@ -12,12 +12,22 @@ from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassSpec
 from penstock.backend.kv_cache.budget import KvBudget
 from penstock.backend.kv_cache.memory import MemoryInfo
+from penstock.backend.kv_cache.whole_plan import WholePlan
 from penstock.backend.main import app
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
-from penstock.backend.startup import check_host_memory, check_memory, pass_options, plan_cache
+from penstock.backend.passes.fake_encoder import FakeEncoder
+from penstock.backend.startup import (
+    DEMO_MODEL_DIR,
+    check_host_memory,
+    check_memory,
+    describe_pass,
+    pass_options,
+    plan_cache,
+    plan_memory,
+)
 from tests.checkpoints import make_checkpoint
 
 if TYPE_CHECKING:
@@ -123,7 +133,7 @@ def test_dry_run_counts_quantised_weights(tmp_path: Path, capsys: pytest.Capture
 
 def test_settings_that_change_tokens_change_the_fingerprint() -> None:
     settings = ({"quantize": "int8"}, {"quantize": "int4"}, {"dtype": "fp32"}, {"deterministic": True})
-    assert len({BackendOptions(**each).numerics() for each in ({}, *settings)}) == 5  # type: ignore[arg-type]
+    assert len({BackendOptions(**each).numerics("decoder") for each in ({}, *settings)}) == 5  # type: ignore[arg-type]
 
 
 def test_auto_budget_shows_free_and_reserved_memory(
@@ -304,3 +314,48 @@ def test_plan_over_total_memory_is_refused_and_over_free_memory_warns(caplog: py
     assert caplog.messages == [f"{takes} 7.00 GB that are free on this machine: lower --kv-budget if memory runs short"]
     with pytest.raises(StartupError, match=rf"{takes} 7\.00 GB that are free on GPU 0: lower --kv-budget"):
         check_memory(plan, MemoryInfo(80 * GB, 7 * GB, "GPU 0"), "cuda:0")
+
+
+FAKE_ENCODER = "penstock.backend.passes.fake_encoder:FakeEncoder"
+
+
+def test_dry_run_of_an_encoder_has_no_kv_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--forward-pass", FAKE_ENCODER, "--max-batch-tokens", "800", "--gpu", "none", "--dry-run") == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for line in (
+        "KV cache none",
+        "longest input 512 tokens",
+        "inputs of a step 100",
+        "tokens of a step with several 800",
+        "values of a vector, embed 8",
+    ):
+        assert line in lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--task", "generate"], '--task is generate; with forward pass "{}" the model gives embed, token_embed'),
+        (["--max-context", "513"], "--max-context is 513; the model supports at most 512"),
+        (["--quantize", "int8"], '--quantize is int8; forward pass "{}" has only none'),
+    ],
+)
+def test_encoder_refuses_what_it_cannot_do(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert run("--forward-pass", FAKE_ENCODER, "--gpu", "none", "--dry-run", *arguments) != 0
+    assert message.format(FAKE_ENCODER) in " ".join(capsys.readouterr().err.split())
+
+
+def test_model_that_generates_refuses_to_embed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--forward-pass", "fake", "--task", "embed", "--gpu", "none", "--dry-run") != 0
+    assert '--task is embed; with forward pass "fake" the model gives text' in " ".join(capsys.readouterr().err.split())
+
+
+def test_step_of_an_encoder_holds_its_longest_input() -> None:
+    options = BackendOptions(gpu="none", max_context=300, max_batch_tokens=200, max_running=4)
+    spec, settings = describe_pass(options, "", FakeEncoder, DEMO_MODEL_DIR, pass_options(options))
+    assert (settings.max_batch_tokens, settings.max_running) == (300, 25)
+    plan = plan_memory(options, spec, settings, MemoryInfo(0, 0, ""))
+    assert isinstance(plan, WholePlan)
+    assert (plan.max_context_tokens, plan.step_tokens, plan.max_rows) == (300, 200, 25)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httptools
 import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from uvicorn.server import ServerState
@@ -19,6 +18,7 @@ from penstock.frontend.access.admission import Admission
 from penstock.frontend.access.api_keys import named_keys
 from penstock.frontend.app import App
 from penstock.frontend.generation.served_model import ModelKeeper, ServedModel, model_syntax_of
+from penstock.frontend.generation.served_models import ServedModels
 from penstock.frontend.settings import ParserNames, WorkerLimits
 from penstock.frontend.text.chat_template import ChatTemplate
 from penstock.frontend.text.tokenizer import ModelTokenizer
@@ -26,6 +26,7 @@ from penstock.frontend.transport.serving.server import server_config
 from penstock.shm.client import BackendUnavailable, GenerationRequest, TokenBatch
 from penstock.shm.memory.board import FrontendBoard
 from penstock.shm.messages import FailureCode, Finish, ModelCard, Sampling
+from tests.frontend.raw_http import MockTransport, Response, ResponseReader
 
 CHAT_TEMPLATE = """\
 {% for message in messages %}<|im_start|>{{ message['role'] }}
@@ -191,127 +192,32 @@ class FakeBackend:
 
 def served_model(
     card: ModelCard,
+    backend: FakeBackend | None = None,
     *,
     template: str = CHAT_TEMPLATE,
     tokenizer: Tokenizer = TOKENIZER,
     parsers: ParserNames = ParserNames(),  # noqa: B008 - frozen
 ) -> ServedModel:
     loaded = ModelTokenizer(tokenizer, ChatTemplate(template, {}))
-    return ServedModel(card, loaded, model_syntax_of(loaded, parsers))
+    client: Any = backend or FakeBackend(model=card)
+    return ServedModel(card, loaded, client, model_syntax_of(loaded, parsers))
+
+
+def model_keeper(backend: FakeBackend, served: ServedModel | None = None) -> ModelKeeper:
+    """Return a keeper that has loaded the model, if the backend has one."""
+    keeper = ModelKeeper(backend)  # type: ignore[arg-type]
+    keeper.current = served or (None if backend.model is None else served_model(backend.model, backend))
+    keeper.settled.set()
+    return keeper
 
 
 def make_app(backend: FakeBackend, **options: Any) -> App:
-    """Return an app with a loaded model, if the backend has one. options: keeper, api_keys, admission, or those of
-    WorkerLimits."""
-    keeper = options.pop("keeper", None)
-    if keeper is None:
-        keeper = ModelKeeper(backend)  # type: ignore[arg-type]
-        keeper.current = None if backend.model is None else served_model(backend.model)
-        keeper.settled.set()
+    """Return an app with a loaded model, if the backend has one. options: keeper, models, api_keys, admission, or those
+    of WorkerLimits."""
+    keeper = options.pop("keeper", None) or model_keeper(backend)
+    models = options.pop("models", None) or ServedModels(keeper)
     admission = options.pop("admission", None) or Admission(named_keys(options.pop("api_keys", ())))
-    return App(backend, keeper, admission=admission, limits=WorkerLimits(**options))  # type: ignore[arg-type]
-
-
-class MockTransport(asyncio.Transport):
-    """A socket's transport as the protocol sees it. `block` makes it a client that does not read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.protocol: asyncio.Protocol | None = None
-        self.output = bytearray()
-        self.closed = False
-        self.aborted = False
-        self.blocked = False
-        self.changed = asyncio.Event()
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return {"sockname": ("127.0.0.1", 8000), "peername": ("127.0.0.1", 50000)}.get(name, default)
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        if not self.closed:
-            self.output += data
-            self.changed.set()
-
-    def get_write_buffer_size(self) -> int:
-        return len(self.output) if self.blocked else 0
-
-    def block(self) -> None:
-        self.blocked = True
-        assert self.protocol is not None
-        self.protocol.pause_writing()
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            self.changed.set()
-            asyncio.get_running_loop().call_soon(self._lost, None)
-
-    def abort(self) -> None:
-        self.aborted = True
-        self.close()
-
-    def reset(self) -> None:
-        """The client closes the connection."""
-        self.closed = True
-        self.changed.set()
-        self._lost(ConnectionResetError())
-
-    def _lost(self, error: Exception | None) -> None:
-        assert self.protocol is not None
-        self.protocol.connection_lost(error)
-
-    def pause_reading(self) -> None: ...
-
-    def resume_reading(self) -> None: ...
-
-
-@dataclass
-class Response:
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    @property
-    def error(self) -> dict[str, Any]:
-        error = self.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        return error
-
-    def events(self) -> list[Any]:
-        """Return the data of the server-sent events, [DONE] as a string, without comments."""
-        assert self.headers["content-type"].startswith("text/event-stream")
-        blocks = [block for block in self.body.decode().split("\n\n") if block and not block.startswith(":")]
-        assert all(block.startswith("data: ") for block in blocks)
-        return [json.loads(block[6:]) if block[6:] != "[DONE]" else "[DONE]" for block in blocks]
-
-
-class _ResponseReader:
-    """Parser callbacks that collect whole responses."""
-
-    def __init__(self) -> None:
-        self.responses: list[Response] = []
-        self.headers: dict[str, str] = {}
-        self.body = bytearray()
-        self.parser = httptools.HttpResponseParser(self)
-
-    def on_message_begin(self) -> None:
-        self.headers, self.body = {}, bytearray()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        assert name.decode().lower() not in self.headers
-        self.headers[name.decode().lower()] = value.decode()
-
-    def on_body(self, body: bytes) -> None:
-        self.body += body
-
-    def on_message_complete(self) -> None:
-        self.responses.append(Response(self.parser.get_status_code(), self.headers, bytes(self.body)))
+    return App(models, admission=admission, limits=WorkerLimits(**options))
 
 
 class ClientConnection:
@@ -332,7 +238,7 @@ class ClientConnection:
         )
         self.transport.protocol = self.protocol
         self.protocol.connection_made(self.transport)
-        self._reader = _ResponseReader()
+        self._reader = ResponseReader()
         self._num_read = 0
         self._num_taken = 0
 

@@ -9,11 +9,19 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from penstock.frontend.app import App
-from penstock.frontend.generation.served_model import ModelKeeper, ServedModel
+from penstock.frontend.generation.served_model import ServedModel
 from penstock.frontend.settings import ParserNames
 from penstock.shm.client import GenerationRequest, TokenBatch
 from penstock.shm.messages import Finish
-from tests.frontend.harness import FakeBackend, Script, byte_level_tokenizer, make_app, model_card, served_model
+from tests.frontend.harness import (
+    FakeBackend,
+    Script,
+    byte_level_tokenizer,
+    make_app,
+    model_card,
+    model_keeper,
+    served_model,
+)
 
 HERMES = """\
 {%- if tools %}
@@ -282,17 +290,14 @@ class Model:
         tokenizer.add_tokens([AddedToken(text, special=False) for text in self.added])
         return tokenizer
 
-    def served(self) -> ServedModel:
+    def served(self, backend: FakeBackend | None = None) -> ServedModel:
         tokenizer = self.tokenizer
         ends = (tokenizer.token_to_id(self.end),)
         card = model_card(vocab_size=tokenizer.get_vocab_size(), max_context_tokens=10_000, eos_token_ids=ends)
-        return served_model(card, template=self.template, tokenizer=tokenizer, parsers=self.parsers)
+        return served_model(card, backend, template=self.template, tokenizer=tokenizer, parsers=self.parsers)
 
     def app(self, backend: FakeBackend) -> App:
-        keeper = ModelKeeper(backend)  # type: ignore[arg-type]
-        keeper.current = self.served()
-        keeper.settled.set()
-        return make_app(backend, keeper=keeper)
+        return make_app(backend, keeper=model_keeper(backend, self.served(backend)))
 
     def says(self, text: str, *, batch_size: int = 1, finish: Finish = Finish.STOP) -> Script:
         """Like `harness.says`, in this model's tokens."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -57,7 +58,8 @@ async def connect(app: App) -> AsyncIterator[Callable[[], ClientConnection]]:
 
 
 def load(keeper: ModelKeeper) -> None:
-    keeper.current = served_model(model_card())
+    backend: Any = keeper.backend
+    keeper.current = served_model(model_card(), backend)
     keeper.settled.set()
 
 

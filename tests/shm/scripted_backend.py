@@ -26,7 +26,7 @@ from penstock.shm.buffers.buffer_export import BufferExporter
 from penstock.shm.link.backend_link import BackendLink
 from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
 from penstock.shm.memory.board import BackendBoard
-from penstock.shm.messages import NO_TOKEN, Failure, FailureCode, Finish, ModelCard, Started
+from penstock.shm.messages import NO_TOKEN, Failure, FailureCode, Finish, ModelCard, Started, VectorPart
 
 NextToken = Callable[["array[int]", int, int], int]
 """(tokens so far, number of prompt tokens, vocabulary size) → next token."""
@@ -94,6 +94,8 @@ class Script:
     is_coalesced: bool = False
     credit: int = 256
     stall_limit_s: float = 5.0
+    vector_parts: Callable[[Submission], list[VectorPart]] = lambda _: []
+    """What a pooled request receives before its end."""
     exporter: BufferExporter | None = None
     """Exports shared buffers on the host. A token's row of logits repeats the token; an embedding counts as token 0."""
 
@@ -173,6 +175,11 @@ class ScriptedEngine:
             frontend, request_id = key
             submission = running.submission
             num_prompt = submission.submit.num_prompt_tokens
+            if submission.submit.pooled is not None:
+                started = Started(request_id, num_prompt, 0.0, self.script.is_coalesced)
+                self.link.push_vectors(frontend, request_id, self.script.vector_parts(submission), started)
+                del self.running[key]
+                continue
             token = self.script.next_token(running.tokens, num_prompt, self.script.card.vocab_size)
             if (loan := submission.output) is not None:
                 row = array("f", [token]) * self.script.card.vocab_size

@@ -6,10 +6,11 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from penstock.backend.engine.cancellation import Canceller
-from penstock.backend.engine.intake import EngineLimits
+from penstock.backend.engine.limits import EngineLimits
 from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.open_requests import OpenRequests
 from penstock.backend.engine.requests import Requests
+from penstock.backend.engine.vector_delivery import VectorDelivery
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.scheduling.settlement import Settlement
 from penstock.backend.sequences.sequence import NEW
@@ -61,6 +62,7 @@ class Backend:
                 setup.max_running,
                 setup.max_batch_tokens,
                 runs_ahead=setup.runs_ahead,
+                keeps_state=setup.keeps_state,
             )
         )
         self.link = SimulatedLink(world)
@@ -75,14 +77,18 @@ class Backend:
             setup.max_batch_tokens,
             setup.max_park_steps,
             setup.num_plans_ahead,
+            keeps_state=setup.keeps_state,
+            window_tokens=self.forward_pass.spec.window_tokens,
         )
         limits = EngineLimits(setup.model.vocab_size, setup.context, setup.max_waiting, setup.priority_step_s)
         self.compile_pool = SimulatedPool(setup.model.vocab_size)
         self.grammar_queue = GrammarQueue(GrammarCompiler(self.compile_pool), lambda: None, setup.max_waiting)
         table = OpenRequests(self.scheduler, self.board, self.grammar_queue, JudgedSettlement(world))
         delivery = FaultyDelivery(world, self.link, self.board, table)
-        intake = FaultyIntake(world, self.scheduler, self.board, limits, table, delivery, world.clock)
-        self.requests = Requests(table, intake, delivery, Canceller(self.board, table, delivery, world.clock))
+        vectors = VectorDelivery(self.link, self.board, table, delivery)  # type: ignore[arg-type]
+        intake = FaultyIntake(world, self.scheduler, self.board, limits, table, delivery, vectors, world.clock)
+        canceller = Canceller(self.board, table, delivery, world.clock)
+        self.requests = Requests(table, intake, delivery, canceller, vectors)
         self.engine = Engine(
             self.link,  # type: ignore[arg-type]
             self.executor,  # type: ignore[arg-type]

@@ -45,6 +45,7 @@ class PassSizes:
     max_running: int
     max_batch_tokens: int
     runs_ahead: bool
+    keeps_state: bool = False
 
 
 def mix(state: int, value: int) -> int:
@@ -116,7 +117,14 @@ class ChainPass:
 
     def __init__(self, vocab_size: int, sizes: PassSizes) -> None:
         self.num_host_pages = sizes.num_host_pages
-        self.spec = PassSpec(vocab_size, 1 << 16, {"fp32": 8}, runs_ahead=sizes.runs_ahead, scores_prompts=True)
+        self.spec = PassSpec(
+            vocab_size,
+            1 << 16,
+            {"fp32": 8},
+            runs_ahead=sizes.runs_ahead,
+            scores_prompts=True,
+            state_bytes_per_sequence=8 * sizes.keeps_state,
+        )
         self._num_pages = sizes.num_pages
         self._page_size = sizes.page_size
         self._max_running = sizes.max_running
@@ -126,6 +134,8 @@ class ChainPass:
         self.saved_cells: dict[int, list[int]] = {}
         """Host place → cells of the page saved there."""
         self._slots: dict[int, SlotState] = {}
+        self._states: dict[int, tuple[int, int]] = {}
+        """Slot → number of its sequence's tokens so far, and the cell after them. A pass with state goes on there."""
         self._scored: list[tuple[int, int, int]] = []
         """(row, cell, next token) of each scored token of the step between `forward` and `sample`."""
         self.fault: Fault | None = None
@@ -152,11 +162,7 @@ class ChainPass:
         page_size, cells = self._page_size, self.cells
         for row, slot in enumerate(slots):
             position, pages = contexts[row], table[row]
-            cell = (
-                ROOT
-                if position == 0
-                else cells[pages[(position - 1) // page_size] * page_size + (position - 1) % page_size]
-            )
+            cell = self._cell_before(slot, position, pages)
             if fault is not None and fault.kind == "poison" and fault.row == row:
                 cell = -fault.number
             mine = set()
@@ -176,7 +182,19 @@ class ChainPass:
                 raise Violation("two rows of a step write to one page")
             written |= mine
             ends.append(cell)
+            self._states[slot] = position, cell
         return ends
+
+    def _cell_before(self, slot: int, position: int, pages: list[int]) -> int:
+        if self.spec.state_bytes_per_sequence:
+            num_tokens, cell = self._states.get(slot, (0, ROOT))
+            if num_tokens != position:
+                raise Violation(f"a row begins at {position}; its slot's state is that after {num_tokens} tokens")
+            return cell
+        if position == 0:
+            return ROOT
+        page, place = divmod(position - 1, self._page_size)
+        return self.cells[pages[page] * self._page_size + place]
 
     def _scored_tokens(self, batch: StepBatch, starts: list[int], ids: list[int]) -> dict[int, int]:
         """Index of each scored token → the token that follows it."""
@@ -252,6 +270,7 @@ class ChainPass:
 
     def _take_slot(self, init: SlotInit) -> None:
         self._slots[init.slot] = SlotState(init.sampling, init.token_ids.tolist(), init.num_prompt_tokens)
+        self._states.pop(init.slot, None)
 
     def sample(self, logits: list[int], batch: StepBatch, masks: TokenMasks | None = None) -> PendingOutput:
         fault = self.fault

@@ -31,8 +31,8 @@ ENGINE_ERRORS = ("add", "note", "build", "deliver", "step")
 class FaultyScheduler(Scheduler):
     """Also remembers what it did, for the judge."""
 
-    def __init__(self, world: World, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, world: World, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._world = world
         self.started: set[Sequence] = set()
         """Sequences that the last plan admitted."""

@@ -245,12 +245,8 @@ class Judge:
             raise Violation("tokens were computed again although no request had joined")
         if backend.pool.num_held or scheduler.num_running or scheduler.num_waiting or backend.requests.table.num_open:
             raise Violation("pages, sequences or requests are left over")
-        if (
-            len(backend.requests.table.coalescer)
-            or scheduler._prefix_cache._computing
-            or scheduler._prefix_cache._filling
-            or backend.executor.is_busy
-        ):
+        scheduler._prefix_cache.check_integrity({}, set())
+        if len(backend.requests.table.coalescer) or backend.executor.is_busy:
             raise Violation("the engine still remembers a sequence")
         for ask in self._world.asks:
             whole = ask.ended in (Finish.STOP, Finish.LENGTH)

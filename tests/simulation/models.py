@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from penstock.backend.forward_pass import SamplingParams, SlotInit, StepBatch, TokenMasks
-from penstock.backend.passes.fake import FakePass
+from penstock.backend.passes.fake import FakePass, WindowedFakePass
 from penstock.shm.messages import MAX_LOGPROBS, EventLogprobs
 from tests.simulation.chain_pass import ROOT, ChainPass, PassSizes, SlotState, make_logprobs, mix
 
@@ -94,11 +94,16 @@ class _HashPass(FakePass):
         return [int(row[0]) for row in values.read()]
 
 
+class _WindowedHashPass(_HashPass, WindowedFakePass):
+    pass
+
+
 @dataclass
 class HashModel:
     """The fake pass with the real sampler. It is slow, so few seeds use it."""
 
     vocab_size: int
+    has_window: bool = False
 
     def stream(self, prompt: list[int], sampling: SamplingParams, count: int, rules: Rules | None = None) -> Stream:
         return self._stream(prompt, sampling, count, rules.allowed if rules is not None else None)
@@ -152,7 +157,8 @@ class HashModel:
 
     def new_pass(self, sizes: PassSizes) -> FakePass:
         host_kv_bytes = sizes.num_host_pages * sizes.page_size * _BYTES_PER_TOKEN
-        forward_pass = _HashPass(self.vocab_size, sizes.max_running, host_kv_bytes, runs_ahead=sizes.runs_ahead)
+        kind = _WindowedHashPass if self.has_window else _HashPass
+        forward_pass = kind(self.vocab_size, sizes.max_running, host_kv_bytes, runs_ahead=sizes.runs_ahead)
         forward_pass.create_cache(sizes.num_pages, sizes.page_size, "fp32")
         return forward_pass
 

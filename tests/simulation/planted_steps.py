@@ -12,6 +12,7 @@ from penstock.backend.engine.launched_step import StepResult
 from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.step_timing import StepTiming
 from penstock.backend.forward_pass import NOT_FINITE
+from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.scheduling.step_plan import Plan
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.structured_output.constraints import SequenceConstraints
@@ -80,6 +81,9 @@ STEP_BUGS: dict[str, Plant] = {
         step_module, "_make_masks", lambda masks, *args: masks(*args)._replace(late=frozenset())
     ),
     "late masks are those of the token before": wrap(LateMasks, "advance", _takes_in_nothing),
+    "a state goes on after a rewind": wrap(
+        Scheduler, "rewind", lambda _, _scheduler, sequence, num_computed: sequence.rewind(num_computed)
+    ),
     "rows that build on a failed step are launched": wrap(step_module, "_stop_rows", lambda *_: None),
     "scored tokens stay where they were when a row is dropped": wrap(
         step_module, "keep_rows", _scores_of_dropped_rows_stay

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tests.simulation.models import Model
 
 _HASH_MODEL_EVERY = 32
+_STATE_EVERY = 8
 
 
 @dataclass(eq=False, slots=True)
@@ -75,6 +76,8 @@ class Setup:
     capacity: int
     num_plans_ahead: int
     """Passed to the scheduler. If it is less than the capacity, new sequences are soon preempted."""
+    keeps_state: bool
+    """The pass keeps state for each slot."""
     runs_ahead: bool
     """The pass gets a step while it computes the previous one, and each step's tokens come late."""
     max_waiting: int
@@ -98,7 +101,8 @@ class Setup:
     @classmethod
     def draw(cls, rng: Random, seed: int) -> Setup:
         vocab_size = rng.choice((11, 23, 60))
-        is_real = seed % _HASH_MODEL_EVERY == 0
+        has_window = seed % (2 * _HASH_MODEL_EVERY) == 16
+        is_real = has_window or seed % _HASH_MODEL_EVERY == 0
         page_size, num_pages = rng.randint(1, 4), rng.randint(4, 18)
         context = min(num_pages * page_size, 40)
         longest = max(1, min(14, context - 2))
@@ -109,14 +113,15 @@ class Setup:
         capacity = rng.randint(0, 4)
         often, seldom = rng.choice((0.1, 0.3)), rng.choice((0.0, 0.01, 0.04))
         return cls(
-            model=HashModel(vocab_size) if is_real else ChainModel(vocab_size),
+            model=HashModel(vocab_size, has_window) if is_real else ChainModel(vocab_size),
             num_pages=num_pages,
-            num_host_pages=rng.choice((0, 1, 4, 40)),
+            num_host_pages=rng.choice((0, 1, 4, 40)) * (not has_window),
             page_size=page_size,
             max_running=rng.randint(1, 6),
             max_batch_tokens=rng.choice((1, 3, 6, 12, 24)),
             capacity=capacity,
             num_plans_ahead=rng.choice((0, capacity)),
+            keeps_state=seed % _STATE_EVERY == 3,
             runs_ahead=rng.random() < 0.4,
             max_waiting=rng.choice((1, 3, 100, 100, 100)),
             priority_step_s=rng.choice((0.0, 0.0, 3.0)),

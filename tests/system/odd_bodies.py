@@ -48,11 +48,14 @@ _ODD_BYTES = (b"", b"\xff", b"null", b"[]", b'"x"', b"{", b'{"a":1,}', b"[" * 10
 
 
 def fields_of(document: dict[str, Any], path: str) -> list[str]:
-    """Return the names of the fields of an endpoint's body."""
-    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    while "$ref" in schema:
-        schema = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
-    return list(schema["properties"])
+    """Return the names of the fields of an endpoint's body, which may have one of several forms."""
+    body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    fields: dict[str, None] = {}
+    for schema in body.get("anyOf", [body]):
+        while "$ref" in schema:
+            schema = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+        fields |= dict.fromkeys(schema["properties"])
+    return list(fields)
 
 
 def sample(document: dict[str, Any], schema: dict[str, Any], random: Random, depth: int = 0) -> Any:

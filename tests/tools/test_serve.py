@@ -237,6 +237,25 @@ def test_printed_examples_work_as_printed(start: Start, tmp_path: Path, argument
     assert run_python(lines).strip()
 
 
+def test_a_further_model_has_a_backend_of_its_own(start: Start, tmp_path: Path) -> None:
+    serve = start("--embedding-model", "penstock-demo-embed")
+    serve.wait_until_ready()
+    examples = [serve.output.next_nonempty() for _ in range(5)]
+    vector = json.loads(ask_as_curl(examples[-1]))["data"][0]["embedding"]
+    url = f"http://127.0.0.1:{serve.port}"
+    listed = httpx.get(f"{url}/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == ["penstock-demo", "penstock-demo-embed"]
+    assert listed[1]["embedding_dimensions"] == len(vector)
+    _, second = sorted(serve.pids("penstock.backend.main"))
+    text = serve.complete()
+    os.kill(second, signal.SIGKILL)
+    serve.errors.wait_for("embedding backend died by SIGKILL; restarting")
+    assert serve.complete() == text
+    assert json.loads(ask_as_curl(examples[-1]))["data"][0]["embedding"] == vector  # it waits for the next backend
+    assert serve.stop() == 0
+    assert not list(tmp_path.rglob("*.sock*"))
+
+
 def test_ready_is_printed_once_though_the_backend_is_restarted(start: Start) -> None:
     serve = start()
     serve.wait_until_ready()

@@ -32,12 +32,16 @@ _OVER_HTTP = {
     "interference": "Gaps in running streams while a long prompt arrives.",
     "fairness": "Short requests beside another tenant's flood of long ones.",
 }
+_OF_ENCODERS = {
+    "embeddings": "Texts to vectors, beside other servers and libraries.",
+}
 _WITHOUT_SERVER = {
     "scheduling": "CPU time of a turn of the backend's loop.",
     "channel-sweep": "The same load with 0 to 4 plans prepared ahead.",
     "ipc": "CPU time to carry a token from the backend to a frontend.",
     "mask-cost": "CPU time of a grammar's mask for each row and step.",
     "quantization": "Perplexity and logits of int8 and int4 weights.",
+    "formats": "Memory and speed of quantised checkpoints of other programs.",
     "growth": "A decode step against context, rows and vocabulary.",
     "attention": "Decode attention on the CPU against reading the keys and values once.",
 }
@@ -54,7 +58,8 @@ app.error_formatter = _fail_in_one_line
 
 for _package, _group, _measurements in (
     ("serving", Group("Measurements of a server, over HTTP", sort_key=0), _OVER_HTTP),
-    ("components", Group("Measurements of one part, without a server", sort_key=1), _WITHOUT_SERVER),
+    ("encoders", Group("Measurements of embedding models, over HTTP", sort_key=1), _OF_ENCODERS),
+    ("components", Group("Measurements of one part, without a server", sort_key=2), _WITHOUT_SERVER),
 ):
     for _place, (_name, _line) in enumerate(_measurements.items()):
         _function = _name.replace("-", "_")
@@ -72,6 +77,6 @@ def _load_by_default(
         if option in _REPLACED_OPTIONS:
             fail(COMMAND, f"{option} is now a subcommand: use `{COMMAND} {_REPLACED_OPTIONS[option]}`")
     if arguments and not arguments[0].startswith("-"):
-        names = ", ".join((*_OVER_HTTP, *_WITHOUT_SERVER))
+        names = ", ".join((*_OVER_HTTP, *_OF_ENCODERS, *_WITHOUT_SERVER))
         fail(COMMAND, f'there is no measurement "{arguments[0]}"; choose one of {names}')
     return app(["load", *arguments])

@@ -38,7 +38,8 @@ def forward_pass(request: pytest.FixtureRequest) -> Iterator[Any]:
 def load_pass(
     name: str, model_dir: Path | None, kv_dtype: str | None = None, quantize: str = "none"
 ) -> IBatchedForwardPass:
-    """A pass with a cache of NUM_PAGES pages, in fp32 if it offers that: the tolerance of comparisons is for fp32."""
+    """A pass with a cache of NUM_PAGES pages, unless it has none. In fp32 if it offers that: the tolerance of
+    comparisons is for fp32."""
     options = PassOptions(
         dtype="fp32",
         max_running=MAX_RUNNING,
@@ -47,7 +48,7 @@ def load_pass(
         quantize=quantize,
     )
     loaded = find_forward_pass(name).load(model_dir, options)
-    kv_dtypes = list(loaded.spec.kv_bytes_per_token)
-    kv_dtype = kv_dtype or ("fp32" if "fp32" in kv_dtypes else kv_dtypes[0])
-    loaded.create_cache(NUM_PAGES, page_size_of(loaded), kv_dtype)
+    if kv_dtypes := list(loaded.spec.kv_bytes_per_token):
+        kv_dtype = kv_dtype or ("fp32" if "fp32" in kv_dtypes else kv_dtypes[0])
+        loaded.create_cache(NUM_PAGES, page_size_of(loaded), kv_dtype)
     return loaded

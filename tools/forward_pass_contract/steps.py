@@ -10,6 +10,7 @@ import numpy as np
 from penstock.backend.forward_pass import (
     FROM_EMBEDDINGS,
     EmbeddedTokens,
+    PooledRows,
     SamplingParams,
     ScoredTokens,
     SlotInit,
@@ -76,6 +77,8 @@ class StepRow:
     """Embeddings of all token_ids, which are then FROM_EMBEDDINGS."""
     next_ids: list[int] = field(default_factory=list)
     """What follows each of the first of token_ids: these are scored."""
+    pooled: tuple[str, int] | None = None
+    """Kind of the vector that the row completes, and the position of a second text."""
 
 
 @dataclass
@@ -113,6 +116,19 @@ class StepRunner:
         logits = logits[: len(batch.logit_rows)]
         back = np.argsort([order[row] for row in batch.logit_rows])
         return logits[back], tokens[back]
+
+    def pool(self, rows: list[StepRow]) -> list[Floats]:
+        """Run a step without logits. The vectors of the rows that complete one, in the order of `rows`."""
+        order = sorted(range(len(rows)), key=lambda index: len(rows[index].token_ids) > 1)
+        batch = _make_batch([rows[index] for index in order], (), (), self.num_top)
+        handle = self.forward_pass.forward(batch)
+        if batch.pooled is None:
+            if self.forward_pass.spec.runs_ahead:
+                self.forward_pass.sample(handle, batch).wait()
+            return []
+        vectors = self.forward_pass.sample(handle, batch).wait().pooled or ()
+        found = dict(zip([order[row] for row in batch.pooled.rows], vectors, strict=True))
+        return [np.array(found[index]) for index in sorted(found)]
 
     def prefill(
         self, prompt: list[int], pages: list[int], slot: int = 0, chunk: int = 10**6, sampling: SamplingParams = GREEDY
@@ -164,7 +180,16 @@ def _make_batch(
             if row.embeddings is not None
         ),
         scored=_scored_tokens(rows, num_top),
+        pooled=_pooled_rows(rows),
     )
+
+
+def _pooled_rows(rows: list[StepRow]) -> PooledRows | None:
+    pooled = [(index, *row.pooled) for index, row in enumerate(rows) if row.pooled is not None]
+    if not pooled:
+        return None
+    indices, kinds, second_starts = zip(*pooled, strict=True)
+    return PooledRows(np.array(indices, np.int32), kinds, np.array(second_starts, np.int32))
 
 
 def _scored_tokens(rows: list[StepRow], num_top: int) -> ScoredTokens | None:

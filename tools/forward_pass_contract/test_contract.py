@@ -7,14 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from penstock.backend.forward_pass import (
-    FROM_EMBEDDINGS,
-    FROM_SLOT,
-    IHostPages,
-    IPromptEmbeddings,
-    SamplingParams,
-    SlotInit,
-)
+from penstock.backend.forward_pass import FROM_EMBEDDINGS, FROM_SLOT, SamplingParams, SlotInit
+from penstock.backend.pass_extensions import IHostPages
 from penstock.tools.forward_pass_contract.steps import (
     GREEDY,
     NUM_PAGES,
@@ -32,14 +26,17 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def runner(forward_pass: Any) -> StepRunner:
+    if not forward_pass.spec.generates:
+        pytest.skip("this pass generates nothing")
     return StepRunner(forward_pass)
 
 
-def test_spec_has_what_the_engine_needs(runner: StepRunner) -> None:
-    spec = runner.forward_pass.spec
+def test_spec_has_what_the_engine_needs(forward_pass: Any) -> None:
+    spec = forward_pass.spec
     assert spec.vocab_size > 1
     assert spec.max_context_tokens >= 64
-    assert spec.kv_bytes_per_token
+    assert spec.kv_bytes_per_token or not spec.generates
+    assert spec.generates or spec.pooled
     assert all(num_bytes > 0 for num_bytes in spec.kv_bytes_per_token.values())
 
 
@@ -78,6 +75,8 @@ def test_logits_depend_neither_on_the_order_of_pages_nor_on_their_old_content(ru
 @pytest.mark.parametrize("num_copied", [1, 2, 3])
 def test_row_continues_in_a_page_that_was_copied_for_it(runner: StepRunner, num_copied: int) -> None:
     """The source's owner writes to the source in the same step. Afterwards each sequence has its own page."""
+    if runner.forward_pass.spec.state_bytes_per_sequence:
+        pytest.skip("a pass that keeps state shares no pages")
     shuffled = runner.rng.permutation(NUM_PAGES).tolist()
     source, mine, expected_pages = shuffled[:8], shuffled[8:16], shuffled[16:24]
     page_size = page_size_of(runner.forward_pass)
@@ -101,7 +100,8 @@ def test_row_continues_in_a_page_that_was_copied_for_it(runner: StepRunner, num_
 def test_row_continues_in_pages_that_were_saved_to_the_host(runner: StepRunner) -> None:
     """Pages and host pages are overwritten as early as the engine may do it; one restored page is copied as well."""
     forward_pass = runner.forward_pass
-    if not isinstance(forward_pass, IHostPages) or forward_pass.num_host_pages < 3:
+    keeps_state = forward_pass.spec.state_bytes_per_sequence > 0
+    if keeps_state or not isinstance(forward_pass, IHostPages) or forward_pass.num_host_pages < 3:
         pytest.skip("the pass keeps no pages on the host here")
     page_size = page_size_of(forward_pass)
     shuffled = runner.rng.permutation(NUM_PAGES).tolist()
@@ -181,11 +181,32 @@ def test_row_does_not_depend_on_the_other_rows(runner: StepRunner) -> None:
     assert is_same(alone_next, logits[3])
 
 
+def test_sequence_waits_between_its_rows_and_begins_again_in_its_slot(runner: StepRunner) -> None:
+    """As after an error: the second beginning finds what the first has left in the slot and the pages."""
+    prompt, other = runner.random_prompt(22), runner.random_prompt(12)
+    expected, _ = runner.prefill(prompt, runner.random_pages(22))
+    others_expected, _ = runner.prefill(other, runner.random_pages(12))
+    shuffled = runner.rng.permutation(NUM_PAGES).tolist()
+    pages, others_pages = shuffled[:12], shuffled[12:24]
+    init = SlotInit(7, GREEDY, np.array(prompt, np.int32), len(prompt))
+    others_init = SlotInit(2, GREEDY, np.array(other, np.int32), len(other))
+    runner.step([StepRow(prompt[:13], 0, pages, 7, False, init)])
+    runner.step([StepRow(other[:5], 0, others_pages, 2, False, others_init)])
+    runner.step([StepRow([prompt[13]], 13, pages, 7), StepRow([other[5]], 5, others_pages, 2)])
+    runner.step([StepRow(prompt[:18], 0, pages, 7, False, init)])
+    runner.step([StepRow([other[6]], 6, others_pages, 2, False)])
+    runner.step([StepRow([prompt[18]], 18, pages, 7), StepRow(other[7:11], 7, others_pages, 2, False)])
+    logits, _ = runner.step([StepRow(prompt[19:], 19, pages, 7), StepRow(other[11:], 11, others_pages, 2)])
+    assert is_same(logits[0], expected)
+    assert is_same(logits[1], others_expected)
+
+
 def test_greedy_takes_the_largest_logit_and_from_slot_repeats_it(runner: StepRunner) -> None:
     prompt, pages = runner.random_prompt(9), runner.random_pages(16)
     logits, token = runner.prefill(prompt, pages, slot=5)
     assert token == int(logits.argmax())
     by_slot, _ = runner.step([StepRow([FROM_SLOT], 9, pages, 5)])
+    runner.prefill(prompt, pages, slot=5)  # a state does not go back
     by_id, _ = runner.step([StepRow([token], 9, pages, 5)])
     assert is_same(by_slot[0], by_id[0])
 
@@ -201,9 +222,9 @@ def test_seeded_draw_depends_neither_on_slot_nor_pages_nor_chunks(runner: StepRu
 
 
 def test_prompt_of_embeddings_depends_neither_on_chunks_nor_on_other_rows(runner: StepRunner) -> None:
-    if not isinstance(runner.forward_pass, IPromptEmbeddings):
+    if not (embedding_size := runner.forward_pass.spec.embedding_size):
         pytest.skip("this pass takes no embeddings")
-    given = runner.rng.normal(0.0, 0.3, (19, runner.forward_pass.embedding_size)).astype(np.float32)
+    given = runner.rng.normal(0.0, 0.3, (19, embedding_size)).astype(np.float32)
     whole = runner.prefill_embeddings(given, runner.random_pages(19), 19)
     assert not is_same(whole, runner.prefill_embeddings(given[::-1].copy(), runner.random_pages(19), 19))
     for chunk in (1, 4, 7):

@@ -55,6 +55,9 @@ def inspect_model(model: str, /, *, options: InspectOptions = InspectOptions()) 
 def _lines(model: ModelDescription) -> Iterator[tuple[str, str]]:
     yield "architecture", model.architecture or "not named"
     yield "served", "yes" if model.not_served_because is None else f"no: {model.not_served_because}"
+    yield "task", model.task or "unknown"
+    if model.vectors:
+        yield "vectors", ", ".join(f"{kind} of {width:,}" for kind, width in model.vectors.items())
     window = "" if model.window_tokens is None else f", windows of {model.window_tokens:,} tokens"
     yield "layers", f"{_number(model.layers)}{window}"
     yield "heads", f"{_number(model.heads)} of {_number(model.head_dim)}, {_number(model.kv_heads)} for keys and values"
@@ -68,6 +71,8 @@ def _lines(model: ModelDescription) -> Iterator[tuple[str, str]]:
     dtypes = ", ".join(f"{dtype} {format_size(size)}" for dtype, size in model.weight_dtypes.items())
     yield "weights", f"{format_size(model.weight_bytes)}, files: {model.weight_files} ({dtypes or 'none here'})"
     yield "quantisation", model.quantization or "none"
+    if not model.kv_bytes_per_token and model.vectors:
+        return
     kv = ", ".join(f"{size:,} in {dtype}" for dtype, size in model.kv_bytes_per_token.items())
     yield "KV cache", f"bytes a token: {kv or 'unknown'}"
     yield "tool calls", model.tool_format or "none"

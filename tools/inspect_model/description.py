@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.encoders.decoder_heads import read_pooled_decoder
+from penstock.backend.checkpoint.encoders.read_config import read_encoder, with_common_names
+from penstock.backend.checkpoint.encoders.tasks import find_task
+from penstock.backend.checkpoint.encoders.weights import open_encoder
 from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES
 from penstock.backend.checkpoint.json_file import read_json_object
 from penstock.backend.checkpoint.layout import CONFIG_FILE
@@ -16,6 +20,7 @@ from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
+from penstock.backend.passes.encoder.forward_pass import EncoderPass
 from penstock.frontend.generation.served_model import model_syntax_of
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.tools.inspect_model.config_fields import read_fields
@@ -23,7 +28,8 @@ from penstock.tools.inspect_model.config_fields import read_fields
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.tools.inspect_model.config_fields import ConfigFields, Quantization
+    from penstock.backend.forward_pass import IBatchedForwardPass, PassSpec
+    from penstock.tools.inspect_model.config_fields import Quantization
     from penstock.tools.inspect_model.headers import TensorHeader, WeightFiles
 
 _PACKED_SUFFIXES = ("qweight", "weight_packed", "_blocks")
@@ -42,6 +48,10 @@ class ModelDescription(Struct, frozen=True):
     architecture: str | None
     not_served_because: str | None
     """None if this version serves the model on the CPU."""
+    task: str | None
+    """As `backend --task auto` chooses it."""
+    vectors: dict[str, int]
+    """What the model gives instead of tokens → numbers of each."""
     layers: int | None
     hidden_size: int | None
     intermediate_size: int | None
@@ -75,7 +85,7 @@ def describe_model(model: str, model_dir: Path, files: WeightFiles, *, is_local:
     """model_dir has the small files; is_local: and the weights. Raises StartupError if config.json cannot be read."""
     path = model_dir / CONFIG_FILE
     values = read_json_object(path)
-    fields = read_fields(values, path)
+    fields = read_fields(_common_names(values), path)
     architectures = values.get("architectures")
     quantization = fields.quantization_config
     bits = quantization.bits_per_weight if quantization is not None else 8
@@ -84,7 +94,8 @@ def describe_model(model: str, model_dir: Path, files: WeightFiles, *, is_local:
     dtypes = Counter[str]()
     for tensor in files.tensors.values():
         dtypes[tensor.dtype] += tensor.num_bytes
-    reason, kv_bytes_per_token = _served(model_dir, fields, checks_weights=is_local and not files.missing_files)
+    reason, task, spec = _served(model_dir, checks_weights=is_local and not files.missing_files)
+    kv_values = fields.kv_values_per_token if spec is None else None
     if reason is None and files.missing_files:
         reason = f"{len(files.missing_files)} of {files.num_files} weight files are missing: {files.missing_files[0]}"
     tool_format, reasoning_format, tokenizer_error = _syntax(model_dir)
@@ -93,6 +104,8 @@ def describe_model(model: str, model_dir: Path, files: WeightFiles, *, is_local:
         model=model,
         architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else None,
         not_served_because=reason if reason is not None else tokenizer_error,
+        task=task,
+        vectors={} if spec is None else dict(spec.pooled),
         layers=fields.num_hidden_layers,
         hidden_size=fields.hidden_size,
         intermediate_size=fields.intermediate_size,
@@ -111,7 +124,7 @@ def describe_model(model: str, model_dir: Path, files: WeightFiles, *, is_local:
         weight_bytes=sum(dtypes.values()),
         weight_files=files.num_files,
         missing_files=files.missing_files,
-        kv_bytes_per_token=kv_bytes_per_token,
+        kv_bytes_per_token=dict(spec.kv_bytes_per_token) if spec else {"bf16": 2 * kv_values} if kv_values else {},
         tool_format=tool_format,
         reasoning_format=reasoning_format,
         tokenizer_error=tokenizer_error,
@@ -139,16 +152,30 @@ def count_parameters(tensors: dict[str, TensorHeader], packed_bits: int) -> tupl
     return total, in_experts
 
 
-def _served(model_dir: Path, fields: ConfigFields, *, checks_weights: bool) -> tuple[str | None, dict[str, int]]:
-    """Why the model is not served, if so; and the bytes of KV cache for a token."""
+def _common_names(values: dict[str, Any]) -> dict[str, Any]:
     try:
-        spec = DecoderPass.describe(model_dir, PassOptions())
-        if checks_weights:
-            open_weights(model_dir, read_decoder_config(model_dir)).close()
+        return with_common_names(values)
+    except StartupError:  # an encoder that is not supported, which `_served` says
+        return values
+
+
+def _served(model_dir: Path, *, checks_weights: bool) -> tuple[str | None, str | None, PassSpec | None]:
+    """Why the model is not served, if so; its task; and what its pass says of it."""
+    task = None
+    try:
+        found = find_task(model_dir)
+        task = found.task
+        pass_class: type[IBatchedForwardPass] = EncoderPass if found.is_encoder else DecoderPass
+        spec = pass_class.describe(model_dir, PassOptions())
+        if checks_weights and found.is_encoder:
+            with open_encoder(model_dir, read_encoder(model_dir)):
+                pass
+        elif checks_weights:
+            pooled = read_pooled_decoder(model_dir, "auto", None)
+            open_weights(model_dir, read_decoder_config(model_dir) if pooled is None else pooled.config).close()
     except StartupError as error:
-        values = fields.kv_values_per_token
-        return str(error), {} if values is None else {"bf16": 2 * values}
-    return None, dict(spec.kv_bytes_per_token)
+        return str(error), task, None
+    return None, task, spec
 
 
 def _syntax(model_dir: Path) -> tuple[str | None, str | None, str | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.backend.checkpoint.decoder_config import Experts
+from penstock.backend.checkpoint.decoder_config import ClampedGate, Experts
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
@@ -52,6 +52,18 @@ def mixtral_experts(config: HfConfig) -> ExpertLayers:
         per_token=config.num_experts_per_tok or 2,
         width=config.intermediate_size,
         normalises=True,
+    )
+    return _checked(experts, (True,) * config.num_hidden_layers)
+
+
+def gpt_oss_experts(config: HfConfig) -> ExpertLayers:
+    experts = Experts(
+        count=_count(config, 128),
+        per_token=config.num_experts_per_tok or 4,
+        width=config.intermediate_size,
+        normalises=True,
+        biased=True,
+        clamped_gate=ClampedGate(config.swiglu_alpha or 1.702, config.swiglu_limit or 7.0),
     )
     return _checked(experts, (True,) * config.num_hidden_layers)
 

@@ -7,13 +7,14 @@ express it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from msgspec import UNSET
 
 from penstock.backend.checkpoint.architectures.expert_layers import (
     ExpertLayers,
+    gpt_oss_experts,
     mixtral_experts,
     qwen2_experts,
     qwen3_experts,
@@ -41,6 +42,7 @@ from penstock.backend.checkpoint.decoder_config import (
     Scales,
     TensorNames,
 )
+from penstock.backend.checkpoint.rope_scaling import RopeSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,10 +99,15 @@ class Family:
     activation_aliases: tuple[str, ...] = ()
     """Other names that mean the same for this architecture."""
     mlp: MlpKind = "gated"
+    sinks: bool = False
     parallel_blocks: bool = False
 
     head_dim: int | None = None
+    rope: RopeSettings = RopeSettings()  # noqa: RUF009 - frozen
+    """The rotary embedding if config.json says nothing about scaling."""
     rope_theta: float = 10_000.0
+    scales_queries: bool = False
+    """By their position, if the settings of RoPE have a llama_4_scaling_beta."""
     window_rope_theta: float | None = None
     """Not None: layers with a window have rotary embeddings of their own, of this base if no key says otherwise."""
     partial_rotary_factor: float = 1.0
@@ -177,10 +184,67 @@ _MIXTRAL_NAMES = TensorNames(
     expert_down="w2",
 )
 
+_GPT_OSS_NAMES = TensorNames(router="mlp.router", fused_experts="mlp.experts")
+_GPT_OSS_ROPE = RopeSettings(
+    rope_type="yarn",
+    factor=32.0,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    truncate=False,
+    original_max_position_embeddings=4096,
+)
+
+_MINISTRAL3_ROPE = RopeSettings(
+    rope_type="yarn",
+    rope_theta=1_000_000.0,
+    factor=16.0,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+    original_max_position_embeddings=16_384,
+    llama_4_scaling_beta=0.1,
+)
+
+_GEMMA = Family(
+    scales=_gemma1_scales,
+    biases="attention_bias",
+    norm_offset=1.0,
+    activation="gelu_pytorch_tanh",
+    activation_aliases=("gelu",),  # the first files say so and mean the other
+    head_dim=256,
+    tie_embeddings=True,
+    refused_keys=_BIDIRECTIONAL,
+)
+_GEMMA2 = replace(
+    _GEMMA,
+    windows=windows_between(2),
+    scales=_gemma_scales(scores_cap=50.0, logits_cap=30.0),
+    names=_GEMMA_NAMES,
+    activation_key="hidden_activation",
+    activation_aliases=(),
+)
+_GLM = Family(
+    names=_GLM_NAMES,
+    biases="qkv if attention_bias",
+    attention_bias=True,
+    norm_eps=1.5625e-7,
+    head_dim=128,
+    partial_rotary_factor=0.5,
+    interleaved_rope=True,
+)
+
 FAMILIES = {
     "LlamaForCausalLM": Family(biases="attention_bias", mlp_bias_allowed=True),
     "MistralForCausalLM": Family(windows=window_everywhere),
     "MinistralForCausalLM": Family(windows=windows_unless_other_types),
+    "Ministral3ForCausalLM": Family(
+        windows=window_nowhere_unless_given,
+        norm_eps=1e-5,
+        head_dim=128,
+        rope=_MINISTRAL3_ROPE,
+        scales_queries=True,
+    ),
     "Qwen2ForCausalLM": Family(windows=windows_of_last_layers, biases="qkv"),
     "Qwen3ForCausalLM": Family(
         windows=windows_of_last_layers, biases="attention_bias", qk_norm=_qk_norm("head"), head_dim=128
@@ -198,6 +262,18 @@ FAMILIES = {
         norm_eps=1e-5,
         rope_theta=1_000_000.0,
     ),
+    "GptOssForCausalLM": Family(
+        windows=windows_between(2, 128),
+        names=_GPT_OSS_NAMES,
+        experts=gpt_oss_experts,
+        biases="attention_bias",
+        attention_bias=True,
+        sinks=True,
+        norm_eps=1e-5,
+        head_dim=64,
+        rope=_GPT_OSS_ROPE,
+        rope_theta=150_000.0,
+    ),
     "SmolLM3ForCausalLM": Family(
         windows=windows_of_nope_layers,
         uses_rope=rope_at_intervals,
@@ -212,41 +288,15 @@ FAMILIES = {
         norm_eps=1e-5,
         original_max_positions=4096,
     ),
-    "GemmaForCausalLM": Family(
-        scales=_gemma1_scales,
-        biases="attention_bias",
-        norm_offset=1.0,
-        activation="gelu_pytorch_tanh",
-        activation_aliases=("gelu",),  # the first files say so and mean the other
-        head_dim=256,
-        tie_embeddings=True,
-        refused_keys=_BIDIRECTIONAL,
-    ),
-    "Gemma2ForCausalLM": Family(
-        windows=windows_between(2),
-        scales=_gemma_scales(scores_cap=50.0, logits_cap=30.0),
-        names=_GEMMA_NAMES,
-        biases="attention_bias",
-        norm_offset=1.0,
-        activation_key="hidden_activation",
-        activation="gelu_pytorch_tanh",
-        head_dim=256,
-        tie_embeddings=True,
-        refused_keys=_BIDIRECTIONAL,
-    ),
-    "Gemma3ForCausalLM": Family(
+    "GemmaForCausalLM": _GEMMA,
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma3ForCausalLM": replace(
+        _GEMMA2,
         windows=windows_between(6),
         scales=_gemma_scales(),
         qk_norm=_qk_norm("head"),
-        names=_GEMMA_NAMES,
-        biases="attention_bias",
-        norm_offset=1.0,
-        activation_key="hidden_activation",
-        activation="gelu_pytorch_tanh",
-        head_dim=256,
         rope_theta=1_000_000.0,
         window_rope_theta=10_000.0,
-        tie_embeddings=True,
         refused_keys=(*_BIDIRECTIONAL, "attn_logit_softcapping"),
     ),
     "Olmo2ForCausalLM": Family(
@@ -262,24 +312,8 @@ FAMILIES = {
         window_rope_theta=500_000.0,
     ),
     "GraniteForCausalLM": Family(scales=_granite_scales, biases="attention_bias", mlp_bias_allowed=True),
-    "GlmForCausalLM": Family(
-        names=_GLM_NAMES,
-        biases="qkv if attention_bias",
-        attention_bias=True,
-        norm_eps=1.5625e-7,
-        head_dim=128,
-        partial_rotary_factor=0.5,
-        interleaved_rope=True,
-    ),
-    "Glm4ForCausalLM": Family(
-        names=_GLM4_NAMES,
-        biases="qkv if attention_bias",
-        attention_bias=True,
-        norm_eps=1.5625e-7,
-        head_dim=128,
-        partial_rotary_factor=0.5,
-        interleaved_rope=True,
-    ),
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": replace(_GLM, names=_GLM4_NAMES),
     "CohereForCausalLM": Family(
         scales=_cohere_scales,
         qk_norm=_cohere_qk_norm,
@@ -318,33 +352,4 @@ FAMILIES = {
         mlp="plain",
         tie_embeddings=True,
     ),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class TextPart:
-    """The text model of an architecture that also reads images. Only text is served."""
-
-    architecture: str
-    """The entry of FAMILIES that it is."""
-    model_type: str
-    """Of text_config; others are other models."""
-    tie_embeddings: bool
-    defaults: dict[str, int] = field(default_factory=dict)
-    """Of keys that the files on the hub leave out and HfConfig requires."""
-
-
-TEXT_PARTS = {
-    "Gemma3ForConditionalGeneration": TextPart(
-        "Gemma3ForCausalLM",
-        "gemma3_text",
-        tie_embeddings=True,
-        defaults={
-            "vocab_size": 262_208,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 131_072,
-        },
-    ),
-    "Mistral3ForConditionalGeneration": TextPart("MistralForCausalLM", "mistral", tie_embeddings=False),
 }

@@ -39,6 +39,8 @@ class HfConfig(Struct, frozen=True):
     rms_norm_eps: _Epsilon | None = None
     layer_norm_eps: _Epsilon | None = None
     norm_epsilon: _Epsilon | None = None
+    norms_have_offset: bool = False
+    """Weights of norms contain what the architecture adds to them, as in GGUF files of Gemma."""
     tie_word_embeddings: bool | None = None
     attention_bias: bool | None = None
     mlp_bias: bool = False
@@ -54,6 +56,8 @@ class HfConfig(Struct, frozen=True):
     moe_intermediate_size: _Width | None = None
     shared_expert_intermediate_size: _Width | None = None
     norm_topk_prob: bool = False
+    swiglu_alpha: _Scale | None = None
+    swiglu_limit: _Scale | None = None
     decoder_sparse_step: _Interval = 1
     mlp_only_layers: Annotated[tuple[Annotated[int, Meta(ge=0, le=4095)], ...], _PerLayer] | None = None
 

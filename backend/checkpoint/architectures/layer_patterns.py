@@ -58,13 +58,13 @@ def windows_of_nope_layers(config: HfConfig) -> Windows:
     return _by_layer_types(config, _window(config, None) if config.use_sliding_window else None, slides)
 
 
-def windows_between(default_interval: int) -> Callable[[HfConfig], Windows]:
+def windows_between(default_interval: int, default_window: int = DEFAULT_WINDOW) -> Callable[[HfConfig], Windows]:
     """Every sliding_window_pattern-th layer has full attention, the layers between have a window."""
 
     def windows(config: HfConfig) -> Windows:
         interval = config.sliding_window_pattern or default_interval
         slides = tuple((i + 1) % interval != 0 for i in range(config.num_hidden_layers))
-        window = _window(config, DEFAULT_WINDOW)
+        window = _window(config, default_window)
         if window is None:
             raise StartupError("sliding_window is null; this architecture needs a number")
         return _by_layer_types(config, window, slides)

@@ -46,7 +46,7 @@ class Groups:
     """Inputs of a group."""
 
     def shape(self, shape: Shape) -> Shape:
-        """Of scales and zero points."""
+        """The shape of scales and zero points."""
         outputs, inputs = shape
         if self.strategy == "tensor":
             return 1, 1
@@ -148,10 +148,7 @@ class PackedIntegers(MatrixFormat):
     def expand(self, parts: Parts, shape: Shape, rows: slice) -> Tensor:
         values = unpack(parts["weight_packed"][rows], self.bits)[:, : shape[1]].contiguous()
         scales, zeros = self._scales_and_zeros(parts, shape, rows)
-        if self.act_order:
-            group = parts["weight_g_idx"].long()
-            scales, zeros = scales[:, group], zeros[:, group]
-        return scale_groups(values, scales, zeros)
+        return scale_groups(values, scales, zeros, parts.get("weight_g_idx"))
 
     def packed_form(self, shape: Shape) -> PackedForm | None:
         if self.act_order:

@@ -5,13 +5,15 @@ The format is never guessed from the tensors. A method that is not listed here i
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct
 
+from penstock.backend.checkpoint.formats.bitsandbytes import Bitsandbytes4Bit, BitsandbytesInt8
 from penstock.backend.checkpoint.formats.compressed_tensors import Groups, PackedIntegers, PlainInt8
-from penstock.backend.checkpoint.formats.float4 import Bitsandbytes4Bit, Mxfp4
+from penstock.backend.checkpoint.formats.float4 import Mxfp4, Nvfp4
 from penstock.backend.checkpoint.formats.float8 import Float8
 from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES, GgmlMatrix
 from penstock.backend.checkpoint.formats.gptq import Awq, Gptq
@@ -34,6 +36,7 @@ CONFIG_KEYS = ("quantization_config", "compression_config")
 """The second is what compressed-tensors wrote at first."""
 
 _LM_HEAD = "lm_head"
+_EXPERTS = ".experts."
 _Names = Annotated[tuple[Annotated[str, Meta(max_length=512)], ...], Meta(max_length=1 << 16)]
 _GroupSize = Annotated[int, Meta(ge=-1, le=1 << 20)]
 _BlockSize = Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -86,28 +89,61 @@ class _GptqSettings(Struct, frozen=True):
     modules_to_not_convert: _Names | None = None
 
 
+class _GptqChanges(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rule of `dynamic` changes for the linears that it matches; None is no change."""
+
+    bits: int | None = None
+    group_size: _GroupSize | None = None
+    desc_act: bool | None = None
+    sym: bool | None = None
+    """Zero points are read in any case."""
+
+
 def _gptq(values: dict[str, Any]) -> StoredFormats:
     settings = convert(values, _GptqSettings, "quantization_config")
-    bits = _one_of("bits", settings.bits, INTEGER_BITS)
     layout = _one_of("checkpoint_format", settings.checkpoint_format or settings.format or "gptq", ("gptq", "gptq_v2"))
-    matrix = Gptq(bits, _groups(settings.group_size), settings.desc_act, 1 if layout == "gptq" else 0)
-    skipped = settings.modules_to_not_convert or ()
-    for name, changes in (settings.dynamic or {}).items():
-        if not name.startswith("-:"):
-            raise StartupError(
-                f"quantization_config.dynamic.{shorten(name)} is {shorten(changes)}; only exceptions (-:) are supported"
-            )
-        skipped = (*skipped, name.removeprefix("-:"))
+    own = Gptq(
+        _one_of("bits", settings.bits, INTEGER_BITS),
+        _groups(settings.group_size),
+        settings.desc_act,
+        1 if layout == "gptq" else 0,
+    )
     only: tuple[str, ...] = ()
     for names in settings.modules_in_block_to_quantize or ():
         only += (names,) if isinstance(names, str) else names
 
-    def covers(module: str) -> bool:
+    skipped = settings.modules_to_not_convert or ()
+
+    def covers(exceptions: tuple[str, ...], module: str) -> bool:
         if module == _LM_HEAD:
             return settings.lm_head
-        return not is_excluded(module, skipped) and (not only or is_excluded(module, only))
+        is_skipped = is_excluded(module, skipped) or is_target(module, exceptions)
+        return not is_skipped and (not only or is_excluded(module, only))
 
-    return StoredFormats((Rule(matrix, covers),))
+    exceptions: tuple[str, ...] = ()
+    rules = []
+    for name, changes in (settings.dynamic or {}).items():
+        pattern = f"re:{name.removeprefix('-:').removeprefix('+:')}"
+        if name.startswith("-:"):
+            exceptions = (*exceptions, pattern)
+        else:
+            matched = partial(_is_target_and, pattern, partial(covers, exceptions))
+            rules.append(Rule(_changed_gptq(own, f"dynamic.{shorten(name)}", changes), matched))
+    return StoredFormats((*rules, Rule(own, partial(covers, exceptions))))
+
+
+def _changed_gptq(own: Gptq, where: str, values: Any) -> Gptq:
+    changes = convert(values, _GptqChanges, f"quantization_config.{where}")
+    return replace(
+        own,
+        bits=own.bits if changes.bits is None else _one_of(f"{where}.bits", changes.bits, INTEGER_BITS),
+        group_size=own.group_size if changes.group_size is None else _groups(changes.group_size),
+        act_order=own.act_order if changes.desc_act is None else changes.desc_act,
+    )
+
+
+def _is_target_and(pattern: str, covers: Callable[[str], bool], module: str) -> bool:
+    return is_target(module, (pattern,)) and covers(module)
 
 
 class _AwqSettings(Struct, frozen=True):
@@ -149,7 +185,7 @@ def _fp8(values: dict[str, Any]) -> StoredFormats:
 class _WeightSettings(Struct, frozen=True):
     num_bits: int
     type: str = "int"
-    strategy: Literal["tensor", "channel", "group", "block"] | None = None
+    strategy: Literal["tensor", "channel", "group", "block", "tensor_group"] | None = None
     symmetric: bool = True
     group_size: _GroupSize | None = None
     block_structure: Annotated[tuple[_BlockSize, ...], Meta(min_length=2, max_length=2)] | None = None
@@ -189,8 +225,16 @@ def _is_target_but(targets: tuple[str, ...], ignored: tuple[str, ...], module: s
 
 
 _COMPRESSED_LAYOUTS = (
-    "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mxfp4-pack-quantized"
+    "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mxfp4-pack-quantized",
+    "nvfp4-pack-quantized",
 )  # fmt: skip
+
+
+_FLOAT4_LAYOUTS: dict[str, tuple[int, MatrixFormat]] = {
+    "mxfp4-pack-quantized": (32, Mxfp4("compressed-tensors", "weight_packed", "weight_scale", by_blocks=False)),
+    "nvfp4-pack-quantized": (16, Nvfp4()),
+}
+"""Each with its group_size."""
 
 
 def _compressed_matrix(where: str, weights: _WeightSettings, layout: str) -> MatrixFormat:
@@ -201,10 +245,11 @@ def _compressed_matrix(where: str, weights: _WeightSettings, layout: str) -> Mat
         strategy = "channel" if _groups(weights.group_size) is None else strategy
     layout = _one_of(f"{where}.format", layout, _COMPRESSED_LAYOUTS)
     kind = _one_of(f"{where}.weights.type", weights.type, ("int", "float"))
-    if layout == "mxfp4-pack-quantized":
-        _one_of(f"{where}.weights.group_size", weights.group_size, (32,))
+    if layout in _FLOAT4_LAYOUTS:
+        group_size, matrix = _FLOAT4_LAYOUTS[layout]
+        _one_of(f"{where}.weights.group_size", weights.group_size, (group_size,))
         _one_of(f"{where}.weights.symmetric", weights.symmetric, (True,))
-        return Mxfp4()
+        return matrix
     if kind == "float":
         _one_of(f"{where}.weights.num_bits", weights.num_bits, (8,))
         _one_of(f"{where}.weights.strategy", strategy, ("tensor", "channel", "block"))
@@ -221,8 +266,23 @@ def _compressed_matrix(where: str, weights: _WeightSettings, layout: str) -> Mat
     return PlainInt8(groups, weights.symmetric)
 
 
+class _Mxfp4Settings(Struct, frozen=True):
+    modules_to_not_convert: _Names | None = None
+
+
+def _mxfp4(values: dict[str, Any]) -> StoredFormats:
+    """As gpt-oss is published: of experts only."""
+    skipped = convert(values, _Mxfp4Settings, "quantization_config").modules_to_not_convert or ()
+
+    def covers(module: str) -> bool:
+        return _EXPERTS in module and not is_excluded(module, skipped)
+
+    return StoredFormats((Rule(Mxfp4("mxfp4", "blocks", "scales", by_blocks=True), covers),))
+
+
 class _BitsandbytesSettings(Struct, frozen=True):
     load_in_4bit: bool = False
+    load_in_8bit: bool = False
     bnb_4bit_quant_type: str = "fp4"
     bnb_4bit_use_double_quant: bool = False
     bnb_4bit_quant_storage: str = "uint8"
@@ -231,11 +291,14 @@ class _BitsandbytesSettings(Struct, frozen=True):
 
 def _bitsandbytes(values: dict[str, Any]) -> StoredFormats:
     settings = convert(values, _BitsandbytesSettings, "quantization_config")
+    covers = _all_but(settings.llm_int8_skip_modules)
+    if settings.load_in_8bit and not settings.load_in_4bit:
+        return StoredFormats((Rule(BitsandbytesInt8(), covers),))
     _one_of("load_in_4bit", settings.load_in_4bit, (True,))
     _one_of("bnb_4bit_quant_storage", settings.bnb_4bit_quant_storage, ("uint8",))
     kind = _one_of("bnb_4bit_quant_type", settings.bnb_4bit_quant_type, ("nf4", "fp4"))
     matrix = Bitsandbytes4Bit(kind, settings.bnb_4bit_use_double_quant)
-    return StoredFormats((Rule(matrix, _all_but(settings.llm_int8_skip_modules)),))
+    return StoredFormats((Rule(matrix, covers),))
 
 
 class _GgufSettings(Struct, frozen=True):
@@ -258,6 +321,7 @@ _METHODS: dict[str, Callable[[dict[str, Any]], StoredFormats]] = {
     "awq": _awq,
     "fp8": _fp8,
     "bitsandbytes": _bitsandbytes,
+    "mxfp4": _mxfp4,
     "gguf": _gguf,
 }
 

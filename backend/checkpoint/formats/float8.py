@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.backend.checkpoint.float8_weight import FLOAT8_GROUP_SIZE, Float8Form, Float8Weight
 from penstock.backend.checkpoint.formats.matrix_format import FLOATS, MatrixFormat, Part, UnreadableMatrixError
+from penstock.backend.checkpoint.quantized_weights import MAX_QUANTIZED_INPUTS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.backend.checkpoint.formats.matrix_format import Parts, Shape
+    from penstock.backend.checkpoint.float8_weight import FLOAT8_GROUP_SIZE, Float8Form, Float8Weight
+from penstock.backend.checkpoint.formats.matrix_format import Parts, Shape
 
 SCALES = (*FLOATS, "F8_E8M0")
 """E8M0 holds powers of two only."""
@@ -20,7 +23,7 @@ SCALES = (*FLOATS, "F8_E8M0")
 
 @dataclass(frozen=True)
 class Float8(MatrixFormat):
-    """w = scale × value: E4M3 (finite, with NaN). No kernel of the CPU multiplies it."""
+    """w = scale × value: E4M3 (finite, with NaN). Kernels of a GPU multiply it, none of the CPU."""
 
     method: str
     block: tuple[int, int] | None
@@ -58,6 +61,23 @@ class Float8(MatrixFormat):
             blocks = torch.arange(rows.start, rows.stop) // self.block[0]
             return values.mul_(scales[blocks].repeat_interleave(self.block[1], dim=1)[:, : shape[1]])
         return values.mul_(scales.view(-1, 1)[rows] if self.per_output else scales.view(1, 1))
+
+    def packed_form(self, shape: Shape) -> Float8Form | None:
+        if shape[1] > MAX_QUANTIZED_INPUTS:
+            return None
+        if self.block is None:
+            return Float8Form(None)
+        return Float8Form(FLOAT8_GROUP_SIZE) if self.block[1] == FLOAT8_GROUP_SIZE else None
+
+    def pack(self, parts: Parts, shape: Shape) -> Float8Weight | None:
+        form, scales = self.packed_form(shape), self._scales(parts).float()
+        if form is None or not bool(scales.isfinite().all()):
+            return None
+        if self.block is not None:
+            scales = scales[torch.arange(shape[0]) // self.block[0]]
+        else:
+            scales = scales.view(-1, 1).expand(shape[0], 1).contiguous()
+        return Float8Weight(parts["weight"].view(torch.uint8), scales, form.group_size)
 
     def _scales(self, parts: Parts) -> Tensor:
         return next(parts[name] for name in self.scale_names if name in parts)

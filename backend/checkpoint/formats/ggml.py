@@ -1,6 +1,7 @@
 """The block types of GGML: rows of blocks of 32 or 256 numbers, each block with scales of its own.
 
-Arithmetic is that of GGML's reference code, in fp32 and in its order, so the numbers are the same bits.
+A block's numbers are integers times scales, less minima in some types. Dequantised in fp32 they are the same bits as
+GGML's reference code gives: all products are exact there.
 """
 
 from __future__ import annotations
@@ -11,8 +12,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.backend.checkpoint.formats.integers import int4_form
-from penstock.backend.checkpoint.formats.matrix_format import MatrixFormat, Part, Shape, check_multiple
-from penstock.backend.checkpoint.quantized_weights import Int4Weight
+from penstock.backend.checkpoint.formats.matrix_format import (
+    BLOCK_VALUES,
+    MatrixFormat,
+    Part,
+    Shape,
+    check_multiple,
+    row_blocks,
+)
+from penstock.backend.checkpoint.quantized_weights import (
+    MAX_QUANTIZED_INPUTS,
+    GroupedForm,
+    GroupedWeight,
+    Int4Weight,
+    stack_weights,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,21 +34,50 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.checkpoint.formats.matrix_format import Parts
-    from penstock.backend.checkpoint.quantized_weights import PackedForm, QuantizedWeight
+    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight, WeightForm
 
 _SMALL_BLOCK = 32
 _LARGE_BLOCK = 256
+_Q4_0 = "Q4_0"
 _Q4_0_ZERO = 8
 _IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclass(frozen=True, slots=True)
-class BlockType:
-    """expand receives uint8 [blocks, num_bytes] and returns float32 [blocks, values]."""
+class _Numbers:
+    """What the bytes of blocks say. A number is scale × value, less the minimum if there is one."""
 
-    values: int
+    values: Tensor
+    """int8 [blocks, values]"""
+    factors: Tensor
+    """float32 [blocks, 1 or 2], from binary16: scale, then minimum."""
+    multipliers: Tensor | None = None
+    """int8 [blocks, groups, 1 or 2]: of the factors, for each group of the block."""
+
+    def expand(self) -> Tensor:
+        """float32 [blocks, values]"""
+        factors = self.factors[:, None]
+        if self.multipliers is not None:
+            factors = factors * self.multipliers.float()
+        numbers = self.values.view(len(self.values), factors.shape[1], -1) * factors[:, :, :1]
+        if factors.shape[2] == 2:
+            numbers -= factors[:, :, 1:]
+        return numbers.view(self.values.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """read receives uint8 [blocks, num_bytes]."""
+
     num_bytes: int
-    expand: Callable[[Tensor], Tensor]
+    form: GroupedForm
+    """The kernels' form that holds the same numbers."""
+    read: Callable[[Tensor], _Numbers]
+
+    @property
+    def values(self) -> int:
+        """Numbers of a block."""
+        return self.form.block_size
 
 
 @dataclass(frozen=True)
@@ -58,32 +101,57 @@ class GgmlMatrix(MatrixFormat):
 
     def expand(self, parts: Parts, shape: Shape, rows: slice) -> Tensor:
         content = parts["weight"][rows]
-        return self._type.expand(content.view(-1, self._type.num_bytes)).view(len(content), shape[1])
+        return self._read(content).expand().view(len(content), shape[1])
 
-    def packed_form(self, shape: Shape) -> PackedForm | None:
-        return int4_form(shape[1], _SMALL_BLOCK) if self.type_name == "Q4_0" else None
+    def packed_form(self, shape: Shape) -> WeightForm | None:
+        if self.type_name == _Q4_0:
+            return int4_form(shape[1], _SMALL_BLOCK)
+        return self._type.form if shape[1] <= MAX_QUANTIZED_INPUTS else None
 
     def pack(self, parts: Parts, shape: Shape) -> QuantizedWeight | None:
-        if self.packed_form(shape) is None:
+        form = self.packed_form(shape)
+        if form is None:
             return None
-        outputs, inputs = shape
-        blocks = parts["weight"].view(outputs, -1, BLOCK_TYPES["Q4_0"].num_bytes)
-        scales = blocks[:, :, :2].contiguous().view(torch.float16)[:, :, 0].float()
-        if not bool(scales.isfinite().all()):
+        blocks = row_blocks(shape, BLOCK_VALUES)
+        return stack_weights((self._pack_rows(parts["weight"][rows], shape[1]) for rows in blocks), form, shape[0])
+
+    def _pack_rows(self, content: Tensor, inputs: int) -> QuantizedWeight | None:
+        numbers, outputs = self._read(content), len(content)
+        if not bool(numbers.factors.isfinite().all()):
             return None
-        values = _nibbles(blocks[:, :, 2:])
-        pairs = (values[:, :, ::2] | (values[:, :, 1::2] << 4)).view(outputs, inputs // 2)
-        return Int4Weight(pairs, scales, torch.full(scales.shape, _Q4_0_ZERO, dtype=torch.uint8), _SMALL_BLOCK)
+        if self.type_name == _Q4_0:
+            scales = numbers.factors.view(outputs, -1)
+            zeros = torch.full(scales.shape, _Q4_0_ZERO, dtype=torch.uint8)
+            pairs = _pairs(numbers.values.add_(_Q4_0_ZERO))
+            return Int4Weight(pairs.view(outputs, inputs // 2), scales, zeros, _SMALL_BLOCK)
+        form = self._type.form
+        values = numbers.values if form.bits == 8 else _pairs(numbers.values)
+        multipliers = torch.empty(0, dtype=torch.int8) if numbers.multipliers is None else numbers.multipliers
+        return GroupedWeight(
+            form,
+            values.reshape(outputs, -1),
+            numbers.factors.view(outputs, -1, form.num_factors),
+            multipliers.view(outputs, inputs // form.group_size if form.has_multipliers else 0, form.num_factors),
+        )
+
+    def _read(self, content: Tensor) -> _Numbers:
+        return self._type.read(content.view(-1, self._type.num_bytes))
 
 
-def _halves(blocks: Tensor, first: int) -> Tensor:
-    """float32 [blocks, 1] of the binary16 at a byte of each block."""
-    return blocks[:, first : first + 2].contiguous().view(torch.float16).float()
+def _halves(blocks: Tensor, *first_bytes: int) -> Tensor:
+    """float32 [blocks, n] of the binary16 that begin at these bytes of each block."""
+    return torch.cat([blocks[:, byte : byte + 2].contiguous().view(torch.float16) for byte in first_bytes], 1).float()
 
 
 def _nibbles(content: Tensor) -> Tensor:
     """uint8 [..., 2 × n] of [..., n]: all low 4 bits, then all high ones."""
     return torch.cat([content & 15, content >> 4], dim=-1)
+
+
+def _pairs(values: Tensor) -> Tensor:
+    """uint8 [n, m / 2] of int8 [n, m] from 0 to 15: two in a byte, the even one in the low bits."""
+    numbers = values.view(torch.uint8)
+    return numbers[:, ::2] | (numbers[:, 1::2] << 4)
 
 
 def _fifth_bits(content: Tensor) -> Tensor:
@@ -92,35 +160,39 @@ def _fifth_bits(content: Tensor) -> Tensor:
     return (bits.view(len(content), 32) & 1) << 4
 
 
-def _q8_0(blocks: Tensor) -> Tensor:
-    return _halves(blocks, 0) * blocks[:, 2:].view(torch.int8).float()
+def _q8_0(blocks: Tensor) -> _Numbers:
+    return _Numbers(blocks[:, 2:].view(torch.int8), _halves(blocks, 0))
 
 
-def _q4_0(blocks: Tensor) -> Tensor:
-    return _halves(blocks, 0) * (_nibbles(blocks[:, 2:]).float() - _Q4_0_ZERO)
+def _q4_0(blocks: Tensor) -> _Numbers:
+    return _Numbers(_nibbles(blocks[:, 2:]).view(torch.int8) - _Q4_0_ZERO, _halves(blocks, 0))
 
 
-def _q4_1(blocks: Tensor) -> Tensor:
-    return _halves(blocks, 0) * _nibbles(blocks[:, 4:]).float() + _halves(blocks, 2)
-
-
-def _q5_0(blocks: Tensor) -> Tensor:
+def _q5_0(blocks: Tensor) -> _Numbers:
     values = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
-    return _halves(blocks, 0) * (values.float() - 16)
+    return _Numbers(values.view(torch.int8) - 16, _halves(blocks, 0))
 
 
-def _q5_1(blocks: Tensor) -> Tensor:
-    values = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
-    return _halves(blocks, 0) * values.float() + _halves(blocks, 2)
+def _iq4_nl(blocks: Tensor) -> _Numbers:
+    table = torch.tensor(_IQ4_NL_VALUES, dtype=torch.int8)
+    return _Numbers(table[_nibbles(blocks[:, 2:]).long()], _halves(blocks, 0))
 
 
-def _iq4_nl(blocks: Tensor) -> Tensor:
-    table = torch.tensor(_IQ4_NL_VALUES, dtype=torch.float32)
-    return _halves(blocks, 0) * table[_nibbles(blocks[:, 2:]).long()]
+def _offset(values: Tensor, blocks: Tensor) -> _Numbers:
+    """scale × value + offset, for uint8 values: the offset is a negative minimum."""
+    return _Numbers(values.view(torch.int8), _halves(blocks, 0, 2) * torch.tensor((1.0, -1.0)))
 
 
-def _scales_and_minima(content: Tensor) -> tuple[Tensor, Tensor]:
-    """Both float32 [blocks, 8], of 6 bits each, from 12 bytes.
+def _q4_1(blocks: Tensor) -> _Numbers:
+    return _offset(_nibbles(blocks[:, 4:]), blocks)
+
+
+def _q5_1(blocks: Tensor) -> _Numbers:
+    return _offset(_nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8]), blocks)
+
+
+def _scales_and_minima(content: Tensor) -> Tensor:
+    """int8 [blocks, 8, 2], of 6 bits each, from 12 bytes.
 
     Bytes 0 to 3 and 4 to 7 have the first four scales and minima; their upper two bits are those of the last four,
     whose lower four bits are in bytes 8 to 11.
@@ -128,42 +200,49 @@ def _scales_and_minima(content: Tensor) -> tuple[Tensor, Tensor]:
     low, middle, last = content[:, :4], content[:, 4:8], content[:, 8:]
     scales = torch.cat([low & 63, (last & 15) | (low >> 6 << 4)], dim=1)
     minima = torch.cat([middle & 63, (last >> 4) | (middle >> 6 << 4)], dim=1)
-    return scales.float(), minima.float()
+    return torch.stack([scales, minima], dim=-1).view(torch.int8)
 
 
-def _scale_large(blocks: Tensor, values: Tensor) -> Tensor:
-    """Q4_K and Q5_K: scale × value - minimum, values uint8 [blocks, 8, 32]."""
-    scales, minima = _scales_and_minima(blocks[:, 4:16])
-    scaled = (_halves(blocks, 0) * scales)[:, :, None] * values.float()
-    return (scaled - (_halves(blocks, 2) * minima)[:, :, None]).view(len(blocks), _LARGE_BLOCK)
+def _with_minima(values: Tensor, blocks: Tensor) -> _Numbers:
+    """Q4_K and Q5_K, of uint8 values [blocks, 8, 32]."""
+    integers = values.view(len(blocks), _LARGE_BLOCK).view(torch.int8)
+    return _Numbers(integers, _halves(blocks, 0, 2), _scales_and_minima(blocks[:, 4:16]))
 
 
-def _q4_k(blocks: Tensor) -> Tensor:
-    return _scale_large(blocks, _nibbles(blocks[:, 16:].view(-1, 4, 32)).view(-1, 8, 32))
+def _q4_k(blocks: Tensor) -> _Numbers:
+    return _with_minima(_nibbles(blocks[:, 16:].view(-1, 4, 32)).view(-1, 8, 32), blocks)
 
 
-def _q5_k(blocks: Tensor) -> Tensor:
+def _q5_k(blocks: Tensor) -> _Numbers:
     low = _nibbles(blocks[:, 48:].view(-1, 4, 32)).view(-1, 8, 32)
     high = blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]
-    return _scale_large(blocks, low | ((high & 1) << 4))
+    return _with_minima(low | ((high & 1) << 4), blocks)
 
 
-def _q6_k(blocks: Tensor) -> Tensor:
+def _q6_k(blocks: Tensor) -> _Numbers:
     low = _nibbles(blocks[:, :128].view(-1, 2, 64)).view(-1, 8, 32)
     high = blocks[:, 128:192].view(-1, 2, 1, 32) >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
-    values = (low | ((high & 3) << 4).view(-1, 8, 32)).float() - 32
-    scales = _halves(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
-    return (scales[:, :, None] * values.view(-1, 16, 16)).view(len(blocks), _LARGE_BLOCK)
+    values = (low | ((high & 3) << 4).view(-1, 8, 32)).view(len(blocks), _LARGE_BLOCK)
+    scales = blocks[:, 192:208].contiguous().view(torch.int8)
+    return _Numbers(values.view(torch.int8) - 32, _halves(blocks, 208), scales[:, :, None])
+
+
+def _small(bits: int, *, has_minima: bool = False) -> GroupedForm:
+    return GroupedForm(bits, _SMALL_BLOCK, _SMALL_BLOCK, has_minima)
+
+
+def _large(bits: int, group_size: int, *, has_minima: bool = False) -> GroupedForm:
+    return GroupedForm(bits, group_size, _LARGE_BLOCK, has_minima)
 
 
 BLOCK_TYPES = {
-    "Q8_0": BlockType(_SMALL_BLOCK, 34, _q8_0),
-    "Q4_0": BlockType(_SMALL_BLOCK, 18, _q4_0),
-    "Q4_1": BlockType(_SMALL_BLOCK, 20, _q4_1),
-    "Q5_0": BlockType(_SMALL_BLOCK, 22, _q5_0),
-    "Q5_1": BlockType(_SMALL_BLOCK, 24, _q5_1),
-    "IQ4_NL": BlockType(_SMALL_BLOCK, 18, _iq4_nl),
-    "Q4_K": BlockType(_LARGE_BLOCK, 144, _q4_k),
-    "Q5_K": BlockType(_LARGE_BLOCK, 176, _q5_k),
-    "Q6_K": BlockType(_LARGE_BLOCK, 210, _q6_k),
+    "Q8_0": BlockType(34, _small(8), _q8_0),
+    _Q4_0: BlockType(18, _small(8), _q4_0),
+    "Q4_1": BlockType(20, _small(4, has_minima=True), _q4_1),
+    "Q5_0": BlockType(22, _small(8), _q5_0),
+    "Q5_1": BlockType(24, _small(8, has_minima=True), _q5_1),
+    "IQ4_NL": BlockType(18, _small(8), _iq4_nl),
+    "Q4_K": BlockType(144, _large(4, 32, has_minima=True), _q4_k),
+    "Q5_K": BlockType(176, _large(8, 32, has_minima=True), _q5_k),
+    "Q6_K": BlockType(210, _large(8, 16), _q6_k),
 }

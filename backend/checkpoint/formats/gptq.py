@@ -72,13 +72,10 @@ class Gptq(MatrixFormat):
     def expand(self, parts: Parts, shape: Shape, rows: slice) -> Tensor:  # noqa: ARG002 - the parts have it
         values = unpack(parts["qweight"][:, rows].T, self.bits)
         scales, zeros = self._scales_and_zeros(parts, rows)
-        if self._is_in_order(parts):
-            return scale_groups(values, scales, zeros)
-        group = parts["g_idx"].long()
-        return scale_groups(values, scales[:, group], zeros[:, group])
+        return scale_groups(values, scales, zeros, None if self._is_in_order(parts) else parts["g_idx"])
 
     def packed_form(self, shape: Shape) -> PackedForm | None:
-        if self.bits != 4 or self.act_order:
+        if self.bits != 4 or (self.act_order and self.group_size is not None):
             return None
         return int4_form(shape[1], self.group_size or shape[1])
 

@@ -29,11 +29,14 @@ def as_bytes(words: Tensor) -> Tensor:
     return words.contiguous().view(torch.uint8)
 
 
-def scale_groups(values: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+def scale_groups(values: Tensor, scales: Tensor, zeros: Tensor, group_of: Tensor | None = None) -> Tensor:
     """scale × (value - zero), float32 [n, inputs]: values [n, inputs], scales and zeros [n, groups].
 
-    groups divides inputs. Exact for values of 8 bits and scales of 16.
+    group_of: the group of each input; without it groups are of consecutive inputs. Exact for values of 8 bits and
+    scales of 16.
     """
+    if group_of is not None:
+        scales, zeros = scales[:, group_of.long()], zeros[:, group_of.long()]
     groups = values.float().view(*scales.shape, -1)
     return groups.sub_(zeros.float()[:, :, None]).mul_(scales.float()[:, :, None]).view(values.shape)
 

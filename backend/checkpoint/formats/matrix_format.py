@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from penstock.backend.checkpoint.quantized_weights import PackedForm, QuantizedWeight
+    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight, WeightForm
 
 Shape: TypeAlias = tuple[int, int]
 """(outputs, inputs)"""
@@ -17,6 +17,8 @@ Shape: TypeAlias = tuple[int, int]
 Parts: TypeAlias = Mapping[str, Tensor]
 """Tensors as they are stored, by their name after the linear's."""
 
+BLOCK_VALUES = 1 << 20
+"""Weights that are dequantised or packed anew at a time: 4 MiB in fp32."""
 MAX_NOTE_BYTES = 4096
 FLOATS = ("F32", "F16", "BF16")
 
@@ -56,7 +58,7 @@ class MatrixFormat(Protocol):
         """The weights of some outputs, float32 [rows, inputs]. rows has start and stop, and no step."""
         ...
 
-    def packed_form(self, shape: Shape) -> PackedForm | None:  # noqa: ARG002 - a default
+    def packed_form(self, shape: Shape) -> WeightForm | None:  # noqa: ARG002 - a default
         """The form that `pack` returns for most linears of this shape; None, the default, if there is none."""
         return None
 
@@ -76,3 +78,11 @@ def check_range(name: str, indices: Tensor, count: int) -> None:
     for index in (int(indices.min()), int(indices.max())):
         if not 0 <= index < count:
             raise UnreadableMatrixError(f"{name} has {index}; it must be from 0 to {count - 1}")
+
+
+def row_blocks(shape: tuple[int, ...], max_values: int) -> Iterator[slice]:
+    """Consecutive rows of a matrix: at most max_values numbers, but at least one row."""
+    outputs, inputs = shape
+    step = max(1, max_values // inputs)
+    for first in range(0, outputs, step):
+        yield slice(first, min(first + step, outputs))

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from penstock.backend.checkpoint.formats.matrix_format import MAX_NOTE_BYTES, UnreadableMatrixError
+from penstock.backend.checkpoint.formats.matrix_format import (
+    BLOCK_VALUES,
+    MAX_NOTE_BYTES,
+    Part,
+    UnreadableMatrixError,
+    row_blocks,
+)
 from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES
 from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.errors import StartupError
@@ -20,13 +26,11 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.formats.matrix_format import MatrixFormat, Parts, Shape
     from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
-    from penstock.backend.checkpoint.tensors import TensorSpec
+    from penstock.backend.checkpoint.tensors import ExpertSlice, TensorSpec
 
     Advance = Callable[[int], None]
     """Receives the number of stored bytes that were read."""
 
-_BLOCK_VALUES = 1 << 20
-"""Weights that are dequantised at a time: 4 MiB in fp32."""
 _WEIGHT = ".weight"
 
 
@@ -62,11 +66,15 @@ class PlainTensor:
     def dtype(self) -> torch.dtype:
         return FLOAT_DTYPES[self.stored.dtype]
 
+    def read(self, advance: Advance) -> Tensor:
+        """As it is stored."""
+        return self.file.read(self.stored, advance)
+
     def copy(self, target: Tensor, advance: Advance) -> None:
         self.file.copy(self.stored, target, advance)
 
     def blocks(self, max_values: int, advance: Advance) -> Iterator[Tensor]:
-        for rows in _row_blocks(self.stored.shape, max_values):
+        for rows in row_blocks(self.stored.shape, max_values):
             block = torch.empty(rows.stop - rows.start, *self.stored.shape[1:])
             self.file.copy(self.stored.rows(rows.start, len(block)), block, advance)
             yield block
@@ -74,6 +82,34 @@ class PlainTensor:
     def map(self) -> Tensor:
         """As `TensorFile.map`."""
         return self.file.map(self.stored)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTensor:
+    """One expert's slice of a tensor of all experts: a matrix or bias of floats, or a part of a quantised matrix."""
+
+    whole: PlainTensor
+    place: ExpertSlice
+    inputs_first: bool
+    """The slice is [inputs, outputs]."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.whole.num_bytes // self.place.count
+
+    def read(self, advance: Advance) -> Tensor:
+        """[outputs, …] in the stored dtype: the outputs of gate, then those of up."""
+        (own,) = self.whole.file.read(self.whole.stored.rows(self.place.index, 1), advance)
+        outputs: Tensor = own.T if self.inputs_first else own
+        return torch.cat([outputs[0::2], outputs[1::2]]) if self.place.takes_turns else outputs
+
+    def copy(self, target: Tensor, advance: Advance) -> None:
+        target.copy_(self.read(advance))
+
+    def blocks(self, max_values: int, advance: Advance) -> Iterator[Tensor]:
+        matrix = self.read(advance)
+        for rows in row_blocks(matrix.shape, max_values):
+            yield matrix[rows].float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +125,7 @@ class LoadedMatrix:
 
     def copy(self, target: Tensor) -> None:
         """Dequantise to target [outputs, inputs]."""
-        for rows in _row_blocks(self.shape, _BLOCK_VALUES):
+        for rows in row_blocks(self.shape, BLOCK_VALUES):
             target[rows] = self.format.expand(self.parts, self.shape, rows)
 
 
@@ -98,10 +134,10 @@ class FormattedMatrix:
     """A linear's weight in a quantised format. Its parts are read whole."""
 
     name: str
-    """Of the weight in an unquantised checkpoint."""
+    """The weight's name in an unquantised checkpoint; and the number of an expert, if it has no tensor of its own."""
     format: MatrixFormat
     shape: Shape
-    stored: Mapping[str, PlainTensor]
+    stored: Mapping[str, PlainTensor | ExpertTensor]
     """By the part's name."""
 
     @property
@@ -110,7 +146,7 @@ class FormattedMatrix:
 
     def load(self, advance: Advance) -> LoadedMatrix:
         """Raises StartupError for numbers that the format does not allow, or scales that are not finite."""
-        parts = {name: part.file.read(part.stored, advance) for name, part in self.stored.items()}
+        parts = {name: part.read(advance) for name, part in self.stored.items()}
         for name, tensor in parts.items():
             if tensor.dtype in FLOAT_DTYPES.values() and not bool(tensor.isfinite().all()):
                 raise StartupError(f"tensor {_part_name(self.name, name)} has numbers that are not finite")
@@ -125,7 +161,7 @@ class FormattedMatrix:
 
     def blocks(self, max_values: int, advance: Advance) -> Iterator[Tensor]:
         loaded = self.load(advance)
-        for rows in _row_blocks(self.shape, max_values):
+        for rows in row_blocks(self.shape, max_values):
             yield self.format.expand(loaded.parts, self.shape, rows)
 
 
@@ -136,32 +172,35 @@ def find_weight(
 
     Raises StartupError with the tensor's name if it, or a part of it, is missing or has another shape or dtype.
     """
+    place = spec.place
     if matrix is None:
-        return _find(spec.name, (spec.shape,), tuple(FLOAT_DTYPES), "config.json", files, where)
+        return _find(_plain_part(spec), spec.stored_name, "config.json", place, files, where)
     shape = (spec.shape[0], spec.shape[1])
     try:
         parts = matrix.parts(shape)
     except UnreadableMatrixError as error:
-        raise StartupError(f"tensor {spec.name}, {matrix.description}: {error}") from None
+        raise StartupError(f"tensor {spec.stored_name}, {matrix.description}: {error}") from None
+    names = {part: _part_name(spec.name, part) if place is None else place.part_name(part) for part in parts}
+    source = f"{matrix.description} in config.json"
     stored = {
-        name: _find(
-            _part_name(spec.name, name), part.shapes, part.dtypes, f"{matrix.description} in config.json", files, where
-        )
-        for name, part in parts.items()
-        if not part.optional or _part_name(spec.name, name) in files
+        part: _find(parts[part], name, source, place, files, where)
+        for part, name in names.items()
+        if not parts[part].optional or name in files
     }
-    return FormattedMatrix(spec.name, matrix, shape, stored)
+    name = spec.name if place is None else f"{place.tensor} of expert {place.index}"
+    return FormattedMatrix(name, matrix, shape, stored)
+
+
+def _plain_part(spec: TensorSpec) -> Part:
+    """Floats. Matrices of all experts lie as [experts, inputs, outputs]."""
+    return Part((spec.shape if spec.place is None else spec.shape[::-1],), tuple(FLOAT_DTYPES))
 
 
 def _find(
-    name: str,
-    shapes: tuple[tuple[int, ...], ...],
-    dtypes: tuple[str, ...],
-    source: str,
-    files: Mapping[str, TensorFile],
-    where: str,
-) -> PlainTensor:
-    """source: what decides about the shape."""
+    part: Part, name: str, source: str, place: ExpertSlice | None, files: Mapping[str, TensorFile], where: str
+) -> PlainTensor | ExpertTensor:
+    """source: what decides about the shape. With a place, part is an expert's."""
+    shapes = part.shapes if place is None else tuple((place.count, *shape) for shape in part.shapes)
     expected = list(shapes[0]) if shapes else f"[up to {MAX_NOTE_BYTES}]"
     if name not in files:
         raise StartupError(f"tensor {name}, expected with shape {expected}, is missing from {where}")
@@ -170,20 +209,15 @@ def _find(
     fits = stored.shape in shapes if shapes else len(stored.shape) == 1 and stored.num_bytes <= MAX_NOTE_BYTES
     if not fits:
         raise StartupError(f"{file.path}: tensor {name} has shape {list(stored.shape)}; {source} makes it {expected}")
-    if stored.dtype not in dtypes:
+    if stored.dtype not in part.dtypes:
         raise StartupError(
-            f"{file.path}: tensor {name} has dtype {shorten(stored.dtype)}; it must be {', '.join(dtypes)}"
+            f"{file.path}: tensor {name} has dtype {shorten(stored.dtype)}; it must be {', '.join(part.dtypes)}"
         )
-    return PlainTensor(file, stored)
+    plain = PlainTensor(file, stored)
+    if place is None:
+        return plain
+    return ExpertTensor(plain, place, inputs_first=stored.dtype in FLOAT_DTYPES and len(stored.shape) > 2)
 
 
 def _part_name(weight: str, part: str) -> str:
     return f"{weight.removesuffix(_WEIGHT)}.{part}"
-
-
-def _row_blocks(shape: tuple[int, ...], max_values: int) -> Iterator[slice]:
-    """Consecutive rows of a matrix."""
-    outputs, inputs = shape
-    step = max(1, max_values // inputs)
-    for first in range(0, outputs, step):
-        yield slice(first, min(first + step, outputs))

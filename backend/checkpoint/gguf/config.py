@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from penstock.backend.checkpoint.gguf.header import GgufTensor
 
 T = TypeVar("T", int, float, str)
@@ -25,16 +24,65 @@ class Architecture:
     name: str
     """In config.json."""
     interleaved_rope: bool = False
-    """Rows of q and k are stored so that neighbours rotate together."""
+    """Rows of q and k are stored so that neighbours rotate together, unlike in Hugging Face checkpoints."""
+    offset_norms: bool = False
+    """Weights of norms contain the 1 that the architecture adds."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of config.json that the metadata do not say."""
+    wide_layers: int | None = None
+    """The number of layers of the size whose scores are divided by √(hidden_size / heads), not by √head_dim."""
 
 
+_LLAMA = Architecture("LlamaForCausalLM", interleaved_rope=True)
 ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", interleaved_rope=True),
+    "llama": _LLAMA,
     "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", settings={"norm_topk_prob": False}),
     "qwen3": Architecture("Qwen3ForCausalLM"),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", settings={"norm_topk_prob": True}),
     "phi3": Architecture("Phi3ForCausalLM"),
+    "gemma": Architecture("GemmaForCausalLM", offset_norms=True),
+    "gemma2": Architecture("Gemma2ForCausalLM", offset_norms=True, wide_layers=46),
+    "gemma3": Architecture("Gemma3ForCausalLM", offset_norms=True, wide_layers=62),
+    "granite": Architecture("GraniteForCausalLM", interleaved_rope=True),
+    "olmo2": Architecture("Olmo2ForCausalLM"),
+    "command-r": Architecture("CohereForCausalLM"),
+    "cohere2": Architecture("Cohere2ForCausalLM"),
+    "starcoder2": Architecture("Starcoder2ForCausalLM"),
+    "glm4": Architecture("Glm4ForCausalLM"),
 }
-EMBEDDING, LM_HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+_LLAMA_WITH_EXPERTS = replace(_LLAMA, name="MixtralForCausalLM")
+
+EMBEDDING, LM_HEAD = "token_embd.weight", "output.weight"
+_ROPE_FACTORS, _SHORT_FACTORS, _LONG_FACTORS = (
+    "rope_freqs.weight",
+    "rope_factors_short.weight",
+    "rope_factors_long.weight",
+)
+ROPE_TENSORS = ({_ROPE_FACTORS}, {_SHORT_FACTORS, _LONG_FACTORS})
+"""Tensors that are settings of the rotary embedding: the first, or both others."""
+
+_FLOAT_KEYS = {
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "norm_epsilon": "attention.layer_norm_epsilon",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "logit_scale": "logit_scale",
+    "rope_local_base_freq": "rope.freq_base_swa",
+}
+_INT_KEYS = {
+    "sliding_window": "attention.sliding_window",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
+"""Keys of config.json, each with the architecture's own key. An architecture reads those that it has."""
 
 
 class Metadata:
@@ -47,8 +95,10 @@ class Metadata:
             raise StartupError(
                 f"general.architecture is {shorten(name)}; GGUF files are supported for {', '.join(ARCHITECTURES)}"
             )
-        self.architecture = ARCHITECTURES[name]
         self._prefix = f"{name}."
+        self.architecture = ARCHITECTURES[name]
+        if self.architecture is _LLAMA and self.own("expert_count", int):
+            self.architecture = _LLAMA_WITH_EXPERTS
 
     def get(self, key: str, kind: type[T]) -> T | None:
         """Raises StartupError for a value of another type."""
@@ -82,9 +132,9 @@ class Metadata:
 
 
 def make_config(
-    values: Mapping[str, Any], tensors: Mapping[str, GgufTensor], rope_factors: tuple[float, ...] | None
+    values: Mapping[str, Any], tensors: Mapping[str, GgufTensor], rope_factors: Mapping[str, tuple[float, ...]]
 ) -> dict[str, Any]:
-    """config.json without quantization_config. rope_factors: content of the tensor ROPE_FACTORS, if there is one.
+    """config.json without quantization_config. rope_factors: content of one of ROPE_TENSORS, or nothing.
 
     Raises StartupError naming the key.
     """
@@ -92,49 +142,61 @@ def make_config(
     if EMBEDDING not in tensors:
         raise StartupError(f"tensor {EMBEDDING} is missing")
     heads, context = metadata.required("attention.head_count"), metadata.required("context_length")
-    embedding = tensors[EMBEDDING]
-    config = {
-        "architectures": [metadata.architecture.name],
+    hidden, layers = metadata.required("embedding_length"), metadata.required("block_count")
+    embedding, architecture = tensors[EMBEDDING], metadata.architecture
+    head_dim = metadata.own("attention.key_length", int)
+    if head_dim is None and heads > 0:
+        head_dim = hidden // heads
+    rotary = metadata.own("rope.dimension_count", int)
+    own = {key: metadata.own(name, float) for key, name in _FLOAT_KEYS.items()}
+    own |= {key: metadata.own(name, int) or None for key, name in _INT_KEYS.items()}
+    return {
+        **own,
+        **architecture.settings,
+        "architectures": [architecture.name],
         "vocab_size": embedding.shape[0],
-        "hidden_size": metadata.required("embedding_length"),
-        "intermediate_size": metadata.same_in_all_layers("feed_forward_length"),
-        "num_hidden_layers": metadata.required("block_count"),
+        "hidden_size": hidden,
+        "intermediate_size": metadata.same_in_all_layers("feed_forward_length") or own["moe_intermediate_size"],
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.same_in_all_layers("attention.head_count_kv") or heads,
+        "head_dim": head_dim,
         "max_position_embeddings": context,
-        "rms_norm_eps": metadata.own("attention.layer_norm_rms_epsilon", float),
         "rope_theta": metadata.own("rope.freq_base", float) or 10_000.0,
-        "rope_scaling": _rope_scaling(metadata, context, rope_factors),
-        "sliding_window": metadata.own("attention.sliding_window", int),
-        "rope_interleave": metadata.architecture.interleaved_rope,
+        **_rope_settings(metadata, context, rope_factors),
+        "partial_rotary_factor": rotary / head_dim if rotary and head_dim else None,
+        "query_pre_attn_scalar": hidden / heads if layers == architecture.wide_layers else head_dim,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+        "rope_interleave": architecture.interleaved_rope,
+        "norms_have_offset": architecture.offset_norms,
         "tie_word_embeddings": LM_HEAD not in tensors,
         "dtype": _DTYPES.get(embedding.type_name, "bfloat16"),
     }
-    head_dim = metadata.own("attention.key_length", int)
-    if head_dim is None and heads > 0:
-        head_dim = metadata.required("embedding_length") // heads
-    rotary = metadata.own("rope.dimension_count", int)
-    if rotary is not None and head_dim and rotary != head_dim:
-        config["partial_rotary_factor"] = rotary / head_dim
-    return config | {"head_dim": head_dim}
 
 
-def _rope_scaling(metadata: Metadata, context: int, factors: tuple[float, ...] | None) -> dict[str, Any] | None:
-    if factors is not None:
+def _rope_settings(metadata: Metadata, context: int, factors: Mapping[str, tuple[float, ...]]) -> dict[str, Any]:
+    original = metadata.own("rope.scaling.original_context_length", int)
+    if _ROPE_FACTORS in factors:
         # Frequencies divided by a factor each, such as Llama 3.1's: LongRoPE with the same factors at any length.
+        same = factors[_ROPE_FACTORS]
+        return {"rope_scaling": _longrope(same, same, 1.0), "original_max_position_embeddings": context}
+    if _LONG_FACTORS in factors:
+        scale = metadata.own("rope.scaling.attn_factor", float)
         return {
-            "rope_type": "longrope",
-            "short_factor": factors,
-            "long_factor": factors,
-            "attention_factor": 1.0,
-            "original_max_position_embeddings": context,
+            "rope_scaling": _longrope(factors[_SHORT_FACTORS], factors[_LONG_FACTORS], scale),
+            "original_max_position_embeddings": original,
         }
     kind = metadata.own("rope.scaling.type", str) or "none"
     if kind == "none":
-        return None
+        return {}
     if kind not in ("linear", "yarn"):
         raise StartupError(f"rope.scaling.type is {shorten(kind)}; supported are none, linear and yarn")
     settings: dict[str, Any] = {"rope_type": kind, "factor": metadata.own("rope.scaling.factor", float)}
     if kind == "yarn":
-        settings["original_max_position_embeddings"] = metadata.own("rope.scaling.original_context_length", int)
-    return settings
+        settings["original_max_position_embeddings"] = original
+    return {"rope_scaling": settings}
+
+
+def _longrope(short: tuple[float, ...], long: tuple[float, ...], scale: float | None) -> dict[str, Any]:
+    """scale: of cosines and sines; None to compute it."""
+    return {"rope_type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": scale}

@@ -13,14 +13,16 @@ import os
 import re
 import shutil
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.backend.checkpoint.config_json import parse_decoder_config
+from penstock.backend.checkpoint.config_json import parse_decoder_config, read_decoder_config
 from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES
-from penstock.backend.checkpoint.gguf.config import ROPE_FACTORS, make_config
+from penstock.backend.checkpoint.gguf.config import ROPE_TENSORS, make_config
 from penstock.backend.checkpoint.gguf.header import GgufHeader, GgufTensor, open_tensors, read_header
-from penstock.backend.checkpoint.gguf.names import hf_name
+from penstock.backend.checkpoint.gguf.kept_directories import mark_used, remove_unused
+from penstock.backend.checkpoint.gguf.names import GgufNames
 from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer, check_tokenizer
 from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILE
@@ -30,16 +32,21 @@ from penstock.shm.process.cache_directory import cache_directory
 from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
-    from penstock.backend.checkpoint.formats.tensor_file import TensorFile
+    from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
 
 SUFFIX = ".gguf"
-FORMAT = "2"
+FORMAT = "3"
 """Raise it when the files that are made change."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAX_SHARDS = 512
-_GATE = "blk.0.ffn_gate.weight"
+_EXPERT_DIMENSIONS = 3
+"""A tensor with so many has the matrices of all experts."""
+_SHARED_GATE = "shared_expert_gate.weight"
+"""A vector in GGUF files, and a matrix of one row elsewhere."""
 
 
 def gguf_directory(path: Path) -> Path:
@@ -54,9 +61,11 @@ def gguf_directory(path: Path) -> Path:
         directory = cache_directory() / "gguf" / f"{readable}-{identity.hexdigest()[:12]}"
         if directory.is_dir():
             check_directory(directory, Trust.READABLE, create=False)
+            mark_used(directory)
         else:
             check_directory(directory.parent, Trust.READABLE)
             _write(directory, paths)
+            remove_unused(directory.parent)
     except (OSError, UnsafeDirectory) as error:
         raise StartupError(f"the configuration of {path} cannot be read or kept: {error}") from None
     return directory
@@ -65,14 +74,31 @@ def gguf_directory(path: Path) -> Path:
 def open_gguf_links(model_dir: Path) -> list[TensorFile]:
     """The GGUF files of a directory that `gguf_directory` made, their tensors under Hugging Face's names.
 
-    None for another directory. The caller closes them. Raises StartupError.
+    A tensor of all experts becomes one of each. None for another directory. The caller closes them. Raises
+    StartupError.
     """
-    files = [open_tensors(path) for path in sorted(model_dir.glob(f"*{SUFFIX}")) if path.is_symlink()]
-    has_gate = any(_GATE in file.tensors for file in files)
+    links = [path for path in sorted(model_dir.glob(f"*{SUFFIX}")) if path.is_symlink()]
+    if not links:
+        return []
+    names = GgufNames(read_decoder_config(model_dir).names)
+    files = [open_tensors(path) for path in links]
     for file in files:
-        renamed = {hf_name(name, has_gate=has_gate): tensor for name, tensor in file.tensors.items()}
-        file.tensors = {name: tensor for name, tensor in renamed.items() if name is not None}
+        file.tensors = {
+            name: part
+            for gguf_name, tensor in file.tensors.items()
+            for name, part in _parts(tensor, names.hf_names(gguf_name, tensor.shape))
+        }
     return files
+
+
+def _parts(tensor: StoredTensor, names: list[str]) -> Iterator[tuple[str, StoredTensor]]:
+    for index, name in enumerate(names):
+        part = tensor
+        if len(names) > 1 or len(tensor.shape) == _EXPERT_DIMENSIONS:
+            part = replace(tensor.rows(index, 1), shape=tensor.shape[1:])
+        if len(part.shape) == 1 and name.endswith(_SHARED_GATE):
+            part = replace(part, shape=(1, *part.shape))
+        yield name, part
 
 
 def _shards(path: Path) -> list[Path]:
@@ -112,12 +138,14 @@ def _contents(headers: list[GgufHeader]) -> dict[str, str]:
     if count not in (0, len(headers)):
         raise StartupError(f"{first.path}: split.count is {shorten(count)}; the name of the file says {len(headers)}")
     try:
-        config = make_config(first.metadata, tensors, _rope_factors(headers))
+        factors = _rope_factors(headers)
+        config = make_config(first.metadata, tensors, factors)
         tokenizer = GgufTokenizer(first.metadata)
         ends = tokenizer.end_tokens()
-        config |= {"quantization_config": _formats(tensors), "eos_token_id": ends}
-        config = {key: value for key, value in config.items() if value is not None}
-        _refuse_other_tensors(tensors, parse_decoder_config(config))
+        config = {key: value for key, value in config.items() if value is not None} | {"eos_token_id": ends}
+        decoder = parse_decoder_config(config)
+        _refuse_other_tensors({name: tensors[name] for name in tensors.keys() - factors.keys()}, decoder)
+        config["quantization_config"] = _formats(tensors, GgufNames(decoder.names))
         return {
             CONFIG_FILE: json.dumps(config, indent=1),
             GENERATION_FILE: json.dumps({"eos_token_id": ends}),
@@ -140,28 +168,31 @@ def _all_tensors(headers: list[GgufHeader]) -> dict[str, GgufTensor]:
 def _refuse_other_tensors(tensors: dict[str, GgufTensor], config: DecoderConfig) -> None:
     """A tensor that the model has no place for, such as a bias or factors of rope, would change its output."""
     expected = {spec.name for spec in expected_tensors(config)}
-    for name in tensors:
-        if name != ROPE_FACTORS and hf_name(name, has_gate=_GATE in tensors) not in expected:
+    names = GgufNames(config.names)
+    for name, tensor in tensors.items():
+        found = names.hf_names(name, tensor.shape)
+        if not found or not expected.issuperset(found):
             raise StartupError(f"tensor {shorten(name)} has no place in a {config.architecture} of these metadata")
 
 
-def _formats(tensors: dict[str, GgufTensor]) -> dict[str, Any]:
+def _formats(tensors: dict[str, GgufTensor], names: GgufNames) -> dict[str, Any]:
     """quantization_config: the names of matrices, by their type."""
     types: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
-        if tensor.type_name in BLOCK_TYPES and (renamed := hf_name(name, has_gate=_GATE in tensors)) is not None:
-            types.setdefault(tensor.type_name, []).append(renamed.removesuffix(".weight"))
+        if tensor.type_name in BLOCK_TYPES:
+            modules = (module.removesuffix(".weight") for module in names.hf_names(name, tensor.shape))
+            types.setdefault(tensor.type_name, []).extend(modules)
     return {"quant_method": "gguf", "types": types}
 
 
-def _rope_factors(headers: list[GgufHeader]) -> tuple[float, ...] | None:
+def _rope_factors(headers: list[GgufHeader]) -> dict[str, tuple[float, ...]]:
+    """The content of one of ROPE_TENSORS, by name; empty if the files have none, or not all of one."""
+    found: dict[str, tuple[float, ...]] = {}
     for header in headers:
-        tensor = header.tensors.get(ROPE_FACTORS)
-        if tensor is not None:
+        for name in frozenset().union(*ROPE_TENSORS) & header.tensors.keys():
+            tensor = header.tensors[name]
             if tensor.type_name != "F32" or len(tensor.shape) != 1:
-                raise StartupError(
-                    f"tensor {ROPE_FACTORS} is {tensor.type_name} {list(tensor.shape)}; expected F32 [n]"
-                )
+                raise StartupError(f"tensor {name} is {tensor.type_name} {list(tensor.shape)}; expected F32 [n]")
             with closing(open_tensors(header.path)) as file:
-                return tuple(file.read(tensor.stored, lambda _: None).tolist())
-    return None
+                found[name] = tuple(file.read(tensor.stored, lambda _: None).tolist())
+    return found if found.keys() in ROPE_TENSORS else {}

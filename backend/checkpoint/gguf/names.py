@@ -3,38 +3,61 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
-_MODULES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+if TYPE_CHECKING:
+    from penstock.backend.checkpoint.decoder_config import TensorNames
+
 _WHOLE = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
 }
-_FUSED_MLP = {"ffn_up": "mlp.gate_up_proj"}
-"""Phi3: one matrix with the rows of gate, then up."""
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+)\.(weight|bias)", re.ASCII)
+_OUTSIDE = re.compile(r"(\w+)\.(weight|bias)", re.ASCII)
 
 
-def hf_name(name: str, *, has_gate: bool) -> str | None:
-    """The name in a checkpoint; None for a tensor that the model does not have there. has_gate: not fused with up."""
-    if name in _WHOLE:
-        return _WHOLE[name]
-    match = _LAYER.fullmatch(name)
-    if match is None:
-        return None
-    modules = _MODULES if has_gate else _MODULES | _FUSED_MLP
-    module = modules.get(match[2])
-    return None if module is None else f"model.layers.{match[1]}.{module}.{match[3]}"
+class GgufNames:
+    """Translates the names of one architecture's tensors."""
+
+    def __init__(self, names: TensorNames) -> None:
+        """names: those of the architecture in Hugging Face checkpoints."""
+        qkv = ("attn_q", "attn_k", "attn_v") if len(names.qkv) > 1 else ("attn_qkv",)
+        gate_up = ("ffn_gate", "ffn_up") if len(names.gate_up) > 1 else ("ffn_up",)
+        gate, up = names.expert_gate_up
+        modules: dict[str, str | None] = {
+            "attn_norm": names.attention_norm,
+            "post_attention_norm": names.attention_output_norm,
+            "ffn_norm": names.mlp_norm,
+            "post_ffw_norm": names.mlp_output_norm,
+            "attn_output": "self_attn.o_proj",
+            "attn_q_norm": "self_attn.q_norm",
+            "attn_k_norm": "self_attn.k_norm",
+            **dict(zip(qkv, names.qkv, strict=True)),
+            **dict(zip(gate_up, names.gate_up, strict=True)),
+            "ffn_down": names.down,
+            "ffn_gate_inp": names.router,
+            "ffn_gate_exps": f"{names.expert}.{gate}",
+            "ffn_up_exps": f"{names.expert}.{up}",
+            "ffn_down_exps": f"{names.expert}.{names.expert_down}",
+            "ffn_gate_inp_shexp": names.shared_gate,
+            "ffn_gate_shexp": f"{names.shared_expert}.{gate}",
+            "ffn_up_shexp": f"{names.shared_expert}.{up}",
+            "ffn_down_shexp": f"{names.shared_expert}.{names.expert_down}",
+        }
+        self._modules = {name: module for name, module in modules.items() if module is not None}
+
+    def hf_names(self, name: str, shape: tuple[int, ...]) -> list[str]:
+        """The names in a checkpoint: one, or that of each expert in a tensor of this shape that has all of them.
+
+        Empty for a tensor that no model of the architecture has.
+        """
+        outside = _OUTSIDE.fullmatch(name)
+        if outside is not None:
+            return [f"{_WHOLE[outside[1]]}.{outside[2]}"] if outside[1] in _WHOLE else []
+        match = _LAYER.fullmatch(name)
+        module = None if match is None else self._modules.get(match[2])
+        if match is None or module is None:
+            return []
+        experts = range(shape[0]) if "{}" in module else range(1)
+        return [f"model.layers.{match[1]}.{module.format(i)}.{match[3]}" for i in experts]

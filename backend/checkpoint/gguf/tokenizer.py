@@ -60,7 +60,12 @@ class _Split:
 _LLAMA3 = _Split(_LLAMA3_SPLIT, whole_words=True, adds_bos=True)
 _SPLITS = {
     "gpt-2": _Split(),
+    "olmo": _Split(),
     "smollm": _Split(single_digits=True),
+    "starcoder": _Split(single_digits=True),
+    "refact": _Split(single_digits=True),
+    "command-r": _Split(single_digits=True, composes=True),
+    "glm4": _Split(_LLAMA3_SPLIT),
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
@@ -118,7 +123,7 @@ class GgufTokenizer:
         return config | ({"chat_template": template} if isinstance(template, str) else {})
 
     def end_tokens(self) -> list[int]:
-        """Of texts and of turns."""
+        """The tokens that end texts and turns."""
         found = [self._token_id(f"{key}_token_id") for key in ("eos", "eot", "eom")]
         return list(dict.fromkeys(token_id for token_id in found if token_id is not None))
 

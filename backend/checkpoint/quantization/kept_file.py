@@ -23,7 +23,7 @@ import torch
 
 from penstock.backend.checkpoint.fingerprint import weights_fingerprint
 from penstock.backend.checkpoint.quantization.modes import linear_specs, stacked_shape
-from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight
+from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight
 from penstock.backend.checkpoint.safetensors_file import SafetensorsFile
 from penstock.backend.errors import StartupError
 from penstock.shm.process.cache_directory import cache_directory, check_kept_file
@@ -158,7 +158,7 @@ class KeptFile:
         except (KeyError, TypeError, ValueError):
             raise UnusableFileError(f"{form.path} has no checksums") from None
 
-    def read(self, linear: str, advance: Callable[[int], None]) -> QuantizedWeight:
+    def read(self, linear: str, advance: Callable[[int], None]) -> Int8Weight | Int4Weight:
         """A new copy. Raises UnusableFileError."""
         group_size = self._form.quantization.group_size_of(linear)
         try:
@@ -223,7 +223,7 @@ class KeptFileWriter:
             self._places[name] = place
             place += part.num_bytes
 
-    def write(self, linear: str, weight: QuantizedWeight) -> None:
+    def write(self, linear: str, weight: Int8Weight | Int4Weight) -> None:
         """In any order. Raises OSError; then `discard`."""
         parts = {"values": weight.values, "scales": weight.scales}
         if isinstance(weight, Int4Weight):

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
-from penstock.backend.checkpoint.quantized_weights import MAX_QUANTIZED_INPUTS, PackedForm
+from penstock.backend.checkpoint.quantized_weights import (
+    MAX_QUANTIZED_INPUTS,
+    PackedForm,
+    WeightForm,
+    common_form,
+    has_cpu_kernels,
+)
 from penstock.backend.checkpoint.tensors import (
     EMBEDDING,
     LINEARS,
@@ -22,6 +28,8 @@ from penstock.backend.checkpoint.tensors import (
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
@@ -60,9 +68,12 @@ def find_quantization(name: str) -> Quantization | None:
 
 
 def linear_specs(config: DecoderConfig) -> dict[str, tuple[TensorSpec, ...]]:
-    """Name of each quantised linear → the checkpoint's tensors that are stacked into it, in order. Not of experts."""
-    head = embedding_spec(config) if config.tie_embeddings else lm_head_spec(config)
-    specs: dict[str, tuple[TensorSpec, ...]] = {LM_HEAD: (head,)}
+    """Name of each quantised linear → the checkpoint's tensors that are stacked into it, in order."""
+    specs: dict[str, tuple[TensorSpec, ...]] = {}
+    if config.tie_embeddings:
+        specs[LM_HEAD] = (embedding_spec(config),)
+    elif config.has_lm_head:
+        specs[LM_HEAD] = (lm_head_spec(config),)
     for index in range(config.num_layers):
         layout = layer_specs(config, index)
         specs |= {linear_name(index, field): layout[field] for field in LINEARS if field in layout}
@@ -79,9 +90,7 @@ def stacked_shape(specs: tuple[TensorSpec, ...]) -> tuple[int, int]:
 
 
 def check_sizes(quantization: Quantization, config: DecoderConfig) -> None:
-    """Raises StartupError if the model has experts, or the groups of inputs do not fit its linears."""
-    if config.experts is not None:
-        raise StartupError(f"--quantize {quantization.name} does not apply to mixtures of experts yet: use none")
+    """Raises StartupError if the groups of inputs do not fit the model's linears."""
     for name, specs in linear_specs(config).items():
         _, inputs = stacked_shape(specs)
         group_size = quantization.group_size_of(name)
@@ -98,28 +107,57 @@ def check_sizes(quantization: Quantization, config: DecoderConfig) -> None:
             )
 
 
-def weight_bytes(
-    config: DecoderConfig, dtype: torch.dtype, quantization: Quantization | None, formats: StoredFormats = PLAIN
-) -> int:
-    """Memory of the loaded weights; those that are not quantised have dtype.
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A linear that is quantised in memory."""
 
-    formats: those of linears that the checkpoint stores quantised, which stay so unless quantization replaces them.
+    specs: tuple[TensorSpec, ...]
+    """The checkpoint's tensors that are stacked into it."""
+    form: WeightForm
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(outputs, inputs)"""
+        return stacked_shape(self.specs)
+
+
+def packed_linears(
+    config: DecoderConfig,
+    quantization: Quantization | None,
+    formats: StoredFormats = PLAIN,
+    keeps: Callable[[WeightForm], bool] = has_cpu_kernels,
+) -> list[PackedLinear]:
+    """The linears that are quantised.
+
+    formats: those of linears that the checkpoint stores quantised. Unless quantization replaces them, they stay so in
+    the forms that keeps is true for.
     """
-    specs = linear_specs(config)
-    forms: dict[str, PackedForm] = {}
-    for name, stacked in specs.items():
-        form = _stored_form(stacked, formats) if quantization is None else PackedForm(quantization.group_size_of(name))
-        if form is not None:
-            forms[name] = form
-    quantized = {spec.name for name in forms for spec in specs[name]}
+    found = []
+    for name, specs in linear_specs(config).items():
+        form = _stored_form(specs, formats) if quantization is None else PackedForm(quantization.group_size_of(name))
+        if form is not None and keeps(form):
+            found.append(PackedLinear(specs, form))
+    return found
+
+
+def weight_bytes(
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    quantization: Quantization | None,
+    formats: StoredFormats = PLAIN,
+    keeps: Callable[[WeightForm], bool] = has_cpu_kernels,
+) -> int:
+    """Memory of the loaded weights; those that are not quantised have dtype. The last two: as in `packed_linears`."""
+    packed = packed_linears(config, quantization, formats, keeps)
+    quantized = {spec.name for linear in packed for spec in linear.specs}
     plain = [math.prod(spec.shape) for spec in expected_tensors(config) if spec.name not in quantized]
-    return sum(plain) * dtype.itemsize + sum(form.num_bytes(stacked_shape(specs[name])) for name, form in forms.items())
+    return sum(plain) * dtype.itemsize + sum(linear.form.num_bytes(linear.shape) for linear in packed)
 
 
-def _stored_form(specs: tuple[TensorSpec, ...], formats: StoredFormats) -> PackedForm | None:
+def _stored_form(specs: tuple[TensorSpec, ...], formats: StoredFormats) -> WeightForm | None:
     """The form that stacked tensors have in the checkpoint; None if they are dequantised."""
-    found = set()
+    found: list[WeightForm | None] = []
     for spec in specs:
         matrix = formats.of(spec.name) if spec.name != EMBEDDING or formats.cover_embedding else None
-        found.add(None if matrix is None else matrix.packed_form((spec.shape[0], spec.shape[1])))
-    return found.pop() if len(found) == 1 else None
+        found.append(None if matrix is None else matrix.packed_form((spec.shape[0], spec.shape[1])))
+    return common_form(found)

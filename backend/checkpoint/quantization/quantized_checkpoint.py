@@ -32,6 +32,7 @@ from penstock.backend.checkpoint.quantization.modes import (
     stacked_shape,
 )
 from penstock.backend.checkpoint.quantization.quantizer import BLOCK_VALUES, UnquantizableError, quantize
+from penstock.backend.checkpoint.quantized_weights import has_cpu_kernels
 from penstock.backend.checkpoint.tensors import LINEARS, LayerWeights, layer_specs
 from penstock.backend.checkpoint.weights import DecoderWeights, open_weights
 from penstock.backend.errors import StartupError
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.progress import Progress
     from penstock.backend.checkpoint.quantization.modes import Quantization
-    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+    from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight, WeightForm
 
 logger = logging.getLogger("penstock.backend")
 
@@ -89,18 +90,20 @@ class QuantizedCheckpoint:
             else:
                 self._writer.discard()
 
-    def choose_dtype(self, requested: str) -> torch.dtype:
+    def choose_dtype(self, requested: str, fp16_as: torch.dtype = torch.bfloat16) -> torch.dtype:
         """As `DecoderWeights.choose_dtype`: of the activations, and of an embedding that is not lm_head as well."""
-        return self._plain.choose_dtype(requested)
+        return self._plain.choose_dtype(requested, fp16_as)
 
     def embedding(self, dtype: torch.dtype) -> Tensor | QuantizedWeight:
         return self._linear(LM_HEAD) if self._config.tie_embeddings else self._plain.embedding(dtype)
 
     def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[QuantizedWeight]:  # noqa: ARG002 - what is not quantised stays fp32
         layout = layer_specs(self._config, index)
-        fields: dict[str, Any] = {field: self._linear(linear_name(index, field)) for field in LINEARS}
-        fields |= {
-            name: self._plain.stacked(specs, torch.float32) for name, specs in layout.items() if name not in fields
+        fields: dict[str, Any] = {
+            field: self._linear(linear_name(index, field))
+            if field in LINEARS
+            else self._plain.stacked(specs, torch.float32)
+            for field, specs in layout.items()
         }
         return LayerWeights(**fields)
 
@@ -108,7 +111,7 @@ class QuantizedCheckpoint:
         return self._plain.final_norm(torch.float32)
 
     def lm_head(self, dtype: torch.dtype) -> QuantizedWeight | None:  # noqa: ARG002 - it is quantised
-        return None if self._config.tie_embeddings else self._linear(LM_HEAD)
+        return self._linear(LM_HEAD) if self._config.has_own_lm_head else None
 
     def _linear(self, name: str) -> QuantizedWeight:
         if self._kept is not None:
@@ -124,7 +127,7 @@ class QuantizedCheckpoint:
             self._keep(partial(self._writer.write, name, weight))
         return weight
 
-    def _quantize(self, name: str) -> QuantizedWeight:
+    def _quantize(self, name: str) -> Int8Weight | Int4Weight:
         specs = self._specs[name]
         blocks = (block for spec in specs for block in self._plain.row_blocks(spec, BLOCK_VALUES))
         try:
@@ -152,11 +155,14 @@ class QuantizedCheckpoint:
 
 
 def open_served_weights(
-    model_dir: Path, config: DecoderConfig, quantization: Quantization | None
+    model_dir: Path,
+    config: DecoderConfig,
+    quantization: Quantization | None,
+    keeps: Callable[[WeightForm], bool] = has_cpu_kernels,
 ) -> DecoderWeights | QuantizedCheckpoint:
-    """The weights as a mode of --quantize serves them. Raises StartupError."""
+    """The weights as a mode of --quantize serves them. keeps: see `DecoderWeights`. Raises StartupError."""
     if quantization is None:
-        return open_weights(model_dir, config, keeps_packed=True)
+        return open_weights(model_dir, config, keeps=keeps)
     return open_quantized(model_dir, config, quantization)
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight
+from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight
 
 BLOCK_VALUES = 1 << 17
 """Values that a thread quantises at a time: its arrays of this size stay in a core's own cache."""
@@ -28,7 +28,7 @@ class UnquantizableError(ValueError):
     """The weight's row with which the numbers' block begins."""
 
 
-def quantize(blocks: Iterable[Tensor], shape: tuple[int, int], group_size: int | None) -> QuantizedWeight:
+def quantize(blocks: Iterable[Tensor], shape: tuple[int, int], group_size: int | None) -> Int8Weight | Int4Weight:
     """The weight of shape (outputs, inputs) whose rows arrive in blocks, fp32 [rows, inputs], in order.
 
     int4 in groups of group_size inputs, or int8 without one. A block may be changed. Raises UnquantizableError.

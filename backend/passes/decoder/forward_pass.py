@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+from penstock.backend.checkpoint.encoders.decoder_heads import PooledDecoder, read_pooled_decoder
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cuda.device.cuda_device import CudaDevice
 from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+from penstock.backend.passes.decoder.pooled_pass import PooledDecoderPass
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,16 +22,20 @@ class DecoderPass(IBatchedForwardPass):
 
     @classmethod
     def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
-        _check_quantize(options)
+        pooled = _find_pooled(_require(model_dir), options)
+        if pooled is not None:
+            return PooledDecoderPass.describe_pooled(_require(model_dir), options, pooled)
         implementation = CpuDecoderPass if options.device == "cpu" else CudaDecoderPass
         return implementation.describe(_require(model_dir), options)
 
     @classmethod
     def load(cls, model_dir: Path | None, options: PassOptions) -> IBatchedForwardPass:
         model_dir = _require(model_dir)
-        _check_quantize(options)
         loaded: CpuDecoderPass | CudaDecoderPass
-        if options.device == "cpu":
+        pooled = _find_pooled(model_dir, options)
+        if pooled is not None:
+            loaded = PooledDecoderPass.load_pooled(model_dir, options, pooled)
+        elif options.device == "cpu":
             loaded = CpuDecoderPass.load(model_dir, options)
         else:
             _, _, index = options.device.partition(":")
@@ -38,11 +44,11 @@ class DecoderPass(IBatchedForwardPass):
         return cast("IBatchedForwardPass", loaded)
 
 
-def _check_quantize(options: PassOptions) -> None:
-    if options.device != "cpu" and options.quantize != "none":
-        raise StartupError(
-            f"--quantize is {options.quantize}; a GPU runs only none: leave --quantize out, or use the CPU (--gpu none)"
-        )
+def _find_pooled(model_dir: Path, options: PassOptions) -> PooledDecoder | None:
+    pooled = read_pooled_decoder(model_dir, options.task, options.max_context_tokens)
+    if pooled is not None and options.device != "cpu":
+        raise StartupError("decoders that give vectors or scores do not run on a GPU yet: use the CPU (--gpu none)")
+    return pooled
 
 
 def _open_gpu(index: int) -> CudaDevice:

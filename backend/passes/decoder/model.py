@@ -84,6 +84,7 @@ class DecoderModel:
         self._ops = ops
         logits_scale = config.scales.logits
         embedding = weights.embedding(dtype)
+        self._lm_head: Linear | None
         if config.tie_embeddings:
             self._lm_head = ops.pack_linear(embedding, None, logits_scale)
             self._embedding = ops.tied_table(embedding, self._lm_head)
@@ -91,12 +92,13 @@ class DecoderModel:
             self._embedding = ops.table(_plain(embedding))
         del embedding
         if not config.tie_embeddings:
-            self._lm_head = ops.pack_linear(_required(weights.lm_head(dtype)), None, logits_scale)
+            self._lm_head = _pack_head(config, ops, weights.lm_head(dtype))
         self._layers = [_pack_layer(config, ops, weights.layer(i, dtype), i) for i in range(config.num_layers)]
         self._final_norm = _pack_norm(config, ops, weights.final_norm(dtype))
 
     def forward(self, step: Step, *, needs_logits: bool) -> Array | None:
-        """Return the logits of the step's logit rows, [L, vocab] fp32, or None if needs_logits is False.
+        """Return the logits of the step's logit rows, [L, vocab] fp32, or None if needs_logits is False or the model
+        has no head: then `normed` is the result.
 
         A step that scores tokens needs logits, even if it has no logit rows.
         """
@@ -113,6 +115,8 @@ class DecoderModel:
         qkv, residual, step = ops.last_tokens(qkv, residual, step)
         self._attend_and_mix(last, qkv, residual, step)
         self.normed = ops.norm(residual, self._final_norm)
+        if self._lm_head is None:
+            return None
         return self.logits(ops.logit_rows(self.normed, step))
 
     def logits(self, normed: Array) -> Array:
@@ -157,10 +161,12 @@ def _plain(embedding: Tensor | QuantizedWeight) -> Tensor:
     return embedding
 
 
-def _required(lm_head: Tensor | QuantizedWeight | None) -> Tensor | QuantizedWeight:
-    if lm_head is None:
+def _pack_head(config: DecoderConfig, ops: Ops, weight: Tensor | QuantizedWeight | None) -> Linear | None:
+    if weight is not None:
+        return ops.pack_linear(weight, None, config.scales.logits)
+    if config.has_lm_head:
         raise ValueError("a model without tied embeddings needs weights for lm_head")
-    return lm_head
+    return None
 
 
 def _expert_ops(ops: Ops) -> ExpertOps:
@@ -183,9 +189,11 @@ def _pack_layer(config: DecoderConfig, ops: Ops, plain: LayerWeights[Tensor | Qu
         attention=AttentionLayer(
             index=index,
             rope=config.rope_of_layer(index),
+            query_rope=config.query_rope_of_layer(index),
             window_tokens=config.window_of_layer(index),
             q_norm=None if q_norm is None else ops.vector(_offset(config, q_norm).flatten()),
             k_norm=None if k_norm is None else ops.vector(_offset(config, k_norm).flatten()),
+            sinks=None if plain.sinks is None else ops.vector(plain.sinks),
         ),
         attention_norm=packed["attention_norm"],
         qkv=ops.pack_linear(qkv, qkv_bias),
@@ -213,7 +221,14 @@ def _pack_mlp(
 def _pack_experts(ops: Ops, plain: LayerWeights[Tensor | QuantizedWeight], scale: float) -> Experts | None:
     if plain.router is None or plain.expert_gate_up is None or plain.expert_down is None:
         return None
-    weights = ExpertWeights(plain.router, plain.expert_gate_up, plain.expert_down)
+    weights = ExpertWeights(
+        plain.router,
+        plain.expert_gate_up,
+        plain.expert_down,
+        plain.router_bias,
+        plain.expert_gate_up_bias,
+        plain.expert_down_bias,
+    )
     return _expert_ops(ops).pack(weights, scale)
 
 

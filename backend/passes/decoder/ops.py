@@ -76,13 +76,16 @@ class ExpertWeights:
     """A layer's experts, as in `LayerWeights`."""
 
     router: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | QuantizedWeight
+    down: Tensor | QuantizedWeight
+    router_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """Attention settings that differ from layer to layer. The norm weights are results of `vector`."""
+    """Attention settings that differ from layer to layer. Norm weights and sinks are results of `vector`."""
 
     index: int
     rope: int | None
@@ -90,6 +93,15 @@ class AttentionLayer:
     window_tokens: int | None
     q_norm: Array | None
     k_norm: Array | None
+    query_rope: int | None = None
+    """Index of the rope that queries have, if it is another one."""
+    sinks: Array | None = None
+    """[num_heads] a score for each head that takes part in the softmax and has no value."""
+
+    @property
+    def ropes(self) -> tuple[int | None, int | None]:
+        """Of queries and of keys."""
+        return self.rope if self.query_rope is None else self.query_rope, self.rope
 
 
 class ExpertOps(Protocol):
@@ -129,12 +141,12 @@ class Ops(Protocol):
     ) -> Linear:
         """weight [out, in], bias [out]; is_gated: out is [gate | up], for `activated_linear`.
 
-        The result is multiplied by scale. The caller drops its copy. Quantised weights are for the CPU.
+        The result is multiplied by scale. The caller drops its copy.
         """
         ...
 
     def vector(self, weight: Tensor) -> Array:
-        """A norm's weight, [n]; of a layer norm [weight | bias]."""
+        """A norm's weight, [n], of a layer norm [weight | bias]; or other numbers that are used in fp32."""
         ...
 
     def table(self, weight: Tensor) -> Array:

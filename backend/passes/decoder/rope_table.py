@@ -22,8 +22,7 @@ class RopeTable:
     """
 
     def __init__(self, *ropes: RopeConfig) -> None:
-        self._inv_freqs = [torch.tensor(rope.inv_freq, dtype=torch.float64) for rope in ropes]
-        self._factors = [rope.attention_factor for rope in ropes]
+        self._ropes = ropes
         self.rows = torch.empty(0, sum(rope.rotary_dim for rope in ropes), dtype=torch.float32)
         self._num_positions = 0
 
@@ -35,9 +34,18 @@ class RopeTable:
                 size *= 2
             positions = torch.arange(size, dtype=torch.float64)
             parts: list[Tensor] = []
-            for inv_freq, factor in zip(self._inv_freqs, self._factors, strict=True):
-                angles = torch.outer(positions, inv_freq)
-                parts += [(turned * factor).float() for turned in (angles.cos(), angles.sin())]
+            for rope in self._ropes:
+                angles = torch.outer(positions, torch.tensor(rope.inv_freq, dtype=torch.float64))
+                factors = _factors(rope, positions)
+                parts += [(turned * factors).float() for turned in (angles.cos(), angles.sin())]
             self._num_positions = size
             self.rows = torch.cat(parts, dim=1)
         return self.rows
+
+
+def _factors(rope: RopeConfig, positions: Tensor) -> Tensor:
+    """What cos and sin of each position are multiplied by, [n, 1]."""
+    factors = torch.full_like(positions, rope.attention_factor)
+    if rope.scale is not None:
+        factors *= 1 + rope.scale.beta * torch.log1p(torch.floor(positions / rope.scale.period))
+    return factors[:, None]

@@ -12,6 +12,7 @@ from penstock.backend.forward_pass import PassSpec
 from penstock.backend.passes.decoder.cpu.torch_cache.paged_cache import PagedCache
 from penstock.backend.passes.decoder.ops import CPU_KV_DTYPES, KV_BLOCK_BYTES, KV_BLOCK_VALUES
 from penstock.backend.passes.transformers_model.attention import attention_by, paged_attention
+from penstock.backend.passes.transformers_model.linear_attention import SlotStates, states_by
 from penstock.backend.passes.transformers_model.model import count_weight_bytes, load_model, read_facts, run_model
 from penstock.backend.sampling.sampler import HostSampling
 
@@ -36,6 +37,7 @@ class TransformersPass(HostSampling):
         self._facts = facts
         self._model: Module | None = model
         self._cache: PagedCache | None = None
+        self._states = SlotStates(facts.state_shapes, max_running)
         self.spec = spec
 
     @classmethod
@@ -55,14 +57,15 @@ class TransformersPass(HostSampling):
         if self._cache is None or self._model is None:
             raise RuntimeError("forward is called before create_cache or after close")
         input_ids = torch.from_numpy(self.begin_step(batch).astype(np.int64))
-        step = self._cache.begin_step(batch)
+        step, states = self._cache.begin_step(batch), self._states.begin_step(batch)
         logit_tokens = torch.from_numpy(batch.logit_tokens.astype(np.int64))
-        with attention_by(paged_attention(step)):
+        with attention_by(paged_attention(step)), states_by(states):
             logits: NDArray[np.float32] = run_model(self._model, input_ids, step.positions, logit_tokens).numpy()
         return logits
 
     def close(self) -> None:
         self._cache = self._model = None
+        self._states = SlotStates({}, 0)
 
 
 def _require(model_dir: Path | None) -> Path:
@@ -91,4 +94,5 @@ def _spec(facts: ModelFacts, options: PassOptions) -> PassSpec:
         # A step's logits, twice: in the weights' dtype or fp32, and in fp32.
         workspace_bytes=2 * 4 * options.max_batch_tokens * facts.vocab_size,
         scores_prompts=True,
+        state_bytes_per_sequence=sum(shape.num_bytes for shape in facts.state_shapes.values()),
     )

@@ -19,15 +19,28 @@ from penstock.backend.passes.transformers_model.attention import (
     attention_by,
     register,
 )
+from penstock.backend.passes.transformers_model.linear_attention import (
+    SlotStates,
+    StepStates,
+    check_layers,
+    probe_states,
+    run_layers_by_row,
+    states_by,
+)
 from penstock.shm.messages import MAX_CONTEXT_TOKENS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor
     from torch.nn import Module
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+    from penstock.backend.passes.transformers_model.linear_attention import StateShape
+
+_LINEAR = "linear_attention"
+_LAYER_TYPES = {"full_attention", "sliding_attention", _LINEAR}
+_NO_KV = KvShape(0, 0, 0)
 _PROBE_TOKENS = 9
 _PROBE_TOLERANCE = 0.02
 """Of the largest logit: bf16 differs by this much between two orders of summation."""
@@ -43,7 +56,9 @@ class ModelFacts:
     vocab_size: int
     max_context_tokens: int
     kv_shapes: tuple[KvShape, ...]
-    """One for each layer."""
+    """One for each layer; zeros for one without attention."""
+    state_shapes: Mapping[int, StateShape]
+    """Of the layers that keep a state."""
 
 
 def read_facts(model_dir: Path, dtype: str, max_context_tokens: int | None) -> ModelFacts:
@@ -68,21 +83,38 @@ def read_facts(model_dir: Path, dtype: str, max_context_tokens: int | None) -> M
             f"--max-context is {max_context_tokens}; this model supports 1 to {offered}: lower --max-context"
         )
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    chosen = choose_dtype(dtype, own)
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     return ModelFacts(
         config,
-        choose_dtype(dtype, own),
+        chosen,
         text.vocab_size,
         max_context_tokens or offered,
-        (_kv_shape(text),) * text.num_hidden_layers,
+        tuple(_NO_KV if kind == _LINEAR else _kv_shape(text) for kind in kinds),
+        _state_shapes(config, text, chosen, path) if _LINEAR in kinds else {},
     )
+
+
+def _state_shapes(config: Any, text: Any, dtype: torch.dtype, path: Path) -> Mapping[int, StateShape]:
+    """Raises StartupError."""
+    try:
+        shapes = probe_states(_model_without_memory(config, dtype), text.hidden_size, dtype)
+    except Exception as error:  # the model's code may raise anything
+        raise StartupError(f"{path}: its linear attention cannot be served: {_line(error)}") from error
+    if list(shapes) != [layer for layer, kind in enumerate(text.layer_types) if kind == _LINEAR]:
+        raise StartupError(f"{path}: layers {shorten(list(shapes))} keep a state; layer_types says otherwise")
+    return shapes
+
+
+def _model_without_memory(config: Any, dtype: torch.dtype) -> Any:
+    register()
+    with torch.device("meta"):
+        return _import_transformers().AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
 
 
 def count_weight_bytes(facts: ModelFacts) -> int:
     """Bytes of all parameters, from the model's code without memory for them."""
-    transformers = _import_transformers()
-    register()
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(facts.config, attn_implementation=NAME)
+    model = _model_without_memory(facts.config, facts.dtype)
     num_parameters: int = sum(parameter.numel() for parameter in model.parameters())
     return num_parameters * facts.dtype.itemsize
 
@@ -92,7 +124,6 @@ def load_model(model_dir: Path, facts: ModelFacts) -> Module:
     transformers = _import_transformers()
     register()
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # its reports have many lines; the checks below have one
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             model_dir,
@@ -113,7 +144,10 @@ def load_model(model_dir: Path, facts: ModelFacts) -> Module:
             f"{model_dir}: tensor {name} has shape {list(stored)}; config.json makes it {list(expected)}"
         )
     model.eval()
-    _check(model, facts, f"{model_dir / CONFIG_FILE}: {type(model).__name__}")
+    where = f"{model_dir / CONFIG_FILE}: {type(model).__name__}"
+    _check_states(model, facts, where)
+    run_layers_by_row(model)
+    _check(model, facts, where)
     return model  # type: ignore[no-any-return]
 
 
@@ -134,6 +168,8 @@ def _import_transformers() -> Any:
         import transformers
     except ImportError as error:
         raise StartupError(f"the forward pass transformers needs penstock[transformers]: {error}") from None
+    logging: Any = transformers.utils.logging
+    logging.set_verbosity_error()  # its reports have many lines; the errors raised here have one
     return transformers
 
 
@@ -146,12 +182,16 @@ def _why_not(config: Any, text: Any, transformers: Any) -> str | None:
         return "it is an encoder with a decoder"
     if getattr(config, "quantization_config", None) is not None:
         return "quantization_config is set"
-    if model_class._is_stateful:
-        return f"{model_class.__name__} keeps a state that is no KV cache"
-    if not model_class._supports_attention_backend:
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if kinds == {_LINEAR}:
+        return f"{model_class.__name__} keeps a state and no KV cache"
+    if model_class._is_stateful and _LINEAR not in kinds:
+        return f"{model_class.__name__} keeps a state that is no linear attention"
+    # Models with a state do not say that they support the interface; the check at load shows whether they do.
+    if not (model_class._supports_attention_backend or (model_class._is_stateful and model_class._supports_sdpa)):
         return f"{model_class.__name__} does not let its attention be replaced"
-    if kinds := set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES:
-        return f"layer_types has {', '.join(sorted(kinds))}"
+    if kinds - _LAYER_TYPES:
+        return f"layer_types has {', '.join(sorted(kinds - _LAYER_TYPES))}"
     for key in ("num_kv_shared_layers", "attention_chunk_size"):
         if getattr(text, key, None):
             return f"{key} is {shorten(getattr(text, key))}"
@@ -168,6 +208,22 @@ def _kv_shape(text: Any) -> KvShape:
 
 
 @torch.inference_mode()
+def _check_states(model: Any, facts: ModelFacts, where: str) -> None:
+    """Raises StartupError if a layer's state does not say how its sequence goes on."""
+    if not facts.state_shapes:
+        return
+    hidden_size = facts.config.get_text_config(decoder=True).hidden_size
+    try:
+        difference = check_layers(model, facts.state_shapes, hidden_size, facts.dtype)
+    except Exception as error:  # the model's code may raise anything
+        raise StartupError(f"{where} cannot be served: {type(error).__name__}: {_line(error)}") from error
+    if not difference <= _PROBE_TOLERANCE:
+        raise StartupError(
+            f"{where} cannot be served: in several steps a layer with a state differs by {difference:.3g} of its output"
+        )
+
+
+@torch.inference_mode()
 def _check(model: Any, facts: ModelFacts, where: str) -> None:
     """Compare a short prompt's logits with those of the model's own attention. Raises StartupError.
 
@@ -177,7 +233,8 @@ def _check(model: Any, facts: ModelFacts, where: str) -> None:
     everything = torch.arange(_PROBE_TOKENS)
     probe = ShapeProbe()
     try:
-        with attention_by(probe):
+        one_row = StepStates(SlotStates(facts.state_shapes, 1), [0, _PROBE_TOKENS], torch.zeros(1, dtype=torch.int64))
+        with attention_by(probe), states_by(one_row):
             ours = run_model(model, ids, everything, everything)
         model.set_attn_implementation("eager")
         theirs = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].float()
@@ -186,7 +243,7 @@ def _check(model: Any, facts: ModelFacts, where: str) -> None:
         raise StartupError(f"{where} cannot be served: {error}") from None
     except Exception as error:  # the model's code may raise anything
         raise StartupError(f"{where} cannot be served: {type(error).__name__}: {_line(error)}") from error
-    expected = dict(enumerate(facts.kv_shapes))
+    expected = {layer: shape for layer, shape in enumerate(facts.kv_shapes) if shape != _NO_KV}
     if probe.kv_shapes != expected:
         raise StartupError(
             f"{where} cannot be served: its layers cache {shorten(probe.kv_shapes)}; "

@@ -9,6 +9,8 @@ from penstock.frontend.schemas import answers
 from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.schemas.completion import CompletionBody
 from penstock.frontend.schemas.messages import CountTokensBody, MessagesBody
+from penstock.frontend.schemas.pooling.answers import LocatedToken
+from penstock.frontend.schemas.pooling.tei import TeiTokenizeBody
 from penstock.frontend.schemas.responses import ResponsesBody
 from penstock.frontend.schemas.utilities import DetokenizeBody, TokenizeBody
 
@@ -67,11 +69,17 @@ INPUT_ITEMS = EndpointDoc(
     ),
     can_be_missing=True,
 )
-TOKENIZE = EndpointDoc("Tokens", "Returns the tokens of a text or a chat.", answers.TokenizeAnswer, TokenizeBody)
+TOKENIZE = EndpointDoc(
+    "Tokens",
+    "Returns the tokens of a text or a chat, or with inputs as TEI does.",
+    answers.TokenizeAnswer,
+    TokenizeBody,
+    other=(TeiTokenizeBody, list[list[LocatedToken]]),
+)
 DETOKENIZE = EndpointDoc("Tokens", "Returns the text of tokens.", answers.DetokenizeAnswer, DetokenizeBody)
 TEMPLATE = EndpointDoc("Tokens", "Returns a chat's prompt as text.", answers.TemplateAnswer, ChatBody)
-MODELS = EndpointDoc("Server", "Lists the served model.", answers.ModelsAnswer)
-MODEL = EndpointDoc("Server", "Describes the served model.", answers.ModelAnswer, can_be_missing=True)
+MODELS = EndpointDoc("Server", "Lists the served models.", answers.ModelsAnswer)
+MODEL = EndpointDoc("Server", "Describes a served model.", answers.ModelAnswer, can_be_missing=True)
 VERSION = EndpointDoc("Server", "Returns this server's version.", answers.VersionAnswer)
 LOAD = EndpointDoc(
     "Server", "Counts this worker's open requests and the whole system's sequences and pages.", answers.LoadAnswer

@@ -13,7 +13,10 @@ from penstock.frontend.endpoints.docs.field_docs import FIELD_DOCS, effective_fi
 from penstock.frontend.endpoints.health import READY_PATH
 from penstock.frontend.schemas import messages, responses
 from penstock.frontend.schemas.answers import AnthropicErrorAnswer, ErrorAnswer
-from penstock.frontend.transport.errors import ANTHROPIC_PATH, ErrorKind
+from penstock.frontend.schemas.pooling.answers import CohereErrorAnswer, TeiErrorAnswer
+from penstock.frontend.schemas.pooling.common import PooledBody
+from penstock.frontend.schemas.pooling.tei import TeiBody
+from penstock.frontend.transport.errors import ANTHROPIC_PATH, COHERE_PATHS, TEI_PATHS, ErrorKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -31,6 +34,7 @@ _REFUSED_FIELDS: dict[type[Struct], Iterable[str]] = {
     messages.CountTokensBody: messages.UNSUPPORTED_FIELDS,
 }
 
+_ERROR_TYPES = (ErrorAnswer, AnthropicErrorAnswer, CohereErrorAnswer, TeiErrorAnswer)
 _ANY_ERRORS = (ErrorKind.FOREIGN_HOST, ErrorKind.INTERNAL)
 _KEY_ERRORS = (ErrorKind.BAD_KEY,)
 _PATH_ERRORS = (ErrorKind.UNKNOWN_PATH,)
@@ -59,7 +63,7 @@ def document(routes: Mapping[str, Mapping[str, Route]], version: str) -> dict[st
         "info": {
             "title": "Penstock",
             "version": version,
-            "description": "The APIs of OpenAI and Anthropic for one model, with optional additions.",
+            "description": "The APIs of OpenAI and Anthropic and of servers for embeddings and reranking.",
         },
         "tags": [{"name": tag} for tag in dict.fromkeys(doc.tag for doc in docs)],
         "paths": paths,
@@ -92,13 +96,19 @@ def _operation(path: str, method: str, route: Route) -> dict[str, Any]:
         {"name": name, "in": "query", "description": text, "schema": {"type": _JSON_TYPES[kind]}}
         for name, kind, text in doc.query
     ]
-    if doc.body is not None and doc.events is not None:
+    if _runs_a_model(doc):
         parameters += _GENERATION_HEADERS
     if parameters:
         operation["parameters"] = parameters
     if doc.body is not None:
-        operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": _reference(doc.body)}}}
+        other = [] if doc.other is None else [doc.other[0]]
+        operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": _any_of([doc.body, *other])}}}
     return operation
+
+
+def _runs_a_model(doc: EndpointDoc) -> bool:
+    is_pooled = doc.body is not None and issubclass(doc.body, PooledBody | TeiBody)
+    return is_pooled or (doc.body is not None and doc.events is not None)
 
 
 _GENERATION_HEADERS = [
@@ -125,7 +135,8 @@ def _answer(doc: EndpointDoc) -> dict[str, Any]:
     elif doc.answer is Struct:
         content = {_JSON: {"schema": {"type": "object"}}}
     else:
-        content = {_JSON: {"schema": _reference(doc.answer)}}
+        other = [] if doc.other is None else [doc.other[1]]
+        content = {_JSON: {"schema": _any_of([doc.answer, *other])}}
     if doc.events is not None:
         content[_EVENTS] = {"schema": _reference(doc.events)}
     return {"description": doc.summary, "content": content}
@@ -135,11 +146,11 @@ def _errors(path: str, route: Route) -> dict[str, Any]:
     doc, kinds = route.doc, [*_ANY_ERRORS]
     kinds += _KEY_ERRORS if route.needs_key else ()
     kinds += _BODY_ERRORS if doc.body is not None else ()
-    kinds += _GENERATION_ERRORS if doc.body is not None and doc.events is not None else ()
+    kinds += _GENERATION_ERRORS if _runs_a_model(doc) else ()
     kinds += _PATH_ERRORS if doc.can_be_missing else ()
     kinds += _MODEL_ERRORS if route.needs_key or path == READY_PATH else ()
     is_anthropic = path.startswith(ANTHROPIC_PATH)
-    error = _reference(AnthropicErrorAnswer if is_anthropic else ErrorAnswer)
+    error = _any_of([_error_type(path), *([] if doc.other is None else [TeiErrorAnswer])])
     statuses = {kind.status for kind in kinds} | ({529} if is_anthropic else set())
     return {
         str(status): {"description": _phrase(status), "content": {_JSON: {"schema": error}}}
@@ -147,20 +158,35 @@ def _errors(path: str, route: Route) -> dict[str, Any]:
     }
 
 
+def _error_type(path: str) -> type[Struct]:
+    if path in TEI_PATHS:
+        return TeiErrorAnswer
+    if path in COHERE_PATHS:
+        return CohereErrorAnswer
+    return AnthropicErrorAnswer if path.startswith(ANTHROPIC_PATH) else ErrorAnswer
+
+
 def _phrase(status: int) -> str:
     own = {499: "The request's own time limit has passed", 529: "Overloaded"}
     return own.get(status) or HTTPStatus(status).phrase
 
 
-def _reference(kind: type[Struct]) -> dict[str, str]:
-    return {"$ref": _REF.format(name=kind.__name__)}
+def _any_of(kinds: list[Any]) -> dict[str, Any]:
+    schemas = [_reference(kind) for kind in kinds]
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+
+
+def _reference(kind: Any) -> dict[str, Any]:
+    (schema,), _ = msgspec.json.schema_components((kind,), ref_template=_REF)
+    return schema
 
 
 def _schemas(docs: Iterable[EndpointDoc]) -> dict[str, Any]:
-    bodies = {doc.body for doc in docs if doc.body is not None}
-    kinds = bodies | {doc.events for doc in docs if doc.events is not None} | {ErrorAnswer, AnthropicErrorAnswer}
-    kinds |= {doc.answer for doc in docs if not isinstance(doc.answer, str) and doc.answer is not Struct}
-    in_order = sorted(kinds, key=lambda kind: kind.__name__)
+    others = [doc.other for doc in docs if doc.other is not None]
+    bodies = {doc.body for doc in docs if doc.body is not None} | {body for body, _ in others}
+    kinds: list[Any] = [*bodies, *(doc.events for doc in docs if doc.events is not None), *_ERROR_TYPES]
+    kinds += [doc.answer for doc in docs if not isinstance(doc.answer, str) and doc.answer is not Struct]
+    in_order = sorted([*kinds, *(answer for _, answer in others)], key=str)
     _, schemas = msgspec.json.schema_components(in_order, ref_template=_REF)
     for body in bodies:
         properties = schemas[body.__name__]["properties"]

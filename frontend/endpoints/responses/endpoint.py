@@ -15,7 +15,6 @@ import msgspec
 from penstock.frontend.endpoints.answering import AnswerStyle, answer_chat
 from penstock.frontend.endpoints.chat_translation import renamed
 from penstock.frontend.endpoints.context import run_sized
-from penstock.frontend.endpoints.models import check_model
 from penstock.frontend.endpoints.prompts import render_chat
 from penstock.frontend.endpoints.responses.background.event_log import Followers
 from penstock.frontend.endpoints.responses.background.run import BackgroundRun
@@ -94,7 +93,6 @@ class Responses:
             chat, num_body_bytes = await self._chat(exchange.tenant, body, previous, num_sent_bytes)
         if body.truncation == "auto":
             with renamed(RENAMED):
-                check_model(chat.model, served.card)
                 async with exchange.cancelled_on_disconnect():
                     chat = await fitted(chat, served)
         pending = PendingResponse(body, previous, served.card)
@@ -103,7 +101,7 @@ class Responses:
                 self._kept.id_prefix, pending.make_format, partial(self._keep, exchange.tenant, pending)
             )
             with renamed(RENAMED):
-                await answer_chat(exchange, chat, served, context.backend, style, num_body_bytes=num_body_bytes)
+                await answer_chat(exchange, chat, served, style, num_body_bytes=num_body_bytes)
             return
         request = await run_sized(num_sent_bytes, encode_request, body, exchange)
         num_input_bytes = num_sent_bytes + len(request) + await run_sized(num_body_bytes, pending.encode_input)
@@ -111,7 +109,7 @@ class Responses:
         run = BackgroundRun(exchange, pending, self._kept.store, claim, request=request)
 
         with renamed(RENAMED):
-            await self._runs.start(run, partial(self._answer, context, run, chat, served, num_body_bytes))
+            await self._runs.start(run, partial(self._answer, run, chat, served, num_body_bytes))
         if run.events is not None:
             await self._followers.follow(exchange, run.response_id, run.events, -1)
         else:
@@ -135,13 +133,12 @@ class Responses:
                 await run_sized(num_bytes, check_chat, chat)
                 if body.truncation == "auto":
                     chat = await fitted(chat, served)
-                await self._answer(context, run, chat, served, num_bytes, (earlier.response_id, restart.created_at))
+                await self._answer(run, chat, served, num_bytes, (earlier.response_id, restart.created_at))
 
         self._runs.resume(run, work)
 
     async def _answer(
         self,
-        context: EndpointContext,
         run: BackgroundRun,
         chat: ChatBody,
         served: ServedModel,
@@ -151,7 +148,7 @@ class Responses:
         """Answer in the background. Raises ApiError, ClientGoneError."""
         chat.stream = True
         style = AnswerStyle(self._kept.id_prefix, run.pending.make_format, run.settle, begun=begun, by_token=True)
-        await answer_chat(run.exchange, chat, served, context.backend, style, num_body_bytes=num_body_bytes)
+        await answer_chat(run.exchange, chat, served, style, num_body_bytes=num_body_bytes)
 
     async def _keep(self, tenant: bytes, pending: PendingResponse, _last: bytes) -> None:
         """Store an answer before its client has all of it. If that fails the client has its answer nevertheless."""
@@ -163,13 +160,13 @@ class Responses:
 
     async def count_input(self, exchange: Exchange, context: EndpointContext) -> None:
         """POST /v1/responses/input_tokens. Raises ApiError, ClientGoneError."""
-        data, served = await context.receive(exchange)
+        body, served, num_sent_bytes = await context.receive(
+            exchange, decode_responses, model_of=lambda body: body.model
+        )
         async with exchange.cancelled_on_disconnect():
-            body = await run_sized(len(data), decode_responses, data)
             previous = await self._previous(exchange.tenant, body)
-            chat, _ = await self._chat(exchange.tenant, body, previous, len(data))
+            chat, _ = await self._chat(exchange.tenant, body, previous, num_sent_bytes)
             with renamed(RENAMED):
-                check_model(chat.model, served.card)
                 prompt = await render_chat(chat, served, is_long=True)
             answer = {"object": "response.input_tokens", "input_tokens": len(prompt)}
             await exchange.respond(200, msgspec.json.encode(answer))

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from penstock.frontend.generation.served_model import ServedModel
     from penstock.frontend.schemas.decoding import AnsweredBody
     from penstock.frontend.transport.exchange import UsageClaim
-    from penstock.shm.client import BackendClient
 
 
 _groups = itertools.count(1)
@@ -45,14 +44,13 @@ async def submit(
     request: PreparedRequest,
     policy: RequestPolicy,
     served: ServedModel,
-    backend: BackendClient,
     claim: UsageClaim | None = None,
 ) -> list[Choice]:
     """Start one stream per prompt and candidate, the candidates of a prompt together.
 
     The claim reserves what they may use. Raises ApiError; then no stream is left running.
     """
-    body, rules = request.body, request.rules
+    body, rules, backend = request.body, request.rules, served.backend
     max_tokens = read_max_tokens(body, request.prompts, served.card)
     check_logprobs(body, request.prompts, max_tokens)
     sampling = read_sampling(body, served.card)

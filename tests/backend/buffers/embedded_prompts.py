@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backend.passes.fake import FakePass, embedded_token
+from penstock.backend.passes.fake import EMBEDDING_SIZE, embedded_token
 from penstock.shm.link.events import Submission
 from penstock.shm.messages import (
     Sampling,
@@ -21,7 +21,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def random_rows(num_rows: int, seed: int = 0) -> NDArray[np.float32]:
-    return np.random.default_rng(seed).normal(size=(num_rows, FakePass.embedding_size)).astype(np.float32)
+    return np.random.default_rng(seed).normal(size=(num_rows, EMBEDDING_SIZE)).astype(np.float32)
 
 
 def fakes_tokens(rows: NDArray[np.float32], count: int, vocab_size: int = VOCAB) -> list[int]:

@@ -54,7 +54,7 @@ class DeviceFakePass(FakePass):
             return super()._tokens_of(values)
         values.copy_to(DeviceRows(self._prompts, self.STREAM))
         self._device.run(self.STREAM)
-        data = self._device.read(self._prompts, 4 * self.embedding_size * values.num_rows)
+        data = self._device.read(self._prompts, 4 * self.spec.embedding_size * values.num_rows)
         return [embedded_token(row) for row in np.frombuffer(data, np.float32).reshape(values.num_rows, -1)]
 
     def host_logits(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from penstock.shm.messages import (
     BufferRef,
     BufferRequest,
     Constraints,
-    ContentSpec,
     FailureCode,
     Finish,
     Sampling,
@@ -250,12 +250,11 @@ async def test_device_embeddings_are_never_copied_to_the_host(tmp_path: Path) ->
 
 
 def test_embeddings_are_offered_only_if_the_pass_takes_them() -> None:
-    class TakesNone(FakePass):
-        embedding_size = property()  # type: ignore[assignment]
-
-    spec = ContentSpec(EMBEDDINGS, FakePass.embedding_size, "<f4")
-    for kind, is_offered in ((FakePass, True), (TakesNone, False)):
-        assert (spec in make_exporter("host", 1, kind(VOCAB, 1), None)._contents) is is_offered
+    forward_pass = FakePass(VOCAB, 1)
+    for size in (4, 0):
+        forward_pass.spec = replace(forward_pass.spec, embedding_size=size)
+        contents = make_exporter("host", 1, forward_pass, None)._contents
+        assert [spec.num_values for spec in contents if spec.content is EMBEDDINGS] == [size] * (size > 0)
 
 
 def test_device_reads_host_buffers_only_for_a_pass_with_device_outputs(tmp_path: Path) -> None:

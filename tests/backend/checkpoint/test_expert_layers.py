@@ -8,19 +8,22 @@ import pytest
 import transformers
 
 from penstock.backend.checkpoint.config_json import parse_decoder_config
-from penstock.backend.checkpoint.decoder_config import Experts
+from penstock.backend.checkpoint.decoder_config import ClampedGate, Experts
 from tests.checkpoints import EXPERT_PRESETS, PRESETS, make_config, make_model
 
 
 def oracle_experts(config: Any) -> Experts | None:
     if not hasattr(config, "num_experts_per_tok"):
         return None
+    limit = getattr(config, "swiglu_limit", None)
     return Experts(
         count=config.num_experts,
         per_token=config.num_experts_per_tok,
         width=getattr(config, "moe_intermediate_size", config.intermediate_size),
         normalises=getattr(config, "norm_topk_prob", True),
         shared_width=getattr(config, "shared_expert_intermediate_size", None),
+        biased=limit is not None,
+        clamped_gate=None if limit is None else ClampedGate(config.swiglu_alpha, limit),
     )
 
 
@@ -30,10 +33,10 @@ def test_layers_with_experts_match_transformers(architecture: str) -> None:
     config = parse_decoder_config(values | {"architectures": [PRESETS[architecture].model]})
     mlps = [layer.mlp for layer in make_model(architecture).model.layers]
     assert config.layer_has_experts == tuple(hasattr(mlp, "experts") for mlp in mlps)
-    assert len(set(config.layer_has_experts)) == (1 if architecture == "mixtral" else 2)
+    assert len(set(config.layer_has_experts)) == (1 if architecture in ("mixtral", "gpt-oss") else 2)
 
 
-@pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen2Moe", "Mixtral"])
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen2Moe", "Mixtral", "GptOss"])
 def test_absent_keys_have_the_defaults_of_transformers(family: str) -> None:
     theirs = getattr(transformers, f"{family}Config")()
     dims = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

@@ -12,10 +12,13 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
+from penstock.backend.checkpoint.encoders.read_config import read_encoder
+from penstock.backend.checkpoint.encoders.weights import open_encoder
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.errors import StartupError
 from penstock.backend.main import app
 from tests.checkpoints import make_checkpoint
+from tests.encoder_checkpoints import make_sentence_encoder
 
 INDEX = "model.safetensors.index.json"
 
@@ -34,6 +37,7 @@ class FakeHub:
         for file in self.repository.rglob("*"):
             name = str(file.relative_to(self.repository))
             if file.is_file() and any(fnmatch(name, pattern) for pattern in allow_patterns):
+                (self.snapshot / name).parent.mkdir(exist_ok=True)
                 (self.snapshot / name).write_bytes(file.read_bytes())
         return str(self.snapshot)
 
@@ -90,6 +94,17 @@ def test_single_file_model_is_downloaded_without_unused_files(hub: FakeHub) -> N
         "generation_config.json",
         "model.safetensors",
     }
+
+
+def test_modules_of_sentence_transformers_come_with_the_config(hub: FakeHub) -> None:
+    make_sentence_encoder("bert", hub.repository, {"pooling_mode_mean_tokens": True}, dense=8)
+    (hub.repository / "sentence_bert_config.json").write_text('{"max_seq_length": 20}')
+    (hub.repository / "2_Dense" / "pytorch_model.bin").write_bytes(b"large")
+    config = read_encoder(resolve_config("owner/name"))
+    assert (config.max_context_tokens, config.heads[0].pooling, config.normalizes) == (20, ("mean",), True)
+    assert not list(hub.snapshot.rglob("*.safetensors"))
+    with open_encoder(resolve_model("owner/name"), config):
+        assert not list(hub.snapshot.rglob("*.bin"))
 
 
 def test_shards_are_downloaded_by_the_names_in_the_index_at_the_same_commit(hub: FakeHub) -> None:

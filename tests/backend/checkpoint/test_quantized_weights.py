@@ -8,7 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight
+from penstock.backend.checkpoint.quantized_weights import (
+    GroupedForm,
+    GroupedWeight,
+    Int4Weight,
+    Int8Weight,
+    Mxfp4Weight,
+    PackedForm,
+    QuantizedWeight,
+    WeightForm,
+    common_form,
+)
 
 INT8 = Int8Weight(torch.tensor([[-128, 0, 3], [1, 2, 127]], dtype=torch.int8), torch.tensor([0.5, 2.0]))
 INT4 = Int4Weight(
@@ -17,6 +27,40 @@ INT4 = Int4Weight(
     torch.tensor([[8, 0]], dtype=torch.uint8),
     32,
 )
+MXFP4 = Mxfp4Weight(torch.tensor([[0x10 * (15 - i) + i for i in range(16)]], dtype=torch.uint8), torch.tensor([[0.5]]))
+
+
+GROUPED = GroupedWeight(
+    GroupedForm(4, 16, 32, has_minima=True),
+    torch.full((1, 16), 0x53, dtype=torch.uint8),
+    torch.tensor([[[0.5, 2.0]]]),
+    torch.tensor([[[3, 1], [-4, 0]]], dtype=torch.int8),
+)
+
+
+def test_grouped_values_are_scaled_and_lowered_per_group() -> None:
+    assert GROUPED.shape == (1, 32)
+    assert GROUPED.dequantize().tolist() == [[1.5 * 3 - 2, 1.5 * 5 - 2] * 8 + [-6.0, -10.0] * 8]
+
+
+Q8_0, Q5_1 = GroupedForm(8, 32, 32, has_minima=False), GroupedForm(8, 32, 32, has_minima=True)
+Q4_K, Q6_K = GroupedForm(4, 32, 256, has_minima=True), GroupedForm(8, 16, 256, has_minima=False)
+
+
+@pytest.mark.parametrize(
+    ("forms", "expected"),
+    [
+        ([Q8_0, Q8_0], Q8_0),
+        ([Q8_0, Q5_1], Q5_1),
+        ([Q4_K, Q4_K, Q6_K], GroupedForm(8, 16, 256, has_minima=True)),
+        ([Q8_0, Q6_K], None),
+        ([PackedForm(None), Q8_0], None),
+        ([PackedForm(32), PackedForm(128)], None),
+        ([Q8_0, None], None),
+    ],
+)
+def test_common_form_holds_the_numbers_of_all(forms: list[WeightForm | None], expected: WeightForm | None) -> None:
+    assert common_form(forms) == expected
 
 
 def test_int8_values_are_scaled_per_output() -> None:
@@ -28,6 +72,12 @@ def test_int4_values_are_scaled_per_group_and_even_inputs_are_the_low_bits() -> 
     assert INT4.shape == (1, 64)
     values = [value for i in range(16) for value in (i, 2 * i % 16)]
     assert INT4.dequantize().tolist() == [[0.5 * (value - 8) for value in values] + [-2.0 * value for value in values]]
+
+
+def test_mxfp4_values_are_numbers_of_e2m1_and_even_inputs_are_the_low_bits() -> None:
+    numbers = [0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0]
+    numbers += [-number for number in numbers]
+    assert MXFP4.dequantize().tolist() == [[number for i in range(16) for number in (numbers[i], numbers[15 - i])]]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +96,18 @@ def test_int4_values_are_scaled_per_group_and_even_inputs_are_the_low_bits() -> 
         (lambda: replace(INT4, zeros=torch.full((1, 2), 16, dtype=torch.uint8)), "from 0 to 15"),
         (lambda: replace(INT4, zeros=INT4.zeros[:, :1]), r"zeros must be \[1, 2\], not \[1, 1\]"),
         (lambda: replace(INT4, zeros=INT4.zeros.int()), "zeros must be torch.uint8"),
+        (lambda: replace(GROUPED, values=GROUPED.values.view(torch.int8)), "values must be torch.uint8"),
+        (lambda: replace(GROUPED, values=GROUPED.values[:, :8]), "16 inputs cannot be divided into blocks of 32, 16"),
+        (lambda: replace(GROUPED, factors=GROUPED.factors[:, :, :1]), r"factors must be \[1, 1, 2\], not \[1, 1, 1\]"),
+        (lambda: replace(GROUPED, factors=GROUPED.factors * 0.1), "factors must be numbers of binary16"),
+        (lambda: replace(GROUPED, factors=GROUPED.factors * torch.inf), "factors must be finite"),
+        (lambda: replace(GROUPED, multipliers=GROUPED.multipliers[:, :1]), r"multipliers must be \[1, 2, 2\]"),
+        (lambda: replace(MXFP4, values=MXFP4.values[:, :8]), "16 inputs cannot be divided into groups of 32"),
+        (lambda: replace(MXFP4, scales=torch.ones(1, 2)), r"scales must be \[1, 1\], not \[1, 2\]"),
+        *(
+            (lambda scale=scale: replace(MXFP4, scales=torch.tensor([[scale]])), r"powers of two from 2\^-23 to 2\^16")
+            for scale in (0.75, -1.0, 0.0, 2.0**17, 2.0**-24)
+        ),
     ],
 )
 def test_what_the_form_does_not_allow_is_refused(build: Callable[[], QuantizedWeight], message: str) -> None:

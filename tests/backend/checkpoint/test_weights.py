@@ -71,9 +71,10 @@ def test_canonical_tensors_equal_the_checkpoints(architecture: str, sharding: di
         assert head is None if config.tie_embeddings else torch.equal(head, state["lm_head.weight"])
 
 
-@pytest.mark.parametrize("architecture", EXPERT_PRESETS)
+@pytest.mark.parametrize("architecture", [name for name in EXPERT_PRESETS if name != "gpt-oss"])
 def test_experts_are_stacked_in_the_order_of_their_numbers(architecture: str, tmp_path: Path) -> None:
-    """Everything in the file is used. tests/backend/passes/decoder compares the results with those of transformers."""
+    """Everything in the file is used. tests/backend/passes/decoder compares the results with those of transformers, and
+    formats/test_fused_experts.py is about gpt-oss."""
     model_dir = make_checkpoint(architecture, tmp_path)
     state = load_file(model_dir / "model.safetensors")
     config = read_decoder_config(model_dir)

@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from penstock.backend.passes.fake import FakePass, StatefulFakePass, WindowedFakePass
 from penstock.shm.link.events import FrontendDeath
 from tests.backend.harness import Bench, expected_tokens
 
@@ -19,8 +20,17 @@ class EngineMachine(RuleBasedStateMachine):
         max_running=st.integers(1, 5),
         max_batch_tokens=st.integers(1, 12),
         capacity=st.integers(0, 3),
+        kind=st.sampled_from((FakePass, StatefulFakePass, WindowedFakePass)),
     )
-    def start(self, num_pages: int, page_size: int, max_running: int, max_batch_tokens: int, capacity: int) -> None:
+    def start(
+        self,
+        num_pages: int,
+        page_size: int,
+        max_running: int,
+        max_batch_tokens: int,
+        capacity: int,
+        kind: type[FakePass],
+    ) -> None:
         self.context = num_pages * page_size
         self.bench = Bench(
             num_pages=num_pages,
@@ -28,6 +38,8 @@ class EngineMachine(RuleBasedStateMachine):
             max_running=max_running,
             max_batch_tokens=max_batch_tokens,
             capacity=capacity,
+            max_context=self.context,
+            forward_pass=kind(97, max_running),
         )
         self.next_id = 0
         self.frontend = 1
@@ -49,7 +61,8 @@ class EngineMachine(RuleBasedStateMachine):
             len(prompt) - 1 if is_scored and len(prompt) < self.context else 0
         )
         count = min(max_tokens, self.context - len(prompt))
-        self.expected[self.frontend, self.next_id] = expected_tokens(prompt, count, 97, (stop,))
+        window_tokens = self.bench.forward_pass.spec.window_tokens
+        self.expected[self.frontend, self.next_id] = expected_tokens(prompt, count, 97, (stop,), window_tokens)
         self.next_id += 1
 
     @precondition(lambda self: self.expected)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from penstock.backend.engine.executor import ExecutorFailed
-from penstock.backend.engine.intake import EngineLimits
-from penstock.backend.passes.fake import FakePass
+from penstock.backend.engine.limits import EngineLimits
+from penstock.backend.passes.fake import FakePass, StatefulFakePass
 from penstock.shm.messages import FailureCode, Finish, Sampling
 from tests.backend.harness import Bench, expected_tokens
 
@@ -116,6 +116,25 @@ def test_passing_fault_of_the_device_fails_no_request(steps: set[int], capacity:
         assert bench.received(request_id).token_ids == expected_tokens(prompt, 9, bench.vocab_size)
     assert bench.received(9).token_ids == alone.received().token_ids
     assert bench.board.requests_failed == 0
+
+
+class PassingFaultWithState(PassingFault, StatefulFakePass):
+    pass
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 3])
+@pytest.mark.parametrize("steps", [{1}, {4, 5}, {2, 6, 7}])
+def test_state_advances_once_for_each_token_whatever_fails(steps: set[int], capacity: int) -> None:
+    """Sequences of a failed step begin again, in more than one step each."""
+    forward_pass = PassingFaultWithState(steps, is_late=True)
+    bench = Bench(forward_pass=forward_pass, capacity=capacity, max_batch_tokens=6)
+    for request_id in range(4):
+        bench.submit([request_id] * 11, 9, request_id=request_id)
+    bench.run_dry()
+    for request_id in range(4):
+        assert bench.received(request_id).token_ids == expected_tokens([request_id] * 11, 9, bench.vocab_size)
+    assert bench.board.requests_failed == 0
+    assert forward_pass.num_steps > max(steps)
 
 
 def test_process_ends_after_sixteen_failed_steps_in_a_row() -> None:

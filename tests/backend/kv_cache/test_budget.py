@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassSpec
+from penstock.backend.kv_cache.attention_window import AttentionWindow
 from penstock.backend.kv_cache.budget import MAX_PAGES, KvBudget, KvPlan, auto_budget, host_budget, plan_kv
 from penstock.backend.kv_cache.budget_table import plan_rows, plan_tables
 from penstock.backend.kv_cache.memory import MemoryInfo
@@ -28,7 +30,10 @@ def plan(spec: PassSpec | None = None, **changes: Any) -> KvPlan:
     } | changes
     if isinstance(settings["budget"], int):
         settings["budget"] = KvBudget(settings["budget"])
-    return plan_kv(spec or FakePass(100, 4).spec, **settings)
+    spec, page_size = spec or FakePass(100, 4).spec, settings.pop("page_size_tokens")
+    keeps_state = spec.state_bytes_per_sequence > 0
+    window = AttentionWindow.of(page_size, spec.window_tokens, 512, 1, keeps_state=keeps_state)
+    return plan_kv(spec, window=window, **settings)
 
 
 @given(st.integers(1, 10**7), st.integers(1, 512), st.integers(1, 100))
@@ -208,6 +213,37 @@ def test_table_shows_memory_taken_and_what_it_holds() -> None:
         "longest sequence": "4,096 tokens",
         "sequences of that length": "64",
     }
+
+
+def test_sequence_of_a_model_with_windows_needs_room_for_its_window_and_the_steps_ahead() -> None:
+    spec = PassSpec(100, 32_768, {"bf16": 1000}, window_tokens=4096 + 63)
+    held = -(-(4158 + 2 * 512) // 16) + 2
+    kv = plan(spec, budget=400 * 16_000)
+    assert (kv.max_context_tokens, kv.num_pages, kv.num_longest_sequences) == (32_768, 400, 1)
+    assert kv.max_pages_per_sequence == 2048
+    assert plan(spec, budget=GB).num_pages == 64 * held
+    rows = dict(plan_rows(kv))
+    assert rows["of it in pages, window 4,159"] == f"{16 * held:,} tokens"
+    assert rows["sequences of that length"] == "1"
+    assert plan(spec, budget=(held - 1) * 16_000).max_context_tokens == (held - 1) * 16
+    full = replace(spec, window_tokens=None)
+    assert plan(full, budget=400 * 16_000).max_context_tokens == 6400
+    assert plan(replace(spec, state_bytes_per_sequence=1), budget=400 * 16_000).max_context_tokens == 399 * 16
+
+
+def test_state_of_all_slots_comes_out_of_the_budget() -> None:
+    spec = replace(SPEC, state_bytes_per_sequence=1_000_000)
+    kv = plan(spec, budget=GB, max_running=200)
+    assert kv.state_bytes == 200_000_000
+    assert kv.num_pages == 800_000_000 // 16_000
+    assert kv.device_bytes == 50_000 * 16_000 + 200_000_000 + 3 * GB
+    assert dict(plan_rows(kv))["of the budget, state of 200 sequences"] == "200.00 MB"
+    assert kv.describe().startswith("state of 200 sequences: 200.00 MB; KV cache: bf16")
+    message = (
+        r"--kv-budget is 1\.00 GB; the state of --max-running 1001 sequences takes 1\.00 GB: raise .* --max-running"
+    )
+    with pytest.raises(StartupError, match=message):
+        plan(spec, budget=GB, max_running=1001)
 
 
 def test_tried_dtypes_have_their_own_table() -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from penstock.frontend.app import App
 from penstock.frontend.generation.served_model import ModelKeeper
+from penstock.frontend.generation.served_models import ServedModels
 from penstock.frontend.settings import WorkerLimits
 from penstock.frontend.transport.serving.server import HttpServer
 from penstock.shm.client import BackendClient, TokenBatch
@@ -218,7 +219,7 @@ async def over_the_link(script: Script, **limits: Any) -> AsyncIterator[tuple[st
             watching = asyncio.create_task(keeper.watch())
             await until(lambda: keeper.current is not None and client.ready)
             try:
-                async with serving(App(client, keeper, limits=WorkerLimits(**limits))) as url:
+                async with serving(App(ServedModels(keeper), limits=WorkerLimits(**limits))) as url:
                     yield url, scripted
             finally:
                 watching.cancel()

@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.schemas.completion import CompletionBody
-from penstock.frontend.telemetry.metrics import render
+from penstock.frontend.telemetry.metrics import Source, render
 from penstock.frontend.transport.errors import ErrorKind
 from penstock.shm.memory.board import BackendBoard, FrontendBoard
 from tests.frontend.schemas.parameter_table import table
@@ -35,7 +35,7 @@ def test_every_field_is_named() -> None:
 
 def test_every_metric_is_in_the_table() -> None:
     backend = dict.fromkeys(BackendBoard.fields, 0)
-    page = render(1, dict.fromkeys(FrontendBoard.fields, 0), backend).decode()
+    page = render(1, [Source("m", dict.fromkeys(FrontendBoard.fields, 0), backend)]).decode()
     reported = dict(re.findall(r"^# TYPE (\w+) (\w+)$", page, flags=re.MULTILINE))
     rows = re.findall(r"^\| (.+?) \| (gauge|counter|histogram) \| ", section("/metrics"), flags=re.MULTILINE)
     listed = {name: kind for names, kind in rows for name in re.findall(r"`(penstock_\w+)", names)}

@@ -233,7 +233,7 @@ async def test_messages_refused_by_the_template_are_400(
 ) -> None:
     from penstock.frontend.text.chat_template import ChatTemplate
 
-    served = connection.protocol.app.context.models.current
+    served = connection.protocol.app.context.models.generation.current
     monkeypatch.setattr(
         served.tokenizer, "chat_template", ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
     )

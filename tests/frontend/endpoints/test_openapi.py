@@ -16,6 +16,7 @@ from penstock.frontend.endpoints.docs.field_docs import FIELD_DOCS, effective_fi
 from penstock.frontend.endpoints.docs.openapi import document
 from penstock.frontend.endpoints.routes import Route
 from tests.frontend.harness import ClientConnection, FakeBackend, Response, make_app
+from tests.frontend.pooled_backend import PooledBackend, encoder, encoder_card
 
 PAGE = Path(__file__).parents[3] / "frontend" / "endpoints" / "docs" / "page"
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
@@ -29,6 +30,23 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [1]},
     "/apply-template": CHAT,
+}
+POOLED_BODIES: dict[str, list[dict[str, Any]]] = {
+    "/v1/embeddings": [{"input": ["x", "y"]}, {"input": "x", "encoding_format": "base64"}],
+    "/v1/rerank": [{"query": "x", "documents": ["a", {"text": "b"}]}],
+    "/v2/rerank": [{"query": "x", "documents": ["a", "b"], "return_documents": True}],
+    "/rerank": [{"query": "x", "documents": ["a"]}, {"query": "x", "texts": ["a", "b"], "return_text": True}],
+    "/v1/score": [{"text_1": "x", "text_2": ["a", "b"]}],
+    "/score": [{"queries": "x", "documents": "a"}],
+    "/classify": [{"input": "x"}],
+    "/pooling": [{"input": "x"}, {"input": "x", "task": "token_embed"}, {"input": "x", "task": "classify"}],
+    "/embed": [{"inputs": "x"}],
+    "/embed_all": [{"inputs": ["x", "y"]}],
+    "/embed_sparse": [{"inputs": "x"}],
+    "/similarity": [{"inputs": {"source_sentence": "x", "sentences": ["a", "b"]}}],
+    "/predict": [{"inputs": "x"}, {"inputs": [["x"], ["a", "b"]]}],
+    "/decode": [{"ids": [1, 2]}],
+    "/tokenize": [{"inputs": ["x", "y"]}],
 }
 GENERATING = [path for path in BODIES if path in list(BODIES)[:4]]
 
@@ -72,13 +90,16 @@ def test_document_has_exactly_the_routes(api: dict[str, Any], routes: dict[str, 
             assert len(operation["summary"]) > 10
             assert bool(operation["security"]) == route.needs_key
             assert ("401" in operation["responses"]) == route.needs_key
-            assert ("requestBody" in operation) == (route.doc.body is not None) == (path in BODIES)
+            assert ("requestBody" in operation) == (route.doc.body is not None) == (path in {**BODIES, **POOLED_BODIES})
 
 
 def test_document_explains_exactly_the_fields_with_an_effect(
     api: dict[str, Any], routes: dict[str, dict[str, Route]]
 ) -> None:
-    bodies = {route.doc.body for methods in routes.values() for route in methods.values() if route.doc.body is not None}
+    docs = [route.doc for methods in routes.values() for route in methods.values()]
+    bodies = {doc.body for doc in docs if doc.body is not None} | {
+        doc.other[0] for doc in docs if doc.other is not None
+    }
     fields = set().union(*(effective_fields(body) for body in bodies))
     assert fields == set(FIELD_DOCS)
     for body in bodies:
@@ -101,6 +122,23 @@ async def test_answers_and_errors_match_the_document(
     refused = await connection.post(path, b"no JSON")
     assert refused.status == 400
     check(api, refused, path, "post")
+
+
+@pytest.mark.parametrize("path", POOLED_BODIES)
+async def test_vectors_scores_and_their_errors_match_the_document(
+    backend: FakeBackend, api: dict[str, Any], path: str
+) -> None:
+    pooled = (("embed", 8), ("token_embed", 4), ("sparse", 300), ("classify", 1))
+    encoding = PooledBackend(model=encoder_card("encoder", *pooled))
+    connection = ClientConnection(make_app(encoding, keeper=encoder(encoding)))
+    for body in POOLED_BODIES[path]:
+        answer = await connection.post(path, body)
+        assert answer.status == 200, answer.body
+        check(api, answer, path, "post")
+        wrong = await connection.post(path, {**body, "model": 5})
+        assert wrong.status == 400
+        check(api, wrong, path, "post")
+    check(api, await connection.request("GET", "/info"), "/info")
 
 
 @pytest.mark.parametrize("path", GENERATING)

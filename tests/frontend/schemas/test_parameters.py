@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.frontend.generation.served_model import ModelKeeper
 from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.schemas.completion import CompletionBody
 from penstock.shm.client import GenerationRequest
@@ -21,6 +20,7 @@ from tests.frontend.harness import (
     FakeBackend,
     make_app,
     model_card,
+    model_keeper,
     served_model,
     token_ids,
 )
@@ -359,10 +359,8 @@ async def test_prompt_end_follows_add_generation_prompt_and_continue_final_messa
 
 
 async def test_chat_template_kwargs_reach_the_template(backend: ScoringBackend) -> None:
-    keeper = ModelKeeper(backend)  # type: ignore[arg-type]
-    keeper.current = served_model(model_card(), template="{{ style }}:{{ messages[0]['content'] }}")
-    keeper.settled.set()
-    connection = ClientConnection(make_app(backend, keeper=keeper))
+    served = served_model(model_card(), backend, template="{{ style }}:{{ messages[0]['content'] }}")
+    connection = ClientConnection(make_app(backend, keeper=model_keeper(backend, served)))
     await ask(connection, CHAT, chat_template_kwargs={"style": "brief"})
     assert TOKENIZER.decode(list(backend.last.token_ids)) == "brief:hi"
     for name in ("messages", "add_generation_prompt", "tools"):

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.frontend.telemetry import metrics
-from penstock.frontend.telemetry.metrics import render
+from penstock.frontend.telemetry.metrics import Source, render
 from penstock.shm.memory.board import RESPONSE_FIELDS, BackendBoard, Board, FrontendBoard, Histogram
 from tests.frontend.harness import ClientConnection, FakeBackend, make_app, says
 
@@ -87,7 +87,7 @@ def test_every_counter_of_the_boards_is_reported(board: BackendBoard) -> None:
         setattr(board, name, number)
     board.pages_used, board.pages_idle, board.pages_total = 11, 22, 100
     worker = {name: number for number, name in enumerate(FrontendBoard.fields, start=2000)}
-    samples = parse(render(1, worker, board.values()))
+    samples = parse(render(1, [Source("m", worker, board.values())]))
     reported = set(samples.values())
     in_histograms = histogram_words()
     for name, number in board.values().items():
@@ -128,7 +128,7 @@ def test_histogram_is_cumulative_and_ends_with_its_count(histogram: Histogram, n
         getattr(written, field).observe(number)
     backend = dict.fromkeys(BackendBoard.fields, 0)
     backend |= {word if of_backend else Board.TOTALS + word: written.values()[word] for word in histogram.words}
-    samples = parse(render(1, NOTHING, backend))
+    samples = parse(render(1, [Source("m", NOTHING, backend)]))
     buckets = {
         dict(labels)["le"]: count for (sample, labels), count in samples.items() if sample == f"penstock_{name}_bucket"
     }
@@ -142,7 +142,7 @@ def test_histogram_is_cumulative_and_ends_with_its_count(histogram: Histogram, n
 def test_step_metrics_of_the_engine_are_reported(board: BackendBoard) -> None:
     for duration_us, num_rows, num_tokens in ((400, 1, 1), (30_000, 64, 190), (9_000_000, 2, 8000)):
         board.observe_step(duration_us, num_rows, num_tokens)
-    samples = parse(render(1, NOTHING, board.values()))
+    samples = parse(render(1, [Source("m", NOTHING, board.values())]))
     assert value(samples, "step_duration_seconds_bucket", le="0.04") == 2
     assert value(samples, "step_duration_seconds_sum") == pytest.approx(9.0304)
     assert value(samples, "step_rows_bucket", le="2") == 2
@@ -169,17 +169,17 @@ async def test_request_latencies_are_counted_by_outcome(connection: ClientConnec
 
 def test_labels_are_bounded(board: BackendBoard) -> None:
     """The page has the same samples after any number of requests."""
-    empty = render(1, NOTHING, board.values())
+    empty = render(1, [Source("m", NOTHING, board.values())])
     for name in BackendBoard.fields:
         setattr(board, name, 1 << 62)
-    full = render(1, dict.fromkeys(FrontendBoard.fields, 1 << 62), board.values())
+    full = render(1, [Source("m", dict.fromkeys(FrontendBoard.fields, 1 << 62), board.values())])
     assert set(parse(empty)) == set(parse(full))
     assert metrics.CONTENT_TYPE.startswith(b"text/plain")
 
 
 def test_dashboard_uses_metrics_that_exist_and_labels_that_they_have(board: BackendBoard) -> None:
     labels: dict[str, set[str]] = {}
-    for name, pairs in parse(render(1, NOTHING, board.values())):
+    for name, pairs in parse(render(1, [Source("m", NOTHING, board.values())])):
         labels.setdefault(name, set()).update(key for key, _ in pairs)
     dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.frontend.main import check_backend_directory, listening_socket
+from penstock.frontend.main import check_backend_socket, listening_socket
 from penstock.frontend.options import FrontendOptions
 from penstock.frontend.transport.serving.listening import unlink
 
@@ -21,9 +21,9 @@ def test_directories_that_other_users_can_change_are_refused(
     unlink(listening)
     listening.close()
     with pytest.raises(SystemExit):
-        check_backend_directory(path)
+        check_backend_socket("--socket", path)
     assert f"frontend: --socket {path}: {path.parent} is not safe: other users can change" in capsys.readouterr().err
-    check_backend_directory(path.parent.with_name("not-yet") / "backend.sock")
+    check_backend_socket("--socket", path.parent.with_name("not-yet") / "backend.sock")
     tmp_path.chmod(0o777)
     with pytest.raises(SystemExit):
         listening_socket(FrontendOptions(uds=path), "frontend")

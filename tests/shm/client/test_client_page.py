@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+POOLING_PASS = "penstock.backend.passes.fake_encoder:PoolingFakePass"
 PAGE = REPOSITORY / "docs" / "client.md"
 PROGRAMS: dict[str, str] = {
     name: program
@@ -30,7 +31,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     runtime_dir.chmod(0o700)
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(runtime_dir), "PYTHONPATH": str(REPOSITORY)}
     backend: Command = start_backend(
-        runtime_dir / "penstock" / "backend.sock", "--forward-pass", "fake", "--kv-budget", "64MB"
+        runtime_dir / "penstock" / "backend.sock", "--forward-pass", POOLING_PASS, "--kv-budget", "64MB"
     )
     yield environment
     assert backend.terminate() == 0
@@ -76,6 +77,13 @@ def check_several(lines: list[str]) -> None:
     assert re.fullmatch(r"CANCELLED after at least \d+", lines[8])
 
 
+def check_vectors(lines: list[str]) -> None:
+    width = 8
+    assert lines[0] == f"embed: {width} values"
+    assert lines[1] == f"{width} values of 3 tokens"
+    assert lines[2] == f"float32 (1000, {width}), lengths 1.000 to 1.000"
+
+
 def check_errors(lines: list[str]) -> None:
     unavailable, bad_field, bad_token, too_long, expired, answered = lines
     assert unavailable.startswith("503 no backend is ready at ")
@@ -110,6 +118,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "first.py": check_first,
     "text.py": check_text,
     "several.py": check_several,
+    "vectors.py": check_vectors,
     "errors.py": check_errors,
     "constrained.py": check_constrained,
     "logits.py": check_logits,

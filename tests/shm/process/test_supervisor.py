@@ -21,7 +21,7 @@ SUPERVISE = """
 import sys
 from penstock.shm.process.supervisor import ChildSpec, Supervisor
 children = [
-    ChildSpec(name, (sys.executable, "-c", code), stage=stage, reloads={reloads})
+    ChildSpec(name, (sys.executable, "-c", code), stage=stage, reloads={reloads}, may_die_often={may_die_often})
     for name, code, stage in {children!r}
 ]
 log = lambda line: print(line, file=sys.stderr, flush=True)
@@ -44,9 +44,15 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         settle_s: float = 5.0,
         is_up: str = "None",
         reloads: bool = False,
+        may_die_often: bool = False,
     ) -> subprocess.Popen[str]:
         code = SUPERVISE.format(
-            children=children, stop_timeout_s=stop_timeout_s, settle_s=settle_s, is_up=is_up, reloads=reloads
+            children=children,
+            stop_timeout_s=stop_timeout_s,
+            settle_s=settle_s,
+            is_up=is_up,
+            reloads=reloads,
+            may_die_often=may_die_often,
         )
         process = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -97,6 +103,19 @@ def test_child_that_keeps_dying_is_given_up_with_its_status(
     assert supervisor.returncode == 128 + signal.SIGSEGV
     assert output.count("up") == 6
     assert "6 times in a row" in errors
+
+
+def test_child_that_may_die_often_is_restarted_while_another_lives(
+    start: Callable[..., subprocess.Popen[str]],
+) -> None:
+    supervisor = start(
+        ("steady", SAY + "signal.pause()", 0),
+        ("frail", SAY + "say('up')\nsys.exit(4)", 0),
+        is_up="lambda: True",
+        settle_s=1000.0,
+        may_die_often=True,
+    )
+    assert [read(supervisor)[0] for _ in range(8)] == ["up"] * 8  # one that may not is given up after six
 
 
 def test_higher_stage_ends_before_the_lower_is_stopped(start: Callable[..., subprocess.Popen[str]]) -> None:

@@ -33,6 +33,7 @@ MEASUREMENTS = (
     "ipc",
     "mask-cost",
     "quantization",
+    "formats",
 )
 NOBODY = "http://127.0.0.1:1"
 
@@ -65,7 +66,7 @@ def test_every_measurement_has_a_help_page_with_its_own_options(name: str, capsy
     shown = shown_by(capsys, name)
     assert f"Usage: penstock bench {name}" in shown
     assert "--json" in shown
-    without_server = ("scheduling", "channel-sweep", "ipc", "mask-cost", "quantization")
+    without_server = ("scheduling", "channel-sweep", "ipc", "mask-cost", "quantization", "formats")
     assert ("--kv-budget" in shown) is (name not in without_server)
     assert ("--url" in shown) is (name in ("load", "storm"))
     for unknown in ("--port", "--uds", "--dry-run", "--empty-", "[default: ()]"):

@@ -54,6 +54,20 @@ def test_operations_are_named_by_their_place_in_a_layer() -> None:
     ]
 
 
+def test_router_and_gate_of_experts_are_routing() -> None:
+    linear, kinds = (
+        OperationKind.LINEAR,
+        (OperationKind.ROUTE, OperationKind.EXPERT_INPUTS, OperationKind.EXPERT_OUTPUTS),
+    )
+    steps = [(linear, LinearOutput.GATED_SILU), (linear, LinearOutput.STORE_FLOAT), (OperationKind.WEIGHT_ROWS, 64)]
+    steps += [(linear, LinearOutput.STORE_FLOAT), *((kind, 0) for kind in kinds), (linear, LinearOutput.ADD)]
+    names = list(name_parts([Operation(kind=kind, form=form) for kind, form in steps]))
+    assert names == [
+        *("gate and up", "routing", "routing", "routing", "routing"),
+        *("experts: gate and up", "experts: down", "down"),
+    ]
+
+
 def test_profile_of_the_demo_model_accounts_for_its_step() -> None:
     options = BackendOptions(gpu="none")
     profiler = Profiler(options, context_tokens=20)

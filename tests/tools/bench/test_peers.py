@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from penstock.tools.bench.errors import BenchError
-from penstock.tools.bench.harness.peers import Peer, peer_server
+from penstock.tools.bench.harness.peers import Peer, completion_probe, peer_server
 from penstock.tools.bench.harness.processes import descendants, tree_cpu_s
 from penstock.tools.bench.harness.server_process import server_process
 from tests.system.processes import wait_until
 from tests.tools.bench.conftest import fake_peer
+
+PROBE = completion_probe("completions")
 
 
 def state(pid: int) -> str:
@@ -35,7 +37,7 @@ def test_peer_with_a_missing_part_is_refused(text: str) -> None:
 
 
 def test_peer_answers_when_its_context_begins_and_is_gone_afterwards() -> None:
-    with peer_server(Peer.parse(fake_peer("one")), "completions") as process:
+    with peer_server(Peer.parse(fake_peer("one")), PROBE) as process:
         peer = os.pidfd_open(process.pid)
         assert not select.select([peer], [], [], 0)[0]
     assert select.select([peer], [], [], 0)[0]
@@ -46,22 +48,22 @@ def test_peer_that_ends_at_its_start_shows_its_last_lines() -> None:
     peer = Peer.parse(fake_peer("one"))
     broken = Peer(peer.name, "sh -c 'echo no such model; exit 3'", peer.url)
     reason = r"one ended with status 3 before it answered\nno such model"
-    with pytest.raises(BenchError, match=reason), peer_server(broken, "completions"):
+    with pytest.raises(BenchError, match=reason), peer_server(broken, PROBE):
         pytest.fail("it does not answer")
 
 
 def test_peer_that_refuses_requests_ends_the_run_with_its_answer() -> None:
     peer = Peer.parse(fake_peer("one", "404"))
     reason = "one refuses a request: status 404: refused"
-    with pytest.raises(BenchError, match=reason), peer_server(peer, "completions"):
+    with pytest.raises(BenchError, match=reason), peer_server(peer, PROBE):
         pytest.fail("it does not answer")
 
 
 def test_peer_does_not_start_where_another_server_listens() -> None:
     first = Peer.parse(fake_peer("one"))
-    with peer_server(first, "completions"):
+    with peer_server(first, PROBE):
         second = Peer("two", "true", first.url)
-        with pytest.raises(BenchError, match="already listens at http"), peer_server(second, "completions"):
+        with pytest.raises(BenchError, match="already listens at http"), peer_server(second, PROBE):
             pytest.fail("the first one answers")
 
 

@@ -60,8 +60,8 @@ if "--section" in sys.orig_argv:
     attention_peers.measure = partial(attention_peers.measure, decode=(("d", 2, 64),), prefill=(("p", 32),))
     kernel_cases.KernelSizes = partial(
         kernel_cases.KernelSizes, heads=HeadShape(4, 2, 64), decode=(("64x1k", 2, 40, "bf16"), ("1x1k", 1, 40, "q8_0")),
-        prefill=(("4k", 0, 40, "bf16"),), sampling_rows=2, vocab_size=300, elementwise_tokens=(5,), hidden=64,
-        intermediate=64, cold_bytes=1,
+        prefill=(("4k", 0, 40, "bf16"),), sampling_rows=2, vocab_size=300, elementwise_tokens=(5,), hidden=128,
+        intermediate=64, product_rows=(1,), expert_tokens=(), cold_bytes=1,
     )
 """
 STUBS = """

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from penstock.backend.checkpoint.decoder_config import Experts
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
 from penstock.backend.passes.decoder.ops import HeadShape
 from penstock.tools.gpu_check.devices.random_caches import fill_cache
@@ -36,8 +37,12 @@ def test_each_kernel_has_a_figure(record: Record) -> None:
         sampling_rows=3,
         vocab_size=300,
         elementwise_tokens=(5,),
-        hidden=64,
+        hidden=128,
         intermediate=64,
+        product_rows=(1, 3),
+        experts=Experts(4, 2, 32, normalises=True),
+        expert_hidden=64,
+        expert_tokens=(3,),
         cold_bytes=50_000,
         with_peers=False,
     )
@@ -46,6 +51,7 @@ def test_each_kernel_has_a_figure(record: Record) -> None:
     assert found["attention.decode.1.bf16"].unit == "us"
     assert found["attention.decode.2.q8_0"].unit == "TB/s"
     assert {"attention.prefill.b", "sampling.256x128k.filtered", "elementwise.rope_and_store.q8_0.5"} <= set(found)
+    assert [found[name].unit for name in ("product.int4.1", "product.int8.3", "experts.3")] == ["us", "TB/s", "us"]
 
 
 def test_attention_peers_are_measured_or_skipped_with_a_reason(record: Record) -> None:

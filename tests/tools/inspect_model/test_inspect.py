@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetada
 
 from penstock.backend.checkpoint.gguf import directory
 from penstock.tools.inspect_model.config_fields import read_fields
-from penstock.tools.inspect_model.description import ModelDescription, count_parameters
+from penstock.tools.inspect_model.description import ModelDescription, count_parameters, describe_model
 from penstock.tools.inspect_model.headers import TensorHeader, read_directory
 from penstock.tools.main import app
 from penstock.tools.random_model import ModelDims, write_random_model
+from tests.backend.checkpoint.formats.test_fused_experts import write_pair
 from tests.backend.checkpoint.gguf.writer import byte_level_vocabulary, from_model
 from tests.checkpoints import make_model
+from tests.encoder_checkpoints import make_encoder
 
 DIMS = ModelDims(hidden_size=64, layers=3, heads=4, kv_heads=2, intermediate_size=96, vocab_size=1000, max_context=256)
 
@@ -67,6 +70,16 @@ def test_text_names_every_part(sharded: Path, capsys: pytest.CaptureFixture[str]
     assert lines["heads"] == "4 of 16, 2 for keys and values"
     assert lines["widths"] == "hidden 64, MLP 96, vocabulary 1,000"
     assert lines["KV cache"].startswith("bytes a token: 384 in bf16")
+
+
+def test_encoder_has_a_task_and_vectors(tmp_path: Path) -> None:
+    make_encoder("distilbert", "ForSequenceClassification", tmp_path, num_labels=1)
+    described = describe_model("it", tmp_path, read_directory(tmp_path), is_local=True)
+    assert (described.task, described.vectors) == ("rerank", {"classify": 1, "token_embed": 64})
+    assert (described.layers, described.hidden_size, described.heads) == (2, 64, 4)
+    (tmp_path / "config.json").write_text('{"architectures": ["AlbertModel"]}')
+    refused = describe_model("it", tmp_path, read_directory(tmp_path), is_local=True)
+    assert "its layers share one set of weights" in str(refused.not_served_because)
 
 
 def test_missing_shard_is_named(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,6 +188,14 @@ def test_packed_weights_are_counted_one_by_one(tensors: dict[str, tuple[str, tup
     assert count_parameters(headers, bits) == (64 * 128, 0)
 
 
+def test_experts_in_mxfp4_are_counted_one_by_one(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path, (120, 130))
+    found, expected = (
+        count_parameters(read_directory(path).tensors, bits) for path, bits in ((pair.packed, 4), (pair.plain, 8))
+    )
+    assert found == expected
+
+
 def test_gguf_file_is_described_by_its_block_types(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,6 +215,7 @@ def test_hub_model_needs_headers_only(
 ) -> None:
     local = describe(sharded, capsys)
     headers = read_directory(sharded)
+    weights = ("model.safetensors", "model-00001-of-00002.safetensors", "2_Dense/model.safetensors")
 
     def fetch(repo_id: str, *, revision: str) -> SafetensorsRepoMetadata:
         assert (repo_id, revision) == ("some/model", "v1")
@@ -206,7 +228,7 @@ def test_hub_model_needs_headers_only(
 
     def download(_repo_id: str, *, revision: str, allow_patterns: list[str]) -> str:
         assert revision == "v1"
-        assert not any("*" in pattern or pattern == "model.safetensors" for pattern in allow_patterns)
+        assert not any(fnmatch(file, pattern) for file in weights for pattern in allow_patterns)
         return str(sharded)
 
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", fetch)

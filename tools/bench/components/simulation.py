@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.backend.engine.batch_builder import BatchBuilder
-from penstock.backend.engine.intake import EngineLimits
+from penstock.backend.engine.limits import EngineLimits
 from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.requests import Requests
 from penstock.backend.kv_cache.page_pool import PagePool

@@ -7,8 +7,9 @@ import contextlib
 import os
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import uvloop
 
@@ -44,12 +45,27 @@ class Peer:
         return cls(name, command, url)
 
 
+Probe: TypeAlias = Callable[[ServerAddress], Awaitable[str]]
+"""Sends one request. Returns why it has no answer yet, or "" when it has one. Raises BenchError."""
+
+
+def completion_probe(endpoint: Endpoint) -> Probe:
+    """Some servers list their model while they still load it, so a completion is asked for."""
+
+    async def ask(address: ServerAddress) -> str:
+        async with address.connect(endpoint) as target:
+            record = await send_one(target.http, target.encode(PlannedRequest("hello", 1)), time.perf_counter())
+        return "" if record.outcome is Outcome.COMPLETED else record.error
+
+    return ask
+
+
 @contextlib.contextmanager
-def peer_server(peer: Peer, endpoint: Endpoint) -> Iterator[ServerProcess]:
+def peer_server(peer: Peer, probe: Probe) -> Iterator[ServerProcess]:
     """Run the peer while the context lasts, from its first answer on. Raises BenchError."""
     uvloop.run(_check_is_free(peer))
     with server_process(peer.name, ("env", *shlex.split(peer.command)), os.environ) as process:
-        uvloop.run(_wait_until_it_answers(process, ServerAddress(peer.url), endpoint))
+        uvloop.run(_wait_until_it_answers(process, ServerAddress(peer.url), probe))
         yield process
 
 
@@ -61,20 +77,18 @@ async def _check_is_free(peer: Peer) -> None:
         raise BenchError(f"{peer.name} cannot start: a server already listens at {peer.url}; stop it first")
 
 
-async def _wait_until_it_answers(process: ServerProcess, address: ServerAddress, endpoint: Endpoint) -> None:
-    """Some servers list their model while they still load it, so a completion is asked for. Raises BenchError."""
+async def _wait_until_it_answers(process: ServerProcess, address: ServerAddress, probe: Probe) -> None:
+    """Raises BenchError."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while True:
         process.check_alive("before it answered")
         try:
-            async with address.connect(endpoint) as target:
-                record = await send_one(target.http, target.encode(PlannedRequest("hello", 1)), time.perf_counter())
+            reason = await probe(address)
         except BenchError as error:
             reason = str(error)
         else:
-            if record.outcome is Outcome.COMPLETED:
+            if not reason:
                 return
-            reason = record.error
             if reason.startswith("status 4"):
                 raise BenchError(f"{process.name} refuses a request: {reason}")
         if time.monotonic() > deadline_s:

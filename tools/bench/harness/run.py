@@ -13,7 +13,7 @@ from rich.console import Console
 from penstock.backend.errors import StartupError
 from penstock.shm.process.options import fail
 from penstock.tools.bench.errors import COMMAND, BenchError
-from penstock.tools.bench.harness.peers import Peer, peer_server
+from penstock.tools.bench.harness.peers import Peer, Probe, peer_server
 from penstock.tools.bench.harness.report import BenchReport, check_can_write, make_console
 from penstock.tools.bench.harness.server import BenchServer, bench_server, first_api_key
 from penstock.tools.bench.load_generator.target import ServerAddress
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from penstock.tools.bench.harness.server_process import ServerProcess
     from penstock.tools.bench.load_generator.stats import Aim
-    from penstock.tools.bench.load_generator.target import Endpoint
     from penstock.tools.serve import ServeOptions
 
 
@@ -52,11 +51,11 @@ class MeasurementRun:
             yield server
 
     @contextmanager
-    def peer(self, peer: Peer, endpoint: Endpoint) -> Iterator[ServerProcess]:
+    def peer(self, peer: Peer, probe: Probe) -> Iterator[ServerProcess]:
         """Another server while the context lasts. Raises BenchError."""
         with ExitStack() as stack:
             with self.status(f"starting {peer.name}"):
-                process = stack.enter_context(peer_server(peer, endpoint))
+                process = stack.enter_context(peer_server(peer, probe))
             yield process
 
     @contextmanager

@@ -14,7 +14,12 @@ _NAMES: dict[int, str] = {
     OperationKind.ROTATE_AND_STORE: "rotate and store",
     OperationKind.ATTENTION: "attention",
     OperationKind.TAKE_LAST: "last tokens",
+    OperationKind.ROUTE: "routing",
+    OperationKind.EXPERT_INPUTS: "experts: gate and up",
+    OperationKind.EXPERT_OUTPUTS: "experts: down",
+    OperationKind.WEIGHT_ROWS: "routing",
 }
+_ROUTING = (OperationKind.ROUTE, OperationKind.WEIGHT_ROWS)
 _LINEAR_NAMES: dict[int, str] = {
     LinearOutput.STORE: "qkv",
     LinearOutput.GATED_SILU: "gate and up",
@@ -27,9 +32,11 @@ _LINEAR_NAMES: dict[int, str] = {
 def name_parts(operations: Sequence[Operation]) -> Iterator[str]:
     """Yield the part of the step that each operation belongs to."""
     after = ""
-    for operation in operations:
+    for operation, following in zip(operations, (*operations[1:], None), strict=True):
         if operation.kind in _NAMES:
             name = _NAMES[operation.kind]
+        elif following is not None and following.kind in _ROUTING:
+            name = "routing"
         elif operation.form == LinearOutput.ADD:
             name = "o" if after == "attention" else "down"
         else:

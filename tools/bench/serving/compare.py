@@ -32,7 +32,7 @@ from penstock.tools.bench.harness.comparison import (
     warnings,
 )
 from penstock.tools.bench.harness.foreign_cpu import Disturbance, ForeignCpu, WatchedRound
-from penstock.tools.bench.harness.peers import Peer
+from penstock.tools.bench.harness.peers import Peer, completion_probe
 from penstock.tools.bench.harness.run import MeasurementRun, measurement_run
 from penstock.tools.bench.load_generator.sending import measure, warm_up
 from penstock.tools.bench.load_generator.target import ServerAddress
@@ -153,7 +153,7 @@ def _start(
     stack.enter_context(ours.process.paused())
     yield Contender(PENSTOCK, ours.process, ours.address)
     for peer in peers:
-        process = stack.enter_context(run.peer(peer, prompts.endpoint))
+        process = stack.enter_context(run.peer(peer, completion_probe(prompts.endpoint)))
         stack.enter_context(process.paused())
         yield Contender(peer.name, process, ServerAddress(peer.url))
 

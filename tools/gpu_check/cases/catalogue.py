@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from penstock.backend.checkpoint.decoder_config import Experts
 from penstock.backend.passes.decoder.cuda.attention.kernel_limits import HEAD_DIMS
 from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO
 from penstock.backend.passes.decoder.ops import HeadShape, supports_q8_0
-from penstock.tools.gpu_check.cases import decode, elementwise, prefill, ptx, sampling
+from penstock.tools.gpu_check.cases import decode, elementwise, experts, prefill, ptx, quantized, sampling
 from penstock.tools.gpu_check.cases.comparing import require, require_same_bits, require_within
 from penstock.tools.gpu_check.cases.paged_rows import Row
 
@@ -43,6 +44,8 @@ def wide_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check]
     """Yield all checks. shared_bytes: shared memory of one of the device's multiprocessors."""
     yield from _ptx()
     yield from _elementwise(DTYPES, PAGE_SIZES_TOKENS, (64, 80, 96, 128, 256), (8, 72, 1024, 4104, 16384))
+    yield from _experts()
+    yield from _quantized()
     yield from _sampling()
     yield Check("decode", "plan", decode.check_plan)
     for number, (kv_dtype, head_dim) in enumerate(caches()):
@@ -81,6 +84,11 @@ def small_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check
     yield _decode(shared_bytes, "bf16", 256, 1, 32, (30,), window=20)
     yield _prefill("bf16", 80, 1, 32, ((64, 20),), window=20)
     yield from _elementwise({"bf16": torch.bfloat16}, (16,), (96,), (72,))
+    small = experts.ExpertsCase(Experts(5, 2, 40, normalises=True), 72, 9, torch.bfloat16)
+    yield Check("experts", "small", partial(experts.check_experts, case=small))
+    for form in quantized.FORMS:
+        case = quantized.LinearCase(form, 40, 256, 11, torch.bfloat16, has_bias=True)
+        yield Check("quantised", f"small.{form}", partial(quantized.check_linear, case=case))
     yield Check("sampling", "greedy", partial(sampling.check_greedy, dtype=torch.bfloat16, vocab_size=4097))
     yield Check("sampling", "penalties", partial(sampling.check_penalties, vocab_size=90, num_steps=2))
     every = sampling.FILTERS[-1]
@@ -98,6 +106,10 @@ def invariance_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[
             partial(_decode_beside_other_rows, kv_dtype=kv_dtype, shared_bytes=shared_bytes),
         )
         yield Check("prefill", f"cut.{kv_dtype}", partial(_prefill_in_any_chunks, kv_dtype=kv_dtype))
+    alone = experts.ExpertsCase(Experts(3, 2, 40, normalises=True), 136, 75, torch.bfloat16)
+    yield Check("experts", "company", partial(experts.check_rows_alone, case=alone))
+    linear = quantized.LinearCase("int4", 40, 384, 75, torch.bfloat16)
+    yield Check("quantised", "company", partial(quantized.check_company, case=linear))
     yield Check("sampling", "slot", _sampled_in_any_slot)
 
 
@@ -141,6 +153,37 @@ def _elementwise(
                 yield Check("rope_and_store", name_of_case, run, is_of_8b and head_dim == 128)
     for kv_dtype in ("q8_0", "bf16"):
         yield Check("copy_pages", kv_dtype, partial(elementwise.check_page_copies, kv_dtype=kv_dtype))
+
+
+def _experts() -> Iterator[Check]:
+    for name, dtype in DTYPES.items():
+        is_of_8b = dtype == torch.bfloat16
+        for kind in (Experts(8, 2, 1024, normalises=True), Experts(128, 8, 768, normalises=True)):
+            for num_tokens in (1, 200):
+                case = experts.ExpertsCase(kind, 2048, num_tokens, dtype)
+                name_of_case = f"{name}.{kind.count}.{num_tokens}"
+                yield Check("experts", name_of_case, partial(experts.check_experts, case=case), is_of_8b)
+        gate = partial(experts.check_shared_gate, dtype=dtype, hidden=2048, width=1408)
+        yield Check("experts", f"shared_gate.{name}", gate, is_of_8b)
+    for count, per_token in ((1, 1), (60, 4), (128, 8), (513, 3)):
+        routes = partial(experts.check_routes, num_experts=count, per_token=per_token)
+        yield Check("experts", f"routes.{count}", routes)
+    yield Check("experts", "groups", partial(experts.check_large_groups, num_tokens=20_000))
+
+
+def _quantized() -> Iterator[Check]:
+    for name, dtype in quantized.DTYPES.items():
+        for form in quantized.FORMS:
+            for num_rows in (1, 9, 64, 130):
+                case = quantized.LinearCase(form, 2048, 4096, num_rows, dtype, has_bias=num_rows == 9)
+                run = partial(quantized.check_linear, case=case)
+                yield Check("quantised", f"{name}.{form}.{num_rows}", run, dtype == torch.bfloat16)
+            table = quantized.LinearCase(form, 500, 4096, 0, dtype)
+            yield Check("quantised", f"table.{name}.{form}", partial(quantized.check_embedding, case=table))
+            widened = quantized.LinearCase(form, 2048, 4096, 65, dtype)
+            yield Check("quantised", f"widened.{name}.{form}", partial(quantized.check_widened, case=widened))
+        case_of_experts = experts.ExpertsCase(Experts(16, 4, 768, normalises=True), 2048, 90, dtype, group_size=32)
+        yield Check("quantised", f"experts.{name}", partial(experts.check_experts, case=case_of_experts))
 
 
 def _store(launcher: Launcher, dtype: torch.dtype, make_case: Callable[[], elementwise.StoreCase]) -> float:

@@ -87,7 +87,8 @@ class DecodeCase:
         workspace = workspace or poisoned_workspace(self.attention)
         out = torch.full_like(step.qkv[:, : self.attention.num_heads], torch.nan)
         self.attention.plan(launcher, workspace, arrays.context_lens, arrays.slots, len(arrays.slots))
-        self.attention.attend(launcher, workspace, step.qkv.flatten(1), step.layer_cache, step.page_table, out)
+        qkv, page_table = step.qkv.flatten(1), step.page_table
+        self.attention.attend(launcher, workspace, qkv, step.layer_cache, page_table, step.sinks, out)
         require("the kernel left tickets that are not zero", not workspace.tickets.any())
         require("a row without a slot was written", bool(out[arrays.slots < 0].isnan().all()))
         return out

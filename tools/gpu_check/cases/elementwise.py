@@ -109,16 +109,19 @@ class StoreCase:
 def expected_heads(
     qkv: Tensor, case: StoreCase, rope: Tensor | None, norms: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Expected q, k and v, [T, heads, head_dim]; rounded to the dtype after the norm, as separate operations would."""
+    """Expected q, k and v, [T, heads, head_dim]; rounded to the dtype after the norm, as separate operations would.
+
+    q is rotated by 1.5 times rope.
+    """
     shape = case.heads
     heads = qkv.view(len(qkv), -1, shape.head_dim)
     q, k, v = torch.split(heads, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
     if norms is not None:
         q, k = (rms_norm(x, weight).to(qkv.dtype) for x, weight in zip((q, k), norms, strict=True))
     if rope is not None:
-        cos, sin = rope.double()[case.positions()].unsqueeze(1).chunk(2, dim=-1)
         turned = []
-        for part in (q.double(), k.double()):
+        for part, table in ((q.double(), 1.5 * rope), (k.double(), rope)):
+            cos, sin = table.double()[case.positions()].unsqueeze(1).chunk(2, dim=-1)
             half = case.rotary_dim // 2
             x, y, rest = torch.split(part, [half, half, shape.head_dim - case.rotary_dim], dim=-1)
             turned.append(torch.cat([x * cos - y * sin, y * cos + x * sin, rest], dim=-1))
@@ -146,7 +149,8 @@ def check_store(
     layer = cache[case.layout.layer_bytes :]
     before = qkv.clone()
     q, k, v = expected_heads(qkv, case, rope, weights)
-    elementwise.rope_and_store(qkv, layer, case.page_table, case.rows, rope, weights)
+    query_rope = None if rope is None else 1.5 * rope
+    elementwise.rope_and_store(qkv, layer, case.page_table, case.rows, rope, weights, query_rope)
 
     written = [token for token, _, _ in case.places()]
     size = case.heads.output_size

@@ -62,6 +62,8 @@ class PagedRows:
     qkv: Tensor
     layer_cache: Tensor
     page_table: Tensor
+    sinks: Tensor
+    """[num_heads]: of every other head."""
 
     @classmethod
     def of(cls, heads: Heads, rows: list[Row], act: torch.dtype, seed: int = 0, window_tokens: int = 0) -> PagedRows:
@@ -88,7 +90,9 @@ class PagedRows:
             context_lens=torch.tensor([row.history for row in rows], dtype=torch.int32),
             slots=torch.from_numpy(slots.astype(np.int32)),
         )
-        return cls(heads, rows, arrays, qkv, layer_cache, page_table)
+        has_none = (torch.arange(heads.num_heads) % 2 == 1) | any(row.is_steep for row in rows)
+        sinks = torch.linspace(3.0, -1.0, heads.num_heads).masked_fill(has_none, -torch.inf)
+        return cls(heads, rows, arrays, qkv, layer_cache, page_table, sinks)
 
     def expected(self, scale: float, window_tokens: int, softcap: float) -> Tensor:
         """[T, num_heads, head_dim] float64"""
@@ -102,7 +106,9 @@ class PagedRows:
                 logits = softcap * torch.tanh(logits / softcap)
             behind = torch.arange(row.history, row.end)[:, None] - torch.arange(row.end)
             unseen = (behind < 0) | (behind >= (window_tokens or row.end))
-            weights = logits.masked_fill(unseen[:, None, None], -torch.inf).softmax(-1)
+            logits = logits.masked_fill(unseen[:, None, None], -torch.inf)
+            sinks = self.sinks.double().view(1, -1, self.heads.group, 1).expand(*logits.shape[:3], 1)
+            weights = torch.cat([logits, sinks], dim=-1).softmax(-1)[..., :-1]
             outputs.append(torch.einsum("qkgt,tkd->qkgd", weights, values).flatten(1, 2))
         return torch.cat(outputs)
 

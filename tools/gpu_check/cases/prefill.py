@@ -48,9 +48,9 @@ def prepare(attention: PrefillAttention, rows: list[Row], act: torch.dtype | Non
 def run(attention: PrefillAttention, step: PagedRows, launcher: Launcher, first_row: int = 0) -> Tensor:
     """Run the kernel. Returns [T, H, D], NaN in rows before first_row."""
     arrays = step.arrays
-    tiles = attention.tiles(arrays.query_starts.numpy(), arrays.context_lens.numpy(), first_row)
     out = torch.full((len(step.qkv), attention.num_heads, attention.layout.head_dim), torch.nan, dtype=step.qkv.dtype)
-    attention.attend(launcher, step.qkv, step.layer_cache, step.page_table, arrays, torch.from_numpy(tiles), out)
+    tiles = torch.from_numpy(attention.tiles(arrays.query_starts.numpy(), arrays.context_lens.numpy(), first_row))
+    attention.attend(launcher, step.qkv, step.layer_cache, step.page_table, arrays, tiles, step.sinks, out)
     return out
 
 

@@ -98,11 +98,13 @@ def check_widening(launcher: Launcher) -> None:
 
 def check_pair_arithmetic(launcher: Launcher) -> None:
     a, b = torch.randn(2, 64, 2, generator=torch.Generator().manual_seed(3)).half()
-    result = torch.empty(2, 64, 2, dtype=torch.float16)
+    result = torch.empty(3, 64, 2, dtype=torch.float16)
     _launch(
         launcher, wrapper_kernel("reckon", 64), 1, a.view(torch.int32), b.view(torch.int32), result.view(torch.int32)
     )
-    require_same_bits("add.f16x2 and mul.f16x2", result, torch.stack([a + b, a * b]))
+    require_same_bits("add.f16x2 and mul.f16x2", result[:2], torch.stack([a + b, a * b]))
+    same = a.view(torch.bfloat16) + b.view(torch.bfloat16)
+    require_same_bits("fma.bf16x2", result[2], same.view(torch.float16))
 
 
 def check_permutation(launcher: Launcher) -> None:

@@ -10,14 +10,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from penstock.backend.checkpoint.decoder_config import Experts
 from penstock.backend.forward_pass import SamplingParams, SlotInit
 from penstock.backend.passes.decoder.cuda.attention.decode_attention import DecodeAttention
 from penstock.backend.passes.decoder.cuda.attention.prefill_attention import PrefillAttention
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
+from penstock.backend.passes.decoder.cuda.ops.activations import Residual
 from penstock.backend.passes.decoder.cuda.ops.elementwise import Elementwise
+from penstock.backend.passes.decoder.cuda.ops.expert_ops import CudaExpertOps
+from penstock.backend.passes.decoder.cuda.ops.matmul import WholeMatmul
+from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedProducts, packed_bytes
 from penstock.backend.passes.decoder.cuda.step.device_sampler import DeviceSampler, SlotArrays
 from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
-from penstock.backend.passes.decoder.ops import HeadShape
+from penstock.backend.passes.decoder.ops import ExpertWeights, HeadShape
+from penstock.tools.gpu_check.cases.quantized import FORMS, random_weight
 from penstock.tools.gpu_check.devices.random_caches import fill_cache
 
 if TYPE_CHECKING:
@@ -27,6 +33,8 @@ if TYPE_CHECKING:
 
 PAGE_TOKENS = 32
 LLAMA_HEADS = HeadShape(32, 8, 128)
+QWEN3_EXPERTS = Experts(128, 8, 768, normalises=True)
+"""Of Qwen3 30B-A3B."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,10 @@ class KernelSizes:
     elementwise_tokens: tuple[int, ...] = (64, 8192)
     hidden: int = 4096
     intermediate: int = 14_336
+    product_rows: tuple[int, ...] = (1, 16, 64)
+    experts: Experts = QWEN3_EXPERTS
+    expert_hidden: int = 2048
+    expert_tokens: tuple[int, ...] = (1, 64, 2048)
     cold_bytes: int = 256 << 20
     """Total bytes of the caches that are read in turn: more than the L2 cache holds."""
     with_peers: bool = True
@@ -71,7 +83,8 @@ class KernelSizes:
         heads = f"{self.heads.num_heads}/{self.heads.num_kv_heads} heads of {self.heads.head_dim}"
         return (
             f"{heads}, hidden {self.hidden}, intermediate {self.intermediate}, pages of {PAGE_TOKENS}, "
-            f"sampling {self.sampling_rows} x {self.vocab_size}"
+            f"sampling {self.sampling_rows} x {self.vocab_size}, "
+            f"{self.experts.per_token} of {self.experts.count} experts of {self.experts.width} x {self.expert_hidden}"
         )
 
 
@@ -123,6 +136,14 @@ def kernel_cases(sizes: KernelSizes) -> list[KernelCase]:
         ]
         cases.append(KernelCase(f"elementwise.norm.{num_tokens}", partial(_norm, sizes, num_tokens)))
         cases.append(KernelCase(f"elementwise.silu_mul.{num_tokens}", partial(_silu_mul, sizes, num_tokens)))
+    for form in FORMS:
+        cases += [
+            KernelCase(f"product.{form}.{num_rows}", partial(_product, sizes, form, num_rows))
+            for num_rows in sizes.product_rows
+        ]
+    cases += [
+        KernelCase(f"experts.{num_tokens}", partial(_experts, sizes, num_tokens)) for num_tokens in sizes.expert_tokens
+    ]
     return cases
 
 
@@ -177,12 +198,13 @@ def _decode_step(
     act = torch.float32 if kv_dtype == "fp32" else torch.bfloat16
     qkv = torch.randn(num_rows, heads.qkv_size, device=context.torch_device).to(act)
     out = torch.empty(num_rows, heads.output_size, device=context.torch_device, dtype=act)
+    sinks = torch.full((heads.num_heads,), -torch.inf, device=context.torch_device)
     page_table = _shuffled_pages(context, num_rows, pages_per_row)
     contexts = torch.full((num_rows,), num_tokens - 1, dtype=torch.int32, device=context.torch_device)
     slots = torch.arange(num_rows, dtype=torch.int32, device=context.torch_device)
 
     def attend(cache: Tensor) -> None:
-        attention.attend(device.launcher, workspace, qkv, cache, page_table, out)
+        attention.attend(device.launcher, workspace, qkv, cache, page_table, sinks, out)
 
     return _DecodeStep(layout, partial(attention.plan, device.launcher, workspace, contexts, slots, num_rows), attend)
 
@@ -195,6 +217,7 @@ def _prefill(sizes: KernelSizes, history: int, num_tokens: int, kv_dtype: str, c
     device.launcher.prepare(attention.kernels())
     qkv = torch.randn(num_tokens, heads.qkv_size, device=context.torch_device).bfloat16()
     out = torch.empty(num_tokens, heads.output_size, device=context.torch_device, dtype=torch.bfloat16)
+    sinks = torch.full((heads.num_heads,), -torch.inf, device=context.torch_device)
     starts, contexts = np.array([0, num_tokens], np.int32), np.array([history], np.int32)
     tiles = torch.from_numpy(attention.tiles(starts, contexts)).to(context.torch_device)
     rows = RowArrays(
@@ -205,7 +228,7 @@ def _prefill(sizes: KernelSizes, history: int, num_tokens: int, kv_dtype: str, c
     page_table = _shuffled_pages(context, 1, num_pages)
     (cache,) = _caches(context, layout, 1)
     pairs = num_tokens * history + num_tokens * (num_tokens + 1) / 2
-    attend = partial(attention.attend, device.launcher, qkv, cache, page_table, rows, tiles, out)
+    attend = partial(attention.attend, device.launcher, qkv, cache, page_table, rows, tiles, sinks, out)
     return PreparedCase([attend], 4 * pairs * heads.output_size, "TFLOP/s")
 
 
@@ -257,6 +280,39 @@ def _silu_mul(sizes: KernelSizes, num_tokens: int, context: DeviceContext) -> Pr
     gate_up = torch.randn(num_tokens, 2 * sizes.intermediate, device=context.torch_device).bfloat16()
     gated = torch.empty(num_tokens, sizes.intermediate, device=context.torch_device, dtype=torch.bfloat16)
     return _traffic(partial(elementwise.silu_mul, gate_up, gated), num_tokens * sizes.intermediate * 6)
+
+
+def _product(sizes: KernelSizes, form: str, num_rows: int, context: DeviceContext) -> PreparedCase:
+    """The quantised product of an MLP's gate and up. Counts the weights' bytes."""
+    weight, device = random_weight(2 * sizes.intermediate, sizes.hidden, FORMS[form]), context.torch_device
+    products = QuantizedProducts(context.device.launcher, device, torch.bfloat16, num_rows, WholeMatmul())
+    num_bytes = packed_bytes(weight.form, weight.shape, torch.bfloat16)
+    linears = [products.pack(weight, None) for _ in range(-(-sizes.cold_bytes // num_bytes))]
+    context.device.launcher.prepare(products.kernels())
+    x = torch.randn(num_rows, sizes.hidden, device=device).bfloat16()
+    out = torch.empty(num_rows, 2 * sizes.intermediate, device=device, dtype=torch.bfloat16)
+    works: list[Callable[[], object]] = [partial(products.multiply, x, linear, out) for linear in linears]
+    return PreparedCase(works, num_bytes, "TB/s", num_rows == 1)
+
+
+def _experts(sizes: KernelSizes, num_tokens: int, context: DeviceContext) -> PreparedCase:
+    """All of a layer's experts: routes, groups, products, sums. Only the time is recorded."""
+    experts, hidden, device = sizes.experts, sizes.expert_hidden, context.torch_device
+    launcher, matmul = context.device.launcher, WholeMatmul()
+    elementwise = _elementwise(sizes, "bf16", context)
+    products = QuantizedProducts(launcher, device, torch.bfloat16, num_tokens, matmul)
+    ops = CudaExpertOps(
+        launcher, device, hidden, experts, torch.bfloat16, num_tokens, matmul, products, elementwise.silu_mul
+    )
+    launcher.prepare(ops.kernels)
+    router, gate_up, down = (
+        torch.randn(experts.count * rows, inputs, device=device).bfloat16() / 32
+        for rows, inputs in ((1, hidden), (2 * experts.width, hidden), (hidden, experts.width))
+    )
+    packed = ops.pack(ExpertWeights(router, gate_up, down), 1.0)
+    x = torch.randn(num_tokens, hidden, device=device).bfloat16()
+    residual = Residual(torch.zeros(num_tokens, hidden, device=device))
+    return PreparedCase([partial(ops.add, x, packed, residual)])
 
 
 def _elementwise(sizes: KernelSizes, kv_dtype: str, context: DeviceContext) -> Elementwise:

@@ -8,12 +8,15 @@ import torch
 from torch.nn import functional
 
 from penstock.backend.passes.decoder.cpu.torch_cache.query_tiles import ONE_BY_ONE
+from penstock.backend.passes.decoder.cpu.torch_experts import product_by_product
 from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
-from penstock.backend.passes.decoder.cpu.torch_ops import TorchLinear, TorchOps
+from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from penstock.backend.passes.decoder.cpu.torch_experts import GroupedWeights
+    from penstock.backend.passes.decoder.cpu.torch_quantized_linear import TorchLinear
 
 _TILE_ROWS = 16
 
@@ -37,14 +40,14 @@ class DeterministicTorchOps(TorchOps):
         tiles = padded.view(-1, _TILE_ROWS, x.shape[1])
         return torch.cat([weights(tile) for tile in tiles])[: len(x)]
 
-    def _grouped_product(self, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        products, begin = [], 0
-        for weight, end in zip(weights, ends.tolist(), strict=True):
-            if end > begin:
-                linear = PackedLinear(weight[:, : x.shape[1]], None, packed=False)
-                products.append(self._product(x[begin:end], linear))
-            begin = end
-        return torch.cat(products)
+    def _grouped_product(self, x: Tensor, weights: GroupedWeights, ends: Tensor) -> Tensor:
+        inputs = x.shape[1]
+        linears = (
+            (PackedLinear(weight[:, :inputs], None, packed=False) for weight in weights)
+            if isinstance(weights, torch.Tensor)
+            else weights
+        )
+        return product_by_product(x, linears, ends, self._product)
 
     def _sigmoid(self, x: Tensor) -> Tensor:
         return torch.stack([super(DeterministicTorchOps, self)._sigmoid(row) for row in x])

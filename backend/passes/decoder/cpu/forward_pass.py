@@ -139,10 +139,6 @@ class CpuDecoderPass(HostSampling):
             return np.empty((0, self.hidden_size), np.float32)
         return self._ops.normed_rows(self._model.normed, len(logits))
 
-    @property
-    def embedding_size(self) -> int:
-        return self._config.hidden_size
-
     def close(self) -> None:
         self._ops.close()
 

@@ -33,7 +33,8 @@ class NativeExpertOps:
     def add(self, x: int, experts: PackedExperts, residual: int) -> None:
         logits = self.linear(x, experts.router, self.router_logits, LinearOutput.STORE_FLOAT)
         self.do(OperationKind.ROUTE, experts.address, x, logits)
-        self.do(OperationKind.EXPERT_INPUTS, experts.address, None, 0, self.gated_output)
+        output = self.gated_output if self.settings.clamped_gate is None else LinearOutput.GATED_CLAMPED
+        self.do(OperationKind.EXPERT_INPUTS, experts.address, None, 0, output)
         self.do(OperationKind.EXPERT_OUTPUTS, experts.address, None, residual)
 
     def weight_by_sigmoid(self, x: int, gate: PackedLinear, mixed: int) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from penstock.backend.passes.decoder.cpu.native_buffer import Buffer
 from penstock.backend.passes.decoder.cpu.native_experts import NativeExpertOps
 from penstock.backend.passes.decoder.cpu.native_structs import (
     CACHE_FORMS,
@@ -71,27 +72,6 @@ class _Program:
     address: int
     logits: NDArray[np.float32]
     """All of the buffer. Views of it cost less in each step than views of a tensor."""
-
-
-class _Buffer:
-    """A row-major array that grows to the largest number of rows reserved so far."""
-
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
-        self.width = width
-        self.row_bytes = width * dtype.itemsize
-        self._dtype = dtype
-        self._num_rows = 0
-        self.rows = torch.empty(0, width, dtype=dtype)
-        self.address = 0
-
-    def reserve(self, num_rows: int) -> bool:
-        """Return whether the array moved."""
-        if num_rows <= self._num_rows:
-            return False
-        self._num_rows = num_rows
-        self.rows = torch.empty(num_rows, self.width, dtype=self._dtype)
-        self.address = self.rows.data_ptr()
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,16 +144,16 @@ class NativeOps:
 
         shared_width = 0 if config.experts is None else config.experts.shared_width or 0
         attention_width = config.num_heads * config.head_dim
-        self._residual = _Buffer(config.hidden_size, torch.float32)
-        self._last_residual = _Buffer(config.hidden_size, torch.float32)
-        self._hidden = _Buffer(config.hidden_size, dtype)
-        self._qkv = _Buffer(attention_width + 2 * config.num_kv_heads * config.head_dim, dtype)
-        self._attended = _Buffer(attention_width, dtype)
-        self._gated = _Buffer(max(config.intermediate_size, shared_width), dtype)
-        self._router_logits = _Buffer(0 if config.experts is None else config.experts.count, torch.float32)
-        self._added = _Buffer(config.hidden_size, torch.float32)
+        self._residual = Buffer(config.hidden_size, torch.float32)
+        self._last_residual = Buffer(config.hidden_size, torch.float32)
+        self._hidden = Buffer(config.hidden_size, dtype)
+        self._qkv = Buffer(attention_width + 2 * config.num_kv_heads * config.head_dim, dtype)
+        self._attended = Buffer(attention_width, dtype)
+        self._gated = Buffer(max(config.intermediate_size, shared_width), dtype)
+        self._router_logits = Buffer(0 if config.experts is None else config.experts.count, torch.float32)
+        self._added = Buffer(config.hidden_size, torch.float32)
         """What attention or MLP adds to the residual stream, before its norm."""
-        self._logits = _Buffer(config.vocab_size, torch.float32)
+        self._logits = Buffer(config.vocab_size, torch.float32)
         norms = config.names.attention_output_norm, config.names.mlp_output_norm
         added = () if norms == (None, None) else (self._added,)
         buffers = (self._residual, self._hidden, self._qkv, self._attended, self._gated, self._router_logits)
@@ -258,7 +238,7 @@ class NativeOps:
             self._run(program, 0, len(program.operations))
         return program.logits[: step.num_logits] if needs_logits else None
 
-    def _reserve(self, buffers: tuple[_Buffer, ...], num_rows: int) -> None:
+    def _reserve(self, buffers: tuple[Buffer, ...], num_rows: int) -> None:
         for buffer in buffers:
             if buffer.reserve(num_rows):
                 self._forget_programs()
@@ -384,11 +364,14 @@ class NativeOps:
         """Return the address of the layer's struct."""
         struct = self._layers.get(layer.index)
         if struct is None:
+            query_rope, key_rope = (-1 if rope is None else rope * self._rotary_dim for rope in layer.ropes)
             struct = self._layers[layer.index] = Attention(
                 cache=self.cache[layer.index].data_ptr(),
                 q_norm=None if layer.q_norm is None else layer.q_norm.data_ptr(),
                 k_norm=None if layer.k_norm is None else layer.k_norm.data_ptr(),
+                sinks=None if layer.sinks is None else layer.sinks.data_ptr(),
                 window=layer.window_tokens or 0,
-                rope_offset=-1 if layer.rope is None else layer.rope * self._rotary_dim,
+                query_rope=query_rope,
+                key_rope=key_rope,
             )
         return ctypes.addressof(struct)

@@ -47,6 +47,11 @@ class LinearOutput(IntEnum):
     GATED_SILU = 3
     GATED_GELU = 4
     GELU = 5
+    GATED_CLAMPED = 6
+    GATED_GELU_ERF = 7
+    GELU_ERF = 8
+    RELU = 9
+    SILU = 10
 
 
 class Shape(Structure):
@@ -68,6 +73,8 @@ class Shape(Structure):
         ("scores_softcap", c_float),
         ("logits_softcap", c_float),
         ("embedding_scale", c_float),
+        ("gate_alpha", c_float),
+        ("gate_limit", c_float),
     )
 
 
@@ -75,6 +82,16 @@ class WeightForm(IntEnum):
     FLOAT = 0
     INT8 = 1
     INT4 = 2
+    GROUPED4 = 3
+    GROUPED8 = 4
+
+
+class Int4Kind(IntEnum):
+    """What the 4 bits of a weight are."""
+
+    SYMMETRIC = 0
+    ZERO_POINTS = 1
+    E2M1 = 2
 
 
 class Linear(Structure):
@@ -86,7 +103,9 @@ class Linear(Structure):
         ("gated", c_int64),
         ("form", c_int64),
         ("group_size", c_int64),
-        ("has_zeros", c_int64),
+        ("int4_kind", c_int64),
+        ("block_size", c_int64),
+        ("has_minima", c_int64),
         ("scale", c_float),
     )
 
@@ -108,8 +127,10 @@ class Attention(Structure):
         ("cache", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("sinks", c_void_p),
         ("window", c_int64),
-        ("rope_offset", c_int64),
+        ("query_rope", c_int64),
+        ("key_rope", c_int64),
     )
 
 
@@ -189,6 +210,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ps_pack": (None, (_P, _P, _P)),
     "ps_pack_int8": (None, (_P, _P, _P, _P)),
     "ps_pack_int4": (None, (_P, _P, _P, _P, _P)),
+    "ps_pack_grouped": (None, (_P, _P, _P, _P, _P)),
     "ps_wake": (None, (_P,)),
     "ps_plan": (None, (_P, _P)),
     "ps_run": (None, (_P, _P, _N, _P)),
@@ -205,6 +227,7 @@ def declare_functions(library: CDLL) -> None:
 
 def make_shape(config: DecoderConfig, dtype: torch.dtype, *, uses_tiles: bool) -> Shape:
     """With any cache; `create_cache` sets the real one's size and form."""
+    gate = None if config.experts is None else config.experts.clamped_gate
     return Shape(
         hidden=config.hidden_size,
         num_heads=config.num_heads,
@@ -223,4 +246,6 @@ def make_shape(config: DecoderConfig, dtype: torch.dtype, *, uses_tiles: bool) -
         scores_softcap=config.scales.scores_softcap or 0.0,
         logits_softcap=config.scales.logits_softcap or 0.0,
         embedding_scale=round_scale(config.scales.embedding, dtype),
+        gate_alpha=0.0 if gate is None else gate.alpha,
+        gate_limit=0.0 if gate is None else gate.limit,
     )

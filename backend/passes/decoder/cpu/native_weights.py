@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight
-from penstock.backend.passes.decoder.cpu.native_structs import Experts, Linear, WeightForm
+from penstock.backend.checkpoint.float8_weight import Float8Weight
+from penstock.backend.checkpoint.quantized_weights import GroupedWeight, Int4Weight, Int8Weight, Mxfp4Weight
+from penstock.backend.passes.decoder.cpu.native_structs import Experts, Int4Kind, Linear, WeightForm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,8 +55,19 @@ class PackedExperts:
     address: int
     struct: Experts
     router: PackedLinear
-    weights: tuple[Tensor, Tensor]
+    weights: tuple[Tensor, ...]
     """uint8 [experts, bytes]: gate and up, and down."""
+    biases: tuple[Tensor | None, Tensor | None]
+    """float32, of the same, as in `ExpertWeights`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """A weight's numbers, and the function of the kernels that packs them."""
+
+    pack: Callable[..., None]
+    tensors: tuple[Tensor, ...]
+    """[outputs, …] each, with the outputs of all experts in order."""
 
 
 class WeightPacker:
@@ -77,33 +89,25 @@ class WeightPacker:
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float, *, is_gated: bool
     ) -> PackedLinear:
         outputs, inputs = weight.shape
-        bias = None if bias is None else bias.float().contiguous()
+        bias = _as_bias(bias)
         struct = Linear(
-            bias=None if bias is None else bias.data_ptr(),
+            bias=_address(bias),
             inputs=inputs,
             outputs=outputs // (1 + is_gated),
             gated=is_gated,
             scale=scale,
         )
-        match weight:
-            case Int8Weight(values, scales):
-                struct.form = WeightForm.INT8
-                packed = self._fill(struct, self._library.ps_pack_int8, values, scales)
-            case Int4Weight(values, scales, zeros, group_size):
-                struct.form, struct.group_size = WeightForm.INT4, group_size
-                struct.has_zeros = bool((zeros != 8).any())
-                packed = self._fill(struct, self._library.ps_pack_int4, values, scales, zeros)
-            case Tensor():
-                packed = self._fill(struct, self._library.ps_pack, weight.to(self._dtype))
-        return PackedLinear(ctypes.addressof(struct), struct, packed, bias)
+        packed = self._fill(struct, self._numbers_of(weight, struct))
+        return PackedLinear(ctypes.addressof(struct), struct, packed[0], bias)
 
     def pack_experts(self, weights: ExpertWeights, settings: ExpertSettings, scale: float) -> PackedExperts:
         hidden = weights.router.shape[1]
-        gate_up = Linear(inputs=hidden, outputs=settings.width, gated=True, scale=1.0)
-        down = Linear(inputs=settings.width, outputs=hidden, scale=scale)
-        packed = (
-            self._fill_experts(gate_up, weights.gate_up, settings),
-            self._fill_experts(down, weights.down, settings),
+        biases = _as_bias(weights.gate_up_bias), _as_bias(weights.down_bias)
+        gate_up = Linear(inputs=hidden, outputs=settings.width, gated=True, scale=1.0, bias=_address(biases[0]))
+        down = Linear(inputs=settings.width, outputs=hidden, scale=scale, bias=_address(biases[1]))
+        packed = tuple(
+            self._fill(linear, self._numbers_of(weight, linear), settings.count, settings.per_token)
+            for linear, weight in ((gate_up, weights.gate_up), (down, weights.down))
         )
         struct = Experts(
             gate_up=gate_up,
@@ -114,29 +118,46 @@ class WeightPacker:
             per_token=settings.per_token,
             normalises=settings.normalises,
         )
-        router = self.pack(weights.router, None, 1.0, is_gated=False)
-        return PackedExperts(ctypes.addressof(struct), struct, router, packed)
+        router = self.pack(weights.router, weights.router_bias, 1.0, is_gated=False)
+        return PackedExperts(ctypes.addressof(struct), struct, router, packed, biases)
 
-    def _fill_experts(self, struct: Linear, weights: Tensor, settings: ExpertSettings) -> Tensor:
-        """struct becomes that of the first expert."""
+    def _numbers_of(self, weight: Tensor | QuantizedWeight, struct: Linear) -> _Numbers:
+        """Set the struct's form to the weight's."""
+        match weight:
+            case Int8Weight():
+                struct.form = WeightForm.INT8
+                return _Numbers(self._library.ps_pack_int8, weight.parts)
+            case Int4Weight():
+                struct.form, struct.group_size = WeightForm.INT4, weight.group_size
+                struct.int4_kind = Int4Kind.ZERO_POINTS if bool((weight.zeros != 8).any()) else Int4Kind.SYMMETRIC
+                return _Numbers(self._library.ps_pack_int4, weight.parts)
+            case Mxfp4Weight():
+                struct.form, struct.group_size = WeightForm.INT4, weight.group_size
+                struct.int4_kind = Int4Kind.E2M1
+                return _Numbers(self._pack_e2m1, (weight.values, weight.scales / 2))
+            case GroupedWeight(form):
+                struct.form = WeightForm.GROUPED4 if form.bits == 4 else WeightForm.GROUPED8
+                struct.group_size, struct.block_size = form.group_size, form.block_size
+                struct.has_minima = form.has_minima
+                return _Numbers(self._library.ps_pack_grouped, weight.parts)
+            case Float8Weight():
+                raise TypeError("no kernels for E4M3: its weights are dequantised")
+            case Tensor():
+                return _Numbers(self._library.ps_pack, (weight.to(self._dtype),))
+
+    def _pack_e2m1(self, engine: int, struct: object, values: int, scales: int) -> None:
+        self._library.ps_pack_int4(engine, struct, values, scales, None)
+
+    def _fill(self, struct: Linear, numbers: _Numbers, count: int = 1, num_read: int = 1) -> Tensor:
+        """Pack count linears, one after the other, of which a row reads num_read. struct becomes that of the first."""
         num_bytes = self._library.ps_packed_bytes(self._engine, ctypes.byref(struct))
-        packed = self._arena.empty(settings.count * num_bytes, torch.uint8).view(settings.count, num_bytes)
-        self.linear_bytes += settings.per_token * num_bytes
-        for target, weight in zip(packed, weights.chunk(settings.count), strict=True):
+        packed = self._arena.empty(count * num_bytes, torch.uint8).view(count, num_bytes)
+        self.linear_bytes += num_read * num_bytes
+        for target, *parts in zip(packed, *(tensor.chunk(count) for tensor in numbers.tensors), strict=True):
             struct.packed = target.data_ptr()
-            rows = weight.to(self._dtype).contiguous()
-            self._library.ps_pack(self._engine, ctypes.byref(struct), rows.data_ptr())
+            rows = [part.contiguous() for part in parts]
+            numbers.pack(self._engine, ctypes.byref(struct), *(part.data_ptr() for part in rows))
         struct.packed = packed.data_ptr()
-        return packed
-
-    def _fill(self, struct: Linear, pack: Callable[..., None], *tensors: Tensor) -> Tensor:
-        """Allocate the packed weight and fill it from the tensors."""
-        num_bytes = self._library.ps_packed_bytes(self._engine, ctypes.byref(struct))
-        packed = self._arena.empty(num_bytes, torch.uint8)
-        self.linear_bytes += num_bytes
-        struct.packed = packed.data_ptr()
-        rows = [tensor.contiguous() for tensor in tensors]
-        pack(self._engine, ctypes.byref(struct), *(tensor.data_ptr() for tensor in rows))
         return packed
 
     def read_memory(self, memory: Tensor) -> float:
@@ -147,6 +168,14 @@ class WeightPacker:
     def table(self, weight: Tensor) -> EmbeddingTable:
         rows = self._arena.empty(weight.numel(), self._dtype).view(weight.shape).copy_(weight)
         return EmbeddingTable(rows.data_ptr(), False, rows)
+
+
+def _as_bias(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float().contiguous()
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 class _HugePageArena:

@@ -3,45 +3,72 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
+from penstock.backend.checkpoint.quantized_weights import take_rows
 from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
+from penstock.backend.passes.decoder.cpu.torch_quantized_linear import QuantizedLinear
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
+    from collections.abc import Callable, Iterable
 
     from penstock.backend.checkpoint.decoder_config import Experts
+    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+    from penstock.backend.passes.decoder.cpu.torch_quantized_linear import TorchLinear
     from penstock.backend.passes.decoder.ops import ExpertWeights
 
 _ALIGNMENT_BYTES = 16
 """Of the rows of both operands of torch._grouped_mm."""
+
+GroupedWeights: TypeAlias = Tensor | tuple[QuantizedLinear, ...]
+"""A matrix of each expert: [experts, outputs, inputs], with zeros after the last input where torch needs an even number
+of bytes; or quantised."""
 
 
 @dataclass(frozen=True, slots=True)
 class TorchExperts:
     router: PackedLinear
     """In fp32."""
-    gate_up: Tensor
-    """[experts, gate | up, hidden], with zeros after the last input where torch needs an even number of bytes."""
-    down: Tensor
-    """[experts, hidden, width], as above."""
+    gate_up: GroupedWeights
+    """Rows are [gate | up], columns hidden."""
+    down: GroupedWeights
+    """Rows are hidden, columns width."""
+    gate_up_bias: Tensor | None
+    """[experts, gate | up] fp32"""
+    down_bias: Tensor | None
+    """[experts, hidden] fp32"""
     scale: float
 
     @staticmethod
     def pack(weights: ExpertWeights, scale: float, dtype: torch.dtype) -> TorchExperts:
         count = len(weights.router)
 
-        def by_expert(weight: Tensor) -> Tensor:
-            aligned = _align(weight.to(dtype))
-            return aligned.view(count, -1, aligned.shape[1])
+        def by_expert(weight: Tensor | QuantizedWeight) -> GroupedWeights:
+            if isinstance(weight, Tensor):
+                aligned = _align(weight.to(dtype))
+                return aligned.view(count, -1, aligned.shape[1])
+            rows = weight.shape[0] // count
+            return tuple(
+                QuantizedLinear(take_rows(weight, slice(first, first + rows)), None)
+                for first in range(0, count * rows, rows)
+            )
 
-        router = PackedLinear.pack(weights.router.float(), None)
-        return TorchExperts(router, by_expert(weights.gate_up), by_expert(weights.down), scale)
+        def bias_by_expert(bias: Tensor | None) -> Tensor | None:
+            return None if bias is None else bias.float().view(count, -1)
+
+        router_bias = None if weights.router_bias is None else weights.router_bias.float()
+        return TorchExperts(
+            PackedLinear.pack(weights.router.float(), router_bias),
+            by_expert(weights.gate_up),
+            by_expert(weights.down),
+            bias_by_expert(weights.gate_up_bias),
+            bias_by_expert(weights.down_bias),
+            scale,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +77,8 @@ class ExpertGroups:
 
     tokens: Tensor
     """[pairs] the token of each, in ascending order within a group."""
+    experts: Tensor
+    """[pairs] the expert of each."""
     places: Tensor
     """[T, experts per token] where a token's pairs are."""
     weights: Tensor
@@ -69,12 +98,13 @@ class ExpertGroups:
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order))
         ends = torch.bincount(chosen.flatten(), minlength=experts.count).cumsum(0).int()
-        return ExpertGroups(order // experts.per_token, places.view(chosen.shape), weights, ends)
+        grouped = chosen.flatten()[order]
+        return ExpertGroups(order // experts.per_token, grouped, places.view(chosen.shape), weights, ends)
 
     def sums(self, results: Tensor) -> Tensor:
-        """The weighted sums over each token's pairs, likeliest expert first, of results [pairs, n]: [T, n] fp32."""
+        """The weighted sums over each token's pairs, likeliest expert first, of results [pairs, n] fp32: [T, n]."""
         columns = zip(self.places.unbind(1), _columns(self.weights), strict=True)
-        return _sum([results[places].float() * weights for places, weights in columns])
+        return _sum([results[places] * weights for places, weights in columns])
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +114,9 @@ class TorchExpertOps:
     settings: Experts
     dtype: torch.dtype
     product: Callable[[Tensor, PackedLinear], Tensor]
-    grouped: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """As `grouped_product`."""
+    grouped: Callable[[Tensor, GroupedWeights, Tensor], Tensor]
+    """[pairs, outputs]: x [pairs, inputs] times the weight of each pair's expert, whose pairs end where int32 [experts]
+    says."""
     activate: Callable[[Tensor], Tensor]
     sigmoid: Callable[[Tensor], Tensor]
 
@@ -94,21 +125,47 @@ class TorchExpertOps:
 
     def add(self, x: Tensor, experts: TorchExperts, residual: Tensor) -> None:
         groups = ExpertGroups.route(self.product(x.float(), experts.router), self.settings)
-        gate, up = self.grouped(x[groups.tokens], experts.gate_up, groups.ends).float().chunk(2, dim=-1)
-        mixed = self.activate(gate).mul_(up).to(self.dtype)
-        results = self.grouped(mixed, experts.down, groups.ends)
+        gate_up = self._products(x[groups.tokens], experts.gate_up, experts.gate_up_bias, groups)
+        mixed = self._mix(*gate_up.chunk(2, dim=-1)).to(self.dtype)
+        results = self._products(mixed, experts.down, experts.down_bias, groups)
         residual.add_(groups.sums(results).mul_(experts.scale))
+
+    def _products(self, x: Tensor, weights: GroupedWeights, biases: Tensor | None, groups: ExpertGroups) -> Tensor:
+        """[pairs, outputs] fp32"""
+        products = self.grouped(x, weights, groups.ends).float()
+        return products if biases is None else products.add_(biases[groups.experts])
+
+    def _mix(self, gate: Tensor, up: Tensor) -> Tensor:
+        """What the down product reads, of gate and up [pairs, width] fp32."""
+        clamped = self.settings.clamped_gate
+        if clamped is None:
+            return self.activate(gate).mul_(up)
+        gate = gate.clamp(max=clamped.limit)
+        mixed = self.sigmoid(gate * clamped.alpha).mul_(gate)
+        return mixed.mul_(up.clamp(-clamped.limit, clamped.limit).add_(1))
 
     def weight_by_sigmoid(self, x: Tensor, gate: PackedLinear, mixed: Tensor) -> None:
         mixed.mul_(self.sigmoid(self.product(x, gate).float()))
 
 
 def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """[pairs, outputs]: x [pairs, inputs] times the weight of each pair's expert.
-
-    weights: [experts, outputs, aligned inputs]. ends: int32 [experts], where each expert's pairs end.
-    """
+    """See `TorchExpertOps.grouped`."""
     return torch._grouped_mm(_align(x), weights.transpose(1, 2), offs=ends)
+
+
+def product_by_product(
+    x: Tensor,
+    weights: Iterable[TorchLinear],
+    ends: Tensor,
+    product: Callable[[Tensor, TorchLinear], Tensor],
+) -> Tensor:
+    """As `grouped_product`, one expert after the other."""
+    products, begin = [], 0
+    for weight, end in zip(weights, ends.tolist(), strict=True):
+        if end > begin:
+            products.append(product(x[begin:end], weight))
+        begin = end
+    return torch.cat(products)
 
 
 def _row_sums(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Products use packed weights. Attention gathers the keys and values of a group of
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,9 +15,9 @@ from torch.nn import functional
 from penstock.backend.checkpoint.quantized_weights import take_rows
 from penstock.backend.passes.decoder.cpu.torch_cache.paged_cache import KvShape, PagedCache, PagedStep, ScoreRule
 from penstock.backend.passes.decoder.cpu.torch_cache.query_tiles import TileLimits
-from penstock.backend.passes.decoder.cpu.torch_experts import TorchExpertOps, grouped_product
+from penstock.backend.passes.decoder.cpu.torch_experts import TorchExpertOps, grouped_product, product_by_product
 from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
-from penstock.backend.passes.decoder.cpu.torch_quantized_linear import QuantizedLinear
+from penstock.backend.passes.decoder.cpu.torch_quantized_linear import QuantizedLinear, TorchLinear
 from penstock.backend.passes.decoder.ops import HeadShape, round_scale
 from penstock.backend.passes.decoder.prompt_embeddings import place_embeddings
 from penstock.backend.passes.decoder.rope_table import RopeTable
@@ -32,10 +32,8 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
     from penstock.backend.forward_pass import EmbeddedTokens, ScoredTokens, StepBatch, TokenLogprobs
+    from penstock.backend.passes.decoder.cpu.torch_experts import GroupedWeights
     from penstock.backend.passes.decoder.ops import AttentionLayer, Forward
-
-
-TorchLinear: TypeAlias = PackedLinear | QuantizedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,19 +146,21 @@ class TorchOps:
         gate, up = product.chunk(2, dim=-1)
         return self._activate(gate).mul_(up).to(self._dtype)
 
-    def _grouped_product(self, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        """See `torch_experts.grouped_product`."""
-        return grouped_product(x, weights, ends)
+    def _grouped_product(self, x: Tensor, weights: GroupedWeights, ends: Tensor) -> Tensor:
+        """See `TorchExpertOps.grouped`."""
+        if isinstance(weights, torch.Tensor):
+            return grouped_product(x, weights, ends)
+        return product_by_product(x, weights, ends, self._product)
 
     def rotate_and_store(self, qkv: Tensor, step: TorchStep, layer: AttentionLayer) -> None:
         heads = qkv.view(len(qkv), -1, self._heads.head_dim)
         num_heads, num_kv_heads = self._heads.num_heads, self._heads.num_kv_heads
-        parts = ((heads[:, :num_heads], layer.q_norm), (heads[:, num_heads:-num_kv_heads], layer.k_norm))
-        for part, norm in parts:
+        parts = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads]
+        for part, norm, rope in zip(parts, (layer.q_norm, layer.k_norm), layer.ropes, strict=True):
             if norm is not None:
                 part.copy_(self._norm_heads(part.float(), norm))
-            if layer.rope is not None:
-                cos, sin = step.turns[:, layer.rope].unbind(1)
+            if rope is not None:
+                cos, sin = step.turns[:, rope].unbind(1)
                 x, y = part[..., : self._rotary_dim].float().chunk(2, dim=-1)
                 rotated = torch.cat([x * cos - y * sin, y * cos + x * sin], dim=-1)
                 part[..., : self._rotary_dim] = rotated
@@ -168,7 +168,7 @@ class TorchOps:
 
     def attention(self, qkv: Tensor, step: TorchStep, layer: AttentionLayer) -> Tensor:
         queries = qkv[:, : self._heads.output_size].view(len(qkv), self._heads.num_heads, self._heads.head_dim)
-        rule = ScoreRule(self._config.score_scale, self._config.scales.scores_softcap)
+        rule = ScoreRule(self._config.score_scale, self._config.scales.scores_softcap, layer.sinks)
         return step.paged.attend(layer.index, queries, layer.window_tokens, rule).view(len(qkv), -1)
 
     def last_tokens(self, qkv: Tensor, residual: Tensor, step: TorchStep) -> tuple[Tensor, Tensor, TorchStep]:

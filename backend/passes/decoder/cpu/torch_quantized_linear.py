@@ -1,4 +1,4 @@
-"""Linear layers with int8 or int4 weights in torch: the formula of the native kernels, slowly.
+"""Linear layers with quantised weights in torch: the formula of the native kernels, slowly.
 
 A row of activations becomes int8, its largest magnitude 127. Sums of integers are exact, so the results differ from the
 kernels' only by the rounding of the scales' products.
@@ -7,11 +7,13 @@ kernels' only by the rounding of the scales' products.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight, take_rows
+from penstock.backend.checkpoint.quantized_weights import GroupedWeight, Int8Weight, QuantizedWeight, take_rows
+from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
 
 _MAX_INT8 = 127.0
 _SMALLEST = 1e-30
@@ -49,6 +51,9 @@ class QuantizedLinear:
         return product if self.scale == 1.0 else product.mul_(self.scale)
 
 
+TorchLinear: TypeAlias = PackedLinear | QuantizedLinear
+
+
 def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Integers in fp32, and the scale of each row: NaN if it has a number that is not finite."""
     top = x.abs().amax(dim=1)
@@ -58,7 +63,7 @@ def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _product(values: Tensor, weight: QuantizedWeight) -> Tensor:
-    """fp32 [n, out]: sums of integers for int8; for int4 each group's sum is multiplied by its scale."""
+    """fp32 [n, out]: sums of integers for int8; in other forms each group's sum is multiplied by its scale."""
     if isinstance(weight, Int8Weight):
         sums = torch.zeros(len(values), weight.shape[0], dtype=torch.float64)
         plain = weight.values.float()
@@ -66,9 +71,18 @@ def _product(values: Tensor, weight: QuantizedWeight) -> Tensor:
             part = slice(first, first + _EXACT_INPUTS)
             sums += values[:, part] @ plain[:, part].T
         return sums.float()
-    differences = Int4Weight(
-        weight.values, torch.ones_like(weight.scales), weight.zeros, weight.group_size
-    ).dequantize()
-    groups = (-1, weight.scales.shape[1], weight.group_size)
-    sums = values.view(groups).transpose(0, 1) @ differences.view(groups).permute(1, 2, 0)
-    return (sums * weight.scales.T[:, None, :]).sum(dim=0)
+    if isinstance(weight, GroupedWeight):
+        factors = weight.group_factors()
+        total = _sum_groups(values, weight.integers().float(), factors[:, :, 0])
+        if weight.form.has_minima:
+            total -= values.view(len(values), -1, weight.form.group_size).sum(dim=2) @ factors[:, :, 1].T
+        return total
+    values_only = weight.with_parts(weight.values, torch.ones_like(weight.scales), *weight.parts[2:])
+    return _sum_groups(values, values_only.dequantize(), weight.scales)
+
+
+def _sum_groups(values: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
+    """[n, out]: values [n, in] and weights [out, in] multiplied in groups, with scales [out, groups]."""
+    groups = (-1, scales.shape[1], values.shape[1] // scales.shape[1])
+    sums = values.view(groups).transpose(0, 1) @ weights.view(groups).permute(1, 2, 0)
+    return (sums * scales.T[:, None, :]).sum(dim=0)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from penstock.backend.checkpoint.formats.stored_formats import PLAIN
+from penstock.backend.checkpoint.quantization.modes import find_quantization
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import DeviceRows, SamplingParams, SlotInit, StepBatch
 from penstock.backend.passes.decoder.cuda.cuda_graphs import DecodeGraphs
@@ -26,6 +28,7 @@ from penstock.backend.passes.decoder.cuda.kv_cache import page_copies
 from penstock.backend.passes.decoder.cuda.kv_cache.host_pool import HostPool, TokenCosts, open_pool
 from penstock.backend.passes.decoder.cuda.kv_cache.page_moves import PageMoves
 from penstock.backend.passes.decoder.cuda.ops.cuda_ops import CudaOps
+from penstock.backend.passes.decoder.cuda.ops.quantized_linear import has_kernels
 from penstock.backend.passes.decoder.cuda.step import step_buffers
 from penstock.backend.passes.decoder.cuda.step.device_sampler import (
     DeviceSampler,
@@ -58,6 +61,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
+    from penstock.backend.checkpoint.quantization.modes import Quantization
     from penstock.backend.forward_pass import EmbeddedTokens, PassOptions, PassSpec, TokenMasks
     from penstock.backend.passes.decoder.cuda.device.device import Device
     from penstock.backend.passes.decoder.cuda.device.transfers import Ints
@@ -99,14 +104,16 @@ class CudaDecoderPass:
         dtype: torch.dtype,
         sizes: StepSizes,
         host_kv_bytes: int = 0,
+        quantization: Quantization | None = None,
+        formats: StoredFormats = PLAIN,
     ) -> None:
-        """host_kv_bytes limits the host memory for offloaded pages."""
+        """host_kv_bytes limits the host memory for offloaded pages. The last two are as in `make_spec`."""
         self._config = config
         self._device = device
         self._sizes = sizes
         self._host_kv_bytes = host_kv_bytes
         self._dtype = dtype
-        self._spec = plan_spec(config, dtype, sizes)
+        self._spec = plan_spec(config, dtype, sizes, quantization, formats)
         with torch.inference_mode():
             matmul = choose_matmul(sizes)
             self._ops = CudaOps(device, config, dtype, sizes.max_tokens, sizes.max_rows, matmul)
@@ -116,22 +123,26 @@ class CudaDecoderPass:
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
         # Imported here, as in `load`: given weights by its caller, the pass needs no package that reads checkpoints.
         from penstock.backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
+        from penstock.backend.checkpoint.formats.declared import read_stored_formats
         from penstock.backend.checkpoint.weights import choose_dtype
 
         config = read_decoder_config(model_dir, options.max_context_tokens)
         dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16, torch.float16)
-        return plan_spec(config, dtype, step_sizes(config, options))
+        quantization = find_quantization(options.quantize)
+        return plan_spec(config, dtype, step_sizes(config, options), quantization, read_stored_formats(model_dir))
 
     @classmethod
     def load(cls, model_dir: Path, options: PassOptions, device: Device) -> CudaDecoderPass:
         from penstock.backend.checkpoint.config_json import read_decoder_config
-        from penstock.backend.checkpoint.weights import open_weights
+        from penstock.backend.checkpoint.formats.declared import read_stored_formats
+        from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
 
         config = read_decoder_config(model_dir, options.max_context_tokens)
-        with return_freed_memory(), open_weights(model_dir, config) as weights:
-            dtype = weights.choose_dtype(options.dtype, torch.float16)
+        sizes, quantization = step_sizes(config, options), find_quantization(options.quantize)
+        with return_freed_memory(), open_served_weights(model_dir, config, quantization, has_kernels) as weights:
+            dtype, formats = weights.choose_dtype(options.dtype, torch.float16), read_stored_formats(model_dir)
             try:
-                return cls(config, weights, device, dtype, step_sizes(config, options), options.host_kv_bytes)
+                return cls(config, weights, device, dtype, sizes, options.host_kv_bytes, quantization, formats)
             except torch.OutOfMemoryError as error:
                 raise StartupError(f"the weights and workspace do not fit the GPU: {_first_line(error)}") from error
 
@@ -211,10 +222,6 @@ class CudaDecoderPass:
         with annotate_faults(self._device, f"copying {len(logits)} rows of logits"):
             self._shared_logits = logits.float()
         return DeviceRows(self._shared_logits.data_ptr(), self._device.stream)
-
-    @property
-    def embedding_size(self) -> int:
-        return self._config.hidden_size
 
     @property
     def hidden_size(self) -> int:

@@ -7,10 +7,19 @@ from collections.abc import Iterator
 from penstock.backend.passes.decoder.cuda.attention import decode_attention, prefill_attention
 from penstock.backend.passes.decoder.cuda.device.launcher import Kernel
 from penstock.backend.passes.decoder.cuda.kv_cache import page_copies
-from penstock.backend.passes.decoder.cuda.ops import elementwise
+from penstock.backend.passes.decoder.cuda.ops import elementwise, expert_ops, quantized_linear
 from penstock.backend.passes.decoder.cuda.step import device_sampler, step_buffers
 
-FAMILIES = (step_buffers, elementwise, page_copies, decode_attention, prefill_attention, device_sampler)
+FAMILIES = (
+    step_buffers,
+    elementwise,
+    expert_ops,
+    quantized_linear,
+    page_copies,
+    decode_attention,
+    prefill_attention,
+    device_sampler,
+)
 
 
 def kernels() -> Iterator[Kernel]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from penstock.backend.checkpoint.formats.stored_formats import PLAIN
+from penstock.backend.checkpoint.quantization.modes import check_sizes, packed_linears
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.decoder.cuda.attention.decode_attention import DecodeAttention
 from penstock.backend.passes.decoder.cuda.attention.kernel_limits import PAGE_SIZES_TOKENS
@@ -18,9 +20,10 @@ from penstock.backend.passes.decoder.cuda.attention.step_attention import (
 from penstock.backend.passes.decoder.cuda.cuda_graphs import graph_sizes
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.decoder.cuda.kv_cache.page_moves import MAX_PAGE_MOVES
-from penstock.backend.passes.decoder.cuda.ops import elementwise
+from penstock.backend.passes.decoder.cuda.ops import elementwise, expert_ops, quantized_linear
 from penstock.backend.passes.decoder.cuda.ops.activations import activation_bytes
 from penstock.backend.passes.decoder.cuda.ops.matmul import BlockedMatmul, Matmul, WholeMatmul
+from penstock.backend.passes.decoder.cuda.ops.quantized_linear import has_kernels, packed_bytes, takes_packed
 from penstock.backend.passes.decoder.cuda.step.device_sampler import MAX_BIASES, MAX_VOCAB, SlotArrays
 from penstock.backend.passes.decoder.cuda.step.step_buffers import StepBuffers, StepLimits
 from penstock.backend.passes.decoder.cuda.step.step_results import ResultBuffers
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
+    from penstock.backend.checkpoint.quantization.modes import Quantization
     from penstock.backend.forward_pass import PassOptions, PassSpec
 
 LIBRARY_BYTES = 96 << 20
@@ -61,15 +66,29 @@ def step_sizes(config: DecoderConfig, options: PassOptions) -> StepSizes:
     return StepSizes(options.max_running, options.max_batch_tokens, longest, options.deterministic)
 
 
-def plan_spec(config: DecoderConfig, dtype: torch.dtype, sizes: StepSizes) -> PassSpec:
-    """Return the pass's spec with its memory. Raises StartupError for an unsupported model."""
+def plan_spec(
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    sizes: StepSizes,
+    quantization: Quantization | None = None,
+    formats: StoredFormats = PLAIN,
+) -> PassSpec:
+    """Return the pass's spec with its memory; quantization and formats are as in `make_spec`.
+
+    Raises StartupError for an unsupported model or quantisation.
+    """
     check_model_supported(config, sizes)
+    if quantization is not None:
+        check_quantization(quantization, config, dtype)
     smallest = PAGE_SIZES_TOKENS[0]
     layout = make_layout(config, 1, smallest, "bf16")
     attention = attention_by_window(config, layout, sizes, num_sms=1, shared_bytes_per_sm=_SM_SHARED_BYTES)
     matmul = choose_matmul(sizes)
+    packed = packed_linears(config, quantization, formats, has_kernels)
     parts = (
         activation_bytes(config, dtype, sizes.max_tokens, sizes.max_rows, matmul),
+        expert_ops.expert_bytes(config, dtype, sizes.max_tokens, matmul),
+        quantized_linear.scratch_bytes(sizes.max_tokens, matmul) if packed and takes_packed(dtype) else 0,
         StepBuffers.num_bytes(step_limits(config, sizes, smallest, num_pages=1)),
         SlotArrays.num_bytes(sizes.max_rows, config.vocab_size),
         ResultBuffers.num_bytes(sizes.max_rows, sizes.max_tokens),
@@ -79,14 +98,29 @@ def plan_spec(config: DecoderConfig, dtype: torch.dtype, sizes: StepSizes) -> Pa
         LIBRARY_BYTES,
         sum(_num_nodes(config, matmul, size) for size in graph_sizes(sizes.max_graph_rows)) * _NODE_BYTES,
     )
-    spec = make_spec(config, dtype, KV_MACRO)
+    spec = make_spec(config, dtype, KV_MACRO, quantization, formats, has_kernels)
+    more_bytes = sum(packed_bytes(each.form, each.shape, dtype) - each.form.num_bytes(each.shape) for each in packed)
     return replace(
-        spec, workspace_bytes=sum(parts), graph_bytes=parts[-1], runs_ahead=True, page_sizes=PAGE_SIZES_TOKENS
+        spec,
+        weight_bytes=spec.weight_bytes + more_bytes,
+        workspace_bytes=sum(parts),
+        graph_bytes=parts[-1],
+        runs_ahead=True,
+        page_sizes=PAGE_SIZES_TOKENS,
     )
 
 
 def choose_matmul(sizes: StepSizes) -> Matmul:
     return BlockedMatmul() if sizes.deterministic else WholeMatmul()
+
+
+def check_quantization(quantization: Quantization, config: DecoderConfig, dtype: torch.dtype) -> None:
+    """Raises StartupError if the mode of --quantize does not fit the model or the activations."""
+    check_sizes(quantization, config)
+    if not takes_packed(dtype):
+        raise StartupError(
+            f"--quantize is {quantization.name}; on a GPU it needs 16-bit activations: use --dtype bf16, or none"
+        )
 
 
 def check_model_supported(config: DecoderConfig, sizes: StepSizes) -> None:
@@ -101,6 +135,8 @@ def check_model_supported(config: DecoderConfig, sizes: StepSizes) -> None:
     )
     if config.vocab_size > MAX_VOCAB:
         reason = f"vocab_size is {config.vocab_size}; the sampler supports at most {MAX_VOCAB}"
+    if reason is None and config.experts is not None:
+        reason = expert_ops.unsupported_reason(config.experts)
     if reason is None:
         layout = make_layout(config, 1, PAGE_SIZES_TOKENS[0], "bf16")
         try:
@@ -118,7 +154,6 @@ def unsupported_variation(config: DecoderConfig) -> str | None:
         "layer norms of what attention and MLP add": config.norm == "layer" and has_output_norms,
         "layer norms of q and k": config.norm == "layer" and config.qk_norm is not None,
         "norms of q and k with a weight for each head": config.qk_norm == "each head",
-        "mixtures of experts": config.experts is not None,
         "SiLU in an MLP without a gate": config.mlp == "plain" and config.activation != "gelu_tanh",
     }
     return next((name for name, is_present in variations.items() if is_present), None)
@@ -191,4 +226,5 @@ def _num_nodes(config: DecoderConfig, matmul: Matmul, num_rows: int) -> int:
     per_layer = _MATMULS_PER_LAYER * launches + _OTHER_NODES_PER_LAYER
     per_layer += (config.qk_norm == "projection") + config.parallel_blocks
     softcap = 0 if config.scales.logits_softcap is None else 3
-    return per_layer * config.num_layers + launches + softcap + 3
+    of_experts = sum(config.layer_has_experts) * (launches + expert_ops.NUM_LAUNCHES)
+    return per_layer * config.num_layers + of_experts + launches + softcap + 3

@@ -75,9 +75,11 @@ function objects(name, components, seen) {
 
 function contents(content, components) {
   return Object.entries(content || {}).flatMap(([kind, { schema }]) => {
-    const name = schema.$ref && schema.$ref.split("/").pop();
-    const shown = [element("p", {}, element("code", {}, kind), name ? ` ${name}` : "")];
-    return name ? [...shown, ...objects(name, components, new Set())] : shown;
+    const names = partsOf(schema, components);
+    const isText = !names.length && schema.type !== "array";
+    const seen = new Set();
+    const shown = [element("p", {}, element("code", {}, kind), isText ? "" : ` ${typeOf(schema, components)}`)];
+    return [...shown, ...names.flatMap((name) => objects(name, components, seen))];
   });
 }
 

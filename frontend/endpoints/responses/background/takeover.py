@@ -142,7 +142,7 @@ class Takeovers:
     async def look(self, context: EndpointContext) -> None:
         """Take over what this worker has room for, and end what cannot run again. Raises ApiError."""
         for orphan in await self._store.orphans():
-            served = context.models.current
+            served = context.models.generation.current
             if orphan.claim is None:
                 await self._store.take_over(orphan)
             elif served is not None and not context.exchanges.is_draining:

@@ -167,6 +167,14 @@ def nf4(*, nested: bool) -> Callable[[np.random.Generator, int, int], tuple[Tens
     return quantize
 
 
+def llm_int8(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[Tensors, torch.Tensor]:
+    """Rounded after each product, as bitsandbytes does."""
+    values = torch.from_numpy(rng.integers(-127, 128, (outputs, inputs)).astype(np.int8))
+    tops = random_scales(rng, outputs, dtype=torch.float32)
+    parts = {"weight": values, "SCB": tops, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return parts, (values * tops[:, None] * 7.874015718698502e-3).double()
+
+
 def fp8(
     block: tuple[int, int] | None, scale_name: str = "weight_scale_inv"
 ) -> Callable[[np.random.Generator, int, int], tuple[Tensors, torch.Tensor]]:

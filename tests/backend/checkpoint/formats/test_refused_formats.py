@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.formats.declared import parse_stored_formats
 from penstock.backend.checkpoint.formats.matrix_format import UnreadableMatrixError
+from penstock.backend.checkpoint.quantized_weights import has_cpu_kernels
 from penstock.backend.checkpoint.safetensors_file import SafetensorsFile
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
@@ -28,7 +29,7 @@ Q = "model.layers.0.self_attn.q_proj"
 
 def read_all(path: Path) -> None:
     config = read_decoder_config(path)
-    with open_weights(path, config, keeps_packed=True) as weights:
+    with open_weights(path, config, keeps=has_cpu_kernels) as weights:
         for index in range(config.num_layers):
             weights.layer(index, torch.float32)
 
@@ -77,8 +78,10 @@ def test_wrong_part_of_a_linear_is_refused_by_name(
         ({"desc_act": 1}, "desc_act is 1"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; supported are gptq, gptq_v2"),
         ({"lm_head": True}, r"lm_head\.qweight, expected with shape \[16, 256\], is missing"),
-        ({"dynamic": {"+:.*": {"bits": 8}}}, r"dynamic\.'\+:\.\*' is \{'bits': 8\}; only exceptions"),
-        ({"dynamic": {"-:(": {}}}, r"the expression '\(\?:\(\).* is invalid"),
+        ({"dynamic": {"+:.*": {"bits": 3}}}, r"dynamic\.'\+:\.\*'\.bits is 3; supported are 4, 8"),
+        ({"dynamic": {".*": {"damp": 1}}}, r"dynamic\.'\.\*'.*damp"),
+        ({"dynamic": {"+:.*q_proj": {"bits": 8}}}, r"q_proj\.qweight has shape \[16, 128\]; GPTQ, 8 bits"),
+        ({"dynamic": {"-:(": {}}}, r"the expression '\(' is invalid"),
         ({"dynamic": {"-:.*q_proj": {}}}, r"q_proj\.weight, expected with shape \[128, 128\], is missing"),
         ({"modules_in_block_to_quantize": [["mlp.up_proj"]]}, r"q_proj\.weight, expected .* is missing"),
         ({"quant_method": "awq"}, r"q_proj\.qweight has shape \[16, 128\]; AWQ.*makes it \[128, 16\]"),
@@ -158,7 +161,10 @@ def compressed(layout: str = "int-quantized", **weights: Any) -> dict[str, Any]:
     ("config", "message"),
     [
         (compressed("marlin-24"), r"group_0\.format is 'marlin-24'; supported are int-quantized"),
-        (compressed("nvfp4-pack-quantized"), "format is 'nvfp4-pack-quantized'"),
+        (
+            compressed("nvfp4-pack-quantized", type="float", num_bits=4, group_size=32),
+            "group_size is 32; supported are 16",
+        ),
         (compressed(num_bits=4), r"group_0\.weights\.num_bits is 4; supported are 8"),
         (compressed("pack-quantized", num_bits=3), "num_bits is 3; supported are 4, 8"),
         (compressed(type="complex"), "type is 'complex'; supported are int, float"),
@@ -176,7 +182,7 @@ def compressed(layout: str = "int-quantized", **weights: Any) -> dict[str, Any]:
             compressed("mxfp4-pack-quantized", type="float", num_bits=4, group_size=16),
             "group_size is 16; supported are 32",
         ),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_4bit is False; supported are True"),
+        ({"quant_method": "bitsandbytes"}, "load_in_4bit is False; supported are True"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "x"}, "quant_type is 'x'"),
         ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv'; supported are gemm"),
         ({"quant_method": "awq", "backend": "llm-awq"}, 'backend is "llm-awq"'),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +11,24 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES, GgmlMatrix
 from penstock.backend.checkpoint.generation_config import read_generation_defaults
-from penstock.backend.checkpoint.gguf import directory
+from penstock.backend.checkpoint.gguf import directory, kept_directories
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
-from penstock.backend.checkpoint.quantized_weights import Int4Weight
+from penstock.backend.checkpoint.quantized_weights import GroupedForm, GroupedWeight, Int4Weight, has_cpu_kernels
+from penstock.backend.checkpoint.tensors import LayerWeights
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
-from tests.backend.checkpoint.gguf.writer import GgufFile, byte_level_vocabulary, from_model
+from tests.backend.checkpoint.gguf.writer import GgufFile, byte_level_vocabulary, from_model, interleave
 from tests.backend.passes.decoder.driver import Driver
 from tests.backend.passes.decoder.quantized_oracle import relative_error, replace_linear
-from tests.checkpoints import make_model
+from tests.checkpoints import load_oracle, make_checkpoint, make_model
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 320}
 
@@ -53,13 +57,16 @@ def mixed(name: str) -> str:
     """A file of many types, as llama.cpp's mixtures are."""
     types = {
         "q_proj": "Q4_K",
-        "k_proj": "Q8_0",
+        "k_proj": "Q5_K",
         "v_proj": "Q6_K",
-        "o_proj": "Q5_K",
-        "down": "IQ4_NL",
-        "lm_head": "Q6_K",
+        "o_proj": "IQ4_NL",
+        "gate_proj": "Q4_1",
+        "up_proj": "Q5_1",
+        "down": "Q5_0",
+        "lm_head": "Q8_0",
+        "embed": "Q6_K",
     }
-    return next((kind for part, kind in types.items() if part in name), "BF16" if "embed" in name else "Q5_0")
+    return next((kind for part, kind in types.items() if part in name), "Q4_0")
 
 
 def all_of(kind: str) -> Any:
@@ -70,6 +77,7 @@ CASES: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
     "llama, mixed": ("llama", "llama2", mixed, {}),
     "llama, Q4_0": ("llama", "llama2", all_of("Q4_0"), {}),
     "llama, tied, Q4_0": ("llama", "llama-tied", all_of("Q4_0"), {}),
+    "llama, tied, Q6_K": ("llama", "llama-tied", all_of("Q6_K"), {}),
     "llama, F16": ("llama", "llama2", all_of("F16"), {}),
     "qwen2, Q8_0": ("qwen2", "qwen2", all_of("Q8_0"), {}),
     "qwen3, Q4_K": ("qwen3", "qwen3", all_of("Q4_K"), {"head_dim": 64}),
@@ -85,10 +93,22 @@ def make_file(case: str, pre: str = "llama-bpe") -> tuple[GgufFile, Any]:
     return file, model
 
 
+def last_logits(model_dir: Path, prompt: list[int]) -> NDArray[np.float32]:
+    """After the prompt, in fp32."""
+    options = PassOptions(dtype="fp32", max_running=4, max_batch_tokens=128)
+    forward_pass = CpuDecoderPass.load(model_dir, options)
+    assert forward_pass.spec == CpuDecoderPass.describe(model_dir, options)
+    driver = Driver(forward_pass, num_pages=8, page_size=16)
+    row = driver.add(prompt)
+    logits: NDArray[np.float32] = driver.prefill()[row.slot]
+    forward_pass.close()
+    return logits
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_the_dequantised_weights_in_transformers(case: str, tmp_path: Path) -> None:
     file, model = make_file(case)
-    is_packed = "Q4_0" in case
+    is_packed = "F" not in case
     if is_packed:
         for name in [name for name in file.exact if file.exact[name].dim() == 2 and "embed" not in name]:
             replace_linear(model, name.removesuffix(".weight"), file.exact[name])
@@ -98,25 +118,106 @@ def test_logits_are_those_of_the_dequantised_weights_in_transformers(case: str, 
     prompt = np.random.default_rng(0).integers(0, 256, 33).tolist()
     with torch.inference_mode():
         expected = model(torch.tensor([prompt])).logits[0, -1].numpy()
-    options = PassOptions(dtype="fp32", max_running=4, max_batch_tokens=64)
-    forward_pass = CpuDecoderPass.load(model_dir, options)
-    assert forward_pass.spec == CpuDecoderPass.describe(model_dir, options)
-    driver = Driver(forward_pass, num_pages=8, page_size=16)
-    row = driver.add(prompt)
-    logits = driver.prefill()[row.slot]
-    forward_pass.close()
+    logits = last_logits(model_dir, prompt)
     # Where a number lies halfway between two steps, it may be rounded either way, and all that follows changes a bit.
     assert relative_error(logits, expected) < (0.05 if is_packed else 1e-4)
 
 
+ARCHITECTURES = {
+    "qwen2-moe": "qwen2moe",
+    "qwen3-moe": "qwen3moe",
+    "mixtral": "llama",
+    "phi3-longrope": "phi3",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
+    "granite": "granite",
+    "olmo2": "olmo2",
+    "cohere": "command-r",
+    "cohere-qk-norm": "command-r",
+    "cohere2": "cohere2",
+    "starcoder2": "starcoder2",
+    "glm4": "glm4",
+}
+"""Preset of a checkpoint → architecture of its GGUF file."""
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "qwen2-moe": {"decoder_sparse_step": 1, "use_sliding_window": False},
+    "qwen3-moe": {"mlp_only_layers": []},
+    "mixtral": {"sliding_window": None},
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma3": {"query_pre_attn_scalar": 32},
+    "granite": {"attention_bias": False},
+    "cohere-qk-norm": {"attention_bias": False, "tie_word_embeddings": True},
+}
+"""What GGUF files cannot say is as in the models that exist."""
+
+
+@pytest.mark.parametrize("preset", ARCHITECTURES)
+def test_logits_of_each_architecture_are_those_of_its_checkpoint(preset: str, tmp_path: Path) -> None:
+    """With a prompt beyond windows and LongRoPE's short factors."""
+    checkpoint = make_checkpoint(preset, tmp_path / "checkpoint", vocab_size=320, **OVERRIDES.get(preset, {}))
+    model, tensors = load_oracle(checkpoint), load_file(checkpoint / "model.safetensors")
+    file = from_model(ARCHITECTURES[preset], model, all_of("F32"), byte_level_vocabulary(320), tensors)
+    model_dir = resolve_model(str(file.write(tmp_path / "model.gguf")))
+    prompt = np.random.default_rng(0).integers(0, 256, 80).tolist()
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0, -1].numpy()
+    assert relative_error(last_logits(model_dir, prompt), expected) < 1e-4
+
+
+def test_quantised_experts_of_a_merged_tensor_run_as_they_are(tmp_path: Path) -> None:
+    settings = {"vocab_size": 320, "moe_intermediate_size": 64, "mlp_only_layers": []}
+    checkpoint = make_checkpoint("qwen3-moe", tmp_path / "checkpoint", **settings)
+    model, tensors = load_oracle(checkpoint), load_file(checkpoint / "model.safetensors")
+    type_of = lambda name: "Q8_0" if ".experts." in name else "F32"  # noqa: E731
+    file = from_model("qwen3moe", model, type_of, byte_level_vocabulary(320), tensors)
+    layer = read_layer(file, tmp_path)
+    assert isinstance(layer.expert_down, GroupedWeight)
+    exact = file.exact["model.layers.0.mlp.experts.down_proj.weight"]
+    assert torch.equal(layer.expert_down.dequantize(), exact.flatten(0, 1))
+    gate, up = (file.exact[f"model.layers.0.mlp.experts.{part}_proj.weight"] for part in ("gate", "up"))
+    assert isinstance(layer.expert_gate_up, GroupedWeight)
+    assert torch.equal(layer.expert_gate_up.dequantize(), torch.cat([gate, up], dim=1).flatten(0, 1))
+
+
 def test_q4_0_runs_in_the_int4_kernels_with_the_same_numbers(tmp_path: Path) -> None:
     file, _ = make_file("llama, Q4_0")
-    model_dir = resolve_model(str(file.write(tmp_path / "model.gguf")))
-    with open_weights(model_dir, read_decoder_config(model_dir), keeps_packed=True) as weights:
-        layer = weights.layer(0, torch.bfloat16)
+    layer = read_layer(file, tmp_path)
     assert isinstance(layer.down, Int4Weight)
     assert torch.equal(layer.down.dequantize(), file.exact["model.layers.0.mlp.down_proj.weight"])
     assert bool((layer.down.scales < 0).any())
+
+
+def test_other_types_run_in_the_grouped_kernels_with_the_same_numbers(tmp_path: Path) -> None:
+    """Types that share a matrix are widened to a form that holds all of them."""
+    file, model = make_file("llama, mixed")
+    layer = read_layer(file, tmp_path)
+    forms = {
+        "qkv": (8, 16, 256, True),
+        "o": (8, 32, 32, False),
+        "gate_up": (8, 32, 32, True),
+        "down": (8, 32, 32, False),
+    }
+    parts = {
+        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "o": ("self_attn.o_proj",),
+        "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "down": ("mlp.down_proj",),
+    }
+    heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
+    for field, form in forms.items():
+        weight = getattr(layer, field)
+        assert weight.form == GroupedForm(*form)
+        exact = [file.exact[f"model.layers.0.{name}.weight"] for name in parts[field]]
+        if field == "qkv":  # rows stay in the file's order
+            exact = [interleave(exact[0], heads["q_proj"]), interleave(exact[1], heads["k_proj"]), exact[2]]
+        assert torch.equal(weight.dequantize(), torch.cat(exact))
+
+
+def read_layer(file: GgufFile, directory: Path) -> LayerWeights[Any]:
+    model_dir = resolve_model(str(file.write(directory / "model.gguf")))
+    with open_weights(model_dir, read_decoder_config(model_dir), keeps=has_cpu_kernels) as weights:
+        return weights.layer(0, torch.bfloat16)
 
 
 def test_directory_is_made_once_for_a_state_of_the_file(tmp_path: Path, cache: Path) -> None:
@@ -130,6 +231,22 @@ def test_directory_is_made_once_for_a_state_of_the_file(tmp_path: Path, cache: P
     path.touch()
     assert resolve_model(str(path)) != first
     assert len(list(cache.iterdir())) == 2
+
+
+def test_cache_keeps_the_last_used_directories_whose_files_exist(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_directories, "MAX_KEPT", 3)
+    file, _ = make_file("llama, F16")
+    paths = [file.write(tmp_path / f"model-{number}.gguf") for number in range(5)]
+    found = {}
+    for age, path in enumerate(paths[:3]):
+        found[path] = resolve_config(str(path))
+        os.utime(found[path], (age, age))
+    resolve_config(str(paths[0]))  # now the last used one
+    paths[2].unlink()
+    found |= {path: resolve_config(str(path)) for path in paths[3:]}
+    assert set(cache.iterdir()) == {found[paths[0]], found[paths[3]], found[paths[4]]}
 
 
 def test_tokenizer_template_and_end_tokens_come_from_the_file(tmp_path: Path) -> None:

@@ -73,6 +73,17 @@ def test_sentencepiece_tokens_are_those_of_transformers() -> None:
     assert ours.encode("the").ids[0] == 1
 
 
+def test_tokens_of_gemma_are_those_of_transformers() -> None:
+    """SentencePiece without a space before the text."""
+    metadata = sentencepiece_vocabulary() | {"tokenizer.ggml.add_space_prefix": False}
+    ours, theirs = make(metadata), reference(metadata, "gemma2")
+    for text in TEXTS:
+        ids = ours.encode(text, add_special_tokens=False).ids
+        assert ids == theirs.encode(text, add_special_tokens=False).ids
+        if "<|" not in text:
+            assert ours.decode(ids) == text
+
+
 @pytest.mark.parametrize(("said", "first"), [(True, True), (False, False), (None, True)])
 def test_bos_is_added_as_the_file_says(said: bool | None, first: bool) -> None:
     metadata = sentencepiece_vocabulary() | ({} if said is None else {"tokenizer.ggml.add_bos_token": said})

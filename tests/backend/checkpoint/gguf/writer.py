@@ -15,22 +15,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.qkv_proj": "attn_qkv",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 WORDS = ("Ġthe", "Ġof", "he", "th", "in", "er", "an", "Ġt", "Ġo", "Ġa")
 SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>")
 
@@ -100,10 +84,11 @@ def byte_level_vocabulary(vocab_size: int, pre: str = "llama-bpe") -> dict[str, 
     }
 
 
-def from_model(arch: str, model: Any, type_of: Any, vocabulary: dict[str, Any]) -> GgufFile:
-    """type_of: name of the type for a matrix, by its name in transformers. Vectors are F32."""
-    config = model.config
+def metadata_of(arch: str, config: Any) -> dict[str, Any]:
+    """As llama.cpp's converter writes it for a config of transformers."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    ropes = config.rope_parameters
+    rope = ropes.get("full_attention", ropes)
     own: dict[str, Any] = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -111,25 +96,90 @@ def from_model(arch: str, model: Any, type_of: Any, vocabulary: dict[str, Any]) 
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         "attention.key_length": head_dim,
-        "rope.dimension_count": head_dim,
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        "rope.freq_base": float(rope["rope_theta"]),
     }
-    file = GgufFile(arch, {f"{arch}.{key}": value for key, value in own.items()} | vocabulary)
-    tied = config.tie_word_embeddings
-    for name, tensor in model.state_dict().items():
-        if tied and name == "lm_head.weight":
+    others = {
+        "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
+        "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon"),
+        "attention.sliding_window": ("sliding_window",),
+        "attn_logit_softcapping": ("attn_logit_softcapping",),
+        "final_logit_softcapping": ("final_logit_softcapping",),
+        "attention.scale": ("attention_multiplier",),
+        "embedding_scale": ("embedding_multiplier",),
+        "residual_scale": ("residual_multiplier",),
+        "logit_scale": ("logits_scaling", "logit_scale"),
+        "expert_count": ("num_experts", "num_local_experts"),
+        "expert_used_count": ("num_experts_per_tok",),
+        "expert_feed_forward_length": ("moe_intermediate_size",),
+        "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+    }
+    for key, names in others.items():
+        found = [value for name in names if (value := getattr(config, name, None)) is not None]
+        if found:
+            own[key] = found[0]
+    if rope.get("rope_type") == "linear":
+        own |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
+    if rope.get("rope_type") == "longrope":
+        own["rope.scaling.original_context_length"] = config.original_max_position_embeddings
+    if "sliding_attention" in ropes:
+        own["rope.freq_base_swa"] = float(ropes["sliding_attention"]["rope_theta"])
+    return {f"{arch}.{key}": value for key, value in own.items()}
+
+
+_EXPERT = re.compile(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(.*)")
+
+
+def merge_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One tensor for all experts of a layer, under the name that llama.cpp's converter gives it."""
+    merged: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            merged[name] = tensor
             continue
-        kind = gguf.GGMLQuantizationType[type_of(name) if tensor.dim() == 2 else "F32"]
+        block = match[1] + ".mlp" if "proj" in match[3] else match[1].removeprefix("model.") + ".feed_forward"
+        experts.setdefault(f"{block}.experts.{match[3]}", {})[int(match[2])] = tensor
+    return merged | {name: torch.stack([parts[i] for i in sorted(parts)]) for name, parts in experts.items()}
+
+
+def from_model(
+    arch: str,
+    model: Any,
+    type_of: Any,
+    vocabulary: dict[str, Any],
+    tensors: dict[str, torch.Tensor] | None = None,
+) -> GgufFile:
+    """type_of: name of the type for a matrix, by its name in transformers. Vectors are F32.
+
+    tensors: those of the model's checkpoint, where their names are not the model's own.
+    """
+    config = model.config
+    permutes = arch in ("llama", "granite")
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    file = GgufFile(arch, metadata_of(arch, config) | vocabulary)
+    for name, tensor in merge_experts(model.state_dict() if tensors is None else tensors).items():
+        if config.tie_word_embeddings and name == "lm_head.weight":
+            continue
+        kind = gguf.GGMLQuantizationType[type_of(name) if tensor.dim() > 1 else "F32"]
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-        found = next((count for part, count in heads.items() if part in name), None)
-        permuted = interleave(tensor, found) if arch == "llama" and found is not None else tensor
-        content = quantize(permuted.float().numpy(), kind)
-        file.tensors[gguf_name(name)] = (content, kind)
+        found = next((count for part, count in heads.items() if part in name and permutes), None)
+        stored = interleave(tensor, found) if found is not None else tensor
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            stored = stored + 1
+        content = quantize(stored.float().numpy(), kind)
+        file.tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))] = (content, kind)
         numbers = torch.from_numpy(np.asarray(gguf.dequantize(content.view(_raw(kind)), kind), np.float32))
         exact = numbers.view(tensor.shape)
-        file.exact[name] = separate(exact, found) if arch == "llama" and found is not None else exact
+        file.exact[name] = separate(exact, found) if found is not None else exact
+    for side in ("short", "long"):
+        factors = config.rope_parameters.get(f"{side}_factor")
+        if factors is not None:
+            content = np.array(factors, np.float32)
+            file.tensors[f"rope_factors_{side}.weight"] = (content, gguf.GGMLQuantizationType.F32)
     return file
 
 
@@ -163,12 +213,3 @@ def interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:
 def separate(weight: torch.Tensor, heads: int) -> torch.Tensor:
     rows = weight.view(heads, -1, 2, *weight.shape[1:])
     return rows.transpose(1, 2).reshape(weight.shape)
-
-
-def gguf_name(name: str) -> str:
-    module, _, kind = name.rpartition(".")
-    if module in _WHOLE:
-        return f"{_WHOLE[module]}.{kind}"
-    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
-    assert match is not None
-    return f"blk.{match[1]}.{_NAMES[match[2]]}.{kind}"

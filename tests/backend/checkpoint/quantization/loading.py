@@ -10,6 +10,7 @@ from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.quantization.modes import QUANTIZATIONS
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
 from penstock.backend.checkpoint.quantized_weights import Int4Weight, QuantizedWeight
+from penstock.backend.checkpoint.tensors import LINEARS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,7 +48,7 @@ def load(model_dir: Path, mode: str = "int4") -> tuple[Linears, Recorder]:
         linears["lm_head"] = head if head is not None else embedding  # type: ignore[assignment]
         for i in range(config.num_layers):
             layer = weights.layer(i, torch.bfloat16)
-            linears |= {f"{i}.{name}": getattr(layer, name) for name in ("qkv", "o", "gate_up", "down")}
+            linears |= {f"{i}.{name}": weight for name in LINEARS if (weight := getattr(layer, name)) is not None}
         weights.final_norm(torch.bfloat16)
     assert recorders[0].closed == 1
     return linears, recorders[0]

@@ -24,6 +24,7 @@ from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_q
 from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
 from tests.backend.checkpoint.quantization.loading import load, same
 from tests.backend.checkpoint.weight_files import rewrite
+from tests.checkpoints import make_checkpoint
 
 
 def kept_path(cache: Path) -> Path:
@@ -52,6 +53,14 @@ def test_second_start_reads_the_kept_file(mode: str, model_dir: Path, cache: Pat
     assert torch.equal(stored["layers.2.down.values"], second["2.down"].values)
     with safe_open(path, "pt") as file:
         assert file.metadata()["penstock.quantization"] == mode
+
+
+def test_experts_are_kept(tmp_path: Path) -> None:
+    model_dir = make_checkpoint("mixtral", tmp_path / "model")
+    first, second = load(model_dir), load(model_dir)
+    assert {"0.expert_gate_up", "2.expert_down"} < first[0].keys()
+    assert same(second[0], first[0])
+    assert second[1].work.running == "Loading weights"
 
 
 def test_modes_and_checkpoints_have_files_of_their_own(model_dir: Path, tmp_path: Path, cache: Path) -> None:

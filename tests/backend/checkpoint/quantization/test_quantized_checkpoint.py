@@ -12,6 +12,7 @@ from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.quantization.modes import QUANTIZATIONS, check_sizes, find_quantization, weight_bytes
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
 from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight
+from penstock.backend.checkpoint.tensors import LINEARS
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from tests.backend.checkpoint.quantization.loading import load
@@ -20,9 +21,11 @@ from tests.checkpoints import make_checkpoint
 
 
 @pytest.mark.parametrize("mode", ["int8", "int4"])
-@pytest.mark.parametrize("architecture", ["llama-bias", "qwen3", "phi3"])
+@pytest.mark.parametrize("architecture", ["llama-bias", "qwen3", "phi3", "qwen2-moe"])
 def test_linears_are_quantised_and_the_rest_is_exact(architecture: str, mode: str, tmp_path: Path) -> None:
-    model_dir = make_checkpoint(architecture, tmp_path / "model", max_shard_size="60KB")
+    """The rest includes the router of experts, and the gate of a shared expert."""
+    widths = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64} if architecture == "qwen2-moe" else {}
+    model_dir = make_checkpoint(architecture, tmp_path / "model", max_shard_size="60KB", **widths)
     config = read_decoder_config(model_dir)
     with (
         open_weights(model_dir, config) as plain,
@@ -31,11 +34,13 @@ def test_linears_are_quantised_and_the_rest_is_exact(architecture: str, mode: st
         for i in range(config.num_layers):
             exact, found = plain.layer(i, torch.float32), weights.layer(i, torch.float32)
             for name in exact.__slots__:
-                if name in ("qkv", "o", "gate_up", "down"):
+                if getattr(exact, name) is None:
+                    assert getattr(found, name) is None
+                elif name in LINEARS:
                     weight = getattr(found, name)
                     assert isinstance(weight, Int8Weight if mode == "int8" else Int4Weight)
                     check_near(weight, getattr(exact, name))
-                elif getattr(exact, name) is not None:
+                else:
                     assert torch.equal(getattr(found, name), getattr(exact, name))
         assert torch.equal(weights.final_norm(torch.bfloat16), plain.final_norm(torch.float32))
         table, head = weights.embedding(torch.float32), weights.lm_head(torch.float32)
@@ -75,24 +80,33 @@ def test_inputs_that_no_groups_divide_are_refused(tmp_path: Path) -> None:
         open_quantized(model_dir, config, QUANTIZATIONS["int4"])
 
 
-def test_experts_are_refused_before_anything_is_read(tmp_path: Path) -> None:
-    config = read_decoder_config(make_checkpoint("mixtral", tmp_path / "model"))
-    with pytest.raises(StartupError, match=r"--quantize int8 does not apply to mixtures of experts yet: use none$"):
-        check_sizes(QUANTIZATIONS["int8"], config)
-
-
 def test_unknown_mode_is_refused() -> None:
     assert find_quantization("none") is None
     with pytest.raises(StartupError, match="--quantize is int3; it must be none, int8, int4, int4-128"):
         find_quantization("int3")
 
 
-@pytest.mark.parametrize("mode", ["int8", "int4", "int4-128"])
-def test_announced_bytes_are_those_of_the_tensors(mode: str, tmp_path: Path) -> None:
-    model_dir = make_checkpoint("llama2", tmp_path / "model", hidden_size=128, intermediate_size=256)
+def test_groups_that_do_not_divide_the_width_of_experts_are_refused(tmp_path: Path) -> None:
+    config = read_decoder_config(make_checkpoint("qwen3-moe", tmp_path / "model"))
+    said = r"mlp\.experts\.0\.down_proj\.weight has 40 inputs, not a multiple of 32: use int8$"
+    with pytest.raises(StartupError, match=said):
+        check_sizes(QUANTIZATIONS["int4"], config)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "mode", "num_plain"),
+    [
+        *(("llama2", mode, 256 * 128 + 7 * 128) for mode in QUANTIZATIONS),
+        ("qwen3-moe", "int4", 256 * 128 + 7 * 128 + 3 * 2 * 32 + 2 * 9 * 128),
+    ],
+)
+def test_announced_bytes_are_those_of_the_tensors(architecture: str, mode: str, num_plain: int, tmp_path: Path) -> None:
+    """Plain are the embedding, norms and routers."""
+    experts = {"moe_intermediate_size": 64} if architecture == "qwen3-moe" else {}
+    model_dir = make_checkpoint(architecture, tmp_path / "model", hidden_size=128, intermediate_size=256, **experts)
     config = read_decoder_config(model_dir)
     linears, _ = load(model_dir, mode)
-    num_bytes = 256 * 128 * 4 + 7 * 128 * 4  # embedding and norms, in fp32
+    num_bytes = num_plain * 4  # in fp32
     for weight in linears.values():
         num_bytes += weight.values.numel()
         num_bytes += weight.scales.numel() * (2 if isinstance(weight, Int4Weight) else 4)

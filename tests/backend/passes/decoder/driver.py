@@ -16,6 +16,7 @@ from penstock.backend.forward_pass import (
     StepBatch,
     TokenLogprobs,
 )
+from penstock.backend.kv_cache.attention_window import AttentionWindow
 from penstock.tools.gpu_check.checks.pass_agreement import RowsOnHost
 
 if TYPE_CHECKING:
@@ -177,3 +178,24 @@ def joined(entries: Sequence[TokenLogprobs]) -> TokenLogprobs:
             for name in ("chosen", "ranks", "top_ids", "top")
         ),
     )
+
+
+def run_past_window(driver: Driver, *, is_poisoned: bool) -> NDArray[np.float32]:
+    """Logits of a sequence of 150 tokens and two more, as one row and as another with other chunks.
+
+    The model's windows are of 16 tokens. The steps at 142 begin with a window that begins with the
+    last token of a block. If it is poisoned, a page that was never written stands for each page behind the window.
+    """
+    prompt = np.random.default_rng(0).integers(0, 200, 150).tolist()
+    window = AttentionWindow.of(driver.page_size, driver.forward_pass.spec.window_tokens, 0, 0)
+    logits: list[NDArray[np.float32]] = []
+    num_passed = []
+    for counts in ((110, 1, 31, 1, 7, 1, 1), (100, 42, 8, 1, 1)):
+        row = driver.add(prompt)
+        for count in counts:
+            num_passed.append(window.num_passed_pages(row.computed))
+            if is_poisoned:
+                row.pages[: num_passed[-1]] = driver.free_pages[:1] * num_passed[-1]
+            logits += driver.step([(row, count)]).values()
+    assert num_passed[3] * driver.page_size == num_passed[9] * driver.page_size == 64
+    return np.array(logits)

@@ -24,6 +24,39 @@ class QuantizedLinear(nn.Module):
         return product if self.bias is None else product + self.bias
 
 
+class QuantizedExperts(nn.Module):
+    """A layer's experts, products as above; the arguments of forward are those of transformers."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor, theirs: Any) -> None:
+        """Rows of all experts in order: [experts × 2 × width, hidden] and [experts × hidden, width].
+
+        theirs: the layer's experts in transformers. Only those of gpt-oss have biases, and a function of gate and up,
+        which take turns.
+        """
+        super().__init__()
+        self.apply_gate = getattr(theirs, "_apply_gate", None) if hasattr(theirs, "limit") else None
+        biases: tuple[Any, Any] = ([None] * theirs.num_experts,) * 2
+        if self.apply_gate is not None:
+            taking_turns = theirs.gate_up_proj_bias
+            biases = torch.cat([taking_turns[:, 0::2], taking_turns[:, 1::2]], dim=1), theirs.down_proj_bias
+        self.gate_up, self.down = (
+            [QuantizedLinear(part, bias) for part, bias in zip(weight.chunk(theirs.num_experts), of_all, strict=True)]
+            for weight, of_all in zip((gate_up, down), biases, strict=True)
+        )
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for row, (experts, of_row) in enumerate(zip(chosen.tolist(), weights, strict=True)):
+            for expert, weight in zip(experts, of_row, strict=True):
+                gate, up = self.gate_up[expert](x[row]).chunk(2)
+                if self.apply_gate is None:
+                    mixed = nn.functional.silu(gate) * up
+                else:
+                    mixed = self.apply_gate(torch.stack([gate, up], dim=-1).flatten())
+                out[row] += weight * self.down[expert](mixed)
+        return out
+
+
 def replace_linear(model: Any, name: str, weight: Tensor) -> None:
     if name == "model.embed_tokens":
         model.model.embed_tokens.weight = nn.Parameter(weight, requires_grad=False)

@@ -17,6 +17,7 @@ from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
+from penstock.backend.kv_cache.attention_window import AttentionWindow
 from penstock.backend.kv_cache.budget import KvBudget, plan_kv
 from penstock.backend.passes.decoder.cpu import forward_pass
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass, make_cpu_ops
@@ -47,6 +48,7 @@ ON_ALL_PATHS = (
     "starcoder2",
     "olmo3",
     "qwen2-moe",
+    "gpt-oss",
 )
 """Presets that together use every operation, with every variation."""
 KV_DTYPES = ("fp32", "bf16", "q8_0")
@@ -201,11 +203,18 @@ def test_row_is_the_same_bits_alone_and_in_a_batch(
     assert_same_bits_alone_and_in_a_batch(architecture, dtype, kv_dtype, make_deterministic)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "kv_dtype"),
+    [
+        ("qwen2-moe", torch.float32, "fp32"),
+        ("qwen2-moe", torch.bfloat16, "fp32"),
+        ("gpt-oss", torch.bfloat16, "q8_0"),
+    ],
+)
 def test_row_that_uses_experts_is_the_same_bits_alone_and_in_a_batch(
-    dtype: torch.dtype, make_deterministic: MakeOps
+    architecture: str, dtype: torch.dtype, kv_dtype: str, make_deterministic: MakeOps
 ) -> None:
-    assert_same_bits_alone_and_in_a_batch("qwen2-moe", dtype, "fp32", make_deterministic)
+    assert_same_bits_alone_and_in_a_batch(architecture, dtype, kv_dtype, make_deterministic)
 
 
 def assert_same_bits_alone_and_in_a_batch(
@@ -361,9 +370,9 @@ def test_kv_dtypes_start_with_that_of_the_weights_and_end_with_wider_ones() -> N
 def test_heads_without_whole_blocks_have_no_q8_0() -> None:
     spec = CpuDecoderPass.describe(checkpoint("llama3"), PassOptions())
     assert set(spec.kv_bytes_per_token) == {"fp32", "bf16"}
-    settings = {"page_size_tokens": 16, "max_context_tokens": None, "max_running": 4, "budget": KvBudget(1 << 30)}
+    settings: Any = {"max_context_tokens": None, "max_running": 4, "budget": KvBudget(1 << 30)}
     with pytest.raises(StartupError, match="--kv-dtype is q8_0; this forward pass has fp32, bf16"):
-        plan_kv(spec, kv_dtype="q8_0", **settings)
+        plan_kv(spec, kv_dtype="q8_0", window=AttentionWindow(16), **settings)
 
 
 def test_step_without_logit_rows_returns_no_logits_and_writes_its_keys(make_ops: MakeOps) -> None:

@@ -129,7 +129,7 @@ def add_other_requests(bench: Bench) -> None:
         bench.submit(prompt(length, seed=index + 1), 5 + 4 * index, request_id=100 + index, sampling=sampling)
 
 
-@pytest.mark.parametrize("capacity", [0, 1, 3])
+@pytest.mark.parametrize("capacity", [0, 3])
 @pytest.mark.parametrize("max_batch_tokens", [1, 7, 64])
 def test_tokens_are_the_same_in_any_batch_and_chunks(
     max_batch_tokens: int, capacity: int, make_bench: MakeBench, tokens_alone: list[list[Token]]

@@ -57,7 +57,7 @@ def test_embeddings_of_tokens_have_the_same_bits_as_the_tokens(
 def test_arbitrary_embeddings_match_transformers(chunk: int | None, make_ops: MakeOps) -> None:
     rng = np.random.default_rng(1)
     driver = Driver(make_pass("llama3", make_ops), num_pages=64, page_size=8)
-    assert driver.forward_pass.embedding_size == HIDDEN
+    assert driver.forward_pass.spec.embedding_size == HIDDEN
     given = [rng.normal(0.0, 0.2, (length, HIDDEN)).astype(np.float32) for length in (1, 16, 33)]
     rows = [driver.add_embedded(embeddings) for embeddings in given]
     driver.add(prompts((21,))[0])

@@ -21,11 +21,10 @@ from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.cpu import forward_pass
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
-from penstock.backend.passes.decoder.forward_pass import DecoderPass
 from tests.backend.passes.decoder.conftest import MakeOps, make_deterministic_ops, make_native_ops, make_torch_ops
 from tests.backend.passes.decoder.driver import Driver
-from tests.backend.passes.decoder.quantized_oracle import relative_error, replace_linear
-from tests.checkpoints import load_oracle, make_checkpoint
+from tests.backend.passes.decoder.quantized_oracle import QuantizedExperts, relative_error, replace_linear
+from tests.checkpoints import EXPERT_PRESETS, load_oracle, make_checkpoint
 
 MODES = ("int8", "int4")
 
@@ -39,7 +38,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @cache
 def checkpoint(architecture: str) -> Path:
     overrides = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
-    return make_checkpoint(architecture, Path(mkdtemp()), **overrides)
+    experts = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
+    return make_checkpoint(
+        architecture, Path(mkdtemp()), **overrides | (experts if architecture in EXPERT_PRESETS else {})
+    )
 
 
 def make_pass(architecture: str, mode: str, make_ops: MakeOps, dtype: torch.dtype = torch.float32) -> CpuDecoderPass:
@@ -57,7 +59,13 @@ def oracle(architecture: str, mode: str) -> Any:
     config = read_decoder_config(model_dir)
     model = load_oracle(model_dir)
     with open_quantized(model_dir, config, QUANTIZATIONS[mode]) as weights:
+        for index, layer in enumerate(model.model.layers):
+            if config.experts_of_layer(index) is not None:
+                gate_up, down = (weights._linear(f"layers.{index}.expert_{part}") for part in ("gate_up", "down"))
+                layer.mlp.experts = QuantizedExperts(gate_up.dequantize(), down.dequantize(), layer.mlp.experts)
         for name, specs in linear_specs(config).items():
+            if "expert_" in name:
+                continue
             rows = weights._linear(name).dequantize().split([spec.shape[0] for spec in specs])
             for spec, part in zip(specs, rows, strict=True):
                 replace_linear(model, spec.name.removesuffix(".weight"), part)
@@ -95,9 +103,13 @@ CASES = [
     ("glm", torch.float32),
     ("starcoder2", torch.float32),
     ("gemma2", torch.float32),
+    ("qwen3-moe", torch.float32),
+    ("qwen2-moe", torch.bfloat16),
+    ("gpt-oss", torch.float32),
 ]
 """With biases and an lm_head of its own; with a tied embedding; with stacked tensors; with rows in another order; with
-a plain MLP; with norms of products, soft caps and a scaled embedding."""
+a plain MLP; with norms of products, soft caps and a scaled embedding; with experts; with a shared one beside them; with
+biases of experts."""
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -117,12 +129,15 @@ def test_logits_are_those_of_the_same_weights_in_transformers(
     assert dtype is torch.bfloat16 or sorted(errors)[1] < 1e-5
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_row_is_the_same_bits_alone_in_a_batch_and_in_chunks(mode: str, make_deterministic: MakeOps) -> None:
+@pytest.mark.parametrize(("architecture", "mode"), [("qwen3", "int8"), ("qwen3", "int4"), ("qwen3-moe", "int4")])
+def test_row_is_the_same_bits_alone_in_a_batch_and_in_chunks(
+    architecture: str, mode: str, make_deterministic: MakeOps
+) -> None:
     """In prefill and in decode, in other pages, behind a tied embedding."""
     prompt, *others = prompts((37, *range(1, 60, 7)), seed=2)
     alone, busy, chunked = (
-        Driver(make_pass("qwen3", mode, make_deterministic, torch.bfloat16), 64, 16, "q8_0", seed) for seed in (0, 9, 5)
+        Driver(make_pass(architecture, mode, make_deterministic, torch.bfloat16), 64, 16, "q8_0", seed)
+        for seed in (0, 9, 5)
     )
     expected = run(alone, [prompt])[0]
     np.testing.assert_array_equal(run(busy, [*others[:3], prompt, *others[3:]])[3], expected)
@@ -162,6 +177,3 @@ def test_modes_that_do_not_fit_are_refused_before_weights_are_read(tmp_path: Pat
         CpuDecoderPass.describe(tmp_path, PassOptions(quantize="int4-128"))
     with pytest.raises(StartupError, match="--quantize is int3; it must be none, int8, int4, int4-128"):
         CpuDecoderPass.describe(tmp_path, PassOptions(quantize="int3"))
-    said = r"--quantize is int8; a GPU runs only none: leave --quantize out, or use the CPU \(--gpu none\)"
-    with pytest.raises(StartupError, match=said):
-        DecoderPass.describe(tmp_path, PassOptions(device="cuda:0", quantize="int8"))

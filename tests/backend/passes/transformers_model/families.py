@@ -24,6 +24,13 @@ _COMMON: dict[str, Any] = {
 _GQA = {"num_key_value_heads": 2, "head_dim": 16}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24}
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("Arcee", _GQA),
@@ -41,23 +48,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("Mixtral", _GQA | {"num_local_experts": 4, "sliding_window": 16}),
     "nemotron": ("Nemotron", _GQA),
+    "olmo-hybrid": ("OlmoHybrid", _LINEAR | {"num_key_value_heads": 4}),
     "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     "phi": ("Phi", {"num_key_value_heads": 4}),
     "qwen2-moe": ("Qwen2Moe", {"num_key_value_heads": 2, "shared_expert_intermediate_size": 32} | _MOE),
     "qwen3-moe": ("Qwen3Moe", _GQA | _MOE),
+    "qwen3.5": ("Qwen3_5", _GQA | _LINEAR),
+    "qwen3-next": ("Qwen3Next", _GQA | _MOE | _LINEAR | {"shared_expert_intermediate_size": 32}),
     "seed-oss": ("SeedOss", _GQA),
 }
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bloom": ("Bloom", {"n_head": 4, "n_layer": 2}, "does not let its attention be replaced"),
-    "mamba": ("Mamba", {"num_hidden_layers": 2}, "keeps a state that is no KV cache"),
-    "qwen3-next": ("Qwen3Next", _GQA | _MOE, "keeps a state that is no KV cache"),
+    "mamba": ("Mamba", {"num_hidden_layers": 2}, "keeps a state and no KV cache"),
 }
 
 
 def make_family(name: str, out: Path) -> Path:
     """Write a checkpoint with every parameter random."""
     kind, settings = (FAMILIES.get(name) or REFUSED[name])[:2]
-    config = getattr(transformers, f"{kind}Config")(**(_COMMON | {k: v for k, v in settings.items() if v is not None}))
+    config_class = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
+    config = config_class(**(_COMMON | {k: v for k, v in settings.items() if v is not None}))
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

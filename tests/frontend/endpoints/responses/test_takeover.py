@@ -17,11 +17,10 @@ from penstock.frontend.access.admission import Admission
 from penstock.frontend.access.api_keys import ApiKey, KeyLimits
 from penstock.frontend.app import App
 from penstock.frontend.endpoints.responses.storage import owner
-from penstock.frontend.generation.served_model import ModelKeeper
 from penstock.shm.client import Overloaded
 from penstock.shm.messages import Finish
 from tests.frontend.endpoints.responses.test_responses import HI, MODEL, PATH, TIME, WEATHER
-from tests.frontend.harness import ClientConnection, FakeBackend, make_app, request_bytes, silent
+from tests.frontend.harness import ClientConnection, FakeBackend, make_app, model_keeper, request_bytes, silent
 from tests.frontend.named_events import REASONED_CALLS, named_events
 
 Headers = Sequence[tuple[str, str]]
@@ -44,10 +43,13 @@ class Left:
 
 
 def app_on(backend: FakeBackend, file: Path, **options: Any) -> App:
-    keeper = ModelKeeper(backend)  # type: ignore[arg-type]
-    keeper.current = MODEL.served()
-    keeper.settled.set()
-    return make_app(backend, keeper=keeper, response_database=str(file), max_response_file_bytes=1 << 30, **options)
+    return make_app(
+        backend,
+        keeper=model_keeper(backend, MODEL.served(backend)),
+        response_database=str(file),
+        max_response_file_bytes=1 << 30,
+        **options,
+    )
 
 
 def num_stored_events(file: Path) -> int:

@@ -27,6 +27,10 @@ template <class C> struct Segment {
 class Scratch {
   public:
     explicit Scratch(std::vector<float>& memory) : next_(memory.data()) {}
+    // From the first multiple of `alignment` bytes on.
+    Scratch(std::vector<float>& memory, std::uintptr_t alignment)
+        : next_(reinterpret_cast<float*>((reinterpret_cast<std::uintptr_t>(memory.data()) + alignment - 1) / alignment *
+                                         alignment)) {}
     template <class T> T* take(i64 count) {
         T* taken = reinterpret_cast<T*>(next_);
         next_ += (count * i64(sizeof(T)) + 63) / 64 * 16;

@@ -7,10 +7,12 @@
 //   engine.h            state shared by the operations
 //   products.h          matrix products on vectors
 //   tiles.h             matrix products on tiles, with AMX or emulated
-//   linear.h            the linear layers
+//   linear.h            linear layers with float weights
 //   quantized_rows.h    activations in int8
 //   int8_linear.h       linear layers with int8 weights
 //   int4_linear.h       linear layers with int4 weights
+//   grouped_linear.h    linear layers with GGML's block types
+//   weight_forms.h      linear layers with weights of any form
 //   norms.h             norms
 //   row_ops.h           embedding, rotary embedding, soft caps
 //   experts.h           mixtures of experts
@@ -24,8 +26,10 @@
 //   operations.h        a step's operations as data
 //   scoring.h           log probabilities of known tokens
 //   read_speed.h        how fast the threads can read memory, for benchmarks
+//   encoder_attention.h attention of encoders
+//   encoder.h           the other operations of encoders
 
-#include "read_speed.h"
+#include "encoder.h"
 
 namespace {
 
@@ -35,7 +39,7 @@ Engine& as_engine(void* engine) { return *static_cast<Engine*>(engine); }
 
 extern "C" {
 
-int ps_abi() { return 9; }
+int ps_abi() { return 13; }
 
 // Asks the system for the tile registers. Returns 0 if products may use them, an errno if it refuses, and -1 if this
 // library has no code for them.
@@ -58,6 +62,8 @@ i64 ps_packed_bytes(void* engine, const Linear* linear) {
     switch (linear->form) {
         case kInt8Weight: return int8_bytes(*linear);
         case kInt4Weight: return int4_bytes(*linear);
+        case kGrouped4Weight:
+        case kGrouped8Weight: return grouped_bytes(*linear);
         default: return num_panels(*linear) * kPanel * linear->inputs * (as_engine(engine).shape.act_bf16 ? 2 : 4);
     }
 }
@@ -78,6 +84,11 @@ void ps_pack_int4(void* engine, const Linear* linear, const std::uint8_t* values
     pack_int4(as_engine(engine), *linear, values, scales, zeros);
 }
 
+void ps_pack_grouped(void* engine, const Linear* linear, const void* values, const float* factors,
+                     const std::int8_t* multipliers) {
+    pack_grouped(as_engine(engine), *linear, values, factors, multipliers);
+}
+
 // Call it where the preparation of a step begins: waking a thread takes longer than the first operations.
 void ps_wake(void* engine) { as_engine(engine).pool.wake(); }
 
@@ -91,6 +102,13 @@ void ps_run(void* engine, const Operation* operations, i64 count, OperationTime*
 // Runs the operations, which compute the logits of rows->num_rows tokens, and scores these.
 void ps_score(void* engine, const Operation* operations, i64 count, const ScoredRows* rows) {
     score(as_engine(engine), operations, count, *rows);
+}
+
+// Begins a step of an encoder. The arrays are read until it ends. Without rows its tokens are any rows of numbers.
+void ps_plan_encoder(void* engine, const EncoderRows* rows) { plan_encoder(as_engine(engine), *rows); }
+
+void ps_run_encoder(void* engine, const Operation* operations, i64 count) {
+    run_encoder_operations(as_engine(engine), operations, count);
 }
 
 // Returns the sum of the floats. Their number is a multiple of 128.

@@ -16,7 +16,12 @@ constexpr int kBlock = 64;            // key positions per softmax block, for an
 constexpr int kPiece = 512;           // key positions per piece: has its own softmax, merged later; threads may divide pieces
 constexpr int kMaxHeadDim = 1024;
 
-enum WeightForm : i64 { kFloatWeight = 0, kInt8Weight = 1, kInt4Weight = 2 };  // as in native_structs.py
+enum WeightForm : i64 {  // as in native_structs.py
+    kFloatWeight = 0, kInt8Weight = 1, kInt4Weight = 2, kGrouped4Weight = 3, kGrouped8Weight = 4
+};
+
+// What 4 bits are: a value less 8, a value less the zero point of its group, or a number in E2M1. As in native_structs.py.
+enum Int4Kind : i64 { kSymmetric = 0, kZeroPoints = 1, kE2m1 = 2 };
 
 struct Linear {  // mirrored by native_structs.py
     const void* packed;
@@ -25,8 +30,10 @@ struct Linear {  // mirrored by native_structs.py
     i64 outputs;  // for a gated pair: of one of the two
     i64 gated;
     i64 form;
-    i64 group_size;  // inputs that share a scale, for int4
-    i64 has_zeros;   // for int4: groups have a zero point each; without, it is 8
+    i64 group_size;  // inputs that share a scale, for int4 and grouped weights
+    i64 int4_kind;
+    i64 block_size;  // for grouped weights, as the next: inputs that share binary16 numbers, one group or several
+    i64 has_minima;  // groups have a minimum each
     float scale;     // of the results, bias included
 };
 
@@ -34,12 +41,14 @@ struct Attention {  // mirrored by native_ops.py
     void* cache;
     const float* q_norm;  // of the shape's QkNormScope, or null, as k_norm
     const float* k_norm;
+    const float* sinks;  // [heads] or null: a score for each head that takes part in the softmax and has no value
     i64 window;       // tokens; 0 for none
-    i64 rope_offset;  // in a row of Step::rope; -1 for a layer without
+    i64 query_rope;  // where cosines and sines for q begin in a row of Step::rope; -1 for a layer without, as the next
+    i64 key_rope;
 };
 
 struct Experts {  // mirrored by native_structs.py
-    Linear gate_up;  // of the first expert, as `down`: the packed weights of the others follow, each of as many bytes
+    Linear gate_up;  // of the first expert, as `down`: packed weights and biases of the others follow, all of a size
     Linear down;
     i64 gate_up_bytes;
     i64 down_bytes;
@@ -71,6 +80,8 @@ struct Shape {  // mirrored by native_structs.py
     float scores_softcap;  // 0 for none, as logits_softcap
     float logits_softcap;
     float embedding_scale;
+    float gate_alpha;  // of clamped_mul, as gate_limit
+    float gate_limit;
 };
 
 // Query tokens of one row that read its keys together: tokens [token, token + count) of the step, at positions
@@ -100,6 +111,11 @@ struct Work {
     std::vector<Merge> merges;
 };
 
+// One thread's unit of an encoder's attention: queries [first, last) of a row, for one head.
+struct EncoderItem {
+    i64 row, head, first, last;
+};
+
 struct Step {
     std::vector<std::int32_t> positions;
     std::vector<i64> slot_mapping;  // page × page_size + offset, for each token
@@ -113,6 +129,10 @@ struct Step {
     i64 page_table_width = 0;
     i64 num_tokens = 0;
     bool is_narrowed = false;  // to last_tokens
+    // Of an encoder: where its rows start, [rows + 1], and the type of each token.
+    const std::int32_t* row_starts = nullptr;
+    const std::int32_t* token_types = nullptr;
+    std::vector<EncoderItem> encoder_items;
 
     i64 rows() const { return is_narrowed ? num_narrowed : num_tokens; }
 };
@@ -127,6 +147,7 @@ struct QuantizedRows {
     std::vector<float> scales;             // [rows]
     std::vector<std::int32_t> sums;        // [rows]
     std::vector<std::int16_t> group_sums;  // [rows][inputs / 32][2]
+    std::vector<std::int16_t> sixteen_sums;  // [rows][inputs / 16]
     i64 inputs = 0;                        // a multiple of 64; zeros fill the rows up to it
 
     const std::int8_t* row(i64 r) const { return memory.data()->bytes + r * inputs; }

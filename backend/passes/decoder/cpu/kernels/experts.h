@@ -80,7 +80,8 @@ template <class T> void run_route(Engine& engine, const Experts& experts, const 
     routing.rows.resize(pairs);
     routing.weights.resize(pairs);
     choose_experts(engine, experts, logits);
-    group_by_expert(routing, rows, experts, max_panel_rows<T>(engine));
+    group_by_expert(routing, rows, experts,
+                    std::min(max_panel_rows<T>(engine, experts.gate_up), max_panel_rows<T>(engine, experts.down)));
     const auto reserve = [pairs](std::vector<CacheLine>& memory, i64 width) {
         const size_t lines = (pairs * width * sizeof(T) + sizeof(CacheLine) - 1) / sizeof(CacheLine);
         if (memory.size() < lines) memory.resize(lines);
@@ -96,27 +97,29 @@ template <class T> void run_route(Engine& engine, const Experts& experts, const 
 
 inline Linear of_expert(Linear first, i64 bytes, i64 expert) {
     first.packed = static_cast<const char*>(first.packed) + expert * bytes;
+    if (first.bias) first.bias += expert * first.outputs * (1 + first.gated);
     return first;
 }
 
-// output: kGatedSilu or kGatedGelu.
+// output: kGatedSilu, kGatedGelu or kGatedClamped.
 template <class T> void run_expert_inputs(Engine& engine, const Experts& experts, i64 output) {
     const Routing& routing = engine.routing;
     const i64 panels = num_panels(experts.gate_up);
     const T* inputs = reinterpret_cast<const T*>(routing.inputs.data());
     void* gated = engine.routing.gated.data();
+    prepare_rows(engine, experts.gate_up, i64(routing.rows.size()), inputs);
     engine.pool.run_ranges(i64(routing.blocks.size()) * panels, [&](i64 chunk) {
         const Routing::Block& block = routing.blocks[chunk / panels];
         const Linear linear = of_expert(experts.gate_up, experts.gate_up_bytes, block.expert);
-        const i64 panel = chunk % panels, rows = block.end - block.begin;
+        const i64 panel = chunk % panels;
         const TileScope scope;
         alignas(64) float c[std::max(kPanelRows, kTilePanelRows) * kPanel];
-        multiply_panel(engine, linear, panel, rows, inputs + block.begin * linear.inputs, c);
-        write_outputs<T>(linear, output, panel, rows, c, gated, block.begin);
+        multiply_panel(engine, linear, panel, block.begin, block.end, inputs, c);
+        write_outputs<T>(engine.shape, linear, output, panel, block.end - block.begin, c, gated, block.begin);
     });
 }
 
-// residual[row] += weight × c[pair], for the pairs of a block and the outputs of a panel.
+// residual[row] += weight × (c[pair] + bias), for the pairs of a block and the outputs of a panel.
 inline void add_weighted(const Routing& routing, const Routing::Block& block, const Linear& linear, i64 panel,
                          const float* c, float* residual) {
     for (i64 pair = block.begin; pair < block.end; ++pair) {
@@ -125,7 +128,9 @@ inline void add_weighted(const Routing& routing, const Routing::Block& block, co
         float* to = residual + routing.rows[pair] * linear.outputs;
         for (i64 column = panel * kPanel; column < std::min((panel + 1) * kPanel, linear.outputs); column += 16) {
             const i64 count = linear.outputs - column;
-            store(to + column, fmadd(load(from + column - panel * kPanel), weight, load(to + column, count)), count);
+            Floats x = load(from + column - panel * kPanel);
+            if (linear.bias) x = add(x, load(linear.bias + column, count));
+            store(to + column, fmadd(x, weight, load(to + column, count)), count);
         }
     }
 }
@@ -134,12 +139,13 @@ inline void add_weighted(const Routing& routing, const Routing::Block& block, co
 template <class T> void run_expert_outputs(Engine& engine, const Experts& experts, float* residual) {
     const Routing& routing = engine.routing;
     const T* gated = reinterpret_cast<const T*>(routing.gated.data());
+    prepare_rows(engine, experts.down, i64(routing.rows.size()), gated);
     engine.pool.run_ranges(num_panels(experts.down), [&](i64 panel) {
         const TileScope scope;
         alignas(64) float c[std::max(kPanelRows, kTilePanelRows) * kPanel];
         for (const Routing::Block& block : routing.blocks) {
             const Linear linear = of_expert(experts.down, experts.down_bytes, block.expert);
-            multiply_panel(engine, linear, panel, block.end - block.begin, gated + block.begin * linear.inputs, c);
+            multiply_panel(engine, linear, panel, block.begin, block.end, gated, c);
             add_weighted(routing, block, linear, panel, c, residual);
         }
     });

@@ -84,17 +84,6 @@ inline void multiply_int8_panel_on_tiles(const Engine& engine, const Linear& lin
         }
 }
 
-template <class T>
-void run_int8_linear(Engine& engine, const Linear& linear, i64 output, const T* x, void* out) {
-    quantize_rows(engine, x, linear.inputs, weight_offset(engine) != 0);
-    const bool tiles = kHasTiles && engine.shape.uses_tiles;
-    const i64 panel_rows = tiles ? kTilePanelRows : kPanelRows;
-    for_each_panel<T>(engine, linear, output, panel_rows, out, [&](i64 panel, i64 begin, i64 end, float* c) {
-        if (tiles) multiply_int8_panel_on_tiles(engine, linear, panel, begin, end, c);
-        else multiply_int8_panel(engine, linear, panel, begin, end, c);
-    });
-}
-
 // values [rows][inputs] and scales [rows], where rows are the outputs, or [gate | up].
 inline void pack_int8(Engine& engine, const Linear& linear, const std::int8_t* values, const float* scales) {
     const int offset = weight_offset(engine);

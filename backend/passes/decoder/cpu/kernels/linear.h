@@ -1,4 +1,4 @@
-// The linear layers.
+// Linears with float weights, and what all linears do with their results.
 //
 //   packed weight  [panel of 64 outputs][inputs / lane][64][lane]; zeros fill the last panel
 
@@ -35,11 +35,24 @@ void product(const Engine& engine, i64 rows, i64 columns, const T* a, i64 lda, c
     vector_product<Source::kMemory>(rows, columns, a, lda, b, ldb, steps, c, ldc, add);
 }
 
-// kGatedSilu and kGatedGelu: activation(gate) × up. kGelu: of a linear that is not gated.
-enum Output : i64 { kStore = 0, kStoreFloat = 1, kAdd = 2, kGatedSilu = 3, kGatedGelu = 4, kGelu = 5 };
+// kGated…: activation(gate) × up. kGatedClamped: clamped_mul. kGelu… to kSilu: of a linear that is not gated.
+enum Output : i64 {
+    kStore = 0, kStoreFloat = 1, kAdd = 2, kGatedSilu = 3, kGatedGelu = 4, kGelu = 5, kGatedClamped = 6,
+    kGatedGeluErf = 7, kGeluErf = 8, kRelu = 9, kSilu = 10
+};
+
+inline Floats gated(const Shape& shape, i64 output, Floats gate, Floats up) {
+    switch (output) {
+        case kGatedGelu: return gelu_mul(gate, up);
+        case kGatedGeluErf: return gelu_erf_mul(gate, up);
+        case kGatedClamped: return clamped_mul(gate, up, broadcast(shape.gate_alpha), broadcast(shape.gate_limit));
+        default: return silu_mul(gate, up);
+    }
+}
 
 template <class T>
-void write_outputs(const Linear& linear, i64 output, i64 panel, i64 rows, const float* c, void* out, i64 first_row) {
+void write_outputs(const Shape& shape, const Linear& linear, i64 output, i64 panel, i64 rows, const float* c, void* out,
+                   i64 first_row) {
     const i64 width = panel_width(linear);
     const i64 first = panel * width;
     for (i64 r = 0; r < rows; ++r) {
@@ -52,14 +65,20 @@ void write_outputs(const Linear& linear, i64 output, i64 panel, i64 rows, const 
             x = mul(x, broadcast(linear.scale));
             switch (output) {
                 case kGatedSilu:
-                case kGatedGelu: {
+                case kGatedGelu:
+                case kGatedGeluErf:
+                case kGatedClamped: {
                     Floats up = load(row + width + v);
                     if (linear.bias) up = add(up, load(linear.bias + linear.outputs + column, count));
-                    store(static_cast<T*>(out) + base + column, output == kGatedGelu ? gelu_mul(x, up) : silu_mul(x, up),
-                          count);
+                    store(static_cast<T*>(out) + base + column, gated(shape, output, x, up), count);
                     break;
                 }
                 case kGelu: store(static_cast<T*>(out) + base + column, gelu_mul(x, broadcast(1.0f)), count); break;
+                case kGeluErf:
+                    store(static_cast<T*>(out) + base + column, gelu_erf_mul(x, broadcast(1.0f)), count);
+                    break;
+                case kRelu: store(static_cast<T*>(out) + base + column, max(broadcast(0.0f), x), count); break;
+                case kSilu: store(static_cast<T*>(out) + base + column, silu_mul(x, broadcast(1.0f)), count); break;
                 case kAdd: {
                     float* target = static_cast<float*>(out) + base + column;
                     store(target, add(load(target, count), x), count);
@@ -86,16 +105,13 @@ void for_each_panel(Engine& engine, const Linear& linear, i64 output, i64 panel_
         const TileScope scope;
         alignas(64) float c[std::max(kPanelRows, kTilePanelRows) * kPanel];
         body(panel, begin, end, c);
-        write_outputs<T>(linear, output, panel, end - begin, c, out, begin);
+        write_outputs<T>(engine.shape, linear, output, panel, end - begin, c, out, begin);
     });
 }
 
-// Rows that are multiplied by a panel at once, at most.
-template <class T> i64 max_panel_rows(const Engine& engine) { return uses_tiles<T>(engine) ? kTilePanelRows : kPanelRows; }
-
 // c[rows][64] = x[rows][inputs] × a panel of float weights
 template <class T>
-void multiply_panel(const Engine& engine, const Linear& linear, i64 panel, i64 rows, const T* x, float* c) {
+void multiply_float_panel(const Engine& engine, const Linear& linear, i64 panel, i64 rows, const T* x, float* c) {
     const i64 steps = linear.inputs / kLane<T>;
     const i64 panel_steps = uses_tiles<T>(engine) && rows > kTileRows ? kTilePanelSteps : kPanelSteps;
     const T* weights = static_cast<const T*>(linear.packed) + panel * linear.inputs * kPanel;
@@ -104,13 +120,6 @@ void multiply_panel(const Engine& engine, const Linear& linear, i64 panel, i64 r
     for (i64 step = 0; step < steps; step += panel_steps)
         product(engine, rows, kPanel, x + step * kLane<T>, linear.inputs, weights + step * kPanel * kLane<T>,
                 kPanel * kLane<T>, std::min<i64>(panel_steps, steps - step), c, kPanel, step > 0);
-}
-
-template <class T> void run_linear(Engine& engine, const Linear& linear, i64 output, const T* x, void* out) {
-    for_each_panel<T>(engine, linear, output, max_panel_rows<T>(engine), out,
-                      [&](i64 panel, i64 begin, i64 end, float* c) {
-                          multiply_panel(engine, linear, panel, end - begin, x + begin * linear.inputs, c);
-                      });
 }
 
 // weight [rows][inputs], where rows are the outputs, or [gate | up].

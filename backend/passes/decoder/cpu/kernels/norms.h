@@ -5,7 +5,7 @@
 #include <cmath>
 #include <limits>
 
-#include "int4_linear.h"
+#include "weight_forms.h"
 
 namespace {
 

@@ -26,14 +26,6 @@ struct OperationTime {  // mirrored by native_structs.py
     i64 idle_ns;
 };
 
-template <class T> void linear(Engine& engine, const Linear& linear, i64 output, const T* x, void* out) {
-    switch (linear.form) {
-        case kInt8Weight: return run_int8_linear(engine, linear, output, x, out);
-        case kInt4Weight: return run_int4_linear(engine, linear, output, x, out);
-        default: return run_linear(engine, linear, output, x, out);
-    }
-}
-
 template <class T> void rotate_and_store(Engine& engine, T* qkv, const Attention& layer) {
     switch (engine.shape.cache_form) {
         case kQ8Cache: return run_rotate_and_store<T, Q8>(engine, qkv, layer);
@@ -75,7 +67,7 @@ template <class T> void run_operation(Engine& engine, const Operation& op) {
                                 static_cast<float*>(op.out));
         case kCapLogits: return run_cap_logits(engine, static_cast<float*>(op.out), op.form);
         case kLinear:
-            return linear(engine, *static_cast<const Linear*>(op.weights), op.form, static_cast<const T*>(op.x), op.out);
+            return run_linear(engine, *static_cast<const Linear*>(op.weights), op.form, static_cast<const T*>(op.x), op.out);
         case kRotateAndStore:
             return rotate_and_store(engine, static_cast<T*>(op.out), *static_cast<const Attention*>(op.weights));
         case kAttention:

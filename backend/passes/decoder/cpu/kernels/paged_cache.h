@@ -105,16 +105,17 @@ void run_rotate_and_store(Engine& engine, T* qkv, const Attention& layer) {
         for (i64 t = first; t < last; ++t) {
             T* row = qkv + t * (heads + 2 * kv_heads) * dim;
             const float* turns = engine.step.rope + engine.step.positions[t] * shape.rope_width;
-            const float* cos_sin = layer.rope_offset < 0 ? nullptr : turns + layer.rope_offset;
+            const float* query_turns = layer.query_rope < 0 ? nullptr : turns + layer.query_rope;
+            const float* key_turns = layer.key_rope < 0 ? nullptr : turns + layer.key_rope;
             if (layer.q_norm && shape.qk_norm_scope == kWholeProjection) {
                 normalise_in_place(shape, row, heads * dim, layer.q_norm);
                 normalise_in_place(shape, row + heads * dim, kv_heads * dim, layer.k_norm);
             }
             for (i64 h = 0; h < heads; ++h)
-                norm_and_rotate(shape, row + h * dim, norm_of_head(shape, layer.q_norm, h), cos_sin);
+                norm_and_rotate(shape, row + h * dim, norm_of_head(shape, layer.q_norm, h), query_turns);
             for (i64 h = 0; h < kv_heads; ++h) {
                 T* key = row + (heads + h) * dim;
-                norm_and_rotate(shape, key, norm_of_head(shape, layer.k_norm, h), cos_sin);
+                norm_and_rotate(shape, key, norm_of_head(shape, layer.k_norm, h), key_turns);
                 store_token<T, C>(engine, key, key + kv_heads * dim, engine.step.slot_mapping[t], h, layer.cache);
             }
         }

@@ -41,9 +41,8 @@ inline void sum_row(QuantizedRows& rows, i64 r) {
     rows.sums[r] = sum;
 }
 
-// Quantises the step's rows into engine.quantized, and their sums if the weights need them.
-template <class T> void quantize_rows(Engine& engine, const T* x, i64 inputs, bool needs_sums) {
-    const i64 rows = engine.step.rows();
+// Quantises x [rows][inputs] into engine.quantized, and the rows' sums if the weights need them.
+template <class T> void quantize_rows(Engine& engine, const T* x, i64 rows, i64 inputs, bool needs_sums) {
     QuantizedRows& out = engine.quantized;
     out.inputs = (inputs + 63) / 64 * 64;
     const auto grow = [](auto& array, i64 size) {

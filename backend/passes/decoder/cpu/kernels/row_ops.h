@@ -10,6 +10,7 @@ namespace {
 template <class T> void read_packed_row(const Engine& engine, const Linear& linear, i64 output, float* out) {
     if (linear.form == kInt8Weight) return read_int8_row(engine, linear, output, out);
     if (linear.form == kInt4Weight) return read_int4_row(linear, output, out);
+    if (linear.form != kFloatWeight) return read_grouped_row(linear, output, out);
     const T* source = static_cast<const T*>(linear.packed) + output / kPanel * linear.inputs * kPanel +
                       output % kPanel * kLane<T>;
     for (i64 k = 0; k < linear.inputs; k += kLane<T>, source += kPanel * kLane<T>)

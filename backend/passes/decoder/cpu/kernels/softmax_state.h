@@ -40,6 +40,14 @@ struct SoftmaxState {
         __builtin_prefetch(sums);
     }
 
+    // What turns the weighted values of a complete row into its result, if a score without a value, the sink, takes part
+    // in its softmax.
+    float factor_with_sink(i64 row, float sink) const {
+        const float score = sink * kLog2E, peak = std::max(peaks[row], score);
+        const float own = std::exp2(peaks[row] - peak);
+        return own / (sums[row] * own + std::exp2(score - peak));
+    }
+
     // Adds the result over later positions.
     void merge(const SoftmaxState& later, i64 rows, i64 dim) const {
         for (i64 r = 0; r < rows; ++r) {

@@ -171,6 +171,11 @@ inline Ints load_pairs(const std::int8_t* p) {
     const __m128i* sixteen = reinterpret_cast<const __m128i*>(p);
     return {_mm256_cvtepi8_epi16(_mm_loadu_si128(sixteen)), _mm256_cvtepi8_epi16(_mm_loadu_si128(sixteen + 1))};
 }
+// 16 int8 as floats.
+inline Floats load_bytes(const std::int8_t* p) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return to_floats(Ints{_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))});
+}
 inline IntSums multiply_add(IntSums acc, const std::int16_t* a, Ints b) {
     std::int32_t pair;
     std::memcpy(&pair, a, 4);
@@ -212,8 +217,14 @@ inline Ints low_nibbles(Ints x) {
 }
 inline Ints high_nibbles(Ints x) { return low_nibbles({_mm256_srli_epi16(x.lo, 4), _mm256_srli_epi16(x.hi, 4)}); }
 
-// Sums over 32 inputs of weights from 0 to 15, in halves of a lane: products of inputs 0 and 1 of each 4 in the one, of 2
-// and 3 in the other, less zero × their sum. So no half leaves 16 bits.
+// table[x] for each byte of x, from 0 to 15; table is aligned to 16 bytes.
+inline Ints look_up(const std::uint8_t* table, Ints x) {
+    const __m256i both = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
+    return {_mm256_shuffle_epi8(both, x.lo), _mm256_shuffle_epi8(both, x.hi)};
+}
+
+// Sums over 32 inputs of weights from 0 to 24, in halves of a lane: products of inputs 0 and 1 of each 4 in the one, of 2
+// and 3 in the other, less zero × their sum. A weight differs from zero by at most 15, so no half leaves 16 bits.
 inline Ints start_small(Ints zeros, const std::int16_t* negative_sums) {
     const __m256i sums = broadcast_lane(negative_sums);
     return {_mm256_mullo_epi16(zeros.lo, sums), _mm256_mullo_epi16(zeros.hi, sums)};

@@ -114,6 +114,11 @@ inline IntSums multiply_add(IntSums acc, const std::int16_t* a, Ints b) {
 }
 
 inline Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
+// 16 int8 as floats.
+inline Floats load_bytes(const std::int8_t* p) {
+    const __m256i shorts = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return to_floats(_mm512_cvtepi16_epi32(shorts));
+}
 inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 inline Ints broadcast_int(std::int32_t x) { return _mm512_set1_epi32(x); }
 inline Ints broadcast_lane(const void* p) {
@@ -155,8 +160,14 @@ inline Ints dot4(Ints acc, const std::int8_t* a, Ints w) {
 inline Ints low_nibbles(Ints x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline Ints high_nibbles(Ints x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
 
-// Sums over 32 inputs of weights from 0 to 15, less zero × the sum of the inputs. With VNNI a lane is a sum. Without, its
-// halves are: products of inputs 0 and 1 of each 4 in the one, of 2 and 3 in the other, so no half leaves 16 bits.
+// table[x] for each byte of x, from 0 to 15; table is aligned to 16 bytes.
+inline Ints look_up(const std::uint8_t* table, Ints x) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table))), x);
+}
+
+// Sums over 32 inputs of weights from 0 to 24, less zero × the sum of the inputs. With VNNI a lane is a sum. Without, its
+// halves are: products of inputs 0 and 1 of each 4 in the one, of 2 and 3 in the other. A weight differs from zero by at
+// most 15, so no half leaves 16 bits.
 #ifdef __AVX512VNNI__
 inline Ints start_small(Ints zeros, const std::int16_t* negative_sums) {
     return _mm512_madd_epi16(zeros, broadcast_lane(negative_sums));

@@ -201,6 +201,13 @@ inline Ints load_pairs(const std::int8_t* p) {
     const auto high = [](int8x16_t x) { return vreinterpretq_s32_s16(vmovl_high_s8(x)); };
     return {low(sides.val[0]), high(sides.val[0]), low(sides.val[1]), high(sides.val[1])};
 }
+// 16 int8 as floats.
+inline Floats load_bytes(const std::int8_t* p) {
+    const int8x16_t bytes = vld1q_s8(p);
+    const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_high_s8(bytes);
+    return to_floats(Ints{vmovl_s16(vget_low_s16(low)), vmovl_high_s16(low), vmovl_s16(vget_low_s16(high)),
+                          vmovl_high_s16(high)});
+}
 inline IntSums multiply_add(IntSums acc, const std::int16_t* a, Ints b) {
     const int16x4_t factors = vreinterpret_s16_f32(load_lane(a));
     const auto low = [&](int32x4_t sums, int32x4_t first, int32x4_t second) {
@@ -257,7 +264,14 @@ inline Ints high_nibbles(Ints x) {
     return each<Ints>([](int32x4_t a) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(a), 4)); }, x);
 }
 
-// Sums over 32 inputs of weights from 0 to 15, less zero × the sum of the inputs.
+// table[x] for each byte of x, from 0 to 15.
+inline Ints look_up(const std::uint8_t* table, Ints x) {
+    const uint8x16_t entries = vld1q_u8(table);
+    return each<Ints>(
+        [&](int32x4_t a) { return vreinterpretq_s32_u8(vqtbl1q_u8(entries, vreinterpretq_u8_s32(a))); }, x);
+}
+
+// Sums over 32 inputs of weights from 0 to 24, less zero × the sum of the inputs.
 inline Ints start_small(Ints zeros, const std::int16_t* negative_sums) {
     const std::int32_t sum = negative_sums[0] + negative_sums[1];
     return each<Ints>([&](int32x4_t zero) { return vmulq_n_s32(zero, sum); }, zeros);

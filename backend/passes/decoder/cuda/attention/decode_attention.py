@@ -168,12 +168,14 @@ class DecodeAttention:
         qkv: Tensor,
         layer_cache: Tensor,
         page_table: Tensor,
+        sinks: Tensor,
         out: Tensor,
     ) -> None:
         """Write out[r] for the queries qkv[r] of each planned row r; other rows of out do not change.
 
         qkv [T, (num_heads + 2 num_kv_heads) * head_dim] and out [T, num_heads * head_dim] have the same dtype: fp32,
-        bf16 or fp16. layer_cache: uint8, the layer's pages. page_table: int32 [max_slots, max_pages].
+        bf16 or fp16. layer_cache: uint8, the layer's pages. page_table: int32 [max_slots, max_pages]. sinks: fp32
+        [num_heads], a score of each head that takes part in the softmax and has no value; -inf for none.
         """
         act = _ACTS[qkv.dtype]
         if out.dtype != qkv.dtype:
@@ -189,6 +191,7 @@ class DecodeAttention:
             workspace.partial_out,
             workspace.partial_peaks,
             workspace.tickets,
+            sinks,
             out,
             act,
             np.int32(page_table.shape[1]),

@@ -107,6 +107,7 @@ class PrefillAttention:
         page_table: Tensor,
         rows: RowArrays,
         tiles: Tensor,
+        sinks: Tensor,
         out: Tensor,
     ) -> None:
         """Write out for each token of the rows in tiles; the rest of out does not change.
@@ -114,6 +115,7 @@ class PrefillAttention:
         qkv [T, (num_heads + 2 num_kv_heads) * head_dim] and out [T, num_heads * head_dim] have the same dtype: fp32,
         bf16 or fp16. layer_cache: uint8, the layer's pages, which already hold the rows' own keys and values.
         page_table: int32 [max_slots, max_pages]. tiles: int32 in any shape, the result of `tiles` for these rows.
+        sinks: as of `DecodeAttention.attend`.
         """
         if out.dtype != qkv.dtype:
             raise ValueError(f"queries are {qkv.dtype}, but the output is {out.dtype}; they must be the same")
@@ -128,6 +130,7 @@ class PrefillAttention:
             rows.query_starts,
             rows.slots,
             tiles,
+            sinks,
             _ACTS[qkv.dtype],
             np.int32(page_table.shape[1]),
             *self._scalars,

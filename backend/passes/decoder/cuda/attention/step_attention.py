@@ -48,7 +48,9 @@ class StepAttention(Protocol):
         """Prepare a step whose first num_decode rows, at least one, have one token each. A slot of -1 is padding."""
         ...
 
-    def attend(self, qkv: Tensor, layer_cache: Tensor, page_table: Tensor, step: CudaStep, out: Tensor) -> None:
+    def attend(
+        self, qkv: Tensor, layer_cache: Tensor, page_table: Tensor, step: CudaStep, sinks: Tensor, out: Tensor
+    ) -> None:
         """Write out for each token of the step; see `PrefillAttention.attend`. Padding rows of out do not change."""
         ...
 
@@ -80,12 +82,14 @@ class TwoKernelAttention:
     def begin(self, rows: RowArrays, num_decode: int) -> None:
         self._decode.plan(self._launcher, self._workspace, rows.context_lens, rows.slots, num_decode)
 
-    def attend(self, qkv: Tensor, layer_cache: Tensor, page_table: Tensor, step: CudaStep, out: Tensor) -> None:
+    def attend(
+        self, qkv: Tensor, layer_cache: Tensor, page_table: Tensor, step: CudaStep, sinks: Tensor, out: Tensor
+    ) -> None:
         if step.num_decode:
-            self._decode.attend(self._launcher, self._workspace, qkv, layer_cache, page_table, out)
+            self._decode.attend(self._launcher, self._workspace, qkv, layer_cache, page_table, sinks, out)
         if step.prefill_tiles is not None:
             tiles = step.prefill_tiles
-            self.prefill.attend(self._launcher, qkv, layer_cache, page_table, step.rows, tiles, out)
+            self.prefill.attend(self._launcher, qkv, layer_cache, page_table, step.rows, tiles, sinks, out)
 
 
 class OneKernelAttention:
@@ -116,7 +120,9 @@ class OneKernelAttention:
     def begin(self, rows: RowArrays, num_decode: int) -> None:
         """Do nothing: the layers share no work."""
 
-    def attend(self, qkv: Tensor, layer_cache: Tensor, page_table: Tensor, step: CudaStep, out: Tensor) -> None:
+    def attend(
+        self, qkv: Tensor, layer_cache: Tensor, page_table: Tensor, step: CudaStep, sinks: Tensor, out: Tensor
+    ) -> None:
         for tiles in (self._one_token_tiles[: step.num_decode], step.prefill_tiles):
             if tiles is not None and len(tiles):
-                self.prefill.attend(self._launcher, qkv, layer_cache, page_table, step.rows, tiles, out)
+                self.prefill.attend(self._launcher, qkv, layer_cache, page_table, step.rows, tiles, sinks, out)

@@ -9,6 +9,7 @@
 // merge if they are larger.
 
 #include "decode_stream.cuh"
+#include "sinks.cuh"
 #if KV_DTYPE == 0
 #include "decode_heads_fp32.cuh"
 #else
@@ -75,6 +76,7 @@ struct Results {
     void* out;      // [row][head][HEAD_DIM], of the type that act names
     float* chunks;  // [row][head][max_chunks][HEAD_DIM], unnormalised
     float2* peaks;  // [row][head][max_chunks]: greatest logit, and sum of the weights relative to it
+    const float* sinks;  // [head]: a score that takes part in the softmax and has no value; -infinity for none
     int act, num_heads, group, max_chunks;
 
     // Merge the warps' results, rows [NUM_WARPS][group][kMergeStride], into the chunk's.
@@ -108,18 +110,19 @@ struct Results {
         return static_cast<long long>(work.row) * num_heads + work.kv_head * group + head;
     }
     __device__ __forceinline__ void store(const Work& work, int head, int dim, const Merged& merged) const {
-        store4(out, head_of(work, head) * HEAD_DIM + dim, act, divide(merged.out, merged.sum));
+        const float divisor = sum_with_sink(merged.peak, merged.sum, sinks[work.kv_head * group + head]);
+        store4(out, head_of(work, head) * HEAD_DIM + dim, act, divide(merged.out, divisor));
     }
 };
 
 // qkv [rows, (num_heads + 2 num_kv_heads) * HEAD_DIM] and out [rows, num_heads * HEAD_DIM] have the type that act
-// names. cache: the layer's pages. page_table: [slots, max_pages]. items, num_items: written by plan_decode with the
+// names. cache: the layer's pages. sinks: see Results. page_table: [slots, max_pages]. items, num_items: written by plan_decode with the
 // same window and max_chunks. chunks, peaks: see Results. tickets: [rows * num_kv_heads], 0 before and after.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     decode_attention(const void* __restrict__ qkv, unsigned char* __restrict__ cache,
                      const int* __restrict__ page_table, const Item* __restrict__ items,
                      const int* __restrict__ num_items, float* chunks, float2* peaks, unsigned* tickets,
-                     void* __restrict__ out, int act, int max_pages, int num_heads, int num_kv_heads, int page_shift,
+                     const float* __restrict__ sinks, void* __restrict__ out, int act, int max_pages, int num_heads, int num_kv_heads, int page_shift,
                      int window, int max_chunks, int ring_tiles, float scale, float softcap) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ WarpHeads::Shared heads_shared;
@@ -131,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     if (next >= num_works) return;
 
     float* rows = reinterpret_cast<float*>(shared);
-    const Results results{out, chunks, peaks, act, num_heads, group, max_chunks};
+    const Results results{out, chunks, peaks, sinks, act, num_heads, group, max_chunks};
     const Scorer scorer(scale, softcap);
     WarpHeads heads(heads_shared);
     TileStream stream(shared + warp * ring_tiles * kTileBytes, ring_tiles, cache, page_table, max_pages, page_shift,

@@ -1,11 +1,9 @@
 // Writes the embedding of each token of a step to the residual stream.
 
-#include "step_rows.cuh"
+#include "step_tokens.cuh"
 #include "values.cuh"
 
 constexpr int kThreads = 128;
-constexpr int kFromSlot = -1;        // stands for the token last sampled for the row's slot
-constexpr int kFromEmbeddings = -2;  // the residual stream already has the embedding
 
 // table [vocab_size, hidden], input_ids [T], last_tokens [max_slots], residual [T, hidden] fp32. Embeddings are multiplied
 // by scale. An id outside the table gives zeros, and so does kFromSlot in a padding row. Blocks: x tokens, y chunks of 8 numbers, one per thread.
@@ -15,12 +13,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
           int num_rows, int vocab_size, int hidden, float scale) {
     const int column = (blockIdx.y * kThreads + threadIdx.x) * 8;
     if (column >= hidden) return;
-    int token_id = input_ids[blockIdx.x];
+    const int token_id = token_to_embed(blockIdx.x, input_ids, last_tokens, query_starts, slots, num_rows);
     if (token_id == kFromEmbeddings) return;
-    if (token_id == kFromSlot) {
-        const int slot = slots[row_of_token(blockIdx.x, query_starts, num_rows)];
-        if (slot >= 0) token_id = last_tokens[slot];
-    }
     float x[8] = {};
     if (token_id >= 0 && token_id < vocab_size) load8(table + (long long)(token_id) * hidden + column, x);
 #pragma unroll

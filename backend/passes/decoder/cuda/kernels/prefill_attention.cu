@@ -187,7 +187,8 @@ __device__ __forceinline__ void store_pair(void* array, long long index, int act
 }
 
 __device__ __forceinline__ void store_outputs(void* out, const QueryTile<kQueryRows>& tile, int act, const Sums& sums,
-                                              const PerRow& totals) {
+                                              const PerRow& largest, const PerRow& totals, float to_log2,
+                                              const float* sinks) {
     const int lane = int(threadIdx.x & 31), warp_row = int(threadIdx.x / 32 * kWarpRows);
     const int heads_per_token = tile.group * int(gridDim.x), first_head = int(blockIdx.x) * tile.group;
 #pragma unroll
@@ -197,7 +198,8 @@ __device__ __forceinline__ void store_outputs(void* out, const QueryTile<kQueryR
             const float total = reduce_lanes(totals[block][half], 4, Sum{});
             const int row = warp_row + block * 16 + half * 8 + (lane >> 2);
             if (row >= tile.num_rows) continue;
-            const float factor = 1.0f / total;
+            const float sink = sinks[first_head + tile.head_of_group(row)];
+            const float factor = 1.0f / sum_with_sink(largest[block][half] * to_log2, total, sink);
             const long long start = tile.head(row, heads_per_token, first_head) * HEAD_DIM + 2 * (lane & 3);
 #pragma unroll
             for (int c = 0; c < kChunks; ++c) {
@@ -209,11 +211,12 @@ __device__ __forceinline__ void store_outputs(void* out, const QueryTile<kQueryR
 }
 
 // out [tokens, q heads, HEAD_DIM] and qkv [tokens, q heads + 2 · kv heads, HEAD_DIM] have dtype act (0 fp32, 1 bf16, 2
-// fp16). layer: start of this layer's pages. tiles [grid.y, 2]: see PrefillStep. window, soft_cap: 0 for none.
+// fp16). layer: start of this layer's pages. tiles [grid.y, 2]: see PrefillStep. sinks [q heads]: a score of each head
+// that takes part in the softmax and has no value; -infinity for none. window, soft_cap: 0 for none.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     prefill_attention(void* out, const void* qkv, unsigned char* layer, const int* page_table, const int* context_lens,
-                      const int* query_starts, const int* slots, const int* tiles, int act, int max_pages,
-                      int page_bits, int group, int window, float scale, float soft_cap) {
+                      const int* query_starts, const int* slots, const int* tiles, const float* sinks, int act,
+                      int max_pages, int page_bits, int group, int window, float scale, float soft_cap) {
     extern __shared__ __align__(16) unsigned char shared[];
     const PrefillStep step{page_table, context_lens, query_starts,
                            slots,      tiles,        max_pages,
@@ -255,5 +258,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
         if (sees_some) accumulate(sums, weights, values);
     }
     // Construct the tile again, so that it uses no registers in the loop.
-    store_outputs(out, QueryTile<kQueryRows>(step, int(blockIdx.y)), act, sums, totals);
+    store_outputs(out, QueryTile<kQueryRows>(step, int(blockIdx.y)), act, sums, largest, totals, to_log2, sinks);
 }

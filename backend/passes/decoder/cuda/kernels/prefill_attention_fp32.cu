@@ -82,7 +82,8 @@ __device__ __forceinline__ void store_act(void* array, long long index, int act,
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     prefill_attention_fp32(void* out, const void* qkv, unsigned char* layer, const int* page_table,
                            const int* context_lens, const int* query_starts, const int* slots, const int* tiles,
-                           int act, int max_pages, int page_bits, int group, int window, float scale, float soft_cap) {
+                           const float* sinks, int act, int max_pages, int page_bits, int group, int window,
+                           float scale, float soft_cap) {
     extern __shared__ __align__(16) unsigned char shared[];
     const PrefillStep step{page_table, context_lens, query_starts,
                            slots,      tiles,        max_pages,
@@ -133,8 +134,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int heads_per_token = group * int(gridDim.x), first_head = int(blockIdx.x) * group;
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r) {
-        const float factor = 1.0f / reduce_lanes(totals[r], 32, Sum{});
+        const float total = reduce_lanes(totals[r], 32, Sum{});
         if (warp_row + r >= tile.num_rows) continue;
+        const float sink = sinks[first_head + tile.head_of_group(warp_row + r)];
+        const float factor = 1.0f / sum_with_sink(largest[r] * kLog2E, total, sink);
         const long long start = tile.head(warp_row + r, heads_per_token, first_head) * HEAD_DIM;
 #pragma unroll
         for (int i = 0; i < kLaneValues; ++i) {

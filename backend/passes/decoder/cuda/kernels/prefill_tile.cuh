@@ -7,6 +7,7 @@
 #pragma once
 
 #include "reduce.cuh"
+#include "sinks.cuh"
 #include "values.cuh"
 
 // The position, in chunks, of 16-byte chunk `chunk` of row `row` in a tile with CHUNKS chunks per row. It is permuted
@@ -52,6 +53,8 @@ template <int NUM_ROWS> struct QueryTile {
     __device__ __forceinline__ int position(int row) const {
         return context + unsigned(first + min(row, num_rows - 1)) / unsigned(group);
     }
+
+    __device__ __forceinline__ int head_of_group(int row) const { return int(unsigned(first + row) % unsigned(group)); }
 
     // Index of the row's head in an array [tokens, heads_per_token]; this kv head's query heads begin at first_head.
     __device__ __forceinline__ long long head(int row, int heads_per_token, int first_head) const {

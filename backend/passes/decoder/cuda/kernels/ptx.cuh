@@ -143,6 +143,13 @@ __device__ __forceinline__ unsigned mul_f16x2(unsigned a, unsigned b) {
     return y;
 }
 
+// A GPU of sm_80 has no other sum of bf16 pairs.
+__device__ __forceinline__ unsigned add_bf16x2(unsigned a, unsigned b) {
+    unsigned y;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(0x3f803f80u), "r"(b));
+    return y;
+}
+
 #else  // CUSIM
 
 __device__ __forceinline__ unsigned short float_to_bf16(float x) {
@@ -207,6 +214,11 @@ __device__ __forceinline__ unsigned prmt(unsigned a, unsigned b, unsigned select
 __device__ __forceinline__ unsigned add_f16x2(unsigned a, unsigned b) {
     const auto half = [](unsigned x) { return f16_to_float(static_cast<unsigned short>(x)); };
     return pack_f16x2(half(a) + half(b), half(a >> 16) + half(b >> 16));
+}
+
+__device__ __forceinline__ unsigned add_bf16x2(unsigned a, unsigned b) {
+    return pack_bf16x2(__uint_as_float(a << 16) + __uint_as_float(b << 16),
+                       __uint_as_float(a & 0xffff0000u) + __uint_as_float(b & 0xffff0000u));
 }
 
 __device__ __forceinline__ unsigned mul_f16x2(unsigned a, unsigned b) {

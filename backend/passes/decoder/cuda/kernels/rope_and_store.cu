@@ -64,13 +64,13 @@ __device__ __forceinline__ float quantise(float (&x)[8]) {
     return scale;
 }
 
-// qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]; rope [positions, rotary_dim]; layer: start of the layer's pages;
+// qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]; query_rope, key_rope [positions, rotary_dim]; layer: start of the layer's pages;
 // page_table [max_slots, max_pages]; query_starts [num_rows + 1]; context_lens and slots [num_rows]; a slot of -1 is
 // padding. rotary_dim 0: no rotation. Blocks: x tokens, y heads.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     rope_and_store(Act* __restrict__ qkv, const float* __restrict__ q_norm, const float* __restrict__ k_norm,
-                   const float* __restrict__ rope, unsigned char* __restrict__ layer,
-                   const int* __restrict__ page_table, const int* __restrict__ query_starts,
+                   const float* __restrict__ query_rope, const float* __restrict__ key_rope,
+                   unsigned char* __restrict__ layer, const int* __restrict__ page_table, const int* __restrict__ query_starts,
                    const int* __restrict__ context_lens, const int* __restrict__ slots, int num_rows, int max_pages,
                    int page_size, int num_heads, int num_kv_heads, int head_dim, int rotary_dim, int has_norm,
                    float eps) {
@@ -98,6 +98,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
         float rotated[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) rotated[j] = x[j];
+        const float* const rope = is_query ? query_rope : key_rope;
         rotate_head(rotated, rope + (long long)(position) * rotary_dim, lane, lanes, rotary_dim);
 #pragma unroll
         for (int j = 0; j < 8; ++j) x[j] = is_value ? x[j] : rotated[j];

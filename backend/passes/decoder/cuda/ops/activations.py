@@ -43,28 +43,45 @@ class Activations:
     added: Tensor
     """Output of a matrix product that the next norm adds to the residual stream."""
     gate_up: Tensor
+    """Wide enough for the widest MLP; see `narrow`. As the next one."""
     gated: Tensor
 
     def cut(self, num_tokens: int) -> Activations:
         return Activations(*(getattr(self, name)[:num_tokens] for name in Activations.__slots__))
 
 
+def narrow(buffer: Tensor, width: int) -> Tensor:
+    """Return as many rows of a smaller width, which lie one after the other."""
+    rows = len(buffer)
+    return buffer if buffer.shape[1] == width else buffer.view(-1)[: rows * width].view(rows, width)
+
+
+def mlp_widths(config: DecoderConfig) -> dict[str, int]:
+    """Name → width of each kind of MLP in the model's layers, without the experts that tokens choose."""
+    widths = {}
+    if any(config.experts_of_layer(index) is None for index in range(config.num_layers)):
+        widths["intermediate_size"] = config.intermediate_size
+    if config.experts is not None and config.experts.shared_width is not None:
+        widths["shared_expert_intermediate_size"] = config.experts.shared_width
+    return widths
+
+
 def activation_widths(config: DecoderConfig) -> dict[str, int]:
     """Return the number of values per token in each buffer of `Activations`."""
-    heads = head_shape(config)
+    heads, intermediate = head_shape(config), max(mlp_widths(config).values(), default=0)
     return {
         "residual": config.hidden_size,
         "hidden": config.hidden_size,
         "qkv": heads.qkv_size,
         "attended": heads.output_size,
         "added": config.hidden_size,
-        "gate_up": (1 if config.mlp == "plain" else 2) * config.intermediate_size,
-        "gated": config.intermediate_size,
+        "gate_up": (1 if config.mlp == "plain" else 2) * intermediate,
+        "gated": intermediate,
     }
 
 
 def activation_bytes(config: DecoderConfig, dtype: torch.dtype, max_tokens: int, max_rows: int, matmul: Matmul) -> int:
-    """Upper bound of what `CudaOps` allocates, without the cache and the weights that keep their dtype."""
+    """Upper bound of what `CudaOps` allocates, without the cache, the experts and the weights that keep their dtype."""
     widths, heads = activation_widths(config), head_shape(config)
     per_token = sum(widths.values()) * dtype.itemsize + widths["residual"] * (4 - dtype.itemsize)
     per_row = widths["residual"] * 4 + widths["qkv"] * dtype.itemsize

@@ -16,9 +16,12 @@ from penstock.backend.passes.decoder.cuda.ops.activations import (
     Residual,
     activation_widths,
     head_shape,
+    narrow,
 )
 from penstock.backend.passes.decoder.cuda.ops.device_weights import DeviceWeights
 from penstock.backend.passes.decoder.cuda.ops.elementwise import Elementwise
+from penstock.backend.passes.decoder.cuda.ops.expert_ops import CudaExpertOps
+from penstock.backend.passes.decoder.cuda.ops.quantized_linear import CudaQuantizedLinear, QuantizedProducts
 from penstock.backend.passes.decoder.cuda.step.step_rows import CudaStep
 from penstock.backend.passes.decoder.ops import round_scale
 
@@ -43,9 +46,6 @@ if TYPE_CHECKING:
 class CudaOps(DeviceWeights):
     """See `Ops`. dtype is that of weights and activations. Call `open_cache` before the first step."""
 
-    experts = None
-    """`unsupported_variation` refuses models that have some."""
-
     def __init__(
         self,
         device: Device,
@@ -55,11 +55,13 @@ class CudaOps(DeviceWeights):
         max_rows: int,
         matmul: Matmul,
     ) -> None:
-        super().__init__(device.torch_device, dtype)
+        quantized = QuantizedProducts(device.launcher, device.torch_device, dtype, max_tokens, matmul)
+        super().__init__(device.torch_device, dtype, quantized)
         self._device = device
         self._launcher = device.launcher
         self._config = config
         self._matmul = matmul
+        self._embedding_scale = round_scale(config.scales.embedding, dtype)
 
         def zeros(rows: int, width: int, of: torch.dtype = dtype) -> Tensor:
             return torch.zeros(rows, width, dtype=of, device=device.torch_device)
@@ -75,6 +77,13 @@ class CudaOps(DeviceWeights):
         self._last_qkv = zeros(max_rows, widths["qkv"])
         self._last_hidden = zeros(matmul.padded_rows(max_rows), config.hidden_size)
         self._logits = zeros(matmul.padded_rows(max_rows), config.vocab_size)
+        self._no_sinks = torch.full((config.num_heads,), -torch.inf, device=device.torch_device)
+        self.experts = None
+        if config.experts is not None:
+            self.experts = CudaExpertOps(
+                self._launcher, device.torch_device, config.hidden_size, config.experts, dtype, max_tokens, matmul,
+                quantized, self._activate_gated,
+            )  # fmt: skip
 
     def open_cache(
         self,
@@ -105,7 +114,7 @@ class CudaOps(DeviceWeights):
             layout.kv_dtype,
             layout.page_size_tokens,
             self._device.torch_device,
-            round_scale(config.scales.embedding, self._dtype),
+            self._embedding_scale,
         )
         self._attention = attention
         for each in attention.values():
@@ -115,6 +124,9 @@ class CudaOps(DeviceWeights):
     def kernels(self) -> Iterator[Kernel]:
         """Yield every kernel that a step of the model launches."""
         yield from self._elementwise.kernels
+        yield from self._quantized.kernels()
+        if self.experts is not None:
+            yield from self.experts.kernels
         for attention in self._attention.values():
             yield from attention.kernels()
 
@@ -134,10 +146,13 @@ class CudaOps(DeviceWeights):
         """Return where to write a prompt's embeddings, before `embed`: [num_rows, hidden] fp32."""
         return self._all.residual[first : first + num_rows]
 
-    def embed(self, table: Tensor, step: CudaStep) -> Residual:
+    def embed(self, table: Tensor | CudaQuantizedLinear, step: CudaStep) -> Residual:
         residual = self._now.residual
         ids = self._buffers.input_ids[: step.num_tokens]
-        self._elementwise.embed(table, ids, step.rows, self._last_tokens, residual)
+        if isinstance(table, CudaQuantizedLinear):
+            self._quantized.embed(table, ids, step.rows, self._last_tokens, residual, self._embedding_scale)
+        else:
+            self._elementwise.embed(table, ids, step.rows, self._last_tokens, residual)
         return Residual(residual)
 
     def norm(self, residual: Residual, weight: Tensor | None) -> Tensor:
@@ -151,40 +166,53 @@ class CudaOps(DeviceWeights):
         residual.pending = None
         return out
 
-    def linear(self, x: Tensor, weights: CudaLinear) -> Tensor:
-        return self._matmul.multiply(x, weights, self._now.qkv)
+    def linear(self, x: Tensor, weights: CudaLinear | CudaQuantizedLinear) -> Tensor:
+        return self._multiply(x, weights, self._now.qkv)
 
-    def linear_add(self, x: Tensor, weights: CudaLinear, residual: Residual, norm: Tensor | None = None) -> None:
+    def linear_add(
+        self, x: Tensor, weights: CudaLinear | CudaQuantizedLinear, residual: Residual, norm: Tensor | None = None
+    ) -> None:
         residual.add_pending()
-        product = self._matmul.multiply(x, weights, self._now.added)
+        product = self._multiply(x, weights, self._now.added)
         if norm is None:
             residual.pending = product
         else:
             self._elementwise.rms_norm_added(residual.values, product, norm)
 
-    def activated_linear(self, x: Tensor, weights: CudaLinear) -> Tensor:
-        out, product = self._now.gated, self._matmul.multiply(x, weights, self._now.gate_up)
-        if not weights.is_gated:
-            self._elementwise.gelu(product, out)
-        elif self._config.activation == "silu":
-            self._elementwise.silu_mul(product, out)
+    def activated_linear(self, x: Tensor, weights: CudaLinear | CudaQuantizedLinear) -> Tensor:
+        outputs = weights.num_outputs
+        product = self._multiply(x, weights, narrow(self._now.gate_up, outputs))
+        if weights.is_gated:
+            out = narrow(self._now.gated, outputs // 2)
+            self._activate_gated(product, out)
         else:
-            self._elementwise.gelu_mul(product, out)
+            out = narrow(self._now.gated, outputs)
+            self._elementwise.gelu(product, out)
         return out
+
+    def _activate_gated(self, gate_up: Tensor, out: Tensor) -> None:
+        activate = self._elementwise.silu_mul if self._config.activation == "silu" else self._elementwise.gelu_mul
+        activate(gate_up, out)
+
+    def _multiply(self, x: Tensor, weights: CudaLinear | CudaQuantizedLinear, out: Tensor) -> Tensor:
+        if isinstance(weights, CudaQuantizedLinear):
+            return self._quantized.multiply(x, weights, out)
+        return self._matmul.multiply(x, weights, out)
 
     def rotate_and_store(self, qkv: Tensor, step: CudaStep, layer: AttentionLayer) -> None:
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
         if norms is not None and self._config.qk_norm == "projection":
             self._elementwise.norm_q_and_k(qkv, *norms)
             norms = None
-        rope = None if layer.rope is None else self._ropes[layer.rope]
+        rope, query_rope = (None if i is None else self._ropes[i] for i in (layer.rope, layer.query_rope))
         cache = self._layer_caches[layer.index]
-        self._elementwise.rope_and_store(qkv, cache, self._buffers.page_table, step.rows, rope, norms)
+        self._elementwise.rope_and_store(qkv, cache, self._buffers.page_table, step.rows, rope, norms, query_rope)
 
     def attention(self, qkv: Tensor, step: CudaStep, layer: AttentionLayer) -> Tensor:
         out = self._now.attended
         cache, page_table = self._layer_caches[layer.index], self._buffers.page_table
-        self._attention[layer.window_tokens].attend(qkv, cache, page_table, step, out)
+        sinks = self._no_sinks if layer.sinks is None else layer.sinks
+        self._attention[layer.window_tokens].attend(qkv, cache, page_table, step, sinks, out)
         return out
 
     def last_tokens(self, qkv: Tensor, residual: Residual, step: CudaStep) -> tuple[Tensor, Residual, CudaStep]:
@@ -214,9 +242,9 @@ class CudaOps(DeviceWeights):
             self._elementwise.gather_rows(self._all.hidden, tokens, out)
         return out
 
-    def logits(self, x: Tensor, weights: CudaLinear) -> Tensor:
+    def logits(self, x: Tensor, weights: CudaLinear | CudaQuantizedLinear) -> Tensor:
         """Return [L, vocab] in the weights' dtype; see `last_logits`."""
-        logits = self._matmul.multiply(x, weights, self._logits[: len(x)])
+        logits = self._multiply(x, weights, self._logits[: len(x)])
         cap = self._config.scales.logits_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 

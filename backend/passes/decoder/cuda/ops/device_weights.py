@@ -7,27 +7,33 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.backend.passes.decoder.cuda.ops.matmul import CudaLinear
+from penstock.backend.passes.decoder.cuda.ops.quantized_linear import takes_packed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+    from penstock.backend.passes.decoder.cuda.ops.quantized_linear import CudaQuantizedLinear, QuantizedProducts
 
 
 class DeviceWeights:
-    """The weight methods of `Ops`. Products read matrices in dtype; norms read vectors in fp32."""
+    """The weight methods of `Ops`. Products read matrices in dtype, or quantised; norms read vectors in fp32."""
 
-    def __init__(self, torch_device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, torch_device: torch.device, dtype: torch.dtype, quantized: QuantizedProducts) -> None:
         self._torch_device = torch_device
         self._dtype = dtype
+        self._quantized = quantized
 
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
-    ) -> CudaLinear:
+    ) -> CudaLinear | CudaQuantizedLinear:
+        placed_bias = None if bias is None else self.table(bias)
         if not isinstance(weight, torch.Tensor):
-            raise TypeError("quantised weights are for the CPU")
+            if takes_packed(self._dtype):
+                return self._quantized.pack(weight, placed_bias, scale, is_gated=is_gated)
+            weight = weight.dequantize()
         placed = self.table(weight)
-        return CudaLinear(placed, placed.t(), None if bias is None else self.table(bias), scale, is_gated)
+        return CudaLinear(placed, placed.t(), placed_bias, scale, is_gated)
 
     def vector(self, weight: Tensor) -> Tensor:
         return weight.to(self._torch_device, torch.float32).contiguous()
@@ -35,5 +41,9 @@ class DeviceWeights:
     def table(self, weight: Tensor) -> Tensor:
         return weight.to(self._torch_device, self._dtype).contiguous()
 
-    def tied_table(self, weight: Tensor | QuantizedWeight, lm_head: CudaLinear) -> Tensor:  # noqa: ARG002 - one copy serves both
-        return lm_head.weight
+    def tied_table(
+        self,
+        weight: Tensor | QuantizedWeight,  # noqa: ARG002 - one copy serves both
+        lm_head: CudaLinear | CudaQuantizedLinear,
+    ) -> Tensor | CudaQuantizedLinear:
+        return lm_head.weight if isinstance(lm_head, CudaLinear) else lm_head

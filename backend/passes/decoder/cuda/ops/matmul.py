@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,9 +28,21 @@ class CudaLinear:
     is_gated: bool = False
     """Its outputs are [gate | up]."""
 
+    @property
+    def num_outputs(self) -> int:
+        return len(self.weight)
+
 
 class Matmul(Protocol):
     """A way to cut a step's rows into products."""
+
+    @property
+    def kernel_rows(self) -> int:
+        """The most rows for which a kernel of ours multiplies with quantised weights, which it reads once per 64 rows.
+
+        A row of its results never depends on the other rows.
+        """
+        ...
 
     def padded_rows(self, num_rows: int) -> int:
         """Return the rows that a buffer must have so that `multiply` can use its first num_rows."""
@@ -48,6 +61,8 @@ class WholeMatmul:
     """One product for all rows. The library may choose a kernel with another summation order for another number of
     rows."""
 
+    kernel_rows = 64
+
     def padded_rows(self, num_rows: int) -> int:
         return num_rows
 
@@ -63,6 +78,8 @@ class BlockedMatmul:
 
     The rows that fill up the last block may hold anything: a row of a product does not depend on the other rows.
     """
+
+    kernel_rows = sys.maxsize
 
     def padded_rows(self, num_rows: int) -> int:
         return self.num_launches(num_rows) * BLOCK_ROWS

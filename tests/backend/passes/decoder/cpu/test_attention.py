@@ -25,7 +25,14 @@ from tests.backend.passes.decoder.cpu.test_kv_cache import quantise_exactly
 
 
 def attend_exactly(
-    q: Tensor, k: Tensor, v: Tensor, first: int, window: int | None, scale: float, cap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: int,
+    window: int | None,
+    scale: float,
+    cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention of q [n, heads, dim] at positions from `first` on, over k and v [m, kv_heads, dim], in float64."""
     num_queries, num_heads, dim = q.shape
@@ -35,7 +42,11 @@ def attend_exactly(
         scores = cap * torch.tanh(scores / cap)
     distances = torch.arange(first, first + num_queries)[:, None] - torch.arange(len(k))
     is_hidden = (distances < 0) | (distances >= (window or len(k)))
-    weights = torch.softmax(scores.masked_fill(is_hidden[:, None, None], -torch.inf), dim=3)
+    scores = scores.masked_fill(is_hidden[:, None, None], -torch.inf)
+    if sinks is not None:
+        own = sinks.double().view(1, k.shape[1], -1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, own], dim=3)
+    weights = torch.softmax(scores, dim=3)[..., : len(k)]
     return torch.einsum("pkgn,nkd->pkgd", weights, v.double()).reshape(num_queries, num_heads, dim)
 
 
@@ -56,11 +67,13 @@ def check_attention(
     lengths: list[int],
     page_size: int,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Write random contexts in one step; check attention of the next step's queries."""
     ops, shape = harness.ops, (config.num_heads, config.num_kv_heads, config.head_dim)
     num_heads, kv_heads, dim = shape
-    layer, cap = replace(PLAIN, window_tokens=window), config.scales.scores_softcap
+    own_sinks = None if sinks is None else ops.vector(sinks)
+    layer, cap = replace(PLAIN, window_tokens=window, sinks=own_sinks), config.scales.scores_softcap
     whole = step_batch([0] * len(contexts), [c + n for c, n in zip(contexts, lengths, strict=True)], page_size)
     qkv = randn(whole.num_tokens, (num_heads + 2 * kv_heads) * dim, dtype=dtype, seed=3)
     step = ops.begin_step(whole, whole.input_ids)
@@ -81,9 +94,8 @@ def check_attention(
     for row, (context, length) in enumerate(zip(contexts, lengths, strict=True)):
         own = qkv[whole.query_starts[row] : ends[row]].view(-1, num_heads + 2 * kv_heads, dim)
         k, v = (as_cached(x, kv_dtype) for x in own[:, num_heads:].chunk(2, dim=1))
-        exact.append(
-            attend_exactly(own[context : context + length, :num_heads], k, v, context, window, config.score_scale, cap)
-        )
+        q, scale = own[context : context + length, :num_heads], config.score_scale
+        exact.append(attend_exactly(q, k, v, context, window, scale, cap, sinks))
     # The kernels multiply a q8_0 cache by queries and weights of 16 bits.
     tolerance = 1e-4 if kv_dtype == "q8_0" else 1e-5
     rounded = BF16 if dtype is BF16 or kv_dtype == "bf16" else FP32
@@ -116,6 +128,18 @@ def test_attention_with_other_scales_and_soft_caps_matches_float64(
     config = replace(BASE, scales=Scales(scores=0.5, scores_softcap=cap))
     harness = OpsHarness(make_ops(config, dtype), 64, 16, kv_dtype)
     check_attention(harness, config, dtype, kv_dtype, [0, 5, 100, 70, 12, 600], [1, 1, 1, 20, 33, 1], 16, 90)
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES)
+@pytest.mark.parametrize("window", [None, 90])
+def test_attention_with_sinks_matches_float64(
+    window: int | None, dtype: torch.dtype, kv_dtype: str, make_ops: MakeOps
+) -> None:
+    """Sinks that nearly vanish, and that take nearly all of the weight, also in rows that the threads divide."""
+    sinks = torch.tensor([-300.0, 0.5, 7.0, 12.0])
+    contexts, lengths = [0, 5, 100, 70, 12, 1500], [1, 1, 1, 20, 33, 1]
+    harness = OpsHarness(make_ops(BASE, dtype), 130, 16, kv_dtype)
+    check_attention(harness, BASE, dtype, kv_dtype, contexts, lengths, 16, window, sinks)
 
 
 HEADS = [

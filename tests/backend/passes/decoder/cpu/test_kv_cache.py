@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
 
-from penstock.backend.checkpoint.decoder_config import NormKind, QkNormScope, RopeConfig
+from penstock.backend.checkpoint.decoder_config import NormKind, PositionScale, QkNormScope, RopeConfig
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps
 from penstock.backend.passes.decoder.cpu.torch_cache.kv_pages import Q8KvPages
 from penstock.backend.passes.decoder.ops import AttentionLayer
@@ -147,6 +147,23 @@ def test_queries_and_keys_are_normalised_over_the_norms_scope(
     layer = AttentionLayer(0, rope=None, window_tokens=None, q_norm=vectors[0], k_norm=vectors[1])
     harness.ops.rotate_and_store(array, harness.ops.begin_step(batch, batch.input_ids), layer)
     assert_close(harness.get("_qkv", array, 5).view(5, 8, 32)[:, :6], torch.cat(exact, dim=1), dtype)
+
+
+def test_queries_are_multiplied_by_the_scale_of_their_position(make_ops: MakeOps) -> None:
+    """Keys are not."""
+    rope = replace(BASE.rope, scale=PositionScale(0.3, 8))
+    harness = OpsHarness(make_ops(replace(BASE, query_rope=rope)), num_pages=2)
+    qkv, batch = randn(20, 8 * 32), step_batch([0], [20], 16)
+    found = []
+    for layer in (replace(PLAIN, rope=0), replace(PLAIN, index=1, rope=0, query_rope=1)):
+        harness.ops.create_cache(2, 2, 16, "fp32")
+        step = harness.ops.begin_step(batch, batch.input_ids)
+        array = harness.put("_qkv", qkv)
+        harness.ops.rotate_and_store(array, step, layer)
+        found.append(harness.get("_qkv", array, 20).view(20, 8, 32).double())
+    scales = 1 + 0.3 * torch.log(1 + torch.arange(20, dtype=torch.float64).div(8).floor())
+    assert_close(found[1][:, :4], found[0][:, :4] * scales[:, None, None], FP32)
+    assert torch.equal(found[1][:, 4:], found[0][:, 4:])
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -1,4 +1,4 @@
-"""Linears with int8 and int4 weights, on each of the native kernels, against exact sums of the quantised numbers."""
+"""Linears with quantised weights, on each of the native kernels, against exact sums of the quantised numbers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight
+from penstock.backend.checkpoint.quantized_weights import (
+    GroupedForm,
+    GroupedWeight,
+    Int4Weight,
+    Int8Weight,
+    Mxfp4Weight,
+    QuantizedWeight,
+)
 from tests.backend.passes.decoder.conftest import MakeOps, make_native_ops
 from tests.backend.passes.decoder.cpu.ops_harness import BASE, BF16, FP32, OpsHarness, assert_close, randn, step_batch
 
-FORMS = ("int8", "int4 groups of 32", "int4 groups of 128", "int4 with zeros", "int4 groups of 128 with zeros")
-INT4_FORMS = FORMS[1:]
+GROUPED = {
+    "grouped 8 bits": GroupedForm(8, 32, 32, has_minima=False),
+    "grouped 4 bits with minima": GroupedForm(4, 32, 32, has_minima=True),
+    "blocks of 4 bits with minima": GroupedForm(4, 32, 256, has_minima=True),
+    "blocks of 8 bits": GroupedForm(8, 16, 256, has_minima=False),
+    "blocks of 8 bits with minima": GroupedForm(8, 16, 256, has_minima=True),
+}
+INT4_FORMS = ("int4 groups of 32", "int4 groups of 128", "int4 with zeros", "int4 groups of 128 with zeros", "mxfp4")
+FORMS = ("int8", *INT4_FORMS, *GROUPED)
 
 
 def group_size_of(form: str) -> int:
@@ -28,16 +42,36 @@ def random_weight(form: str, outputs: int, inputs: int, seed: int = 0) -> Quanti
         values = rng.integers(-128, 128, (outputs, inputs))
         scales = rng.uniform(0.5e-3, 2e-3, outputs).astype(np.float32)
         return Int8Weight(torch.from_numpy(values.astype(np.int8)), torch.from_numpy(scales))
+    if form in GROUPED:
+        return random_grouped_weight(GROUPED[form], outputs, inputs, rng)
     groups = (outputs, inputs // group_size_of(form))
-    scales = rng.uniform(0.5e-2, 2e-2, groups) * rng.choice((-1, 1), groups)
+    pairs = torch.from_numpy(rng.integers(0, 256, (outputs, inputs // 2)).astype(np.uint8))
+    if form == "mxfp4":
+        return Mxfp4Weight(pairs, torch.from_numpy(np.ldexp(np.float32(1), rng.integers(-7, -4, groups))))
     zeros = rng.integers(0, 16, groups) if "zeros" in form else np.full(groups, 8)
     return Int4Weight(
-        torch.from_numpy(rng.integers(0, 256, (outputs, inputs // 2)).astype(np.uint8)),
+        pairs,
         torch.from_numpy(
             (rng.uniform(0.5e-2, 2e-2, groups) * rng.choice((-1, 1), groups)).astype(np.float16).astype(np.float32)
         ),
         torch.from_numpy(zeros.astype(np.uint8)),
         group_size_of(form),
+    )
+
+
+def random_grouped_weight(form: GroupedForm, outputs: int, inputs: int, rng: np.random.Generator) -> GroupedWeight:
+    """Scale × multiplier × value is exact in float32, as for all types of GGML."""
+    kinds = form.num_factors
+    largest = 32 if form.has_multipliers else 128
+    blocks = (outputs, inputs // form.block_size, kinds)
+    groups = (outputs, inputs // form.group_size if form.has_multipliers else 0, kinds)
+    factors = rng.uniform(0.5e-3, 2e-3, blocks) * rng.choice((-1, 1), blocks)
+    values = rng.integers(-largest, largest, (outputs, inputs * form.bits // 8))
+    return GroupedWeight(
+        form,
+        torch.from_numpy(values.astype(np.int8)).view(torch.int8 if form.bits == 8 else torch.uint8),
+        torch.from_numpy(factors.astype(np.float16).astype(np.float32)),
+        torch.from_numpy(rng.integers(-128, 128, groups).astype(np.int8)),
     )
 
 
@@ -90,8 +124,19 @@ def test_int4_product_matches_float64(form: str, dtype: torch.dtype, make_kernel
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("form", GROUPED)
+def test_grouped_product_matches_float64(form: str, dtype: torch.dtype, make_kernels: MakeOps) -> None:
+    inputs = 2 * GROUPED[form].block_size + (GROUPED[form].block_size == 32) * 32
+    x, weight = randn(40, inputs, dtype=dtype, seed=1), random_weight(form, 100, inputs)
+    together = multiply(make_kernels, x, weight)
+    assert_close(torch.from_numpy(together), exact_product(x, weight), FP32, 1e-6)
+    for num_rows in (1, 2, 3, 5, 11, 17):
+        np.testing.assert_array_equal(multiply(make_kernels, x[:num_rows], weight), together[:num_rows])
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("num_rows", [1, 7, 97, 300])
-@pytest.mark.parametrize("form", ["int8", "int4 with zeros"])
+@pytest.mark.parametrize("form", ["int8", "int4 with zeros", "grouped 4 bits with minima"])
 def test_each_linear_adds_its_bias_and_writes_its_output(
     form: str, num_rows: int, dtype: torch.dtype, make_kernels: MakeOps
 ) -> None:
@@ -140,6 +185,17 @@ def test_largest_int4_sums_do_not_overflow(group_size: int, make_kernels: MakeOp
             np.testing.assert_allclose(multiply(make_kernels, rows, weight), expected, rtol=1e-6, atol=1e-2)
 
 
+def test_largest_mxfp4_sums_do_not_overflow(make_kernels: MakeOps) -> None:
+    """Of values of 6 and of -6, for numbers of one sign and of both, with the largest and the smallest scale."""
+    values = torch.tensor([0x77, 0xFF, 0x7F, 0xF7], dtype=torch.uint8)[:, None].repeat(1, 32)
+    ones = torch.ones(64)
+    rows = torch.stack([ones, -ones, torch.tensor([1.0, -1.0]).repeat(32)])
+    for scale in (2.0**16, 2.0**-23):
+        weight = Mxfp4Weight(values, torch.full((4, 2), scale))
+        expected = rows.double() @ weight.dequantize().double().T
+        np.testing.assert_allclose(multiply(make_kernels, rows, weight), expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_row_that_is_not_finite_makes_only_its_own_outputs_nan(form: str, make_kernels: MakeOps) -> None:
     x, weight = randn(9, 256, seed=1), random_weight(form, 70, 256)
@@ -152,16 +208,16 @@ def test_row_that_is_not_finite_makes_only_its_own_outputs_nan(form: str, make_k
 
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_of_zeros_and_of_denormal_numbers_give_zeros(form: str, make_kernels: MakeOps) -> None:
-    x = torch.zeros(3, 128)
+    x = torch.zeros(3, 256)
     x[1], x[2, 3] = 1e-40, -1e-38
-    np.testing.assert_array_equal(multiply(make_kernels, x, random_weight(form, 70, 128)), 0)
+    np.testing.assert_array_equal(multiply(make_kernels, x, random_weight(form, 70, 256)), 0)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_quantised_lm_head_serves_as_the_embedding_table(form: str, make_kernels: MakeOps) -> None:
     ids = np.array([99, 0, 63, 64, 65, *range(30)], np.int32)
-    harness = OpsHarness(make_kernels(replace(BASE, hidden_size=128), BF16), num_pages=3)
-    weight, batch = random_weight(form, BASE.vocab_size, 128), replace(step_batch([0], [len(ids)], 16), input_ids=ids)
+    harness = OpsHarness(make_kernels(replace(BASE, hidden_size=256), BF16), num_pages=3)
+    weight, batch = random_weight(form, BASE.vocab_size, 256), replace(step_batch([0], [len(ids)], 16), input_ids=ids)
     ops = harness.ops
     found = ops.embed(ops.tied_table(weight, ops.pack_linear(weight, None)), ops.begin_step(batch, ids))
     assert torch.equal(harness.get("_residual", found, len(ids)), weight.dequantize()[ids])
@@ -169,7 +225,7 @@ def test_quantised_lm_head_serves_as_the_embedding_table(form: str, make_kernels
 
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_are_the_same_bits_in_any_batch_and_on_any_number_of_threads(form: str) -> None:
-    x, weight = randn(301, 640, dtype=BF16, seed=1), random_weight(form, 1000, 640)
+    x, weight = randn(301, 768, dtype=BF16, seed=1), random_weight(form, 1000, 768)
     together = multiply(make_native_ops, x, weight, 1)
     for threads in (1, 3, 8):
         for first, last in ((0, 1), (77, 79), (298, 301), (5, 22), (64, 161), (0, 301)):

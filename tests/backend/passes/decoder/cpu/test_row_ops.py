@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, rms_norm, silu
 
-from penstock.backend.checkpoint.decoder_config import Experts, NormKind, Scales, TensorNames
+from penstock.backend.checkpoint.decoder_config import ClampedGate, Experts, NormKind, Scales, TensorNames
 from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
 from penstock.backend.passes.decoder.ops import ExpertWeights
 from tests.backend.passes.decoder.conftest import MakeOps, make_native_ops
@@ -225,10 +225,16 @@ def test_bf16_products_work_without_packing(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("normalises", [False, True])
-def test_experts_match_float64(normalises: bool, dtype: torch.dtype, make_ops: MakeOps) -> None:
-    """Experts with no row, with one and with more than the native kernel multiplies at once; two with equal logits."""
-    settings = Experts(count=19, per_token=3, width=70, normalises=normalises)
+@pytest.mark.parametrize(
+    ("normalises", "clamped"), [(False, None), (True, None), (True, ClampedGate(1.7, 0.8))], ids=["", "sum 1", "biased"]
+)
+def test_experts_match_float64(
+    normalises: bool, clamped: ClampedGate | None, dtype: torch.dtype, make_ops: MakeOps
+) -> None:
+    """Experts with no row, with one and with more than the native kernel multiplies at once; two with equal logits.
+    Those with clamped gates have biases."""
+    biased = clamped is not None
+    settings = Experts(19, per_token=3, width=70, normalises=normalises, biased=biased, clamped_gate=clamped)
     hidden, num_rows = BASE.hidden_size, 330
     config = replace(BASE, experts=settings, layer_has_experts=(True,))
     harness = OpsHarness(make_ops(config, dtype))
@@ -239,24 +245,34 @@ def test_experts_match_float64(normalises: bool, dtype: torch.dtype, make_ops: M
     router[17] = router[18]
     gate_up = randn(19 * 2 * 70, hidden, dtype=dtype, seed=4) / 7
     down = randn(19 * hidden, 70, dtype=dtype, seed=5) / 8
+    biases = [randn(*shape, dtype=dtype, seed=6) for shape in ((19,), (19, 140), (19, hidden))] if biased else []
     array = harness.put("_residual", residual)
-    experts = harness.ops.experts.pack(ExpertWeights(router, gate_up, down), 0.5)
+    experts = harness.ops.experts.pack(ExpertWeights(router, gate_up, down, *(bias.flatten() for bias in biases)), 0.5)
     harness.ops.experts.add(harness.put("_hidden", x), experts, array)
-    probabilities = (x.double() @ router.double().T).softmax(dim=1)
+    router_bias, gate_up_bias, down_bias = (bias.double() for bias in biases) if biased else (torch.zeros(19, 1),) * 3
+    probabilities = (x.double() @ router.double().T + router_bias.flatten()).softmax(dim=1)
     exact = residual.double()
     uses = [0] * 19
     for row in range(num_rows):
         chosen = sorted(range(19), key=lambda i, p=probabilities[row]: (-float(p[i]), i))[:3]
         total = probabilities[row, chosen].sum() if normalises else 1.0
         for i in chosen:
-            gate, up = (x[row].double() @ gate_up[i * 140 : (i + 1) * 140].double().T).chunk(2)
-            result = (silu(gate) * up) @ down[i * hidden : (i + 1) * hidden].double().T
+            product = x[row].double() @ gate_up[i * 140 : (i + 1) * 140].double().T + gate_up_bias[i]
+            mixed = mix_exactly(*product.chunk(2), clamped)
+            result = mixed @ down[i * hidden : (i + 1) * hidden].double().T + down_bias[i]
             exact[row] += 0.5 * probabilities[row, i] / total * result
             uses[i] += 1
     assert min(uses) == 0
     assert 1 in uses
     assert max(uses) > 256
     assert_close(harness.get("_residual", array, num_rows), exact, dtype)
+
+
+def mix_exactly(gate: Tensor, up: Tensor, clamped: ClampedGate | None) -> Tensor:
+    if clamped is None:
+        return silu(gate) * up
+    gate, up = gate.clamp(max=clamped.limit), up.clamp(-clamped.limit, clamped.limit)
+    return gate * torch.sigmoid(clamped.alpha * gate) * (up + 1)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3, 8])

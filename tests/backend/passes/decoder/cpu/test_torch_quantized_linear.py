@@ -10,6 +10,7 @@ from penstock.backend.checkpoint.quantization.quantizer import quantize
 from penstock.backend.passes.decoder.cpu import torch_quantized_linear
 from penstock.backend.passes.decoder.cpu.torch_quantized_linear import QuantizedLinear, take_rows
 from tests.backend.passes.decoder.cpu.ops_harness import BF16, FP32, randn
+from tests.backend.passes.decoder.cpu.test_quantized_linear import GROUPED, random_weight
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -31,6 +32,16 @@ def test_product_of_whole_steps_is_that_of_the_dequantised_weight(
     found = QuantizedLinear(weight, bias if biased else None)(x)
     assert found.dtype is FP32
     assert ((found - exact).abs() <= 1e-6 * size).all()
+
+
+@pytest.mark.parametrize("form", GROUPED)
+def test_product_of_a_grouped_weight_is_that_of_the_dequantised_one(form: str) -> None:
+    weight = random_weight(form, 70, 512)
+    x = torch.from_numpy(np.random.default_rng(2).integers(-127, 128, (9, 512))).float()
+    x[:, 5] = 127
+    exact = x.double() @ weight.dequantize().double().T
+    size = x.double().abs() @ weight.dequantize().double().abs().T
+    assert ((QuantizedLinear(weight, None)(x) - exact).abs() <= 2e-6 * size).all()
 
 
 @pytest.mark.parametrize("group_size", [None, 32])

@@ -67,7 +67,7 @@ def load(
 
 
 def make_link(kind: str, directory: Path, forward_pass: EmulatedCudaPass | DeferredCudaPass) -> LendingLink:
-    return LendingLink(kind, directory, forward_pass.embedding_size, VOCAB_SIZE, forward_pass.device)
+    return LendingLink(kind, directory, forward_pass.spec.embedding_size, VOCAB_SIZE, forward_pass.device)
 
 
 def stepped(

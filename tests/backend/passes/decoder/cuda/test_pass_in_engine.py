@@ -303,7 +303,6 @@ def test_an_unsupported_model_is_refused_in_one_line(settings: dict[str, int], m
     ("architecture", "missing"),
     [
         ("cohere-qk-norm", "CohereForCausalLM is not on the GPU yet: there are no kernels for layer norms of q and k"),
-        ("qwen3-moe", "Qwen3MoeForCausalLM is not on the GPU yet: there are no kernels for mixtures of experts"),
     ],
 )
 def test_a_variation_without_kernels_is_refused_by_name(architecture: str, missing: str, tmp_path: Path) -> None:
@@ -353,13 +352,22 @@ def test_an_unsupported_page_size_is_refused() -> None:
         make_pass().create_cache(8, 8, "fp32")
 
 
-@pytest.mark.parametrize(("dtype", "deterministic"), [("fp32", False), ("bf16", False), ("bf16", True)])
-def test_the_pass_takes_the_announced_memory(dtype: str, deterministic: bool) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "deterministic", "quantize"),
+    [
+        ("mistral", "fp32", False, "none"),
+        ("mistral", "bf16", False, "none"),
+        ("mistral", "bf16", True, "none"),
+        ("qwen2-moe", "bf16", True, "none"),
+        ("qwen3", "bf16", False, "int8"),
+    ],
+)
+def test_the_pass_takes_the_announced_memory(architecture: str, dtype: str, deterministic: bool, quantize: str) -> None:
     """Exact to the byte, except alignment and decode attention's scratch. Libraries and graphs are estimates on top."""
     before = storages()
-    pass_options = replace(options(dtype), deterministic=deterministic)
-    made = EmulatedCudaPass.load(checkpoint("mistral"), pass_options)
-    assert made.spec == CudaDecoderPass.describe(checkpoint("mistral"), pass_options)
+    pass_options = replace(options(dtype), deterministic=deterministic, quantize=quantize)
+    made = EmulatedCudaPass.load(checkpoint(architecture), pass_options)
+    assert made.spec == CudaDecoderPass.describe(checkpoint(architecture), pass_options)
     made.create_cache(num_pages=40, page_size_tokens=16, kv_dtype="q8_0")
     cache_bytes = 40 * 16 * made.spec.kv_bytes_per_token["q8_0"]
     assert made._ops.cache.numel() == cache_bytes

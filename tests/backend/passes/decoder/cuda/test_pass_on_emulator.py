@@ -28,7 +28,7 @@ from tests.backend.passes.decoder.cuda.tiny_models import (
     prompts,
     run_prompts,
 )
-from tests.backend.passes.decoder.driver import Driver
+from tests.backend.passes.decoder.driver import Driver, run_past_window
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,12 +42,12 @@ def test_logits_and_greedy_tokens_equal_transformers(architecture: str) -> None:
     batch = prompts()
     for prompt, logits in zip(batch, run_prompts(driver, batch, chunk=19), strict=True):
         np.testing.assert_allclose(logits, oracle_logits(architecture, prompt)[-1], atol=1e-3, rtol=0)
-    driver.decode(12)
+    driver.decode(32)
     for row in driver.rows:
         assert generated(row) == greedy_choices(architecture, row)
 
 
-@pytest.mark.parametrize("architecture", ["llama-bias", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama-bias", "mistral", "qwen2", "qwen3", "qwen3-moe"])
 def test_deterministic_greedy_tokens_equal_transformers(architecture: str) -> None:
     made = EmulatedCudaPass.load(checkpoint(architecture), replace(options(), deterministic=True))
     driver = Driver(made, num_pages=32, page_size=16)
@@ -56,6 +56,17 @@ def test_deterministic_greedy_tokens_equal_transformers(architecture: str) -> No
     for row in driver.rows:
         assert generated(row) == greedy_choices(architecture, row)
     assert sum(graph.num_replays for graph in made.device.graphs) == 12
+
+
+def test_pages_behind_the_window_are_not_read() -> None:
+    """The table names pages full of NaN in their place."""
+    results = []
+    for is_poisoned in (False, True):
+        driver = Driver(make_pass("mistral"), num_pages=64, page_size=16)
+        with torch.inference_mode():
+            driver.forward_pass._ops.cache.fill_(0xFF)
+        results.append(run_past_window(driver, is_poisoned=is_poisoned))
+    np.testing.assert_array_equal(*results)
 
 
 @pytest.mark.parametrize("page_size", [32, 64])

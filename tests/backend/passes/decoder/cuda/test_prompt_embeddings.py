@@ -75,7 +75,8 @@ def test_embeddings_give_the_greedy_tokens_of_their_tokens_and_of_transformers(
 ) -> None:
     """A chunk of one token that samples is a captured step, also if the token is an embedding."""
     prompt = prompts((20,))[0]
-    no_tokens = np.random.default_rng(2).normal(0.0, 0.2, (18, driver.forward_pass.embedding_size)).astype(np.float32)
+    width = driver.forward_pass.spec.embedding_size
+    no_tokens = np.random.default_rng(2).normal(0.0, 0.2, (18, width)).astype(np.float32)
     by_tokens, by_embeddings = driver.add(prompt), driver.add_embedded(looked_up(prompt))
     other = driver.add_embedded(no_tokens)
     logits = driver.prefill(chunk)

@@ -26,6 +26,7 @@ from penstock.backend.passes.decoder.cpu.native_structs import (
     OperationKind,
     OperationTime,
     Shape,
+    WeightForm,
 )
 from penstock.backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES
 from tests.backend.passes.decoder.cpu.arm.kernel_driver import KernelDriver, RemoteArguments
@@ -106,6 +107,7 @@ class RemoteKernels:
         self.ps_pack = _Function(self._pack)
         self.ps_pack_int8 = _Function(self._pack_int8)
         self.ps_pack_int4 = _Function(self._pack_int4)
+        self.ps_pack_grouped = _Function(self._pack_grouped)
         self.ps_wake = _Function(self._wake)
         self.ps_plan = _Function(self._plan)
         self.ps_run = _Function(self._run)
@@ -148,6 +150,16 @@ class RemoteKernels:
         size = linear._obj.group_size
         sizes = {values: Fraction(1, 2), scales: Fraction(_FLOAT, size), zeros: Fraction(1, size)}
         self._pack_arrays("ps_pack_int4", engine, linear, sizes)
+
+    def _pack_grouped(self, engine: int, linear: Any, values: int, factors: int, multipliers: int) -> None:
+        own = linear._obj
+        kinds = 1 + own.has_minima
+        sizes: dict[int, int | Fraction] = {
+            values: Fraction(1, 2) if own.form == WeightForm.GROUPED4 else 1,
+            factors: Fraction(kinds * _FLOAT, own.block_size),
+            multipliers: Fraction(kinds, own.group_size),
+        }
+        self._pack_arrays("ps_pack_grouped", engine, linear, sizes)
 
     def _pack_arrays(self, function: str, engine: int, linear: Any, sizes: Mapping[int, int | Fraction]) -> None:
         """sizes: the bytes per number of the weight, for each array's address."""
@@ -259,6 +271,8 @@ class RemoteKernels:
         own = Experts.from_buffer_copy(Experts.from_address(op.weights))
         for linear, num_bytes in ((own.gate_up, own.gate_up_bytes), (own.down, own.down_bytes)):
             linear.packed = arguments.read_only(linear.packed, own.count * num_bytes)
+            bias_bytes = own.count * linear.outputs * (1 + linear.gated) * _FLOAT
+            linear.bias = arguments.read_only(linear.bias, bias_bytes)
         arrays = {"weights": arguments.of_struct(own)}
         values = state.rows * state.shape.hidden
         if op.kind == OperationKind.ROUTE:
@@ -288,7 +302,9 @@ class RemoteKernels:
         copy = arguments.changed if stores else arguments.read_only
         q_norm = arguments.read_only(own.q_norm, state.qk_norm_bytes(state.shape.num_heads))
         k_norm = arguments.read_only(own.k_norm, state.qk_norm_bytes(state.shape.num_kv_heads))
-        return arguments.of_struct(own, cache=copy(own.cache, state.cache_bytes), q_norm=q_norm, k_norm=k_norm)
+        sinks = arguments.read_only(own.sinks, state.shape.num_heads * _FLOAT)
+        cache = copy(own.cache, state.cache_bytes)
+        return arguments.of_struct(own, cache=cache, q_norm=q_norm, k_norm=k_norm, sinks=sinks)
 
     def _read_memory(self, engine: int, memory: int, num_floats: int) -> float:
         with self._arguments() as arguments:

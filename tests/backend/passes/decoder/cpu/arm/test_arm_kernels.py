@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.backend.checkpoint.decoder_config import DecoderConfig, NormKind, QkNormScope
+from penstock.backend.checkpoint.decoder_config import ClampedGate, DecoderConfig, NormKind, QkNormScope
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps
 from tests.backend.passes.decoder import test_decoder_pass as passes
 from tests.backend.passes.decoder import test_scored_prompts as scored_prompts
 from tests.backend.passes.decoder.conftest import MakeOps
 from tests.backend.passes.decoder.cpu import test_attention as attention
 from tests.backend.passes.decoder.cpu import test_kv_cache as kv_cache
+from tests.backend.passes.decoder.cpu import test_quantized_experts as quantized_experts
 from tests.backend.passes.decoder.cpu import test_quantized_linear as quantized
 from tests.backend.passes.decoder.cpu import test_row_ops as row_ops
 from tests.backend.passes.decoder.cpu.arm.arm_libraries import CPUS, start_driver
@@ -113,7 +114,12 @@ def test_queries_and_keys_are_normalised_over_the_norms_scope(scope: QkNormScope
 
 @for_both_dtypes
 def test_experts_match_float64(dtype: torch.dtype, make_ops: MakeOps) -> None:
-    row_ops.test_experts_match_float64(True, dtype, make_ops)
+    row_ops.test_experts_match_float64(True, ClampedGate(1.7, 0.8), dtype, make_ops)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4-128 with zeros"])
+def test_quantised_experts_match_float64(form: str, make_ops: MakeOps) -> None:
+    quantized_experts.test_quantised_experts_match_float64(form, BF16, make_ops)
 
 
 @for_both_dtypes
@@ -131,6 +137,11 @@ def test_int8_product_is_the_exact_sum_scaled_once(inputs: int, dtype: torch.dty
 @pytest.mark.parametrize("form", quantized.INT4_FORMS)
 def test_int4_product_matches_float64(form: str, make_ops: MakeOps) -> None:
     quantized.test_int4_product_matches_float64(form, BF16, make_ops)
+
+
+@pytest.mark.parametrize("form", quantized.GROUPED)
+def test_grouped_product_matches_float64(form: str, make_ops: MakeOps) -> None:
+    quantized.test_grouped_product_matches_float64(form, BF16, make_ops)
 
 
 @pytest.mark.parametrize("form", ["int8", "int4 with zeros"])
@@ -194,9 +205,9 @@ def test_attention_matches_float64_for_any_head_shape(
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_attention_matches_float64_over_long_contexts(kv_dtype: str, make_ops: MakeOps) -> None:
     """Contexts so long that the kernels divide a row into pieces, also among several threads."""
-    for contexts, window in (([1100], None), ([1023, 3, 512], 700)):
+    for contexts, window, sinks in (([1100], None, None), ([1023, 3, 512], 700, torch.tensor([-3.0, 0.5, 7.0, 9.0]))):
         harness = OpsHarness(make_ops(BASE, BF16), 160, 32, kv_dtype)
-        attention.check_attention(harness, BASE, BF16, kv_dtype, contexts, [1] * len(contexts), 32, window)
+        attention.check_attention(harness, BASE, BF16, kv_dtype, contexts, [1] * len(contexts), 32, window, sinks)
 
 
 @for_both_dtypes

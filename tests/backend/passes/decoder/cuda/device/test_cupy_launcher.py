@@ -21,6 +21,7 @@ from penstock.backend.passes.decoder.cuda.device.cuda_device import CudaDevice
 from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLauncher, sources_digest, use_trusted_cache
 from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, Kernel, KernelFailed
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
+from penstock.backend.startup import DEMO_MODEL_DIR
 
 KERNEL = Kernel("norms.cu", "add_rms_norm", (("ACT", 1),), num_threads=256, shared_bytes=70_000)
 TENSOR = torch.zeros(4)
@@ -141,7 +142,7 @@ def test_a_broken_cupy_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch, 
         CupyLauncher(0)
     monkeypatch.setattr(CudaDevice, "__init__", lambda _self, index: CupyLauncher(index) and None)
     with pytest.raises(StartupError, match=r"^GPU 1 cannot be used: CuPy does not work: cudaError.* is too old$"):
-        DecoderPass.load(Path(), PassOptions(device="cuda:1"))
+        DecoderPass.load(DEMO_MODEL_DIR, PassOptions(device="cuda:1"))
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(KernelFailed, match=r"^CuPy does not work: import of cupy halted"):
         CupyLauncher(0)

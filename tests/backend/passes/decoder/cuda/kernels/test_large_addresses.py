@@ -11,8 +11,10 @@ from torch import Tensor
 
 from penstock.backend.passes.decoder.cuda.attention.decode_attention import DecodeAttention
 from penstock.backend.passes.decoder.cuda.attention.prefill_attention import PrefillAttention
+from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.decoder.cuda.kv_cache.page_copies import copy_pages
+from penstock.backend.passes.decoder.cuda.ops.expert_ops import expert_kernels
 from penstock.backend.passes.decoder.cuda.step.device_sampler import LogprobBuffers
 from penstock.backend.passes.decoder.cuda.step.step_buffers import kernels
 from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
@@ -51,10 +53,10 @@ def attend(kv_dtype: str, num_pages: int, pages: list[int], slot: int) -> list[T
     elementwise = make(LAUNCHER, heads=HEADS, kv_dtype=kv_dtype, page_size=PAGE_TOKENS)
     elementwise.rope_and_store(qkv, cache, page_table, chunk, rope, None)
 
-    outputs = torch.zeros(40, HEADS.output_size)
+    sinks, outputs = torch.zeros(HEADS.num_heads), torch.zeros(40, HEADS.output_size)
     prefill = PrefillAttention(layout, HEADS.num_heads, 0.125)
     tiles = torch.from_numpy(prefill.tiles(np.array([0, 40], np.int32), np.zeros(1, np.int32)))
-    prefill.attend(LAUNCHER, qkv, cache, page_table, chunk, tiles, outputs)
+    prefill.attend(LAUNCHER, qkv, cache, page_table, chunk, tiles, sinks, outputs)
 
     last = torch.zeros(1, HEADS.output_size)
     decode = DecodeAttention(
@@ -62,7 +64,7 @@ def attend(kv_dtype: str, num_pages: int, pages: list[int], slot: int) -> list[T
     )
     workspace = decode.make_workspace("cpu")
     decode.plan(LAUNCHER, workspace, ints(39), ints(slot), 1)
-    decode.attend(LAUNCHER, workspace, qkv[39:], cache, page_table, last)
+    decode.attend(LAUNCHER, workspace, qkv[39:], cache, page_table, sinks, last)
     return [qkv, outputs, last]
 
 
@@ -106,6 +108,19 @@ def test_the_last_token_of_a_large_table_is_embedded_and_a_far_row_is_gathered()
     gathered = torch.zeros(1, hidden, dtype=torch.bfloat16)
     elementwise.gather_rows(table, ints(vocab_size - 1), gathered)
     assert torch.equal(gathered[0], table[-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_far_expert_are_multiplied_by_its_weight(dtype: torch.dtype) -> None:
+    num_experts, outputs, inputs = 130, 1 << 22, 8
+    weight = reserved(num_experts * outputs * inputs, dtype).view(num_experts, outputs, inputs)
+    weight[-1, :32] = torch.arange(32)[:, None]
+    x, out = torch.full((1, inputs), 0.5, dtype=dtype), torch.zeros(1, outputs, dtype=dtype)
+    ends = ints(*[0] * (num_experts - 1), 1)
+    multiply = expert_kernels(ACT_MACRO[dtype])[2]
+    sizes = map(np.int32, (num_experts, outputs, inputs, 0))
+    LAUNCHER.launch(multiply, (1, 1, 1), x, ints(0), weight, ends, out, *sizes)
+    assert out[0, :32].tolist() == [4.0 * i for i in range(32)]
 
 
 def test_rows_of_logits_that_lie_far_apart_are_sampled() -> None:

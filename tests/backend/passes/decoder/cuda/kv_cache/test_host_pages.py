@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.backend.forward_pass import DeviceLost, IHostPages, SamplingParams, StepBatch
+from penstock.backend.forward_pass import DeviceLost, SamplingParams, StepBatch
+from penstock.backend.pass_extensions import IHostPages
 from penstock.backend.passes.decoder.cuda.device.link_probe import LinkSpeed
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.cuda.kv_cache import page_moves

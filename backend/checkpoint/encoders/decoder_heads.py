@@ -1,0 +1,151 @@
+"""Decoders that give vectors or scores instead of tokens, in the layouts of Qwen3-Embedding, E5-Mistral, Qwen3-Reranker
+and ForSequenceClassification. What they give is computed from the last token's hidden state after the final norm."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+
+from penstock.backend.checkpoint.config_json import parse_decoder_config
+from penstock.backend.checkpoint.encoders.sentence_transformers import read_max_tokens, read_modules
+from penstock.backend.checkpoint.encoders.tasks import find_task
+from penstock.backend.checkpoint.formats.stored_weight import find_weight
+from penstock.backend.checkpoint.json_file import read_json_object, shorten
+from penstock.backend.checkpoint.layout import CONFIG_FILE, TOKENIZER_FILE
+from penstock.backend.checkpoint.tensors import EMBEDDING, LM_HEAD, TensorSpec
+from penstock.backend.checkpoint.weights import open_tensor_files, with_model_prefix
+from penstock.backend.errors import StartupError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+
+HeadKind: TypeAlias = Literal["embed", "yes or no", "score"]
+TASKS = ("auto", "generate", "embed", "rerank", "classify")
+ANSWERS = ("yes", "no")
+"""The words whose logits a reranker without a head of its own compares (arXiv 2506.05176)."""
+_SUFFIXES = ("Model", "ForSequenceClassification", "ForCausalLM")
+
+
+@dataclass(frozen=True, slots=True)
+class PooledDecoder:
+    config: DecoderConfig
+    """Without lm_head."""
+    head: HeadKind
+    width: int
+    normalizes: bool = False
+    """The model's files say that "embed" is normalised. The pass leaves it as it is."""
+
+    @property
+    def kind(self) -> str:
+        """As in `PooledRows`."""
+        return "embed" if self.head == "embed" else "classify"
+
+
+def read_pooled_decoder(model_dir: Path, task: str, max_context_tokens: int | None) -> PooledDecoder | None:
+    """None if the decoder generates. task is one of TASKS. Raises StartupError."""
+    if task not in TASKS:
+        raise StartupError(f"--task is {shorten(task)}; it must be one of {', '.join(TASKS)}")
+    chosen = find_task(model_dir).task if task == "auto" else task
+    if chosen == "generate":
+        return None
+    path = model_dir / CONFIG_FILE
+    values = read_json_object(path)
+    name = _architecture(values)
+    suffix = next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), "")
+    try:
+        config = parse_decoder_config(
+            values | {"architectures": [name.removesuffix(suffix) + "ForCausalLM"]}, max_context_tokens
+        )
+    except StartupError as error:
+        raise StartupError(f"{path}: {error}") from None
+    limit = read_max_tokens(model_dir) or config.max_context_tokens
+    config = replace(
+        config,
+        tie_embeddings=False,
+        has_lm_head=False,
+        scales=replace(config.scales, logits=1.0, logits_softcap=None),
+        max_context_tokens=min(limit, config.max_context_tokens),
+    )
+    if chosen == "embed":
+        return PooledDecoder(config, "embed", config.hidden_size, normalizes=_check_modules(model_dir))
+    if suffix == "ForSequenceClassification":
+        labels = values.get("id2label")
+        return PooledDecoder(
+            config, "score", len(labels) if isinstance(labels, dict) and labels else _num_labels(values)
+        )
+    if chosen == "rerank":
+        return PooledDecoder(config, "yes or no", 1)
+    raise StartupError(f"--task is {task}; {name} has no head that classifies: it needs ForSequenceClassification")
+
+
+def read_head(model_dir: Path, pooled: PooledDecoder) -> Tensor | None:
+    """[width, hidden_size] fp32; None if the result is the hidden state itself. Raises StartupError."""
+    hidden, vocab = pooled.config.hidden_size, pooled.config.vocab_size
+    if pooled.head == "embed":
+        return None
+    with ExitStack() as closers:
+        files, where = open_tensor_files(model_dir, closers)
+        if pooled.head == "score":
+            stored = find_weight(TensorSpec("score.weight", (pooled.width, hidden)), None, files, where)
+            head = torch.empty(pooled.width, hidden)
+            stored.copy(head, lambda _: None)
+            return head
+        files = with_model_prefix(files)
+        name = LM_HEAD if LM_HEAD in files else EMBEDDING
+        find_weight(TensorSpec(name, (vocab, hidden)), None, files, where)
+        rows = torch.empty(len(ANSWERS), hidden)
+        file = files[name]
+        for row, token in zip(rows, _answer_tokens(model_dir, vocab), strict=True):
+            file.copy(file.tensors[name].rows(token, 1), row, lambda _: None)
+        return (rows[0] - rows[1]).view(1, hidden)
+
+
+def _answer_tokens(model_dir: Path, vocab_size: int) -> list[int]:
+    from tokenizers import Tokenizer
+
+    path = model_dir / TOKENIZER_FILE
+    if not path.is_file():
+        raise StartupError(f"{path} does not exist; a reranker without a head needs it to find its words yes and no")
+    tokenizer = Tokenizer.from_file(str(path))
+    tokens = []
+    for word in ANSWERS:
+        token = tokenizer.token_to_id(word)
+        if token is None or token >= vocab_size:
+            raise StartupError(f'{path} has no token "{word}", whose logit a reranker without a head compares')
+        tokens.append(token)
+    return tokens
+
+
+def _check_modules(model_dir: Path) -> bool:
+    """Whether the result is normalised."""
+    modules = read_modules(model_dir)
+    if modules is None:
+        return False
+    if modules.pooling not in ((), ("lasttoken",)):
+        modes = ", ".join(modules.pooling)
+        raise StartupError(f"{model_dir}: the pooling of a decoder is {modes}; only lasttoken is supported")
+    if modules.dense:
+        raise StartupError(f"{model_dir}: a Dense module behind a decoder is not supported")
+    return modules.normalizes
+
+
+def _architecture(values: dict[str, Any]) -> str:
+    architectures = values.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    if not isinstance(name, str):
+        raise StartupError(f"architectures is {shorten(architectures)}; it must name a decoder")
+    return name
+
+
+def _num_labels(values: dict[str, Any]) -> int:
+    count = values.get("num_labels", 2)
+    if not isinstance(count, int) or not 1 <= count <= 1 << 20:
+        raise StartupError(f"num_labels is {shorten(count)}; it must be an integer from 1 to {1 << 20}")
+    return count

@@ -1,0 +1,130 @@
+"""The dimensions and variations of an encoder and its heads, independent of any checkpoint format.
+
+The defaults are those of BERT (arXiv 1810.04805). An architecture is a set of values: the model and the operations know
+no names of architectures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from penstock.backend.checkpoint.decoder_config import RopeConfig
+
+Activation: TypeAlias = Literal["gelu", "gelu_tanh", "relu", "silu", "tanh", "sigmoid", "identity"]
+"""gelu is the exact one, with the error function."""
+PoolingMode: TypeAlias = Literal["cls", "mean", "max", "lasttoken", "weightedmean", "mean_sqrt_len"]
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderNames:
+    """Names of tensors in a checkpoint, without .weight or .bias; those of a layer without its prefix."""
+
+    prefixes: tuple[str, ...]
+    """What may stand before all of these names, in the order in which they are tried."""
+    words: str = "embeddings.word_embeddings"
+    positions: str = "embeddings.position_embeddings"
+    token_types: str = "embeddings.token_type_embeddings"  # noqa: S105 - not a password
+    embedding_norm: str = "embeddings.LayerNorm"
+    relative_bias: str = "encoder.relative_attention_bias"
+    layer: str = "encoder.layer.{}."
+    qkv: tuple[str, ...] = ("attention.self.query", "attention.self.key", "attention.self.value")
+    """q, k and v, or one tensor of all three."""
+    output: str = "attention.output.dense"
+    attention_norm: str = "attention.output.LayerNorm"
+    mlp_in: tuple[str, ...] = ("intermediate.dense",)
+    """Of a gated MLP gate and up, or one tensor of both."""
+    up_before_gate: bool = False
+    """The one tensor of both has the rows of up first."""
+    mlp_out: str = "output.dense"
+    mlp_norm: str = "output.LayerNorm"
+    final_norm: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayer:
+    """A linear of a head: then its activation, then its norm. Names are those of whole tensors in the checkpoint."""
+
+    weight: str | None
+    """None: the table of words."""
+    bias: str | None
+    inputs: int
+    outputs: int
+    activation: Activation = "identity"
+    norm: str | None = None
+    """Without .weight and .bias."""
+    norm_bias: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What becomes of the hidden states: pooled over a sequence's tokens, then its layers one after the other.
+
+    Without pooling the layers compute a vector for each token; of the kind "sparse" these are then pooled to
+    max(log(1 + relu(logit))) over the tokens.
+    """
+
+    kind: str
+    """As in `PooledRows`."""
+    pooling: tuple[PoolingMode, ...] = ()
+    """Several are concatenated, in this order."""
+    layers: tuple[HeadLayer, ...] = ()
+
+    def width(self, hidden_size: int) -> int:
+        return self.layers[-1].outputs if self.layers else hidden_size * max(1, len(self.pooling))
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """One encoder. Per-layer tuples have num_layers entries."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    norm_eps: float
+    max_context_tokens: int
+    activation: Activation
+    names: EncoderNames
+    heads: tuple[Head, ...] = ()
+    normalizes: bool = False
+    """The model's files say that "embed" is normalised. The pass leaves it as it is."""
+
+    num_positions: int = 0
+    """Rows of the table of learned positions; 0 without one."""
+    first_position: int = 0
+    """The row of a sequence's first token: RoBERTa's are those behind the padding token's id."""
+    num_token_types: int = 0
+    """Rows of the table of token types; 0 without one."""
+    norm_first: bool = False
+    """Attention and MLP read a norm of the residual stream (ModernBERT). Otherwise the stream itself is normalised
+    after each of them."""
+    first_attention_norm: bool = True
+    """False: the first layer's attention reads the stream as it is; only with norm_first."""
+    norm_bias: bool = True
+    qkv_bias: bool = True
+    output_bias: bool = True
+    mlp_in_bias: bool = True
+    mlp_out_bias: bool = True
+    is_gated: bool = False
+    """The MLP's product is activation(gate) × up."""
+    ropes: tuple[RopeConfig, ...] = ()
+    layer_ropes: tuple[int | None, ...] = ()
+    """Each layer's index into ropes."""
+    layer_windows: tuple[int | None, ...] = field(default=())
+    """Tokens to each side that a token attends to; None is all."""
+    num_relative_buckets: int = 0
+    """Rows of the table of relative position biases, the same for all layers (MPNet); 0 without one."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    def rope_of_layer(self, index: int) -> int | None:
+        return self.layer_ropes[index] if self.layer_ropes else None
+
+    def window_of_layer(self, index: int) -> int | None:
+        return self.layer_windows[index] if self.layer_windows else None

@@ -1,0 +1,279 @@
+"""The supported encoders: how each differs from BERT, and its defaults for absent keys of config.json.
+
+A new one is an entry of FAMILIES and a preset of tests/encoder_checkpoints.py, as long as `EncoderConfig` can express
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from penstock.backend.checkpoint.encoders.encoder_config import Activation, EncoderNames, HeadLayer, PoolingMode
+
+if TYPE_CHECKING:
+    from penstock.backend.checkpoint.encoders.hf_config import EncoderHfConfig
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swiglu": "silu",
+    "tanh": "tanh",
+}
+PADDING_POSITION = 1
+"""RoBERTa's padding token, if a config.json names none; MPNet's always."""
+
+Layers: TypeAlias = Callable[["EncoderHfConfig"], tuple[HeadLayer, ...]]
+Biases: TypeAlias = Literal["all", "none", "by key", "not of the MLP's input"]
+
+
+def _dense(
+    config: EncoderHfConfig, name: str, activation: Activation = "identity", *, outputs: int | None = None
+) -> HeadLayer:
+    return HeadLayer(f"{name}.weight", f"{name}.bias", config.hidden_size, outputs or config.hidden_size, activation)
+
+
+def _classifier(config: EncoderHfConfig, name: str = "classifier") -> HeadLayer:
+    return _dense(config, name, outputs=config.label_count)
+
+
+def _token_classifier(config: EncoderHfConfig) -> tuple[HeadLayer, ...]:
+    return (_classifier(config),)
+
+
+def _behind_pooler(pooler: str) -> Layers:
+    return lambda config: (_dense(config, pooler, "tanh"), _classifier(config))
+
+
+def _roberta_classifier(config: EncoderHfConfig) -> tuple[HeadLayer, ...]:
+    return _dense(config, "classifier.dense", "tanh"), _classifier(config, "classifier.out_proj")
+
+
+def _distilbert_classifier(config: EncoderHfConfig) -> tuple[HeadLayer, ...]:
+    return _dense(config, "pre_classifier", "relu"), _classifier(config)
+
+
+def _modernbert_transform(config: EncoderHfConfig) -> HeadLayer:
+    bias = "head.dense.bias" if config.classifier_bias else None
+    activation = ACTIVATIONS.get(config.classifier_activation, "gelu")
+    size = config.hidden_size
+    return HeadLayer("head.dense.weight", bias, size, size, activation, "head.norm", config.norm_bias)
+
+
+def _modernbert_classifier(config: EncoderHfConfig) -> tuple[HeadLayer, ...]:
+    return _modernbert_transform(config), _classifier(config)
+
+
+def _modernbert_words(config: EncoderHfConfig) -> tuple[HeadLayer, ...]:
+    bias = "decoder.bias" if config.decoder_bias else None
+    return _modernbert_transform(config), HeadLayer(None, bias, config.hidden_size, config.vocab_size)
+
+
+def _words(transform: str, norm: str, bias: str, activation: Activation | None = None) -> Layers:
+    """A masked language model's head: a linear, its norm, and the product with the table of words."""
+
+    def layers(config: EncoderHfConfig) -> tuple[HeadLayer, ...]:
+        size = config.hidden_size
+        own = activation or ACTIVATIONS.get(config.hidden_act, "gelu")
+        first = HeadLayer(f"{transform}.weight", f"{transform}.bias", size, size, own, norm)
+        return first, HeadLayer(None, bias, size, config.vocab_size)
+
+    return layers
+
+
+def _cls(_: EncoderHfConfig) -> PoolingMode:
+    return "cls"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderFamily:
+    """The encoders whose architectures begin with the same name. The functions read what the config.json decides."""
+
+    names: EncoderNames
+    keys: dict[str, str] = field(default_factory=dict)
+    """Key of this family's config.json → that of EncoderHfConfig."""
+    positions: Literal["learned", "after padding", "rope", "rope by layer type"] = "learned"
+    padding_id: int | None = None
+    """Not None: it is this one whatever pad_token_id says."""
+    token_types: int | None = 2
+    """Default of type_vocab_size; None: there are none."""
+    norm_eps: float = 1e-12
+    has_norm_bias_key: bool = False
+    norm_first: bool = False
+    biases: Biases = "all"
+    is_gated: bool = False
+    has_relative_bias: bool = False
+    rope_theta: float = 10_000.0
+    classifier: Layers
+    """Of ForSequenceClassification."""
+    classifier_pooling: Callable[[EncoderHfConfig], PoolingMode] = _cls
+    token_classifier: Layers = _token_classifier
+    words: Layers | None = None
+    """Of ForMaskedLM."""
+    refused: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    """Key of the config.json → the values that are supported, null always."""
+
+
+_ROBERTA_WORDS = _words("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", "gelu")
+_BERT_KEYS: dict[str, tuple[object, ...]] = {"position_embedding_type": ("absolute",), "is_decoder": (False,)}
+_GTE_NAMES = EncoderNames(
+    prefixes=("", "new.", "gte."),
+    qkv=("attention.qkv_proj",),
+    output="attention.o_proj",
+    attention_norm="attn_ln",
+    mlp_in=("mlp.up_gate_proj",),
+    up_before_gate=True,
+    mlp_out="mlp.down_proj",
+    mlp_norm="mlp_ln",
+)
+_NOMIC_NAMES = EncoderNames(
+    prefixes=("", "nomic_bert."),
+    embedding_norm="emb_ln",
+    layer="encoder.layers.{}.",
+    qkv=("attn.Wqkv",),
+    output="attn.out_proj",
+    attention_norm="norm1",
+    mlp_in=("mlp.fc12", "mlp.fc11"),
+    mlp_out="mlp.fc2",
+    mlp_norm="norm2",
+)
+_ROBERTA = EncoderFamily(
+    names=EncoderNames(prefixes=("", "roberta.")),
+    positions="after padding",
+    token_types=2,
+    classifier=_roberta_classifier,
+    words=_ROBERTA_WORDS,
+    refused=_BERT_KEYS,
+)
+
+FAMILIES = {
+    "Bert": EncoderFamily(
+        names=EncoderNames(prefixes=("", "bert.")),
+        classifier=_behind_pooler("bert.pooler.dense"),
+        words=_words("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias"),
+        refused=_BERT_KEYS,
+    ),
+    "DistilBert": EncoderFamily(
+        names=EncoderNames(
+            prefixes=("", "distilbert."),
+            layer="transformer.layer.{}.",
+            qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+            output="attention.out_lin",
+            attention_norm="sa_layer_norm",
+            mlp_in=("ffn.lin1",),
+            mlp_out="ffn.lin2",
+            mlp_norm="output_layer_norm",
+        ),
+        keys={
+            "dim": "hidden_size",
+            "hidden_dim": "intermediate_size",
+            "n_layers": "num_hidden_layers",
+            "n_heads": "num_attention_heads",
+            "activation": "hidden_act",
+        },
+        token_types=None,
+        classifier=_distilbert_classifier,
+        words=_words("vocab_transform", "vocab_layer_norm", "vocab_projector.bias"),
+    ),
+    "Roberta": _ROBERTA,
+    "XLMRoberta": _ROBERTA,
+    "Camembert": _ROBERTA,
+    "MPNet": EncoderFamily(
+        names=EncoderNames(
+            prefixes=("", "mpnet."),
+            qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+            output="attention.attn.o",
+            attention_norm="attention.LayerNorm",
+        ),
+        positions="after padding",
+        padding_id=PADDING_POSITION,
+        token_types=None,
+        has_relative_bias=True,
+        classifier=_roberta_classifier,
+        words=_ROBERTA_WORDS,
+    ),
+    "ModernBert": EncoderFamily(
+        names=EncoderNames(
+            prefixes=("", "model."),
+            words="embeddings.tok_embeddings",
+            embedding_norm="embeddings.norm",
+            layer="layers.{}.",
+            qkv=("attn.Wqkv",),
+            output="attn.Wo",
+            attention_norm="attn_norm",
+            mlp_in=("mlp.Wi",),
+            mlp_out="mlp.Wo",
+            mlp_norm="mlp_norm",
+            final_norm="final_norm",
+        ),
+        keys={"hidden_activation": "hidden_act", "norm_eps": "layer_norm_eps"},
+        positions="rope by layer type",
+        token_types=None,
+        norm_eps=1e-5,
+        has_norm_bias_key=True,
+        norm_first=True,
+        biases="by key",
+        is_gated=True,
+        classifier=_modernbert_classifier,
+        classifier_pooling=lambda config: config.classifier_pooling,
+        token_classifier=_modernbert_classifier,
+        words=_modernbert_words,
+    ),
+    "NomicBert": EncoderFamily(
+        names=_NOMIC_NAMES,
+        keys={
+            "n_embd": "hidden_size",
+            "n_inner": "intermediate_size",
+            "n_layer": "num_hidden_layers",
+            "n_head": "num_attention_heads",
+            "n_positions": "max_position_embeddings",
+            "activation_function": "hidden_act",
+            "layer_norm_epsilon": "layer_norm_eps",
+            "rotary_emb_base": "rope_theta",
+        },
+        positions="rope",
+        biases="none",
+        is_gated=True,
+        rope_theta=1000.0,
+        classifier=_behind_pooler("nomic_bert.pooler.dense"),
+        refused={
+            "hidden_act": ("silu", "swiglu"),
+            "prenorm": (False,),
+            "use_rms_norm": (False,),
+            "rotary_emb_fraction": (1, 1.0),
+            "rotary_emb_interleaved": (False,),
+            "qkv_proj_bias": (False,),
+            "mlp_fc1_bias": (False,),
+            "mlp_fc2_bias": (False,),
+            "num_experts": (0,),
+        },
+    ),
+    "New": EncoderFamily(
+        names=_GTE_NAMES,
+        positions="rope",
+        biases="not of the MLP's input",
+        is_gated=True,
+        classifier=_behind_pooler("new.pooler.dense"),
+        refused={
+            "position_embedding_type": ("rope",),
+            "layer_norm_type": ("layer_norm",),
+            "logn_attention_scale": (False,),
+            "pack_qkv": (True,),
+        },
+    ),
+    "Gte": EncoderFamily(
+        names=_GTE_NAMES,
+        positions="rope",
+        token_types=1,
+        biases="not of the MLP's input",
+        is_gated=True,
+        rope_theta=160_000.0,
+        classifier=_behind_pooler("gte.pooler.dense"),
+    ),
+}
+REFUSED_FAMILIES = {"Albert": "its layers share one set of weights"}

@@ -1,0 +1,219 @@
+"""The weights of an encoder's checkpoint as canonical tensors, one layer at a time.
+
+Canonical means: q, k and v are stacked into one matrix, and so are gate and up, in this order. A norm is [weight |
+bias], with zeros for a bias that the model does not have. Every tensor is a new copy that the caller owns.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.backend.checkpoint.config_json import read_declared_dtype
+from penstock.backend.checkpoint.encoders.tensors import (
+    layer_specs,
+    linear_specs,
+    norm_specs,
+    table_specs,
+)
+from penstock.backend.checkpoint.formats.stored_weight import find_weight
+from penstock.backend.checkpoint.layout import SINGLE_FILE
+from penstock.backend.checkpoint.progress import make_progress
+from penstock.backend.checkpoint.safetensors_file import SafetensorsFile
+from penstock.backend.checkpoint.weights import open_tensor_files, rename_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+    from types import TracebackType
+
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig, HeadLayer
+    from penstock.backend.checkpoint.formats.stored_weight import StoredWeight
+    from penstock.backend.checkpoint.formats.tensor_file import TensorFile
+    from penstock.backend.checkpoint.progress import Progress
+    from penstock.backend.checkpoint.tensors import TensorSpec
+
+_OLD_NORM_NAMES = {".gamma": ".weight", ".beta": ".bias"}
+"""Of norms in files that were converted from TensorFlow."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderLayerWeights:
+    """One layer. Linear weights are [outputs, inputs], row-major; biases [outputs]; norms [2 * hidden_size]."""
+
+    qkv: Tensor
+    """[3 * hidden_size, hidden_size]: rows of q, then k, then v."""
+    output: Tensor
+    mlp_in: Tensor
+    """[intermediate_size, hidden_size]; of a gated MLP rows of gate, then as many of up."""
+    mlp_out: Tensor
+    mlp_norm: Tensor
+    attention_norm: Tensor | None
+    qkv_bias: Tensor | None
+    output_bias: Tensor | None
+    mlp_in_bias: Tensor | None
+    mlp_out_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayerWeights:
+    """weight is None if it is the table of words."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    norm: Tensor | None
+    """[2 * outputs]"""
+
+
+class EncoderWeights:
+    """An open checkpoint that has every needed tensor. Use it in a `with` block."""
+
+    def __init__(
+        self,
+        config: EncoderConfig,
+        prefix: str,
+        stored: dict[str, StoredWeight],
+        declared_dtype: torch.dtype | None,
+        progress: Progress,
+        closers: ExitStack,
+    ) -> None:
+        """prefix: what stands before all names. stored: every needed tensor, by name."""
+        self._config = config
+        self._names = config.names
+        self._prefix = prefix
+        self._stored = stored
+        self.declared_dtype = declared_dtype
+        self._progress = progress
+        self._closers = closers
+
+    def __enter__(self) -> EncoderWeights:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._closers.close()
+
+    def words(self) -> Tensor:
+        """[vocab_size, hidden_size] fp32"""
+        return self._read((table_specs(self._config, self._prefix)["words"],))
+
+    def table(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """The table of "positions", "token_types" or "relative_bias"; None if the model has none."""
+        spec = table_specs(self._config, self._prefix).get(name)
+        return None if spec is None else self._read((spec,), dtype)
+
+    def layer(self, index: int) -> EncoderLayerWeights:
+        """In fp32."""
+        specs = layer_specs(self._config, self._prefix, index)
+        fields = {field: self._read(each) if each else None for field, each in specs.items()}
+        for field in ("attention_norm", "mlp_norm"):
+            fields[field] = self._norm(specs[field]) if specs[field] else None
+        if self._names.up_before_gate:
+            for field in ("mlp_in", "mlp_in_bias"):
+                fields[field] = _swap_halves(fields[field])
+        return EncoderLayerWeights(**fields)  # type: ignore[arg-type]
+
+    def embedding_norm(self) -> Tensor:
+        return self._required_norm(self._names.embedding_norm)
+
+    def final_norm(self) -> Tensor | None:
+        return None if self._names.final_norm is None else self._required_norm(self._names.final_norm)
+
+    def head_layer(self, layer: HeadLayer) -> HeadLayerWeights:
+        """In fp32."""
+        specs = {spec.name: spec for spec in linear_specs(layer)}
+        weight = None if layer.weight is None else self._read((specs[layer.weight],))
+        bias = None if layer.bias is None else self._read((specs[layer.bias],))
+        norm = None if layer.norm is None else self._norm(norm_specs(layer.norm, layer.outputs, biased=layer.norm_bias))
+        return HeadLayerWeights(weight, bias, norm)
+
+    def _required_norm(self, name: str) -> Tensor:
+        config = self._config
+        return self._norm(norm_specs(self._prefix + name, config.hidden_size, biased=config.norm_bias))
+
+    def _norm(self, specs: tuple[TensorSpec, ...]) -> Tensor:
+        norm = self._read(specs)
+        return norm if len(specs) == 2 else torch.cat([norm, torch.zeros_like(norm)])
+
+    def _read(self, specs: tuple[TensorSpec, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        """The tensors stacked along their first dimension."""
+        stacked = torch.empty(sum(spec.shape[0] for spec in specs), *specs[0].shape[1:], dtype=dtype)
+        row = 0
+        for spec in specs:
+            self._stored[spec.name].copy(stacked[row : row + spec.shape[0]], self._progress.advance)
+            row += spec.shape[0]
+        return stacked
+
+
+def open_encoder(
+    model_dir: Path, config: EncoderConfig, make_progress: Callable[[int], Progress] = make_progress
+) -> EncoderWeights:
+    """Open the safetensors files and check every tensor that config needs. Nothing is loaded yet.
+
+    Raises StartupError with the tensor's name and both shapes.
+    """
+    with ExitStack() as closers:
+        files, where = open_tensor_files(model_dir, closers)
+        files = _with_new_names(files) | _open_folders(model_dir, config, closers)
+        prefix = _find_prefix(config, files)
+        stored = {spec.name: find_weight(spec, None, files, where) for spec in _needed(config, prefix)}
+        num_bytes = sum(weight.num_bytes for weight in stored.values())
+        progress = closers.enter_context(closing(make_progress(num_bytes)))
+        dtype = read_declared_dtype(model_dir)
+        return EncoderWeights(config, prefix, stored, dtype, progress, closers.pop_all())
+
+
+def _needed(config: EncoderConfig, prefix: str) -> Iterator[TensorSpec]:
+    names = config.names
+    yield from table_specs(config, prefix).values()
+    for norm in (names.embedding_norm, names.final_norm):
+        if norm is not None:
+            yield from norm_specs(prefix + norm, config.hidden_size, biased=config.norm_bias)
+    for index in range(config.num_layers):
+        for specs in layer_specs(config, prefix, index).values():
+            yield from specs
+    for head in config.heads:
+        for layer in head.layers:
+            yield from linear_specs(layer)
+            if layer.norm is not None:
+                yield from norm_specs(layer.norm, layer.outputs, biased=layer.norm_bias)
+
+
+def _find_prefix(config: EncoderConfig, files: dict[str, TensorFile]) -> str:
+    """The one that the files use. If they use none, the first, so that the missing tensor is named."""
+    prefixes = config.names.prefixes
+    return next((prefix for prefix in prefixes if f"{prefix}{config.names.words}.weight" in files), prefixes[0])
+
+
+def _open_folders(model_dir: Path, config: EncoderConfig, closers: ExitStack) -> dict[str, TensorFile]:
+    """The tensors of modules that have a folder of their own, named by it."""
+    found: dict[str, TensorFile] = {}
+    weights = (layer.weight for head in config.heads for layer in head.layers)
+    for folder in sorted({name.partition("/")[0] for name in weights if name is not None and "/" in name}):
+        file = closers.enter_context(closing(SafetensorsFile(model_dir / folder / SINGLE_FILE)))
+        file.tensors = {f"{folder}/{name}": tensor for name, tensor in file.tensors.items()}
+        found |= dict.fromkeys(file.tensors, file)
+    return found
+
+
+def _with_new_names(files: dict[str, TensorFile]) -> dict[str, TensorFile]:
+    """Rename the norms of old files."""
+
+    def renamed(name: str) -> str:
+        stem, dot, end = name.rpartition(".")
+        return stem + _OLD_NORM_NAMES.get(dot + end, dot + end)
+
+    return rename_tensors(files, renamed)
+
+
+def _swap_halves(stacked: Tensor | None) -> Tensor | None:
+    if stacked is None:
+        return None
+    first, second = stacked.chunk(2)
+    return torch.cat([second, first])

@@ -1,0 +1,77 @@
+"""Weights of a linear layer in 8-bit floats, as `quantized_weights.py` has those in integers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FLOAT8_GROUP_SIZE = 128
+"""Of the groups that kernels multiply."""
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Form:
+    """The form of a `Float8Weight`, without its numbers."""
+
+    group_size: int | None
+    """Inputs that share a scale; None for one scale per output."""
+
+    def num_groups(self, inputs: int) -> int:
+        return 1 if self.group_size is None else -(-inputs // self.group_size)
+
+    def num_bytes(self, shape: tuple[int, int]) -> int:
+        """As `PackedForm.num_bytes`."""
+        outputs, inputs = shape
+        return outputs * (inputs + self.num_groups(inputs) * _SCALE_BYTES)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Float8Weight:
+    """w = scale × value, values in E4M3. Raises ValueError for other shapes, dtypes or scales."""
+
+    values: Tensor
+    """uint8 [outputs, inputs], the bits."""
+    scales: Tensor
+    """float32 [outputs, groups], finite. The last group may be smaller."""
+    group_size: int | None
+    """As in `Float8Form`."""
+
+    def __post_init__(self) -> None:
+        if self.values.dtype is not torch.uint8 or self.values.dim() != 2 or not self.values.numel():
+            raise ValueError(f"values must be uint8 of 2 dimensions, not {self.values.dtype} {list(self.values.shape)}")
+        outputs, inputs = self.shape
+        groups = (outputs, self.form.num_groups(inputs))
+        if self.scales.dtype is not torch.float32 or self.scales.shape != groups:
+            raise ValueError(
+                f"scales must be float32 {list(groups)}, not {self.scales.dtype} {list(self.scales.shape)}"
+            )
+        if not bool(self.scales.isfinite().all()):
+            raise ValueError("scales must be finite")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(outputs, inputs)."""
+        outputs, inputs = self.values.shape
+        return outputs, inputs
+
+    @property
+    def form(self) -> Float8Form:
+        return Float8Form(self.group_size)
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """[outputs, …] each."""
+        return self.values, self.scales
+
+    def with_parts(self, *parts: Tensor) -> Float8Weight:
+        values, scales = parts
+        return Float8Weight(values, scales, self.group_size)
+
+    def dequantize(self) -> Tensor:
+        """Float32 [outputs, inputs]."""
+        inputs = self.values.shape[1]
+        scales = self.scales.repeat_interleave(self.group_size or inputs, dim=1)[:, :inputs]
+        return self.values.view(torch.float8_e4m3fn).float().mul_(scales)

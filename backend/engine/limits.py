@@ -1,0 +1,79 @@
+"""What a request may ask of the model that is served. Frontends check the same for a better message; these checks
+protect the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.shm.messages import Failure, FailureCode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from penstock.shm.link.events import Submission
+    from penstock.shm.messages import Pooled, Submit
+
+_CUT_KINDS = ("embed", "token_embed")
+"""Kinds of which a request may receive the first dimensions."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Limits of one request, and of the number of open and waiting requests."""
+
+    vocab_size: int
+    max_context_tokens: int
+    max_waiting: int
+    """Sequences that may wait. Tenants with less than their share of the places may exceed it: see `tenant_places`."""
+    priority_step_s: float = 0.0
+    """Head start of one priority level over later arrivals; 0 is first come, first served."""
+    max_open: int = 1 << 16
+    """Open requests, including those that share a sequence. Tenants may exceed it as they may max_waiting."""
+    max_open_resumed: int = 1 << 17
+    """Open requests at which even one that was admitted before is refused: the bound on what frontends may claim."""
+    scores_prompts: bool = True
+    """The forward pass can report log probabilities of prompts."""
+    pooled: Mapping[str, int] = field(default_factory=dict)
+    """Kinds of vectors that the forward pass computes → values per vector."""
+    generates: bool = True
+    """The forward pass samples tokens."""
+
+    def find_fault(self, submission: Submission) -> Failure | None:
+        """Why the model cannot serve the request, whatever else is open."""
+        submit, request_id = submission.submit, submission.request_id
+        tokens = np.frombuffer(submission.tokens, np.uint32)  # a negative id is larger than any other
+        if not 1 <= submit.num_prompt_tokens <= len(tokens) or len(tokens) > self.max_context_tokens:
+            return Failure(request_id, FailureCode.CONTEXT_TOO_LONG, self.max_context_tokens)
+        highest = int(np.maximum.reduce(tokens)) if submission.embeddings is None else 0
+        if max(highest, *_named_ids(submit), 0) >= self.vocab_size:
+            return Failure(request_id, FailureCode.BAD_TOKEN, self.vocab_size)
+        if submit.pooled is not None:
+            return self._find_fault_of_pooled(submission, submit.pooled, len(tokens))
+        if not self.generates:
+            return Failure(request_id, FailureCode.NOT_SERVED)
+        if submit.num_prompt_logprobs >= 0 and not self.scores_prompts:
+            return Failure(request_id, FailureCode.NOT_SCORED)
+        return None
+
+    def _find_fault_of_pooled(self, submission: Submission, pooled: Pooled, num_tokens: int) -> Failure | None:
+        width = self.pooled.get(pooled.kind)
+        if width is None or submission.embeddings is not None or submission.output is not None:
+            return Failure(submission.request_id, FailureCode.NOT_SERVED)
+        if pooled.num_dimensions > (width if pooled.kind in _CUT_KINDS else 0):
+            return Failure(submission.request_id, FailureCode.NOT_SERVED, width)
+        if num_tokens != submission.submit.num_prompt_tokens or pooled.second_start >= num_tokens:
+            text = "tokens behind the input, or no second text"
+            return Failure(submission.request_id, FailureCode.INTERNAL, text=text)
+        return None
+
+
+def _named_ids(submit: Submit) -> Iterator[int]:
+    """Token ids in the request's options. Stop ids are left out: one outside the vocabulary is never sampled."""
+    yield from (token_id for token_id, _ in submit.sampling.logit_bias)
+    if (constraints := submit.constraints) is not None:
+        yield from constraints.allowed_token_ids
+        yield from constraints.thinking_end
+        yield from (token_id for run in constraints.bad_words for token_id in run)

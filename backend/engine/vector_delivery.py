@@ -1,0 +1,118 @@
+"""Sends finished vectors to their subscribers, and keeps them for equal requests that come later."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from penstock.backend.engine.vectors import Vectors, pack_dense, pack_sparse
+from penstock.shm.messages import MAX_VECTOR_PART_BYTES, Pooled, Started, VectorPart
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.backend.engine.delivery import Delivery
+    from penstock.backend.engine.open_requests import OpenRequests
+    from penstock.backend.engine.vector_cache import VectorCache
+    from penstock.backend.sequences.sequence import Sequence
+    from penstock.backend.sequences.subscribers import Subscriber
+    from penstock.shm.link.backend_link import BackendLink
+    from penstock.shm.link.events import Submission
+    from penstock.shm.memory.board import BackendBoard
+
+logger = logging.getLogger("penstock.backend")
+
+_SPARSE_PART_VALUES = MAX_VECTOR_PART_BYTES // 8
+"""Values and indices of a part together have the limit of values alone, so that a message holds any part."""
+_Due = tuple["Sequence", "Subscriber", Vectors]
+
+
+class VectorDelivery:
+    """Vectors of a step that are asked for in the same form are packed together."""
+
+    def __init__(
+        self,
+        link: BackendLink,
+        board: BackendBoard,
+        open_requests: OpenRequests,
+        delivery: Delivery,
+        cache: VectorCache | None = None,
+    ) -> None:
+        self._link = link
+        self._board = board
+        self._open_requests = open_requests
+        self._delivery = delivery
+        self._cache = cache
+
+    def deliver_cached(self, submission: Submission) -> bool:
+        """Answer the request at once if its vector is in the cache. False if it is not, or nothing is cached."""
+        submit, cache = submission.submit, self._cache
+        if cache is None or submit.pooled is None or not submit.may_share:
+            return False
+        vectors = cache.get(cache.key(submit.salt, submit.pooled, submission.tokens))
+        if vectors is None:
+            self._board.vector_cache_misses += 1
+            return False
+        self._board.vector_cache_hits += 1
+        self._board.requests_accepted += 1
+        started = Started(submit.request_id, submit.num_prompt_tokens, 0.0)
+        (values,) = _pack([vectors], submit.pooled)
+        self._send(submission.frontend, submit.request_id, vectors, values, started)
+        return True
+
+    def deliver(self, finished: list[tuple[Sequence, Vectors]]) -> None:
+        """Send each sequence's vectors to its subscribers. They end, and the sequences with them.
+
+        An error fails the requests of one sequence, or of those whose vectors are packed together.
+        """
+        groups: defaultdict[tuple[int, int, bool], list[_Due]] = defaultdict(list)
+        for sequence, vectors in finished:
+            if self._cache is not None and sequence.pooled is not None:
+                key = self._cache.key(sequence.salt, sequence.pooled, sequence.tokens.tobytes())
+                self._cache.put(key, vectors)
+                self._board.vector_cache_bytes = self._cache.num_bytes
+            width = -1 if vectors.indices is not None else vectors.values.shape[1]
+            for subscriber in sequence.subscribers:
+                if (pooled := subscriber.pooled) is not None:
+                    groups[width, pooled.num_dimensions, pooled.normalize].append((sequence, subscriber, vectors))
+        for group in groups.values():
+            try:
+                self._deliver_group(group)
+            except Exception:  # as broad as can be: a bug in what one request sets off must not end the others
+                logger.exception("vectors could not be delivered; their requests fail")
+                for sequence, _, _ in group:
+                    self._delivery.fail(sequence)
+
+    def _deliver_group(self, group: list[_Due]) -> None:
+        packed = _pack([vectors for _, _, vectors in group], group[0][1].pooled or Pooled("embed"))
+        for (sequence, subscriber, vectors), values in zip(group, packed, strict=True):
+            started = self._delivery.start(sequence, subscriber)
+            self._send(subscriber.frontend, subscriber.request_id, vectors, values, started)
+            self._open_requests.remove(sequence, subscriber)
+
+    def _send(self, frontend: int, request_id: int, vectors: Vectors, values: bytes, started: Started) -> None:
+        self._link.push_vectors(frontend, request_id, _parts(request_id, vectors, values), started)
+        self._board.requests_finished += 1
+
+
+def _pack(group: list[Vectors], pooled: Pooled) -> list[bytes]:
+    """The values that a subscriber receives of each; all are sparse, or all have the same width."""
+    if group[0].indices is not None:
+        return [pack_sparse(vectors, pooled) for vectors in group]
+    return pack_dense(group, pooled)
+
+
+def _parts(request_id: int, vectors: Vectors, values: bytes) -> Iterator[VectorPart]:
+    num_vectors, num_values = vectors.num_vectors, len(values) // 4
+    if vectors.indices is None:
+        if len(values) <= MAX_VECTOR_PART_BYTES:
+            yield VectorPart(request_id, num_vectors, num_values, values)
+            return
+        for start in range(0, len(values), MAX_VECTOR_PART_BYTES):
+            yield VectorPart(request_id, num_vectors, num_values, values[start : start + MAX_VECTOR_PART_BYTES])
+        return
+    indices, part_bytes = vectors.indices.tobytes(), 4 * _SPARSE_PART_VALUES
+    for start in range(0, max(1, len(values)), part_bytes):
+        part = slice(start, start + part_bytes)
+        yield VectorPart(request_id, num_vectors, num_values, values[part], indices[part])

@@ -1,0 +1,64 @@
+"""Optional interfaces of a forward pass. A pass has one by having its methods.
+
+This module imports typing only, as `forward_pass` does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from penstock.backend.forward_pass import DeviceRows
+
+
+@runtime_checkable
+class IHostPages(Protocol):
+    """Optional interface of a pass whose device has its own memory: evicted pages can be saved to the host, and come
+    back with `StepBatch.page_restores`. The engine decides which pages are saved, and where."""
+
+    @property
+    def num_host_pages(self) -> int:
+        """Fixed once the cache is created. 0 if computing a page again is quicker than copying it there and back, or if
+        PassOptions.host_kv_bytes holds no page."""
+        ...
+
+    def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        """Copy each (page, host page) pair, after all steps launched so far; later steps may write to the pages.
+
+        No host page occurs twice. Called between steps, not between `forward` and `sample`. An error here is fatal: the
+        engine would otherwise read pages that were never saved.
+        """
+        ...
+
+
+@runtime_checkable
+class IDeviceLogits(Protocol):
+    """Optional interface of a GPU pass: clients on the same GPU receive its logits without a copy through the host."""
+
+    def device_logits(self, logits: Any) -> DeviceRows:
+        """The logits of `forward`'s handle, [L, vocab_size]. Called before `sample`; copied in the stream's order."""
+        ...
+
+
+@runtime_checkable
+class IHiddenStates(Protocol):
+    """Optional interface: clients receive hidden states: the last layer's output after the final norm."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    def host_hidden_states(self, logits: Any) -> NDArray[np.float32]:
+        """Hidden states of the last step, on the host: [L, hidden_size]. Called before `sample`."""
+        ...
+
+
+@runtime_checkable
+class IDeviceHiddenStates(IHiddenStates, IDeviceLogits, Protocol):
+    """Hidden states of a GPU pass. A pass that is IDeviceLogits offers hidden states only if it is this as well."""
+
+    def device_hidden_states(self, logits: Any) -> DeviceRows:
+        """Hidden states of the last step, on the device: as `device_logits`."""
+        ...

@@ -1,0 +1,124 @@
+"""PooledDecoderPass: a decoder on the CPU that gives vectors or scores of sequences instead of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from penstock.backend.checkpoint.config_json import read_declared_dtype
+from penstock.backend.checkpoint.encoders.decoder_heads import read_head
+from penstock.backend.checkpoint.formats.declared import read_stored_formats
+from penstock.backend.checkpoint.quantization.modes import check_sizes, find_quantization
+from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
+from penstock.backend.checkpoint.weights import choose_dtype
+from penstock.backend.forward_pass import StepOutput
+from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass, make_cpu_ops
+from penstock.backend.passes.decoder.cpu.path_choice import check_cpu_path
+from penstock.backend.passes.decoder.memory_trimming import return_freed_memory
+from penstock.backend.passes.decoder.ops import CPU_KV_DTYPES
+from penstock.backend.passes.decoder.spec import make_spec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.encoders.decoder_heads import PooledDecoder
+    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+    from penstock.backend.checkpoint.tensors import LayerWeights
+    from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch, TokenMasks
+    from penstock.backend.passes.decoder.model import Weights
+    from penstock.backend.passes.decoder.ops import CpuOps
+
+
+@dataclass(frozen=True, slots=True)
+class _WithHead:
+    """A decoder's weights with another output layer, or none."""
+
+    weights: Weights
+    head: Tensor | None
+
+    def embedding(self, dtype: torch.dtype) -> Tensor | QuantizedWeight:
+        return self.weights.embedding(dtype)
+
+    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Tensor | QuantizedWeight]:
+        return self.weights.layer(index, dtype)
+
+    def final_norm(self, dtype: torch.dtype) -> Tensor:
+        return self.weights.final_norm(dtype)
+
+    def lm_head(self, dtype: torch.dtype) -> Tensor | None:
+        return None if self.head is None else self.head.to(dtype)
+
+
+class PooledDecoderPass(CpuDecoderPass):
+    """The handle between `forward` and `sample` is the pooled arrays. Pages and chunks are those of a decoder."""
+
+    def __init__(
+        self,
+        pooled: PooledDecoder,
+        weights: Weights,
+        ops: CpuOps,
+        dtype: torch.dtype,
+        max_running: int,
+        spec: PassSpec,
+    ) -> None:
+        super().__init__(pooled.config, weights, ops, dtype, max_running)
+        self._gives_hidden_states = pooled.head == "embed"
+        self._spec = spec
+
+    @classmethod
+    def describe_pooled(cls, model_dir: Path, options: PassOptions, pooled: PooledDecoder) -> PassSpec:
+        check_cpu_path(options.cpu_path)
+        quantization = find_quantization(options.quantize)
+        if quantization is not None:
+            check_sizes(quantization, pooled.config)
+        dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16)
+        spec = make_spec(pooled.config, dtype, CPU_KV_DTYPES, quantization, read_stored_formats(model_dir))
+        return replace(spec, pooled={pooled.kind: pooled.width}, generates=False, scores_prompts=False)
+
+    @classmethod
+    def load_pooled(cls, model_dir: Path, options: PassOptions, pooled: PooledDecoder) -> PooledDecoderPass:
+        spec = cls.describe_pooled(model_dir, options, pooled)
+        quantization = find_quantization(options.quantize)
+        with return_freed_memory(), open_served_weights(model_dir, pooled.config, quantization) as weights:
+            dtype = weights.choose_dtype(options.dtype)
+            # Logits are as wide as the head.
+            ops = make_cpu_ops(
+                replace(pooled.config, vocab_size=1 if pooled.head == "embed" else pooled.width),
+                dtype,
+                options.max_batch_tokens,
+                options.cpu_path,
+                deterministic=options.deterministic,
+            )
+            headed = _WithHead(weights, read_head(model_dir, pooled))
+            return cls(pooled, headed, ops, dtype, options.max_running, spec)
+
+    def forward(self, batch: StepBatch) -> tuple[NDArray[np.float32], ...]:  # type: ignore[override]
+        """Only the last tokens of the pooled rows go through the last layer."""
+        rows = np.empty(0, np.int32) if batch.pooled is None else batch.pooled.rows
+        inner = replace(batch, logit_rows=rows, pooled=None)
+        scores = super().forward(inner)
+        if not len(rows):
+            return ()
+        vectors = (
+            self.host_hidden_states(np.empty((len(rows), 0), np.float32))
+            if self._gives_hidden_states
+            else scores.copy()
+        )
+        return tuple(vectors)
+
+    def sample(
+        self,
+        logits: tuple[NDArray[np.float32], ...],  # type: ignore[override]
+        batch: StepBatch,
+        masks: TokenMasks | None = None,  # noqa: ARG002 - nothing is sampled
+    ) -> StepOutput:
+        return StepOutput(np.empty(0, np.int32), pooled=None if batch.pooled is None else logits)
+
+    def host_logits(self, logits: tuple[NDArray[np.float32], ...]) -> NDArray[np.float32]:  # type: ignore[override] # noqa: ARG002
+        return np.empty((0, self._config.vocab_size), np.float32)

@@ -1,0 +1,140 @@
+"""The order of an encoder's operations, the same for all architectures.
+
+As in BERT (arXiv 1810.04805), with the variations that EncoderConfig declares.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.backend.checkpoint.quantization.quantizer import BLOCK_VALUES, UnquantizableError, quantize
+from penstock.backend.errors import StartupError
+from penstock.backend.passes.encoder.heads import PackedHead
+from penstock.backend.passes.encoder.ops import Array, EmbeddingTables, EncoderOps, EncoderRows, LayerAttention, Linear
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig
+    from penstock.backend.checkpoint.encoders.weights import EncoderLayerWeights, EncoderWeights
+    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+
+_MAX_DISTANCE = 128
+"""From it on all relative positions share a bias, as in T5 (arXiv 1910.10683) and MPNet."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention: LayerAttention
+    attention_norm: Array | None
+    qkv: Linear
+    output: Linear
+    mlp_in: Linear
+    mlp_out: Linear
+    mlp_norm: Array
+
+
+class EncoderModel:
+    """The packed weights, and the computation of rows."""
+
+    def __init__(
+        self, config: EncoderConfig, ops: EncoderOps, weights: EncoderWeights, dtype: torch.dtype, *, int8: bool
+    ) -> None:
+        """Packs the weights layer by layer; int8: those of the layers' linears are quantised."""
+        self._config = config
+        self._ops = ops
+        words = weights.words()
+        self._tables = EmbeddingTables(
+            words=ops.table(words),
+            positions=_optional(ops, weights.table("positions", dtype)),
+            token_types=_optional(ops, weights.table("token_types", dtype)),
+        )
+        self._embedding_norm = ops.vector(weights.embedding_norm())
+        buckets = weights.table("relative_bias", torch.float32)
+        bias = None if buckets is None else ops.vector(relative_biases(buckets, config.max_context_tokens))
+        self._layers = [
+            _pack_layer(config, ops, weights.layer(i), _attention(config, bias, i), int8=int8)
+            for i in range(config.num_layers)
+        ]
+        final_norm = weights.final_norm()
+        self._final_norm = None if final_norm is None else ops.vector(final_norm)
+        self.heads = {head.kind: PackedHead(head, ops, weights, words) for head in config.heads}
+
+    def run(self, rows: EncoderRows) -> NDArray[np.float32]:
+        """The hidden states, [T, hidden_size]. The next call may overwrite them."""
+        return self._ops.run(rows, self._encode)
+
+    def _encode(self) -> Array:
+        ops = self._ops
+        residual = ops.embed(self._tables)
+        x = ops.norm_in_place(residual, self._embedding_norm)
+        for layer in self._layers:
+            if self._config.norm_first:
+                x = ops.norm(residual, layer.attention_norm)
+            attended = ops.attention(ops.linear(x, layer.qkv), layer.attention)
+            ops.linear_add(attended, layer.output, residual)
+            if self._config.norm_first:
+                x = ops.norm(residual, layer.mlp_norm)
+            else:
+                x = ops.norm_in_place(residual, layer.attention_norm)
+            ops.linear_add(ops.activated_linear(x, layer.mlp_in), layer.mlp_out, residual)
+            if not self._config.norm_first:
+                x = ops.norm_in_place(residual, layer.mlp_norm)
+        if self._final_norm is not None:
+            ops.norm_in_place(residual, self._final_norm)
+        return residual
+
+
+def relative_biases(buckets: Tensor, max_tokens: int) -> Tensor:
+    """[heads, 2 max_tokens - 1]: the bias of each distance of a key from its query, from a table [buckets, heads].
+
+    Half of the buckets are for keys behind the query; of each half one half is exact and the other logarithmic up to
+    _MAX_DISTANCE.
+    """
+    behind = torch.arange(1 - max_tokens, max_tokens)
+    half = len(buckets) // 2
+    exact = half // 2
+    distance = behind.abs()
+    steps = torch.log(distance.float() / exact) / math.log(_MAX_DISTANCE / exact) * (half - exact)
+    far = (exact + steps.clamp(min=0).long()).clamp(max=half - 1)
+    bucket = torch.where(distance < exact, distance, far) + (behind > 0) * half
+    return buckets[bucket].T.contiguous()
+
+
+def _optional(ops: EncoderOps, table: Tensor | None) -> Array | None:
+    return None if table is None else ops.table(table)
+
+
+def _attention(config: EncoderConfig, bias: Array | None, index: int) -> LayerAttention:
+    return LayerAttention(config.rope_of_layer(index), config.window_of_layer(index), bias)
+
+
+def _pack_layer(
+    config: EncoderConfig, ops: EncoderOps, plain: EncoderLayerWeights, attention: LayerAttention, *, int8: bool
+) -> _Layer:
+    def pack(weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
+        return ops.pack_linear(_int8(weight) if int8 else weight, bias, is_gated=is_gated)
+
+    return _Layer(
+        attention=attention,
+        attention_norm=None if plain.attention_norm is None else ops.vector(plain.attention_norm),
+        qkv=pack(plain.qkv, plain.qkv_bias),
+        output=pack(plain.output, plain.output_bias),
+        mlp_in=pack(plain.mlp_in, plain.mlp_in_bias, is_gated=config.is_gated),
+        mlp_out=pack(plain.mlp_out, plain.mlp_out_bias),
+        mlp_norm=ops.vector(plain.mlp_norm),
+    )
+
+
+def _int8(weight: Tensor) -> QuantizedWeight:
+    outputs, inputs = weight.shape
+    try:
+        return quantize(torch.split(weight, max(1, BLOCK_VALUES // inputs)), (outputs, inputs), None)
+    except UnquantizableError as error:
+        raise StartupError(f"--quantize is int8; a linear of the checkpoint {error}") from None

@@ -1,0 +1,217 @@
+"""The encoder's operations by our own C++ kernels, which the decoder has too (`passes/decoder/cpu/kernels`).
+
+An array is the address of a buffer. The model's operations are recorded when they first run; later steps run the record
+in one call, during which ctypes releases the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from penstock.backend.passes.decoder.cpu.native_buffer import Buffer
+from penstock.backend.passes.decoder.cpu.native_structs import LinearOutput, Operation
+from penstock.backend.passes.decoder.cpu.native_weights import PackedLinear, WeightPacker
+from penstock.backend.passes.decoder.rope_table import RopeTable
+from penstock.backend.passes.encoder.native_structs import (
+    ACTIVATIONS,
+    OUTPUTS,
+    EncoderAttention,
+    EncoderOperation,
+    EncoderStepRows,
+    EncoderTables,
+    declare_encoder_functions,
+    make_encoder_shape,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.encoders.encoder_config import Activation, EncoderConfig
+    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+    from penstock.backend.passes.encoder.ops import EmbeddingTables, Encode, EncoderRows, LayerAttention
+
+GROUP_TOKENS = 1024
+"""Tokens of rows that are computed together: what an operation writes is in a cache when the next one reads it."""
+BIAS_PADDING = 32
+"""Numbers behind a table of relative biases: the kernels read whole vectors."""
+
+
+def unsupported_by_kernels(config: EncoderConfig) -> str | None:
+    """Return why the kernels cannot run this model, or None."""
+    if config.head_dim % 16:
+        return f"heads of {config.head_dim}; they have heads of a multiple of 16"
+    if config.intermediate_size % 2:
+        return f"an odd intermediate_size, {config.intermediate_size}"
+    odd = [layer.inputs for head in config.heads for layer in head.layers if layer.inputs % 2]
+    if odd:
+        return f"a head's linear of {odd[0]} inputs; they must be even"
+    if (config.activation, config.is_gated) not in OUTPUTS:
+        return f"{config.activation} in an MLP {'with' if config.is_gated else 'without'} a gate"
+    return None
+
+
+class NativeEncoderOps:
+    """See `EncoderOps`. dtype is that of weights and activations: float32 or bfloat16."""
+
+    group_tokens = GROUP_TOKENS
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        config: EncoderConfig,
+        dtype: torch.dtype,
+        num_threads: int,
+        spin_s: float,
+        *,
+        uses_tiles: bool,
+    ) -> None:
+        declare_encoder_functions(library)
+        self._library = library
+        self._config = config
+        self._dtype = dtype
+        self._rope_table = RopeTable(*config.ropes)
+        self._step_rows = EncoderStepRows()
+        self._activated_output = OUTPUTS[config.activation, config.is_gated]
+        shape = make_encoder_shape(config, dtype, uses_tiles=uses_tiles)
+        self._engine: int | None = library.ps_create(num_threads, round(spin_s * 1e9), byref(shape))
+        self._packer = WeightPacker(library, self._engine, dtype)
+        self._recording: list[Operation] | None = None
+        self._program: ctypes.Array[Operation] | None = None
+        self._structs: list[ctypes.Structure] = []
+        """To which recorded operations point."""
+        self._residual = Buffer(config.hidden_size, torch.float32)
+        self._hidden = Buffer(config.hidden_size, dtype)
+        self._qkv = Buffer(3 * config.hidden_size, dtype)
+        self._attended = Buffer(config.hidden_size, dtype)
+        self._activated = Buffer(config.intermediate_size, dtype)
+        self._buffers = (self._residual, self._hidden, self._qkv, self._attended, self._activated)
+
+    def pack_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, *, is_gated: bool = False
+    ) -> PackedLinear:
+        return self._packer.pack(weight, bias, 1.0, is_gated=is_gated)
+
+    def vector(self, weight: Tensor) -> Tensor:
+        """Followed by BIAS_PADDING numbers."""
+        padded = torch.zeros(weight.numel() + BIAS_PADDING)
+        padded[: weight.numel()] = weight.flatten()
+        return padded[: weight.numel()].view(weight.shape)
+
+    def table(self, weight: Tensor) -> Tensor:
+        return self._packer.table(weight).owner  # type: ignore[return-value]
+
+    def run(self, rows: EncoderRows, encode: Encode) -> NDArray[np.float32]:
+        num_tokens = len(rows.input_ids)
+        self._plan(rows)
+        for buffer in self._buffers:
+            if buffer.reserve(num_tokens):
+                self._program = None
+        if self._program is None:
+            self._structs = []
+            self._recording = operations = list[Operation]()
+            try:
+                encode()
+            finally:
+                self._recording = None
+            self._program = (Operation * len(operations))(*operations)
+        self._library.ps_run_encoder(self._engine, ctypes.addressof(self._program), len(self._program))
+        hidden: NDArray[np.float32] = self._residual.rows[:num_tokens].numpy()
+        return hidden
+
+    def _plan(self, rows: EncoderRows) -> None:
+        arrays = [np.ascontiguousarray(array, np.int32) for array in (rows.input_ids, rows.token_types, rows.starts)]
+        step = self._step_rows
+        step.input_ids, step.token_types, step.starts = (array.ctypes.data for array in arrays)
+        step.rope = self._rope_table.cover(int(np.diff(rows.starts).max())).data_ptr() if self._config.ropes else None
+        step.num_tokens, step.num_rows = len(rows.input_ids), len(rows.starts) - 1
+        self._arrays = arrays  # the kernels read them until the step ends
+        self._library.ps_plan_encoder(self._engine, byref(step))
+
+    def _do(self, kind: EncoderOperation, weights: int | None, x: int | None, out: int, form: int = 0) -> int:
+        """Run an operation, or record it. Return out."""
+        operation = Operation(kind, weights, x, out, form)
+        if self._recording is None:
+            self._library.ps_run_encoder(self._engine, byref(operation), 1)
+        else:
+            self._recording.append(operation)
+        return out
+
+    def _keep(self, struct: ctypes.Structure) -> int:
+        """Return the address of a struct for recorded operations."""
+        self._structs.append(struct)
+        return ctypes.addressof(struct)
+
+    def embed(self, tables: EmbeddingTables) -> int:
+        address = self._keep(
+            EncoderTables(
+                words=tables.words.data_ptr(),
+                positions=None if tables.positions is None else tables.positions.data_ptr(),
+                token_types=None if tables.token_types is None else tables.token_types.data_ptr(),
+                first_position=self._config.first_position,
+            )
+        )
+        return self._do(EncoderOperation.EMBED, address, None, self._residual.address)
+
+    def norm(self, residual: int, weight: Tensor | None) -> int:
+        address = None if weight is None else weight.data_ptr()
+        return self._do(EncoderOperation.NORM, address, residual, self._hidden.address)
+
+    def norm_in_place(self, residual: int, weight: Tensor) -> int:
+        return self._do(EncoderOperation.NORM_IN_PLACE, weight.data_ptr(), residual, self._hidden.address)
+
+    def linear(self, x: int, weights: PackedLinear) -> int:
+        return self._do(EncoderOperation.LINEAR, weights.address, x, self._qkv.address, LinearOutput.STORE)
+
+    def linear_add(self, x: int, weights: PackedLinear, residual: int) -> None:
+        self._do(EncoderOperation.LINEAR, weights.address, x, residual, LinearOutput.ADD)
+
+    def activated_linear(self, x: int, weights: PackedLinear) -> int:
+        return self._do(EncoderOperation.LINEAR, weights.address, x, self._activated.address, self._activated_output)
+
+    def attention(self, qkv: int, layer: LayerAttention) -> int:
+        bias = layer.relative_bias
+        address = self._keep(
+            EncoderAttention(
+                bias=None if bias is None else bias.data_ptr(),
+                bias_reach=0 if bias is None else (bias.shape[1] + 1) // 2,
+                window=-1 if layer.window is None else layer.window,
+                rope_offset=0 if layer.rope is None else layer.rope * self._config.head_dim,
+            )
+        )
+        if layer.rope is not None:
+            self._do(EncoderOperation.ROTATE, address, None, qkv)
+        return self._do(EncoderOperation.ATTENTION, address, qkv, self._attended.address)
+
+    def _begin_rows(self, count: int) -> None:
+        """The next operations are on this many rows of numbers."""
+        self._library.ps_plan_encoder(self._engine, byref(EncoderStepRows(num_tokens=count)))
+
+    def dense(self, x: NDArray[np.float32], weights: PackedLinear, activation: Activation) -> NDArray[np.float32]:
+        rows = torch.from_numpy(np.ascontiguousarray(x)).to(self._dtype)
+        product = np.empty((len(x), weights.struct.outputs), np.float32)
+        out = product.ctypes.data
+        self._begin_rows(len(x))
+        self._do(EncoderOperation.LINEAR, weights.address, rows.data_ptr(), out, LinearOutput.STORE_FLOAT)
+        if activation != "identity":
+            self._do(EncoderOperation.ACTIVATE, weights.address, None, out, ACTIVATIONS[activation])
+        return product
+
+    def dense_norm(self, x: NDArray[np.float32], weight: Tensor) -> NDArray[np.float32]:
+        normed = np.array(x, np.float32, order="C")
+        scratch = torch.empty(normed.shape, dtype=self._dtype)
+        self._begin_rows(len(x))
+        self._do(EncoderOperation.NORM_IN_PLACE, weight.data_ptr(), normed.ctypes.data, scratch.data_ptr())
+        return normed
+
+    def close(self) -> None:
+        """Stop the kernels' threads. Idempotent."""
+        if self._engine is not None:
+            self._library.ps_destroy(self._engine)
+            self._engine = None
+        self._program = None

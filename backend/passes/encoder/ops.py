@@ -1,0 +1,124 @@
+"""The operations that an encoder needs from a device. Rows lie back to back, without padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.encoders.encoder_config import Activation
+    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+
+Array: TypeAlias = Any
+"""What an implementation computes with: [T, width]."""
+Linear: TypeAlias = Any
+"""A packed linear."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderRows:
+    """Whole sequences that are computed together: R rows with T tokens in total."""
+
+    input_ids: NDArray[np.int32]
+    """[T]"""
+    starts: NDArray[np.int32]
+    """[R + 1] start of each row; the last entry is T."""
+    token_types: NDArray[np.int32]
+    """[T] rows of the table of token types."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingTables:
+    """Their rows are added: of the token, of its position and of its type."""
+
+    words: Array
+    positions: Array | None
+    token_types: Array | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """How a layer attends."""
+
+    rope: int | None
+    """Index into `EncoderConfig.ropes`."""
+    window: int | None
+    """Tokens to each side; None for all."""
+    relative_bias: Array | None
+    """[heads, 2 n - 1] fp32: what is added to the scores of keys n - 1 before the query … n - 1 behind it."""
+
+
+class EncoderOps(Protocol):
+    """Weights are packed once. What is the same in all layers is that of the model's EncoderConfig.
+
+    An Array is valid until the operation that made it runs again. A row's numbers have the same bits whatever the other
+    rows are.
+    """
+
+    @property
+    def group_tokens(self) -> int:
+        """Rows are computed together up to this many tokens, or one by one."""
+        ...
+
+    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
+        """weight [out, in], bias [out]; is_gated: out is [gate | up], for `activated_linear`."""
+        ...
+
+    def vector(self, weight: Tensor) -> Array:
+        """A norm's [weight | bias], or a table of relative biases, in fp32."""
+        ...
+
+    def table(self, weight: Tensor) -> Array: ...
+
+    def run(self, rows: EncoderRows, encode: Encode) -> NDArray[np.float32]:
+        """Return a view of the numbers of encode's result, [T, hidden_size], which the next call may overwrite.
+
+        encode may be called once and its operations recorded: it must be the same function each time.
+        """
+        ...
+
+    def embed(self, tables: EmbeddingTables) -> Array:
+        """The residual stream, [T, hidden_size] fp32."""
+        ...
+
+    def norm(self, residual: Array, weight: Array | None) -> Array:
+        """[T, hidden_size] in the dtype of the weights. Without a weight the numbers are only converted."""
+        ...
+
+    def norm_in_place(self, residual: Array, weight: Array) -> Array:
+        """As `norm`; the residual stream becomes its norm too."""
+        ...
+
+    def linear(self, x: Array, weights: Linear) -> Array: ...
+
+    def attention(self, qkv: Array, layer: LayerAttention) -> Array:
+        """Each token over its row's tokens, [T, hidden_size]. Rotates q and k of qkv in place."""
+        ...
+
+    def linear_add(self, x: Array, weights: Linear, residual: Array) -> None:
+        """Add the product to residual, in fp32."""
+        ...
+
+    def activated_linear(self, x: Array, weights: Linear) -> Array:
+        """[T, intermediate_size]: activation(product), or activation(x @ gate) * (x @ up) of gated weights."""
+        ...
+
+    def dense(self, x: NDArray[np.float32], weights: Linear, activation: Activation) -> NDArray[np.float32]:
+        """The activation of the product, [n, out], for heads."""
+        ...
+
+    def dense_norm(self, x: NDArray[np.float32], weight: Array) -> NDArray[np.float32]:
+        """The norm of rows, [n, width], for heads."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Encode(Protocol):
+    """Returns the residual stream of the last layer."""
+
+    def __call__(self) -> Array: ...

@@ -1,0 +1,81 @@
+"""What the engine needs of a scheduler. There are two: for sequences with pages, and for sequences computed whole."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from penstock.backend.kv_cache.host_offload import HostOffload
+    from penstock.backend.scheduling.step_plan import Plan
+    from penstock.backend.sequences.sequence import Sequence
+
+
+class ISequenceScheduler(Protocol):
+    """All sequences that have not ended: each is either waiting or running."""
+
+    num_preemptions: int
+
+    def add(self, sequence: Sequence) -> None:
+        """Put the sequence into the wait queue. After an error it has not been added, and `remove` may be called
+        nevertheless."""
+        ...
+
+    def remove(self, sequence: Sequence) -> None:
+        """The sequence has ended, in whatever state."""
+        ...
+
+    def plan(self) -> Plan:
+        """Plan the next step; a plan without rows if there is nothing to do."""
+        ...
+
+    def bisect(self, chunks: list[tuple[Sequence, int]]) -> None:
+        """A step with these rows, sequences and numbers of tokens, has failed. Run each half in steps of its own."""
+        ...
+
+    def rewind(self, sequence: Sequence, num_computed: int) -> None:
+        """Drop the results of a running sequence's steps in flight, and go on after its first num_computed tokens."""
+        ...
+
+    def note_computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """The step that computed the sequence's first num_tokens has been applied."""
+        ...
+
+    def invalidate_tenant(self, sequence: Sequence) -> None:
+        """The sequence's result was bad. Keep nothing that was computed for its tenant."""
+        ...
+
+    def take_saves(self) -> tuple[tuple[int, int], ...]:
+        """(page, host place) pairs to copy before the next step."""
+        ...
+
+    def take_preempted(self) -> list[Sequence]:
+        """Sequences preempted since the last call, once per preemption."""
+        ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_free_slots(self) -> int: ...
+
+    @property
+    def num_pages_held(self) -> int: ...
+
+    @property
+    def num_pages_idle(self) -> int: ...
+
+    @property
+    def host_offload(self) -> HostOffload: ...
+
+    def num_waiting_of(self, tenant: bytes) -> int: ...
+
+    def share_of(self, tenant: bytes, weight: float) -> float:
+        """The part of all places that the tenant is due, or would be due with a sequence of this weight."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError unless the sequences account for all that is held."""
+        ...

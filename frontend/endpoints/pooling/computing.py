@@ -1,0 +1,123 @@
+"""From a checked body to computed results, the same for every endpoint of this package."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from penstock.frontend.generation.failures import finish_reason_of
+from penstock.frontend.generation.pooled.inputs import InputRules, encode_inputs, encode_templated
+from penstock.frontend.generation.pooled.run import PooledRun, PooledTimes, Wanted
+from penstock.frontend.generation.request_policy import read_request_policy
+from penstock.frontend.telemetry.request_log import RequestLogEntry
+from penstock.frontend.text.input_encoder import Truncation
+from penstock.frontend.transport.errors import invalid
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.schemas.generation import SchedulingBody
+    from penstock.frontend.schemas.pooling.common import TruncatedBody
+    from penstock.frontend.text.input_encoder import EncodedInput
+    from penstock.frontend.transport.asgi import Headers
+    from penstock.frontend.transport.exchange import Exchange
+    from penstock.shm.client import PooledResult
+    from penstock.shm.messages import ModelCard, PooledKind
+
+Taken = TypeVar("Taken")
+HOW_TO_TRUNCATE = "truncate_prompt_tokens -1 truncates it"
+
+
+@dataclass(frozen=True, slots=True)
+class Computed(Generic[Taken]):
+    results: list[Taken]
+    request_id: str
+    created: int
+    num_tokens: int
+    times: PooledTimes
+    received_s: float
+
+    def usage(self) -> dict[str, int]:
+        """Return OpenAI's usage."""
+        return {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens}
+
+    def headers(self) -> Headers:
+        """Return the same headers as those of a generated answer."""
+        now_s = time.monotonic()
+        spent_s = {
+            "prepare": self.times.tokenized_s - self.received_s,
+            "queue": self.times.queue_s,
+            "total": now_s - self.received_s,
+        }
+        timing = ", ".join(f"{name};dur={round(1000 * duration_s, 3)}" for name, duration_s in spent_s.items())
+        coalesced = b"joined" if self.times.num_coalesced else b"none"
+        return ((b"x-penstock-coalesced", coalesced), (b"server-timing", timing.encode()))
+
+
+async def compute(
+    exchange: Exchange,
+    body: SchedulingBody,
+    served: ServedModel,
+    inputs: Coroutine[None, None, list[EncodedInput]],
+    wanted: Wanted,
+    take: Callable[[PooledResult], Taken],
+    *,
+    field: str,
+    id_prefix: str,
+) -> Computed[Taken]:
+    """Compute what is wanted of each input; take makes something of each result as it comes. field is the body's name
+    of the inputs. Raises ApiError, ClientGoneError."""
+    policy = read_request_policy(exchange, body)
+    async with exchange.cancelled_on_disconnect():
+        encoded = await inputs
+    request_id, created = id_prefix + secrets.token_hex(12), int(time.time())
+    log_entry = RequestLogEntry(
+        request_id, exchange.received_s, http_request_id=exchange.request_id, key=exchange.key_name
+    )
+    run = PooledRun(exchange, served, wanted, policy, log_entry, field=field)
+    try:
+        results = await run.run(encoded, take)
+    except BaseException as error:
+        log_entry.finish_reason = finish_reason_of(error)
+        raise
+    finally:
+        log_entry.observe(served.backend.board, time.monotonic())
+    return Computed(results, request_id, created, log_entry.prompt_tokens, run.times, exchange.received_s)
+
+
+def vllm_truncation(body: TruncatedBody, card: ModelCard, max_second_tokens: int | None = None) -> Truncation:
+    """Read vLLM's fields. Raises ApiError."""
+    requested, limit = body.truncate_prompt_tokens, card.max_context_tokens
+    if requested is not None and requested > limit:
+        invalid("truncate_prompt_tokens", f"{requested}, but the limit of this model is {limit} tokens")
+    kept = limit if requested == -1 else requested
+    return Truncation(kept, body.truncation_side or "right", max_second_tokens)
+
+
+def vector_width(requested: int | None, kind: PooledKind, card: ModelCard) -> int:
+    """Return Pooled.num_dimensions for a request. Raises ApiError."""
+    width = card.pooled_width(kind) or 0
+    if requested is not None and requested > width:
+        invalid("dimensions", f"{requested}, but the embeddings of this model have {width} values")
+    return requested or 0
+
+
+def names_of(field: str, *, is_list: bool) -> Callable[[int], str]:
+    """Return how errors name the input with an index."""
+    return (lambda index: f"{field}[{index}]") if is_list else lambda _: field
+
+
+async def encode_pairs(
+    pairs: Sequence[tuple[str, str]], rules: InputRules, served: ServedModel, instruction: str | None
+) -> list[EncodedInput]:
+    """Encode pairs as the model takes them: by its tokenizer's template, or by that of a reranker that is a decoder.
+    Raises ApiError."""
+    template = served.pooling.pair_template
+    if template is not None:
+        return await encode_templated(pairs, template, instruction, rules, served)
+    if instruction is not None:
+        invalid("instruction", "this model takes no instruction")
+    return await encode_inputs(pairs, rules, served)

@@ -1,0 +1,115 @@
+"""POST /embed, /embed_all, /embed_sparse and /similarity, as text-embeddings-inference (TEI) has them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.frontend.endpoints.context import run_sized
+from penstock.frontend.endpoints.pooling.computing import compute, names_of, vector_width
+from penstock.frontend.endpoints.pooling.tei_headers import tei_headers, tei_truncation
+from penstock.frontend.formats.vectors import json_matrix, json_vector
+from penstock.frontend.generation.pooled.inputs import InputRules, encode_inputs, prompt_text
+from penstock.frontend.generation.pooled.run import Wanted
+from penstock.frontend.generation.pooled.scores import cosine
+from penstock.frontend.schemas.pooling.common import has_several
+from penstock.frontend.schemas.pooling.tei import decode_embed, decode_embed_plain, decode_similarity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.frontend.endpoints.context import EndpointContext
+    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.schemas.pooling.tei import EmbedBody, EmbedPlainBody
+    from penstock.frontend.transport.exchange import Exchange
+    from penstock.shm.client import PooledResult
+
+
+async def embed(exchange: Exchange, context: EndpointContext) -> None:
+    """POST /embed: an array with a vector for each input, normalised unless the request says otherwise. Raises
+    ApiError, ClientGoneError."""
+    body, served, num_body_bytes = await context.receive_body(exchange, decode_embed, "embed")
+    wanted = Wanted("embed", vector_width(body.dimensions, "embed", served.card), body.normalize is not False)
+    texts = await run_sized(num_body_bytes, body.texts)
+    await _answer(exchange, body, texts, served, wanted, lambda result: [json_vector(result.values)])
+
+
+async def embed_all(exchange: Exchange, context: EndpointContext) -> None:
+    """POST /embed_all: for each input an array with a vector for each token. Raises ApiError, ClientGoneError."""
+    body, served, num_body_bytes = await context.receive_body(exchange, decode_embed_plain, "token_embed")
+    texts = await run_sized(num_body_bytes, body.texts)
+
+    def write(result: PooledResult) -> list[bytes]:
+        return json_matrix(result.values, result.num_vectors)
+
+    await _answer(exchange, body, texts, served, Wanted("token_embed"), write)
+
+
+async def embed_sparse(exchange: Exchange, context: EndpointContext) -> None:
+    """POST /embed_sparse: for each input the tokens whose weights are not zero. Raises ApiError, ClientGoneError."""
+    body, served, num_body_bytes = await context.receive_body(exchange, decode_embed_plain, "sparse")
+    texts = await run_sized(num_body_bytes, body.texts)
+
+    def write(result: PooledResult) -> list[bytes]:
+        weights = zip(result.indices or (), result.values, strict=True)
+        return [msgspec.json.encode([{"index": index, "value": value} for index, value in weights])]
+
+    await _answer(exchange, body, texts, served, Wanted("sparse"), write)
+
+
+async def similarity(exchange: Exchange, context: EndpointContext) -> None:
+    """POST /similarity: the cosine of each sentence's vector with that of the source sentence. Raises ApiError,
+    ClientGoneError."""
+    body, served, _ = await context.receive_body(exchange, decode_similarity, "embed")
+    texts = [body.inputs.source_sentence, *body.inputs.sentences]
+    rules = InputRules(
+        lambda index: f"inputs.sentences[{index - 1}]" if index else "inputs.source_sentence",
+        tei_truncation(body, served.card),
+        prompt=prompt_text(served.pooling, body.prompt_name),
+        how_to_truncate="truncate true truncates it",
+    )
+    computed = await compute(
+        exchange,
+        body,
+        served,
+        encode_inputs(texts, rules, served),
+        Wanted("embed", normalize=True),
+        lambda result: result.values,
+        field="inputs",
+        id_prefix="embd-",
+    )
+    source, *others = computed.results
+    answer = msgspec.json.encode([cosine(source, other) for other in others])
+    await exchange.respond(200, answer, tei_headers(computed, sum(map(len, texts))))
+
+
+async def _answer(
+    exchange: Exchange,
+    body: EmbedBody | EmbedPlainBody,
+    texts: list[str | list[int]],
+    served: ServedModel,
+    wanted: Wanted,
+    write: Callable[[PooledResult], list[bytes]],
+) -> None:
+    rules = InputRules(
+        names_of("inputs", is_list=has_several(body.inputs)),
+        tei_truncation(body, served.card),
+        prompt=prompt_text(served.pooling, body.prompt_name),
+        how_to_truncate="truncate true truncates it",
+    )
+    computed = await compute(
+        exchange,
+        body,
+        served,
+        encode_inputs(texts, rules, served),
+        wanted,
+        write,
+        field="inputs",
+        id_prefix="embd-",
+    )
+    parts: list[bytes] = []
+    for index, written in enumerate(computed.results):
+        parts += [b"," if index else b"[", *written]
+    num_characters = sum(len(text) for text in texts if isinstance(text, str))
+    await exchange.respond_in_parts(200, [*parts, b"]"], tei_headers(computed, num_characters))

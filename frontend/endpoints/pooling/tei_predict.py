@@ -1,0 +1,74 @@
+"""POST /predict and TEI's /rerank: classes of texts and pairs, and the order of texts for a query."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from penstock.frontend.endpoints.pooling.computing import compute, encode_pairs, names_of
+from penstock.frontend.endpoints.pooling.tei_headers import tei_headers, tei_truncation
+from penstock.frontend.generation.pooled.inputs import InputRules, encode_inputs
+from penstock.frontend.generation.pooled.run import Wanted
+from penstock.frontend.generation.pooled.scores import activated, ranked, sigmoid
+from penstock.frontend.schemas.pooling.tei import decode_predict
+
+if TYPE_CHECKING:
+    from penstock.frontend.endpoints.context import EndpointContext
+    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.schemas.pooling.tei import TeiBody, TeiRerankBody
+    from penstock.frontend.transport.exchange import Exchange
+
+
+async def predict(exchange: Exchange, context: EndpointContext) -> None:
+    """POST /predict: the classes of each input, the likeliest first. Raises ApiError, ClientGoneError."""
+    body, served, _ = await context.receive_body(exchange, decode_predict, "classify")
+    items = body.items()
+    computed = await compute(
+        exchange,
+        body,
+        served,
+        encode_inputs(items, _rules(body, served, "inputs", is_list=body.is_batch()), served),
+        Wanted("classify"),
+        lambda result: activated(
+            result.values, "none" if body.raw_scores else served.pooling.activation_of(len(result.values))
+        ),
+        field="inputs",
+        id_prefix="predict-",
+    )
+    predictions = [
+        [{"score": scores[index], "label": served.pooling.label(index)} for index in ranked(scores)]
+        for scores in computed.results
+    ]
+    answer = msgspec.json.encode(predictions if body.is_batch() else predictions[0])
+    num_characters = sum(len(item) if isinstance(item, str) else sum(map(len, item)) for item in items)
+    await exchange.respond(200, answer, tei_headers(computed, num_characters))
+
+
+async def answer_rerank(exchange: Exchange, body: TeiRerankBody, served: ServedModel) -> None:
+    """Answer TEI's /rerank. Raises ApiError, ClientGoneError."""
+    pairs = [(body.query, text) for text in body.texts]
+    computed = await compute(
+        exchange,
+        body,
+        served,
+        encode_pairs(pairs, _rules(body, served, "texts", is_list=True), served, body.instruction),
+        Wanted("classify"),
+        lambda result: result.values[0] if body.raw_scores else sigmoid(result.values[0]),
+        field="texts",
+        id_prefix="rerank-",
+    )
+    ranks: list[dict[str, Any]] = []
+    for index in ranked(computed.results):
+        shown = {"text": body.texts[index]} if body.return_text else {}
+        ranks.append({"index": index, **shown, "score": computed.results[index]})
+    num_characters = sum(len(query) + len(text) for query, text in pairs)
+    await exchange.respond(200, msgspec.json.encode(ranks), tei_headers(computed, num_characters))
+
+
+def _rules(body: TeiBody, served: ServedModel, field: str, *, is_list: bool) -> InputRules:
+    return InputRules(
+        names_of(field, is_list=is_list),
+        tei_truncation(body, served.card),
+        how_to_truncate="truncate true truncates it",
+    )

@@ -1,0 +1,52 @@
+"""Vectors as JSON or base64.
+
+numpy and orjson write float32 in the shortest form that reads back the same: a vector of 768 values is 9.4 KB, as
+against 16.1 KB through Python's floats, in half the time. They are imported for a model that embeds, because numpy
+takes 13 MB of a worker that may never need it.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from array import array
+
+_PIECE_VALUES = 1 << 15
+"""Values that one call writes: about 2 ms, in which the event loop stands still."""
+
+
+def import_writers() -> None:
+    """Import what writes vectors, which takes 0.1 s or more. Callable from any thread."""
+    import numpy  # noqa: F401
+    import orjson  # noqa: F401
+
+
+def json_vector(values: array[float]) -> bytes:
+    import numpy
+    import orjson
+
+    whole = numpy.frombuffer(values, dtype=numpy.float32)
+    return orjson.dumps(whole, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def json_matrix(values: array[float], num_vectors: int) -> list[bytes]:
+    """Return a JSON array of arrays in parts."""
+    width = len(values) // max(1, num_vectors)
+    rows_per_part = max(1, _PIECE_VALUES // max(1, width))
+    parts = []
+    for start in range(0, num_vectors, rows_per_part):
+        end = min(num_vectors, start + rows_per_part)
+        rows = [json_vector(values[row * width : (row + 1) * width]) for row in range(start, end)]
+        parts.append((b"," if start else b"[") + b",".join(rows))
+    return [*parts, b"]"]
+
+
+def base64_vector(values: array[float]) -> bytes:
+    """Return a JSON string of little-endian float32."""
+    if sys.byteorder == "big":
+        values = values[:]
+        values.byteswap()
+    return b'"' + base64.b64encode(values) + b'"'

@@ -1,0 +1,168 @@
+"""From texts, pairs of texts and token ids to inputs of a model that computes vectors."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+from penstock.frontend.text.input_encoder import EncodedInput, Truncation
+from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.text.pooling_files import PairTemplate, PoolingFiles
+
+    Name: TypeAlias = Callable[[int], str]
+
+Item: TypeAlias = str | list[int] | tuple[str, str]
+
+PIECE_TOKENS = 1 << 16
+"""Token ids that are checked in one turn of the event loop."""
+_PIECE_CHARACTERS = 256 << 10
+"""Texts that are encoded in one call. Between the calls other requests get their turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputRules:
+    """How an endpoint's inputs become tokens."""
+
+    name: Name
+    """The body's name of the input with this index, for errors."""
+    truncation: Truncation = Truncation()  # noqa: RUF009 - frozen
+    """Without a limit, an input that is too long is refused."""
+    add_special_tokens: bool = True
+    prompt: str = ""
+    """Goes before each text."""
+    how_to_truncate: str = ""
+    """What the client may send to have an input truncated."""
+
+
+@dataclass(slots=True)
+class _Pieces:
+    """Texts in pieces of bounded size."""
+
+    pieces: list[list[str | tuple[str, str]]] = field(default_factory=list)
+    num_characters: int = _PIECE_CHARACTERS
+
+    def add(self, item: str | tuple[str, str]) -> None:
+        length = len(item) if isinstance(item, str) else len(item[0]) + len(item[1])
+        if self.num_characters + length > _PIECE_CHARACTERS:
+            self.pieces.append([])
+            self.num_characters = 0
+        self.pieces[-1].append(item)
+        self.num_characters += length
+
+
+async def encode_inputs(items: Sequence[Item], rules: InputRules, served: ServedModel) -> list[EncodedInput]:
+    """Return the tokens of each item. Raises ApiError for one that is too long, or has a token that does not exist."""
+    texts = _Pieces()
+    for index, item in enumerate(items):
+        if not isinstance(item, list):
+            _check_least(index, item, rules, served)
+            texts.add(rules.prompt + item if isinstance(item, str) else item)
+    encoded: list[EncodedInput] = []
+    for piece in texts.pieces:
+        encoded += await served.tokenizer.encode_inputs(
+            piece, rules.truncation, add_special_tokens=rules.add_special_tokens
+        )
+        await asyncio.sleep(0)
+    in_order = iter(encoded)
+    found = []
+    num_checked = 0
+    for index, item in enumerate(items):
+        each = _truncated(item, rules) if isinstance(item, list) else next(in_order)
+        _check_length(index, each, rules, served)
+        if isinstance(item, list):
+            _check_ids(index, each.token_ids, rules, served)
+            num_checked += len(each.token_ids)
+        found.append(each)
+        if num_checked > PIECE_TOKENS:
+            num_checked = 0
+            await asyncio.sleep(0)
+    return found
+
+
+async def encode_templated(
+    pairs: Sequence[tuple[str, str]],
+    template: PairTemplate,
+    instruction: str | None,
+    rules: InputRules,
+    served: ServedModel,
+) -> list[EncodedInput]:
+    """Return the tokens of pairs for a reranker that is a decoder: a template around each, which is never truncated.
+    Raises ApiError."""
+    no_limit = Truncation()
+    ends = [template.prefix, template.suffix]
+    prefix, suffix = await served.tokenizer.encode_inputs(ends, no_limit, add_special_tokens=False)
+    num_fixed = len(prefix.token_ids) + len(suffix.token_ids)
+    limit = rules.truncation.max_tokens
+    truncation = Truncation(None if limit is None else max(1, limit - num_fixed), rules.truncation.side)
+    texts = [template.text(query, document, instruction) for query, document in pairs]
+    pieces = _Pieces()
+    for index, text in enumerate(texts):
+        _check_least(index, text, rules, served)
+        pieces.add(text)
+    found = []
+    for piece in pieces.pieces:
+        for each in await served.tokenizer.encode_inputs(piece, truncation, add_special_tokens=False):
+            token_ids = prefix.token_ids + each.token_ids + suffix.token_ids
+            found.append(EncodedInput(token_ids, 0, each.num_whole_tokens + num_fixed))
+        await asyncio.sleep(0)
+    for index, each in enumerate(found):
+        _check_length(index, each, rules, served)
+    return found
+
+
+def prompt_text(files: PoolingFiles, requested: str | None) -> str:
+    """Return the text that goes before each input: of the requested prompt, or of the model's default one. Raises
+    ApiError."""
+    name = files.default_prompt_name if requested is None else requested
+    if name is None:
+        return ""
+    if name not in files.prompts:
+        invalid("prompt_name", f"{shorten(name)} is not a prompt of this model; it has {_names(files.prompts)}")
+    return files.prompts[name]
+
+
+def _names(prompts: Mapping[str, str]) -> str:
+    return ", ".join(shorten(name) for name in prompts) or "none"
+
+
+def _truncated(token_ids: list[int], rules: InputRules) -> EncodedInput:
+    """Return token ids that the client has sent, as far as they are kept."""
+    limit, kept = rules.truncation.max_tokens, token_ids
+    if limit is not None and len(token_ids) > limit:
+        kept = token_ids[:limit] if rules.truncation.side == "right" else token_ids[-limit:]
+    return EncodedInput(kept, 0, len(token_ids))
+
+
+def _check_ids(index: int, token_ids: list[int], rules: InputRules, served: ServedModel) -> None:
+    largest = max(token_ids)
+    if largest >= served.card.vocab_size:
+        invalid(rules.name(index), f"token id {largest} is outside the vocabulary of {served.card.vocab_size}")
+
+
+def _check_least(index: int, item: str | tuple[str, str], rules: InputRules, served: ServedModel) -> None:
+    """Refuse a text by its length alone, before it is encoded. Raises ApiError."""
+    if rules.truncation.max_tokens is None:
+        texts = (item,) if isinstance(item, str) else item
+        least = sum(map(served.tokenizer.min_num_tokens, texts))
+        if least > served.card.max_context_tokens:
+            raise _too_long(index, f"at least {least}", rules, served)
+
+
+def _check_length(index: int, encoded: EncodedInput, rules: InputRules, served: ServedModel) -> None:
+    if not encoded.token_ids:
+        invalid(rules.name(index), "no tokens; this model needs at least one")
+    if len(encoded.token_ids) > served.card.max_context_tokens:
+        raise _too_long(index, str(encoded.num_whole_tokens), rules, served)
+
+
+def _too_long(index: int, num_tokens: str, rules: InputRules, served: ServedModel) -> ApiError:
+    name, limit = rules.name(index), served.card.max_context_tokens
+    remedy = f"; {rules.how_to_truncate}" if rules.how_to_truncate else ""
+    message = f"{name}: {num_tokens} tokens, but the limit of this model is {limit} tokens{remedy}"
+    return ApiError(ErrorKind.CONTEXT_TOO_LONG, message, param=name)

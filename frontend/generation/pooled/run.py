@@ -1,0 +1,209 @@
+"""Runs the inputs of one request: sends them in portions, gathers the results, and ends all of them together."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from penstock.frontend.generation.failures import backend_unavailable, overloaded, pooled_failure
+from penstock.frontend.transport.errors import invalid, shutting_down
+from penstock.frontend.transport.exchange import PlannedUse
+from penstock.shm.client import (
+    BackendUnavailable,
+    FailureCode,
+    Finish,
+    Overloaded,
+    PooledFailed,
+    PooledRequest,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.frontend.generation.request_policy import RequestPolicy
+    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.telemetry.request_log import RequestLogEntry
+    from penstock.frontend.text.input_encoder import EncodedInput
+    from penstock.frontend.transport.exchange import Exchange
+    from penstock.shm.client import PooledResult, PooledStream
+    from penstock.shm.messages import PooledKind
+
+    Taken = TypeVar("Taken")
+
+PORTION = 128
+"""Inputs of a request that are in the backend at a time: more than a step takes, far fewer than may wait there."""
+_INLINE_VALUES = 1 << 13
+"""Larger results are written in a thread: this many take about 0.7 ms."""
+MAX_VALUES = 1 << 23
+"""Values of one answer, which are about 100 MB of JSON: a request with a vector for each token may ask for more."""
+_RETRY_S = 0.02
+"""Pause before an input of a request that has begun is sent again to a backend whose queue is full."""
+
+_groups = itertools.count(1)
+"""A number per request, for `PooledRequest.group`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to compute of each input."""
+
+    kind: PooledKind
+    num_dimensions: int = 0
+    normalize: bool = False
+
+
+@dataclass(slots=True)
+class PooledTimes:
+    """What the results of one request report, in seconds and counts."""
+
+    tokenized_s: float = 0.0
+    """Monotonic: when all inputs were tokens."""
+    queue_s: float = 0.0
+    """The longest time that an input waited for its step."""
+    num_coalesced: int = 0
+    num_cached: int = 0
+
+
+class PooledRun:
+    """One request's inputs in the backend."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        served: ServedModel,
+        wanted: Wanted,
+        policy: RequestPolicy,
+        log_entry: RequestLogEntry,
+        *,
+        field: str,
+    ) -> None:
+        """field is the body's name of the inputs, for errors."""
+        self.times = PooledTimes()
+        self._exchange = exchange
+        self._card = served.card
+        self._backend = served.backend
+        self._wanted = wanted
+        self._policy = policy
+        self._log_entry = log_entry
+        self._field = field
+        self._group = next(_groups)
+        self._open: deque[tuple[int, PooledStream]] = deque()
+        self._has_results = False
+        self._is_cancelled = False
+
+    def cancel(self) -> None:
+        """End all inputs now."""
+        self._is_cancelled = True
+        for _, stream in self._open:
+            stream.cancel()
+
+    async def run(self, inputs: Sequence[EncodedInput], take: Callable[[PooledResult], Taken]) -> list[Taken]:
+        """Return what take makes of each result, in the order of the inputs. It is called as the results come.
+
+        A full backend refuses the request only if none of its inputs has been computed; after that the rest waits.
+        Raises ApiError, ClientGoneError.
+        """
+        num_tokens = sum(len(each.token_ids) for each in inputs)
+        self._check_size(len(inputs), num_tokens)
+        self.times.tokenized_s = time.monotonic()
+        self._log_entry.prompt_tokens = num_tokens
+        claim = self._exchange.claim
+        if claim is not None:
+            claim.reserve(PlannedUse(1, self._field, num_tokens, 0, self._field, is_stated=True))
+        self._exchange.on_disconnect(self.cancel)
+        waiting = deque(range(len(inputs)))
+        taken: dict[int, Taken] = {}
+        num_used = 0
+        try:
+            while waiting or self._open:
+                await self._submit(waiting, inputs)
+                index, stream = self._open[0]  # open while it is awaited, so that `cancel` ends it
+                result = await self._result(stream)
+                self._open.popleft()
+                if result is None:
+                    waiting.appendleft(index)
+                    continue
+                num_used += result.num_prompt_tokens
+                is_large = len(result.values) > _INLINE_VALUES
+                taken[index] = await asyncio.to_thread(take, result) if is_large else take(result)
+                self._note(result)
+        finally:
+            self.cancel()
+            if claim is not None:
+                claim.settle(num_used)
+        self._log_entry.finish_reason = "stop"
+        return [taken[index] for index in range(len(inputs))]
+
+    def _check_size(self, num_inputs: int, num_tokens: int) -> None:
+        """Refuse an answer that is too large before anything is computed. Raises ApiError."""
+        wanted = self._wanted
+        if wanted.kind == "sparse":
+            return
+        width = wanted.num_dimensions or self._card.pooled_width(wanted.kind) or 0
+        is_by_token = wanted.kind in ("token_embed", "token_classify")
+        num_vectors, unit = (num_tokens, "tokens") if is_by_token else (num_inputs, "inputs")
+        if num_vectors * width > MAX_VALUES:
+            message = f"{num_vectors} {unit} with {width} values each; the limit of one answer is {MAX_VALUES} values"
+            invalid(self._field, message)
+
+    async def _submit(self, waiting: deque[int], inputs: Sequence[EncodedInput]) -> None:
+        """Send inputs until a portion is open. Returns with at least one open. Raises ApiError, ClientGoneError."""
+        while waiting and len(self._open) < PORTION:
+            if self._is_cancelled:
+                raise self._exchange.ending or shutting_down()
+            try:
+                stream = self._backend.submit_pooled(self._request(inputs[waiting[0]]))
+            except Overloaded as error:
+                if self._open:
+                    return
+                if not self._has_results:
+                    raise overloaded(error.retry_after_s, error.limit) from None
+                await asyncio.sleep(_RETRY_S)
+            except BackendUnavailable:
+                raise backend_unavailable(self._backend.retry_after_s) from None
+            else:
+                self._open.append((waiting.popleft(), stream))
+                await asyncio.sleep(0)  # many inputs must not hold the event loop
+
+    async def _result(self, stream: PooledStream) -> PooledResult | None:
+        """Return the result; None for an input that a full backend has refused and that is to be sent again. Raises
+        ApiError, ClientGoneError."""
+        try:
+            result = await stream.result()
+        except PooledFailed as failed:
+            if failed.finish is Finish.CANCELLED:
+                raise self._exchange.ending or shutting_down() from None
+            if failed.failure is FailureCode.OVERLOADED and self._has_results:
+                await asyncio.sleep(_RETRY_S)
+                return None
+            raise pooled_failure(failed, self._field, self._backend.retry_after_s) from None
+        self._has_results = True
+        return result
+
+    def _request(self, encoded: EncodedInput) -> PooledRequest:
+        policy, wanted = self._policy, self._wanted
+        return PooledRequest(
+            encoded.token_ids,
+            wanted.kind,
+            encoded.second_start,
+            wanted.num_dimensions,
+            wanted.normalize,
+            salt=policy.salt,
+            tenant=policy.tenant,
+            weight=policy.weight,
+            priority=policy.priority,
+            deadline_s=policy.deadline_s,
+            group=self._group,
+        )
+
+    def _note(self, result: PooledResult) -> None:
+        times = self.times
+        times.queue_s = max(times.queue_s, result.queue_s)
+        times.num_coalesced += result.is_coalesced
+        times.num_cached += result.is_cached
+        self._log_entry.coalesced = "joined" if times.num_coalesced else "none"
+        self._log_entry.cached_tokens += result.num_prompt_tokens if result.is_cached else 0

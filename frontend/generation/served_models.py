@@ -1,0 +1,129 @@
+"""The models of one worker: each of its backends with what it serves, and which of them answers a request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
+from penstock.shm.messages import PooledKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from penstock.frontend.generation.served_model import ModelKeeper, ServedModel
+    from penstock.shm.messages import ModelCard
+
+Task: TypeAlias = Literal["generate", "rerank", "score", "pooled", "any"] | PooledKind
+"""What an endpoint needs of a model. rerank is classify with one score; score is rerank or embed; pooled is a vector of
+any kind; any is the tokenizer alone."""
+
+_EMBEDDING_TASKS = ("embed", "token_embed", "sparse", "pooled")
+_WORDS = {
+    "generate": "generate text",
+    "embed": "compute embeddings",
+    "token_embed": "compute embeddings of tokens",
+    "sparse": "compute sparse embeddings",
+    "classify": "classify",
+    "rerank": "rerank",
+    "score": "score pairs of texts",
+    "pooled": "compute vectors",
+    "token_classify": "classify tokens",
+}
+
+
+def abilities(card: ModelCard) -> list[Task]:
+    """Return what a model can do, in the order of `Task`."""
+    tasks: list[Task] = ["generate"] if card.generates else []
+    for pooled in card.pooled:
+        tasks += ["rerank", "classify"] if pooled.kind == "classify" and pooled.num_values == 1 else [pooled.kind]
+    return tasks
+
+
+def can_do(card: ModelCard, task: Task) -> bool:
+    if task in ("any", "pooled"):
+        return task == "any" or bool(card.pooled)
+    known = abilities(card)
+    return task in known or (task == "score" and ("rerank" in known or "embed" in known))
+
+
+class ServedModels:
+    """The keepers of a worker's backends. One backend may be in several roles; then its keeper is the same object."""
+
+    def __init__(
+        self, generation: ModelKeeper, *, embedding: ModelKeeper | None = None, rerank: ModelKeeper | None = None
+    ) -> None:
+        """generation is the backend of a server that has only one, whatever its model does."""
+        self.generation = generation
+        self._embedding = embedding
+        self._rerank = rerank
+        self.keepers = _distinct((generation, embedding, rerank))
+
+    def in_order(self, task: Task) -> tuple[ModelKeeper, ...]:
+        """Return all keepers, first the one whose role is the task."""
+        if task in _EMBEDDING_TASKS:
+            return _distinct((self._embedding, *self.keepers))
+        if task in ("rerank", "score", "classify", "token_classify"):
+            return _distinct((self._rerank, *self.keepers))
+        return self.keepers
+
+    def find(self, task: Task, requested: str | None) -> ModelKeeper:
+        """Return the keeper of the model that a request names, or without a name the first one that can do the task.
+        If its model is not loaded yet, it may turn out to be another.
+
+        Raises ApiError if there is no such model, or if it cannot do the task.
+        """
+        keepers = self.in_order(task)
+        loaded = [keeper.current for keeper in keepers if keeper.current is not None]
+        for keeper in keepers:
+            served = keeper.current
+            if requested is None and (served is None or can_do(served.card, task)):
+                return keeper
+            if served is not None and requested == served.card.model_id:
+                check_task(served.card, task)
+                return keeper
+        pending = next((keeper for keeper in keepers if keeper.current is None), None)
+        if pending is not None:
+            return pending
+        if requested is not None:
+            raise unknown_model(requested, [served.card for served in loaded])
+        raise _unable(task, [served.card for served in loaded])
+
+    def loaded(self) -> list[ServedModel]:
+        return [keeper.current for keeper in self.keepers if keeper.current is not None]
+
+    def none_will_come(self) -> bool:
+        """Whether no model is loaded and none is expected soon."""
+        return all(keeper.current is None and keeper.settled.is_set() for keeper in self.keepers)
+
+
+def check_task(card: ModelCard, task: Task) -> None:
+    """Raises ApiError if the model cannot do the task."""
+    if not can_do(card, task):
+        raise _unable(task, [card])
+
+
+def check_model(requested: str | None, card: ModelCard) -> None:
+    """Raises ApiError when a request names another model than this one."""
+    if requested is not None and requested != card.model_id:
+        raise unknown_model(requested, [card])
+
+
+def unknown_model(requested: str, cards: Iterable[ModelCard]) -> ApiError:
+    names = ", ".join(shorten(card.model_id) for card in cards)
+    message = f"model: {shorten(requested)} does not exist; this server has {names}"
+    return ApiError(ErrorKind.UNKNOWN_MODEL, message, param="model")
+
+
+def _unable(task: Task, cards: Iterable[ModelCard]) -> ApiError:
+    known = "; ".join(f"{shorten(card.model_id)} can {_list_of(abilities(card))}" for card in cards)
+    message = f"model: this endpoint needs one that can {_WORDS[task]}; {known}"
+    return ApiError(ErrorKind.WRONG_MODEL, message, param="model")
+
+
+def _list_of(tasks: list[Task]) -> str:
+    words = [_WORDS[task] for task in tasks] or ["do nothing"]
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _distinct(keepers: Iterable[ModelKeeper | None]) -> tuple[ModelKeeper, ...]:
+    return tuple(dict.fromkeys(keeper for keeper in keepers if keeper is not None))

@@ -1,0 +1,122 @@
+"""Any order of pooled requests, cancellations, deaths, failing steps and turns leaves each result exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.backend.engine.vector_cache import VectorCache
+from penstock.backend.passes.fake_encoder import FakeEncoder, PoolingFakePass, fake_vectors
+from penstock.shm.link.events import FrontendDeath
+from penstock.shm.messages import Finish, PooledKind
+from tests.backend.harness import Bench
+
+VOCAB, BAD = 97, 90
+
+
+class FaultyEncoder(FakeEncoder):
+    def forward(self, batch: Any) -> Any:
+        if BAD in batch.input_ids:
+            raise ArithmeticError("planted")
+        return super().forward(batch)
+
+
+class FaultyDecoder(PoolingFakePass):
+    def forward(self, batch: Any) -> Any:
+        if BAD in batch.input_ids:
+            raise ArithmeticError("planted")
+        return super().forward(batch)
+
+
+class PooledMachine(RuleBasedStateMachine):
+    """Two tenants with groups of inputs; token BAD makes any step fail that it is in."""
+
+    @initialize(
+        is_encoder=st.booleans(),
+        max_running=st.integers(1, 5),
+        max_batch_tokens=st.integers(1, 12),
+        capacity=st.integers(0, 3),
+        cache_bytes=st.sampled_from((0, 1200)),
+    )
+    def start(self, is_encoder: bool, max_running: int, max_batch_tokens: int, capacity: int, cache_bytes: int) -> None:
+        self.kinds: tuple[PooledKind, ...] = ("embed", "classify")
+        if is_encoder:
+            self.kinds = (*self.kinds, "token_embed", "sparse")
+        self.bench = Bench(
+            num_pages=12,
+            max_running=max_running,
+            max_batch_tokens=max_batch_tokens,
+            capacity=capacity,
+            forward_pass=FaultyEncoder(VOCAB) if is_encoder else FaultyDecoder(VOCAB, max_running),
+            vector_cache=VectorCache(cache_bytes) if cache_bytes else None,
+        )
+        self.next_id, self.frontend = 0, 1
+        self.expected: dict[tuple[int, int], np.ndarray[Any, Any] | None] = {}
+
+    @rule(
+        data=st.data(),
+        tokens=st.lists(st.sampled_from((1, 2, 3, BAD)), min_size=1, max_size=7) | st.lists(st.just(4), min_size=1),
+        group=st.integers(0, 2),
+        options=st.fixed_dictionaries({"tenant": st.sampled_from((b"", b"t")), "normalize": st.booleans()}),
+    )
+    def submit(self, data: st.DataObject, tokens: list[int], group: int, options: dict[str, Any]) -> None:
+        kind = data.draw(st.sampled_from(self.kinds))
+        second_start = data.draw(st.integers(0, len(tokens) - 1))
+        self.bench.submit_pooled(
+            tokens, kind, second_start, request_id=self.next_id, frontend=self.frontend, group=group, **options
+        )
+        vectors = fake_vectors(tokens, kind, second_start, VOCAB).astype(np.float64)
+        if options["normalize"]:
+            vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+        self.expected[self.frontend, self.next_id] = None if BAD in tokens else vectors[vectors != 0]
+        self.next_id += 1
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        frontend, request_id = data.draw(st.sampled_from(sorted(self.expected)))
+        self.bench.cancel(request_id, frontend)
+        del self.expected[frontend, request_id]
+
+    @rule()
+    def frontend_dies(self) -> None:
+        self.bench.link.arrivals.append(FrontendDeath(self.frontend))
+        self.expected = {key: vectors for key, vectors in self.expected.items() if key[0] != self.frontend}
+        self.frontend += 1
+
+    @rule()
+    def step(self) -> None:
+        self.bench.executor.run_one()
+
+    @rule()
+    def turn(self) -> None:
+        self.bench.engine._num_failed_steps = 0  # each failure has its own cause
+        self.bench.engine.turn()
+
+    @invariant()
+    def everything_is_owned_once(self) -> None:
+        if hasattr(self, "bench"):
+            self.bench.engine.check_integrity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        while self.bench.link.arrivals or self.bench.requests.table.num_open or self.bench.executor.is_busy:
+            self.step()
+            self.turn()
+        for (frontend, request_id), vectors in self.expected.items():
+            received = self.bench.received(request_id, frontend)
+            if vectors is None:
+                assert received.finishes == [Finish.FAILED]
+            else:
+                np.testing.assert_allclose(received.values, vectors, rtol=1e-6)
+        assert self.bench.pool.num_held == 0
+        self.bench.close()
+
+
+TestPooledMachine = PooledMachine.TestCase
+TestPooledMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

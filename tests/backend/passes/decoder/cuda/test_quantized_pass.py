@@ -1,0 +1,112 @@
+"""The CUDA pass with quantised weights on the emulator, against transformers with the same weights dequantised."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.quantization import kept_file
+from penstock.backend.checkpoint.quantization.modes import QUANTIZATIONS, linear_specs
+from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
+from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import PassOptions
+from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+from penstock.backend.passes.decoder.forward_pass import DecoderPass
+from tests.backend.checkpoint.formats.quantizers import fp8, write_checkpoint
+from tests.backend.passes.decoder.cuda.emulated_pass import EmulatedCudaPass
+from tests.backend.passes.decoder.cuda.tiny_models import checkpoint, oracle_logits, prompts, run_prompts
+from tests.backend.passes.decoder.driver import Driver
+from tests.backend.passes.decoder.quantized_oracle import relative_error
+from tests.checkpoints import load_oracle
+
+BOUND = 0.02
+"""On the RMS of the difference, relative to the RMS of the logits: bf16 rounding alone gives 0.01."""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels stay in the user's cache."""
+    monkeypatch.setattr(kept_file, "cache_directory", lambda: tmp_path)
+
+
+def oracle(model_dir: Path, mode: str) -> Any:
+    """The transformers model with our quantised weights as floats."""
+    config, model = read_decoder_config(model_dir), load_oracle(model_dir)
+    with open_quantized(model_dir, config, QUANTIZATIONS[mode]) as weights, torch.inference_mode():
+        named = dict(model.named_parameters())
+        for name, specs in linear_specs(config).items():
+            linear: Tensor = weights._linear(name).dequantize()
+            if "expert_" in name:
+                experts = model.model.layers[int(name.split(".")[1])].mlp.experts
+                target = experts.gate_up_proj if name.endswith("gate_up") else experts.down_proj
+                target.copy_(linear.view(target.shape))
+                continue
+            for spec, part in zip(specs, linear.split([spec.shape[0] for spec in specs]), strict=True):
+                named[spec.name].copy_(part)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("architecture", "mode", "is_deterministic"),
+    [("qwen3", "int8", False), ("llama3", "int4", False), ("qwen2-moe", "int8", True)],
+)
+def test_logits_are_those_of_the_same_weights_in_transformers(
+    architecture: str, mode: str, is_deterministic: bool
+) -> None:
+    """In a prompt of more rows than our kernel multiplies, in chunks, and in captured steps. qwen3's embedding is
+    lm_head."""
+    options = PassOptions(dtype="bf16", max_running=3, max_batch_tokens=128, quantize=mode)
+    options = replace(options, deterministic=is_deterministic)
+    made = EmulatedCudaPass.load(checkpoint(architecture), options)
+    assert made.spec == EmulatedCudaPass.describe(checkpoint(architecture), options)
+    assert made.spec.quantization == mode
+    exact = oracle(checkpoint(architecture), mode)
+    driver = Driver(made, num_pages=32, page_size=16, kv_dtype="fp32")
+    logits = dict(enumerate(run_prompts(driver, prompts((80, 5, 33)))))
+    for _ in range(2):
+        for row in driver.rows:
+            tokens = row.tokens[: row.computed]
+            with torch.inference_mode():
+                expected = exact(torch.tensor([tokens])).logits[0, -1].numpy()
+            assert relative_error(logits[row.slot], expected) < BOUND
+            assert relative_error(oracle_logits(architecture, tokens)[-1], expected) > 0.2 * BOUND
+        logits = driver.step([(row, 1) for row in driver.rows])
+
+
+def test_a_mode_that_does_not_fit_is_refused_before_weights_are_read() -> None:
+    options = PassOptions(device="cuda:0", dtype="fp32", quantize="int8")
+    with pytest.raises(
+        StartupError, match="--quantize is int8; on a GPU it needs 16-bit activations: use --dtype bf16"
+    ):
+        DecoderPass.describe(checkpoint("llama3"), options)
+    with pytest.raises(StartupError, match="has 64 inputs, not a multiple of 128: use int8 or int4"):
+        DecoderPass.describe(checkpoint("llama3"), replace(options, dtype="bf16", quantize="int4-128"))
+
+
+@pytest.mark.parametrize(("block", "architecture"), [((128, 128), "llama-bias"), (None, "qwen3-moe")])
+def test_a_checkpoint_of_8_bit_floats_stays_packed(
+    block: tuple[int, int] | None, architecture: str, tmp_path: Path
+) -> None:
+    """The oracle is the CPU's pass in fp32, which dequantises."""
+    stored = {"quant_method": "fp8", "fmt": "e4m3"} | ({} if block is None else {"weight_block_size": list(block)})
+    plain: tuple[str, ...] = ("lm_head", "embed_tokens")
+    settings: dict[str, Any] = {"head_dim": 64}
+    if architecture == "qwen3-moe":
+        plain, settings = (*plain, "mlp.gate"), settings | {"mlp_only_layers": []}
+    made = write_checkpoint(tmp_path, stored, fp8(block), plain=plain, architecture=architecture, **settings)
+    options = PassOptions(dtype="bf16", max_running=1, max_batch_tokens=32)
+    forward_pass = EmulatedCudaPass.load(made.path, options)
+    assert forward_pass.spec == EmulatedCudaPass.describe(made.path, options)
+    assert forward_pass.spec.weight_bytes < 0.85 * CpuDecoderPass.describe(made.path, options).weight_bytes
+    exact = CpuDecoderPass.load(made.path, replace(options, dtype="fp32"))
+    logits = [
+        run_prompts(Driver(each, num_pages=4, page_size=16, kv_dtype="fp32"), prompts((20,)))[0]
+        for each in (forward_pass, exact)
+    ]
+    assert relative_error(*logits) < BOUND

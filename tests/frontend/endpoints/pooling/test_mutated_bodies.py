@@ -1,0 +1,76 @@
+"""Bodies of embedding, reranking and classification with an error anywhere in them."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.frontend.app import App
+from tests.frontend.endpoints.invalid_bodies import DEEP, FORBIDDEN_IN_ERRORS, NOT_AN_OBJECT, NOT_JSON
+from tests.frontend.harness import ClientConnection, make_app
+from tests.frontend.pooled_backend import PooledBackend, encoder, encoder_card
+from tests.frontend.schemas.test_mutated_bodies import JUNK, body_in_failures, mutated, places
+
+TRUNCATED = {"truncate_prompt_tokens": -1, "truncation_side": "left", "timeout_ms": 5000, "model": "encoder"}
+TEI = {"truncate": True, "truncation_direction": "Left", "model": "encoder"}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": ["a", "b"], "dimensions": 4, "encoding_format": "base64", **TRUNCATED},
+    "/v1/rerank": {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1, "max_tokens_per_doc": 3, **TRUNCATED},
+    "/rerank": {"query": "a", "texts": ["b", "c"], "raw_scores": True, "return_text": True, **TEI},
+    "/score": {"text_1": ["a", "b"], "text_2": ["c", "d"], "use_activation": False, **TRUNCATED},
+    "/classify": {"input": [[1, 2], [3]], "use_activation": True, **TRUNCATED},
+    "/pooling": {"input": "a", "task": "token_embed", "dimensions": 2, **TRUNCATED},
+    "/embed": {"inputs": [1, 2, 3], "dimensions": 3, "normalize": False, **TEI},
+    "/embed_sparse": {"inputs": ["a"], **TEI},
+    "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["b"]}, "parameters": {"truncate": True}},
+    "/predict": {"inputs": [["a"], ["a", "b"]], "raw_scores": True, **TEI},
+    "/tokenize": {"inputs": ["a", "b"], "add_special_tokens": False},
+    "/decode": {"ids": [[1, 2], [3]], "skip_special_tokens": False},
+}
+
+
+@cache
+def app() -> App:
+    pooled = (("embed", 8), ("token_embed", 4), ("sparse", 300), ("classify", 1))
+    backend = PooledBackend(model=encoder_card("encoder", *pooled, max_context_tokens=64))
+    return make_app(backend, keeper=encoder(backend))
+
+
+async def check(connection: ClientConnection, path: str, body: Any) -> int:
+    response = await connection.post(path, body)
+    with body_in_failures(body):
+        assert response.status in (200, 400, 404), response.body
+        if response.status != 200:
+            assert len(response.body) < 3000
+            if "0x123456" not in json.dumps(str(body)):
+                assert not FORBIDDEN_IN_ERRORS.search(response.body.decode()), response.body
+    return response.status
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_body_with_every_field_is_answered(path: str) -> None:
+    connection = ClientConnection(app())
+    assert await check(connection, path, BODIES[path]) == 200
+    for data in (*NOT_JSON, *(json.dumps(value).encode() for value in NOT_AN_OBJECT), DEEP):
+        assert await check(connection, path, data) == 400
+    await connection.end()
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+async def test_no_mutated_body_causes_a_server_error(data: st.DataObject) -> None:
+    path = data.draw(st.sampled_from(list(BODIES)))
+    body = BODIES[path]
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.sampled_from(list(places(body))))
+        body = mutated(body, place, data.draw(JUNK), is_removed=data.draw(st.booleans()))
+        if not body:
+            break
+    connection = ClientConnection(app())
+    await check(connection, path, body)
+    await connection.end()

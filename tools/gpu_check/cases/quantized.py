@@ -1,0 +1,129 @@
+"""Linears with 8-bit and 4-bit weights, checked against float64 products with the same weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.backend.checkpoint.float8_weight import Float8Form, Float8Weight
+from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight, PackedForm
+from penstock.backend.passes.decoder.cuda.ops.matmul import BlockedMatmul, WholeMatmul
+from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedProducts
+from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
+from penstock.tools.gpu_check.cases.comparing import require_close, require_same_bits
+from penstock.tools.gpu_check.cases.elementwise import TOLERANCE, ints, poisoned
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+    from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
+    from penstock.backend.passes.decoder.cuda.ops.matmul import Matmul
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FORMS: dict[str, PackedForm | Float8Form] = {
+    "int8": PackedForm(None),
+    "int4": PackedForm(32),
+    "int4-128": PackedForm(128),
+    "fp8": Float8Form(None),
+    "fp8-128": Float8Form(128),
+}
+
+
+def random_weight(outputs: int, inputs: int, form: PackedForm | Float8Form) -> QuantizedWeight:
+    """All finite values and all zero points, scales of both signs, and an output whose scales are 0."""
+    generator = torch.Generator().manual_seed(outputs + inputs)
+    group_size = form.group_size
+    groups = (outputs,) if group_size is None else (outputs, -(-inputs // group_size))
+    scales = torch.randn(groups, generator=generator).half().float()
+    scales[outputs // 2] = 0.0
+    if isinstance(form, Float8Form):
+        bits = torch.randint(0, 254, (outputs, inputs), generator=generator, dtype=torch.uint8)
+        bits += bits >= 127  # 127 and 255 are NaN
+        return Float8Weight(bits, scales.view(outputs, -1) / 64, group_size)
+    if group_size is None:
+        values = torch.randint(-128, 128, (outputs, inputs), generator=generator, dtype=torch.int8)
+        return Int8Weight(values, scales / 16)
+    values = torch.randint(0, 256, (outputs, inputs // 2), generator=generator, dtype=torch.uint8)
+    zeros = torch.randint(0, 16, groups, generator=generator, dtype=torch.uint8)
+    return Int4Weight(values, scales, zeros, group_size)
+
+
+@dataclass(frozen=True)
+class LinearCase:
+    """A linear with random weights, and rows for it."""
+
+    form: str
+    outputs: int
+    inputs: int
+    num_rows: int
+    dtype: torch.dtype
+    has_bias: bool = False
+    scale: float = 1.0
+
+    def weight(self) -> QuantizedWeight:
+        return random_weight(self.outputs, self.inputs, FORMS[self.form])
+
+    def bias(self) -> Tensor | None:
+        generator = torch.Generator().manual_seed(2)
+        return torch.randn(self.outputs, generator=generator).to(self.dtype) * 8 if self.has_bias else None
+
+    def rows(self) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return torch.randn(self.num_rows, self.inputs, generator=generator).to(self.dtype)
+
+    def run(self, launcher: Launcher, x: Tensor, matmul: Matmul) -> Tensor:
+        """[n, outputs]"""
+        products = QuantizedProducts(launcher, torch.device("cpu"), self.dtype, len(x), matmul)
+        out = poisoned(len(x), self.outputs, dtype=self.dtype)
+        return products.multiply(x, products.pack(self.weight(), self.bias(), self.scale), out)
+
+    def expected(self, x: Tensor, weights: Tensor) -> Tensor:
+        """In float64; weights: [outputs, inputs]."""
+        product = x.double() @ weights.double().T
+        bias = self.bias()
+        return (product if bias is None else product + bias.double()) * self.scale
+
+
+def check_linear(launcher: Launcher, case: LinearCase, matmul: Matmul | None = None) -> float:
+    """Our kernel's product. Returns the error as a share of the tolerance."""
+    x = case.rows()
+    return _check_close(
+        case, case.run(launcher, x, matmul or BlockedMatmul()), case.expected(x, case.weight().dequantize())
+    )
+
+
+def check_widened(launcher: Launcher, case: LinearCase) -> float:
+    """The library's product with weights that are widened in memory, where they are rounded to the dtype once."""
+    x, widened = case.rows(), case.weight().dequantize().to(case.dtype)
+    return _check_close(case, case.run(launcher, x, WholeMatmul()), case.expected(x, widened))
+
+
+def check_company(launcher: Launcher, case: LinearCase) -> None:
+    """A row's bits depend neither on the other rows nor on its place."""
+    x = case.rows()
+    together = case.run(launcher, x, BlockedMatmul())
+    require_same_bits("in reverse", case.run(launcher, x.flip(0), BlockedMatmul()), together.flip(0))
+    alone = replace(case, num_rows=1)
+    for row in (0, len(x) - 1):
+        require_same_bits(f"row {row} alone", alone.run(launcher, x[row : row + 1], BlockedMatmul())[0], together[row])
+
+
+def check_embedding(launcher: Launcher, case: LinearCase) -> float:
+    """Rows of a quantised table, a token outside of it, and one of a slot."""
+    products = QuantizedProducts(launcher, torch.device("cpu"), case.dtype, 4, BlockedMatmul())
+    table = products.pack(case.weight(), None)
+    rows, residual = RowArrays(ints(0, 1, 4), ints(0, 0), ints(1, 0)), poisoned(4, case.inputs, dtype=torch.float32)
+    last = case.outputs - 1
+    products.embed(table, ints(-1, last, case.outputs, 0), rows, ints(0, 3), residual, 2.0)
+    weights = case.weight().dequantize() * 2.0
+    expected = torch.stack([weights[3], weights[last], torch.zeros(case.inputs), weights[0]])
+    return require_close("the embeddings", residual, expected, 1e-6, 0.0)
+
+
+def _check_close(case: LinearCase, found: Tensor, expected: Tensor) -> float:
+    """A number may be off by a rounding of its own, or by a small share of its row's largest one."""
+    tolerance = TOLERANCE[case.dtype]
+    return require_close("the product", found, expected, tolerance, 1e-2 * tolerance * float(expected.abs().max()))
