@@ -11,7 +11,6 @@ import queue
 import select
 import shlex
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from penstock.backend.options import BackendOptions
 from penstock.frontend.options import FrontendOptions
 from penstock.shm.process.supervisor import module_argv
 from penstock.tools.bench.harness.processes import descendants, runs_module
+from penstock.tools.chaos.proxies import free_port
 from penstock.tools.serve import ServeOptions, private_socket_path, select_options
 from tests.frontend.transport.test_listening import make_certificate
 
@@ -75,7 +75,10 @@ class Serve:
     errors: Lines
 
     def wait_until_ready(self) -> None:
-        self.output.wait_for("Ready: ")
+        try:
+            self.output.wait_for("Ready: ")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.errors.rest()}") from None
 
     def stop(self, signal_number: int = signal.SIGTERM) -> int:
         self.process.send_signal(signal_number)
@@ -118,8 +121,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def start(*arguments: str, port: int | None = None, environment: Mapping[str, str] | None = None) -> Serve:
         if port is None:
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                port = listener.getsockname()[1]
+            port = free_port()
         argv = ["serve", "--forward-pass", "fake", "--port", str(port), *arguments]
         process = subprocess.Popen(
             module_argv("penstock.tools.main", argv),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -15,7 +17,7 @@ from penstock.tools.chaos.child import Child
 from penstock.tools.chaos.errors import ChaosError
 
 SHIPPED = Path(penstock.__file__).parents[1] / "docs" / "operations"
-"""Of a checkout; a wheel has no docs."""
+"""A wheel has no docs, so this folder exists in a checkout only."""
 _SYSTEM_FOLDERS = ":/usr/sbin:/usr/local/sbin"
 """Debian has proxies where the PATH of a user does not look."""
 _CHECKS_EVERY_S = {"haproxy": (1.0, 1.0, 2.0, 2.0), "nginx": ()}
@@ -23,6 +25,10 @@ _CHECKS_EVERY_S = {"haproxy": (1.0, 1.0, 2.0, 2.0), "nginx": ()}
 _CHECK_MARGIN_S = 1.0
 """Totals lag, and a proxy spreads its checks."""
 
+
+_LOWEST_PORT = 10_000
+_EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""Linux: the first and the last port, https://docs.kernel.org/networking/ip-sysctl.html"""
 
 _VARIABLE = re.compile(r"\$\{(PENSTOCK_[A-Z_]+)\}")
 """nginx has variables of its own, which stay."""
@@ -45,11 +51,16 @@ class Addresses:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a port of loopback that nobody uses now and that no outgoing connection takes before it is bound.
+
+    The kernel gives ports of its ephemeral range to connections at any moment, so this one lies below that range.
+    """
+    first_ephemeral_port = int(_EPHEMERAL_RANGE.read_text().split()[0])
+    while True:
+        port = _LOWEST_PORT + secrets.randbelow(first_ephemeral_port - _LOWEST_PORT)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def find_program(name: str) -> str | None:
