@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.frontend.telemetry import metrics
 from penstock.frontend.telemetry.metrics import Source, render
 from penstock.shm.memory.board import RESPONSE_FIELDS, BackendBoard, Board, FrontendBoard, Histogram
+from penstock.tools.chaos.proxies import find_program
 from tests.frontend.harness import ClientConnection, FakeBackend, make_app, says
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 NOTHING = dict.fromkeys(FrontendBoard.fields, 0)
 DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana" / "penstock.json"
+ALERTS = Path(__file__).parents[3] / "docs" / "prometheus" / "alerts.yml"
+PROMTOOL = find_program("promtool")
 
 
 def parse(page: bytes) -> Samples:
@@ -177,22 +181,41 @@ def test_labels_are_bounded(board: BackendBoard) -> None:
     assert metrics.CONTENT_TYPE.startswith(b"text/plain")
 
 
-def test_dashboard_uses_metrics_that_exist_and_labels_that_they_have(board: BackendBoard) -> None:
+def check_names(queries: str, board: BackendBoard) -> None:
+    """Fail if queries name a metric that /metrics lacks, or a label that it does not have."""
     labels: dict[str, set[str]] = {}
-    for name, pairs in parse(render(1, [Source("m", NOTHING, board.values())])):
+    sources = [Source("m", NOTHING, board.values()), Source("n", NOTHING, board.values())]
+    for name, pairs in parse(render(1, sources)):
         labels.setdefault(name, set()).update(key for key, _ in pairs)
+    used = re.findall(r"\b(penstock_\w+)(?:\{([^}]*)\})?", queries)
+    assert len(used) >= 10
+    for name, selector in used:
+        assert name in labels, name
+        assert set(re.findall(r"(\w+)=~?\"", selector)) - {"job", "instance"} <= labels[name], selector
+    for named in re.findall(r"by \(([^)]*)\)", queries):
+        assert set(re.split(r",\s*", named)) - {"job", "instance"} <= set().union(*labels.values()), named
+
+
+def test_dashboard_uses_metrics_that_exist_and_labels_that_they_have(board: BackendBoard) -> None:
     dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
-    assert len(queries) >= 15
-    used: set[str] = set()
-    for query in queries:
-        for name, selector in re.findall(r"\b(penstock_\w+)(?:\{([^}]*)\})?", query):
-            used.add(name)
-            assert name in labels, f"{name} of {query}"
-            assert set(re.findall(r"(\w+)=~?\"", selector)) - {"job", "instance"} <= labels[name], query
-        for named in re.findall(r"by \(([^)]*)\)", query):
-            assert set(re.split(r",\s*", named)) - {"job", "instance"} <= set().union(*labels.values()), query
-    reported = {re.sub(r"_(bucket|sum|count)$", "", name) for name in labels if not name.startswith("penstock_worker_")}
-    assert {"penstock_steps_total", "penstock_step_rows"} <= reported
+    check_names("\n".join(queries), board)
     positions = [panel["gridPos"] for panel in dashboard["panels"]]
     assert all(position["x"] >= 0 and position["x"] + position["w"] <= 24 for position in positions)
+
+
+def test_alerts_use_metrics_that_exist_and_labels_that_they_have(board: BackendBoard) -> None:
+    check_names(re.sub(r"(summary|description): .*", "", ALERTS.read_text(encoding="utf-8")), board)
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed: apt-get install prometheus")
+def test_each_alert_fires_on_its_fault_and_only_then(tmp_path: Path) -> None:
+    assert PROMTOOL is not None
+    cases = tmp_path / "cases.yml"
+    cases.write_text(Path(__file__).with_name("alert_cases.yml").read_text().replace("ALERTS", str(ALERTS)))
+    for command in (["check", "rules", ALERTS], ["test", "rules", cases]):
+        done = subprocess.run([PROMTOOL, *command], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    names = re.findall(r"alert: (\w+)", ALERTS.read_text())
+    fired = re.findall(r"alertname: (\w+)\n +exp_alerts", cases.read_text())
+    assert sorted(names) == sorted(fired)
