@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CLIENTS := .venv-clients
 
-.PHONY: serve test check bench clean
+.PHONY: serve test test-clients check bench clean
 
 serve: $(STAMP)
 	$(BIN)/penstock serve $(ARGS)
@@ -21,8 +22,12 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/penstock bench $(ARGS)
 
+# Heavy client libraries in a virtual environment of their own, against a server of the demo models.
+test-clients: $(STAMP) $(CLIENTS)/.installed
+	PENSTOCK_BIN=$(CURDIR)/$(BIN) $(CLIENTS)/bin/pytest -c tests/clients/pytest.ini tests/clients $(ARGS)
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,3 +35,8 @@ $(STAMP): pyproject.toml constraints.txt
 	# A client that tests use. Its bounds on jiter exclude the openai SDK's present ones; it works with both.
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps instructor==1.17.0
 	touch $(STAMP)
+
+$(CLIENTS)/.installed: tests/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+	touch $(CLIENTS)/.installed

@@ -17,6 +17,9 @@ from tests.tallies import Tallies
 configure_torch_threads()
 
 
+collect_ignore = ["clients"]  # they run in a virtual environment of their own: make test-clients
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     contract_options.pytest_addoption(parser)
     group = parser.getgroup("simulation")

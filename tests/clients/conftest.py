@@ -1,0 +1,39 @@
+"""A server of the demo models and a reranker, for client libraries that have a virtual environment of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from demo_models import EMBEDDING, RERANK
+
+BIN = Path(os.environ.get("PENSTOCK_BIN", Path(__file__).parents[2] / ".venv" / "bin"))
+"""The programs of the virtual environment that penstock is installed in."""
+
+
+@pytest.fixture(scope="session")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo embedding model with a random head that scores pairs."""
+    directory = tmp_path_factory.mktemp("models") / RERANK
+    script = Path(__file__).with_name("write_reranker.py")
+    subprocess.run([BIN / "python", script, directory], check=True)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def server_url(reranker: Path) -> Iterator[str]:
+    """http://127.0.0.1:PORT of one server for all tests."""
+    argv = [BIN / "penstock", "serve", "--port", "0", "--embedding-model", EMBEDDING, "--rerank-model", reranker]
+    process = subprocess.Popen([*map(str, argv)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        ready = next((line for line in process.stdout if line.startswith("Ready: ")), None)
+        assert ready is not None, "the server has ended; its errors are above"
+        yield ready.removeprefix("Ready: ").strip().removesuffix("/v1")
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate()
