@@ -35,7 +35,7 @@ _KINDS_OF_TASK = {
     "classify": ("classify", "token_classify"),
 }
 DEMO_MODEL_DIR = Path(__file__).parent / "demo_model"
-_SHIPPED_MODELS = {
+SHIPPED_MODELS = {
     DEMO_MODEL: DEMO_MODEL_DIR,
     "penstock-demo-embed": Path(__file__).parent / "demo_embedding_model",
 }
@@ -65,13 +65,13 @@ def pass_options(options: BackendOptions) -> PassOptions:
 def locate_config(options: BackendOptions) -> Path:
     """A directory with the checkpoint's config.json. Of a hub model only that is downloaded. Raises StartupError."""
     name = DEMO_MODEL if options.model is None else options.model
-    return _SHIPPED_MODELS.get(name) or resolve_config(name, options.revision)
+    return SHIPPED_MODELS.get(name) or resolve_config(name, options.revision)
 
 
 def locate_model(options: BackendOptions, config_dir: Path | None = None) -> Path:
     """The checkpoint's directory. A hub model is downloaded, at config_dir's commit. Raises StartupError."""
     name = DEMO_MODEL if options.model is None else options.model
-    return _SHIPPED_MODELS.get(name) or resolve_model(name, options.revision, config_dir)
+    return SHIPPED_MODELS.get(name) or resolve_model(name, options.revision, config_dir)
 
 
 def pass_name(options: BackendOptions, config_dir: Path) -> str:

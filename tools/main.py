@@ -55,6 +55,14 @@ app.command(
 )
 
 
+# By name: its modules import torch.
+app.command(
+    "penstock.tools.doctor.command:doctor",
+    name="doctor",
+    help="Examines this machine: what keeps the server from running well, and what to do about it.",
+)
+
+
 # By name: its modules import the whole server.
 app.command(
     "penstock.tools.chaos.command:chaos",

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from cyclopts import Parameter
 
-from penstock.backend.checkpoint.hub import resolve_small_files
 from penstock.backend.errors import StartupError
 from penstock.shm.process.options import fail, format_size
-from penstock.tools.inspect_model.description import describe_model
-from penstock.tools.inspect_model.headers import read_directory, read_hub
+from penstock.tools.inspect_model.description import describe_named_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,12 +31,12 @@ class InspectOptions:
 
 
 def inspect_model(model: str, /, *, options: InspectOptions = InspectOptions()) -> int:
-    """Describe a directory, a GGUF file or a hub id. The exit status is 0 if the model can be served, else 1."""
+    """Describe a directory, a GGUF file, a hub id or a demo model.
+
+    The exit status is 0 if the model can be served, else 1.
+    """
     try:
-        model_dir = resolve_small_files(model, options.revision)
-        is_local = Path(model).expanduser().exists()
-        files = read_directory(model_dir) if is_local else read_hub(model, options.revision or "main")
-        described = describe_model(model, model_dir, files, is_local=is_local)
+        described = describe_named_model(model, options.revision)
     except StartupError as error:
         fail("penstock inspect", str(error))
     if options.json:

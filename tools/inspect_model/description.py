@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -14,6 +15,7 @@ from penstock.backend.checkpoint.encoders.read_config import read_encoder, with_
 from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.encoders.weights import open_encoder
 from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES
+from penstock.backend.checkpoint.hub import resolve_small_files
 from penstock.backend.checkpoint.json_file import read_json_object
 from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.checkpoint.weights import open_weights
@@ -21,13 +23,13 @@ from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
 from penstock.backend.passes.encoder.forward_pass import EncoderPass
+from penstock.backend.startup import SHIPPED_MODELS
 from penstock.frontend.generation.served_model import model_syntax_of
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.tools.inspect_model.config_fields import read_fields
+from penstock.tools.inspect_model.headers import read_directory, read_hub
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from penstock.backend.forward_pass import IBatchedForwardPass, PassSpec
     from penstock.tools.inspect_model.config_fields import Quantization
     from penstock.tools.inspect_model.headers import TensorHeader, WeightFiles
@@ -79,6 +81,15 @@ class ModelDescription(Struct, frozen=True):
     tool_format: str | None
     reasoning_format: str | None
     tokenizer_error: str | None
+
+
+def describe_named_model(model: str, revision: str | None) -> ModelDescription:
+    """Describe what --model names. Only small files of a hub model are downloaded. Raises StartupError."""
+    shipped = SHIPPED_MODELS.get(model)
+    model_dir = shipped or resolve_small_files(model, revision)
+    is_local = shipped is not None or Path(model).expanduser().exists()
+    files = read_directory(model_dir) if is_local else read_hub(model, revision or "main")
+    return describe_model(model, model_dir, files, is_local=is_local)
 
 
 def describe_model(model: str, model_dir: Path, files: WeightFiles, *, is_local: bool) -> ModelDescription:

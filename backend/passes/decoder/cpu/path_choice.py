@@ -102,7 +102,7 @@ def load_kernels(cpu_path: str = AUTO) -> NativeKernels | None:
     if cpu_path != AUTO:
         return _open_named(next(path for path in supported_paths(cpu) if path.name == cpu_path))
     try:
-        kernels = _open_fastest(cpu)
+        kernels = open_fastest(cpu)
     except LibraryUnavailableError as error:
         logger.warning("No native CPU kernels, slower torch operations instead: %s", error)
         return None
@@ -120,8 +120,11 @@ def _open_named(path: CpuPath) -> NativeKernels:
     return NativeKernels(path, library)
 
 
-def _open_fastest(cpu: CpuInfo) -> NativeKernels:
-    """Raises LibraryUnavailableError, with the reason of the best path, if no path can be opened."""
+def open_fastest(cpu: CpuInfo) -> NativeKernels:
+    """Open the fastest path of the CPU, and compile its library if it is missing.
+
+    Raises LibraryUnavailableError, with the reason of the best path, if no path can be opened.
+    """
     paths = supported_paths(cpu)
     failures: list[LibraryUnavailableError] = []
     for path in paths:

@@ -25,21 +25,28 @@ TIMED_ROWS = (1, 32)
 _BUDGET_S = 0.15
 _MIN_TURNS = 3
 _HEAD_DIM = 64
-# The product of one layer's q, k and v: 1024 inputs, 64 heads of 64 outputs, 8 MB of bf16.
-_CONFIG = DecoderConfig(
-    architecture="timing",
-    vocab_size=16,
-    hidden_size=1024,
-    intermediate_size=64,
-    num_layers=1,
-    num_heads=32,
-    num_kv_heads=16,
-    head_dim=_HEAD_DIM,
-    norm_eps=1e-5,
-    max_context_tokens=max(TIMED_ROWS),
-    rope=RopeConfig(_HEAD_DIM, tuple(1.0 for _ in range(_HEAD_DIM // 2))),
-    tie_embeddings=False,
-)
+
+
+def product_config(hidden_size: int, num_heads: int) -> DecoderConfig:
+    """Return a layer whose product of q, k and v has this many inputs, and 2 * num_heads heads of 64 outputs."""
+    return DecoderConfig(
+        architecture="timing",
+        vocab_size=16,
+        hidden_size=hidden_size,
+        intermediate_size=64,
+        num_layers=1,
+        num_heads=num_heads,
+        num_kv_heads=num_heads // 2,
+        head_dim=_HEAD_DIM,
+        norm_eps=1e-5,
+        max_context_tokens=max(TIMED_ROWS),
+        rope=RopeConfig(_HEAD_DIM, tuple(1.0 for _ in range(_HEAD_DIM // 2))),
+        tie_embeddings=False,
+    )
+
+
+_CONFIG = product_config(hidden_size=1024, num_heads=32)
+"""8 MB of bf16."""
 
 
 def time_products(libraries: Mapping[str, tuple[ctypes.CDLL, bool]]) -> dict[str, tuple[float, ...]]:
@@ -55,20 +62,22 @@ def time_products(libraries: Mapping[str, tuple[ctypes.CDLL, bool]]) -> dict[str
                 # One thread: on a busy machine two threads may share a core for as long as this takes.
                 ops = NativeOps(library, _CONFIG, torch.bfloat16, max(TIMED_ROWS), 1, spin_s=0.0, uses_tiles=uses_tiles)
                 all_ops.append(ops)
-                products[name] = _products(ops)
+                products[name] = timed_products(ops, _CONFIG)
             return _least_times(products)
     finally:
         for ops in all_ops:
             ops.close()
 
 
-def _products(ops: NativeOps) -> list[Callable[[], float]]:
-    """For each number of rows a function that multiplies and returns the seconds that this took."""
-    hidden = _CONFIG.hidden_size
-    outputs = (_CONFIG.num_heads + 2 * _CONFIG.num_kv_heads) * _HEAD_DIM
-    weight = ops.pack_linear(torch.full((outputs, hidden), 0.01, dtype=torch.bfloat16), None)
-    table = ops.table(torch.ones(_CONFIG.vocab_size, hidden))
-    norm = ops.vector(torch.ones(hidden))
+def timed_products(ops: NativeOps, config: DecoderConfig) -> list[Callable[[], float]]:
+    """For each number of rows in TIMED_ROWS a function that multiplies and returns the seconds that this took.
+
+    ops is made for a `product_config`.
+    """
+    outputs = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    weight = ops.pack_linear(torch.full((outputs, config.hidden_size), 0.01, dtype=torch.bfloat16), None)
+    table = ops.table(torch.ones(config.vocab_size, config.hidden_size))
+    norm = ops.vector(torch.ones(config.hidden_size))
 
     def multiply(batch: StepBatch) -> float:
         step = ops.begin_step(batch, batch.input_ids)
