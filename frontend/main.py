@@ -88,6 +88,7 @@ def serve(options: FrontendOptions) -> int:
         log_level=options.log_level,
         log_json=options.log_json,
         parsers=ParserNames(options.tool_parser, options.reasoning_parser),
+        starts_alone=options.listen_fd is None,
     )
     workers = [_worker(settings, number, options) for number in range(options.workers)]
     if options.listen_fd is None:  # otherwise the process that handed the socket over prints it

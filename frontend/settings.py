@@ -88,3 +88,5 @@ class WorkerSettings(Struct, frozen=True):
     log_level: str
     log_json: bool
     parsers: ParserNames = ParserNames()
+    starts_alone: bool = True
+    """Nobody else reports that a backend has not come yet; `penstock serve` does."""

@@ -96,7 +96,7 @@ def served_models(settings: WorkerSettings) -> ServedModels:
             max_held=settings.limits.max_held_requests,
             hold_timeout_s=settings.limits.hold_timeout_s,
         )
-        keepers[path] = ModelKeeper(client, settings.parsers)
+        keepers[path] = ModelKeeper(client, settings.parsers, reports_absence=settings.starts_alone)
         return keepers[path]
 
     return ServedModels(

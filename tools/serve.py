@@ -54,7 +54,8 @@ class ServeOptions(FrontendOptions, BackendOptions):
 
     embedding_model: str | None = None
     """A further model, in a backend of its own, for embeddings. All other options of the backend hold for it too,
-    except --task, --forward-pass, --served-model-name and --max-context."""
+    except --task, --forward-pass, --served-model-name and --max-context: each backend has a cache of --embedding-cache
+    bytes, for example, and a wait queue of --max-waiting places."""
 
     embedding_revision: str | None = None
     """Like --revision, of --embedding-model."""

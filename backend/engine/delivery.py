@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from penstock.shm.messages import NO_TOKEN, EventLogprobs, Failure, FailureCode, Finish, Started
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from penstock.backend.engine.open_requests import OpenRequests
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.sequences.sequence import Sequence
@@ -125,9 +127,15 @@ class Delivery:
     def fail(self, sequence: Sequence, code: FailureCode = FailureCode.INTERNAL, text: str = "") -> None:
         """End the sequence and all its requests, for a bug of ours or a fault of its constraints."""
         for subscriber in list(sequence.subscribers):
-            failure = Failure(subscriber.request_id, code, text=text)
-            self.end(subscriber.frontend, subscriber.request_id, Finish.FAILED, failure=failure)
-            self._open_requests.remove(sequence, subscriber)
+            self.fail_one(sequence, subscriber, code, text)
+
+    def fail_one(
+        self, sequence: Sequence, subscriber: Subscriber, code: FailureCode = FailureCode.INTERNAL, text: str = ""
+    ) -> None:
+        """End one request; the sequence goes on for its other subscribers."""
+        failure = Failure(subscriber.request_id, code, text=text)
+        self.end(subscriber.frontend, subscriber.request_id, Finish.FAILED, failure=failure)
+        self._open_requests.remove(sequence, subscriber)
 
     def end(
         self,
@@ -151,6 +159,11 @@ class Delivery:
                 self._board.requests_rejected += 1
             case _:
                 self._board.requests_failed += 1
+
+    def announce_room(self, frontends: Iterable[int]) -> None:
+        """The wait queue has places again for the frontends that it has refused."""
+        for frontend in frontends:
+            self._link.announce_room(frontend)
 
     def note_preemption(self, sequence: Sequence) -> None:
         for subscriber in sequence.subscribers:

@@ -64,6 +64,8 @@ class Intake:
         self._clock = clock
         self.is_draining = False
         """New requests are refused."""
+        self._refused_frontends: set[int] = set()
+        """Frontends that wait for room: a full wait queue has refused pooled requests of theirs."""
         self._grammar_drain_ends_s: float | None = None
         """Set by the first turn of a drain."""
 
@@ -196,6 +198,16 @@ class Intake:
                     logger.exception("a sequence could not be scheduled; its requests fail")
                     self._delivery.fail(sequence)
 
+    def announce_room(self) -> None:
+        """Tell the frontends whose pooled requests were refused when a request of any tenant finds a place again."""
+        if (
+            self._refused_frontends
+            and self._num_waiting() < self.limits.max_waiting
+            and self._open_requests.num_open < self.limits.max_open
+        ):
+            self._delivery.announce_room(self._refused_frontends)
+            self._refused_frontends.clear()
+
     def readmit_separated(self) -> None:
         """Give each resumed request that was separated from its group a sequence of its own."""
         for subscriber in self._delivery.take_separated():
@@ -255,11 +267,15 @@ class Intake:
         Sequences for which a slot is free do not wait long and do not count.
         """
         scheduler, settlement, limit = self._scheduler, self._open_requests.settlement, self.limits.max_waiting
-        num_waiting = scheduler.num_waiting + len(settlement) - scheduler.num_free_slots
+        num_waiting = self._num_waiting()
         if num_waiting < limit:
             return False
         num_own = scheduler.num_waiting_of(submit.tenant) + settlement.num_held_of(submit.tenant)
         return not has_place(num_waiting, limit, num_own, scheduler.share_of(submit.tenant, submit.weight))
+
+    def _num_waiting(self) -> int:
+        """Sequences that wait, without those for which a slot is free."""
+        return self._scheduler.num_waiting + len(self._open_requests.settlement) - self._scheduler.num_free_slots
 
     def _make_subscriber(self, submission: Submission, arrived_s: float, deadline_s: float | None) -> Subscriber:
         submit, num_tokens = submission.submit, len(submission.tokens) // 4
@@ -318,6 +334,8 @@ class Intake:
         return SequenceConstraints(submit.constraints, grammar, stop_ids, self.limits.vocab_size, backlog, tenant)
 
     def _reject(self, submission: Submission, failure: Failure) -> None:
+        if failure.code == FailureCode.OVERLOADED and submission.submit.pooled is not None:
+            self._refused_frontends.add(submission.frontend)
         self._delivery.end(submission.frontend, submission.request_id, Finish.REJECTED, failure=failure)
 
     def _abandon(self, frontend: int, request_id: int) -> None:

@@ -114,6 +114,7 @@ class Engine:
         self.plan_due_s = self._plan_steps()
         for sequence in self._scheduler.take_preempted():
             self._delivery.note_preemption(sequence)
+        self._intake.announce_room()
         self._link.flush()
         self._update_board()
 

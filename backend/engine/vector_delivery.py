@@ -64,7 +64,7 @@ class VectorDelivery:
     def deliver(self, finished: list[tuple[Sequence, Vectors]]) -> None:
         """Send each sequence's vectors to its subscribers. They end, and the sequences with them.
 
-        An error fails the requests of one sequence, or of those whose vectors are packed together.
+        An error fails the one request that it concerns.
         """
         groups: defaultdict[tuple[int, int, bool], list[_Due]] = defaultdict(list)
         for sequence, vectors in finished:
@@ -77,23 +77,37 @@ class VectorDelivery:
                 if (pooled := subscriber.pooled) is not None:
                     groups[width, pooled.num_dimensions, pooled.normalize].append((sequence, subscriber, vectors))
         for group in groups.values():
-            try:
-                self._deliver_group(group)
-            except Exception:  # as broad as can be: a bug in what one request sets off must not end the others
-                logger.exception("vectors could not be delivered; their requests fail")
-                for sequence, _, _ in group:
-                    self._delivery.fail(sequence)
+            pooled = group[0][1].pooled or Pooled("embed")
+            for due, values in zip(group, _pack_each([vectors for _, _, vectors in group], pooled), strict=True):
+                self._deliver_one(due, values)
 
-    def _deliver_group(self, group: list[_Due]) -> None:
-        packed = _pack([vectors for _, _, vectors in group], group[0][1].pooled or Pooled("embed"))
-        for (sequence, subscriber, vectors), values in zip(group, packed, strict=True):
+    def _deliver_one(self, due: _Due, values: bytes | None) -> None:
+        """values is None if they could not be packed."""
+        sequence, subscriber, vectors = due
+        if values is None:
+            self._delivery.fail_one(sequence, subscriber)
+            return
+        try:
             started = self._delivery.start(sequence, subscriber)
             self._send(subscriber.frontend, subscriber.request_id, vectors, values, started)
+        except Exception:  # as broad as can be: a bug in what one request sets off must not end the others
+            logger.exception("a vector could not be delivered; its request fails")
+            self._delivery.fail_one(sequence, subscriber)
+        else:
             self._open_requests.remove(sequence, subscriber)
 
     def _send(self, frontend: int, request_id: int, vectors: Vectors, values: bytes, started: Started) -> None:
         self._link.push_vectors(frontend, request_id, _parts(request_id, vectors, values), started)
         self._board.requests_finished += 1
+
+
+def _pack_each(group: list[Vectors], pooled: Pooled) -> list[bytes | None]:
+    """`_pack`; None for one that cannot be packed."""
+    try:
+        return list(_pack(group, pooled))
+    except Exception:
+        logger.exception("%d vectors could not be packed together", len(group))
+        return [None] if len(group) == 1 else [packed for each in group for packed in _pack_each([each], pooled)]
 
 
 def _pack(group: list[Vectors], pooled: Pooled) -> list[bytes]:

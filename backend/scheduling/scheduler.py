@@ -93,6 +93,7 @@ class Scheduler(RunningSequences):
             self._waiting.put(sequence)
         except Exception:  # whatever it is, it is raised again: the caller fails the sequence's requests
             sequence.order, sequence.goes_first = -1, False
+            account.leave_round(sequence.group, sequence.round, has_started=False)
             self._tenants.close(account)
             raise
         self._num_added += 1

@@ -46,6 +46,7 @@ class WholeScheduler:
             self._waiting.put(sequence)
         except Exception:  # as in `Scheduler.add`
             sequence.order = -1
+            account.leave_round(sequence.group, sequence.round, has_started=False)
             self._tenants.close(account)
             raise
         self._num_added += 1

@@ -11,7 +11,7 @@ Group: TypeAlias = tuple[int, int]
 class TenantAccount:
     """One tenant's share of the device. Owned by the scheduler, which forgets it when it is idle."""
 
-    __slots__ = ("_last_rounds", "key", "num_open", "num_passed", "num_running", "round", "service", "weight")
+    __slots__ = ("_rounds", "key", "num_open", "num_passed", "num_running", "round", "service", "weight")
 
     def __init__(self, key: bytes, weight: float) -> None:
         self.key = key
@@ -26,26 +26,32 @@ class TenantAccount:
         """Waiting sequences that others have been allowed to pass, because they do not fit."""
         self.round = 0
         """The highest round of a sequence that has started."""
-        self._last_rounds: dict[Group, int] = {}
-        """The round of each group's last sequence, while it waits."""
+        self._rounds: dict[Group, dict[int, None]] = {}
+        """The rounds of each group's sequences that wait for their first start, ascending. No two are equal."""
 
     def next_round(self, group: Group | None) -> int:
-        """The round in which a new sequence is due: the next one, or for a group the one after its last sequence.
+        """The round in which a new sequence is due: the next one, or for a group the one after its last sequence that
+        waits.
 
         So the requests of a tenant take turns, a sequence of each per round, and those with one sequence start in the
         order of arrival.
         """
         number = self.round + 1
         if group is not None:
-            number = self._last_rounds[group] = max(number, self._last_rounds.get(group, 0) + 1)
+            rounds = self._rounds.setdefault(group, {})
+            if rounds:
+                number = max(number, next(reversed(rounds)) + 1)
+            rounds[number] = None
         return number
 
     def leave_round(self, group: Group | None, number: int, *, has_started: bool) -> None:
-        """A sequence no longer waits."""
+        """A sequence no longer waits. A preempted sequence, which waits again, has left its round before."""
         if has_started:
             self.round = max(self.round, number)
-        if group is not None and self._last_rounds.get(group) == number:
-            del self._last_rounds[group]
+        if group is not None and (rounds := self._rounds.get(group)) is not None:
+            rounds.pop(number, None)
+            if not rounds:
+                del self._rounds[group]
 
 
 NOBODY = TenantAccount(b"", 1.0)

@@ -22,6 +22,10 @@ def overloaded(retry_after_s: int, limit: int) -> ApiError:
     return retry_later(ErrorKind.OVERLOADED, f"too many requests are waiting: the limit is {limit}", retry_after_s)
 
 
+def expired() -> ApiError:
+    return ApiError(ErrorKind.EXPIRED, "the request's time limit has passed")
+
+
 def backend_unavailable(retry_after_s: int) -> ApiError:
     return retry_later(ErrorKind.UNAVAILABLE, "the model is not available at the moment", retry_after_s)
 
@@ -66,7 +70,7 @@ def stream_failure(batch: TokenBatch, num_tokens: int, grammar_field: str | None
 def pooled_failure(failed: PooledFailed, field: str, retry_after_s: int) -> ApiError:
     """Return the error of a request whose inputs, in this field, were not computed. It was not cancelled."""
     if failed.finish is Finish.EXPIRED:
-        return ApiError(ErrorKind.EXPIRED, "the request's time limit has passed")
+        return expired()
     if failed.failure is FailureCode.CONTEXT_TOO_LONG:
         message = f"{field}: an input is longer than the limit of {failed.limit} tokens"
         return ApiError(ErrorKind.CONTEXT_TOO_LONG, message, param=field)

@@ -47,8 +47,16 @@ def model_syntax_of(tokenizer: ModelTokenizer, parsers: ParserNames = ParserName
 class ModelKeeper:
     """Loads the tokenizer and chat template for the backend's model card; again when the card changes."""
 
-    def __init__(self, backend: BackendClient, parsers: ParserNames = ParserNames()) -> None:  # noqa: B008 - frozen
+    def __init__(
+        self,
+        backend: BackendClient,
+        parsers: ParserNames = ParserNames(),  # noqa: B008 - frozen
+        *,
+        reports_absence: bool = True,
+    ) -> None:
+        """reports_absence logs a line if no backend comes soon."""
         self.backend = backend
+        self._reports_absence = reports_absence
         self._parsers = parsers
         self._unusable: ModelCard | None = None
         self.current: ServedModel | None = None
@@ -58,7 +66,7 @@ class ModelKeeper:
 
     async def watch(self) -> None:
         """Watch the backend's card. Runs until cancelled."""
-        logs_at_s = time.monotonic() + _EXPECTED_START_S
+        logs_at_s = time.monotonic() + _EXPECTED_START_S if self._reports_absence else math.inf
         while True:
             card = self.backend.model
             if card is None and time.monotonic() >= logs_at_s:

@@ -16,7 +16,7 @@ from penstock.shm.client.counters import ClientCounters
 from penstock.shm.client.held import HeldStreams
 from penstock.shm.client.open_streams import OpenStreams
 from penstock.shm.client.outbox import Outbox
-from penstock.shm.client.pooled import PooledStream
+from penstock.shm.client.pooled import PooledRequest, PooledStream
 from penstock.shm.client.reader_turns import ReaderTurns
 from penstock.shm.client.refusals import BackendUnavailable, Overloaded
 from penstock.shm.client.resubmission import Resubmission
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from penstock.shm.buffers.device_api import OpenDevice
     from penstock.shm.client.open_stream import OpenStream
-    from penstock.shm.client.pooled import PooledRequest
     from penstock.shm.client.request import GenerationRequest
     from penstock.shm.client.session import Session
     from penstock.shm.memory.board import FrontendBoard
@@ -222,6 +221,16 @@ class BackendClient:
         self._open(stream, is_ready=is_ready)
         return stream
 
+    async def wait_for_room(self) -> None:
+        """Return when a backend that has refused a pooled request because its wait queue was full has places again, or
+        is gone; at once if none has. Others may take the places first: then it refuses again."""
+        await self._streams.room.wait()
+
+    def check_capacity(self, tenant: bytes, *, may_share: bool) -> None:
+        """Raise what `submit` would raise now for want of a backend or of a place. Call it before the work that makes a
+        request's tokens."""
+        self._check_capacity(tenant, may_share=may_share, may_hold=True)
+
     def submit_pooled(self, request: PooledRequest) -> PooledStream:
         """`submit` for a request whose result is a vector. It may share an equal one's computation. Raises as `submit`
         does."""
@@ -236,7 +245,12 @@ class BackendClient:
     ) -> tuple[array[int], Submit, bool]:
         """Tokens and message of the request, with its buffers lent, and whether it can be sent now."""
         uses_buffers = isinstance(request.token_ids, BufferSlice) or output is not None
-        is_ready = self._check_capacity(request, may_hold=not uses_buffers)
+        is_ready = self._check_capacity(
+            request.tenant,
+            may_share=request.is_shareable,
+            may_hold=not uses_buffers,
+            has_begun=isinstance(request, PooledRequest) and request.has_begun,
+        )
         tokens = request.prompt_tokens()
         submit = request.to_submit(self._next_request_id, len(tokens))
         if uses_buffers:
@@ -255,17 +269,18 @@ class BackendClient:
         else:
             self._held.hold(stream)
 
-    def _check_capacity(self, request: GenerationRequest | PooledRequest, *, may_hold: bool) -> bool:
-        """Whether the request can be sent now; otherwise it is to be held. Raises BackendUnavailable and Overloaded."""
+    def _check_capacity(self, tenant: bytes, *, may_share: bool, may_hold: bool, has_begun: bool = False) -> bool:
+        """Whether a request can be sent now; otherwise it is to be held. Raises BackendUnavailable and Overloaded."""
         session = self._connection.live_session
         if session is None or not self.ready:
-            if not may_hold or not self._held.has_place(request.tenant):
+            if not may_hold or not self._held.has_place(tenant):
                 raise BackendUnavailable(f"no backend is ready at {self._socket_path}")
             return False
         board = session.backend_board
         self._drain_rate.note(board.requests_finished)
         max_waiting = session.model.max_waiting
-        if board.waiting >= max_waiting and not self._may_be_taken(request, max_waiting):
+        is_full = board.waiting >= max_waiting and not has_begun
+        if is_full and not self._may_be_taken(tenant, max_waiting, may_share=may_share):
             raise Overloaded(self.retry_after_s, max_waiting)
         return True
 
@@ -280,14 +295,14 @@ class BackendClient:
             self._held.hold(stream)
         return True
 
-    def _may_be_taken(self, request: GenerationRequest | PooledRequest, max_waiting: int) -> bool:
+    def _may_be_taken(self, tenant: bytes, max_waiting: int, *, may_share: bool) -> bool:
         """Whether a backend with a full wait queue should look at the request. Only it knows whether there is an equal
         one, and the share of the places that a tenant has.
 
         Not while the link is full: requests that will be rejected must not pile up behind it.
         """
-        has_few = self._streams.num_of(request.tenant) < max(1, max_waiting // _FEW_PART)
-        return (request.is_shareable or has_few) and not self._outbox.is_blocked
+        has_few = self._streams.num_of(tenant) < max(1, max_waiting // _FEW_PART)
+        return (may_share or has_few) and not self._outbox.is_blocked
 
     def _abandon(self, stream: OpenStream, finish: Finish) -> None:
         """End the stream now, and cancel the request in the backend."""
@@ -316,6 +331,7 @@ class BackendClient:
         self._outage.begin()
         # Shared buffers go with the session, and with them the streams that use some.
         self._streams.buffers = None
+        self._streams.room.set()
         for stream in self._streams:
             if stream.loans:
                 self._streams.fail(stream, FailureCode.UNAVAILABLE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -37,6 +38,9 @@ class OpenStreams:
         """The present session's shared buffers."""
         self.on_shutting_down: Callable[[OpenStream], bool] = lambda _: False
         """Called with a stream that the backend refused because it ends; True if it stays open for the next one."""
+        self.room = asyncio.Event()
+        """Unset from the refusal of a pooled request by a full backend until that backend has room, or is gone."""
+        self.room.set()
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -89,6 +93,8 @@ class OpenStreams:
                 raise LinkBroken("the backend returns a shared buffer that was never lent")
             session.buffers.accept(outputs.returned)
         self._dispatch_notes(outputs)
+        if outputs.has_room:
+            self.room.set()
         if outputs.vectors:
             self._dispatch_vectors(session, outputs.vectors)
         request_ids = memoryview(outputs.request_ids).cast("Q")
@@ -110,6 +116,8 @@ class OpenStreams:
         for failure in outputs.failures:
             if (stream := streams.get(failure.request_id)) is not None:
                 stream.note_failure(FailureCode(failure.code), failure.limit, failure.text, failure.retry_after_s)
+                if failure.code == FailureCode.OVERLOADED and isinstance(stream, PooledStream):
+                    self.room.clear()
         for prompt_logprobs in outputs.prompt_logprobs:
             stream = streams.get(prompt_logprobs.request_id)
             if isinstance(stream, TokenStream):

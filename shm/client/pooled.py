@@ -44,11 +44,15 @@ class PooledRequest:
     group: int = 0
     """Inputs of one request have the same number, at least 1: they take turns with other requests of the tenant in the
     backend, and with other streams of this client in being read. 0 for a request with one input."""
+    may_share: bool = True
+    """The backend may compute it once for this and equal inputs, and may answer from its cache."""
+    has_begun: bool = False
+    """Other inputs of its request have been computed. Then a full backend is asked even if its board says that it is
+    full: after its refusal it tells when it has room (`BackendClient.wait_for_room`)."""
 
     @property
     def is_shareable(self) -> bool:
-        """The backend computes equal inputs once."""
-        return True
+        return self.may_share
 
     def prompt_tokens(self) -> array[int]:
         """See `request.prompt_tokens`. Raises ValueError."""
@@ -72,7 +76,7 @@ class PooledRequest:
                 salt=self.salt,
                 tenant=self.tenant,
                 weight=self.weight,
-                may_share=True,
+                may_share=self.may_share,
                 priority=self.priority,
                 pooled=Pooled(self.kind, self.second_start, self.num_dimensions, self.normalize, self.group),
             )

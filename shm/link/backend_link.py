@@ -338,6 +338,13 @@ class BackendLink:
         if target is not None and request_id in target.open_requests:
             target.add_preemption(request_id)
 
+    def announce_room(self, frontend: int) -> None:
+        """Tell a frontend, if it is still connected, that the wait queue has places again."""
+        target = self._frontends.get(frontend)
+        if target is not None:
+            self._pending[frontend] = target
+            target.add_room()
+
     def flush(self) -> None:
         """Send what credit allows, one message per frontend and step, and keep the rest in order.
 

@@ -97,6 +97,7 @@ class ConnectedFrontend:
         self._num_sent = 0
         """Events in messages that have been sent."""
         self._returned: list[BufferReturn] = []
+        self._has_room = False
         self.arena_slots, self.arena_slot_bytes = arena.geometry(max_context_tokens)
         with ExitStack() as mappings, ExitStack() as fds:
             self.arena_fd = arena.create_fd(self.arena_slots, self.arena_slot_bytes)
@@ -190,8 +191,9 @@ class ConnectedFrontend:
 
     @property
     def num_unsent(self) -> int:
-        """Unsent events, log probabilities of prompts, parts of vectors and returned buffers."""
-        return len(self._finishes) + len(self._prompt_logprobs) + len(self._vectors) + len(self._returned)
+        """Unsent events, log probabilities of prompts, parts of vectors, returned buffers, and the note of room."""
+        num_parts = len(self._prompt_logprobs) + len(self._vectors)
+        return len(self._finishes) + num_parts + len(self._returned) + self._has_room
 
     @property
     def is_due(self) -> bool:
@@ -250,6 +252,10 @@ class ConnectedFrontend:
         """It is sent with the next events."""
         self._preempted.append(request_id)
 
+    def add_room(self) -> None:
+        """See `StepOutputs.has_room`."""
+        self._is_urgent = self._has_room = True
+
     def next_outputs(self) -> StepOutputs:
         """The first unsent events, as many as fit one message; they stay until `sent`.
 
@@ -272,6 +278,7 @@ class ConnectedFrontend:
             ),
             prompt_logprobs=tuple(self._prompt_logprobs[:MAX_LOGPROBS_PER_MESSAGE]),
             vectors=tuple(part for _, part in islice(self._vectors, self._num_next_vectors())),
+            has_room=self._has_room,
         )
 
     def _num_next_vectors(self) -> int:
@@ -302,6 +309,7 @@ class ConnectedFrontend:
         self.credit -= 1
         self.waiting_since_s = None
         self._returned.clear()
+        self._has_room = False
         count, num_vectors = self._num_next(), self._num_next_vectors()  # before their inputs change
         self._num_sent += count
         for _ in range(num_vectors):

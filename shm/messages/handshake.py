@@ -10,7 +10,7 @@ from penstock.shm.messages.bounds import I31, MAX_CONTEXT_TOKENS, U63, TokenId
 from penstock.shm.messages.buffers import BufferGrant, BufferRequest
 from penstock.shm.messages.submit import PooledKind, Sampling
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class Hello(Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=True):

@@ -137,3 +137,5 @@ class StepOutputs(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fi
     returned: Annotated[tuple[BufferReturn, ...], Meta(max_length=MAX_SHARED_BUFFERS)] = ()
     """Before or with the end of their requests, never after it."""
     vectors: Annotated[tuple[VectorPart, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
+    has_room: bool = False
+    """The wait queue has places again, after it has refused a pooled request of this frontend."""

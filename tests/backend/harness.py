@@ -95,6 +95,8 @@ class ScriptedLink:
         self.arrivals: deque[Submission | Cancellation | FrontendDeath] = deque()
         self.received: dict[tuple[int, int], Received] = defaultdict(Received)
         self.dead: set[int] = set()
+        self.announced: list[int] = []
+        """Frontends that learned that there is room."""
 
     def receive(self) -> list[Submission | Cancellation | FrontendDeath]:
         arrivals = list(self.arrivals)
@@ -133,6 +135,9 @@ class ScriptedLink:
         received = self.received[frontend, request_id]
         received.parts += parts
         self.push(frontend, request_id, NO_TOKEN, Finish.STOP, started)
+
+    def announce_room(self, frontend: int) -> None:
+        self.announced.append(frontend)
 
     def note_preemption(self, frontend: int, request_id: int) -> None:
         self.received[frontend, request_id].num_preemptions += 1

@@ -181,6 +181,10 @@ class FakeBackend:
         self.submitted.set()
         return stream
 
+    def check_capacity(self, tenant: bytes, *, may_share: bool) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
     @property
     def counters(self) -> dict[str, int]:
         return {name: count for name, count in self.board.values().items() if name != "pid"}

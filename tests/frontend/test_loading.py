@@ -203,6 +203,21 @@ async def watching(keeper: ModelKeeper) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
+async def test_a_supervised_worker_does_not_report_that_no_backend_has_come(
+    backend: FakeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model_module, "_EXPECTED_START_S", 0.0)
+    caplog.set_level(logging.INFO)
+    backend.model = None
+    save_model_files(tmp_path)
+    keeper = ModelKeeper(backend, reports_absence=False)  # type: ignore[arg-type]
+    async with asyncio.timeout(10), watching(keeper):
+        await asyncio.sleep(0)  # it has looked once
+        backend.model = model_card(model_dir=str(tmp_path))
+        await keeper.settled.wait()
+    assert "no backend yet" not in caplog.text
+
+
 async def test_requests_wait_until_a_late_backend_has_come_and_its_model_is_loaded(
     backend: FakeBackend,
     keeper: ModelKeeper,

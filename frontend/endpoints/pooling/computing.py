@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from penstock.frontend.generation.failures import finish_reason_of
 from penstock.frontend.generation.pooled.inputs import InputRules, encode_inputs, encode_templated
-from penstock.frontend.generation.pooled.run import PooledRun, PooledTimes, Wanted
+from penstock.frontend.generation.pooled.run import PooledRun, PooledTimes, Wanted, check_capacity
 from penstock.frontend.generation.request_policy import read_request_policy
 from penstock.frontend.telemetry.request_log import RequestLogEntry
 from penstock.frontend.text.input_encoder import Truncation
@@ -61,18 +61,21 @@ async def compute(
     exchange: Exchange,
     body: SchedulingBody,
     served: ServedModel,
-    inputs: Coroutine[None, None, list[EncodedInput]],
+    encode: Callable[[], Coroutine[None, None, list[EncodedInput]]],
     wanted: Wanted,
     take: Callable[[PooledResult], Taken],
     *,
+    num_inputs: int,
     field: str,
     id_prefix: str,
 ) -> Computed[Taken]:
-    """Compute what is wanted of each input; take makes something of each result as it comes. field is the body's name
-    of the inputs. Raises ApiError, ClientGoneError."""
+    """Compute what is wanted of each input; take makes something of each result as it comes. encode makes the inputs'
+    tokens, unless a full backend refuses the request. field is the body's name of the inputs. Raises ApiError,
+    ClientGoneError."""
     policy = read_request_policy(exchange, body)
+    check_capacity(served, policy, num_inputs)
     async with exchange.cancelled_on_disconnect():
-        encoded = await inputs
+        encoded = await encode()
     request_id, created = id_prefix + secrets.token_hex(12), int(time.time())
     log_entry = RequestLogEntry(
         request_id, exchange.received_s, http_request_id=exchange.request_id, key=exchange.key_name

@@ -38,13 +38,15 @@ async def create_embeddings(exchange: Exchange, context: EndpointContext) -> Non
         how_to_truncate=HOW_TO_TRUNCATE,
     )
     wanted = Wanted("embed", vector_width(body.dimensions, "embed", served.card), body.is_normalized)
+    inputs = await run_sized(num_body_bytes, body.inputs)
     computed = await compute(
         exchange,
         body,
         served,
-        encode_inputs(await run_sized(num_body_bytes, body.inputs), rules, served),
+        lambda: encode_inputs(inputs, rules, served),
         wanted,
         lambda result: write(result.values),
+        num_inputs=len(inputs),
         field="input",
         id_prefix="embd-",
     )

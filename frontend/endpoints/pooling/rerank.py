@@ -58,9 +58,10 @@ async def _answer(exchange: Exchange, body: RerankBody, served: ServedModel) -> 
         exchange,
         body,
         served,
-        encode_pairs(pairs, rules, served, body.instruction),
+        lambda: encode_pairs(pairs, rules, served, body.instruction),
         Wanted("classify"),
         lambda result: result.values[0] if body.use_activation is False else sigmoid(result.values[0]),
+        num_inputs=len(pairs),
         field="documents",
         id_prefix="rerank-",
     )

@@ -73,9 +73,10 @@ async def similarity(exchange: Exchange, context: EndpointContext) -> None:
         exchange,
         body,
         served,
-        encode_inputs(texts, rules, served),
+        lambda: encode_inputs(texts, rules, served),
         Wanted("embed", normalize=True),
         lambda result: result.values,
+        num_inputs=len(texts),
         field="inputs",
         id_prefix="embd-",
     )
@@ -102,9 +103,10 @@ async def _answer(
         exchange,
         body,
         served,
-        encode_inputs(texts, rules, served),
+        lambda: encode_inputs(texts, rules, served),
         wanted,
         write,
+        num_inputs=len(texts),
         field="inputs",
         id_prefix="embd-",
     )

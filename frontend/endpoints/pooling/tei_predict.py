@@ -28,11 +28,12 @@ async def predict(exchange: Exchange, context: EndpointContext) -> None:
         exchange,
         body,
         served,
-        encode_inputs(items, _rules(body, served, "inputs", is_list=body.is_batch()), served),
+        lambda: encode_inputs(items, _rules(body, served, "inputs", is_list=body.is_batch()), served),
         Wanted("classify"),
         lambda result: activated(
             result.values, "none" if body.raw_scores else served.pooling.activation_of(len(result.values))
         ),
+        num_inputs=len(items),
         field="inputs",
         id_prefix="predict-",
     )
@@ -52,9 +53,10 @@ async def answer_rerank(exchange: Exchange, body: TeiRerankBody, served: ServedM
         exchange,
         body,
         served,
-        encode_pairs(pairs, _rules(body, served, "texts", is_list=True), served, body.instruction),
+        lambda: encode_pairs(pairs, _rules(body, served, "texts", is_list=True), served, body.instruction),
         Wanted("classify"),
         lambda result: result.values[0] if body.raw_scores else sigmoid(result.values[0]),
+        num_inputs=len(pairs),
         field="texts",
         id_prefix="rerank-",
     )

@@ -55,9 +55,10 @@ async def classify(exchange: Exchange, context: EndpointContext) -> None:
         exchange,
         body,
         served,
-        encode_inputs(inputs, _rules(body, served), served),
+        lambda: encode_inputs(inputs, _rules(body, served), served),
         Wanted("classify"),
         lambda result: _scores(result.values, served, is_activated=body.is_activated),
+        num_inputs=len(inputs),
         field="input",
         id_prefix="classify-",
     )
@@ -87,9 +88,10 @@ async def pooling(exchange: Exchange, context: EndpointContext) -> None:
         exchange,
         body,
         served,
-        encode_inputs(inputs, _rules(body, served), served),
+        lambda: encode_inputs(inputs, _rules(body, served), served),
         wanted,
         _writer(body, kind, served),
+        num_inputs=len(inputs),
         field="input",
         id_prefix="pool-",
     )
@@ -123,7 +125,7 @@ def _rules(body: ClassifyBody, served: ServedModel) -> InputRules:
 
 
 async def _by_pair(exchange: Exchange, body: ScoreBody, served: ServedModel) -> Computed[float]:
-    field = body.second_field()
+    field, pairs = body.second_field(), body.pairs()
     rules = InputRules(
         names_of(field, is_list=True), vllm_truncation(body, served.card), how_to_truncate=HOW_TO_TRUNCATE
     )
@@ -131,9 +133,10 @@ async def _by_pair(exchange: Exchange, body: ScoreBody, served: ServedModel) -> 
         exchange,
         body,
         served,
-        encode_pairs(body.pairs(), rules, served, body.instruction),
+        lambda: encode_pairs(pairs, rules, served, body.instruction),
         Wanted("classify"),
         lambda result: _scores(result.values, served, is_activated=body.use_activation is not False)[0],
+        num_inputs=len(pairs),
         field=field,
         id_prefix="score-",
     )
@@ -153,9 +156,10 @@ async def _by_angle(exchange: Exchange, body: ScoreBody, served: ServedModel) ->
         exchange,
         body,
         served,
-        encode_inputs(texts, rules, served),
+        lambda: encode_inputs(texts, rules, served),
         Wanted("embed", normalize=True),
         lambda result: result.values,
+        num_inputs=len(texts),
         field=field,
         id_prefix="score-",
     )

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from penstock.frontend.generation.failures import backend_unavailable, overloaded, pooled_failure
+from penstock.frontend.generation.failures import backend_unavailable, expired, overloaded, pooled_failure
 from penstock.frontend.transport.errors import invalid, shutting_down
 from penstock.frontend.transport.exchange import PlannedUse
 from penstock.shm.client import (
@@ -40,11 +40,21 @@ _INLINE_VALUES = 1 << 13
 """Larger results are written in a thread: this many take about 0.7 ms."""
 MAX_VALUES = 1 << 23
 """Values of one answer, which are about 100 MB of JSON: a request with a vector for each token may ask for more."""
-_RETRY_S = 0.02
-"""Pause before an input of a request that has begun is sent again to a backend whose queue is full."""
-
 _groups = itertools.count(1)
 """A number per request, for `PooledRequest.group`."""
+
+
+def check_capacity(served: ServedModel, policy: RequestPolicy, num_inputs: int) -> None:
+    """Refuse a request that the backend would refuse, before its inputs become tokens. Raises ApiError.
+
+    A full backend is asked for a single input that may be shared: an equal one may be on its way, or in the cache.
+    """
+    try:
+        served.backend.check_capacity(policy.tenant, may_share=policy.may_join and num_inputs == 1)
+    except Overloaded as error:
+        raise overloaded(error.retry_after_s, error.limit) from None
+    except BackendUnavailable:
+        raise backend_unavailable(served.backend.retry_after_s) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +103,17 @@ class PooledRun:
         self._group = next(_groups)
         self._open: deque[tuple[int, PooledStream]] = deque()
         self._has_results = False
+        self._is_refused = False
+        """A full backend has refused an input. More are sent after the next result of this request or, while none of
+        its inputs is in the backend, when there is room."""
+        self._changed = asyncio.Event()
+        """Wakes a request that waits for room."""
         self._is_cancelled = False
 
     def cancel(self) -> None:
         """End all inputs now."""
         self._is_cancelled = True
+        self._changed.set()
         for _, stream in self._open:
             stream.cancel()
 
@@ -155,14 +171,17 @@ class PooledRun:
         while waiting and len(self._open) < PORTION:
             if self._is_cancelled:
                 raise self._exchange.ending or shutting_down()
+            if self._is_refused:
+                if self._open:
+                    return
+                await self._wait_for_room()
+                continue
             try:
                 stream = self._backend.submit_pooled(self._request(inputs[waiting[0]]))
             except Overloaded as error:
-                if self._open:
-                    return
-                if not self._has_results:
+                if not self._open:  # after the first result it is the backend that refuses
                     raise overloaded(error.retry_after_s, error.limit) from None
-                await asyncio.sleep(_RETRY_S)
+                self._is_refused = True
             except BackendUnavailable:
                 raise backend_unavailable(self._backend.retry_after_s) from None
             else:
@@ -178,11 +197,26 @@ class PooledRun:
             if failed.finish is Finish.CANCELLED:
                 raise self._exchange.ending or shutting_down() from None
             if failed.failure is FailureCode.OVERLOADED and self._has_results:
-                await asyncio.sleep(_RETRY_S)
+                self._is_refused = True
                 return None
             raise pooled_failure(failed, self._field, self._backend.retry_after_s) from None
-        self._has_results = True
+        self._has_results, self._is_refused = True, False
         return result
+
+    async def _wait_for_room(self) -> None:
+        """Return when the backend has room, or the request is cancelled. Raises ApiError at its deadline."""
+        self._changed.clear()
+        room = asyncio.ensure_future(self._backend.wait_for_room())
+        room.add_done_callback(lambda _: self._changed.set())
+        deadline_s = self._policy.deadline_s
+        try:
+            async with asyncio.timeout(None if deadline_s is None else max(0.0, deadline_s - time.monotonic())):
+                await self._changed.wait()
+        except TimeoutError:
+            raise expired() from None
+        finally:
+            room.cancel()
+        self._is_refused = False
 
     def _request(self, encoded: EncodedInput) -> PooledRequest:
         policy, wanted = self._policy, self._wanted
@@ -198,6 +232,8 @@ class PooledRun:
             priority=policy.priority,
             deadline_s=policy.deadline_s,
             group=self._group,
+            may_share=policy.may_join,
+            has_begun=self._has_results,
         )
 
     def _note(self, result: PooledResult) -> None:

@@ -7,11 +7,9 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from penstock.backend.engine.vector_cache import VectorCache
-from penstock.backend.engine.vectors import Vectors
 from penstock.backend.passes.fake import FakePass
 from penstock.backend.passes.fake_encoder import FakeEncoder, PoolingFakePass, fake_vectors
-from penstock.shm.messages import MAX_VECTOR_PART_BYTES, FailureCode, Finish, Pooled, PooledKind
+from penstock.shm.messages import MAX_VECTOR_PART_BYTES, FailureCode, Finish, PooledKind
 from tests.backend.harness import Bench, expected_tokens
 
 VOCAB = 97
@@ -258,21 +256,6 @@ def test_fault_fails_the_request_that_causes_it_and_no_other(bad: int, kind: Poo
         np.testing.assert_array_equal(bench.received(number).values, values[values != 0])
 
 
-def test_error_at_delivery_fails_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = encoder_bench(max_batch_tokens=64)
-    for number in range(4):
-        bench.submit_pooled([number, 1], request_id=number, normalize=number == 2)
-    with monkeypatch.context() as planted:
-        planted.setattr("penstock.backend.engine.vectors._normalized", lambda _matrix: 1 / 0)
-        bench.run_dry()
-    assert [bench.received(number).finishes for number in range(4)] == [
-        [Finish.STOP],
-        [Finish.STOP],
-        [Finish.FAILED],
-        [Finish.STOP],
-    ]
-
-
 def test_cancelled_or_expired_request_is_dropped_before_its_step() -> None:
     bench = encoder_bench(max_batch_tokens=4)
     for number in range(4):
@@ -342,45 +325,3 @@ def test_input_as_long_as_the_cache_is_pooled_although_nothing_could_be_generate
     bench.submit_pooled(list(range(20)))
     bench.run_dry()
     assert_exact(bench, list(range(20)))
-
-
-def test_cached_vector_is_not_computed_again_and_has_the_form_of_its_request() -> None:
-    bench = encoder_bench(vector_cache=VectorCache(1 << 20))
-    for number, kind in enumerate(("embed", "token_embed", "sparse")):
-        bench.submit_pooled([5, 6], kind, request_id=number)
-    bench.run_dry()
-    num_computed = bench.board.computed_tokens
-    for number, kind in enumerate(("embed", "token_embed", "sparse")):
-        bench.submit_pooled([5, 6], kind, request_id=10 + number)
-        bench.turn()
-        np.testing.assert_array_equal(bench.received(10 + number).values, bench.received(number).values)
-        started = bench.received(10 + number).started
-        assert started is not None
-        assert (started.cached_tokens, started.is_coalesced) == (2, False)
-    bench.submit_pooled([5, 6], request_id=20, num_dimensions=3, normalize=True)
-    bench.run_dry()
-    raw = fake_vectors([5, 6], "embed", 0, VOCAB)[0, :3].astype(np.float64)
-    np.testing.assert_allclose(bench.received(20).values, raw / np.linalg.norm(raw), rtol=1e-6)
-    assert bench.board.computed_tokens == num_computed
-    assert (bench.board.vector_cache_hits, bench.board.vector_cache_misses) == (4, 3)
-    for number, change in enumerate(({"salt": b"other"}, {"second_start": 1}, {"may_share": False})):
-        bench.submit_pooled([5, 6], request_id=30 + number, **change)
-    bench.run_dry()
-    assert bench.board.computed_tokens == num_computed + 6
-
-
-def test_cache_keeps_the_latest_used_vectors_within_its_bytes() -> None:
-    cache = VectorCache(3 * (512 + 8))
-    pooled = Pooled("embed")
-    keys = [cache.key(b"", pooled, bytes([number])) for number in range(5)]
-    for key in keys[:3]:
-        cache.put(key, Vectors(np.zeros((1, 2), np.float32)))
-    assert cache.get(keys[0]) is not None
-    cache.put(keys[3], Vectors(np.zeros((1, 2), np.float32)))
-    assert [cache.get(key) is not None for key in keys] == [True, False, True, True, False]
-    cache.put(keys[4], Vectors(np.zeros((1, 200), np.float32)))  # evicts several
-    assert [cache.get(key) is not None for key in keys] == [False, False, False, False, True]
-    assert cache.num_bytes == 512 + 800
-    cache.put(keys[0], Vectors(np.zeros((1, 4096), np.float32)))  # larger than the whole cache
-    assert cache.get(keys[0]) is None
-    assert cache.get(keys[4]) is not None

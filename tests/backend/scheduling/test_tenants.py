@@ -12,6 +12,7 @@ from penstock.backend.scheduling.tenants import Tenants
 from penstock.backend.scheduling.wait_queue import Passed, WaitQueue
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.subscribers import Subscriber
+from penstock.backend.sequences.tenant import TenantAccount
 
 NAMES = (b"a", b"b", b"c")
 
@@ -157,3 +158,15 @@ def test_a_steps_tokens_are_all_used_and_the_first_and_the_shortest_get_their_pa
     shortest = min(needs[:num_of_first])
     if shortest <= budget // 8:
         assert grants[needs.index(shortest)] == shortest
+
+
+def test_group_keeps_its_place_when_its_last_sequence_is_cancelled() -> None:
+    account, group = TenantAccount(b"", 1.0), (1, 1)
+    assert [account.next_round(group) for _ in range(3)] == [1, 2, 3]
+    account.leave_round(group, 3, has_started=False)
+    assert account.next_round(group) == 3  # not 1, before its own second sequence
+    for number in (1, 2, 3):
+        account.leave_round(group, number, has_started=True)
+        account.leave_round(group, number, has_started=True)  # it was preempted, and has started again
+    assert account._rounds == {}
+    assert account.next_round(group) == account.next_round(None) == 4

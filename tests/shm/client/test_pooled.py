@@ -6,17 +6,19 @@ import asyncio
 import itertools
 import random
 from array import array
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.shm.client import Finish, PooledFailed, PooledRequest, pool_into
+from penstock.shm.client import BackendUnavailable, Finish, Overloaded, PooledFailed, PooledRequest, pool_into
 from penstock.shm.link.connected_frontend import MAX_VECTOR_PART_BYTES
 from penstock.shm.link.events import Submission
-from penstock.shm.messages import FailureCode, PooledWidth, VectorPart
+from penstock.shm.messages import NO_TOKEN, Failure, FailureCode, PooledWidth, VectorPart
 from tests.shm.client.harness import connected, request, until
-from tests.shm.scripted_backend import Script, ScriptedBackend, model_card
+from tests.shm.scripted_backend import Script, ScriptedBackend, ScriptedEngine, model_card
 
 WIDTH, VOCAB = 6, 1000
 CARD = model_card(
@@ -234,3 +236,57 @@ async def test_vectors_of_many_inputs_fill_a_matrix(socket_path: Path) -> None:
                     await pool_into(client, requests, memoryview(wrong))
             with pytest.raises(PooledFailed, match="bad_token"):
                 await pool_into(client, [requests[0], PooledRequest([2000], "embed")], memoryview(matrix)[: 2 * WIDTH])
+
+
+async def test_client_learns_that_a_full_backend_has_room_or_is_gone(socket_path: Path) -> None:
+    with ScriptedBackend(socket_path, Script(CARD)) as backend:
+        async with connected(socket_path) as client:
+            engine = backend.engine
+            engine.paused = True
+            await client.wait_for_room()
+
+            async def refused() -> int:
+                """The connection whose pooled request the backend has refused."""
+                stream = client.submit_pooled(PooledRequest([1], "embed"))
+                await until(lambda: engine.running)
+                (epoch,) = engine.link.frontends
+                failure = Failure(stream.request_id, FailureCode.OVERLOADED, 5)
+                push = partial(engine.link.push, epoch, stream.request_id, NO_TOKEN, Finish.REJECTED, failure=failure)
+                engine.calls += [engine.running.clear, push]
+                with pytest.raises(PooledFailed, match="overloaded"):
+                    await stream.result()
+                return epoch
+
+            for end in (engine.link.announce_room, disconnect(engine)):
+                epoch = await refused()
+                waiting = asyncio.ensure_future(client.wait_for_room())
+                await asyncio.sleep(0)
+                assert not waiting.done()
+                engine.calls.append(partial(end, epoch))
+                await waiting
+            await until(lambda: client.ready)
+
+
+def disconnect(engine: ScriptedEngine) -> Callable[[int], None]:
+    return lambda epoch: engine.link._disconnect(engine.link._frontends[epoch])
+
+
+async def test_full_backend_is_asked_only_for_what_it_may_take(socket_path: Path) -> None:
+    card = model_card(pooled=(PooledWidth("embed", WIDTH),), max_waiting=1)
+    with ScriptedBackend(socket_path, Script(card, max_running=1)) as backend:
+        async with connected(socket_path) as client:
+            client.check_capacity(b"", may_share=False)
+            backend.engine.paused = True
+            streams = [client.submit_pooled(PooledRequest([number], "embed")) for number in range(3)]
+            await until(lambda: (client.backend_counters or {})["waiting"] == 2)
+            client.check_capacity(b"", may_share=True)
+            client.check_capacity(b"another tenant", may_share=False)
+            with pytest.raises(Overloaded):
+                client.check_capacity(b"", may_share=False)
+            with pytest.raises(Overloaded):
+                client.submit_pooled(PooledRequest([9], "embed", may_share=False))
+            streams.append(client.submit_pooled(PooledRequest([9], "embed", may_share=False, has_begun=True)))
+            for stream in streams:
+                stream.cancel()
+    with pytest.raises(BackendUnavailable):
+        client.check_capacity(b"", may_share=True)

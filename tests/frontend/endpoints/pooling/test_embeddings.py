@@ -15,6 +15,7 @@ from penstock.frontend.access.api_keys import ApiKey, KeyLimits
 from penstock.frontend.generation.pooled.run import PORTION
 from penstock.frontend.generation.served_models import ServedModels
 from penstock.frontend.schemas.pooling.common import MAX_INPUTS
+from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.shm.client import FailureCode, Finish, Overloaded, PooledFailed
 from tests.frontend.endpoints.pooling.conftest import MAX_TOKENS
 from tests.frontend.harness import ClientConnection, make_app, request_bytes, token_ids
@@ -147,10 +148,54 @@ async def test_a_full_queue_refuses_before_the_first_result_and_delays_after_it(
         refused = await connection.post(PATH, {"input": ["a", "b"]})
         assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (429, "overloaded", "3")
         assert "the limit is 7" in refused.error["message"]
-    embedder.failures = [None, OVERLOADED, Overloaded(3, 7), Overloaded(3, 7)]
-    answer = (await connection.post(PATH, {"input": ["a", "b", "c"]})).json()
+    embedder.failures = [None, OVERLOADED, Overloaded(3, 7), OVERLOADED]
+    embedder.pooled_streams.clear()
+    answering = asyncio.ensure_future(connection.post(PATH, {"input": ["a", "b", "c"]}))
+    await embedder.waits_for_room.wait()
+    assert len(embedder.pooled_streams) == 3  # nothing is sent while it waits
+    assert not embedder.room.is_set()
+    embedder.room.set()
+    answer = (await answering).json()
     vectors = [list(array("f", item["embedding"])) for item in answer["data"]]
     assert vectors == [expected(single(text)) for text in "abc"]
+    assert embedder.pooled_streams[-1].request.has_begun
+
+
+async def test_waiting_for_room_ends_at_the_deadline_and_with_the_client(
+    connection: ClientConnection, embedder: PooledBackend
+) -> None:
+    embedder.failures = [None, OVERLOADED]
+    late = await connection.post(PATH, {"input": ["a", "b"], "timeout_ms": 50})
+    assert (late.status, late.error["code"]) == (499, "timeout")
+    embedder.failures = [None, OVERLOADED]
+    embedder.waits_for_room.clear()
+    connection.send(request_bytes("POST", PATH, {"input": ["a", "b"]}))
+    await embedder.waits_for_room.wait()
+    connection.transport.reset()
+    await connection.idle()
+
+
+async def test_a_full_backend_refuses_several_inputs_before_they_are_encoded(
+    connection: ClientConnection, embedder: PooledBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedder.full_for_several = Overloaded(3, 7)
+    assert (await connection.post(PATH, {"input": ["a"]})).status == 200  # its vector may be there already
+
+    async def encode_inputs(*_: Any, **__: Any) -> Any:
+        raise AssertionError("encoded")
+
+    monkeypatch.setattr(ModelTokenizer, "encode_inputs", encode_inputs)
+    for body, headers in (({"input": ["a", "b"]}, []), ({"input": "a"}, [("x-penstock-coalesce", "off")])):
+        refused = await connection.request("POST", PATH, body, headers)
+        assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (429, "overloaded", "3")
+
+
+async def test_coalesce_off_keeps_an_input_to_itself(connection: ClientConnection, embedder: PooledBackend) -> None:
+    for value, may_share in (("on", True), ("off", False)):
+        assert (await connection.request("POST", PATH, {"input": "x"}, [("x-penstock-coalesce", value)])).status == 200
+        assert embedder.pooled_streams[-1].request.may_share is may_share
+    wrong = await connection.request("POST", PATH, {"input": "x"}, [("x-penstock-coalesce", "no")])
+    assert (wrong.status, wrong.error["param"]) == (400, "X-Penstock-Coalesce")
 
 
 @pytest.mark.parametrize(
