@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.backend.checkpoint.encoders.sentence_transformers import read_modules
 from penstock.backend.checkpoint.fingerprint import WEIGHTS_SUFFIXES, FilesHash
-from penstock.backend.checkpoint.formats.declared import declared_method
+from penstock.backend.checkpoint.formats.quant_method import declared_method
 from penstock.backend.checkpoint.generation_config import read_generation_defaults
 from penstock.backend.checkpoint.json_file import read_json_object
 from penstock.backend.checkpoint.layout import CONFIG_FILE

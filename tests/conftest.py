@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -15,6 +16,8 @@ from tests.tallies import Tallies
 
 # Before any test module imports torch: tests share their cores with the processes they start.
 configure_torch_threads()
+# Collection makes millions of objects that stay; pytest_collection_finish turns the collector on again.
+gc.disable()
 
 
 collect_ignore = ["clients"]  # they run in a virtual environment of their own: make test-clients
@@ -35,3 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XDG_STATE_HOME"] = state_dir
     config.add_cleanup(lambda: shutil.rmtree(state_dir, ignore_errors=True))
     config.pluginmanager.register(Tallies())
+
+
+def pytest_collection_finish() -> None:
+    """Keep modules and tests out of the garbage collector's sight: each full collection would visit all of them."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()

@@ -5,10 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from penstock.backend.checkpoint.gguf.directory import SUFFIX as GGUF_SUFFIX
-from penstock.backend.checkpoint.gguf.directory import gguf_directory
 from penstock.backend.checkpoint.json_file import shorten
-from penstock.backend.checkpoint.layout import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, SINGLE_FILE, shard_names
+from penstock.backend.checkpoint.layout import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    GGUF_SUFFIX,
+    INDEX_FILE,
+    SINGLE_FILE,
+    shard_names,
+)
 from penstock.backend.errors import StartupError
 
 CONFIG_FILES = (CONFIG_FILE, "modules.json", "sentence_*_config.json", "[0-9]_*/config.json")
@@ -80,6 +85,9 @@ def _local_directory(model: str, revision: str | None) -> Path | None:
             )
         if revision is not None:
             raise StartupError(f"--revision is {shorten(revision)}; the model {path} is a file: remove --revision")
+        # Imported here: it imports torch, which takes a second and which no other model needs to be found.
+        from penstock.backend.checkpoint.gguf.directory import gguf_directory
+
         return gguf_directory(path)
     if not _HUB_ID.fullmatch(model):
         raise StartupError(f"the model directory {model!r} does not exist")

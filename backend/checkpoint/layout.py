@@ -18,6 +18,7 @@ GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+GGUF_SUFFIX = ".gguf"
 MAX_SHARDS = 512
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}\.safetensors")
 

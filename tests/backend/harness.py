@@ -322,10 +322,15 @@ class Bench:
         self.engine.turn()
         self.engine.check_integrity()
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is open or in flight."""
+        return not self.link.arrivals and not self.requests.table.num_open and not self.executor.is_busy
+
     def run_dry(self, max_turns: int = 5000) -> int:
         """Turn until nothing is open or in flight. Returns the number of turns."""
         for turn in range(max_turns):
-            if not self.link.arrivals and not self.requests.table.num_open and not self.executor.is_busy:
+            if self.is_idle:
                 return turn
             self.turn()
         raise AssertionError(f"{self.requests.table.num_open} requests still open after {max_turns} turns")

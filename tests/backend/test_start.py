@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -129,6 +131,12 @@ def test_dry_run_counts_quantised_weights(tmp_path: Path, capsys: pytest.Capture
     # Linears of 6.98e9 weights in 4 bits and 3 bytes per 32, lm_head in 8 bits, the embedding in bf16.
     assert "weights 5.72 GB of the weights, linears int4 " in shown
     assert "KV dtype q8_0" in shown
+
+
+def test_start_imports_torch_only_for_a_pass_that_needs_it() -> None:
+    """torch takes more than a second to import."""
+    code = "import sys, penstock.backend.main, penstock.backend.passes.fake; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
 
 
 def test_settings_that_change_tokens_change_the_fingerprint() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.backend.checkpoint.gguf.directory import SUFFIX
 from penstock.backend.checkpoint.gguf.header import read_header
-from penstock.backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE, shard_names
+from penstock.backend.checkpoint.layout import GGUF_SUFFIX, INDEX_FILE, SINGLE_FILE, shard_names
 from penstock.backend.checkpoint.safetensors_file import SafetensorsFile
 from penstock.backend.errors import StartupError
 
@@ -32,7 +31,7 @@ class WeightFiles(NamedTuple):
 def read_directory(model_dir: Path) -> WeightFiles:
     """The tensors of model.safetensors, of the index's shards that are there, or of the GGUF files of a directory that
     was made for them. Raises StartupError for a bad file."""
-    if ggufs := sorted(model_dir.glob(f"*{SUFFIX}")):
+    if ggufs := sorted(model_dir.glob(f"*{GGUF_SUFFIX}")):
         return WeightFiles(
             {
                 name: TensorHeader(tensor.type_name, tensor.shape, tensor.stored.num_bytes)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from penstock.backend.checkpoint.encoders.encoder_config import Activation, EncoderNames, HeadLayer, PoolingMode
+from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
     from penstock.backend.checkpoint.encoders.hf_config import EncoderHfConfig
@@ -25,6 +26,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "swiglu": "silu",
     "tanh": "tanh",
 }
+SUFFIXES = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+"""Each follows the family in the name of an architecture."""
 PADDING_POSITION = 1
 """RoBERTa's padding token, if a config.json names none; MPNet's always."""
 
@@ -277,3 +280,23 @@ FAMILIES = {
     ),
 }
 REFUSED_FAMILIES = {"Albert": "its layers share one set of weights"}
+
+
+def split_architecture(values: dict[str, Any]) -> tuple[str, str] | None:
+    """The family and suffix of a config.json's architecture, or None if it is not an encoder's.
+
+    Raises StartupError for an encoder that is not supported.
+    """
+    architectures = values.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    if not isinstance(name, str):
+        return None
+    for suffix in SUFFIXES:
+        family = name.removesuffix(suffix)
+        if family != name and family in FAMILIES:
+            if suffix == "ForMaskedLM" and FAMILIES[family].words is None:
+                raise StartupError(f"architecture {name} is not supported; of {family} ForMaskedLM is not")
+            return family, suffix
+        if family != name and family in REFUSED_FAMILIES:
+            raise StartupError(f"architecture {name} is not supported: {REFUSED_FAMILIES[family]}")
+    return None

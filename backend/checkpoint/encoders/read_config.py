@@ -13,8 +13,9 @@ from penstock.backend.checkpoint.encoders.families import (
     ACTIVATIONS,
     FAMILIES,
     PADDING_POSITION,
-    REFUSED_FAMILIES,
+    SUFFIXES,
     EncoderFamily,
+    split_architecture,
 )
 from penstock.backend.checkpoint.encoders.hf_config import EncoderHfConfig
 from penstock.backend.checkpoint.encoders.rotary import rotary_layers
@@ -26,29 +27,8 @@ from penstock.backend.errors import StartupError
 if TYPE_CHECKING:
     from pathlib import Path
 
-SUFFIXES = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 DEFAULT_POOLING: tuple[PoolingMode, ...] = ("cls",)
 """Of a checkpoint whose files name none, as in vLLM."""
-
-
-def split_architecture(values: dict[str, Any]) -> tuple[str, str] | None:
-    """The family and suffix of a config.json's architecture, or None if it is not an encoder's.
-
-    Raises StartupError for an encoder that is not supported.
-    """
-    architectures = values.get("architectures")
-    name = architectures[0] if isinstance(architectures, list) and architectures else None
-    if not isinstance(name, str):
-        return None
-    for suffix in SUFFIXES:
-        family = name.removesuffix(suffix)
-        if family != name and family in FAMILIES:
-            if suffix == "ForMaskedLM" and FAMILIES[family].words is None:
-                raise StartupError(f"architecture {name} is not supported; of {family} ForMaskedLM is not")
-            return family, suffix
-        if family != name and family in REFUSED_FAMILIES:
-            raise StartupError(f"architecture {name} is not supported: {REFUSED_FAMILIES[family]}")
-    return None
 
 
 def read_encoder(model_dir: Path, max_context_tokens: int | None = None) -> EncoderConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from penstock.backend.checkpoint.encoders.read_config import split_architecture
+from penstock.backend.checkpoint.encoders.families import split_architecture
 from penstock.backend.checkpoint.encoders.sentence_transformers import read_modules
 from penstock.backend.checkpoint.json_file import read_json_object
 from penstock.backend.checkpoint.layout import CONFIG_FILE

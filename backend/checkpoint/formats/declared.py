@@ -19,6 +19,7 @@ from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES, GgmlMatrix
 from penstock.backend.checkpoint.formats.gptq import Awq, Gptq
 from penstock.backend.checkpoint.formats.integers import INTEGER_BITS
 from penstock.backend.checkpoint.formats.module_names import is_excluded, is_target
+from penstock.backend.checkpoint.formats.quant_method import quantization_settings
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN, Rule, StoredFormats
 from penstock.backend.checkpoint.json_file import convert, read_json_object, shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.formats.matrix_format import MatrixFormat
 
 T = TypeVar("T")
-
-CONFIG_KEYS = ("quantization_config", "compression_config")
-"""The second is what compressed-tensors wrote at first."""
 
 _LM_HEAD = "lm_head"
 _EXPERTS = ".experts."
@@ -53,7 +51,7 @@ def read_stored_formats(model_dir: Path) -> StoredFormats:
 
 def parse_stored_formats(config: Mapping[str, Any]) -> StoredFormats:
     """As `read_stored_formats`, from the decoded config.json."""
-    settings = _settings(config)
+    settings = quantization_settings(config)
     if settings is None:
         return PLAIN
     if not isinstance(settings, dict):
@@ -64,17 +62,6 @@ def parse_stored_formats(config: Mapping[str, Any]) -> StoredFormats:
             f"quantization_config.quant_method is {shorten(method)}; supported are {', '.join(_METHODS)}"
         )
     return _METHODS[method](settings)
-
-
-def declared_method(config: Mapping[str, Any]) -> str | None:
-    """How the decoded config.json says that the weights are stored: a quant_method, such as "gptq"; None if plain."""
-    settings = _settings(config)
-    method = settings.get("quant_method") if isinstance(settings, dict) else None
-    return method if isinstance(method, str) else None
-
-
-def _settings(config: Mapping[str, Any]) -> Any:
-    return next((config[key] for key in CONFIG_KEYS if config.get(key) is not None), None)
 
 
 class _GptqSettings(Struct, frozen=True):

@@ -25,7 +25,7 @@ from penstock.backend.checkpoint.gguf.kept_directories import mark_used, remove_
 from penstock.backend.checkpoint.gguf.names import GgufNames
 from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer, check_tokenizer
 from penstock.backend.checkpoint.json_file import shorten
-from penstock.backend.checkpoint.layout import CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILE
+from penstock.backend.checkpoint.layout import CONFIG_FILE, GENERATION_FILE, GGUF_SUFFIX, TOKENIZER_FILE
 from penstock.backend.checkpoint.tensors import expected_tensors
 from penstock.backend.errors import StartupError
 from penstock.shm.process.cache_directory import cache_directory
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
 
-SUFFIX = ".gguf"
 FORMAT = "3"
 """Raise it when the files that are made change."""
 
@@ -77,7 +76,7 @@ def open_gguf_links(model_dir: Path) -> list[TensorFile]:
     A tensor of all experts becomes one of each. None for another directory. The caller closes them. Raises
     StartupError.
     """
-    links = [path for path in sorted(model_dir.glob(f"*{SUFFIX}")) if path.is_symlink()]
+    links = [path for path in sorted(model_dir.glob(f"*{GGUF_SUFFIX}")) if path.is_symlink()]
     if not links:
         return []
     names = GgufNames(read_decoder_config(model_dir).names)
@@ -108,7 +107,7 @@ def _shards(path: Path) -> list[Path]:
     count = int(match["count"])
     if int(match["number"]) != 1 or not 1 <= count <= _MAX_SHARDS:
         raise StartupError(f"{path} is shard {match['number']} of {count}; give the first of at most {_MAX_SHARDS}")
-    return [path.with_name(f"{match['stem']}-{i:05}-of-{count:05}{SUFFIX}") for i in range(1, count + 1)]
+    return [path.with_name(f"{match['stem']}-{i:05}-of-{count:05}{GGUF_SUFFIX}") for i in range(1, count + 1)]
 
 
 def _write(directory: Path, paths: list[Path]) -> None:
@@ -121,7 +120,7 @@ def _write(directory: Path, paths: list[Path]) -> None:
         for name, text in contents.items():
             (partial / name).write_text(text, encoding="utf-8")
         for number, path in enumerate(paths, 1):
-            (partial / f"weights-{number:05}{SUFFIX}").symlink_to(path)
+            (partial / f"weights-{number:05}{GGUF_SUFFIX}").symlink_to(path)
         try:
             partial.rename(directory)
         except OSError:

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, rule
 
 from penstock.backend.engine.vector_cache import VectorCache
 from penstock.backend.passes.fake_encoder import FakeEncoder, PoolingFakePass, fake_vectors
-from penstock.shm.link.events import FrontendDeath
 from penstock.shm.messages import Finish, PooledKind
-from tests.backend.harness import Bench
+from tests.backend.engine.machine import EngineRules
+from tests.backend.harness import Bench, Received
 
 VOCAB, BAD = 97, 90
 
@@ -32,8 +32,12 @@ class FaultyDecoder(PoolingFakePass):
         return super().forward(batch)
 
 
-class PooledMachine(RuleBasedStateMachine):
-    """Two tenants with groups of inputs; token BAD makes any step fail that it is in."""
+Vectors = np.ndarray[Any, Any]
+
+
+class PooledMachine(EngineRules[Vectors | None]):
+    """Two tenants with groups of inputs; token BAD makes any step fail that it is in. A request whose step must fail
+    expects None."""
 
     @initialize(
         is_encoder=st.booleans(),
@@ -54,8 +58,6 @@ class PooledMachine(RuleBasedStateMachine):
             forward_pass=FaultyEncoder(VOCAB) if is_encoder else FaultyDecoder(VOCAB, max_running),
             vector_cache=VectorCache(cache_bytes) if cache_bytes else None,
         )
-        self.next_id, self.frontend = 0, 1
-        self.expected: dict[tuple[int, int], np.ndarray[Any, Any] | None] = {}
 
     @rule(
         data=st.data(),
@@ -72,50 +74,18 @@ class PooledMachine(RuleBasedStateMachine):
         vectors = fake_vectors(tokens, kind, second_start, VOCAB).astype(np.float64)
         if options["normalize"]:
             vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-        self.expected[self.frontend, self.next_id] = None if BAD in tokens else vectors[vectors != 0]
-        self.next_id += 1
-
-    @precondition(lambda self: self.expected)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        frontend, request_id = data.draw(st.sampled_from(sorted(self.expected)))
-        self.bench.cancel(request_id, frontend)
-        del self.expected[frontend, request_id]
-
-    @rule()
-    def frontend_dies(self) -> None:
-        self.bench.link.arrivals.append(FrontendDeath(self.frontend))
-        self.expected = {key: vectors for key, vectors in self.expected.items() if key[0] != self.frontend}
-        self.frontend += 1
-
-    @rule()
-    def step(self) -> None:
-        self.bench.executor.run_one()
+        self.expect(None if BAD in tokens else vectors[vectors != 0])
 
     @rule()
     def turn(self) -> None:
         self.bench.engine._num_failed_steps = 0  # each failure has its own cause
-        self.bench.engine.turn()
+        super().turn()
 
-    @invariant()
-    def everything_is_owned_once(self) -> None:
-        if hasattr(self, "bench"):
-            self.bench.engine.check_integrity()
-
-    def teardown(self) -> None:
-        if not hasattr(self, "bench"):
-            return
-        while self.bench.link.arrivals or self.bench.requests.table.num_open or self.bench.executor.is_busy:
-            self.step()
-            self.turn()
-        for (frontend, request_id), vectors in self.expected.items():
-            received = self.bench.received(request_id, frontend)
-            if vectors is None:
-                assert received.finishes == [Finish.FAILED]
-            else:
-                np.testing.assert_allclose(received.values, vectors, rtol=1e-6)
-        assert self.bench.pool.num_held == 0
-        self.bench.close()
+    def check(self, received: Received, expected: Vectors | None) -> None:
+        if expected is None:
+            assert received.finishes == [Finish.FAILED]
+        else:
+            np.testing.assert_allclose(received.values, expected, rtol=1e-6)
 
 
 TestPooledMachine = PooledMachine.TestCase

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import json
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -14,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.frontend.app import App
-from tests.frontend.endpoints.invalid_bodies import DEEP, FORBIDDEN_IN_ERRORS, NOT_AN_OBJECT, NOT_JSON
-from tests.frontend.harness import ClientConnection, FakeBackend
+from tests.frontend.endpoints.invalid_bodies import DEEP
+from tests.frontend.harness import FakeBackend
 from tests.frontend.model_families import HERMES, Model
+from tests.frontend.mutated_bodies import Sender, mutated, mutations, places
 
+MAX_ERROR_BYTES = 1200
 MODEL = Model(template=HERMES)
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = {"type": "text", "text": "a"}
@@ -67,14 +66,6 @@ FULL_BODIES: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [1, 2, 3]},
     "/apply-template": {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": 1}},
 }
-JUNK: st.SearchStrategy[Any] = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(2**65), 2**65),
-    st.floats(allow_nan=False, allow_infinity=False),
-    st.sampled_from(["", "x" * 600, "\u0000", "\ud7ff", "user", "function", "0x123456 object at Traceback", "猫"]),
-    st.sampled_from([[], [[]], {}, {"": {}}, {"type": "function"}, [None], ["x"] * 300, {"type": "text", "text": 1}]),
-)
 
 
 @cache
@@ -82,86 +73,37 @@ def app() -> App:
     return MODEL.app(FakeBackend(script=MODEL.says("{}")))
 
 
-def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Yield the places in a body where a value can be replaced."""
-    if path:
-        yield path
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in inner:
-        yield from places(item, (*path, key))
-
-
-def mutated(body: dict[str, Any], path: tuple[str | int, ...], junk: Any, *, is_removed: bool) -> dict[str, Any]:
-    body = copy.deepcopy(body)
-    holder: Any = body
-    for key in path[:-1]:
-        holder = holder[key]
-    if is_removed:
-        del holder[path[-1]]
-    else:
-        holder[path[-1]] = junk
-    return body
-
-
-@contextlib.contextmanager
-def body_in_failures(data: Any) -> Iterator[None]:
-    try:
-        yield
-    except AssertionError as error:
-        error.add_note(f"body: {data!r:.500}")
-        raise
-
-
-async def check(connection: ClientConnection, path: str, body: Any) -> int:
-    response = await connection.post(path, body)
-    with body_in_failures(body):
-        assert response.status in (200, 400, 404), response.body
-        if response.status != 200:
-            message = response.json()["error"]["message"]
-            assert len(message) < 1000
-            if "0x123456" not in json.dumps(str(body)):
-                assert not FORBIDDEN_IN_ERRORS.search(message), message
-    return response.status
+def open_sender(path: str) -> Sender:
+    return Sender(app(), path, MAX_ERROR_BYTES)
 
 
 @pytest.mark.parametrize("path", FULL_BODIES)
 async def test_body_with_every_field_is_answered(path: str) -> None:
-    connection = ClientConnection(app())
-    assert await check(connection, path, FULL_BODIES[path]) == 200
-    await connection.end()
+    async with open_sender(path) as sender:
+        assert await sender.status(FULL_BODIES[path]) == 200
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 @pytest.mark.parametrize("path", FULL_BODIES)
 async def test_no_mutated_body_causes_a_server_error(path: str, data: st.DataObject) -> None:
-    body = FULL_BODIES[path]
-    for _ in range(data.draw(st.integers(1, 3))):
-        place = data.draw(st.sampled_from(list(places(body))))
-        body = mutated(body, place, data.draw(JUNK), is_removed=data.draw(st.booleans()))
-        if not body:
-            break
-    connection = ClientConnection(app())
-    await check(connection, path, body)
-    await connection.end()
+    async with open_sender(path) as sender:
+        await sender.status(data.draw(mutations(FULL_BODIES[path])))
 
 
 @pytest.mark.parametrize("path", FULL_BODIES)
 async def test_body_that_is_not_a_json_object_is_refused(path: str) -> None:
-    connection = ClientConnection(app())
-    for data in (*NOT_JSON, *(json.dumps(value).encode() for value in NOT_AN_OBJECT)):
-        assert await check(connection, path, data) == 400
-    await connection.end()
+    async with open_sender(path) as sender:
+        await sender.check_not_objects()
 
 
 @pytest.mark.parametrize("path", FULL_BODIES)
 @pytest.mark.parametrize("depth", [100, 500, 990, 5000])
 async def test_deeply_nested_body_is_refused_or_read(path: str, depth: int) -> None:
-    connection = ClientConnection(app())
     body = FULL_BODIES[path]
     deep = b'{"a":' * depth + b"1" + b"}" * depth
-    for place in places(body):
-        data = json.dumps(mutated(body, place, "DEEP", is_removed=False)).encode().replace(b'"DEEP"', deep)
-        await check(connection, path, data)
-    await check(connection, path, DEEP)
-    await connection.end()
+    async with open_sender(path) as sender:
+        for place in places(body):
+            data = json.dumps(mutated(body, place, "DEEP", is_removed=False)).encode().replace(b'"DEEP"', deep)
+            await sender.status(data)
+        await sender.status(DEEP)

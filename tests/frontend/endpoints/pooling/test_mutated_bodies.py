@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from typing import Any
 
@@ -11,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.frontend.app import App
-from tests.frontend.endpoints.invalid_bodies import DEEP, FORBIDDEN_IN_ERRORS, NOT_AN_OBJECT, NOT_JSON
-from tests.frontend.harness import ClientConnection, make_app
+from tests.frontend.harness import make_app
+from tests.frontend.mutated_bodies import Sender, mutations
 from tests.frontend.pooled_backend import PooledBackend, encoder, encoder_card
-from tests.frontend.schemas.test_mutated_bodies import JUNK, body_in_failures, mutated, places
 
+MAX_ERROR_BYTES = 3000
 TRUNCATED = {"truncate_prompt_tokens": -1, "truncation_side": "left", "timeout_ms": 5000, "model": "encoder"}
 TEI = {"truncate": True, "truncation_direction": "Left", "model": "encoder"}
 BODIES: dict[str, dict[str, Any]] = {
@@ -41,36 +40,16 @@ def app() -> App:
     return make_app(backend, keeper=encoder(backend))
 
 
-async def check(connection: ClientConnection, path: str, body: Any) -> int:
-    response = await connection.post(path, body)
-    with body_in_failures(body):
-        assert response.status in (200, 400, 404), response.body
-        if response.status != 200:
-            assert len(response.body) < 3000
-            if "0x123456" not in json.dumps(str(body)):
-                assert not FORBIDDEN_IN_ERRORS.search(response.body.decode()), response.body
-    return response.status
-
-
 @pytest.mark.parametrize("path", BODIES)
 async def test_body_with_every_field_is_answered(path: str) -> None:
-    connection = ClientConnection(app())
-    assert await check(connection, path, BODIES[path]) == 200
-    for data in (*NOT_JSON, *(json.dumps(value).encode() for value in NOT_AN_OBJECT), DEEP):
-        assert await check(connection, path, data) == 400
-    await connection.end()
+    async with Sender(app(), path, MAX_ERROR_BYTES) as sender:
+        assert await sender.status(BODIES[path]) == 200
+        await sender.check_not_objects()
 
 
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 async def test_no_mutated_body_causes_a_server_error(data: st.DataObject) -> None:
     path = data.draw(st.sampled_from(list(BODIES)))
-    body = BODIES[path]
-    for _ in range(data.draw(st.integers(1, 3))):
-        place = data.draw(st.sampled_from(list(places(body))))
-        body = mutated(body, place, data.draw(JUNK), is_removed=data.draw(st.booleans()))
-        if not body:
-            break
-    connection = ClientConnection(app())
-    await check(connection, path, body)
-    await connection.end()
+    async with Sender(app(), path, MAX_ERROR_BYTES) as sender:
+        await sender.status(data.draw(mutations(BODIES[path])))
