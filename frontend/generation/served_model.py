@@ -35,7 +35,7 @@ class ServedModel:
     backend: BackendClient
     syntax: ModelSyntax = ModelSyntax()  # noqa: RUF009 - frozen
     pooling: PoolingFiles = PoolingFiles()  # noqa: RUF009 - frozen
-    """Of a model that computes vectors."""
+    """Empty unless the model computes vectors."""
 
 
 def model_syntax_of(tokenizer: ModelTokenizer, parsers: ParserNames = ParserNames()) -> ModelSyntax:  # noqa: B008 - frozen

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from penstock.frontend.parsing.reader import Malformed
 from penstock.frontend.parsing.reasoning import ReasoningFormat
-from penstock.frontend.parsing.tool_formats.base import ToolFormat, is_function_name, read_arguments
+from penstock.frontend.parsing.tool_formats.base import MessageLayout, ToolFormat, is_function_name, read_arguments
 
 if TYPE_CHECKING:
     from penstock.frontend.parsing.parsed_output import ParsedOutput
@@ -47,6 +47,10 @@ class Harmony(ToolFormat):
     separator = f"{_CALL}{_ASSISTANT}"
     closing = ""
     max_calls = 1
+    messages: MessageLayout | None = MessageLayout(
+        tuple(f"{CHANNEL}{channel}{_MESSAGE}" for channel in ("analysis", "commentary", "final")),
+        separator=f"{_END}{_ASSISTANT}",
+    )
 
     def around(self, name: str) -> tuple[str, str]:
         return f"{CHANNEL}commentary to={_FUNCTIONS}{name} {_CONSTRAIN}json{_MESSAGE}", ""

@@ -15,10 +15,14 @@ from penstock.frontend.parsing.reasoning import (
     ReasoningFormat,
 )
 from penstock.frontend.parsing.tool_formats.deepseek import DeepSeek
+from penstock.frontend.parsing.tool_formats.deepseek_v32 import MARK as DSML
+from penstock.frontend.parsing.tool_formats.deepseek_v32 import DeepSeekV32
 from penstock.frontend.parsing.tool_formats.gemma import Gemma
 from penstock.frontend.parsing.tool_formats.glm4 import Glm4
 from penstock.frontend.parsing.tool_formats.granite import Granite
 from penstock.frontend.parsing.tool_formats.hermes import Hermes
+from penstock.frontend.parsing.tool_formats.kimi_k2 import SECTION as KIMI_SECTION
+from penstock.frontend.parsing.tool_formats.kimi_k2 import KimiK2
 from penstock.frontend.parsing.tool_formats.llama3_json import Llama3Json
 from penstock.frontend.parsing.tool_formats.mistral import Mistral
 from penstock.frontend.parsing.tool_formats.pythonic import Pythonic
@@ -55,14 +59,16 @@ def choose_model_syntax(
     template is the source of its chat template; added_tokens are the tokens outside the tokenizer's vocabulary.
     """
     source = template or ""
-    name = _tool_format_of(source) if tool_parser == "auto" else tool_parser
+    name = _tool_format_of(source, added_tokens) if tool_parser == "auto" else tool_parser
     formats: dict[str, ToolFormat] = {
         "deepseek": DeepSeek(in_code="```json" in source),
+        "deepseek_v32": DeepSeekV32(is_fourth="tool_calls>" in source),
         "gemma": Gemma(is_fourth="<|tool_call>" in source),
         "glm4": Glm4(has_lines="</arg_key><arg_value>" not in source),
         "granite": Granite(),
         "harmony": Harmony(),
         "hermes": Hermes(),
+        "kimi_k2": KimiK2(),
         "llama3_json": Llama3Json(),
         "mistral": Mistral(names_first="[ARGS]" in added_tokens),
         "pythonic": Pythonic(),
@@ -76,14 +82,21 @@ def choose_model_syntax(
     )
 
 
-def _tool_format_of(source: str) -> str:
-    """Return the name of the template's tool format. The order matters: a template may mention several formats."""
+def _tool_format_of(source: str, added_tokens: Mapping[str, int]) -> str:
+    """Return the name of the model's tool format. The order matters: a template may mention several formats.
+
+    Some templates for Kimi K2 and DeepSeek V3.2 show the tools, but no calls: their tokens decide.
+    """
     if f"{CHANNEL}commentary" in source:
         return "harmony"
     if "[TOOL_CALLS]" in source:
         return "mistral"
     if "<｜tool▁calls▁begin｜>" in source:
         return "deepseek"
+    if DSML in source:
+        return "deepseek_v32"
+    if KIMI_SECTION in source:
+        return "kimi_k2"
     if "<start_function_call>" in source or "<|tool_call>" in source:
         return "gemma"
     if "<|tool_call|>" in source:
@@ -94,7 +107,9 @@ def _tool_format_of(source: str) -> str:
         return "pythonic"
     if "<|python_tag|>" in source or ("ipython" in source and "parameters" in source):
         return "llama3_json"
-    return "none"
+    if KIMI_SECTION in added_tokens:
+        return "kimi_k2"
+    return "deepseek_v32" if DSML in added_tokens else "none"
 
 
 def _tagged_format_of(source: str) -> str:

@@ -44,6 +44,10 @@ _END_MARK = secrets.token_hex(16)
 """Marks the end of the final message while rendering. Random: the template may repeat any text after the message."""
 
 
+_NUMBERED_CALL = "<|tool_call_argument_begin|>"
+"""A mark of templates that show the name of a called function only as part of the call's id: Kimi K2's."""
+
+
 class TemplateRefusedError(Exception):
     """The template called raise_exception, or cannot render these messages. The message is the template's."""
 
@@ -101,6 +105,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template has a syntax error in line {error.lineno}: {error.message}") from None
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
+        self._numbers_calls = _NUMBERED_CALL in self.tool_source
 
     def render(self, body: ChatBody) -> str:
         """Return the prompt up to the start of the answer, which may continue the last message.
@@ -130,6 +135,8 @@ class ChatTemplate:
     def _messages(self, body: ChatBody, *, text_arguments: bool = False) -> list[dict[str, Any]]:
         messages = [self._as_dict(message, text_arguments=text_arguments) for message in body.messages]
         _name_results(messages)
+        if self._numbers_calls:
+            _number_calls(messages)
         if body.continue_final_message:
             messages[-1]["content"] = messages[-1]["content"].rstrip() + _END_MARK
         return messages
@@ -176,6 +183,20 @@ def _name_results(messages: list[dict[str, Any]]) -> None:
     for message in messages:
         if message["role"] == "tool" and (name := names.get(message.get("tool_call_id"))) is not None:
             message.setdefault("name", name)
+
+
+def _number_calls(messages: list[dict[str, Any]]) -> None:
+    """Give calls and their results the ids that the model wrote: functions.name:number, counted from 0."""
+    ids: dict[str, str] = {}
+    num_calls = 0
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            numbered = f"functions.{call['function']['name']}:{num_calls}"
+            ids[call["id"]] = call["id"] = numbered
+            num_calls += 1
+        if message["role"] == "tool":
+            called = message.get("tool_call_id", "")
+            message["tool_call_id"] = ids.get(called, called)
 
 
 def _tool_description(tool: ChatTool) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Truncation:
     max_tokens: int | None = None
     side: Side = "right"
     max_second_tokens: int | None = None
-    """Of a pair's second text alone, before anything else is dropped."""
+    """Limit of a pair's second text alone; it is cut before anything else is."""
 
 
 class InputEncoder:

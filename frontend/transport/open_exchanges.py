@@ -32,7 +32,7 @@ class OpenExchanges:
         self._client_timeout_s = client_timeout_s
         self._open: set[Exchange] = set()
         self._payer_of: dict[Exchange, bytes] = {}
-        """Of the requests that have a place."""
+        """Who pays for each request that has a place."""
         self._num_finished = 0
         self._finish_rate = DrainRate()
         self._idle_actions: set[asyncio.Task[None]] = set()

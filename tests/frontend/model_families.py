@@ -197,6 +197,46 @@ DEEPSEEK_V31 = DEEPSEEK_V3.replace("call.type + '<｜tool▁sep｜>' + call.func
     "'\\n```json\\n' + call.function.arguments + '\\n```<", "'<｜tool▁sep｜>' + call.function.arguments + '<"
 )
 
+DEEPSEEK_V32 = """\
+{%- set mark = '｜DSML｜' %}
+{%- if tools %}
+    {{- '## Tools\\n<' + mark + 'function_calls>\\n' }}
+    {%- for tool in tools %}{{- (tool.function | tojson) + '\\n' }}{%- endfor %}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<｜' + message.role + '｜>' + message.content }}
+    {%- if message.tool_calls %}{{- '\\n\\n<' + mark + 'function_calls>\\n' }}{%- endif %}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<' + mark + 'invoke name="' + call.function.name + '">\\n' }}
+        {%- for key, value in call.function.arguments.items() %}
+            {{- '<' + mark + 'parameter name="' + key + '" string="' + ('true' if value is string else 'false') }}
+            {{- '">' + (value if value is string else value | tojson) + '</' + mark + 'parameter>\\n' }}
+        {%- endfor %}
+        {{- '</' + mark + 'invoke>\\n' + ('</' + mark + 'function_calls>' if loop.last else '') }}
+    {%- endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<｜Assistant｜>' }}{%- endif %}
+"""
+
+KIMI_K2 = """\
+{%- if tools %}{{- '<|im_system|>tool_declare<|im_middle|>' + (tools | tojson) + '<|im_end|>' }}{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_' + message.role + '|><|im_middle|>' }}
+    {%- if message.role == 'tool' %}{{- '## Return of ' + message.tool_call_id + '\\n' }}{%- endif %}
+    {{- message.content }}
+    {%- if message.tool_calls %}
+        {{- '<|tool_calls_section_begin|>' }}
+        {%- for call in message.tool_calls %}
+            {{- '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}
+            {{- (call.function.arguments | tojson) + '<|tool_call_end|>' }}
+        {%- endfor %}
+        {{- '<|tool_calls_section_end|>' }}
+    {%- endif %}
+    {{- '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_assistant|>assistant<|im_middle|>' }}{%- endif %}
+"""
+
 GRANITE = """\
 {%- for message in messages %}
     {{- '<|start_of_role|>' + message.role + '<|end_of_role|>' + message.content + '<|end_of_text|>\\n' }}
@@ -267,6 +307,9 @@ GEMMA = """\
 GEMMA_MARKS = ("<start_function_call>", "<end_function_call>", "<escape>")
 HARMONY_MARKS = tuple(f"<|{mark}|>" for mark in ("start", "end", "message", "channel", "constrain", "return", "call"))
 DEEPSEEK_MARKS = tuple(f"<｜tool▁{mark}｜>" for mark in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
+KIMI_K2_MARKS = tuple(
+    f"<|tool_call{mark}|>" for mark in ("s_section_begin", "s_section_end", "_begin", "_end", "_argument_begin")
+)
 GLM4_MARKS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
 
@@ -335,6 +378,9 @@ MODELS = {
     "glm4, text marks": Model(GLM4, added=()),
     "deepseek": Model(DEEPSEEK_V3, added=DEEPSEEK_MARKS),
     "deepseek, V3.1": Model(DEEPSEEK_V31, special=DEEPSEEK_MARKS, added=()),
+    "deepseek_v32": Model(DEEPSEEK_V32, special=("｜DSML｜",), added=()),
+    "deepseek_v32, text mark": Model(DEEPSEEK_V32, added=()),
+    "kimi_k2": Model(KIMI_K2, special=KIMI_K2_MARKS, added=()),
     "granite": Model(GRANITE, special=("<|tool_call|>",), added=()),
     "gemma": Model(GEMMA, special=GEMMA_MARKS, added=()),
     "harmony": Model(HARMONY, special=HARMONY_MARKS, added=(), end="<|return|>"),

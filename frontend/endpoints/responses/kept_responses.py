@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 MAX_REFERENCED_BYTES = 16 << 20
-"""Of items that one request refers to, each counted as often as it is referred to: a short request could ask for
-gigabytes."""
+"""Size of the items that one request refers to, each counted once for each reference: without a limit a short request
+could ask for gigabytes."""
 
 
 class _Output(msgspec.Struct):

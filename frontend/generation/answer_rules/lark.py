@@ -7,30 +7,45 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from penstock.frontend.parsing.tool_formats.base import CALL_NUMBER
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _WHITESPACE = r" ?|\n {0,24}"
 """Allowed between the parts of a JSON text: one line or indented, as models write it, and bounded."""
+_NUMBER = "/[0-9]{1,4}/"
 
 
 class MarkedText:
     """Writes texts as Lark, with the markers that are tokens as those tokens: to a model, their single characters are
-    a different text."""
+    a different text. `CALL_NUMBER` becomes any number."""
 
     def __init__(self, markers: tuple[str, ...], added_tokens: Mapping[str, int]) -> None:
-        self._ids = {marker: added_tokens[marker] for marker in markers if marker in added_tokens}
-        self._pattern = "|".join(map(re.escape, self._ids))
+        ids = {marker: added_tokens[marker] for marker in markers if marker in added_tokens}
+        self._symbols = {CALL_NUMBER: _NUMBER} | {marker: f"<[{token_id}]>" for marker, token_id in ids.items()}
+        self._symbol = re.compile("|".join(map(re.escape, self._symbols)))
+        self._markers = markers
+        self._marker = re.compile("|".join(map(re.escape, ids))) if ids else None
 
     def __call__(self, text: str) -> str:
-        parts = re.split(f"({self._pattern})", text) if self._ids else [text]
-        return " ".join(self._part(part, is_marker=index % 2 == 1) for index, part in enumerate(parts) if part)
+        parts: list[str] = []
+        position = 0
+        for symbol in self._symbol.finditer(text):
+            parts += (literal(text[position : symbol.start()]), self._symbols[symbol[0]])
+            position = symbol.end()
+        parts.append(literal(text[position:]))
+        return " ".join(part for part in parts if part != '""')
 
-    def is_token(self, text: str) -> bool:
-        return text in self._ids
+    @property
+    def has_all_markers(self) -> bool:
+        """Whether each marker is a token."""
+        return all(marker in self._symbols for marker in self._markers)
 
-    def _part(self, part: str, *, is_marker: bool) -> str:
-        return f"<[{self._ids[part]}]>" if is_marker else literal(part)
+    def split(self, text: str) -> tuple[str, str]:
+        """Split a text before its first marker that is a token. The second part is empty if there is none."""
+        marker = None if self._marker is None else self._marker.search(text)
+        return (text, "") if marker is None else (text[: marker.start()], text[marker.start() :])
 
 
 def literal(text: str) -> str:

@@ -20,6 +20,7 @@ _OBJECT_KEYWORDS = frozenset({"type", "properties", "required", "additionalPrope
 """Keywords that hold for each parameter by itself. One rule per parameter cannot express any other."""
 _KEY = re.compile(r"[^<>\n]+")
 _ANY_KEY = "/[a-zA-Z0-9_.-]{1,64}/"
+_JSON_TYPES = ("null", "boolean", "integer", "number", "array", "object")
 _MAX_TEXT_LENGTH = 10_000
 """Longer limits of a text's length are not expressed."""
 
@@ -31,6 +32,7 @@ class ParameterGrammar:
         self.rules: list[str] = []
         self._layout = layout
         self._text = text
+        self._middle, self._json_middle = text(layout.middle), text(layout.json_middle or layout.middle)
         self._closing = text(f"{_line_break(layout)}{layout.closing}{layout.gap}")
         self._values: dict[tuple[bytes, int], str | None] = {}
         """Rules by schema, and by the root of its references: equal ones share a rule, which keeps the lexer small."""
@@ -61,18 +63,18 @@ class ParameterGrammar:
         needed = frozenset(required)
         if not properties and others:
             value = self._value({}, schema)
-            return f"({self._text(self._layout.opening)} {_ANY_KEY} {self._text(self._layout.middle)} {value})*"
+            return f"({self._text(self._layout.opening)} {_ANY_KEY} {value})*"
         parameters = []
         for key, declared in properties.items():
             value = self._value(declared, schema)
-            if value is None or _KEY.fullmatch(key) is None:
+            if value is None or _KEY.fullmatch(key) is None or self._layout.middle[0] in key:
                 return None
-            opening = self._text(f"{self._layout.opening}{key}{self._layout.middle}")
+            opening = self._text(f"{self._layout.opening}{key}")
             parameters.append(f"({opening} {value})" + ("" if key in needed else "?"))
         return " ".join(parameters) or '""'
 
     def _value(self, declared: object, root: Mapping[str, Any]) -> str | None:
-        """Return the rule of a value and its closing mark; None if the format cannot express the schema."""
+        """Return the rule of a value and the marks around it; None if the format cannot express the schema."""
         encoded = msgspec.json.encode(declared)
         key = (encoded, id(root) if b"$ref" in encoded else 0)
         is_too_long = self._num_characters > MAX_GRAMMAR_CHARACTERS
@@ -87,10 +89,14 @@ class ParameterGrammar:
     def _value_rules(self, name: str, declared: object, root: Mapping[str, Any]) -> list[str] | None:
         types = types_of(declared, root)
         if "string" not in types:
-            return [f"{name}: {name}_json {self._closing}", f"{name}_json: {json_value(_rooted(declared, root))}"]
+            return self._json_rules(name, _rooted(declared, root))
         schema = resolved(declared, root)
         if not isinstance(schema, dict) or _allows_any(schema, root):
-            return self._text_rules(name, {})
+            if types == TEXT or not self._layout.json_middle:
+                return self._text_rules(name, {})
+            other = {"type": _types_of_json(schema, root)}
+            either = f"{name}: {name}_text | {name}_value"
+            return [either, *self._text_rules(f"{name}_text", {}), *self._json_rules(f"{name}_value", other)]
         if types != TEXT:
             return None
         if schema.keys() <= {"type", "minLength", "maxLength"} and all(
@@ -102,22 +108,27 @@ class ParameterGrammar:
             isinstance(value, str) and self._layout.closing not in value for value in values
         )
         if is_writable and schema.keys() <= {"type", "enum", "const"}:
-            return [f"{name}: ({' | '.join(map(literal, values))}) {self._closing}"]
+            return [f"{name}: {self._middle} ({' | '.join(map(literal, values))}) {self._closing}"]
         return None
 
+    def _json_rules(self, name: str, schema: Mapping[str, Any]) -> list[str]:
+        return [f"{name}: {self._json_middle} {name}_json {self._closing}", f"{name}_json: {json_value(schema)}"]
+
     def _text_rules(self, name: str, limits: Mapping[str, int]) -> list[str]:
-        """Return the rule `name` for a text without the closing mark, and that mark."""
+        """Return the rule `name` for a text without the closing mark, and the marks around it."""
         layout, text = self._layout, self._text
         least, most = limits.get("minLength", 0), limits.get("maxLength", _MAX_TEXT_LENGTH)
         is_unlimited = most >= _MAX_TEXT_LENGTH
         length = "*" if is_unlimited and not least else f"{{{least},{'' if is_unlimited else most}}}"
         line_break = r"\n" if layout.is_indented else ""
         terminal, gap = name.upper(), text(layout.gap)
-        content = f"{terminal}: /(.|\\n){length}{line_break}/ & ~/(.|\\n)*{_escaped(layout.closing)}(.|\\n)*/"
-        if text.is_token(layout.closing):
-            return [f"{name}: {terminal} {text(layout.closing)} {gap}", content]
+        before, token = text.split(layout.closing)
+        ending = line_break + (_escaped(before) if token else "")
+        content = f"{terminal}: /(.|\\n){length}{ending}/ & ~/(.|\\n)*{_escaped(layout.closing)}(.|\\n)*/"
+        if token:  # no text contains it
+            return [f"{name}: {self._middle} {terminal} {text(token)} {gap}", content]
         closed = f"{name}_closed[suffix={literal(layout.closing)}]: {terminal}"
-        return [f"{name}: {name}_closed {gap}", closed, content]
+        return [f"{name}: {self._middle} {name}_closed {gap}", closed, content]
 
 
 def _allows_any(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
@@ -128,6 +139,16 @@ def _allows_any(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
         return False
     branches = (resolved(branch, root) for branch in schema["anyOf"])
     return all(isinstance(branch, dict) and branch.keys() <= {"type"} for branch in branches)
+
+
+def _types_of_json(schema: object, root: Mapping[str, Any]) -> list[str]:
+    """Return the types other than string that a schema allows, if it limits nothing but types."""
+    branches = schema.get("anyOf", [schema]) if isinstance(schema, dict) else [{}]
+    names: set[str] = set()
+    for branch in (resolved(branch, root) for branch in branches):
+        declared = branch.get("type", _JSON_TYPES) if isinstance(branch, dict) else _JSON_TYPES
+        names.update([declared] if isinstance(declared, str) else declared)
+    return [name for name in _JSON_TYPES if name in names]
 
 
 def _line_break(layout: ParameterLayout) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.frontend.generation.answer_rules.lark import MarkedText, json_value
+from penstock.frontend.generation.answer_rules.lark import MarkedText, json_value, literal
 from penstock.frontend.generation.answer_rules.parameter_grammar import ParameterGrammar
 from penstock.frontend.parsing.tool_formats.hermes import Hermes
 from penstock.frontend.schemas.chat import NamedTool
@@ -66,7 +66,8 @@ def call_grammar(
     if body.requires_call and answer is not None:
         invalid("tool_choice", "a required call cannot be combined with response_format or another grammar")
     functions = _callable_functions(body)
-    trigger_id = None if form.trigger is None else added_tokens.get(form.trigger)
+    is_within_text = bool(body.continue_final_message) and not prefix
+    free = _free_answer(form, MarkedText(form.markers, added_tokens), is_within_text=is_within_text)
     more: tuple[str, ...] = ()
     if body.requires_call:
         start = "calls"
@@ -74,8 +75,8 @@ def call_grammar(
         if answer.kind != "json_schema" or form.trigger is None:
             return with_prefix(answer, answer_prefix)
         start, more = "calls | answer", (_answer_rule(answer),)
-    elif trigger_id is not None and any(function.strict for function in functions):
-        start = "TEXT (calls TEXT)*"
+    elif free is not None and any(function.strict for function in functions):
+        start, more = free
     else:
         return None
     enforces_all = body.requires_call or answer is not None
@@ -86,6 +87,26 @@ def call_grammar(
         message = f"their schemas make a grammar of {len(text)} characters; the limit is {MAX_GRAMMAR_CHARACTERS}"
         invalid("tools", message)
     return Grammar("lark", text)
+
+
+def _free_answer(form: ToolFormat, text: MarkedText, *, is_within_text: bool) -> tuple[str, tuple[str, ...]] | None:
+    """Return Lark for an answer of texts and calls, and the rules that it needs.
+
+    None if a text may begin like a call: calls must begin with a mark that is a token.
+    """
+    if form.messages is not None and text.has_all_markers:
+        openings = " | ".join(map(text, form.messages.openings))
+        separator = text(form.messages.separator)
+        messages = f"(message {separator})* (message | calls)"
+        start = f"TEXT ({separator} {messages})?" if is_within_text else messages
+        return start, (f"message: ({openings}) TEXT",)
+    before, mark = text.split(form.trigger or "")
+    if not mark:
+        return None
+    if not before:
+        return "TEXT (calls TEXT)*", ()
+    # A text may end with what stands before the mark, so both are one terminal.
+    return "(OPENING marked_calls)* TEXT", (f"OPENING: /(.|\\n)*/ {literal(before)}",)
 
 
 def with_prefix(answer: Grammar, prefix: str) -> Grammar:
@@ -131,8 +152,10 @@ def _call_rules(
     """Return the rule `calls` and the rules below it. Each schema is separate, so that its references stay valid."""
     text = MarkedText(form.markers, added_tokens)
     repeated = f"({text(form.separator)} call){{0,{max_calls - 1}}}" if max_calls > 1 else ""
+    before, opening = text.split(form.opening)
     rules = [
-        f"calls: {text(form.opening)} call {repeated} {text(form.closing)}",
+        f"calls: {text(before)} marked_calls",
+        f"marked_calls: {text(opening)} call {repeated} {text(form.closing)}",
         "call: " + " | ".join(f"call_{number}" for number in range(len(functions))),
     ]
     tagged = None if form.parameters is None else ParameterGrammar(form.parameters, text)
@@ -141,7 +164,7 @@ def _call_rules(
         arguments = None if tagged is None else tagged.arguments(schema)
         if arguments is None:
             # Formats with parameters also read calls in JSON, which can express every schema.
-            before, after = (form if tagged is None else Hermes()).around(function.name)
+            before, after = form.around_json(function.name)
             arguments = json_value(schema)
         rules += [
             f"call_{number}: {text(before)} arguments_{number} {text(after)}",

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from penstock.frontend.parsing.parsed_output import ParsedOutput
 
+CALL_NUMBER = "\0"
+"""Stands for a number of the model's choice in the texts around a call. No function's name contains it."""
+
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _ARGUMENTS_KEYS = ("arguments", "parameters")
 
@@ -41,6 +44,18 @@ class ParameterLayout:
     """Between a parameter and what follows it."""
     is_indented: bool = False
     """The value has lines of its own: the line breaks around it are not part of it."""
+    json_middle: str = ""
+    """Takes the place of `middle` before a value in JSON, if the two differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageLayout:
+    """The messages of an answer, if a format has text only in messages."""
+
+    openings: tuple[str, ...]
+    """Any of them begins a message that is no call."""
+    separator: str
+    """Between a message and the next one, or a call."""
 
 
 class ToolFormat(Protocol):
@@ -62,11 +77,17 @@ class ToolFormat(Protocol):
     max_calls: int = 16
     """Calls that a grammar allows in one answer."""
     parameters: ParameterLayout | None = None
-    """None if the arguments are a JSON object. Formats with parameters also read calls as `hermes` writes them."""
+    """None if the arguments are a JSON object."""
+    messages: MessageLayout | None = None
+    """None if text needs no marks."""
 
     def around(self, name: str) -> tuple[str, str]:
         """Return the texts of a call before and after its arguments."""
         ...
+
+    def around_json(self, name: str) -> tuple[str, str]:
+        """Return the texts around arguments that are a JSON object: a format with parameters reads those too."""
+        return self.around(name)
 
     def read(self, reader: Reader, output: ParsedOutput, functions: Functions, /) -> Reading[None]:
         """Read an answer, or the rest of one, with calls of these functions. What stays unread is text."""
@@ -84,6 +105,29 @@ def is_function_name(name: str) -> bool:
     such function.
     """
     return _NAME.fullmatch(name) is not None
+
+
+def read_section(
+    reader: Reader, output: ParsedOutput, opening: str, endings: tuple[str, ...], read_call: Callable[[], Reading[None]]
+) -> Reading[None]:
+    """Read calls up to one of the marks that end their section. The reader must be holding.
+
+    opening is the mark that begins a call, and read_call reads what follows it. The first malformed call ends the
+    section: it becomes text.
+    """
+    try:
+        yield from reader.skip_spaces()
+        has_ended = False
+        while not has_ended:
+            yield from reader.expect(opening)
+            yield from read_call()
+            reader.hold()
+            yield from reader.skip_spaces()
+            for ending in endings:
+                has_ended = has_ended or (yield from reader.accept(ending))
+        reader.release()
+    except Malformed:
+        output.content(reader.release())
 
 
 def read_json_call(reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool]) -> Reading[bool]:

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from penstock.frontend.parsing.reader import Malformed
-from penstock.frontend.parsing.tool_formats.base import ToolFormat, is_function_name, read_arguments
+from penstock.frontend.parsing.tool_formats.base import ToolFormat, is_function_name, read_arguments, read_section
 
 if TYPE_CHECKING:
     from penstock.frontend.parsing.parsed_output import ParsedOutput
@@ -42,22 +42,7 @@ class DeepSeek(ToolFormat):
         while (yield from reader.until_any((_CALLS, _CALL), output.content)):
             reader.hold()
             yield from reader.accept(_CALLS)
-            yield from _read_calls(reader, output)
-
-
-def _read_calls(reader: Reader, output: ParsedOutput) -> Reading[None]:
-    try:
-        yield from reader.skip_spaces()
-        has_ended = False
-        while not has_ended:
-            yield from reader.expect(_CALL)
-            yield from _read_call(reader, output)
-            reader.hold()
-            yield from reader.skip_spaces()
-            has_ended = yield from reader.accept(_CALLS_END)
-        reader.release()
-    except Malformed:
-        output.content(reader.release())
+            yield from read_section(reader, output, _CALL, (_CALLS_END,), lambda: _read_call(reader, output))
 
 
 def _read_call(reader: Reader, output: ParsedOutput) -> Reading[None]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from penstock.frontend.parsing.reader import Malformed
 from penstock.frontend.parsing.tool_formats.base import ParameterLayout, ToolFormat, is_function_name
-from penstock.frontend.parsing.tool_formats.hermes import read_tagged_json
+from penstock.frontend.parsing.tool_formats.hermes import Hermes, read_tagged_json
 from penstock.frontend.parsing.tool_formats.parameters import ParameterReader
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ class Glm4(ToolFormat):
 
     def around(self, name: str) -> tuple[str, str]:
         return f"{_OPENING}{name}{self._line_break}", _CLOSING
+
+    def around_json(self, name: str) -> tuple[str, str]:
+        return Hermes().around(name)
 
     def read(self, reader: Reader, output: ParsedOutput, functions: Functions) -> Reading[None]:
         while (yield from reader.until(_OPENING, output.content)):

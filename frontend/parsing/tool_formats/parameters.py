@@ -25,10 +25,15 @@ class ParameterReader:
         self._before_key = "{"
         output.begin_call(name)
 
-    def read(self, reader: Reader, key: str) -> Reading[None]:
-        """Read a value and its closing mark. Raises Malformed if the text ends before that."""
+    def read(self, reader: Reader, key: str, *, is_text: bool = False) -> Reading[None]:
+        """Read a value and its closing mark. Raises Malformed if the text ends before that.
+
+        is_text: the model says that the value is a text. It is one if the schema allows that.
+        """
         layout = self._layout
         types = parameter_types(self._schema, key)
+        if is_text and types >= TEXT:
+            types = TEXT
         name = f"{self._before_key}{json_string(key)}: "
         self._before_key = ", "
         parts: list[str] = []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.frontend.parsing.reader import Malformed
 from penstock.frontend.parsing.tool_formats.base import ParameterLayout, ToolFormat, is_function_name
-from penstock.frontend.parsing.tool_formats.hermes import read_tagged_json
+from penstock.frontend.parsing.tool_formats.hermes import Hermes, read_tagged_json
 from penstock.frontend.parsing.tool_formats.parameters import ParameterReader
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ class Qwen3Coder(ToolFormat):
 
     def around(self, name: str) -> tuple[str, str]:
         return f"{_OPENING}\n{_FUNCTION}{name}>\n", f"{_FUNCTION_CLOSING}\n{_CLOSING}"
+
+    def around_json(self, name: str) -> tuple[str, str]:
+        return Hermes().around(name)
 
     def read(self, reader: Reader, output: ParsedOutput, functions: Functions) -> Reading[None]:
         while (yield from reader.until_any((_OPENING, _FUNCTION), output.content)):

@@ -55,6 +55,10 @@ NUMBER = {
 SCHEMAS: dict[str, dict[str, Any]] = {"find_city": CITY, "add": NUMBER}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
 MESSAGES = [{"role": "user", "content": "hi"}]
+STRICT_TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
+    for name, schema in SCHEMAS.items()
+]
 NAMED = {"type": "function", "function": {"name": "add"}}
 
 
@@ -179,7 +183,10 @@ NOT_EXPRESSED: dict[str, dict[str, Any]] = {
         "$defs": {"a": {"type": "null"}},
         "additionalProperties": False,
     },
-    "mark": {"properties": {"a": {"enum": ["</parameter>", "</arg_value>"]}}, "required": ["a"]},
+    "mark": {
+        "properties": {"a": {"enum": ["</parameter>", "</arg_value>", "</｜DSML｜parameter>"]}},
+        "required": ["a"],
+    },
 }
 
 
@@ -190,7 +197,7 @@ def test_random_parameters_are_valid_by_their_schema(name: str, model_name: str,
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}}}]
     rules = rules_for(model, tools=tools, tool_choice="required", parallel_tool_calls=False)
     assert rules.grammar is not None
-    assert ('"arguments\\": ' in rules.grammar.text) == (name in NOT_EXPRESSED)
+    assert ("\narguments_0: %json" in rules.grammar.text) == (name in NOT_EXPRESSED)
     for seed in range(2):
         output = generate_randomly(model, rules, directory, seed)
         (call,) = output.tool_calls
@@ -281,16 +288,39 @@ def test_model_may_reason_before_a_forced_call(directory: Path) -> None:
         assert output.text == ""
 
 
-@pytest.mark.parametrize("name", ["hermes", "glm4"])
+@pytest.mark.parametrize("name", ["hermes", "glm4", "kimi_k2", "harmony"])
 def test_calls_of_a_strict_function_are_valid_within_free_text(name: str, directory: Path) -> None:
     model = MODELS[name]
-    strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # type: ignore[dict-item]
-    rules = rules_for(model, tools=strict)
-    outputs = [generate_randomly(model, rules, directory, seed, preferred_texts=("<tool_call>",)) for seed in range(30)]
+    rules = rules_for(model, tools=STRICT_TOOLS)
+    marks = ("<tool_call>", "<|tool_calls_section_begin|>", "<|channel|>", "<|end|>")
+    outputs = [generate_randomly(model, rules, directory, seed, preferred_texts=marks) for seed in range(30)]
     assert any(output.tool_calls for output in outputs)
     assert any(output.text for output in outputs)
     for output in outputs:
         check(output)
+
+
+@pytest.mark.parametrize("name", ["hermes", "deepseek_v32", "kimi_k2", "harmony"])
+def test_calls_of_a_strict_function_may_follow_text(name: str, directory: Path) -> None:
+    model = MODELS[name]
+    form = model.served().syntax.tools
+    assert form is not None
+    rules = rules_for(model, tools=STRICT_TOOLS)
+    text = "Let me see: 1 < 2.\n\n"
+    if form.messages is not None:
+        text = f"{form.messages.openings[0]}{text}{form.messages.separator}"
+    assert accepts(model, rules, directory, text + written(form, [("add", '{"n": 1}')]))
+    assert not accepts(model, rules, directory, text + written(form, [("add", '{"n": 6}')]))
+    assert not accepts(model, rules, directory, text + written(form, [("subtract", '{"n": 1}')]))
+
+
+def test_continued_answer_of_harmony_begins_within_its_text(directory: Path) -> None:
+    model = MODELS["harmony"]
+    messages = [*MESSAGES, {"role": "assistant", "content": "Two and"}]
+    settings = {"continue_final_message": True, "add_generation_prompt": False}
+    rules = rules_for(model, messages=messages, tools=STRICT_TOOLS, **settings)
+    assert accepts(model, rules, directory, " two")
+    assert not accepts(model, rules, directory, "<|channel|>final<|message|> two")
 
 
 def test_answer_is_valid_json_or_valid_calls(directory: Path) -> None:

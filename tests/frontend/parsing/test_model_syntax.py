@@ -12,11 +12,13 @@ from tests.frontend.harness import CHAT_TEMPLATE
 from tests.frontend.model_families import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
+    DEEPSEEK_V32,
     GEMMA,
     GLM4,
     GRANITE,
     HARMONY,
     HERMES,
+    KIMI_K2,
     LLAMA3,
     MISTRAL,
     PYTHONIC,
@@ -38,6 +40,10 @@ from tests.frontend.model_families import (
         (QWEN3_CODER, (), ("qwen3_coder", None)),
         (GLM4, ("<think>", "</think>"), ("glm4", "think")),
         (DEEPSEEK_V3 + "</think>", (), ("deepseek", "think")),
+        (DEEPSEEK_V32 + "</think>", (), ("deepseek_v32", "think")),
+        ("{{ tools }}", ("｜DSML｜",), ("deepseek_v32", None)),
+        (KIMI_K2, (), ("kimi_k2", None)),
+        ("{{ tools }}", ("<|tool_calls_section_begin|>", "<think>", "</think>"), ("kimi_k2", "think")),
         (GRANITE, (), ("granite", None)),
         (GRANITE + "Here is my thought process: Here is my response:", (), ("granite", "granite")),
         (GRANITE + "<think></think><response></response>", (), ("granite", "granite")),
@@ -61,10 +67,13 @@ def test_layout_of_forced_calls_is_that_of_the_template() -> None:
     def before(source: str) -> str:
         syntax = choose_model_syntax(source, {})
         assert syntax.tools is not None
-        return syntax.tools.around("f")[0]
+        return syntax.tools.opening + syntax.tools.around("f")[0]
 
-    assert before(DEEPSEEK_V3) == "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
-    assert before(DEEPSEEK_V31) == "<｜tool▁call▁begin｜>f<｜tool▁sep｜>"
+    assert before(DEEPSEEK_V3) == "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+    assert before(DEEPSEEK_V31) == "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"
+    assert before(DEEPSEEK_V32) == '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
+    fourth = DEEPSEEK_V32.replace("function_calls", "tool_calls")
+    assert before(fourth) == '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n'
     assert before(GLM4) == "<tool_call>f\n"
     assert before(GLM4.replace("</arg_key>\n", "</arg_key>")) == "<tool_call>f"
 

@@ -75,6 +75,10 @@ FRAGMENTS = [
     "```json", "```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<|tool_call|>",
     "<start_function_call>", "<end_function_call>", "<escape>", "<|tool_call>", "<tool_call|>", '<|"|>', "call:f{",
     "a:",
+    "<｜DSML｜function_calls>", '<｜DSML｜invoke name="f">', '<｜DSML｜parameter name="a" string="true">',
+    '<｜DSML｜parameter name="a"', "</｜DSML｜parameter>", "</｜DSML｜invoke>", "</｜DSML｜tool_calls>", "｜DSML｜",
+    "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>", "<|tool_calls_section_end|>",
     "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|channel|>analysis<|message|>", " to=f", "<|call|>",
     "<|channel|>commentary to=functions.f <|constrain|>json<|message|>", "<|channel|>final<|message|>", "assistant",
 ]  # fmt: skip
@@ -186,6 +190,51 @@ def test_any_text_is_read_completely_and_alike_in_any_split(
             [("f", '{"a": 1}'), ("function", "{}")],
         ),
         ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜> So.", "So.", [("f", "{}")]),
+        (
+            "deepseek_v32",
+            (
+                'I look.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
+                '<｜DSML｜parameter name="text" string="true">5</｜DSML｜parameter>\n'
+                '<｜DSML｜parameter name="number" string="false">5</｜DSML｜parameter>\n'
+                '<｜DSML｜parameter name="list" string="false">["a", {}]</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+                '<｜DSML｜invoke name="g">\n\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
+            ),
+            "I look.",
+            [("f", '{"text": "5", "number": 5, "list": ["a", {}]}'), ("g", "{}")],
+        ),
+        (  # a type that the schema forbids, no type, and a name without a schema
+            "deepseek_v32",
+            (
+                '<｜DSML｜tool_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="text" string="false">5'
+                '</｜DSML｜parameter><｜DSML｜parameter name="number" string="true">5</｜DSML｜parameter>'
+                '<｜DSML｜parameter name="maybe">null</｜DSML｜parameter>'
+                '<｜DSML｜parameter name="x" string="true">[1]</｜DSML｜parameter></｜DSML｜invoke>'
+                "</｜DSML｜tool_calls>"
+            ),
+            "",
+            [("f", '{"text": "5", "number": 5, "maybe": null, "x": "[1]"}')],
+        ),
+        ("deepseek_v32", '<｜DSML｜invoke name="f">{"a": 1}</｜DSML｜invoke> So.', "So.", [("f", '{"a": 1}')]),
+        ("deepseek_v32", '<｜DSML｜invoke name="f">\n<｜DSML｜param', "<｜DSML｜param", [("f", "")]),
+        (
+            "deepseek_v32",
+            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f>',
+            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f>',
+            [],
+        ),
+        (
+            "kimi_k2",
+            (
+                "I look. <|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+                '<|tool_call_argument_begin|>{"city": "été"}<|tool_call_end|><|tool_call_begin|>f:12 '
+                '<|tool_call_argument_begin|> {"a": {}} <|tool_call_end|><|tool_calls_section_end|> '
+            ),
+            "I look.",
+            [("get_weather", '{"city": "été"}'), ("f", '{"a": {}}')],
+        ),
+        ("kimi_k2", "<|tool_call_begin|>g<|tool_call_argument_begin|><|tool_call_end|> So.", "So.", [("g", "{}")]),
+        ("kimi_k2", '<|tool_call_begin|>f:0<|tool_call_argument_begin|>{"a": 1', "", [("f", '{"a": 1')]),
+        ("kimi_k2", "a<|tool_calls_section_begin|> b", "a<|tool_calls_section_begin|> b", []),
         (
             "granite",
             '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]',

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from penstock.frontend.parsing.answer_parser import AnswerShape
 from penstock.frontend.parsing.choice_output import ChoiceOutput
 from penstock.frontend.parsing.harmony import Harmony
-from penstock.frontend.parsing.tool_formats.base import ToolFormat
+from penstock.frontend.parsing.tool_formats.base import CALL_NUMBER, ToolFormat
 from penstock.frontend.parsing.tool_formats.deepseek import DeepSeek
+from penstock.frontend.parsing.tool_formats.deepseek_v32 import DeepSeekV32
 from penstock.frontend.parsing.tool_formats.gemma import Gemma
 from penstock.frontend.parsing.tool_formats.glm4 import Glm4
 from penstock.frontend.parsing.tool_formats.granite import Granite
 from penstock.frontend.parsing.tool_formats.hermes import Hermes
+from penstock.frontend.parsing.tool_formats.kimi_k2 import KimiK2
 from penstock.frontend.parsing.tool_formats.llama3_json import Llama3Json
 from penstock.frontend.parsing.tool_formats.mistral import Mistral
 from penstock.frontend.parsing.tool_formats.pythonic import Pythonic
@@ -48,6 +50,9 @@ FORMATS: dict[str, ToolFormat] = {
     "glm4, one line": Glm4(has_lines=False),
     "deepseek": DeepSeek(in_code=True),
     "deepseek, V3.1": DeepSeek(in_code=False),
+    "deepseek_v32": DeepSeekV32(is_fourth=False),
+    "deepseek_v32, V4": DeepSeekV32(is_fourth=True),
+    "kimi_k2": KimiK2(),
     "granite": Granite(),
     "gemma": Gemma(is_fourth=False),
     "gemma, 4": Gemma(is_fourth=True),
@@ -82,7 +87,10 @@ def calls_in(name: str, text: str, **shape: Any) -> tuple[str, list[tuple[str, s
 
 def written(form: ToolFormat, calls: list[tuple[str, str]]) -> str:
     """Write calls as the format's models do, given the arguments as JSON."""
-    around = [(form.around(name), arguments) for name, arguments in calls]
+    around = [
+        ([text.replace(CALL_NUMBER, str(number)) for text in form.around(name)], arguments)
+        for number, (name, arguments) in enumerate(calls)
+    ]
     return (
         form.opening
         + form.separator.join(before + written_arguments(form, inner) + after for (before, after), inner in around)
@@ -94,12 +102,14 @@ def written_arguments(form: ToolFormat, arguments: str) -> str:
     layout = form.parameters
     if layout is None:
         return arguments
-    values = {
-        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        for key, value in json.loads(arguments).items()
-    }
     end = ("\n" if layout.is_indented else "") + layout.closing + layout.gap
-    return "".join(f"{layout.opening}{key}{layout.middle}{value}{end}" for key, value in values.items())
+    parameters = []
+    for key, value in json.loads(arguments).items():
+        is_text = isinstance(value, str)
+        text = value if is_text else json.dumps(value, ensure_ascii=False)
+        middle = layout.middle if is_text else layout.json_middle or layout.middle
+        parameters.append(f"{layout.opening}{key}{middle}{text}{end}")
+    return "".join(parameters)
 
 
 JSON = st.recursive(

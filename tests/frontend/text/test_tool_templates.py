@@ -17,11 +17,13 @@ from tests.frontend.model_families import (
     ALWAYS_THINKING,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
+    DEEPSEEK_V32,
     GEMMA,
     GLM4,
     GRANITE,
     HARMONY,
     HERMES,
+    KIMI_K2,
     LLAMA3,
     MISTRAL,
     PYTHONIC,
@@ -38,12 +40,15 @@ TEMPLATES = {
     "pythonic": PYTHONIC,
     "qwen3_coder": QWEN3_CODER,
     "glm4": GLM4,
+    "deepseek_v32": DEEPSEEK_V32,
     "gemma": GEMMA,
     "granite": GRANITE,
     "harmony": HARMONY,
 }
 JOINING_TEMPLATES = {"deepseek": DEEPSEEK_V3, "deepseek, V3.1": DEEPSEEK_V31}
 """They concatenate the arguments of a call, which must be a text."""
+NUMBERING_TEMPLATES = {"kimi_k2": KIMI_K2}
+"""They write the ids of calls, which must have the form that the model writes."""
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -93,18 +98,29 @@ def as_clients_send(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": message["content"] or None, "tool_calls": calls}
 
 
+def numbered(message: dict[str, Any]) -> dict[str, Any]:
+    """Replace the ids of calls by those that Kimi K2 writes."""
+    if "tool_calls" in message:
+        ids = [f"functions.get_weather:{number}" for number in range(len(message["tool_calls"]))]
+        calls = [{**call, "id": new} for call, new in zip(message["tool_calls"], ids, strict=True)]
+        return {**message, "tool_calls": calls}
+    return {**message, "tool_call_id": "functions.get_weather:0"} if message["role"] == "tool" else message
+
+
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["without tools", "with tools"])
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
-@pytest.mark.parametrize("template", [*TEMPLATES, *JOINING_TEMPLATES])
+@pytest.mark.parametrize("template", [*TEMPLATES, *JOINING_TEMPLATES, *NUMBERING_TEMPLATES])
 def test_template_renders_as_in_transformers(
     template: str, conversation: str, tools: list[dict[str, Any]] | None
 ) -> None:
     oracle = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer())
-    source = oracle.chat_template = (TEMPLATES | JOINING_TEMPLATES)[template]
+    source = oracle.chat_template = (TEMPLATES | JOINING_TEMPLATES | NUMBERING_TEMPLATES)[template]
     messages = CONVERSATIONS[conversation]
     sent = {"messages": [as_clients_send(message) for message in messages], "tools": tools, "enable_thinking": False}
     if template in JOINING_TEMPLATES:
         messages = [{**as_clients_send(message), "content": message["content"]} for message in messages]
+    if template in NUMBERING_TEMPLATES:
+        messages = [numbered(message) for message in messages]
     body = msgspec.convert(sent, ChatBody)
     check_chat(body)
     ours = ChatTemplate(source, {})

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import sqlite3
 
 MAX_TAKEOVERS = 3
-"""Of workers that died: a request that kills its workers is not begun a further time."""
+"""Workers that may die of one request: after as many it is not begun again."""
 _WORKER_DIED = "the worker that generated this response died; what it had generated is kept. Send the request again"
 NOBODY = ""
 """Names no process: the owner of a response that was put back."""
