@@ -103,7 +103,7 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
         layer_has_experts=() if expert_layers is None else expert_layers.layers,
         parallel_blocks=family.parallel_blocks,
         scales=family.scales(config),
-        names=family.names,
+        names=replace(family.names, fused_experts=None) if config.separate_experts else family.names,
         interleaved_rope=family.interleaved_rope or config.rope_interleave,
         window_rope=_window_rope(config, family, rope, context_tokens),
         query_rope=_query_rope(config, family, rope, head_dim),

@@ -74,7 +74,7 @@ class LayerWeights(Generic[Matrix]):
 
 @dataclass(frozen=True, slots=True)
 class ExpertSlice:
-    """Where a matrix or bias of one expert lies: in a tensor of all experts of the layer."""
+    """The place of one expert's matrix or bias in a tensor of all experts of the layer."""
 
     tensor: str
     index: int
@@ -187,6 +187,11 @@ def _expert_specs(config: DecoderConfig, experts: Experts, prefix: str) -> dict[
     all_experts = [mlp(names.expert.format(i), experts.width) for i in range(experts.count)]
     specs["expert_gate_up"] = tuple(spec for gate_up, _ in all_experts for spec in gate_up)
     specs["expert_down"] = tuple(spec for _, down in all_experts for spec in down)
+    if experts.biased:
+        starts = [f"{prefix}{names.expert.format(i)}." for i in range(experts.count)]
+        gate_up, down = dict.fromkeys(names.expert_gate_up, experts.width), {names.expert_down: hidden}
+        specs["expert_gate_up_bias"] = tuple(spec for start in starts for spec in _biases(start, gate_up))
+        specs["expert_down_bias"] = tuple(spec for start in starts for spec in _biases(start, down))
     if experts.shared_width is not None:
         specs["gate_up"], specs["down"] = mlp(names.shared_expert, experts.shared_width)
         specs["shared_gate"] = _weights(prefix, {names.shared_gate: 1}, hidden)

@@ -58,6 +58,8 @@ class HfConfig(Struct, frozen=True):
     norm_topk_prob: bool = False
     swiglu_alpha: _Scale | None = None
     swiglu_limit: _Scale | None = None
+    separate_experts: bool = False
+    """Each expert has tensors of its own where the architecture fuses them, as in GGUF files of gpt-oss."""
     decoder_sparse_step: _Interval = 1
     mlp_only_layers: Annotated[tuple[Annotated[int, Meta(ge=0, le=4095)], ...], _PerLayer] | None = None
 

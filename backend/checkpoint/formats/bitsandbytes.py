@@ -91,7 +91,7 @@ class Bitsandbytes4Bit(MatrixFormat):
         return numbers.add_(self._state(parts)["nested_offset"])
 
     def _state(self, parts: Parts) -> dict[str, Any]:
-        """What bitsandbytes notes about the matrix: JSON as bytes."""
+        """Decode bitsandbytes' note about the matrix: JSON as bytes."""
         try:
             state = json.loads(bytes(parts[f"{_STATE}{self.type_name}"].tolist()))
         except (ValueError, RecursionError):

@@ -16,7 +16,7 @@ from penstock.backend.checkpoint.formats.compressed_tensors import Groups, Packe
 from penstock.backend.checkpoint.formats.float4 import Mxfp4, Nvfp4
 from penstock.backend.checkpoint.formats.float8 import Float8
 from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES, GgmlMatrix
-from penstock.backend.checkpoint.formats.gptq import Awq, Gptq
+from penstock.backend.checkpoint.formats.gptq import Awq, AwqGemv, Gptq
 from penstock.backend.checkpoint.formats.integers import INTEGER_BITS
 from penstock.backend.checkpoint.formats.module_names import is_excluded, is_target
 from penstock.backend.checkpoint.formats.quant_method import quantization_settings
@@ -41,7 +41,7 @@ _BlockSize = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
 def read_stored_formats(model_dir: Path) -> StoredFormats:
-    """What config.json declares. Raises StartupError."""
+    """Return the formats that config.json declares. Raises StartupError."""
     path = model_dir / CONFIG_FILE
     try:
         return parse_stored_formats(read_json_object(path))
@@ -77,7 +77,7 @@ class _GptqSettings(Struct, frozen=True):
 
 
 class _GptqChanges(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rule of `dynamic` changes for the linears that it matches; None is no change."""
+    """Changes of a rule of `dynamic` for the linears that it matches; None is no change."""
 
     bits: int | None = None
     group_size: _GroupSize | None = None
@@ -145,10 +145,12 @@ class _AwqSettings(Struct, frozen=True):
 def _awq(values: dict[str, Any]) -> StoredFormats:
     settings = convert(values, _AwqSettings, "quantization_config")
     _one_of("bits", settings.bits, (4,))
-    _one_of("version", (settings.version or settings.format or "gemm").lower(), ("gemm",))
+    version = _one_of("version", (settings.version or settings.format or "gemm").lower(), ("gemm", "gemv"))
     if settings.backend == "llm-awq":
         raise StartupError('quantization_config.backend is "llm-awq"; supported is the layout of AutoAWQ')
-    return StoredFormats((Rule(Awq(_groups(settings.group_size)), _all_but(settings.modules_to_not_convert)),))
+    groups = _groups(settings.group_size)
+    matrix = Awq(groups) if version == "gemm" else AwqGemv(groups)
+    return StoredFormats((Rule(matrix, _all_but(settings.modules_to_not_convert)),))
 
 
 class _Fp8Settings(Struct, frozen=True):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.backend.checkpoint.formats.float4 import Mxfp4
 from penstock.backend.checkpoint.formats.integers import int4_form
 from penstock.backend.checkpoint.formats.matrix_format import (
     BLOCK_VALUES,
@@ -21,6 +22,7 @@ from penstock.backend.checkpoint.formats.matrix_format import (
     row_blocks,
 )
 from penstock.backend.checkpoint.quantized_weights import (
+    E2M1,
     MAX_QUANTIZED_INPUTS,
     GroupedForm,
     GroupedWeight,
@@ -40,12 +42,15 @@ _SMALL_BLOCK = 32
 _LARGE_BLOCK = 256
 _Q4_0 = "Q4_0"
 _Q4_0_ZERO = 8
+_MXFP4 = "MXFP4"
+_MXFP4_SCALES = Mxfp4("GGUF", "values", "exponents", by_blocks=False)
+_DOUBLED_E2M1 = tuple(int(2 * value) for value in E2M1)
 _IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """What the bytes of blocks say. A number is scale × value, less the minimum if there is one."""
+    """The content of blocks. A number is scale × value, less the minimum if there is one."""
 
     values: Tensor
     """int8 [blocks, values]"""
@@ -70,14 +75,14 @@ class BlockType:
     """read receives uint8 [blocks, num_bytes]."""
 
     num_bytes: int
-    form: GroupedForm
-    """The kernels' form that holds the same numbers."""
+    form: GroupedForm | None
+    """The kernels' form of groups that holds the same numbers; None if it is another form."""
     read: Callable[[Tensor], _Numbers]
 
     @property
     def values(self) -> int:
         """Numbers of a block."""
-        return self.form.block_size
+        return _SMALL_BLOCK if self.form is None else self.form.block_size
 
 
 @dataclass(frozen=True)
@@ -106,12 +111,16 @@ class GgmlMatrix(MatrixFormat):
     def packed_form(self, shape: Shape) -> WeightForm | None:
         if self.type_name == _Q4_0:
             return int4_form(shape[1], _SMALL_BLOCK)
+        if self.type_name == _MXFP4:
+            return _MXFP4_SCALES.packed_form(shape)
         return self._type.form if shape[1] <= MAX_QUANTIZED_INPUTS else None
 
     def pack(self, parts: Parts, shape: Shape) -> QuantizedWeight | None:
         form = self.packed_form(shape)
         if form is None:
             return None
+        if self.type_name == _MXFP4:
+            return _MXFP4_SCALES.pack(_mxfp4_parts(parts["weight"].view(shape[0], -1, self._type.num_bytes)), shape)
         blocks = row_blocks(shape, BLOCK_VALUES)
         return stack_weights((self._pack_rows(parts["weight"][rows], shape[1]) for rows in blocks), form, shape[0])
 
@@ -125,6 +134,8 @@ class GgmlMatrix(MatrixFormat):
             pairs = _pairs(numbers.values.add_(_Q4_0_ZERO))
             return Int4Weight(pairs.view(outputs, inputs // 2), scales, zeros, _SMALL_BLOCK)
         form = self._type.form
+        if form is None:
+            return None
         values = numbers.values if form.bits == 8 else _pairs(numbers.values)
         multipliers = torch.empty(0, dtype=torch.int8) if numbers.multipliers is None else numbers.multipliers
         return GroupedWeight(
@@ -176,6 +187,20 @@ def _q5_0(blocks: Tensor) -> _Numbers:
 def _iq4_nl(blocks: Tensor) -> _Numbers:
     table = torch.tensor(_IQ4_NL_VALUES, dtype=torch.int8)
     return _Numbers(table[_nibbles(blocks[:, 2:]).long()], _halves(blocks, 0))
+
+
+def _mxfp4(blocks: Tensor) -> _Numbers:
+    """The exponent's bias is 127; the values are doubled to be integers, so the scales are halved."""
+    exponents = blocks[:, :1].int() - 128
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents)
+    return _Numbers(torch.tensor(_DOUBLED_E2M1, dtype=torch.int8)[_nibbles(blocks[:, 1:]).long()], scales)
+
+
+def _mxfp4_parts(blocks: Tensor) -> dict[str, Tensor]:
+    """The parts of `Mxfp4` from uint8 [outputs, blocks, 17]."""
+    values = _nibbles(blocks[:, :, 1:])
+    pairs = values[:, :, ::2] | (values[:, :, 1::2] << 4)
+    return {"values": pairs.flatten(1), "exponents": blocks[:, :, 0]}
 
 
 def _offset(values: Tensor, blocks: Tensor) -> _Numbers:
@@ -242,6 +267,7 @@ BLOCK_TYPES = {
     "Q5_0": BlockType(22, _small(8), _q5_0),
     "Q5_1": BlockType(24, _small(8, has_minima=True), _q5_1),
     "IQ4_NL": BlockType(18, _small(8), _iq4_nl),
+    _MXFP4: BlockType(17, None, _mxfp4),
     "Q4_K": BlockType(144, _large(4, 32, has_minima=True), _q4_k),
     "Q5_K": BlockType(176, _large(8, 32, has_minima=True), _q5_k),
     "Q6_K": BlockType(210, _large(8, 16), _q6_k),

@@ -1,6 +1,7 @@
-"""GPTQ as AutoGPTQ and GPTQModel write it, with act-order, and AWQ as AutoAWQ writes it ("gemm").
+"""GPTQ as AutoGPTQ and GPTQModel write it, with act-order, and AWQ as AutoAWQ writes it ("gemm" and "gemv").
 
-Both pack integers into words of 32 bits and keep outputs last: GPTQ packs along the inputs, AWQ along the outputs.
+All pack integers into words of 32 bits. GPTQ packs along the inputs and AWQ's "gemm" along the outputs; both keep
+outputs last. AWQ's "gemv" packs along the inputs and keeps outputs first.
 """
 
 from __future__ import annotations
@@ -142,6 +143,47 @@ class Awq(MatrixFormat):
             return values.reshape(len(packed), -1)[:, taken].T.contiguous()
 
         return outputs_first(parts["qweight"]), parts["scales"][:, rows].T, outputs_first(parts["qzeros"])
+
+
+@dataclass(frozen=True)
+class AwqGemv(MatrixFormat):
+    """As `Awq`, with the groups of each output padded to whole words, or to two or four of them for small groups."""
+
+    group_size: int | None
+    """None: all inputs are one group."""
+
+    @property
+    def description(self) -> str:
+        return _describe("AWQ gemv", 4, self.group_size)
+
+    def parts(self, shape: Shape) -> dict[str, Part]:
+        outputs, inputs = shape
+        words = self._zero_words(inputs)
+        check_multiple("inputs", inputs, 8, "the numbers in a word of 32 bits")
+        return {
+            "qweight": Part(((outputs, inputs // 8),), ("I32",)),
+            "qzeros": Part(((outputs, words),), ("I32",)),
+            "scales": Part(((outputs, words * 8),), FLOATS),
+        }
+
+    def expand(self, parts: Parts, shape: Shape, rows: slice) -> Tensor:
+        return scale_groups(unpack(parts["qweight"][rows], 4), *self._scales_and_zeros(parts, shape, rows))
+
+    def packed_form(self, shape: Shape) -> PackedForm | None:
+        return int4_form(shape[1], self.group_size or shape[1])
+
+    def pack(self, parts: Parts, shape: Shape) -> QuantizedWeight | None:
+        return pack_int4(as_bytes(parts["qweight"]), *self._scales_and_zeros(parts, shape, slice(0, shape[0])))
+
+    def _scales_and_zeros(self, parts: Parts, shape: Shape, rows: slice) -> tuple[Tensor, Tensor]:
+        """Both [rows, groups] of some outputs."""
+        groups = _num_groups(shape[1], self.group_size)
+        return parts["scales"][rows, :groups], unpack(parts["qzeros"][rows], 4)[:, :groups]
+
+    def _zero_words(self, inputs: int) -> int:
+        words = -(-_num_groups(inputs, self.group_size) // 8)
+        multiple = {32: 4, 64: 2}.get(self.group_size or inputs, 1)
+        return -(-words // multiple) * multiple
 
 
 def _num_groups(inputs: int, group_size: int | None) -> int:

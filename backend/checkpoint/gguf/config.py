@@ -29,6 +29,8 @@ class Architecture:
     """Weights of norms contain the 1 that the architecture adds."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json that the metadata do not say."""
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of YaRN that the metadata do not say."""
     wide_layers: int | None = None
     """The number of layers of the size whose scores are divided by √(hidden_size / heads), not by √head_dim."""
 
@@ -50,6 +52,7 @@ ARCHITECTURES = {
     "cohere2": Architecture("Cohere2ForCausalLM"),
     "starcoder2": Architecture("Starcoder2ForCausalLM"),
     "glm4": Architecture("Glm4ForCausalLM"),
+    "gpt-oss": Architecture("GptOssForCausalLM", settings={"separate_experts": True}, rope={"truncate": False}),
 }
 _LLAMA_WITH_EXPERTS = replace(_LLAMA, name="MixtralForCausalLM")
 
@@ -193,7 +196,7 @@ def _rope_settings(metadata: Metadata, context: int, factors: Mapping[str, tuple
         raise StartupError(f"rope.scaling.type is {shorten(kind)}; supported are none, linear and yarn")
     settings: dict[str, Any] = {"rope_type": kind, "factor": metadata.own("rope.scaling.factor", float)}
     if kind == "yarn":
-        settings["original_max_position_embeddings"] = original
+        settings |= {"original_max_position_embeddings": original, **metadata.architecture.rope}
     return {"rope_scaling": settings}
 
 

@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
 
-FORMAT = "3"
+FORMAT = "4"
 """Raise it when the files that are made change."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAX_SHARDS = 512
 _EXPERT_DIMENSIONS = 3
-"""A tensor with so many has the matrices of all experts."""
+"""A tensor with as many has the matrices of all experts."""
 _SHARED_GATE = "shared_expert_gate.weight"
 """A vector in GGUF files, and a matrix of one row elsewhere."""
 
@@ -166,12 +166,13 @@ def _all_tensors(headers: list[GgufHeader]) -> dict[str, GgufTensor]:
 
 def _refuse_other_tensors(tensors: dict[str, GgufTensor], config: DecoderConfig) -> None:
     """A tensor that the model has no place for, such as a bias or factors of rope, would change its output."""
-    expected = {spec.name for spec in expected_tensors(config)}
+    free = {spec.name for spec in expected_tensors(config)}
     names = GgufNames(config.names)
     for name, tensor in tensors.items():
         found = names.hf_names(name, tensor.shape)
-        if not found or not expected.issuperset(found):
+        if not found or not free.issuperset(found):
             raise StartupError(f"tensor {shorten(name)} has no place in a {config.architecture} of these metadata")
+        free.difference_update(found)
 
 
 def _formats(tensors: dict[str, GgufTensor], names: GgufNames) -> dict[str, Any]:

@@ -13,6 +13,7 @@ _WHOLE = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
+_SINKS = "attn_sinks"
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+)\.(weight|bias)", re.ASCII)
 _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)", re.ASCII)
 
@@ -27,7 +28,8 @@ class GgufNames:
         gate, up = names.expert_gate_up
         modules: dict[str, str | None] = {
             "attn_norm": names.attention_norm,
-            "post_attention_norm": names.attention_output_norm,
+            # gpt-oss has no norm of attention's output, and its norm before the MLP this name.
+            "post_attention_norm": names.attention_output_norm or names.mlp_norm,
             "ffn_norm": names.mlp_norm,
             "post_ffw_norm": names.mlp_output_norm,
             "attn_output": "self_attn.o_proj",
@@ -56,6 +58,8 @@ class GgufNames:
         if outside is not None:
             return [f"{_WHOLE[outside[1]]}.{outside[2]}"] if outside[1] in _WHOLE else []
         match = _LAYER.fullmatch(name)
+        if match is not None and match.group(2, 3) == (_SINKS, "weight"):
+            return [f"model.layers.{match[1]}.self_attn.sinks"]
         module = None if match is None else self._modules.get(match[2])
         if match is None or module is None:
             return []

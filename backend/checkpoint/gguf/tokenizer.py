@@ -32,6 +32,11 @@ _TEKKEN_SPLIT = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_GPT4O_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 class _Kind(IntEnum):
@@ -54,13 +59,13 @@ class _Split:
     whole_words: bool = False
     """A word that is a token is not built by merges."""
     adds_bos: bool = False
-    """Where metadata do not say."""
+    """Applies if the metadata do not say whether texts begin with bos."""
 
 
 _LLAMA3 = _Split(_LLAMA3_SPLIT, whole_words=True, adds_bos=True)
 _SPLITS = {
     "gpt-2": _Split(),
-    "olmo": _Split(),
+    "olmo": _Split(composes=True),
     "smollm": _Split(single_digits=True),
     "starcoder": _Split(single_digits=True),
     "refact": _Split(single_digits=True),
@@ -72,6 +77,7 @@ _SPLITS = {
     "dbrx": _Split(_LLAMA3_SPLIT),
     "qwen2": _Split(_QWEN2_SPLIT, composes=True),
     "deepseek-r1-qwen": _Split(_QWEN2_SPLIT, composes=True),
+    "gpt-4o": _Split(_GPT4O_SPLIT),
     "tekken": _Split(_TEKKEN_SPLIT, whole_words=True, adds_bos=True),
 }
 
@@ -191,7 +197,7 @@ class GgufTokenizer:
         }
 
     def _template(self, *, adds_bos: bool) -> dict[str, Any] | None:
-        """What is added to a plain prompt; adds_bos applies where metadata do not say."""
+        """The post-processor that adds bos; None if nothing is added. adds_bos applies if the metadata do not say."""
         said = self._get("add_bos_token", bool)
         bos = self._token_id("bos_token_id")
         if bos is None or not (adds_bos if said is None else said):

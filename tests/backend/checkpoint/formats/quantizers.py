@@ -131,6 +131,26 @@ def awq(group_size: int = 32) -> Callable[[np.random.Generator, int, int], tuple
     return quantize
 
 
+def awq_gemv(group_size: int) -> Callable[[np.random.Generator, int, int], tuple[Tensors, torch.Tensor]]:
+    """As AutoAWQ's WQLinear_GEMV packs: along the inputs, groups padded to a multiple of a few words."""
+
+    def quantize(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[Tensors, torch.Tensor]:
+        groups, multiple = inputs // group_size, {32: 4, 64: 2}.get(group_size, 1)
+        width = -(-groups // (8 * multiple)) * 8 * multiple
+        values, zero = rng.integers(0, 16, (outputs, inputs)), rng.integers(0, 16, (outputs, groups))
+        scales = random_scales(rng, outputs, groups)
+        g_idx = np.arange(inputs) // group_size
+        padding = [(0, 0), (0, width - groups)]
+        parts = {
+            "qweight": pack_words(values, 4),
+            "qzeros": pack_words(np.pad(zero, padding), 4),
+            "scales": torch.nn.functional.pad(scales, (0, width - groups)),
+        }
+        return parts, scales.double()[:, g_idx] * torch.from_numpy(values - zero[:, g_idx])
+
+    return quantize
+
+
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,

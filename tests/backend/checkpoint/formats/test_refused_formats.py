@@ -184,7 +184,7 @@ def compressed(layout: str = "int-quantized", **weights: Any) -> dict[str, Any]:
         ),
         ({"quant_method": "bitsandbytes"}, "load_in_4bit is False; supported are True"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "x"}, "quant_type is 'x'"),
-        ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv'; supported are gemm"),
+        ({"quant_method": "awq", "version": "gemv_fast"}, "version is 'gemv_fast'; supported are gemm, gemv"),
         ({"quant_method": "awq", "backend": "llm-awq"}, 'backend is "llm-awq"'),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),

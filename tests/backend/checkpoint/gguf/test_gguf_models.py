@@ -20,12 +20,24 @@ from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES, GgmlMatrix
 from penstock.backend.checkpoint.generation_config import read_generation_defaults
 from penstock.backend.checkpoint.gguf import directory, kept_directories
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
-from penstock.backend.checkpoint.quantized_weights import GroupedForm, GroupedWeight, Int4Weight, has_cpu_kernels
+from penstock.backend.checkpoint.quantized_weights import (
+    GroupedForm,
+    GroupedWeight,
+    Int4Weight,
+    Mxfp4Weight,
+    has_cpu_kernels,
+)
 from penstock.backend.checkpoint.tensors import LayerWeights
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
-from tests.backend.checkpoint.gguf.writer import GgufFile, byte_level_vocabulary, from_model, interleave
+from tests.backend.checkpoint.gguf.writer import (
+    GgufFile,
+    as_converted,
+    byte_level_vocabulary,
+    from_model,
+    interleave,
+)
 from tests.backend.passes.decoder.driver import Driver
 from tests.backend.passes.decoder.quantized_oracle import relative_error, replace_linear
 from tests.checkpoints import load_oracle, make_checkpoint, make_model
@@ -138,6 +150,7 @@ ARCHITECTURES = {
     "cohere2": "cohere2",
     "starcoder2": "starcoder2",
     "glm4": "glm4",
+    "gpt-oss": "gpt-oss",
 }
 """Preset of a checkpoint → architecture of its GGUF file."""
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -148,6 +161,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma3": {"query_pre_attn_scalar": 32},
     "granite": {"attention_bias": False},
     "cohere-qk-norm": {"attention_bias": False, "tie_word_embeddings": True},
+    "gpt-oss": {"swiglu_limit": 7.0},
 }
 """What GGUF files cannot say is as in the models that exist."""
 
@@ -157,6 +171,8 @@ def test_logits_of_each_architecture_are_those_of_its_checkpoint(preset: str, tm
     """With a prompt beyond windows and LongRoPE's short factors."""
     checkpoint = make_checkpoint(preset, tmp_path / "checkpoint", vocab_size=320, **OVERRIDES.get(preset, {}))
     model, tensors = load_oracle(checkpoint), load_file(checkpoint / "model.safetensors")
+    if preset == "gpt-oss":
+        tensors = as_converted(tensors)
     file = from_model(ARCHITECTURES[preset], model, all_of("F32"), byte_level_vocabulary(320), tensors)
     model_dir = resolve_model(str(file.write(tmp_path / "model.gguf")))
     prompt = np.random.default_rng(0).integers(0, 256, 80).tolist()
@@ -178,6 +194,23 @@ def test_quantised_experts_of_a_merged_tensor_run_as_they_are(tmp_path: Path) ->
     gate, up = (file.exact[f"model.layers.0.mlp.experts.{part}_proj.weight"] for part in ("gate", "up"))
     assert isinstance(layer.expert_gate_up, GroupedWeight)
     assert torch.equal(layer.expert_gate_up.dequantize(), torch.cat([gate, up], dim=1).flatten(0, 1))
+
+
+def test_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint("gpt-oss", tmp_path / "checkpoint", vocab_size=320, hidden_size=64)
+    model, tensors = load_oracle(checkpoint), as_converted(load_file(checkpoint / "model.safetensors"))
+    type_of = lambda name: "MXFP4" if ".experts." in name and name.endswith("weight") else "F32"  # noqa: E731
+    file = from_model("gpt-oss", model, type_of, byte_level_vocabulary(320), tensors)
+    layer = read_layer(file, tmp_path)
+    assert isinstance(layer.expert_down, Mxfp4Weight)
+    assert isinstance(layer.expert_gate_up, Mxfp4Weight)
+    experts = "model.layers.0.mlp.experts"
+    assert torch.equal(layer.expert_down.dequantize(), file.exact[f"{experts}.down_proj.weight"].flatten(0, 1))
+    gate, up = (file.exact[f"{experts}.{part}_proj.weight"] for part in ("gate", "up"))
+    assert torch.equal(layer.expert_gate_up.dequantize(), torch.cat([gate, up], dim=1).flatten(0, 1))
+    biases = torch.cat([file.exact[f"{experts}.{part}_proj.bias"] for part in ("gate", "up")], dim=1)
+    assert layer.expert_gate_up_bias is not None
+    assert torch.equal(layer.expert_gate_up_bias, biases.flatten().to(torch.bfloat16))
 
 
 def test_q4_0_runs_in_the_int4_kernels_with_the_same_numbers(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import CohereTokenizer, GPTNeoXTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
 from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer, check_tokenizer
@@ -49,7 +51,7 @@ def reference(metadata: dict[str, Any], architecture: str) -> Any:
     return convert_gguf_tokenizer(architecture, {names.get(key, key): value for key, value in values.items()})[0]
 
 
-@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken", "gpt-2"])
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken", "gpt-2", "dbrx", "gpt-4o"])
 def test_byte_level_tokens_are_those_of_transformers(pre: str) -> None:
     metadata = byte_level_vocabulary(320, pre)
     ours, theirs = make(metadata), reference(metadata, "llama")
@@ -59,6 +61,61 @@ def test_byte_level_tokens_are_those_of_transformers(pre: str) -> None:
         assert ours.encode(text, add_special_tokens=False).ids == theirs.encode(text, add_special_tokens=False).ids
         ids = ours.encode(text, add_special_tokens=False).ids
         assert ours.decode(ids) == theirs.decode(ids)
+
+
+SPLIT_TEXTS = (
+    *TEXTS,
+    "In 2026, 1234567 + 3.14 = ٣٤٥ or Ⅻ ½ x10y200",
+    "It's WE'LL they'd've don’t",
+    "a\u00a0 b\t\tc\r\n\r\n  d \n \u3000e   ",
+    "東京は2026年です。한국어 ไทย русский",
+    "e\u0301 ﬁ Å (x)!?//\n/y == {}; <|x|> 👍🏽",
+)
+
+
+def starcoder() -> Tokenizer:
+    """As in the tokenizer.json of bigcode/starcoder2-3b, smallcloudai/Refact-1_6-base and Granite 3."""
+    digits, level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return published(pre_tokenizers.Sequence([digits, level]))
+
+
+def glm() -> Tokenizer:
+    """As in the tokenizer.json of GLM-4-9B-0414: GPT-4's expression."""
+    expression = Regex(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+"
+    )
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return published(pre_tokenizers.Sequence([pre_tokenizers.Split(expression, "isolated"), level]))
+
+
+def published(pre_tokenizer: pre_tokenizers.PreTokenizer) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizer
+    return tokenizer
+
+
+PUBLISHED: dict[str, Callable[[], Tokenizer]] = {
+    "olmo": lambda: GPTNeoXTokenizer().backend_tokenizer,
+    "command-r": lambda: CohereTokenizer().backend_tokenizer,
+    "starcoder": starcoder,
+    "refact": starcoder,
+    "smollm": starcoder,
+    "glm4": glm,
+}
+
+
+@pytest.mark.parametrize("pre", PUBLISHED)
+def test_text_is_split_as_the_model_s_own_tokenizer_splits_it(pre: str) -> None:
+    ours, theirs = make(byte_level_vocabulary(320, pre)), PUBLISHED[pre]()
+    for text in SPLIT_TEXTS:
+        assert pieces(ours, text) == pieces(theirs, text)
+
+
+def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
+    normalizer: normalizers.Normalizer | None = tokenizer.normalizer
+    normal = text if normalizer is None else normalizer.normalize_str(text)
+    return [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normal)]
 
 
 def test_sentencepiece_tokens_are_those_of_transformers() -> None:

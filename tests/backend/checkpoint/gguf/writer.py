@@ -121,11 +121,35 @@ def metadata_of(arch: str, config: Any) -> dict[str, Any]:
             own[key] = found[0]
     if rope.get("rope_type") == "linear":
         own |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
+    if rope.get("rope_type") == "yarn":
+        own |= {"rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"]}
+        own["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     if rope.get("rope_type") == "longrope":
         own["rope.scaling.original_context_length"] = config.original_max_position_embeddings
     if "sliding_attention" in ropes:
         own["rope.freq_base_swa"] = float(ropes["sliding_attention"]["rope_theta"])
     return {f"{arch}.{key}": value for key, value in own.items()}
+
+
+def as_converted(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of gpt-oss, as llama.cpp's converter takes them apart: gate and up, outputs before inputs."""
+    converted: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        base, _, part = name.rpartition(".experts.")
+        if name.endswith("sinks"):
+            converted[f"{name}.weight"] = tensor
+        elif not base:
+            converted[name] = tensor
+        else:
+            kind = "bias" if part.endswith("_bias") else "weight"
+            outputs = tensor if kind == "bias" else tensor.transpose(1, 2)
+            matrices = (
+                {"gate_proj": outputs[:, ::2], "up_proj": outputs[:, 1::2]}
+                if part.startswith("gate_up")
+                else {"down_proj": outputs}
+            )
+            converted |= {f"{base}.experts.{part}.{kind}": matrix.contiguous() for part, matrix in matrices.items()}
+    return converted
 
 
 _EXPERT = re.compile(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(.*)")
