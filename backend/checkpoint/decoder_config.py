@@ -50,7 +50,7 @@ class Scales:
     given_embeddings: float = 1.0
     """Embeddings that a prompt brings with it."""
     residual: float = 1.0
-    """What attention and MLP add to the residual stream. Not for models with output norms."""
+    """Additions of attention and MLP to the residual stream. Not for models with output norms."""
     logits: float = 1.0
     logits_softcap: float | None = None
     """Applied after `logits`."""
@@ -187,7 +187,7 @@ class DecoderConfig:
         return 1 if self.window_rope is not None and self.window_of_layer(index) is not None else 0
 
     def query_rope_of_layer(self, index: int) -> int | None:
-        """Of queries, if it is another one than that of keys."""
+        """Index into `ropes` of the queries' RoPE; None if they have the same one as the keys."""
         return None if self.query_rope is None or self.rope_of_layer(index) != 0 else len(self.ropes) - 1
 
     def experts_of_layer(self, index: int) -> Experts | None:

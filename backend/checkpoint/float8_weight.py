@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 FLOAT8_GROUP_SIZE = 128
-"""Of the groups that kernels multiply."""
+"""Inputs of a group, if kernels are to multiply it."""
 _SCALE_BYTES = 4
 
 

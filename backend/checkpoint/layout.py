@@ -28,7 +28,7 @@ TEXT_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-"""Where models that read images too keep their text model: in files of transformers 4 and on the hub, and of 5."""
+"""Prefixes of the text model in models that read images too: in files of transformers 4 and on the hub, and of 5."""
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ MXFP4_GROUP_SIZE = 32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The number of each value of 4 bits."""
 MXFP4_EXPONENTS = range(-23, 17)
-"""Of scales: half of each is a number of binary16."""
+"""Exponents that a scale may have: half of each scale is a number of binary16."""
 
 GROUP_SIZES = (16, 32)
 """Inputs of a group of a `GroupedWeight`."""

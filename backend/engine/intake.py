@@ -36,7 +36,7 @@ logger = logging.getLogger("penstock.backend")
 _EMBEDDED = np.int32(FROM_EMBEDDINGS).tobytes()
 _SALT_BYTES = 16
 _NO_SAMPLING = SamplingParams(temperature=0.0)
-"""Of pooled requests."""
+"""Stands in for the sampling of pooled requests, which sample nothing."""
 _GRAMMAR_DRAIN_S = 1.0
 """After this much of a drain, requests that still wait for their grammar are refused."""
 

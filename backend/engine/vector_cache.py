@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from penstock.shm.messages import Pooled
 
 _ENTRY_BYTES = 512
-"""What an entry takes beside its values: objects and the key, rounded up."""
+"""Memory of an entry beside its values: objects and the key, rounded up."""
 _KEY_BYTES = 32
 
 
@@ -29,7 +29,7 @@ class VectorCache:
         self.num_bytes = 0
 
     def key(self, salt: bytes, pooled: Pooled, tokens: bytes) -> bytes:
-        """Of an input: what its vector depends on. tokens are packed int32."""
+        """Return a hash of everything that an input's vector depends on. tokens are packed int32."""
         head = f"{pooled.kind} {pooled.second_start} {len(salt)} ".encode()
         return hashlib.blake2b(b"".join((head, salt, tokens)), digest_size=_KEY_BYTES, key=self._secret).digest()
 

@@ -26,7 +26,7 @@ class Vectors:
     values: NDArray[np.float32]
     """[vectors, width]; of a sparse one, [values that are not zero]."""
     indices: NDArray[np.int32] | None = None
-    """Of a sparse one: the place of each value, ascending."""
+    """The place of each value of a sparse vector, ascending; None for other vectors."""
 
     @property
     def num_vectors(self) -> int:

@@ -131,14 +131,14 @@ class KvPlan(KvCapacity):
     weight_bytes: int
     workspace_bytes: int
     state_bytes: int
-    """Of all slots; a part of the budget."""
+    """State of all slots; a part of the budget."""
     window: AttentionWindow
     graph_bytes: int
     """A part of workspace_bytes."""
     budget: KvBudget
     choice: KvDtypeChoice
     quantization: str = "none"
-    """Of the weights."""
+    """How the weights are quantised."""
 
     @property
     def max_pages_per_sequence(self) -> int:
@@ -157,7 +157,7 @@ class KvPlan(KvCapacity):
 
     @property
     def parts(self) -> str:
-        """What takes memory."""
+        """The uses of the memory, for messages."""
         return (
             f"a KV cache of {format_size(self.num_bytes + self.state_bytes)}, weights of "
             f"{format_size(self.weight_bytes)} and a workspace of {format_size(self.workspace_bytes)}"

@@ -22,7 +22,7 @@ class WholePlan:
 
     max_context_tokens: int
     step_tokens: int
-    """Of a step with several inputs. A longer input has a step of its own."""
+    """Budget of a step with several inputs. A longer input has a step of its own."""
     max_rows: int
     weight_bytes: int
     workspace_bytes: int
@@ -37,7 +37,7 @@ class WholePlan:
 
     @property
     def parts(self) -> str:
-        """What takes memory."""
+        """The uses of the memory, for messages."""
         return f"weights of {format_size(self.weight_bytes)} and a workspace of {format_size(self.workspace_bytes)}"
 
     def describe(self) -> str:

@@ -253,8 +253,8 @@ class RunningSequences:
             sequence.slot = None
 
     def _pages_until(self, num_tokens: int, num_passed: int) -> int:
-        """Of the pages for num_tokens, counted from the first, those that a sequence may have at a time: it does not
-        hold its first num_passed pages any more."""
+        """Return how many of the pages for num_tokens a sequence may need, counted from the first. Of these it no
+        longer holds the first num_passed."""
         return min(self._window.pages_for(num_tokens), num_passed + self._window.most_pages(num_tokens))
 
     def check_integrity(self) -> None:

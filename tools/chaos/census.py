@@ -173,7 +173,7 @@ class Watch:
             self._roles[state.key] = state.role
 
     def growths(self) -> list[Growth]:
-        """Of each process that was measured more than once, from its first measurement to its last."""
+        """Return the growth of each process that was measured twice or more, from the first measurement to the last."""
         found = []
         for key, points in self._rss.items():
             if len(points) > 1 and points[-1][0] > points[0][0]:

@@ -38,7 +38,7 @@ class _Choice(Struct):
 
 
 class _Usage(Struct):
-    """Of all endpoints. Anthropic's input tokens do not include cached ones."""
+    """The usage of any endpoint. Anthropic's input tokens do not include cached ones."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0

@@ -136,7 +136,7 @@ class CountedRound:
     """One for each choice."""
     tokens: int
     reads: int
-    """Of /metrics: answers too, the one that the samples before come from included, and the last one not."""
+    """Answers of /metrics that the samples count: the one that the samples before come from, but not the last one."""
     most_checks: int | None
     """Health checks of proxies that may have been answered. None: others may have asked, as often as they like."""
 

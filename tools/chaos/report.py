@@ -35,7 +35,7 @@ class Outcome:
     """Streams that went on in another backend, as far as it was read before the next one died."""
     longest_settle_s: float = 0.0
     longest_request: Ending | None = None
-    """Of those that were complete and right."""
+    """The slowest request whose answer was complete and right."""
     started_s: float = 0.0
     """time.monotonic()."""
     growths: list[Growth] = field(default_factory=list)
@@ -61,7 +61,7 @@ class ChaosReport:
     planned_drops: int
     tokens_received: int
     connections_killed: int
-    """Those that killed workers had."""
+    """Connections of workers that were killed."""
     faults: list[DoneFault]
     """In their order; at_s counts from the start of the run."""
     streams_resumed: int

@@ -66,11 +66,11 @@ class ModelDescription(Struct, frozen=True):
     """The sliding window, of all layers or of some."""
     experts: int
     active_experts: int
-    """Of a layer, for each token."""
+    """Experts of a layer that each token uses."""
     quantization: str | None
     parameters: int
     active_parameters: int
-    """Those that a token uses: without the experts that it is not routed to."""
+    """Parameters that a token uses: without the experts that it is not routed to."""
     weight_dtypes: dict[str, int]
     """Bytes by dtype, largest first."""
     weight_bytes: int
@@ -143,7 +143,7 @@ def describe_model(model: str, model_dir: Path, files: WeightFiles, *, is_local:
 
 
 def _quantization_text(quantization: Quantization | None, dtypes: Counter[str]) -> str | None:
-    """Of a GGUF file the types of its quantised blocks, most of the bytes first."""
+    """Describe the quantisation. A GGUF file's is the types of its blocks, most of the bytes first."""
     if quantization is None or quantization.quant_method != "gguf":
         return None if quantization is None else quantization.text
     return ", ".join(name for name, _ in dtypes.most_common() if name in BLOCK_TYPES) or None

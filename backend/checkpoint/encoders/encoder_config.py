@@ -22,7 +22,7 @@ class EncoderNames:
     """Names of tensors in a checkpoint, without .weight or .bias; those of a layer without its prefix."""
 
     prefixes: tuple[str, ...]
-    """What may stand before all of these names, in the order in which they are tried."""
+    """All of these names begin with one of them: the first with which the checkpoint has the tensor of words."""
     words: str = "embeddings.word_embeddings"
     positions: str = "embeddings.position_embeddings"
     token_types: str = "embeddings.token_type_embeddings"  # noqa: S105 - not a password
@@ -34,9 +34,9 @@ class EncoderNames:
     output: str = "attention.output.dense"
     attention_norm: str = "attention.output.LayerNorm"
     mlp_in: tuple[str, ...] = ("intermediate.dense",)
-    """Of a gated MLP gate and up, or one tensor of both."""
+    """The MLP's first product. A gated MLP has two, gate and up, as two tensors or as one."""
     up_before_gate: bool = False
-    """The one tensor of both has the rows of up first."""
+    """One tensor of gate and up has the rows of up first."""
     mlp_out: str = "output.dense"
     mlp_norm: str = "output.LayerNorm"
     final_norm: str | None = None
@@ -59,9 +59,9 @@ class HeadLayer:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What becomes of the hidden states: pooled over a sequence's tokens, then its layers one after the other.
+    """Turns the hidden states of a sequence into a vector: pools them over its tokens, then applies the layers in turn.
 
-    Without pooling the layers compute a vector for each token; of the kind "sparse" these are then pooled to
+    Without pooling the layers compute a vector for each token. The kind "sparse" pools those afterwards, to
     max(log(1 + relu(logit))) over the tokens.
     """
 

@@ -113,11 +113,11 @@ class EncoderFamily:
     has_relative_bias: bool = False
     rope_theta: float = 10_000.0
     classifier: Layers
-    """Of ForSequenceClassification."""
+    """The head of ForSequenceClassification."""
     classifier_pooling: Callable[[EncoderHfConfig], PoolingMode] = _cls
     token_classifier: Layers = _token_classifier
     words: Layers | None = None
-    """Of ForMaskedLM."""
+    """The head of ForMaskedLM; None if there is no such model."""
     refused: dict[str, tuple[object, ...]] = field(default_factory=dict)
     """Key of the config.json → the values that are supported, null always."""
 

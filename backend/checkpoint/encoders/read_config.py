@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DEFAULT_POOLING: tuple[PoolingMode, ...] = ("cls",)
-"""Of a checkpoint whose files name none, as in vLLM."""
+"""The pooling of a checkpoint whose files name none, as in vLLM."""
 
 
 def read_encoder(model_dir: Path, max_context_tokens: int | None = None) -> EncoderConfig:

@@ -79,7 +79,7 @@ class _Lengths(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Modules:
-    """What the modules behind the transformer compute, in the order in which it happens."""
+    """The modules behind the transformer, in the order in which they run."""
 
     pooling: tuple[PoolingMode, ...] = ()
     dense: tuple[HeadLayer, ...] = ()

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.tensors import TensorSpec
 
 _OLD_NORM_NAMES = {".gamma": ".weight", ".beta": ".bias"}
-"""Of norms in files that were converted from TensorFlow."""
+"""Names of norms' tensors in files that were converted from TensorFlow."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True)
 class KeptForm:
-    """Where the file is, and what must be in it."""
+    """The file's place, and the content that it must have."""
 
     path: Path
     quantization: Quantization
@@ -91,7 +91,7 @@ class KeptForm:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Size of all tensors."""
         return sum(part.num_bytes for part in self.parts.values())
 
     def header(self, checksums: dict[str, int]) -> bytes:

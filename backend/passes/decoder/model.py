@@ -146,7 +146,7 @@ class DecoderModel:
             ops.linear_add(mixed, layer.mlp.down, residual, layer.mlp.output_norm)
 
     def _mix(self, mlp: _Mlp | None, x: Array) -> Array | None:
-        """What the MLP's down product reads."""
+        """Return the input of the MLP's down product."""
         if mlp is None:
             return None
         mixed = self._ops.activated_linear(x, mlp.gate_up)
@@ -265,5 +265,5 @@ def _take_rows(weight: Tensor | QuantizedWeight, rows: Tensor) -> Tensor | Quant
 
 
 def _reorder_norm(config: DecoderConfig, norm: Tensor | None, order: Tensor) -> Tensor | None:
-    """Of a norm whose weight covers whole heads."""
+    """Put the weight of a norm in the heads' new order. It covers whole heads."""
     return None if norm is None else norm.reshape(-1, config.head_dim)[:, order[: config.head_dim]].reshape(norm.shape)

@@ -100,7 +100,7 @@ class AttentionLayer:
 
     @property
     def ropes(self) -> tuple[int | None, int | None]:
-        """Of queries and of keys."""
+        """The ropes of queries and of keys."""
         return self.rope if self.query_rope is None else self.query_rope, self.rope
 
 

@@ -44,7 +44,7 @@ class RopeTable:
 
 
 def _factors(rope: RopeConfig, positions: Tensor) -> Tensor:
-    """What cos and sin of each position are multiplied by, [n, 1]."""
+    """Return the factor of cos and sin at each position, [n, 1]."""
     factors = torch.full_like(positions, rope.attention_factor)
     if rope.scale is not None:
         factors *= 1 + rope.scale.beta * torch.log1p(torch.floor(positions / rope.scale.period))

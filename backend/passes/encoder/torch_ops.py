@@ -57,7 +57,7 @@ class TorchEncoderOps:
 
     @torch.inference_mode()
     def run(self, rows: EncoderRows, encode: Encode) -> NDArray[np.float32]:
-        """Of one row."""
+        """Encode a step of one row."""
         self._ids = torch.from_numpy(rows.input_ids.astype(np.int64))
         self._types = torch.from_numpy(rows.token_types.astype(np.int64))
         hidden: NDArray[np.float32] = encode().numpy()
@@ -112,7 +112,7 @@ class TorchEncoderOps:
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(self._dtype).float()
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, first: int, layer: LayerAttention) -> Tensor:
-        """Of the queries from `first` on: [heads, queries, head_dim]."""
+        """Return the results of a block of queries that begins at `first`: [heads, queries, head_dim]."""
         queries = q[:, first : first + _QUERY_BLOCK]
         scores = queries @ k.transpose(1, 2) * self._config.head_dim**-0.5
         places = torch.arange(k.shape[1])

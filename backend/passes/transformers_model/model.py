@@ -43,7 +43,7 @@ _LAYER_TYPES = {"full_attention", "sliding_attention", _LINEAR}
 _NO_KV = KvShape(0, 0, 0)
 _PROBE_TOKENS = 9
 _PROBE_TOLERANCE = 0.02
-"""Of the largest logit: bf16 differs by this much between two orders of summation."""
+"""As a share of the largest logit: bf16 differs by this much between two orders of summation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class ModelFacts:
     kv_shapes: tuple[KvShape, ...]
     """One for each layer; zeros for one without attention."""
     state_shapes: Mapping[int, StateShape]
-    """Of the layers that keep a state."""
+    """By the index of each layer that keeps a state."""
 
 
 def read_facts(model_dir: Path, dtype: str, max_context_tokens: int | None) -> ModelFacts:

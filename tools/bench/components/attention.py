@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _PAGE_TOKENS = 32
 _MAX_LAYERS = 64
 _WIDTH = 32
-"""Of everything but the heads."""
+"""Hidden size, MLP and vocabulary of the models, which only differ in their heads."""
 _READ_BYTES = 512
 """`WeightPacker.read_memory` reads multiples of this."""
 _WARM_UP_ROUNDS = 1

@@ -31,13 +31,13 @@ SCALE_BYTES = {
     "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "IQ4_NL": (0,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
 }  # fmt: skip
-"""Where a block of each of GGML's types has its binary16 numbers."""
+"""First bytes of the binary16 numbers in a block of each of GGML's types."""
 _SYMMETRIC_ZEROS = 0x77
 """Zero points of 8 in GPTQ's format, which stores one less."""
 _SCALE = 2e-3
 _BLOCK_SCALE = 1e-4
 _E2M1_EXPONENT = 120
-"""Of MXFP4: 2^-7."""
+"""A biased exponent of MXFP4, which means 2^-7."""
 _FINITE_E4M3_BITS = 0b10111111
 """Bytes with these bits only are below 2."""
 
@@ -142,7 +142,7 @@ def _random_part(matrix: MatrixFormat, name: str, part: Part, shape: Shape, gene
 
 
 def _set_block_scales(type_name: str, content: Tensor) -> None:
-    """Of rows of GGML's blocks; other rows have no such type."""
+    """Make the scales of GGML's blocks small. Rows of other formats stay as they are."""
     for first in SCALE_BYTES.get(type_name, ()):
         blocks = content.view(-1, BLOCK_TYPES[type_name].num_bytes)
         blocks[:, first : first + 2] = torch.full((len(blocks), 1), _BLOCK_SCALE, dtype=torch.float16).view(torch.uint8)

@@ -59,7 +59,7 @@ class FormatsOptions:
 class FormatFigures:
     format: str
     stored_bytes: int
-    """Of the weights in the checkpoint."""
+    """Size of the weights in the checkpoint."""
     profile: LoadProfile
 
 

@@ -66,7 +66,7 @@ class GrowthOptions:
     """Measured steps of each point. As many more are timed by operation."""
 
     temperature: Annotated[float, Parameter(validator=Number(gte=0))] = 0.0
-    """Of the sampling; 0 is greedy."""
+    """Temperature of the sampling; 0 is greedy."""
 
     gpu: str = "auto"
     """Device, as for the backend."""
@@ -85,7 +85,7 @@ class GrowthOptions:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of the fullest cache that a point needs, page by page."""
+        """Tokens of the fullest cache that a point needs, in whole pages."""
         page = BackendOptions().page_size
         widest = max(*self.rows, *self.vocab_rows)
         return max(_round_up(max(self.contexts) + 1, page), widest * _round_up(self.short_context + 1, page))

@@ -66,11 +66,11 @@ class EmbeddingRound:
 
     inputs: int
     tokens: int
-    """Of the inputs whose vectors arrived."""
+    """Tokens of the inputs whose vectors arrived."""
     wall_s: float
     latencies_s: list[float] = field(default_factory=list)
     dropped_tokens: int = 0
-    """Of requests whose client hung up."""
+    """Tokens of requests whose client hung up."""
 
 
 async def send_all(

@@ -73,7 +73,7 @@ class Flood:
     requests: int
     duration_s: float
     tokens_per_s: float
-    """Of prompts and answers."""
+    """Tokens of prompts and answers."""
     step_ms: float
     """Mean time of a step."""
 

@@ -54,9 +54,9 @@ class StreamProfile(msgspec.Struct, frozen=True):
     """Times are medians over steps, unless named least. Each step runs beside one reading of the weights."""
 
     weight_bytes: int
-    """What a step reads: all packed linears."""
+    """Size of all packed linears, which a step reads."""
     huge_page_share: float
-    """Of the weights' memory."""
+    """Share of the weights' memory in huge pages."""
     num_threads: int
     read_ms: float
     """Reading weight_bytes once, with all threads."""
@@ -66,11 +66,11 @@ class StreamProfile(msgspec.Struct, frozen=True):
     least_step_ms: float
     sampling_ms: float
     python_ms: float
-    """Of the step, outside operations and sampling."""
+    """Time of a step outside operations and sampling."""
     ratio: float
     """step_ms / read_ms of neighbours in time."""
     parts: list[PartTime]
-    """Of steps with timed operations, which take slightly longer."""
+    """From steps with timed operations, which take slightly longer."""
 
     @property
     def gb_per_s(self) -> float:

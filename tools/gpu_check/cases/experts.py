@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-"""Of what experts add to a row, relative to its largest number; they round twice in the dtype."""
+"""Largest error of what experts add to a row, relative to its largest number; they round twice in the dtype."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ExpertsCase:
     dtype: torch.dtype
     scale: float = 0.5
     group_size: int | None = None
-    """Of 4-bit weights; None for weights in dtype."""
+    """Inputs of a group of 4-bit weights; None for weights in dtype."""
 
     def weights(self) -> ExpertWeights:
         generator = torch.Generator().manual_seed(self.hidden)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 PAGE_TOKENS = 32
 LLAMA_HEADS = HeadShape(32, 8, 128)
 QWEN3_EXPERTS = Experts(128, 8, 768, normalises=True)
-"""Of Qwen3 30B-A3B."""
+"""The experts of Qwen3 30B-A3B."""
 
 
 @dataclass(frozen=True)

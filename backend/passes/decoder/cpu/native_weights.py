@@ -79,7 +79,7 @@ class WeightPacker:
         self._dtype = dtype
         self._arena = _HugePageArena()
         self.linear_bytes = 0
-        """Of all packed linears: what a step of one row reads."""
+        """Size of all packed linears, which a step of one row reads."""
 
     def memory(self) -> list[Tensor]:
         """All packed weights and tables, as uint8: views of the memory in which they lie."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.ops import ExpertWeights
 
 _ALIGNMENT_BYTES = 16
-"""Of the rows of both operands of torch._grouped_mm."""
+"""The rows of both operands of torch._grouped_mm begin at multiples of it."""
 
 GroupedWeights: TypeAlias = Tensor | tuple[QuantizedLinear, ...]
 """A matrix of each expert: [experts, outputs, inputs], with zeros after the last input where torch needs an even number
@@ -136,7 +136,7 @@ class TorchExpertOps:
         return products if biases is None else products.add_(biases[groups.experts])
 
     def _mix(self, gate: Tensor, up: Tensor) -> Tensor:
-        """What the down product reads, of gate and up [pairs, width] fp32."""
+        """Return the input of the down product from gate and up [pairs, width] fp32."""
         clamped = self.settings.clamped_gate
         if clamped is None:
             return self.activate(gate).mul_(up)

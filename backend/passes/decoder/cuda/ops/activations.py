@@ -25,7 +25,7 @@ class Residual:
         self.pending: Tensor | None = None
 
     def add_pending(self) -> None:
-        """Where no norm does it."""
+        """Add the pending product, unless a norm has added it."""
         if self.pending is not None:
             self.values.add_(self.pending)
             self.pending = None

@@ -79,7 +79,7 @@ class CudaExperts:
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """Of a step of T tokens with `per_token` pairs each."""
+    """Buffers for a step of T tokens with `per_token` pairs each."""
 
     x: Tensor
     """[T, hidden] fp32, what the router reads."""
@@ -205,7 +205,7 @@ class CudaExpertOps:
         )  # fmt: skip
 
     def _mix(self, gate_up: Tensor, gated: Tensor, experts: CudaExperts) -> None:
-        """What the down product reads, of gate_up [pairs, 2 width]."""
+        """Compute gated, the input of the down product, from gate_up [pairs, 2 width]."""
         clamped, buffers, width = self._experts.clamped_gate, self._buffers, gated.shape[1]
         if clamped is None or experts.biases is None:
             self._activate(gate_up, gated)

@@ -24,7 +24,7 @@ class CudaLinear:
     transposed: Tensor
     bias: Tensor | None
     scale: float = 1.0
-    """Of the results, bias included."""
+    """The results are multiplied by it, bias included."""
     is_gated: bool = False
     """Its outputs are [gate | up]."""
 

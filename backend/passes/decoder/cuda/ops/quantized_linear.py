@@ -40,7 +40,7 @@ _FORMS: tuple[KernelForm, ...] = (
     Float8Form(FLOAT8_GROUP_SIZE),
 )
 _CHUNK_BYTES = 64
-"""Of the values of one output; see kernels/quantised_weights.cuh."""
+"""Bytes of one output's values that lie together; see kernels/quantised_weights.cuh."""
 _VALUES = 8
 
 
@@ -96,7 +96,7 @@ class CudaQuantizedLinear:
     scales: Tensor
     """4 bits: fp16 [outputs, groups]; 8 bits: fp32, one per output or [outputs, groups]."""
     zeros: Tensor
-    """Of 4 bits: uint8 [outputs, groups]. Of 8 bits any."""
+    """4 bits: uint8 [outputs, groups]; 8 bits: any tensor, which is not read."""
     bias: Tensor | None
     scale: float = 1.0
     is_gated: bool = False
