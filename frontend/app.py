@@ -19,11 +19,13 @@ from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.docs import endpoint_docs, pooling_docs
 from penstock.frontend.endpoints.docs.pages import DocumentationPages
 from penstock.frontend.endpoints.pooling import (
+    cohere_embed,
     openai_embeddings,
     rerank,
     tei_embed,
     tei_info,
     tei_predict,
+    tei_root,
     tei_tokens,
     vllm_scores,
 )
@@ -76,6 +78,8 @@ def _pooling_routes() -> dict[str, Methods]:
     docs = pooling_docs
     return {
         "/v1/embeddings": post(openai_embeddings.create_embeddings, docs.EMBEDDINGS),
+        "/v1/embed": post(cohere_embed.embed, docs.COHERE_EMBED),
+        "/v2/embed": post(cohere_embed.embed, docs.COHERE_EMBED),
         "/v1/rerank": post(rerank.rerank, docs.RERANK),
         "/v2/rerank": post(rerank.rerank, docs.RERANK),
         "/rerank": post(rerank.rerank_either, docs.RERANK_EITHER),
@@ -83,6 +87,7 @@ def _pooling_routes() -> dict[str, Methods]:
         "/score": post(vllm_scores.score, docs.SCORE),
         "/classify": post(vllm_scores.classify, docs.CLASSIFY),
         "/pooling": post(vllm_scores.pooling, docs.POOLING),
+        "/": post(tei_root.root, docs.ROOT),
         "/embed": post(tei_embed.embed, docs.EMBED),
         "/embed_all": post(tei_embed.embed_all, docs.EMBED_ALL),
         "/embed_sparse": post(tei_embed.embed_sparse, docs.EMBED_SPARSE),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from array import array
@@ -29,6 +29,25 @@ def json_vector(values: array[float]) -> bytes:
     import orjson
 
     whole = numpy.frombuffer(values, dtype=numpy.float32)
+    return orjson.dumps(whole, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def quantized_vector(values: array[float], kind: Literal["int8", "uint8", "binary", "ubinary"]) -> bytes:
+    """Return a JSON array of small integers, for a vector of length 1.
+
+    int8 is 127 times the value, uint8 the same plus 128. ubinary has a bit for each value, 1 where it is positive, the
+    first one highest; binary is that minus 128, as sentence-transformers packs them.
+    """
+    import numpy
+    import orjson
+
+    vector = numpy.frombuffer(values, dtype=numpy.float32)
+    if kind in ("binary", "ubinary"):
+        packed = numpy.packbits(vector > 0)
+        whole = packed if kind == "ubinary" else (packed.astype(numpy.int16) - 128).astype(numpy.int8)
+    else:
+        scaled = numpy.clip(numpy.rint(127 * vector), -128, 127).astype(numpy.int16)
+        whole = scaled.astype(numpy.int8) if kind == "int8" else (scaled + 128).astype(numpy.uint8)
     return orjson.dumps(whole, option=orjson.OPT_SERIALIZE_NUMPY)
 
 

@@ -30,6 +30,7 @@ class ErrorKind(enum.Enum):
     MISSING_FIELD = _Answer(400, "invalid_request_error", "missing_required_parameter")
     UNSUPPORTED_FIELD = _Answer(400, "invalid_request_error", "unsupported_parameter")
     CONTEXT_TOO_LONG = _Answer(400, "invalid_request_error", "context_length_exceeded")
+    TOO_MANY_INPUTS = _Answer(400, "invalid_request_error", "too_many_inputs")
     TEMPLATE_REFUSED = _Answer(400, "invalid_request_error", "chat_template_error")
     WRONG_MODEL = _Answer(400, "invalid_request_error", "model_not_capable")
     BAD_HTTP = _Answer(400, "invalid_request_error", "bad_http")
@@ -160,20 +161,32 @@ def _cohere_error(error: ApiError, request_id: str) -> tuple[int, bytes]:
     return error.kind.status, msgspec.json.encode(body)
 
 
-_TEI_TYPES = {404: "Validation", 429: "Overloaded", 500: "Backend", 499: "Backend", 503: "Unhealthy"}
+_TEI_STATUSES = {
+    ErrorKind.CONTEXT_TOO_LONG: 413,
+    ErrorKind.TOO_MANY_INPUTS: 413,
+    ErrorKind.MISSING_FIELD: 422,
+    ErrorKind.INVALID_VALUE: 422,
+    ErrorKind.UNSUPPORTED_FIELD: 422,
+    ErrorKind.WRONG_MODEL: 424,
+    ErrorKind.INTERNAL: 424,
+}
+_TEI_TYPES = {424: "Backend", 429: "Overloaded", 499: "Backend", 503: "Unhealthy"}
+TEI_STATUSES = tuple(sorted(set(_TEI_STATUSES.values())))
+"""Statuses that TEI's endpoints have beside those of `ErrorKind`."""
 
 
 def _tei_error(error: ApiError, request_id: str) -> tuple[int, bytes]:  # noqa: ARG001 - TEI has none
-    """TEI answers 413 where we answer 400; its clients look at the class of the status only."""
-    error_type = _TEI_TYPES.get(error.kind.status, "Validation")
-    return error.kind.status, msgspec.json.encode({"error": error.message, "error_type": error_type})
+    """Return the status and the error of text-embeddings-inference."""
+    status = _TEI_STATUSES.get(error.kind, error.kind.status)
+    error_type = _TEI_TYPES.get(status, "Validation")
+    return status, msgspec.json.encode({"error": error.message, "error_type": error_type})
 
 
 _OPENAI_FORMAT = ErrorFormat(_openai_error, (b"x-request-id",))
 _COHERE_FORMAT = ErrorFormat(_cohere_error, (b"x-request-id",))
 TEI_FORMAT = ErrorFormat(_tei_error, (b"x-request-id",))
-COHERE_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
-TEI_PATHS = ("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/decode", "/info")
+COHERE_PATHS = ("/v1/embed", "/v2/embed", "/v1/rerank", "/v2/rerank", "/rerank")
+TEI_PATHS = ("/", "/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/decode", "/info")
 _BY_PATH = dict.fromkeys(COHERE_PATHS, _COHERE_FORMAT) | dict.fromkeys(TEI_PATHS, TEI_FORMAT)
 _ANTHROPIC_FORMAT = ErrorFormat(anthropic_error, (b"x-request-id", b"request-id"), b"event: error\n")
 

@@ -8,7 +8,7 @@ from chromadb.utils.embedding_functions import HuggingFaceEmbeddingServer, OpenA
 from demo_models import EMBEDDING, QUESTION, TEXTS
 
 
-@pytest.mark.parametrize("kind", ["openai", "tei"])
+@pytest.mark.parametrize("kind", ["openai", "tei", "tei-root"])
 def test_a_collection_finds_the_nearest_document(server_url: str, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setenv("PENSTOCK_TEST_KEY", "none")
     if kind == "openai":
@@ -16,7 +16,7 @@ def test_a_collection_finds_the_nearest_document(server_url: str, monkeypatch: p
             api_key_env_var="PENSTOCK_TEST_KEY", api_base=f"{server_url}/v1", model_name=EMBEDDING
         )
     else:
-        function = HuggingFaceEmbeddingServer(url=f"{server_url}/embed")
+        function = HuggingFaceEmbeddingServer(url=f"{server_url}/embed" if kind == "tei" else f"{server_url}/")
     client = chromadb.EphemeralClient(chromadb.Settings(anonymized_telemetry=False))
     collection = client.create_collection(f"texts-{kind}", embedding_function=function)
     collection.add(ids=["a", "b", "c"], documents=TEXTS)

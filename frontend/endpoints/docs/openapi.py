@@ -16,7 +16,7 @@ from penstock.frontend.schemas.answers import AnthropicErrorAnswer, ErrorAnswer
 from penstock.frontend.schemas.pooling.answers import CohereErrorAnswer, TeiErrorAnswer
 from penstock.frontend.schemas.pooling.common import PooledBody
 from penstock.frontend.schemas.pooling.tei import TeiBody
-from penstock.frontend.transport.errors import ANTHROPIC_PATH, COHERE_PATHS, TEI_PATHS, ErrorKind
+from penstock.frontend.transport.errors import ANTHROPIC_PATH, COHERE_PATHS, TEI_PATHS, TEI_STATUSES, ErrorKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -152,6 +152,8 @@ def _errors(path: str, route: Route) -> dict[str, Any]:
     is_anthropic = path.startswith(ANTHROPIC_PATH)
     error = _any_of([_error_type(path), *([] if doc.other is None else [TeiErrorAnswer])])
     statuses = {kind.status for kind in kinds} | ({529} if is_anthropic else set())
+    if path in TEI_PATHS or doc.other is not None:
+        statuses |= set(TEI_STATUSES)
     return {
         str(status): {"description": _phrase(status), "content": {_JSON: {"schema": error}}}
         for status in sorted(statuses)

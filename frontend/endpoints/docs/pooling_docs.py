@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from penstock.frontend.endpoints.routes import EndpointDoc
 from penstock.frontend.schemas.pooling import answers, tei
+from penstock.frontend.schemas.pooling.cohere import CohereEmbedBody
 from penstock.frontend.schemas.pooling.openai import EmbeddingsBody
 from penstock.frontend.schemas.pooling.rerank import RerankBody
 from penstock.frontend.schemas.pooling.vllm import ClassifyBody, PoolingBody, ScoreBody
@@ -12,10 +15,20 @@ _EMBEDDINGS, _SCORES = "Embeddings", "Reranking and classification"
 _Vector = list[float]
 
 EMBEDDINGS = EndpointDoc(_EMBEDDINGS, "Computes an embedding of each input.", answers.EmbeddingsAnswer, EmbeddingsBody)
+COHERE_EMBED = EndpointDoc(
+    _EMBEDDINGS, "Computes an embedding of each text (Cohere's).", answers.CohereEmbedAnswer, CohereEmbedBody
+)
 POOLING = EndpointDoc(
     _EMBEDDINGS, "Computes what the model has: vectors or scores (vLLM's).", answers.PoolingAnswer, PoolingBody
 )
 EMBED = EndpointDoc(_EMBEDDINGS, "Computes an embedding of each input (TEI's).", list[_Vector], tei.EmbedBody)
+ROOT = EndpointDoc(
+    _EMBEDDINGS,
+    "Does what the model is for: /embed, /embed_sparse, /predict or /rerank (TEI's).",
+    list[Any],
+    tei.EmbedBody,
+    other=(tei.TeiRerankBody, list[answers.Rank]),
+)
 EMBED_ALL = EndpointDoc(
     _EMBEDDINGS, "Computes an embedding of each token of each input (TEI's).", list[list[_Vector]], tei.EmbedPlainBody
 )

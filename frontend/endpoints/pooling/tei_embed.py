@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 async def embed(exchange: Exchange, context: EndpointContext) -> None:
     """POST /embed: an array with a vector for each input, normalised unless the request says otherwise. Raises
     ApiError, ClientGoneError."""
-    body, served, num_body_bytes = await context.receive_body(exchange, decode_embed, "embed")
+    await answer_embed(exchange, *await context.receive_body(exchange, decode_embed, "embed"))
+
+
+async def answer_embed(exchange: Exchange, body: EmbedBody, served: ServedModel, num_body_bytes: int) -> None:
+    """Answer /embed. Raises ApiError, ClientGoneError."""
     wanted = Wanted("embed", vector_width(body.dimensions, "embed", served.card), body.normalize is not False)
     texts = await run_sized(num_body_bytes, body.texts)
     await _answer(exchange, body, texts, served, wanted, lambda result: [json_vector(result.values)])
@@ -48,7 +52,13 @@ async def embed_all(exchange: Exchange, context: EndpointContext) -> None:
 
 async def embed_sparse(exchange: Exchange, context: EndpointContext) -> None:
     """POST /embed_sparse: for each input the tokens whose weights are not zero. Raises ApiError, ClientGoneError."""
-    body, served, num_body_bytes = await context.receive_body(exchange, decode_embed_plain, "sparse")
+    await answer_embed_sparse(exchange, *await context.receive_body(exchange, decode_embed_plain, "sparse"))
+
+
+async def answer_embed_sparse(
+    exchange: Exchange, body: EmbedPlainBody, served: ServedModel, num_body_bytes: int
+) -> None:
+    """Answer /embed_sparse. Raises ApiError, ClientGoneError."""
     texts = await run_sized(num_body_bytes, body.texts)
 
     def write(result: PooledResult) -> list[bytes]:

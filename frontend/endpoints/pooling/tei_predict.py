@@ -16,13 +16,18 @@ from penstock.frontend.schemas.pooling.tei import decode_predict
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.context import EndpointContext
     from penstock.frontend.generation.served_model import ServedModel
-    from penstock.frontend.schemas.pooling.tei import TeiBody, TeiRerankBody
+    from penstock.frontend.schemas.pooling.tei import PredictBody, TeiBody, TeiRerankBody
     from penstock.frontend.transport.exchange import Exchange
 
 
 async def predict(exchange: Exchange, context: EndpointContext) -> None:
     """POST /predict: the classes of each input, the likeliest first. Raises ApiError, ClientGoneError."""
     body, served, _ = await context.receive_body(exchange, decode_predict, "classify")
+    await answer_predict(exchange, body, served)
+
+
+async def answer_predict(exchange: Exchange, body: PredictBody, served: ServedModel) -> None:
+    """Answer /predict. Raises ApiError, ClientGoneError."""
     items = body.items()
     computed = await compute(
         exchange,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from penstock.frontend.generation.failures import backend_unavailable, expired, overloaded, pooled_failure
-from penstock.frontend.transport.errors import invalid, shutting_down
+from penstock.frontend.transport.errors import ApiError, ErrorKind, shutting_down
 from penstock.frontend.transport.exchange import PlannedUse
 from penstock.shm.client import (
     BackendUnavailable,
@@ -164,7 +164,7 @@ class PooledRun:
         num_vectors, unit = (num_tokens, "tokens") if is_by_token else (num_inputs, "inputs")
         if num_vectors * width > MAX_VALUES:
             message = f"{num_vectors} {unit} with {width} values each; the limit of one answer is {MAX_VALUES} values"
-            invalid(self._field, message)
+            raise ApiError(ErrorKind.TOO_MANY_INPUTS, f"{self._field}: {message}", param=self._field)
 
     async def _submit(self, waiting: deque[int], inputs: Sequence[EncodedInput]) -> None:
         """Send inputs until a portion is open. Returns with at least one open. Raises ApiError, ClientGoneError."""

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType
+
+Number: TypeAlias = float
+
+
+class ApiVersion(Struct):
+    version: str
 
 
 class PooledUsage(Struct):
@@ -26,6 +32,35 @@ class EmbeddingsAnswer(Struct):
     usage: PooledUsage
 
 
+class CohereEmbeddings(Struct):
+    """Those of the types that the request asks for."""
+
+    float: list[list[Number]] | UnsetType = UNSET
+    int8: list[list[int]] | UnsetType = UNSET
+    uint8: list[list[int]] | UnsetType = UNSET
+    binary: list[list[int]] | UnsetType = UNSET
+    ubinary: list[list[int]] | UnsetType = UNSET
+    base64: list[str] | UnsetType = UNSET
+
+
+class BilledUnits(Struct):
+    input_tokens: int
+
+
+class CohereEmbedMeta(Struct):
+    api_version: ApiVersion
+    billed_units: BilledUnits
+
+
+class CohereEmbedAnswer(Struct):
+    id: str
+    response_type: Literal["embeddings_by_type", "embeddings_floats"]
+    embeddings: CohereEmbeddings | list[list[Number]]
+    """/v1 answers a list if the request has no embedding_types."""
+    texts: list[str]
+    meta: CohereEmbedMeta
+
+
 class RankedDocument(Struct):
     text: str
 
@@ -34,10 +69,6 @@ class RerankResult(Struct):
     index: int
     relevance_score: float
     document: RankedDocument | UnsetType = UNSET
-
-
-class ApiVersion(Struct):
-    version: str
 
 
 class ScoredTokens(Struct):

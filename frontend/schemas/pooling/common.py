@@ -8,7 +8,7 @@ from msgspec import Meta, Raw
 
 from penstock.frontend.schemas.completion import check_unmixed
 from penstock.frontend.schemas.generation import ABSENT, SchedulingBody, ShortText
-from penstock.frontend.transport.errors import invalid
+from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
 from penstock.shm.messages import MAX_CONTEXT_TOKENS, TokenId
 
 MAX_INPUTS = 2048
@@ -67,4 +67,5 @@ def has_several(inputs: Inputs) -> bool:
 def check_number(field: str, num_inputs: int) -> None:
     """Raises ApiError."""
     if num_inputs > MAX_INPUTS:
-        invalid(field, f"at most {MAX_INPUTS} inputs in one request, got {num_inputs}")
+        message = f"{field}: at most {MAX_INPUTS} inputs in one request, got {num_inputs}"
+        raise ApiError(ErrorKind.TOO_MANY_INPUTS, message, param=field)

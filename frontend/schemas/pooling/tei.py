@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -134,6 +134,7 @@ _decode = msgspec.json.Decoder(DecodeBody)
 class _Fields(Struct):
     inputs: Raw = ABSENT
     texts: Raw = ABSENT
+    model: Any = None
 
 
 _fields = msgspec.json.Decoder(_Fields)
@@ -147,6 +148,12 @@ def is_tei_rerank(data: bytes) -> bool:
 def is_tei_tokenize(data: bytes) -> bool:
     """Whether the body is TEI's rather than vLLM's, which has a prompt or messages."""
     return bool(_field_of(data).inputs)
+
+
+def named_model(data: bytes) -> str | None:
+    """Return the model that a body names, before the endpoint that answers it is known."""
+    model = _field_of(data).model
+    return model if isinstance(model, str) else None
 
 
 def _field_of(data: bytes) -> _Fields:

@@ -95,6 +95,22 @@ async def test_cohere_reranks_by_both_versions(url: str) -> None:
             await client.rerank(model="bert", query=QUERY, documents=DOCUMENTS)
 
 
+async def test_cohere_embeds_by_both_versions(url: str) -> None:
+    options: dict[str, Any] = {"api_key": "none", "base_url": url}
+    async with cohere.AsyncClientV2(**options) as client:
+        types = ["float", "int8", "ubinary", "base64"]
+        second = await client.embed(model="bert", texts=TEXTS, input_type="search_document", embedding_types=types)
+    assert second.embeddings.float_ is not None
+    assert [list(array("f", vector)) for vector in second.embeddings.float_] == [expected(text) for text in TEXTS]
+    assert second.embeddings.int8 == [[round(127 * value) for value in expected(text)] for text in TEXTS]
+    assert [len(vector) for vector in second.embeddings.ubinary or []] == [2, 2]
+    async with cohere.AsyncClient(**options) as client:
+        first = await client.embed(model="bert", texts=TEXTS, input_type="search_query", truncate="END")
+        assert [list(array("f", vector)) for vector in first.embeddings] == [expected(text) for text in TEXTS]
+        with pytest.raises(cohere.errors.BadRequestError, match="an empty text"):
+            await client.embed(model="bert", texts=[""])
+
+
 async def test_hugging_face_client_reads_teis_endpoints(url: str) -> None:
     async with huggingface_hub.AsyncInferenceClient(token="none") as client:
         vectors = await client.feature_extraction(TEXTS, model=f"{url}/embed", normalize=True, truncate=True)

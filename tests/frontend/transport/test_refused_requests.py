@@ -39,7 +39,7 @@ async def test_compressed_bodies_are_415(connection: ClientConnection, encoding:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/v1", "/v1/", "/v1/chat", "/v1/completions/", "//v1/completions", "/V1/completions", "/v1/../health",
+    "path", ["/v1", "/v1/", "/v1/chat", "/v1/completions/", "//v1/completions", "/V1/completions", "/v1/../health",
              "/health/", "/%00", "/v1/images", "/debug", "/" + "a" * 8000]
 )  # fmt: skip
 async def test_unknown_paths_are_404(connection: ClientConnection, path: str) -> None:
@@ -52,6 +52,7 @@ async def test_unknown_paths_are_404(connection: ClientConnection, path: str) ->
     ("method", "path", "allowed"),
     [
         ("GET", CHAT, "POST"),
+        ("GET", "/", "POST"),
         ("PUT", CHAT, "POST"),
         ("DELETE", COMPLETIONS, "POST"),
         ("OPTIONS", COMPLETIONS, "POST"),

@@ -235,7 +235,7 @@ async def test_an_answer_that_is_too_large_is_refused_before_it_is_computed(embe
     connection = ClientConnection(make_app(embedder, models=ServedModels(encoder(embedder))))
     refused = await connection.post("/embed_all", {"inputs": [[1] * 65, [1] * 64]})
     message = "inputs: 129 tokens with 65536 values each; the limit of one answer is 8388608 values"
-    assert (refused.status, refused.json()["error"]) == (400, message)
+    assert (refused.status, refused.json()["error"]) == (413, message)
     assert not embedder.pooled_streams
     assert (await connection.post("/embed_all", {"inputs": [1]})).status == 200
 

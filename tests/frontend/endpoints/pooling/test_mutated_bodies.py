@@ -19,6 +19,15 @@ TRUNCATED = {"truncate_prompt_tokens": -1, "truncation_side": "left", "timeout_m
 TEI = {"truncate": True, "truncation_direction": "Left", "model": "encoder"}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": ["a", "b"], "dimensions": 4, "encoding_format": "base64", **TRUNCATED},
+    "/v1/embed": {"texts": ["a", "b"], "truncate": "NONE", "priority": 1},
+    "/v2/embed": {
+        "inputs": [{"content": [{"type": "text", "text": "a"}]}],
+        "input_type": "search_query",
+        "embedding_types": ["int8", "binary"],
+        "output_dimension": 4,
+        "max_tokens": 3,
+    },
+    "/": {"query": "a", "texts": ["b"], "raw_scores": True, **TEI},
     "/v1/rerank": {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1, "max_tokens_per_doc": 3, **TRUNCATED},
     "/rerank": {"query": "a", "texts": ["b", "c"], "raw_scores": True, "return_text": True, **TEI},
     "/score": {"text_1": ["a", "b"], "text_2": ["c", "d"], "use_activation": False, **TRUNCATED},
