@@ -25,6 +25,8 @@ def _convert_budget(_type: Any, tokens: Sequence[Token]) -> int | str:
 
 
 _CPU_STEP_TOKENS = 192
+_CPU_WHOLE_STEP_TOKENS = 512
+"""Of a pass without a KV cache: no stream waits for the step's end."""
 _GPU_STEP_TOKENS = 2048
 Count = Annotated[int, Parameter(validator=Number(gte=1, lte=1 << 24))]
 SmallCount = Annotated[int, Parameter(validator=Number(gte=1, lte=4096))]
@@ -95,7 +97,8 @@ class BackendOptions:
 
     max_batch_tokens: Annotated[int | None, Parameter(validator=Number(gte=1, lte=1 << 16))] = None
     """Tokens per step, at least --max-running. Long prompts are prefilled in chunks beside running decodes. An encoder
-    computes an input whole, and a longer one in a step of its own. Default: 192 on the CPU, 2048 on a GPU."""
+    computes an input whole, and a longer one in a step of its own. Default: 192 on the CPU, 512 of an encoder, 2048
+    on a GPU."""
 
     max_running: SmallCount = 64
     """Sequences that run at once; further ones wait. A step of an encoder has more if its tokens are eight times as
@@ -165,9 +168,11 @@ class BackendOptions:
         one in use. The KV dtype is chosen later."""
         return f"{forward_pass} {self.task} {self.dtype} {self.quantize} {self.deterministic} {self.cpu_path}"
 
-    def step_tokens(self, device: str) -> int:
-        """--max-batch-tokens, or its default for the device. Raises StartupError if it is less than --max-running."""
-        default = _CPU_STEP_TOKENS if device == "cpu" else _GPU_STEP_TOKENS
+    def step_tokens(self, device: str, *, has_cache: bool = True) -> int:
+        """--max-batch-tokens, or its default for the device and for a pass with or without a KV cache. Raises
+        StartupError if it is less than --max-running."""
+        cpu_default = _CPU_STEP_TOKENS if has_cache else _CPU_WHOLE_STEP_TOKENS
+        default = cpu_default if device == "cpu" else _GPU_STEP_TOKENS
         num_tokens = default if self.max_batch_tokens is None else self.max_batch_tokens
         if num_tokens < self.max_running:
             raise StartupError(

@@ -88,10 +88,11 @@ def describe_pass(
     spec = pass_class.describe(config_dir, settings)
     if not spec.kv_bytes_per_token:
         longest = min(spec.max_context_tokens, settings.max_context_tokens or spec.max_context_tokens)
+        step_tokens = options.step_tokens(settings.device, has_cache=False)
         settings = replace(
             settings,
-            max_running=max(settings.max_running, settings.max_batch_tokens // _TOKENS_PER_ROW),
-            max_batch_tokens=max(settings.max_batch_tokens, longest),
+            max_running=max(settings.max_running, step_tokens // _TOKENS_PER_ROW),
+            max_batch_tokens=max(step_tokens, longest),
         )
         spec = pass_class.describe(config_dir, settings)
     if spec.quantization != options.quantize:
@@ -114,7 +115,7 @@ def plan_memory(
     """Raises StartupError if the memory cannot hold what the options ask for."""
     if spec.kv_bytes_per_token:
         return plan_cache(options, spec, settings.device, memory)
-    step_tokens = options.step_tokens(settings.device)
+    step_tokens = options.step_tokens(settings.device, has_cache=False)
     return plan_whole(spec, options.max_context, step_tokens, settings.max_running)
 
 

@@ -132,7 +132,7 @@ class Engine:
 
     def _plan_steps(self) -> float | None:
         """Plan and launch the steps that are due. Returns the seconds until the next plan is due."""
-        while self._executor.has_capacity:
+        while self._scheduler.has_work and self._executor.has_capacity:
             if (spare_s := self._step_timing.spare_s(self._executor.running_s())) > 0:
                 return spare_s
             started_ns = time.thread_time_ns()

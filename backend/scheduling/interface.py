@@ -53,6 +53,11 @@ class ISequenceScheduler(Protocol):
         ...
 
     @property
+    def has_work(self) -> bool:
+        """False if `plan` would return a plan without rows, whatever steps in flight bring."""
+        ...
+
+    @property
     def num_waiting(self) -> int: ...
 
     @property

@@ -57,6 +57,11 @@ class RunningSequences:
         self._preempted: list[Sequence] = []
 
     @property
+    def has_work(self) -> bool:
+        """See `ISequenceScheduler`."""
+        return bool(self._running or self._waiting)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 

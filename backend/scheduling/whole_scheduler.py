@@ -130,6 +130,11 @@ class WholeScheduler:
         return []
 
     @property
+    def has_work(self) -> bool:
+        """What runs has nothing left to plan."""
+        return bool(self._bisections or self._waiting)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 

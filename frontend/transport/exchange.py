@@ -121,6 +121,8 @@ class Exchange(Abortable):
         """Called when nothing has been sent for a while: an event stream writes a comment."""
         self.count_status: Callable[[int], None] | None = None
         """Called with the status when the exchange has ended; None leaves it to the application."""
+        self.at_end: list[Callable[[], None]] = []
+        """Called when the exchange has ended: work that the client need not wait for."""
         self.error_format = error_format_for(self.path)
         """Two APIs may have the same path; then the body decides."""
         self._send = send
@@ -298,6 +300,8 @@ class Exchange(Abortable):
             self.claim.release()
             self.claim = None
         self._stop_watching()
+        for action in self.at_end:
+            action()
 
 
 def _too_large(max_bytes: int) -> ApiError:

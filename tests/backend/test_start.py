@@ -272,6 +272,11 @@ def test_default_step_is_larger_on_a_gpu(wanted: int | None, device: str, expect
     assert BackendOptions(max_batch_tokens=wanted).step_tokens(device) == expected
 
 
+@pytest.mark.parametrize(("wanted", "expected"), [(None, 512), (100, 100)])
+def test_default_step_is_larger_without_a_kv_cache(wanted: int | None, expected: int) -> None:
+    assert BackendOptions(max_batch_tokens=wanted).step_tokens("cpu", has_cache=False) == expected
+
+
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "q8_0"])
 def test_auto_budget_is_allocated_to_the_byte_and_never_exceeded(

@@ -66,6 +66,7 @@ class EncoderPass(IBatchedForwardPass):
         pooled = batch.pooled
         if pooled is None or len(pooled.rows) != batch.num_rows or batch.context_lens.any():
             raise ValueError("an encoder computes whole sequences, each for a pooled result")
+        self._ops.wake()
         results: list[NDArray[np.float32]] = []
         for first, end in self._groups(batch.query_starts):
             results += self._pool(batch, pooled, first, end)
@@ -105,7 +106,7 @@ class EncoderPass(IBatchedForwardPass):
             places = [place for place, other in enumerate(kinds) if other == kind]
             if head.pooling:
                 vectors = head.of_pooled(np.stack([pool_tokens(rows[place], head.pooling) for place in places]))
-                results |= {place: vectors[i].copy() for i, place in enumerate(places)}
+                results |= zip(places, vectors, strict=True)
             else:
                 results |= {place: head.of_tokens(rows[place]) for place in places}
         return [results[place] for place in range(end - first)]

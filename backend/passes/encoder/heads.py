@@ -66,7 +66,7 @@ class PackedHead:
 
 def pool_tokens(hidden: NDArray[np.float32], modes: tuple[PoolingMode, ...]) -> NDArray[np.float32]:
     """The pooled vectors of one row [n, hidden_size], one after the other. As in sentence-transformers."""
-    return np.concatenate([_pool(hidden, mode) for mode in modes])
+    return _pool(hidden, modes[0]) if len(modes) == 1 else np.concatenate([_pool(hidden, mode) for mode in modes])
 
 
 def _pool(hidden: NDArray[np.float32], mode: PoolingMode) -> NDArray[np.float32]:

@@ -106,6 +106,10 @@ class NativeEncoderOps:
     def table(self, weight: Tensor) -> Tensor:
         return self._packer.table(weight).owner  # type: ignore[return-value]
 
+    def wake(self) -> None:
+        """Wake the kernels' threads."""
+        self._library.ps_wake(self._engine)
+
     def run(self, rows: EncoderRows, encode: Encode) -> NDArray[np.float32]:
         num_tokens = len(rows.input_ids)
         self._plan(rows)

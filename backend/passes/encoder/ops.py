@@ -74,6 +74,10 @@ class EncoderOps(Protocol):
 
     def table(self, weight: Tensor) -> Array: ...
 
+    def wake(self) -> None:
+        """Call where the preparation of a step begins: what `run` needs gets ready meanwhile."""
+        ...
+
     def run(self, rows: EncoderRows, encode: Encode) -> NDArray[np.float32]:
         """Return a view of the numbers of encode's result, [T, hidden_size], which the next call may overwrite.
 

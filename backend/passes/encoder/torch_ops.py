@@ -55,6 +55,9 @@ class TorchEncoderOps:
     def table(self, weight: Tensor) -> Tensor:
         return weight.to(self._dtype)
 
+    def wake(self) -> None:
+        """Nothing sleeps."""
+
     @torch.inference_mode()
     def run(self, rows: EncoderRows, encode: Encode) -> NDArray[np.float32]:
         """Encode a step of one row."""

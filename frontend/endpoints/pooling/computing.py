@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from penstock.frontend.generation.failures import finish_reason_of
@@ -87,7 +88,7 @@ async def compute(
         log_entry.finish_reason = finish_reason_of(error)
         raise
     finally:
-        log_entry.observe(served.backend.board, time.monotonic())
+        exchange.at_end.append(partial(log_entry.observe, served.backend.board, time.monotonic()))
     return Computed(results, request_id, created, log_entry.prompt_tokens, run.times, exchange.received_s)
 
 

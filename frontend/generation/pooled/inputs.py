@@ -64,11 +64,12 @@ async def encode_inputs(items: Sequence[Item], rules: InputRules, served: Served
             _check_least(index, item, rules, served)
             texts.add(rules.prompt + item if isinstance(item, str) else item)
     encoded: list[EncodedInput] = []
-    for piece in texts.pieces:
+    for number, piece in enumerate(texts.pieces):
+        if number:
+            await asyncio.sleep(0)
         encoded += await served.tokenizer.encode_inputs(
             piece, rules.truncation, add_special_tokens=rules.add_special_tokens
         )
-        await asyncio.sleep(0)
     in_order = iter(encoded)
     found = []
     num_checked = 0

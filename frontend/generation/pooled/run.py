@@ -186,7 +186,8 @@ class PooledRun:
                 raise backend_unavailable(self._backend.retry_after_s) from None
             else:
                 self._open.append((waiting.popleft(), stream))
-                await asyncio.sleep(0)  # many inputs must not hold the event loop
+                if waiting:
+                    await asyncio.sleep(0)  # many inputs must not hold the event loop
 
     async def _result(self, stream: PooledStream) -> PooledResult | None:
         """Return the result; None for an input that a full backend has refused and that is to be sent again. Raises

@@ -325,3 +325,15 @@ def test_input_as_long_as_the_cache_is_pooled_although_nothing_could_be_generate
     bench.submit_pooled(list(range(20)))
     bench.run_dry()
     assert_exact(bench, list(range(20)))
+
+
+def test_no_plan_is_due_while_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = encoder_bench()
+    bench.submit_pooled([1, 2, 3], request_id=0)
+    bench.engine.turn()
+    monkeypatch.setattr("penstock.backend.engine.step_timing.StepTiming.spare_s", lambda *_: 1.0)
+    bench.engine.turn()
+    assert bench.engine.plan_due_s is None
+    bench.submit_pooled([4, 5, 6], request_id=1)
+    bench.engine.turn()
+    assert bench.engine.plan_due_s == 1.0
