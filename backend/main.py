@@ -119,7 +119,8 @@ def serve(options: BackendOptions) -> None:
     check_host_memory(settings.host_kv_bytes, host_memory())
     logger.info(plan.describe())
     model_dir = locate_model(options, config_dir)  # downloads only what can be served
-    card = make_card(options.model_id(), model_dir, spec, plan, options.max_waiting, options.numerics(name))
+    numerics = options.numerics(name)
+    card = make_card(options.model_id(), model_dir, spec, plan, options.max_waiting, numerics, options.aliases())
     check_vocabulary(spec, model_dir)
     executor = Executor(options.batch_channel_capacity)
     forward_pass = _load_pass(executor, pass_class, model_dir, settings, spec, plan)

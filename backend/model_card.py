@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
 
 def make_card(
-    model_id: str, model_dir: Path, spec: PassSpec, plan: KvPlan | WholePlan, max_waiting: int, settings: str
+    model_id: str,
+    model_dir: Path,
+    spec: PassSpec,
+    plan: KvPlan | WholePlan,
+    max_waiting: int,
+    settings: str,
+    aliases: tuple[str, ...] = (),
 ) -> ModelCard:
     """settings names what else changes the tokens: the pass, dtypes. Raises StartupError for a field out of bounds."""
     modules = read_modules(model_dir) if spec.pooled else None
@@ -43,6 +49,7 @@ def make_card(
         generates=spec.generates,
         pooled=_pooled(spec),
         normalizes=modules is not None and modules.normalizes,
+        aliases=aliases,
     )
     try:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(card), type=ModelCard)

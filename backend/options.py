@@ -24,6 +24,7 @@ def _convert_budget(_type: Any, tokens: Sequence[Token]) -> int | str:
     return "auto" if text.strip().lower() == "auto" else parse_size(text)
 
 
+ANY_NAME = "*"
 _CPU_STEP_TOKENS = 192
 _CPU_WHOLE_STEP_TOKENS = 512
 """Of a pass without a KV cache: no stream waits for the step's end."""
@@ -49,7 +50,8 @@ class BackendOptions:
     """Branch, tag or commit of a hub model."""
 
     served_model_name: str | None = None
-    """The model's name in the API. Default: the hub id, or the directory's name."""
+    """The model's name in the API, or several separated by commas: answers carry the first. With * requests may use any
+    name. Default: the hub id, or the directory's name."""
 
     task: Task = "auto"
     """What the model is for. auto takes what its files say: the architecture, and the layout of sentence-transformers;
@@ -154,14 +156,23 @@ class BackendOptions:
 
     def model_id(self) -> str:
         """The model's name in the API."""
-        if self.served_model_name:
-            return self.served_model_name
+        names = [name for name in self._served_names() if name != ANY_NAME]
+        if names:
+            return names[0]
         if self.model is None:
             return "penstock-demo"
         path = Path(self.model)
         if path.is_file():
             return path.resolve().stem
         return path.resolve().name if path.is_dir() else self.model
+
+    def aliases(self) -> tuple[str, ...]:
+        """Further names of the model in the API; "*" is any name."""
+        model_id = self.model_id()
+        return tuple(name for name in dict.fromkeys(self._served_names()) if name != model_id)
+
+    def _served_names(self) -> list[str]:
+        return [name.strip() for name in (self.served_model_name or "").split(",") if name.strip()]
 
     def numerics(self, forward_pass: str) -> str:
         """The options that change the tokens for a seed, for the model's fingerprint. forward_pass is the name of the

@@ -9,6 +9,7 @@ from penstock.frontend.access.admission import Admission
 from penstock.frontend.endpoints import (
     chat_completions,
     health,
+    invocations,
     messages,
     metrics,
     models,
@@ -64,11 +65,14 @@ def _routes(responses: Responses) -> dict[str, Methods]:
         "/tokenize": post(tokens.tokenize, docs.TOKENIZE),
         "/detokenize": post(tokens.detokenize, docs.DETOKENIZE),
         "/apply-template": post(tokens.apply_template, docs.TEMPLATE),
+        "/tokenizer_info": get(tokens.tokenizer_info, docs.TOKENIZER_INFO),
+        "/invocations": post(invocations.invoke, docs.INVOCATIONS),
         "/v1/models": get(models.list_models, docs.MODELS),
         "/v1/models/{model}": get(models.describe_model, docs.MODEL),
         "/version": get(health.version, docs.VERSION),
         "/v1/load": get(metrics.load, docs.LOAD),
         "/health": get(health.health, docs.HEALTH, needs_key=False),
+        "/ping": get(health.health, docs.HEALTH, needs_key=False),
         health.READY_PATH: get(health.ready, docs.READY, needs_key=False),
         "/metrics": get(metrics.prometheus, docs.METRICS, needs_key=False),
     }
@@ -165,7 +169,8 @@ class App:
             # Probes ask many times a second while the backend loads.
             level = logging.DEBUG if exchange.path == health.READY_PATH else logging.INFO
             kind, param = error.kind, error.param or ""
-            logger.log(level, "refused %s: %d %s %s", exchange.request_id, kind.status, kind.name, param)
+            where = f"{exchange.method} {shorten(exchange.path)}" if kind is ErrorKind.UNKNOWN_PATH else param
+            logger.log(level, "refused %s: %d %s %s", exchange.request_id, kind.status, kind.name, where)
             await exchange.respond_error(error)
         except ClientGoneError:
             raise

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.frontend.access.api_keys import Keyring, named_keys, read_key_file
+from penstock.frontend.access.hosts import serves_one_machine
 from penstock.frontend.access.usage_table import UsageTable
 from penstock.frontend.endpoints.responses.storage.state_files import (
     NO_STATE,
@@ -69,7 +70,10 @@ def serve(options: FrontendOptions) -> int:
     check_backend_socket("--embedding-socket", options.embedding_socket)
     check_backend_socket("--rerank-socket", options.rerank_socket)
     access, tls = read_access(options, "frontend"), tls_files(options, "frontend")
+    check_chat_template(options.chat_template, "frontend")
     listening = listening_socket(options, "frontend")
+    if options.listen_fd is None and (warning := open_to_everyone(access, listening)) is not None:
+        _log(warning)
     state = state_files(options, listening)
     access = msgspec.structs.replace(access, usage_fd=UsageTable.create_fd(options.workers))
     settings = WorkerSettings(
@@ -89,6 +93,7 @@ def serve(options: FrontendOptions) -> int:
         log_json=options.log_json,
         parsers=ParserNames(options.tool_parser, options.reasoning_parser),
         starts_alone=options.listen_fd is None,
+        chat_template_path=_text(options.chat_template),
     )
     workers = [_worker(settings, number, options) for number in range(options.workers)]
     if options.listen_fd is None:  # otherwise the process that handed the socket over prints it
@@ -208,6 +213,26 @@ def read_access(options: FrontendOptions, command: str) -> AccessSettings:
     return AccessSettings(
         options.api_key, key_file, options.cors_allow_origin, options.allowed_host, tenant_by=options.tenant_by
     )
+
+
+def open_to_everyone(access: AccessSettings, listening: socket.socket) -> str | None:
+    """Return a warning if other machines can use the server without a key."""
+    if access.api_keys or access.api_key_file or listening.family == socket.AF_UNIX or serves_one_machine(listening):
+        return None
+    host = listening.getsockname()[0]
+    return f"warning: no --api-key is set, and everyone who can reach {host} can use this server"
+
+
+def check_chat_template(path: Path | None, command: str) -> None:
+    """Exits with one line that begins with the command if the file is no chat template."""
+    if path is None:
+        return
+    from penstock.frontend.text.chat_template import ChatTemplate, read_template_file  # imports jinja2
+
+    try:
+        ChatTemplate(read_template_file(path), {})
+    except ValueError as error:
+        fail(command, f"--chat-template {path}: {error}")
 
 
 def tls_files(options: FrontendOptions, command: str) -> TlsFiles | None:

@@ -41,7 +41,7 @@ class FrontendOptions:
     """The HTTP processes, which share one port."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. The default serves this machine only; 0.0.0.0 is every interface."""
+    """Address to listen on. The default serves this machine only; 0.0.0.0 is every interface, :: also with IPv6."""
 
     port: Port = 8000
     """Port to listen on; 0 takes a free one."""
@@ -123,6 +123,9 @@ class FrontendOptions:
     """How the model marks its reasoning: think is the <think> tag, mistral is [THINK] to [/THINK], harmony is the
     analysis channel, granite is Granite's phrases or tags, none leaves it in the text; auto chooses by the chat
     template and the tokens."""
+
+    chat_template: Path | None = None
+    """File with a chat template in Jinja, instead of the model's own. For the model that generates text."""
 
     strict: bool = False
     """Refuse requests with unknown fields, which are otherwise ignored."""

@@ -92,3 +92,5 @@ class WorkerSettings(Struct, frozen=True):
     parsers: ParserNames = ParserNames()
     starts_alone: bool = True
     """Nobody else reports that a backend has not come yet; `penstock serve` does."""
+    chat_template_path: str | None = None
+    """Replaces the chat template of the model at socket_path."""

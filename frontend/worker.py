@@ -85,22 +85,23 @@ async def serve(settings: WorkerSettings) -> None:
 def served_models(settings: WorkerSettings) -> ServedModels:
     """Return the worker's models, with a client for each backend."""
     keepers: dict[str, ModelKeeper] = {}
+    template = settings.chat_template_path
 
     def keeper_of(path: str | None) -> ModelKeeper | None:
         return None if path is None else keepers.get(path) or connect(path)
 
-    def connect(path: str) -> ModelKeeper:
+    def connect(path: str, template_file: Path | None = None) -> ModelKeeper:
         client = BackendClient(
             Path(path),
             resume_timeout_s=settings.resume_timeout_s,
             max_held=settings.limits.max_held_requests,
             hold_timeout_s=settings.limits.hold_timeout_s,
         )
-        keepers[path] = ModelKeeper(client, settings.parsers, reports_absence=settings.starts_alone)
+        keepers[path] = ModelKeeper(client, settings.parsers, template_file, reports_absence=settings.starts_alone)
         return keepers[path]
 
     return ServedModels(
-        connect(settings.socket_path),
+        connect(settings.socket_path, None if template is None else Path(template)),
         embedding=keeper_of(settings.embedding_socket_path),
         rerank=keeper_of(settings.rerank_socket_path),
     )

@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from dataclasses import replace
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from penstock.shm.process.options import make_app
+from penstock.shm.process.options import ENV_PREFIX, fail, make_app
 from penstock.tools.bench.command import app as bench
+from penstock.tools.foreign_options import explain
 from penstock.tools.serve import ServeOptions
 
-app = make_app("penstock", "An LLM server for one GPU: serve a model, measure it, or write one with random weights.")
+app = make_app(
+    "penstock", "An LLM server for one GPU: serve a model, measure it, or write one with random weights.", explain
+)
 
 
 @app.command
-def serve(*, options: ServeOptions = ServeOptions()) -> None:  # noqa: B008 - frozen; cyclopts reads the defaults from it
-    """Serves a model over HTTP: runs backend and frontend, restarts them when they die, drains them when stopped."""
+def serve(
+    model: Annotated[str | None, Parameter(show_env_var=False, show_default=False)] = None,
+    /,
+    *,
+    options: ServeOptions = ServeOptions(),  # noqa: B008 - frozen; cyclopts reads the defaults from it
+) -> None:
+    """Serves a model over HTTP: runs backend and frontend, restarts them when they die, drains them when stopped.
+
+    Parameters
+    ----------
+    model
+        The same as --model.
+    """
     from penstock.tools import serve as module
 
+    from_environment = os.environ.get(f"{ENV_PREFIX}MODEL")  # cyclopts reads it for the argument
+    if model not in (None, from_environment) and options.model is not None:
+        fail("penstock serve", f"the model is given twice: {model} and --model {options.model}")
+    options = replace(options, model=options.model or model)
     sys.exit(module.serve(options))
 
 

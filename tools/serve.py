@@ -19,8 +19,17 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
+from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.options import BackendOptions, Quantize, Task
-from penstock.frontend.main import listening_socket, read_access, reloads, tls_files, without_secrets
+from penstock.frontend.main import (
+    check_chat_template,
+    listening_socket,
+    open_to_everyone,
+    read_access,
+    reloads,
+    tls_files,
+    without_secrets,
+)
 from penstock.frontend.options import FrontendOptions
 from penstock.frontend.transport.serving.listening import address_of, unlink
 from penstock.shm.link.listening_address import AddressInUse, CannotListen, check_free
@@ -28,9 +37,12 @@ from penstock.shm.process.heartbeat import Heartbeat
 from penstock.shm.process.options import ENV_PREFIX, fail, to_argv
 from penstock.shm.process.socket_path import default_socket_path
 from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv
+from penstock.tools.model_texts import why_unusable
 from penstock.tools.welcome import ShownModel, Use, Welcome
 
 _COMMAND = "penstock serve"
+_MAIN = "backend"
+"""The name of the backend of --model."""
 _STOP_MARGIN_S = 10.0
 """Time that a child gets beyond the drain timeout before it is killed."""
 _PROBE_TIMEOUT_S = 0.5
@@ -151,10 +163,15 @@ def serve(options: ServeOptions) -> int:
     if options.dry_run:
         runs = [module_argv("penstock.backend.main", to_argv(backend)) for backend in backends.values()]
         return next((code for argv in runs if (code := subprocess.run(argv, check=False).returncode)), 0)
-    read_access(options, _COMMAND)
+    access = read_access(options, _COMMAND)
     tls_files(options, _COMMAND)
+    check_chat_template(options.chat_template, _COMMAND)
+    for name, backend in backends.items():
+        _check_texts(backend, options.chat_template if name == _MAIN else None)
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(listening_socket(options, _COMMAND))
+        if (warning := open_to_everyone(access, listening)) is not None:
+            _log(warning)
         for backend in backends.values():
             stack.enter_context(_backend_socket(backend.socket, is_private=options.socket == private_socket_path()))
         return _supervise(options, backends, listening)
@@ -163,7 +180,7 @@ def serve(options: ServeOptions) -> int:
 def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
     """Return the options of each backend by its name. Exits with one line if two models have the same name."""
     main = select_options(options, BackendOptions)
-    found = {"backend": main}
+    found = {_MAIN: main}
     further: tuple[tuple[str, Task, str | None, str | None, Quantize], ...] = (
         ("embedding", "embed", options.embedding_model, options.embedding_revision, options.embedding_quantize),
         ("rerank", "rerank", options.rerank_model, options.rerank_revision, options.rerank_quantize),
@@ -185,10 +202,22 @@ def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
             socket=options.socket.with_name(f"{options.socket.stem}-{role}{options.socket.suffix}"),
         )
         for name, other in found.items():
-            if other.model_id() == own.model_id():
+            if own.model_id() in (other.model_id(), *other.aliases()):
                 fail(_COMMAND, f"--{role}-model has the name {own.model_id()} in the API, as the model of the {name}")
         found[f"{role} backend"] = own
     return found
+
+
+def _check_texts(backend: BackendOptions, template_file: Path | None) -> None:
+    """Exits with one line if a model in a directory has no usable tokenizer or template. A backend without HTTP needs
+    neither, so it does not check."""
+    path = None if backend.model is None else Path(backend.model).expanduser()
+    if (
+        path is not None
+        and (path / CONFIG_FILE).is_file()
+        and (reason := why_unusable(path, template_file)) is not None
+    ):
+        fail(_COMMAND, reason)
 
 
 @contextlib.contextmanager

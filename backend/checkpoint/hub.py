@@ -30,6 +30,7 @@ SMALL_FILES = (
     "chat_template.json",
 )
 
+ADAPTER_FILE = "adapter_config.json"
 _MODULE_WEIGHTS = "[0-9]_*/model.safetensors"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]{0,95}(?:/[\w.\-]{1,96})?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -72,7 +73,7 @@ def _local_directory(model: str, revision: str | None) -> Path | None:
     path = Path(model).expanduser()
     if model and path.is_dir():
         if not (path / CONFIG_FILE).is_file():
-            raise StartupError(f"the model directory {path} has no {CONFIG_FILE}")
+            raise StartupError(f"the model directory {path} has no {CONFIG_FILE}{_found_instead(path)}")
         if revision is not None:
             raise StartupError(
                 f"--revision is {shorten(revision)}; the model {path} is a directory, which has none: remove --revision"
@@ -92,6 +93,17 @@ def _local_directory(model: str, revision: str | None) -> Path | None:
     if not _HUB_ID.fullmatch(model):
         raise StartupError(f"the model directory {model!r} does not exist")
     return None
+
+
+def _found_instead(directory: Path) -> str:
+    """Say what a directory without a model contains, and what to do."""
+    if (directory / ADAPTER_FILE).is_file():
+        return (
+            f": it is a LoRA adapter ({ADAPTER_FILE}); adapters are not served. Merge it into its base model, such as "
+            "with merge_and_unload of peft, and give the result's directory"
+        )
+    ggufs = sorted(path.name for path in directory.glob(f"*{GGUF_SUFFIX}"))
+    return f"; it has {len(ggufs)} GGUF file(s): give one, such as {directory / ggufs[0]}" if ggufs else ""
 
 
 def _download_with_config(model: str, revision: str | None, files: tuple[str, ...]) -> Path:

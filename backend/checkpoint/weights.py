@@ -240,7 +240,7 @@ def open_tensor_files(model_dir: Path, closers: ExitStack) -> tuple[dict[str, Te
         file = closers.enter_context(closing(SafetensorsFile(single)))
         return dict.fromkeys(file.tensors, file), str(single)
     if not index.exists():
-        raise StartupError(f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors are loaded")
+        raise StartupError(f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}: {_found_instead(model_dir)}")
     weight_map = read_index(index)
     shards = {
         name: closers.enter_context(closing(SafetensorsFile(model_dir / name)))
@@ -250,6 +250,14 @@ def open_tensor_files(model_dir: Path, closers: ExitStack) -> tuple[dict[str, Te
         if tensor not in shards[name].tensors:
             raise StartupError(f"tensor {tensor} is missing from {model_dir / name}, where {INDEX_FILE} says it is")
     return {tensor: shards[name] for tensor, name in weight_map.items()}, f"the files of {index}"
+
+
+def _found_instead(model_dir: Path) -> str:
+    """Say which weights a directory without safetensors has, and what to do."""
+    others = sorted(path.name for path in model_dir.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if others:
+        return f"it has {others[0]}, and only safetensors are loaded; convert it with save_pretrained of transformers"
+    return "it has no weights; download the model's *.safetensors files into it"
 
 
 def with_model_prefix(files: dict[str, TensorFile]) -> dict[str, TensorFile]:

@@ -80,6 +80,16 @@ class EndpointContext:
             decoded = await run_sized(len(data), decode, data)
         return decoded, await self.model_soon(exchange, task, model_of(decoded)), len(data)
 
+    async def read_ahead(self, exchange: Exchange) -> bytes:
+        """Read the body for a look at it; the endpoint that answers then receives it as usual. Raises ApiError,
+        ClientGoneError."""
+        self._check_capacity(exchange)
+        _check_content_type(exchange)
+        data = await exchange.read_body(max_bytes=self.limits.max_body_bytes, timeout_s=_BODY_TIMEOUT_S)
+        await check_structure(data)
+        exchange.unread_body = data
+        return data
+
     async def _receive_data(self, exchange: Exchange) -> bytes:
         """Admit the request, then read its body. Raises ApiError, ClientGoneError."""
         self._check_capacity(exchange)

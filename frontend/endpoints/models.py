@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.frontend.generation.served_models import can_do
+from penstock.frontend.generation.served_models import can_do, listed_names
 
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.context import EndpointContext
@@ -20,28 +20,32 @@ _PATH = "/v1/models/"
 async def list_models(exchange: Exchange, context: EndpointContext) -> None:
     """GET /v1/models. Models that are still loading are left out. Raises ApiError, ClientGoneError."""
     await context.model_soon(exchange, "any")
-    data = [_describe(served) for served in context.models.loaded()]
+    data = [_describe(served, name) for served in context.models.loaded() for name in listed_names(served.card)]
     pages = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}  # Anthropic's
     await exchange.respond(200, msgspec.json.encode({"object": "list", "data": data, **pages}))
 
 
 async def describe_model(exchange: Exchange, context: EndpointContext) -> None:
     """GET /v1/models/{model}. Raises ApiError, ClientGoneError."""
-    served = await context.model_soon(exchange, "any", exchange.path.removeprefix(_PATH))
-    await exchange.respond(200, msgspec.json.encode(_describe(served)))
+    name = exchange.path.removeprefix(_PATH)
+    served = await context.model_soon(exchange, "any", name)
+    await exchange.respond(200, msgspec.json.encode(_describe(served, name)))
 
 
-def _describe(served: ServedModel) -> dict[str, object]:
-    """Return OpenAI's model object and Anthropic's in one, and what the model can do."""
+def _describe(served: ServedModel, name: str) -> dict[str, object]:
+    """Return OpenAI's model object and Anthropic's in one, and what the model can do. name is the model's or an
+    alias."""
     card, syntax = served.card, served.syntax
     return {
-        "id": card.model_id,
+        "id": name,
         "object": "model",
         "type": "model",
-        "display_name": card.model_id,
+        "display_name": name,
         "created": card.created,
         "created_at": datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z"),
         "owned_by": "penstock",
+        "root": card.model_id,
+        "parent": None,
         "max_model_len": card.max_context_tokens,
         "vocab_size": card.vocab_size,
         "quantization": card.quantization,

@@ -31,7 +31,9 @@ async def render_text(body: ChatBody, served: ServedModel, *, is_long: bool) -> 
     template = served.tokenizer.chat_template
     if template is None:
         raise ApiError(
-            ErrorKind.TEMPLATE_REFUSED, "this model has no chat template; use /v1/completions", param="messages"
+            ErrorKind.TEMPLATE_REFUSED,
+            "this model has no chat template; use /v1/completions, or start the server with --chat-template FILE",
+            param="messages",
         )
     try:
         return await asyncio.to_thread(template.render, body) if is_long else template.render(body)

@@ -75,8 +75,18 @@ class RouteTable:
         if methods is None:
             methods = next((methods for matcher, methods in self._patterns if matcher.fullmatch(path)), None)
         if methods is None:
-            raise ApiError(ErrorKind.UNKNOWN_PATH, f"no such path: {shorten(path)}; /docs lists the endpoints")
+            meant = self._meant(path)
+            hint = "/docs lists the endpoints" if meant is None else f"did you mean {shorten(meant)}?"
+            raise ApiError(ErrorKind.UNKNOWN_PATH, f"no such path: {shorten(path)}; {hint}")
         return methods
+
+    def _meant(self, path: str) -> str | None:
+        """Return the path that a client with a wrong base URL means: with /v1 once, and without a slash at the end."""
+        bare = path.rstrip("/")
+        for known in (bare, f"/v1{bare}", bare.replace("/v1", "", 1), bare[bare.find("/v1") :]):
+            if known in self._routes and known != path:
+                return known
+        return None
 
 
 def select(methods: Methods, method: str) -> Route:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from typing import TYPE_CHECKING
+from urllib.parse import parse_qs
 
 import msgspec
 
@@ -14,6 +15,7 @@ from penstock.frontend.endpoints.prompts import PIECE_TOKENS, check_token_ids, r
 from penstock.frontend.schemas.decoding import decode_chat
 from penstock.frontend.schemas.pooling.tei import TeiTokenizeBody, decode_tei_tokenize, is_tei_tokenize
 from penstock.frontend.schemas.utilities import decode_detokenize, decode_tokenize
+from penstock.frontend.text.chat_template import special_tokens_of
 from penstock.frontend.transport.errors import TEI_FORMAT
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from penstock.frontend.schemas.utilities import TokenizeBody
     from penstock.frontend.transport.exchange import Exchange
 
+_PRIVATE = ("name_or_path", "vocab_file", "merges_file", "tokenizer_file")
+"""Paths on the machine where the tokenizer was saved."""
 _INLINE_TOKENS = 1024
 """More tokens are decoded, or described one by one, in a thread."""
 
@@ -74,6 +78,17 @@ async def apply_template(exchange: Exchange, context: EndpointContext) -> None:
     async with exchange.cancelled_on_disconnect():
         text = await render_text(body, served, is_long=True)
         await exchange.respond(200, await run_sized(len(text), msgspec.json.encode, {"prompt": text}))
+
+
+async def tokenizer_info(exchange: Exchange, context: EndpointContext) -> None:
+    """GET /tokenizer_info: tokenizer_config.json, with the chat template in use. Raises ApiError, ClientGoneError."""
+    requested = parse_qs(exchange.query.decode("latin-1")).get("model", [None])[0]
+    tokenizer = (await context.model_soon(exchange, "any", requested)).tokenizer
+    template = None if tokenizer.chat_template is None else tokenizer.chat_template.source
+    own = {name: value for name, value in tokenizer.config.items() if value is not None and name not in _PRIVATE}
+    # lm-eval takes special tokens as texts; in the file some are objects.
+    info = {"tokenizer_class": "PreTrainedTokenizerFast"} | own | special_tokens_of(tokenizer.config)
+    await exchange.respond(200, msgspec.json.encode(info | {"chat_template": template}))
 
 
 async def _vllm_answer(body: TokenizeBody, chat: ChatBody | None, served: ServedModel) -> list[bytes]:

@@ -51,13 +51,15 @@ class ModelKeeper:
         self,
         backend: BackendClient,
         parsers: ParserNames = ParserNames(),  # noqa: B008 - frozen
+        template_file: Path | None = None,
         *,
         reports_absence: bool = True,
     ) -> None:
-        """reports_absence logs a line if no backend comes soon."""
+        """template_file replaces the model's chat template. reports_absence logs a line if no backend comes soon."""
         self.backend = backend
         self._reports_absence = reports_absence
         self._parsers = parsers
+        self._template_file = template_file
         self._unusable: ModelCard | None = None
         self.current: ServedModel | None = None
         """None until tokenizer and template are loaded."""
@@ -79,7 +81,7 @@ class ModelKeeper:
 
     def _read(self, card: ModelCard) -> ServedModel:
         directory = Path(card.model_dir)
-        tokenizer = ModelTokenizer.load(directory)
+        tokenizer = ModelTokenizer.load(directory, self._template_file)
         if card.pooled:
             import_writers()
         pooling = PoolingFiles.load(directory) if card.pooled else PoolingFiles()
@@ -95,4 +97,9 @@ class ModelKeeper:
             logger.error("cannot serve %s: %s; answering 503 until the backend has another model", card.model_id, error)
         else:
             logger.info("serving %s, context %d tokens", card.model_id, card.max_context_tokens)
+            if card.generates and self.current.tokenizer.chat_template is None:
+                logger.warning(
+                    "%s has no chat template: only /v1/completions works; --chat-template FILE gives it one",
+                    card.model_id,
+                )
         self.settled.set()

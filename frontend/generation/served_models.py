@@ -18,6 +18,7 @@ Task: TypeAlias = Literal["generate", "rerank", "score", "pooled", "any"] | Pool
 any kind; any is the tokenizer alone."""
 
 _EMBEDDING_TASKS = ("embed", "token_embed", "sparse", "pooled")
+_ANY_NAME = "*"
 _WORDS = {
     "generate": "generate text",
     "embed": "compute embeddings",
@@ -78,9 +79,12 @@ class ServedModels:
             served = keeper.current
             if requested is None and (served is None or can_do(served.card, task)):
                 return keeper
-            if served is not None and requested == served.card.model_id:
+            if served is not None and requested is not None and is_named(served.card, requested):
                 check_task(served.card, task)
                 return keeper
+        for served in loaded:
+            if requested is not None and takes_any_name(served.card) and can_do(served.card, task):
+                return next(keeper for keeper in keepers if keeper.current is served)
         pending = next((keeper for keeper in keepers if keeper.current is None), None)
         if pending is not None:
             return pending
@@ -96,6 +100,19 @@ class ServedModels:
         return all(keeper.current is None and keeper.settled.is_set() for keeper in self.keepers)
 
 
+def is_named(card: ModelCard, name: str) -> bool:
+    return name == card.model_id or (name in card.aliases and name != _ANY_NAME)
+
+
+def takes_any_name(card: ModelCard) -> bool:
+    return _ANY_NAME in card.aliases
+
+
+def listed_names(card: ModelCard) -> list[str]:
+    """Return the model's names, first the one that answers carry."""
+    return [card.model_id, *(name for name in card.aliases if name != _ANY_NAME)]
+
+
 def check_task(card: ModelCard, task: Task) -> None:
     """Raises ApiError if the model cannot do the task."""
     if not can_do(card, task):
@@ -104,12 +121,12 @@ def check_task(card: ModelCard, task: Task) -> None:
 
 def check_model(requested: str | None, card: ModelCard) -> None:
     """Raises ApiError when a request names another model than this one."""
-    if requested is not None and requested != card.model_id:
+    if requested is not None and not is_named(card, requested) and not takes_any_name(card):
         raise unknown_model(requested, [card])
 
 
 def unknown_model(requested: str, cards: Iterable[ModelCard]) -> ApiError:
-    names = ", ".join(shorten(card.model_id) for card in cards)
+    names = ", ".join(shorten(name) for card in cards for name in listed_names(card))
     message = f"model: {shorten(requested)} does not exist; this server has {names}"
     return ApiError(ErrorKind.UNKNOWN_MODEL, message, param="model")
 

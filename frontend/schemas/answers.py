@@ -234,6 +234,13 @@ class DetokenizeAnswer(Struct):
     content: str
 
 
+class TokenizerInfo(Struct):
+    """tokenizer_config.json, with these fields."""
+
+    tokenizer_class: str
+    chat_template: str | None
+
+
 class TemplateAnswer(Struct):
     prompt: str
 

@@ -248,6 +248,16 @@ def read_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any], nam
     return template
 
 
+def read_template_file(path: Path) -> str:
+    """Return the source of a template in a file of its own. Raises ValueError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"the chat template {path} is not text in UTF-8") from None
+    except OSError as error:
+        raise ValueError(f"the chat template {path} cannot be read: {error.strerror}") from None
+
+
 def special_tokens_of(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
     """Return bos_token, eos_token, … as texts; in the file each is a string or an object with `content`."""
     tokens = {}

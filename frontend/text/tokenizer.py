@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from tokenizers import Tokenizer
 
-from penstock.frontend.text.chat_template import ChatTemplate, read_chat_template, special_tokens_of
+from penstock.frontend.text.chat_template import ChatTemplate, read_chat_template, read_template_file, special_tokens_of
 from penstock.frontend.text.detokenizer import Detokenizer, SharedPieces
 from penstock.frontend.text.input_encoder import EncodedInput, InputEncoder, Truncation
 from penstock.frontend.text.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 _INLINE_CHARACTERS = 8192
 """Longer texts are encoded in a thread. At several MB/s, this much blocks the event loop for about 2 ms."""
@@ -36,12 +36,16 @@ _NORMALIZER_SHRINKS = 4
 class ModelTokenizer:
     """The tokenizer of one model, with its chat template if it has one."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, config: Mapping[str, Any] | None = None
+    ) -> None:
+        """config is tokenizer_config.json."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._inputs = InputEncoder(tokenizer)
         self.chat_template = chat_template
+        self.config = config or {}
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
@@ -53,19 +57,25 @@ class ModelTokenizer:
         self._most_characters_per_token = _NORMALIZER_SHRINKS * max(map(len, tokenizer.get_vocab()), default=1)
 
     @classmethod
-    def load(cls, model_dir: Path) -> ModelTokenizer:
-        """Read tokenizer.json, tokenizer_config.json and the chat template. Raises ValueError or OSError."""
+    def load(cls, model_dir: Path, template_file: Path | None = None) -> ModelTokenizer:
+        """Read tokenizer.json, tokenizer_config.json and the chat template: the model's, or that of a file.
+
+        Raises ValueError or OSError.
+        """
         path = model_dir / "tokenizer.json"
         if not path.is_file():
-            raise ValueError(f"no tokenizer.json in {model_dir}")
+            raise ValueError(f"no tokenizer.json in {model_dir}; copy it there from the model's page on the hub")
         config: dict[str, Any] = {}
         config_path = model_dir / "tokenizer_config.json"
         if config_path.is_file():
             config = msgspec.json.decode(config_path.read_bytes(), type=dict[str, Any])
-        source = read_chat_template(model_dir, config)
-        tool_source = read_chat_template(model_dir, config, "tool_use")
+        if template_file is None:
+            source = read_chat_template(model_dir, config)
+            tool_source = read_chat_template(model_dir, config, "tool_use")
+        else:
+            source, tool_source = read_template_file(template_file), None
         template = ChatTemplate(source, special_tokens_of(config), tool_source) if source is not None else None
-        return cls(Tokenizer.from_file(str(path)), template)
+        return cls(Tokenizer.from_file(str(path)), template, config)
 
     def min_num_tokens(self, text: str) -> int:
         """Return a lower bound of a text's tokens, from its length alone: a cheap check of whether it can fit."""

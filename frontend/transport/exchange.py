@@ -95,6 +95,8 @@ class Exchange(Abortable):
         """Set while the rest of the body is dropped."""
         self._headers: Headers = scope["headers"]
         self._body_read = self.header(b"content-length") in (None, b"0") and self.header(b"transfer-encoding") is None
+        self.unread_body = b""
+        """A body that was read only to find the endpoint; `read_body` returns it again."""
         self.request_id = self._client_request_id() or secrets.token_hex(12)
         # Sender
         self.tenant = b""
@@ -148,7 +150,8 @@ class Exchange(Abortable):
         declared = self.header(b"content-length")
         if declared is not None and int(declared) > max_bytes:
             raise _too_large(max_bytes)
-        parts: list[bytes] = []
+        parts: list[bytes] = [self.unread_body]
+        self.unread_body = b""
         num_bytes = 0
         try:
             async with self._cancelled_on_abort(timeout_s):

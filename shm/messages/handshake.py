@@ -10,7 +10,8 @@ from penstock.shm.messages.bounds import I31, MAX_CONTEXT_TOKENS, U63, TokenId
 from penstock.shm.messages.buffers import BufferGrant, BufferRequest
 from penstock.shm.messages.submit import PooledKind, Sampling
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
+ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
 
 
 class Hello(Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=True):
@@ -30,7 +31,7 @@ class PooledWidth(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 class ModelCard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Facts about the model that a frontend needs. model_dir contains the tokenizer and the chat template."""
 
-    model_id: Annotated[str, Meta(min_length=1, max_length=512)]
+    model_id: ModelName
     model_dir: Annotated[str, Meta(max_length=4096)]
     created: U63
     """Seconds since 1970."""
@@ -50,6 +51,8 @@ class ModelCard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
     """The kinds of vectors that it computes; with "embed" first, it is an embedding model."""
     normalizes: bool = False
     """The model's own configuration ends with a normalisation of its vectors."""
+    aliases: Annotated[tuple[ModelName, ...], Meta(max_length=64)] = ()
+    """Further names that requests may use; "*" is any name."""
 
     def pooled_width(self, kind: PooledKind) -> int | None:
         return next((pooled.num_values for pooled in self.pooled if pooled.kind == kind), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import re
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -11,7 +12,7 @@ from cyclopts import App, Parameter
 from cyclopts.config import Env
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from cyclopts import CycloptsError, Token
 
@@ -53,20 +54,23 @@ ByteSize = Annotated[int, Parameter(converter=_convert_size, show_default=format
 ENV_PREFIX = "PENSTOCK_"
 
 
-def make_app(name: str, help_text: str) -> App:
-    """A command whose options can also be set by environment variables PENSTOCK_<OPTION>.
+def make_app(name: str, help_text: str, explain: Callable[[CycloptsError], str | None] | None = None) -> App:
+    """A command whose options can also be set by environment variables PENSTOCK_<OPTION>; --version prints ours.
 
-    An invalid value ends the process with one line on standard error and exit status 1.
+    An invalid value ends the process with one line on standard error and exit status 1. explain gives a better line
+    for some errors.
     """
 
     def fail_in_one_line(error: CycloptsError) -> NoReturn:
-        fail(name, " ".join(str(error).split()))
+        explained = None if explain is None else explain(error)
+        fail(name, explained or " ".join(str(error).split()))
 
     return App(
         name=name,
         help=help_text,
         config=Env(ENV_PREFIX, command=False),
-        version_flags=[],
+        version=lambda: f"{name} {importlib.metadata.version('penstock')}",
+        version_flags=["--version"],
         error_formatter=fail_in_one_line,
     )
 

@@ -10,6 +10,7 @@ from penstock.backend.errors import StartupError
 from penstock.backend.kv_cache.attention_window import AttentionWindow
 from penstock.backend.kv_cache.budget import KvBudget, plan_kv
 from penstock.backend.model_card import fingerprint, make_card
+from penstock.backend.options import BackendOptions
 from penstock.backend.passes.fake import FakePass
 from penstock.backend.startup import DEMO_MODEL_DIR
 
@@ -44,6 +45,24 @@ def test_model_name_that_frontends_refuse_is_refused_at_start() -> None:
     assert card.quantization == "int4"
     with pytest.raises(StartupError, match="announced"):
         make_card("m" * 600, DEMO_MODEL_DIR, spec, plan, 10, "")
+
+
+@pytest.mark.parametrize(
+    ("given", "model_id", "aliases"),
+    [
+        (None, "penstock-demo", ()),
+        ("one", "one", ()),
+        ("one, two,one", "one", ("two",)),
+        ("*", "penstock-demo", ("*",)),
+        ("*,one", "one", ("*",)),
+        (",", "penstock-demo", ()),
+    ],
+)
+def test_first_served_name_is_the_models_and_the_others_are_aliases(
+    given: str | None, model_id: str, aliases: tuple[str, ...]
+) -> None:
+    options = BackendOptions(served_model_name=given)
+    assert (options.model_id(), options.aliases()) == (model_id, aliases)
 
 
 @pytest.mark.parametrize(

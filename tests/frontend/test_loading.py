@@ -251,6 +251,26 @@ async def test_no_request_waits_for_a_model_that_cannot_be_loaded(
     assert keeper.current is None
 
 
+async def test_template_of_a_file_replaces_the_models(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_model_files(tmp_path)
+    own = tmp_path / "own.template"
+    own.write_text("the {{ messages[0].content }}", encoding="utf-8")
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    backend = FakeBackend(model=model_card(model_dir=str(tmp_path)))
+    for template_file, status in ((own, 200), (None, 400)):
+        keeper = ModelKeeper(backend, ParserNames(), template_file)  # type: ignore[arg-type]
+        async with asyncio.timeout(10), watching(keeper):
+            await keeper.settled.wait()
+        connection = ClientConnection(make_app(backend, keeper=keeper))
+        answer = await connection.post("/apply-template", {"messages": [{"role": "user", "content": "cat"}]})
+        assert answer.status == status
+        if status == 200:
+            assert answer.json()["prompt"] == "the cat"
+        await connection.end()
+    assert "start the server with --chat-template FILE" in answer.error["message"]
+    assert "has no chat template: only /v1/completions works" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("parsers", "expected"), [(ParserNames(), (None, "think")), (ParserNames("mistral", "none"), ("mistral", None))]
 )

@@ -85,6 +85,16 @@ async def test_an_encoder_alone_refuses_to_generate(embedder: FakeBackend, path:
     assert (await connection.request("GET", "/ready")).status == 200
 
 
+async def test_a_name_of_one_model_goes_before_any_name_of_another(embedder: FakeBackend) -> None:
+    llm = FakeBackend(model=model_card(model_id="llm", aliases=("*",)))
+    models = ServedModels(model_keeper(llm), embedding=model_keeper(embedder))
+    connection = ClientConnection(make_app(llm, models=models))
+    assert (await connection.post(CHAT, {**HI, "model": "whatever"})).status == 200
+    assert (await connection.post(CHAT, {**HI, "model": "bert"})).error["code"] == "model_not_capable"
+    missing = await connection.post("/v1/embeddings", {"input": "x", "model": "whatever"})
+    assert missing.error["code"] == "model_not_found"
+
+
 async def test_tokens_are_those_of_the_named_model(connection: ClientConnection) -> None:
     for name in ("llm", "bert"):
         assert (await connection.post("/tokenize", {"prompt": "x", "model": name})).status == 200

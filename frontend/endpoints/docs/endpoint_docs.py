@@ -78,6 +78,20 @@ TOKENIZE = EndpointDoc(
 )
 DETOKENIZE = EndpointDoc("Tokens", "Returns the text of tokens.", answers.DetokenizeAnswer, DetokenizeBody)
 TEMPLATE = EndpointDoc("Tokens", "Returns a chat's prompt as text.", answers.TemplateAnswer, ChatBody)
+TOKENIZER_INFO = EndpointDoc(
+    "Tokens",
+    "Returns the tokenizer's configuration with the chat template in use (vLLM's).",
+    answers.TokenizerInfo,
+    query=(("model", str, "The model; default: the one that generates."),),
+)
+INVOCATIONS = EndpointDoc(
+    "Generation",
+    "Answers any body as the endpoint for its fields does (Amazon SageMaker's).",
+    answers.ChatAnswer,
+    ChatBody,
+    answers.ChatChunk,
+    other=(CompletionBody, answers.CompletionAnswer),
+)
 MODELS = EndpointDoc("Server", "Lists the served models.", answers.ModelsAnswer)
 MODEL = EndpointDoc("Server", "Describes a served model.", answers.ModelAnswer, can_be_missing=True)
 VERSION = EndpointDoc("Server", "Returns this server's version.", answers.VersionAnswer)

@@ -28,7 +28,8 @@ def tcp_socket(host: str, port: int, command: str) -> socket.socket:
     """Return a socket that listens on a TCP port. On failure exits with one line that begins with the command."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        is_every_address = address[0] == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server(address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=is_every_address)
     except socket.gaierror:
         fail(command, f'--host "{host}" is not an address of this machine; use 127.0.0.1 or 0.0.0.0')
     except OSError as error:

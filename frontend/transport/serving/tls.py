@@ -53,9 +53,9 @@ def _read(files: TlsFiles) -> ssl.SSLContext:
     """Raises TlsError."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.set_alpn_protocols(["http/1.1"])
-    for path in (files.certfile, files.keyfile):
-        if path is not None:
-            _check_readable(path)
+    _check_readable(files.certfile, "certificate")
+    if files.keyfile is not None:
+        _check_readable(files.keyfile, "private key")
     password = (files.password or "").encode()
     if len(password) > _MAX_PASSWORD_BYTES:
         raise TlsError(f"the password of the key has {len(password)} bytes; the limit is {_MAX_PASSWORD_BYTES}")
@@ -69,12 +69,12 @@ def _read(files: TlsFiles) -> ssl.SSLContext:
     return context
 
 
-def _check_readable(path: str) -> None:
+def _check_readable(path: str, purpose: str) -> None:
     try:
         with open(path, "rb"):
             return
     except OSError as error:
-        raise TlsError(f"{path}: {error.strerror}") from None
+        raise TlsError(f"{path}: {error.strerror}; give a file in PEM with the {purpose}") from None
 
 
 def _explain(error: ssl.SSLError, files: TlsFiles) -> str:

@@ -30,7 +30,9 @@ def refusal(model_dir: Path) -> str:
 def test_directory_without_weights_is_refused(tmp_path: Path) -> None:
     model_dir = make_checkpoint("llama2", tmp_path)
     (model_dir / "model.safetensors").unlink()
-    assert f"{model_dir} has neither model.safetensors nor {INDEX}" in refusal(model_dir)
+    assert refusal(model_dir).startswith(f"{model_dir} has neither model.safetensors nor {INDEX}: it has no weights")
+    (model_dir / "pytorch_model.bin").touch()
+    assert "it has pytorch_model.bin, and only safetensors are loaded" in refusal(model_dir)
 
 
 def test_missing_shard_is_refused_by_name(tmp_path: Path) -> None:

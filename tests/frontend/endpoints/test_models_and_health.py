@@ -11,6 +11,7 @@ from tests.frontend.harness import (
     ClientConnection,
     FakeBackend,
     make_app,
+    model_card,
 )
 
 CHAT = "/v1/chat/completions"
@@ -30,6 +31,27 @@ async def test_models_are_listed_and_described(connection: ClientConnection) -> 
     assert (await connection.request("GET", "/v1/models/test%252Fmodel")).status == 404
     missing = await connection.request("GET", "/v1/models/other")
     assert (missing.status, missing.error["code"]) == (404, "model_not_found")
+
+
+async def test_aliases_are_listed_and_answered_by_the_model() -> None:
+    connection = ClientConnection(make_app(FakeBackend(model=model_card(model_id="m", aliases=("gpt-4o", "sonnet")))))
+    listed = (await connection.request("GET", "/v1/models")).json()["data"]
+    assert [(model["id"], model["root"]) for model in listed] == [("m", "m"), ("gpt-4o", "m"), ("sonnet", "m")]
+    assert (await connection.request("GET", "/v1/models/sonnet")).json()["id"] == "sonnet"
+    for name in ("m", "gpt-4o", "sonnet"):
+        assert (await connection.post(CHAT, {**HI, "model": name})).json()["model"] == "m"
+    refused = await connection.post(CHAT, {**HI, "model": "*"})
+    assert refused.status == 404
+    assert 'this server has "m", "gpt-4o", "sonnet"' in refused.error["message"]
+    await connection.end()
+
+
+async def test_star_takes_any_name_but_is_not_listed() -> None:
+    connection = ClientConnection(make_app(FakeBackend(model=model_card(model_id="m", aliases=("*",)))))
+    assert [model["id"] for model in (await connection.request("GET", "/v1/models")).json()["data"]] == ["m"]
+    for path, body in ((CHAT, HI), ("/v1/messages", {**HI, "max_tokens": 5}), ("/tokenize", {"prompt": "x"})):
+        assert (await connection.post(path, {**body, "model": "claude-sonnet-4"})).status == 200
+    await connection.end()
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.frontend.harness import TOKENIZER, VOCAB_SIZE, ClientConnection, FakeBackend, token_ids
+from penstock.frontend.text.tokenizer import ModelTokenizer
+from tests.frontend.harness import (
+    TOKENIZER,
+    VOCAB_SIZE,
+    ClientConnection,
+    FakeBackend,
+    make_app,
+    model_card,
+    model_keeper,
+    save_model_files,
+    served_model,
+    token_ids,
+)
 
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 RENDERED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -119,3 +134,31 @@ async def test_large_answer_is_sent_in_pieces(connection: ClientConnection, monk
     assert response.json()["content"] == "the cat sat on the mat, " * 30_000
     assert int(response.headers["content-length"]) == len(response.body) > 1_000_000
     assert max(sizes) <= 256 << 10
+
+
+async def test_tokenizer_info_has_the_special_tokens_and_the_template_in_use(tmp_path: Path) -> None:
+    save_model_files(tmp_path)
+    own = {
+        "tokenizer_class": "LlamaTokenizerFast",
+        "bos_token": {"content": "<s>", "lstrip": False},
+        "eos_token": "</s>",
+        "pad_token": None,
+        "name_or_path": "/home/somebody/model",
+        "chat_template": "{{ replaced }}",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    backend = FakeBackend(model=model_card())
+    tokenizer = ModelTokenizer.load(tmp_path)
+    served = dataclasses.replace(served_model(model_card(), backend), tokenizer=tokenizer)
+    connection = ClientConnection(make_app(backend, keeper=model_keeper(backend, served)))
+    info = (await connection.request("GET", "/tokenizer_info")).json()
+    assert tokenizer.chat_template is not None
+    assert info == {
+        "tokenizer_class": "LlamaTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": tokenizer.chat_template.source,
+    }
+    assert (await connection.request("GET", "/tokenizer_info?model=test/model")).json() == info
+    assert (await connection.request("GET", "/tokenizer_info?model=other")).status == 404
+    await connection.end()

@@ -1,0 +1,20 @@
+"""Checks a model's tokenizer and chat template before its weights are loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def why_unusable(model_dir: Path, template_file: Path | None) -> str | None:
+    """Return why a frontend could not serve the model in a directory; None if it could."""
+    # Imported here: a hub model's files are not here yet, and then the import would be for nothing.
+    from penstock.frontend.text.tokenizer import ModelTokenizer
+
+    try:
+        ModelTokenizer.load(model_dir, template_file)
+    except Exception as error:  # noqa: BLE001 - the tokenizer library raises plain Exception for a bad file
+        return f"the tokenizer of the model {model_dir} cannot be used: {' '.join(str(error).split())}"
+    return None
