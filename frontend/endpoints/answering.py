@@ -43,6 +43,8 @@ class AnswerStyle:
     settle: Settle | None = None
     begun: tuple[str, int] | None = None
     """The id of an answer that another worker has begun, and when that was, in seconds since 1970."""
+    farewell: bytes = b""
+    """Ends a stream, after the format's last event."""
     by_token: bool = False
     """Whether each token is a piece of its own, however many arrive together: then a repetition has the same events."""
 
@@ -78,6 +80,7 @@ async def answer_prompts(exchange: Exchange, request: PreparedRequest, served: S
     answer = style.make_format(identity, usage, _stream_usage_options(body))
     try:
         choices = await submit(request, policy, served, exchange.claim)
+        log_entry.max_tokens = max(choice.prompt.max_tokens for choice in choices)
         runner = ChoiceRunner(exchange, choices, usage, log_entry, backend, by_token=style.by_token)
         if body.return_timings or body.timings_per_token:
             usage.timings = lambda: runner.timings().as_dict()
@@ -86,7 +89,7 @@ async def answer_prompts(exchange: Exchange, request: PreparedRequest, served: S
             await answer_whole(
                 exchange, runner, answer, style.settle, num_best=(body.n or 1) if body.ranks_candidates else None
             )
-        elif (error := await answer_stream(exchange, runner, answer, style.settle)) is not None:
+        elif (error := await answer_stream(exchange, runner, answer, style.settle, style.farewell)) is not None:
             log_entry.finish_reason = finish_reason_of(error)
     except BaseException as error:
         log_entry.finish_reason = finish_reason_of(error)

@@ -44,4 +44,4 @@ def renamed(names: Sequence[tuple[re.Pattern[str], str]]) -> Iterator[None]:
         if shown == param:
             raise
         message = re.sub(rf"(?<!\w){re.escape(param)}(?!\w)", lambda _: shown, error.message)
-        raise ApiError(error.kind, message, param=shown, headers=error.headers) from None
+        raise ApiError(error.kind, message, param=shown, headers=error.headers, numbers=error.numbers) from None

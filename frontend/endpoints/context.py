@@ -80,6 +80,13 @@ class EndpointContext:
             decoded = await run_sized(len(data), decode, data)
         return decoded, await self.model_soon(exchange, task, model_of(decoded)), len(data)
 
+    def report_left_out(self, exchange: Exchange, tools: list[tuple[str, str]]) -> None:
+        """Report tools that are not offered to the model, by path and type, in the log and in the answer's header."""
+        if tools:
+            self.ignored_fields.log_left_out([kind for _, kind in tools], exchange.key_name)
+            value = ", ".join(path for path, _ in tools).encode()
+            exchange.more_headers = (*exchange.more_headers, (IGNORED_HEADER, value))
+
     async def read_ahead(self, exchange: Exchange) -> bytes:
         """Read the body for a look at it; the endpoint that answers then receives it as usual. Raises ApiError,
         ClientGoneError."""

@@ -67,6 +67,10 @@ class Format(Protocol):
 
     def closing(self, index: int, finish_reason: str, stopped_by: str | int | None) -> bytes: ...
 
+    def last(self, index: int, delta: Delta, finish_reason: str, stopped_by: str | int | None) -> bytes:
+        """Write the final piece of a choice and close it, in one event if the API has such."""
+        return self.delta(index, delta) + self.closing(index, finish_reason, stopped_by)
+
     def end(self) -> bytes:
         """End the stream, after all choices are closed."""
         ...

@@ -40,9 +40,17 @@ class ChatFormat:
             return chunk[:-3] + b',"prompt_token_ids":' + encode(prompt_token_ids) + chunk[-3:]
         return chunk
 
+    def last(self, index: int, delta: Delta, finish_reason: str, stopped_by: str | int | None) -> bytes:
+        if delta.reasoning or delta.tool_calls:
+            return self.delta(index, delta) + self.closing(index, finish_reason, stopped_by)
+        return self._piece(index, delta, _stop_reason(stopped_by), encode(finish_reason))
+
     def delta(self, index: int, delta: Delta) -> bytes:
         if delta.text and not (delta.reasoning or delta.tool_calls or delta.logprobs or delta.token_ids):
             return b"".join((self._text_head(index), encode(delta.text), _TEXT_TAIL, self._chunks.after))
+        return self._piece(index, delta)
+
+    def _piece(self, index: int, delta: Delta, more: bytes = b"", finish_reason: bytes = b"null") -> bytes:
         changes: dict[str, Any] = {}
         if delta.reasoning:
             changes["reasoning_content"] = delta.reasoning
@@ -52,10 +60,12 @@ class ChatFormat:
         if first is not None:
             changes["tool_calls"] = [_tool_call(first)]
         logprobs = encode(chat_logprobs(delta.logprobs)) if delta.logprobs else b"null"
-        more = b',"token_ids":' + encode(delta.token_ids) if delta.token_ids else b""
+        if delta.token_ids:
+            more = b',"token_ids":' + encode(delta.token_ids) + more
         # One tool call per chunk: clients ignore the others.
         chunks = [encode({"tool_calls": [_tool_call(piece)]}) for piece in others if piece is not None]
-        return self._chunk(index, encode(changes), logprobs, more) + b"".join(self._chunk(index, c) for c in chunks)
+        chunk = self._chunk(index, encode(changes), logprobs, more, finish_reason)
+        return chunk + b"".join(self._chunk(index, c) for c in chunks)
 
     def _text_head(self, index: int) -> bytes:
         head = self._text_heads.get(index)
@@ -64,8 +74,7 @@ class ChatFormat:
         return head
 
     def closing(self, index: int, finish_reason: str, stopped_by: str | int | None) -> bytes:
-        more = b"" if stopped_by is None else b',"stop_reason":' + encode(stopped_by)
-        return self._chunk(index, b"{}", more=more, finish_reason=encode(finish_reason))
+        return self._chunk(index, b"{}", more=_stop_reason(stopped_by), finish_reason=encode(finish_reason))
 
     def end(self) -> bytes:
         return self._chunks.end()
@@ -95,6 +104,10 @@ class ChatFormat:
             finish_reason,
         )
         return self._chunks.before + choice + self._chunks.after
+
+
+def _stop_reason(stopped_by: str | int | None) -> bytes:
+    return b"" if stopped_by is None else b',"stop_reason":' + encode(stopped_by)
 
 
 def _tool_call(piece: ToolCallDelta) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage, encode
 from penstock.frontend.formats.logprobs import legacy_logprobs, prompt_logprobs
 from penstock.frontend.formats.openai_chunks import OpenAIChunks, error_event, object_fields, usage_fields
+from penstock.frontend.parsing.deltas import Delta
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.frontend.parsing.choice_output import ChoiceOutput
-    from penstock.frontend.parsing.deltas import Delta
     from penstock.frontend.transport.errors import ApiError
 
 
@@ -37,13 +37,20 @@ class CompletionFormat:
         return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        logprobs = encode(legacy_logprobs(delta.logprobs)) if delta.logprobs else b"null"
-        more = b',"token_ids":' + encode(delta.token_ids) if delta.token_ids else b""
-        return self._chunk(index, encode(delta.text), logprobs, more)
+        return self._piece(index, delta)
+
+    def last(self, index: int, delta: Delta, finish_reason: str, stopped_by: str | int | None) -> bytes:
+        more = b"" if stopped_by is None else b',"stop_reason":' + encode(stopped_by)
+        return self._piece(index, delta, more, encode(finish_reason))
 
     def closing(self, index: int, finish_reason: str, stopped_by: str | int | None) -> bytes:
-        more = b"" if stopped_by is None else b',"stop_reason":' + encode(stopped_by)
-        return self._chunk(index, b'""', more=more, finish_reason=encode(finish_reason))
+        return self.last(index, Delta(), finish_reason, stopped_by)
+
+    def _piece(self, index: int, delta: Delta, more: bytes = b"", finish_reason: bytes = b"null") -> bytes:
+        logprobs = encode(legacy_logprobs(delta.logprobs)) if delta.logprobs else b"null"
+        if delta.token_ids:
+            more = b',"token_ids":' + encode(delta.token_ids) + more
+        return self._chunk(index, encode(delta.text), logprobs, more, finish_reason)
 
     def end(self) -> bytes:
         return self._chunks.end()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.frontend.formats.base import encode
+from penstock.frontend.formats.base import Format, encode
 from penstock.frontend.parsing.blocks import BlockKind, OutputBlock, OutputBlocks
 from penstock.frontend.transport.errors import anthropic_error
 
@@ -27,7 +27,7 @@ _DELTAS = {
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
-class MessagesFormat:
+class MessagesFormat(Format):
     """See `Format`. A message has one choice."""
 
     def __init__(self, identity: Identity, usage: Usage, request_id: str) -> None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Raw
 
-from penstock.frontend.formats.base import encode
+from penstock.frontend.formats.base import Format, encode
 from penstock.frontend.formats.logprobs import chat_entries
+from penstock.frontend.formats.response_calls import CalledTool, custom_input
 from penstock.frontend.parsing.blocks import BlockKind, OutputBlock, OutputBlocks
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _NO_ENTRIES = chat_entries(())
 _PART_TYPES = {BlockKind.REASONING: "reasoning_text", BlockKind.TEXT: "output_text"}
 
 
-class ResponsesFormat:
+class ResponsesFormat(Format):
     """See `Format`. A response has one choice."""
 
     def __init__(
@@ -34,8 +35,10 @@ class ResponsesFormat:
         usage: Usage,
         settings: Mapping[str, Any],
         on_end: Callable[[ResponsesFormat], None],
+        called_tools: Mapping[str, CalledTool] | None = None,
     ) -> None:
-        """settings are the object's fields that are known in advance. on_end is called when the answer is final."""
+        """settings are the object's fields that are known in advance. on_end is called when the answer is final.
+        called_tools are the tools that are no plain functions, by the name that the model knows."""
         self.response_id = identity.response_id
         self.status = "queued"
         self.num_events = 0
@@ -46,6 +49,7 @@ class ResponsesFormat:
         self._model = identity.model
         self._usage = usage
         self._on_end = on_end
+        self._called_tools = called_tools or {}
         self._blocks = OutputBlocks(self)
         self._cut_block: OutputBlock | None = None
         """The block in which the answer broke off."""
@@ -148,7 +152,8 @@ class ResponsesFormat:
         events = self._event("response.output_item.added", output_index=block.index, item=item)
         location = self._location(block)
         if block.kind is BlockKind.CALL:
-            self._delta_head = self._head("response.function_call_arguments.delta", location)
+            if not self._called(block).is_custom:
+                self._delta_head = self._head("response.function_call_arguments.delta", location)
             return events
         location["content_index"] = 0
         part = _part(block.kind, "")
@@ -158,6 +163,8 @@ class ResponsesFormat:
         return events
 
     def grown(self, block: OutputBlock, piece: str, logprobs: tuple[ScoredToken, ...]) -> bytes:
+        if block.kind is BlockKind.CALL and self._called(block).is_custom:
+            return b""  # the input is in JSON, and known when that is complete
         number = self.num_events
         self.num_events += 1
         if block.kind is not BlockKind.TEXT:
@@ -167,7 +174,11 @@ class ResponsesFormat:
 
     def closed(self, block: OutputBlock) -> bytes:
         location, text = self._location(block), block.text
-        if block.kind is BlockKind.CALL:
+        if block.kind is BlockKind.CALL and self._called(block).is_custom:
+            name, given = "response.custom_tool_call_input", custom_input(text)
+            events = self._event(f"{name}.delta", **location, delta=given)
+            events += self._event(f"{name}.done", **location, input=given)
+        elif block.kind is BlockKind.CALL:
             events = self._event("response.function_call_arguments.done", **location, arguments=text)
         else:
             location["content_index"] = 0
@@ -184,18 +195,16 @@ class ResponsesFormat:
         item: dict[str, Any] = {"id": self._item_id(block), "type": "message", "status": self._item_status(block)}
         match block.kind:
             case BlockKind.CALL:
-                return item | {
-                    "type": "function_call",
-                    "call_id": block.call_id,
-                    "name": block.name,
-                    "arguments": block.text,
-                }
+                return item | {"call_id": block.call_id, **self._called(block).fields(block.text)}
             case BlockKind.REASONING:
                 content = [_part(block.kind, block.text)]
                 return item | {"type": "reasoning", "summary": [], "content": content}
             case BlockKind.TEXT:
                 content = [_part(block.kind, block.text, chat_entries(block.logprobs))]
                 return item | {"role": "assistant", "content": content}
+
+    def _called(self, block: OutputBlock) -> CalledTool:
+        return self._called_tools.get(block.name) or CalledTool(block.name)
 
     def _item_status(self, block: OutputBlock) -> str:
         if block is self._cut_block:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.frontend.parsing.choice_output import ChoiceOutput
@@ -59,7 +60,11 @@ async def answer_whole(
 
 
 async def answer_stream(
-    exchange: Exchange, runner: ChoiceRunner, answer_format: Format, settle: Settle | None = None
+    exchange: Exchange,
+    runner: ChoiceRunner,
+    answer_format: Format,
+    settle: Settle | None = None,
+    farewell: bytes = b"",
 ) -> ApiError | None:
     """Answer with a stream of events. Return the error that ended it, if any: then it is the last event.
 
@@ -75,12 +80,16 @@ async def answer_stream(
         if choice.index not in opened:
             opened.add(choice.index)
             event = answer_format.opening(choice.index, choice.reported_prompt)
-        if len(delta.logprobs) > _INLINE_LOGPROBS:
-            event += await asyncio.to_thread(answer_format.delta, choice.index, delta)
+        if choice.finish_reason is None:
+            format_it = partial(answer_format.delta, choice.index, delta)
         elif delta:
-            event += answer_format.delta(choice.index, delta)
-        if choice.finish_reason is not None:
-            event += answer_format.closing(choice.index, choice.finish_reason, choice.stopped_by)
+            format_it = partial(answer_format.last, choice.index, delta, choice.finish_reason, choice.stopped_by)
+        else:
+            format_it = partial(answer_format.closing, choice.index, choice.finish_reason, choice.stopped_by)
+        if len(delta.logprobs) > _INLINE_LOGPROBS:
+            event += await asyncio.to_thread(format_it)
+        elif delta or choice.finish_reason is not None:
+            event += format_it()
         if event:
             await send(event)
 
@@ -94,7 +103,7 @@ async def answer_stream(
     last = answer_format.end() if failure is None else answer_format.failure(failure)
     if settle is not None:
         await settle(last)
-    await events.end(last)
+    await events.end(last + farewell)
     return failure
 
 

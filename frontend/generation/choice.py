@@ -27,6 +27,8 @@ class ChoicePrompt:
     token_ids: Sequence[int]
     text: str | None = None
     """The text that is echoed; None decodes the token ids."""
+    max_tokens: int = 0
+    """The limit of its answers."""
 
 
 class Choice:

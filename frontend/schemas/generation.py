@@ -19,6 +19,10 @@ MAX_PROMPT_LOGPROB_CELLS = 1 << 19
 MAX_STOP_STRINGS = 16
 """OpenAI allows 4; code editors send a dozen."""
 
+MAX_BIASES = 300
+"""The same limit as in `penstock.shm.messages.Sampling`."""
+BiasedText = Annotated[str, Meta(min_length=1, max_length=256)]
+Bias = Annotated[float, Meta(ge=-100.0, le=100.0)] | Literal[False]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 TypeName = Annotated[str, Meta(max_length=64)]
 ShortText = Annotated[str, Meta(max_length=512)]
@@ -94,9 +98,12 @@ class GenerationBody(SchedulingBody, kw_only=True):
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
-    logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=300)] | None = (
-        None
-    )
+    logit_bias: (
+        Annotated[dict[BiasedText, Bias], Meta(max_length=MAX_BIASES)]
+        | Annotated[list[tuple[TokenId | BiasedText, Bias]], Meta(max_length=MAX_BIASES)]
+        | None
+    ) = None
+    """By token id or, as llama.cpp has it, by text; false there forbids the token."""
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=4096)] | None = None
     bad_words: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=64)] | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
@@ -118,6 +125,14 @@ class GenerationBody(SchedulingBody, kw_only=True):
         None
     )
     guided_grammar: str | None = None
+    regex: str | None = None
+    """SGLang's."""
+    ebnf: str | None = None
+    """SGLang's."""
+    grammar: str | None = None
+    """llama.cpp's, in GBNF."""
+    json_schema: dict[str, Any] | str | None = None
+    """llama.cpp's and SGLang's."""
 
     # Accepted without effect: nothing is stored, and there is one tier.
     user: ShortText | None = None
@@ -131,16 +146,12 @@ class GenerationBody(SchedulingBody, kw_only=True):
     # Not supported: refused unless the value asks for nothing.
     dry_multiplier: Raw = ABSENT
     dynatemp_range: Raw = ABSENT
-    ebnf: Raw = ABSENT
-    grammar: Raw = ABSENT
     guided_whitespace_pattern: Raw = ABSENT
-    json_schema: Raw = ABSENT
     logprob_token_ids: Raw = ABSENT
     lora: Raw = ABSENT
     lora_path: Raw = ABSENT
     mirostat: Raw = ABSENT
     prompt_embeds: Raw = ABSENT
-    regex: Raw = ABSENT
     repetition_detection: Raw = ABSENT
     return_tokens_as_token_ids: Raw = ABSENT
     stop_regex: Raw = ABSENT

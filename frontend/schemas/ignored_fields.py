@@ -62,20 +62,27 @@ class IgnoredFields:
             self._log(field, key_name)
         return _header_value(reported) if reported else None
 
+    def log_left_out(self, kinds: list[str], key_name: str | None) -> None:
+        """Write one log line for each key and type of tool that is not offered to the model."""
+        for kind in dict.fromkeys(kinds):
+            self._log_once(f"tool of type {kind}", "this server does not carry it out", key_name)
+
     def _log(self, field: UnknownField, key_name: str | None) -> None:
-        """The logged fields of each key are bounded, so the log is too: names are up to the client."""
-        path = _INDEX.sub("[]", field.path)
+        self._log_once(f"field {_INDEX.sub('[]', field.path)}", f"unknown{_suggestion(field)}", key_name)
+
+    def _log_once(self, what: str, why: str, key_name: str | None) -> None:
+        """What is logged of each key is bounded, so the log is too: names are up to the client."""
         if key_name not in self._logged and len(self._logged) >= _MAX_KEYS:
             return
         logged = self._logged.setdefault(key_name, set())
-        if path in logged or len(logged) > _MAX_LOGGED:
+        if what in logged or len(logged) > _MAX_LOGGED:
             return
-        logged.add(path)
+        logged.add(what)
         sender = "a client" if key_name is None else f"key {key_name}"
         if len(logged) > _MAX_LOGGED:
             logger.info("%d fields sent by %s were ignored; further ones are not logged", _MAX_LOGGED, sender)
             return
-        logger.info("ignored field %s, sent by %s: unknown%s", path, sender, _suggestion(field))
+        logger.info("ignored %s, sent by %s: %s", what, sender, why)
 
 
 def _suggestion(field: UnknownField) -> str:

@@ -10,6 +10,13 @@ from msgspec import Meta, Raw, Struct
 from penstock.frontend.schemas.chat import FunctionName
 from penstock.frontend.schemas.decoding import decode_body
 from penstock.frontend.schemas.generation import ABSENT, GenerationBody, ShortText, TypeName
+from penstock.frontend.schemas.response_tools import (
+    MAX_TOOLS,
+    NamedToolChoice,
+    ResponseTool,
+    check_tools,
+    required,
+)
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
 from penstock.shm.messages import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
 
@@ -44,32 +51,15 @@ class ResponseItem(Struct, frozen=True):
     content: str | Parts | None = None
     call_id: ShortText | None = None
     name: FunctionName | None = None
+    namespace: FunctionName | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | Parts | None = None
     summary: Parts | None = None
 
     @property
     def kind(self) -> str:
         return self.type or "message"
-
-
-class FunctionTool(Struct, frozen=True):
-    """A tool. Only type "function" is supported, and requires a name."""
-
-    type: TypeName
-    name: FunctionName | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class NamedToolChoice(Struct, frozen=True):
-    """{"type": "function", "name": …} or {"type": "allowed_tools", "mode": …, "tools": […]}."""
-
-    type: TypeName
-    name: FunctionName | None = None
-    mode: Literal["auto", "required"] | None = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
 
 
 class TextFormat(Struct, frozen=True):
@@ -98,7 +88,7 @@ class ResponsesBody(GenerationBody, kw_only=True):
     instructions: str | None = None
     previous_response_id: ShortText | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)] | None = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -176,38 +166,11 @@ def _check(body: ResponsesBody) -> None:
     form = None if body.text is None else body.text.format
     if form is not None and form.type == "json_schema" and form.schema is None:
         raise ApiError(ErrorKind.MISSING_FIELD, "text.format.schema: required", param="text.format.schema")
-    _check_tools(body)
+    check_tools(body)
 
 
 def _shown(value: object) -> str:
     return shorten(value) if isinstance(value, int | bool) else "an object"
-
-
-def _check_tools(body: ResponsesBody) -> None:
-    for position, tool in enumerate(body.tools or ()):
-        _check_function(f"tools[{position}]", tool)
-    choice = body.tool_choice
-    if not isinstance(choice, NamedToolChoice):
-        return
-    if choice.type not in ("function", "allowed_tools"):
-        invalid("tool_choice.type", f'must be "function" or "allowed_tools", got {shorten(choice.type)}')
-    if choice.type == "function":
-        _required("tool_choice.name", choice.name)
-        return
-    _required("tool_choice.mode", choice.mode)
-    _required("tool_choice.tools", choice.tools)
-    known = {tool.name for tool in body.tools or ()}
-    for position, tool in enumerate(choice.tools or ()):
-        _check_function(f"tool_choice.tools[{position}]", tool)
-        if tool.name not in known:
-            invalid(f"tool_choice.tools[{position}].name", f"{shorten(tool.name)} is not among tools")
-
-
-def _check_function(path: str, tool: FunctionTool) -> None:
-    if tool.type != "function":
-        message = f'{path}.type: only "function" tools are supported, got {shorten(tool.type)}'
-        raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param=f"{path}.type")
-    _required(f"{path}.name", tool.name)
 
 
 def check_items(items: list[ResponseItem]) -> None:
@@ -216,22 +179,26 @@ def check_items(items: list[ResponseItem]) -> None:
         path = f"input[{position}]"
         match item.kind:
             case "message":
-                _required(f"{path}.role", item.role)
-                _required(f"{path}.content", item.content)
+                required(f"{path}.role", item.role)
+                required(f"{path}.content", item.content)
                 _check_parts(f"{path}.content", item.content)
             case "function_call":
-                _required(f"{path}.call_id", item.call_id)
-                _required(f"{path}.name", item.name)
-                _required(f"{path}.arguments", item.arguments)
-            case "function_call_output":
-                _required(f"{path}.call_id", item.call_id)
-                _required(f"{path}.output", item.output)
+                required(f"{path}.call_id", item.call_id)
+                required(f"{path}.name", item.name)
+                required(f"{path}.arguments", item.arguments)
+            case "custom_tool_call":
+                required(f"{path}.call_id", item.call_id)
+                required(f"{path}.name", item.name)
+                required(f"{path}.input", item.input)
+            case "function_call_output" | "custom_tool_call_output":
+                required(f"{path}.call_id", item.call_id)
+                required(f"{path}.output", item.output)
                 _check_parts(f"{path}.output", item.output)
             case "reasoning":
                 _check_parts(f"{path}.content", item.content)
                 _check_parts(f"{path}.summary", item.summary)
             case "item_reference":
-                _required(f"{path}.id", item.id)
+                required(f"{path}.id", item.id)
             case other:
                 message = f"{path}.type: items of type {shorten(other)} are not supported by this server"
                 raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param=f"{path}.type")
@@ -244,11 +211,6 @@ def _check_parts(path: str, content: str | list[ItemPart] | None) -> None:
             message = f"{where}.type: only text parts are supported, got {shorten(part.type)}"
             raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param=f"{where}.type")
         if part.type == "refusal":
-            _required(f"{where}.refusal", part.refusal)
+            required(f"{where}.refusal", part.refusal)
         else:
-            _required(f"{where}.text", part.text)
-
-
-def _required(path: str, value: object) -> None:
-    if value is None:
-        raise ApiError(ErrorKind.MISSING_FIELD, f"{path}: required", param=path)
+            required(f"{where}.text", part.text)

@@ -31,6 +31,8 @@ class RequestLogEntry:
     finish_reason: str = "error"
     key: str | None = None
     """Name of the request's API key."""
+    max_tokens: int | None = None
+    """The limit of each answer: the request's, or the rest of the context."""
 
     def observe(self, board: FrontendBoard, ended_s: float) -> None:
         """Log the line and count the request's latencies on the board."""
@@ -53,6 +55,7 @@ class RequestLogEntry:
             "cached_tokens": self.cached_tokens,
             "coalesced": self.coalesced,
             "completion_tokens": self.completion_tokens,
+            "max_tokens": self.max_tokens,
             "ttft_ms": None if ttft_s is None else round(1000 * ttft_s, 1),
             "prompt_tps": None if ttft_s is None else _rate(self.prompt_tokens, ttft_s),
             "generation_tps": None if ttft_s is None else _rate(self.completion_tokens - 1, latency_s - ttft_s),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,15 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         headers: Sequence[tuple[bytes, bytes]] = (),
+        numbers: Mapping[str, int] | None = None,
     ) -> None:
+        """numbers are further fields of OpenAI's error object."""
         super().__init__(message)
         self.kind = kind
         self.message = message
         self.param = param
         self.headers = headers
+        self.numbers = numbers or {}
 
 
 def invalid(param: str, message: str) -> NoReturn:
@@ -134,9 +137,8 @@ class ErrorFormat:
 def error_body(error: ApiError) -> bytes:
     """Return OpenAI's error object."""
     answer = error.kind.value
-    return msgspec.json.encode(
-        {"error": {"message": error.message, "type": answer.type, "param": error.param, "code": answer.code}}
-    )
+    fields = {"message": error.message, "type": answer.type, "param": error.param, "code": answer.code}
+    return msgspec.json.encode({"error": fields | dict(error.numbers)})
 
 
 def anthropic_error(error: ApiError, request_id: str) -> tuple[int, bytes]:

@@ -17,11 +17,11 @@ REASONED_CALLS = (
 
 
 def named_events(response: Response) -> list[dict[str, Any]]:
-    """Return the events' data; each name must be the data's type."""
+    """Return the events' data; each name must be the data's type. A response's [DONE] at the end is left out."""
     assert response.status == 200, response.body
     assert response.headers["content-type"].startswith("text/event-stream")
     events = []
-    for block in response.body.decode().split("\n\n"):
+    for block in response.body.decode().removesuffix("data: [DONE]\n\n").split("\n\n"):
         if not block or block.startswith(":"):
             continue
         name, data = block.split("\n")

@@ -78,7 +78,7 @@ class Response:
     @property
     def error(self) -> dict[str, Any]:
         error = self.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
+        assert set(error) - {"n_prompt_tokens", "n_ctx"} == {"message", "type", "param", "code"}
         return error
 
     def events(self) -> list[Any]:

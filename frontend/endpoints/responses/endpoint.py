@@ -26,7 +26,9 @@ from penstock.frontend.endpoints.responses.kept_responses import KeptResponses
 from penstock.frontend.endpoints.responses.pending_response import PendingResponse
 from penstock.frontend.endpoints.responses.storage.stored_messages import decode_messages
 from penstock.frontend.endpoints.responses.truncation import fitted
+from penstock.frontend.formats.openai_chunks import DONE
 from penstock.frontend.schemas.chat import check_chat
+from penstock.frontend.schemas.response_tools import left_out_tools
 from penstock.frontend.schemas.responses import ResponsesBody, decode_responses
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, retry_later, shorten
 
@@ -86,6 +88,7 @@ class Responses:
     async def create(self, exchange: Exchange, context: EndpointContext) -> None:
         """POST /v1/responses. Raises ApiError, ClientGoneError."""
         body, served, num_sent_bytes = await context.receive_body(exchange, decode_responses)
+        context.report_left_out(exchange, left_out_tools(body))
         if body.background and body.seed is None:  # so that a run in another worker draws the same tokens
             body.seed = secrets.randbits(63)
         previous = await self._previous(exchange.tenant, body)
@@ -97,9 +100,8 @@ class Responses:
                     chat = await fitted(chat, served)
         pending = PendingResponse(body, previous, served.card)
         if not body.background:
-            style = AnswerStyle(
-                self._kept.id_prefix, pending.make_format, partial(self._keep, exchange.tenant, pending)
-            )
+            keep = partial(self._keep, exchange.tenant, pending)
+            style = AnswerStyle(self._kept.id_prefix, pending.make_format, keep, farewell=DONE)
             with renamed(RENAMED):
                 await answer_chat(exchange, chat, served, style, num_body_bytes=num_body_bytes)
             return

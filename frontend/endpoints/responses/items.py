@@ -6,24 +6,23 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from penstock.frontend.endpoints.chat_translation import instructed, shared_fields
+from penstock.frontend.endpoints.responses.tools import chat_tools, forces_call
+from penstock.frontend.formats.response_calls import custom_arguments
 from penstock.frontend.schemas.chat import (
     ChatBody,
     ChatMessage,
-    ChatTool,
     FunctionCall,
-    FunctionDefinition,
     MessageToolCall,
-    NamedFunction,
-    NamedTool,
 )
 from penstock.frontend.schemas.generation import JsonSchemaFormat, ResponseFormat
-from penstock.frontend.schemas.responses import MAX_ITEMS, ItemPart, NamedToolChoice, ResponseItem
+from penstock.frontend.schemas.response_tools import qualified
+from penstock.frontend.schemas.responses import MAX_ITEMS, ItemPart, ResponseItem
 from penstock.frontend.transport.errors import invalid
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.frontend.schemas.responses import FunctionTool, ResponsesBody
+    from penstock.frontend.schemas.responses import ResponsesBody
 
 RENAMED = (
     (re.compile(r"^(max_completion_tokens|max_tokens)$"), "max_output_tokens"),
@@ -36,6 +35,10 @@ RENAMED = (
 """This endpoint's names for a chat request's fields."""
 
 
+_CALLS = ("function_call", "custom_tool_call")
+_RESULTS = ("function_call_output", "custom_tool_call_output")
+
+
 def as_chat(body: ResponsesBody, history: Sequence[ChatMessage]) -> ChatBody:
     """Return the same request as a chat, after the conversation that it continues. Raises ApiError."""
     messages = [*history, *to_messages(input_items(body))]
@@ -45,7 +48,7 @@ def as_chat(body: ResponsesBody, history: Sequence[ChatMessage]) -> ChatBody:
         invalid("input", "empty; at least one item is needed")
     if len(messages) > MAX_ITEMS:
         invalid("input", f"{len(messages)} messages including the conversation before; the limit is {MAX_ITEMS}")
-    tools, choice = _tools(body)
+    tools, choice = chat_tools(body)
     return ChatBody(
         **shared_fields(body),
         messages=messages,
@@ -108,10 +111,12 @@ def to_messages(items: Sequence[ResponseItem]) -> list[ChatMessage]:
                 end_turn()
             if thought := joined(item.content) or joined(item.summary):
                 turn.reasoning.append(thought)
-        elif item.kind == "function_call":
-            names[item.call_id] = item.name
-            turn.calls.append(MessageToolCall(item.call_id or "", FunctionCall(item.name or "", item.arguments or "")))
-        elif item.kind == "function_call_output":
+        elif item.kind in _CALLS:
+            name = names[item.call_id] = qualified(item.name or "", item.namespace)
+            is_custom = item.kind == "custom_tool_call"
+            arguments = custom_arguments(item.input or "") if is_custom else item.arguments or ""
+            turn.calls.append(MessageToolCall(item.call_id or "", FunctionCall(name, arguments)))
+        elif item.kind in _RESULTS:
             end_turn()
             messages.append(
                 ChatMessage("tool", joined(item.output), name=names.get(item.call_id), tool_call_id=item.call_id)
@@ -147,7 +152,9 @@ def listed(item: ResponseItem, item_id: str) -> dict[str, Any]:
             return common | {"role": item.role, "content": content}
         case "function_call":
             return common | {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
-        case "function_call_output":
+        case "custom_tool_call":
+            return common | {"call_id": item.call_id, "name": item.name, "input": item.input}
+        case "function_call_output" | "custom_tool_call_output":
             return common | {"call_id": item.call_id, "output": joined(item.output)}
         case _:
             summary = [{"type": "summary_text", "text": part.text_or_refusal} for part in item.summary or ()]
@@ -157,26 +164,7 @@ def listed(item: ResponseItem, item_id: str) -> dict[str, Any]:
 
 def _response_format(body: ResponsesBody) -> ResponseFormat | None:
     form = None if body.text is None else body.text.format
-    if form is None:
+    if form is None or forces_call(body):  # a call has no text
         return None
     schema = JsonSchemaFormat(form.name, form.description, form.schema, form.strict)
     return ResponseFormat(form.type, schema if form.type == "json_schema" else None)
-
-
-def _tools(body: ResponsesBody) -> tuple[list[ChatTool] | None, Any]:
-    """Return the tools that may be called, and the choice among them."""
-    choice = body.tool_choice
-    if not isinstance(choice, NamedToolChoice):
-        return _as_tools(body.tools), choice
-    if choice.type == "function":
-        return _as_tools(body.tools), NamedTool(NamedFunction(choice.name or ""))
-    allowed = {tool.name for tool in choice.tools or ()}
-    return _as_tools([tool for tool in body.tools or () if tool.name in allowed]), choice.mode
-
-
-def _as_tools(tools: list[FunctionTool] | None) -> list[ChatTool] | None:
-    if not tools:
-        return None
-    return [
-        ChatTool(FunctionDefinition(tool.name or "", tool.description, tool.parameters, tool.strict)) for tool in tools
-    ]

@@ -9,15 +9,17 @@ import msgspec
 from penstock.frontend.endpoints.responses.items import input_items, to_messages
 from penstock.frontend.endpoints.responses.storage.store import StoredResponse
 from penstock.frontend.endpoints.responses.storage.stored_messages import NO_MESSAGES, add_messages
+from penstock.frontend.endpoints.responses.tools import called_tools
 from penstock.frontend.formats.responses import ResponsesFormat
 from penstock.frontend.parsing.blocks import BlockKind
 from penstock.frontend.schemas.chat import ChatMessage, FunctionCall, MessageToolCall
-from penstock.frontend.schemas.responses import NamedToolChoice
+from penstock.frontend.schemas.response_tools import NamedToolChoice
 
 if TYPE_CHECKING:
     from msgspec import Struct
 
     from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
+    from penstock.frontend.schemas.response_tools import ResponseTool
     from penstock.frontend.schemas.responses import ResponseItem, ResponsesBody
     from penstock.shm.messages import ModelCard
 
@@ -47,7 +49,7 @@ class PendingResponse:
         self._settings = _settings(body, card)
 
     def make_format(self, identity: Identity, usage: Usage, streamed_usage: StreamUsageOptions) -> ResponsesFormat:  # noqa: ARG002 - a response's last event always has the usage
-        self.format = ResponsesFormat(identity, usage, self._settings, self._take)
+        self.format = ResponsesFormat(identity, usage, self._settings, self._take, called_tools(self._body))
         return self.format
 
     def encode_input(self) -> int:
@@ -106,6 +108,8 @@ def _settings(body: ResponsesBody, card: ModelCard) -> dict[str, Any]:
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
+        "frequency_penalty": _penalty(body.frequency_penalty, default.frequency_penalty),
+        "presence_penalty": _penalty(body.presence_penalty, default.presence_penalty),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
@@ -116,12 +120,24 @@ def _settings(body: ResponsesBody, card: ModelCard) -> dict[str, Any]:
         "temperature": default.temperature if body.temperature is None else body.temperature,
         "text": {"format": {"type": "text"} if form is None else _without_null(form)},
         "tool_choice": _choice(body),
-        "tools": [_without_null(tool) for tool in body.tools or ()],
+        "tools": [_tool(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": default.top_p if body.top_p is None else body.top_p,
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }
+
+
+def _penalty(requested: float | None, default: float) -> float:
+    return default if requested is None else requested
+
+
+def _tool(tool: ResponseTool) -> dict[str, Any]:
+    """Return a tool as the API describes it. A function has all fields, even if the request has not."""
+    if tool.type != "function":
+        return _without_null(tool)
+    fields: dict[str, Any] = msgspec.to_builtins(tool)
+    return {name: fields[name] for name in ("type", "name", "description", "parameters", "strict")}
 
 
 def _choice(body: ResponsesBody) -> str | dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from penstock.frontend.generation.answer_rules.gbnf import is_gbnf, to_lark
 from penstock.frontend.schemas.chat import MAX_SCHEMA_DEPTH, is_shallow
 from penstock.frontend.transport.errors import invalid
 from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS, Grammar
@@ -50,7 +51,11 @@ def _grammars(body: GenerationBody) -> dict[str, Grammar | None]:
         "guided_json": _schema_grammar("guided_json", body.guided_json),
         "guided_regex": None if body.guided_regex is None else Grammar("regex", body.guided_regex),
         "guided_choice": None if body.guided_choice is None else choice_grammar(body.guided_choice),
-        "guided_grammar": None if body.guided_grammar is None else Grammar("lark", body.guided_grammar),
+        "guided_grammar": _lark_or_gbnf("guided_grammar", body.guided_grammar),
+        "regex": None if not body.regex else Grammar("regex", body.regex),
+        "ebnf": _gbnf("ebnf", body.ebnf),
+        "grammar": _gbnf("grammar", body.grammar),
+        "json_schema": _schema_grammar("json_schema", body.json_schema or None),
         **_structured_outputs_grammars(body),
     }
 
@@ -79,9 +84,23 @@ def _structured_outputs_grammars(body: GenerationBody) -> dict[str, Grammar | No
         f"{path}.json": _schema_grammar(f"{path}.json", outputs.json),
         f"{path}.regex": None if outputs.regex is None else Grammar("regex", outputs.regex),
         f"{path}.choice": None if outputs.choice is None else choice_grammar(outputs.choice),
-        f"{path}.grammar": None if outputs.grammar is None else Grammar("lark", outputs.grammar),
+        f"{path}.grammar": _lark_or_gbnf(f"{path}.grammar", outputs.grammar),
         f"{path}.json_object": _ANY_OBJECT if outputs.json_object else None,
     }
+
+
+def _lark_or_gbnf(field: str, text: str | None) -> Grammar | None:
+    """vLLM takes both."""
+    if text is None or is_gbnf(text):
+        return _gbnf(field, text)
+    return Grammar("lark", text)
+
+
+def _gbnf(field: str, text: str | None) -> Grammar | None:
+    if not text:  # clients of llama.cpp send an empty one for none
+        return None
+    _check_length(field, text)
+    return Grammar("lark", to_lark(field, text))
 
 
 def _schema_grammar(field: str, schema: dict[str, Any] | str | None) -> Grammar | None:

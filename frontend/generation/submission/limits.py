@@ -28,6 +28,7 @@ def read_max_tokens(body: AnsweredBody, prompts: list[list[int]], card: ModelCar
 
 def _max_tokens(body: AnsweredBody, num_prompt_tokens: int, max_context_tokens: int) -> int:
     prompt_field = body.prompt_field
+    numbers = {"n_prompt_tokens": num_prompt_tokens, "n_ctx": max_context_tokens}  # llama.cpp's names
     if not num_prompt_tokens:
         invalid(prompt_field, "no tokens; this model needs at least one")
     if num_prompt_tokens >= max_context_tokens:
@@ -35,7 +36,7 @@ def _max_tokens(body: AnsweredBody, num_prompt_tokens: int, max_context_tokens: 
             f"{prompt_field}: {num_prompt_tokens} tokens, but the context of this model is {max_context_tokens} tokens "
             f"and must leave room for an answer"
         )
-        raise ApiError(ErrorKind.CONTEXT_TOO_LONG, message, param=prompt_field)
+        raise ApiError(ErrorKind.CONTEXT_TOO_LONG, message, param=prompt_field, numbers=numbers)
     field, requested = body.requested_max_tokens
     if requested is None:
         return max_context_tokens - num_prompt_tokens
@@ -44,7 +45,7 @@ def _max_tokens(body: AnsweredBody, num_prompt_tokens: int, max_context_tokens: 
             f"{field}: {requested} tokens after a prompt of {num_prompt_tokens} make {num_prompt_tokens + requested}, "
             f"but the context of this model is {max_context_tokens} tokens"
         )
-        raise ApiError(ErrorKind.CONTEXT_TOO_LONG, message, param=field)
+        raise ApiError(ErrorKind.CONTEXT_TOO_LONG, message, param=field, numbers=numbers)
     return requested
 
 

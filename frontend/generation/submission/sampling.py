@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from penstock.frontend.schemas.generation import MAX_BIASES
 from penstock.frontend.transport.errors import invalid
 from penstock.shm.messages import Sampling
 
 if TYPE_CHECKING:
+    from penstock.frontend.generation.served_model import ServedModel
     from penstock.frontend.schemas.decoding import AnsweredBody
     from penstock.shm.messages import ModelCard
 
+_NUMBER = re.compile(r"-?\d+", re.ASCII)
+_FORBIDDEN = -100.0
 _MASK_63 = (1 << 63) - 1
 _MASK_64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -21,16 +26,34 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _Number = TypeVar("_Number", int, float)
 
 
-def read_sampling(body: AnsweredBody, card: ModelCard) -> Sampling:
-    """Return the sampling parameters. Raises ApiError.
+async def read_logit_bias(body: AnsweredBody, served: ServedModel) -> tuple[tuple[int, float], ...]:
+    """Return the bias of each token. A text that is no number biases each of its tokens. Raises ApiError."""
+    given = body.logit_bias
+    if given is None:
+        return served.card.default_sampling.logit_bias
+    pairs = list(given.items()) if isinstance(given, dict) else given
+    keys = [int(key) if isinstance(key, str) and _NUMBER.fullmatch(key) else key for key, _ in pairs]
+    texts = [key for key in keys if isinstance(key, str)]
+    encoded = iter(await served.tokenizer.encode(texts, add_special_tokens=False) if texts else [])
+    biases: dict[int, float] = {}
+    for key, (_, bias) in zip(keys, pairs, strict=True):
+        token_ids = next(encoded) if isinstance(key, str) else [key]
+        biases.update(dict.fromkeys(token_ids, _FORBIDDEN if bias is False else float(bias)))
+    for token_id in biases:
+        if not 0 <= token_id < served.card.vocab_size:
+            invalid("logit_bias", f"token id {token_id} is outside the vocabulary of {served.card.vocab_size}")
+    if len(biases) > MAX_BIASES:
+        invalid("logit_bias", f"{len(biases)} tokens; the limit is {MAX_BIASES}")
+    return tuple(sorted(biases.items()))
+
+
+def read_sampling(body: AnsweredBody, card: ModelCard, logit_bias: tuple[tuple[int, float], ...]) -> Sampling:
+    """Return the sampling parameters.
 
     Greedy decoding ignores some parameters. They get a fixed value, so that the backend can coalesce requests that
     differ only in them.
     """
     default = card.default_sampling
-    for token_id in body.logit_bias or ():
-        if token_id >= card.vocab_size:
-            invalid("logit_bias", f"token id {token_id} is outside the vocabulary of {card.vocab_size}")
     temperature = _given(body.temperature, default.temperature)
     is_greedy = temperature == 0.0
     return Sampling(
@@ -42,7 +65,7 @@ def read_sampling(body: AnsweredBody, card: ModelCard) -> Sampling:
         repetition_penalty=_given(body.repetition_penalty, default.repetition_penalty),
         presence_penalty=_given(body.presence_penalty, default.presence_penalty),
         frequency_penalty=_given(body.frequency_penalty, default.frequency_penalty),
-        logit_bias=default.logit_bias if body.logit_bias is None else tuple(sorted(body.logit_bias.items())),
+        logit_bias=logit_bias,
         seed=0 if is_greedy else _seed(body.seed),
         # Ranking candidates needs the log probabilities of their tokens.
         num_logprobs=max(body.num_logprobs, 0 if body.ranks_candidates else -1),

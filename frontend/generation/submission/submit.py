@@ -13,7 +13,7 @@ from penstock.frontend.generation.output_options import read_output_options
 from penstock.frontend.generation.submission.constraints import read_constraints
 from penstock.frontend.generation.submission.limits import check_logprobs, read_max_tokens, read_stop_token_ids
 from penstock.frontend.generation.submission.planned_use import planned_use
-from penstock.frontend.generation.submission.sampling import for_candidate, read_sampling
+from penstock.frontend.generation.submission.sampling import for_candidate, read_logit_bias, read_sampling
 from penstock.frontend.schemas.completion import CompletionBody
 from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded
 
@@ -53,7 +53,7 @@ async def submit(
     body, rules, backend = request.body, request.rules, served.backend
     max_tokens = read_max_tokens(body, request.prompts, served.card)
     check_logprobs(body, request.prompts, max_tokens)
-    sampling = read_sampling(body, served.card)
+    sampling = read_sampling(body, served.card, await read_logit_bias(body, served))
     stop_token_ids = read_stop_token_ids(body, served.card)
     constraints = await read_constraints(body, rules, served)
     options = read_output_options(body, rules)
@@ -66,11 +66,11 @@ async def submit(
     choices: list[Choice] = []
     group = next(_groups)
     try:
-        for prompt, limit in zip(_choice_prompts(request), max_tokens, strict=True):
+        for prompt in _choice_prompts(request, max_tokens):
             for candidate in range(body.num_candidates):
                 generation_request = GenerationRequest(
                     prompt.token_ids,
-                    limit,
+                    prompt.max_tokens,
                     for_candidate(sampling, candidate),
                     stop_token_ids,
                     salt=policy.salt,
@@ -98,11 +98,11 @@ async def submit(
     return choices
 
 
-def _choice_prompts(request: PreparedRequest) -> list[ChoicePrompt]:
+def _choice_prompts(request: PreparedRequest, max_tokens: list[int]) -> list[ChoicePrompt]:
     texts: Sequence[str | None] = _echoed_texts(request.body) or [None] * len(request.prompts)
     return [
-        ChoicePrompt(index, token_ids, text)
-        for index, (token_ids, text) in enumerate(zip(request.prompts, texts, strict=True))
+        ChoicePrompt(index, token_ids, text, limit)
+        for index, (token_ids, text, limit) in enumerate(zip(request.prompts, texts, max_tokens, strict=True))
     ]
 
 

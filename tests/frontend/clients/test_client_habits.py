@@ -80,7 +80,7 @@ async def test_vllms_name_for_the_thinking_budget_is_read() -> None:
         assert (both.status, both.error["param"]) == (400, "thinking_token_budget")
 
 
-@pytest.mark.parametrize("field", ["ebnf", "lora", "lora_path", "regex", "stop_regex", "structural_tag"])
+@pytest.mark.parametrize("field", ["lora", "lora_path", "stop_regex", "structural_tag"])
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/v1/messages"])
 async def test_fields_of_other_servers_are_refused_by_name(connection: ClientConnection, field: str, path: str) -> None:
     body = {**HI, "max_tokens": 5} if path == "/v1/messages" else HI if path == CHAT else {"prompt": "a"}

@@ -139,7 +139,7 @@ async def test_closed_stream_is_cancelled(url: str, backend: FakeBackend) -> Non
 async def test_errors_raise_the_sdks_own_exceptions(url: str) -> None:
     async with sdk(url) as client:
         with pytest.raises(openai.BadRequestError) as wrong:
-            await client.responses.create(model="test/model", input="hi", tools=[{"type": "web_search"}])
+            await client.responses.create(model="test/model", input="hi", tools=[{"type": "mcp", "server_label": "x"}])
         assert wrong.value.param == "tools[0].type"
         with pytest.raises(openai.NotFoundError):
             await client.responses.create(model="other", input="hi")

@@ -193,6 +193,7 @@ async def test_too_small_context_is_refused_with_both_numbers(
         assert response.error["code"] == "context_length_exceeded"
         assert str(num_prompt_tokens) in response.error["message"]
         assert "1000" in response.error["message"]
+        assert (response.error["n_prompt_tokens"], response.error["n_ctx"]) == (num_prompt_tokens, 1000)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

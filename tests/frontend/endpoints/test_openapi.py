@@ -30,6 +30,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [1]},
     "/apply-template": CHAT,
+    "/invocations": CHAT,
 }
 POOLED_BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/embeddings": [{"input": ["x", "y"]}, {"input": "x", "encoding_format": "base64"}],

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
+from penstock.frontend.generation.answer_rules.gbnf import to_lark
 from penstock.frontend.generation.answer_rules.requested_grammar import choice_grammar
 from penstock.shm.client import TokenBatch
 from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS, Constraints, FailureCode, Finish, Grammar
@@ -20,6 +21,10 @@ BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "prompt
 SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"enum": ["é"]}}}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"), ensure_ascii=False)
 LARK = 'start: "a" "b"*'
+
+
+GBNF = 'root ::= "a" [b-c]+'
+LARK_OF_GBNF = to_lark("grammar", GBNF)
 
 
 def format_of(schema: Any, **fields: Any) -> dict[str, Any]:
@@ -42,6 +47,14 @@ def format_of(schema: Any, **fields: Any) -> dict[str, Any]:
         ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+")),
         ({"guided_grammar": LARK}, Grammar("lark", LARK)),
         ({"structured_outputs": {"grammar": LARK}}, Grammar("lark", LARK)),
+        ({"guided_grammar": GBNF}, Grammar("lark", LARK_OF_GBNF)),
+        ({"structured_outputs": {"grammar": GBNF}}, Grammar("lark", LARK_OF_GBNF)),
+        ({"grammar": GBNF}, Grammar("lark", LARK_OF_GBNF)),
+        ({"ebnf": GBNF}, Grammar("lark", LARK_OF_GBNF)),
+        ({"regex": "a+"}, Grammar("regex", "a+")),
+        ({"json_schema": SCHEMA}, Grammar("json_schema", TEXT)),
+        ({"json_schema": TEXT}, Grammar("json_schema", TEXT)),
+        ({"grammar": "", "ebnf": None, "regex": "", "json_schema": {}}, None),
         ({"guided_choice": ["a", "b", "a"]}, Grammar("lark", 'start: "a" | "b"')),
         ({"structured_outputs": {"choice": ["a"]}, "guided_json": None}, Grammar("lark", 'start: "a"')),
         ({"structured_outputs": {"json_object": False}}, None),

@@ -64,7 +64,7 @@ def test_log_line_is_written_as_json(pipe: tuple[int, int]) -> None:
     handlers, level = root.handlers, root.level
     handler = set_up_logging("info", as_json=True, fd=pipe[1])
     try:
-        RequestLogEntry("r1", 10.0, "h1", 5, 2, "none", 11, 10.5, "stop").write(11.5)
+        RequestLogEntry("r1", 10.0, "h1", 5, 2, "none", 11, 10.5, "stop", max_tokens=50).write(11.5)
         logging.getLogger("other").warning("hello %s", "you")
     finally:
         root.handlers, root.level = handlers, level
@@ -78,6 +78,7 @@ def test_log_line_is_written_as_json(pipe: tuple[int, int]) -> None:
         "cached_tokens": 2,
         "coalesced": "none",
         "completion_tokens": 11,
+        "max_tokens": 50,
         "ttft_ms": 500.0,
         "prompt_tps": 10.0,
         "generation_tps": 10.0,
@@ -104,6 +105,7 @@ async def test_every_answered_request_is_logged(
     response_id = response.events()[0]["id"] if stream else response.json()["id"]
     assert fields["request_id"] == response_id
     assert (fields["prompt_tokens"], fields["cached_tokens"], fields["finish_reason"]) == ("3", "3", "stop")
+    assert fields["max_tokens"] == "997"  # the rest of the context
     assert int(fields["completion_tokens"]) > 3
     assert all(float(fields[name]) > 0 for name in ("ttft_ms", "prompt_tps", "generation_tps", "latency_ms"))
 

@@ -7,6 +7,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from penstock.frontend.endpoints.responses.storage.stored_events import split_events
+from penstock.frontend.formats.openai_chunks import DONE
 from penstock.frontend.transport.disconnect import ClientGoneError
 from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later, shutting_down
 from penstock.frontend.transport.sse import EventStream
@@ -108,7 +109,7 @@ class Followers:
             position = await log.send(client, stream, position)
         if log is None or log.goes_on_elsewhere:
             await self._send_stored(client, stream, response_id, position)
-        await stream.end(b"")
+        await stream.end(DONE)
 
     async def _send_stored(self, client: Exchange, stream: EventStream, response_id: str, position: int) -> None:
         """Send the events from this position on, new ones as their worker stores them."""

@@ -49,7 +49,8 @@ class Worker:
         query = "stream=true" if starting_after < 0 else f"stream=true&starting_after={starting_after}"
         answer = self.client.get(f"{PATH}/{response_id}?{query}")
         assert answer.status_code == 200, answer.text
-        return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+        lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+        return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
 @contextlib.contextmanager

@@ -341,7 +341,7 @@ async def test_only_allowed_tools_reach_the_model() -> None:
         ({**HI, "top_logprobs": 21}, "top_logprobs", "21"),
         ({**HI, "include": ["x"]}, "include[0]", "x"),
         ({**HI, "n": 2}, "n", "2"),
-        ({**HI, "tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+        ({**HI, "tools": [{"type": "mcp"}]}, "tools[0].type", "mcp"),
         ({**HI, "tools": [{"type": "function"}]}, "tools[0].name", "required"),
         ({**HI, "tools": [TIME, TIME]}, "tools[1].name", "get_time"),
         ({**HI, "tool_choice": "some"}, "tool_choice", "some"),
