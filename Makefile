@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
+AGENTS := $(CLIENTS)/agents
+NODE := $(CLIENTS)/javascript
 
 .PHONY: serve test test-clients check bench clean
 
@@ -23,8 +25,11 @@ bench: $(STAMP)
 	$(BIN)/penstock bench $(ARGS)
 
 # Heavy client libraries in a virtual environment of their own, against a server of the demo models.
-test-clients: $(STAMP) $(CLIENTS)/.installed
-	PENSTOCK_BIN=$(CURDIR)/$(BIN) $(CLIENTS)/bin/pytest -c tests/clients/pytest.ini tests/clients $(ARGS)
+test-clients: export PENSTOCK_BIN := $(CURDIR)/$(BIN)
+test-clients: export PENSTOCK_NODE_CLIENTS := $(CURDIR)/$(NODE)
+test-clients: $(STAMP) $(CLIENTS)/.installed $(AGENTS)/.installed $(NODE)/.installed
+	$(CLIENTS)/bin/pytest -c tests/clients/pytest.ini tests/clients --ignore tests/clients/agents $(ARGS)
+	$(AGENTS)/bin/pytest -c tests/clients/pytest.ini tests/clients/agents $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -40,3 +45,16 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
 	touch $(CLIENTS)/.installed
+
+# Their versions of shared dependencies exclude those of the other clients.
+$(AGENTS)/.installed: tests/clients/agents/requirements.txt | $(CLIENTS)/.installed
+	$(PYTHON) -m venv $(AGENTS)
+	$(AGENTS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/clients/agents/requirements.txt
+	touch $(AGENTS)/.installed
+
+# Without npm the tests of JavaScript clients are skipped.
+$(NODE)/.installed: $(wildcard tests/clients/javascript/*) | $(CLIENTS)/.installed
+	mkdir -p $(NODE)
+	cp tests/clients/javascript/* $(NODE)
+	! command -v npm > /dev/null || npm ci --prefix $(NODE) --ignore-scripts --no-audit --no-fund --silent
+	touch $(NODE)/.installed

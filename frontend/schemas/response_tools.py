@@ -11,9 +11,7 @@ from penstock.frontend.schemas.generation import TypeName
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from penstock.frontend.schemas.responses import ResponsesBody
+    from collections.abc import Iterator, Sequence
 
 MAX_TOOLS = 128
 CALLABLE = ("function", "custom")
@@ -73,9 +71,9 @@ def qualified(name: str, namespace: str | None) -> str:
     return name if namespace is None else f"{namespace.rstrip('_')}__{name}"
 
 
-def callable_tools(body: ResponsesBody) -> Iterator[tuple[str, str | None, CallableTool]]:
+def callable_tools(tools: Sequence[ResponseTool] | None) -> Iterator[tuple[str, str | None, CallableTool]]:
     """Yield each tool that the model may call: its path in the body, and its namespace."""
-    for position, tool in enumerate(body.tools or ()):
+    for position, tool in enumerate(tools or ()):
         path = f"tools[{position}]"
         if tool.type == "namespace":
             for index, inner in enumerate(tool.tools or ()):
@@ -84,19 +82,19 @@ def callable_tools(body: ResponsesBody) -> Iterator[tuple[str, str | None, Calla
             yield path, None, tool
 
 
-def left_out_tools(body: ResponsesBody) -> list[tuple[str, str]]:
+def left_out_tools(tools: Sequence[ResponseTool] | None) -> list[tuple[str, str]]:
     """Return the path and type of each hosted tool."""
-    return [(f"tools[{place}]", tool.type) for place, tool in enumerate(body.tools or ()) if tool.is_hosted]
+    return [(f"tools[{place}]", tool.type) for place, tool in enumerate(tools or ()) if tool.is_hosted]
 
 
-def check_tools(body: ResponsesBody) -> None:
+def check_tools(tools: Sequence[ResponseTool] | None, choice: str | NamedToolChoice | None) -> None:
     """Raises ApiError."""
-    for position, tool in enumerate(body.tools or ()):
+    for position, tool in enumerate(tools or ()):
         if tool.type == "namespace":
             required(f"tools[{position}].name", tool.name)
             required(f"tools[{position}].tools", tool.tools)
     names: dict[str, str] = {}
-    for path, namespace, offered in callable_tools(body):
+    for path, namespace, offered in callable_tools(tools):
         _check_callable(path, offered)
         name = qualified(offered.name or "", namespace)
         if name in names:
@@ -104,8 +102,8 @@ def check_tools(body: ResponsesBody) -> None:
         names[name] = path
     if len(names) > MAX_TOOLS:
         invalid("tools", f"{len(names)} with those in namespaces; the limit is {MAX_TOOLS}")
-    if isinstance(body.tool_choice, NamedToolChoice):
-        _check_choice(body.tool_choice, names)
+    if isinstance(choice, NamedToolChoice):
+        _check_choice(choice, names)
 
 
 def _check_callable(path: str, tool: CallableTool) -> None:

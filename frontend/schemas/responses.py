@@ -166,7 +166,7 @@ def _check(body: ResponsesBody) -> None:
     form = None if body.text is None else body.text.format
     if form is not None and form.type == "json_schema" and form.schema is None:
         raise ApiError(ErrorKind.MISSING_FIELD, "text.format.schema: required", param="text.format.schema")
-    check_tools(body)
+    check_tools(body.tools, body.tool_choice)
 
 
 def _shown(value: object) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 NODE_CLIENTS = Path(os.environ.get("PENSTOCK_NODE_CLIENTS", Path(__file__).parents[2] / ".venv-clients" / "javascript"))
 """A directory with the packages of javascript/package.json."""
 
-pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+pytestmark = pytest.mark.skipif(not (NODE_CLIENTS / "node_modules").is_dir(), reason="npm is not installed")
 
 
 @pytest.fixture(params=["openai", "ai-sdk-compatible", "ai-sdk-anthropic", "langchain"])

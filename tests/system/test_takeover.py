@@ -36,7 +36,8 @@ def worker_of(client: httpx.Client) -> int:
 
 
 def events_in(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    return (msgspec.json.decode(line[6:]) for line in lines if line.startswith("data: "))
+    found = (line[6:] for line in lines if line.startswith("data: "))
+    return (msgspec.json.decode(line) for line in found if line != "[DONE]")
 
 
 @contextmanager

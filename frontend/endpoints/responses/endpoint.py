@@ -88,7 +88,7 @@ class Responses:
     async def create(self, exchange: Exchange, context: EndpointContext) -> None:
         """POST /v1/responses. Raises ApiError, ClientGoneError."""
         body, served, num_sent_bytes = await context.receive_body(exchange, decode_responses)
-        context.report_left_out(exchange, left_out_tools(body))
+        context.report_left_out(exchange, left_out_tools(body.tools))
         if body.background and body.seed is None:  # so that a run in another worker draws the same tokens
             body.seed = secrets.randbits(63)
         previous = await self._previous(exchange.tenant, body)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def chat_tools(body: ResponsesBody) -> tuple[list[ChatTool] | None, Any]:
     """Return the tools that may be called, and the choice among them. Raises ApiError."""
-    tools = [_as_function(tool, namespace) for _, namespace, tool in callable_tools(body)]
+    tools = [_as_function(tool, namespace) for _, namespace, tool in callable_tools(body.tools)]
     choice = body.tool_choice
     if not isinstance(choice, NamedToolChoice):
         if choice == "required" and body.tools and not tools:
@@ -41,7 +41,7 @@ def called_tools(body: ResponsesBody) -> dict[str, CalledTool]:
     out."""
     return {
         qualified(tool.name or "", namespace): CalledTool(tool.name or "", namespace, is_custom=tool.type == "custom")
-        for _, namespace, tool in callable_tools(body)
+        for _, namespace, tool in callable_tools(body.tools)
         if namespace is not None or tool.type == "custom"
     }
 
