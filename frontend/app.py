@@ -18,7 +18,7 @@ from penstock.frontend.endpoints import (
 )
 from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.docs import endpoint_docs, pooling_docs
-from penstock.frontend.endpoints.docs.pages import DocumentationPages
+from penstock.frontend.endpoints.docs.served_document import Documentation
 from penstock.frontend.endpoints.pooling import (
     cohere_embed,
     openai_embeddings,
@@ -34,6 +34,7 @@ from penstock.frontend.endpoints.responses.endpoint import Responses
 from penstock.frontend.endpoints.responses.storage.state_files import open_database
 from penstock.frontend.endpoints.responses.storage.store import ResponseStore
 from penstock.frontend.endpoints.routes import Methods, RouteTable, delete, get, post, select
+from penstock.frontend.endpoints.static_files import StaticFiles
 from penstock.frontend.schemas.ignored_fields import IgnoredFields
 from penstock.frontend.transport.disconnect import ClientGoneError
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
@@ -102,13 +103,17 @@ def _pooling_routes() -> dict[str, Methods]:
     }
 
 
-def _page_routes(pages: DocumentationPages) -> dict[str, Methods]:
+def _page_routes(documentation: Documentation) -> dict[str, Methods]:
     docs = endpoint_docs
+    chat = StaticFiles("penstock.frontend.endpoints", "chat_page", "/page/")
+    api = StaticFiles("penstock.frontend.endpoints.docs", "page", "/docs/")
     return {
-        "/openapi.json": get(pages.document, docs.DOCUMENT, needs_key=False),
-        "/docs": get(pages.page, docs.PAGE, needs_key=False),
-        "/docs/page.js": get(pages.script, docs.PAGE_SCRIPT, needs_key=False),
-        "/docs/page.css": get(pages.style, docs.PAGE_STYLE, needs_key=False),
+        "/": get(chat.index, docs.CHAT_PAGE, needs_key=False),
+        "/page/{file}": get(chat.file, docs.CHAT_PAGE_FILE, needs_key=False),
+        "/page/vendor/{file}": get(chat.file, docs.CHAT_PAGE_FILE, needs_key=False),
+        "/openapi.json": get(documentation.document, docs.DOCUMENT, needs_key=False),
+        "/docs": get(api.index, docs.PAGE, needs_key=False),
+        "/docs/{file}": get(api.file, docs.PAGE_FILE, needs_key=False),
     }
 
 
@@ -135,7 +140,8 @@ class App:
         )
         self.responses = Responses(self.store, self.exchanges)
         self.routes = _routes(self.responses)
-        self.routes |= _page_routes(DocumentationPages(self.routes, health.VERSION))
+        for path, methods in _page_routes(Documentation(self.routes, health.VERSION)).items():
+            self.routes[path] = self.routes.get(path, {}) | methods
         self._table = RouteTable(self.routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

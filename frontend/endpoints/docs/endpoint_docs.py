@@ -103,5 +103,6 @@ READY = EndpointDoc("Server", "Whether requests can be answered.", answers.Ready
 METRICS = EndpointDoc("Server", "Metrics in Prometheus' text format.", TEXT)
 DOCUMENT = EndpointDoc("Server", "This document.", Struct)
 PAGE = EndpointDoc("Server", "This document as a page.", HTML)
-PAGE_SCRIPT = EndpointDoc("Server", "The page's script.", SCRIPT)
-PAGE_STYLE = EndpointDoc("Server", "The page's style.", CSS)
+PAGE_FILE = EndpointDoc("Server", "The page's script or style.", SCRIPT, can_be_missing=True)
+CHAT_PAGE = EndpointDoc("Server", "A page to chat with the model.", HTML)
+CHAT_PAGE_FILE = EndpointDoc("Server", "The chat page's scripts and style.", SCRIPT, can_be_missing=True)

@@ -19,6 +19,7 @@ from tests.frontend.harness import ClientConnection, FakeBackend, Response, make
 from tests.frontend.pooled_backend import PooledBackend, encoder, encoder_card
 
 PAGE = Path(__file__).parents[3] / "frontend" / "endpoints" / "docs" / "page"
+CHAT_PAGE = PAGE.parents[1] / "chat_page"
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
@@ -201,25 +202,36 @@ async def test_document_needs_no_key_and_says_which_routes_do(connect: Callable[
 # The page
 
 
-async def test_page_loads_only_from_this_server(connection: ClientConnection) -> None:
-    page = await connection.request("GET", "/docs")
+PAGES = {
+    "/docs": (PAGE, "/docs/", {"/docs/page.css", "/docs/page.js", "/openapi.json"}),
+    "/": (CHAT_PAGE, "/page/", {"/page/page.css", "/page/chat.js", "/docs", "/metrics", "/openapi.json"}),
+}
+KINDS = {"css": "text/css", "js": "text/javascript", "html": "text/html"}
+
+
+@pytest.mark.parametrize("path", PAGES)
+async def test_page_loads_only_from_this_server(connection: ClientConnection, path: str) -> None:
+    folder, url, linked = PAGES[path]
+    page = await connection.request("GET", path)
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     policy = page.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     assert page.headers["x-content-type-options"] == "nosniff"
-    named = re.findall(r'(?:src|href)="([^"]*)"', page.body.decode())
-    assert set(named) == {"/docs/page.css", "/docs/page.js", "/openapi.json"}
-    for path, kind in (("/docs/page.css", "text/css"), ("/docs/page.js", "text/javascript")):
-        answer = await connection.request("GET", path)
-        assert (answer.status, answer.headers["content-type"]) == (200, f"{kind}; charset=utf-8")
-    for path in ("/docs/", "/docs/index.html", "/docs/../pages.py"):
-        assert (await connection.request("GET", path)).status == 404
+    assert set(re.findall(r'(?:src|href)="([^"]*)"', page.body.decode())) == linked
+    for file in folder.rglob("*.*"):
+        answer = await connection.request("GET", url + str(file.relative_to(folder)))
+        kind = KINDS.get(file.suffix[1:])
+        assert (answer.status, answer.headers["content-type"]) == (
+            (404, "application/json") if kind is None else (200, f"{kind}; charset=utf-8")
+        )
+    for missing in (url, f"{url}../pages.py", f"{url}vendor", f"{url}x.js", f"{url}%2e%2e/static_files.py"):
+        assert (await connection.request("GET", missing)).status == 404
 
 
 def test_page_names_no_other_site_and_writes_no_markup() -> None:
-    paths = list(PAGE.iterdir())
-    assert {path.name for path in paths} == {"index.html", "page.css", "page.js"}
+    paths = [*PAGE.glob("*.*"), *CHAT_PAGE.glob("*.*")]
+    assert len(paths) >= 10
     for path in paths:
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"https?://|//[a-z]|@import|url\(", text.replace("// ", "")), path
