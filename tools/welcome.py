@@ -60,11 +60,13 @@ class Welcome:
         return f"Ready: {shown}{self._url()}/v1"
 
     def examples(self) -> str:
-        """A request of each model by curl; after the first one's, the same with OpenAI's package."""
+        """Return a request of each model by curl, the first also with OpenAI's package, and the chat page's address."""
         first, *others = self.models
         lines = [self._curl(first), *self._sdk(first)]
         for model in others:
             lines += ["", self._curl(model)]
+        if not self._socket_path and any(model.use == "chat" for model in self.models):
+            lines += ["", f"Or open {self._url()}/ in a browser."]
         return "\n".join(f"  {line}" if line else "" for line in lines)
 
     @property

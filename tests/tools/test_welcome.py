@@ -7,7 +7,7 @@ import json
 import pytest
 
 from penstock.tools.serve import shown_models
-from penstock.tools.welcome import ShownModel, Welcome
+from penstock.tools.welcome import ShownModel, Use, Welcome
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,16 @@ def test_example_asks_for_what_the_model_does(capability: str, path: str, call: 
 
 def test_without_a_list_the_example_is_a_chat() -> None:
     assert shown_models(None, "demo") == (ShownModel("demo", "chat"),)
+
+
+@pytest.mark.parametrize(
+    ("address", "use", "shown"),
+    [
+        ("http://0.0.0.0:8000", "chat", "Or open http://127.0.0.1:8000/ in a browser."),
+        ("http://127.0.0.1:8000", "embeddings", None),
+        ("unix:/run/web.sock", "chat", None),
+    ],
+)
+def test_browsers_are_sent_to_a_page_that_they_can_reach(address: str, use: Use, shown: str | None) -> None:
+    lines = Welcome(address, (ShownModel("m", use),)).examples().splitlines()
+    assert [line.strip() for line in lines if "browser" in line] == ([] if shown is None else [shown])
