@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from penstock.backend.checkpoint.encoders import families as encoder_families
 from penstock.backend.checkpoint.encoders.read_config import parse_encoder
 from penstock.backend.passes.decoder.cpu.native_ops import supports_native_ops
 from penstock.backend.passes.decoder.cuda.workspace_plan import unsupported_variation
+from penstock.backend.passes.encoder.cuda.loading import unsupported_on_gpu
 from penstock.backend.passes.encoder.native_ops import unsupported_by_kernels
 from tests.backend.passes.transformers_model import families as transformers_families
 from tests.checkpoints import PRESETS, make_config
@@ -91,14 +93,21 @@ ENCODERS = {
 
 
 def encoder_rows() -> list[str]:
-    rows = ["| architectures | models | heads | CPU |", "|---|---|---|---|"]
+    rows = ["| architectures | models | heads | CPU | GPU |", "|---|---|---|---|---|"]
     assert list(ENCODERS) == list(encoder_families.FAMILIES)
     for name, family in encoder_families.FAMILIES.items():
         presets = [preset for preset in ENCODER_PRESETS.values() if preset.family in (name, _SAME_MODEL.get(name))]
         assert presets, f"tests/encoder_checkpoints.py has no preset of {name}"
         heads = ["Model", *(["ForMaskedLM"] if family.words else []), "ForSequence-, ForTokenClassification"]
         kernels = {unsupported_by_kernels(tiny_encoder(preset)) for preset in presets}
-        cells = (f"`{name}…`", ENCODERS[name], ", ".join(heads), "kernels" if None in kernels else "torch")
+        with_kernels = (replace(tiny_encoder(preset), num_heads=2) for preset in presets)  # their heads are tiny too
+        cells = (
+            f"`{name}…`",
+            ENCODERS[name],
+            ", ".join(heads),
+            "kernels" if None in kernels else "torch",
+            on_gpu({unsupported_on_gpu(config) for config in with_kernels}),
+        )
         rows.append(f"| {' | '.join(cells)} |")
     return rows
 

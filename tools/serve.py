@@ -75,6 +75,9 @@ class ServeOptions(FrontendOptions, BackendOptions):
     embedding_quantize: Quantize = "none"
     """Like --quantize, for --embedding-model."""
 
+    embedding_gpu: str | None = None
+    """Like --gpu, for --embedding-model. Default: the device of --gpu, whose memory the models then share."""
+
     rerank_model: str | None = None
     """A further model, in a backend of its own, that reranks or classifies."""
 
@@ -83,6 +86,9 @@ class ServeOptions(FrontendOptions, BackendOptions):
 
     rerank_quantize: Quantize = "none"
     """Like --quantize, for --rerank-model."""
+
+    rerank_gpu: str | None = None
+    """Like --gpu, for --rerank-model. Default: as of --embedding-gpu."""
 
     hang_timeout_s: Annotated[float, Parameter(validator=Number(gte=0.0, lte=86_400.0))] = 30.0
     """Seconds after which a backend whose loop stands still is killed and replaced; 0 is never. A start does not count,
@@ -181,14 +187,15 @@ def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
     """Return the options of each backend by its name. Exits with one line if two models have the same name."""
     main = select_options(options, BackendOptions)
     found = {_MAIN: main}
-    further: tuple[tuple[str, Task, str | None, str | None, Quantize], ...] = (
-        ("embedding", "embed", options.embedding_model, options.embedding_revision, options.embedding_quantize),
-        ("rerank", "rerank", options.rerank_model, options.rerank_revision, options.rerank_quantize),
-    )
-    for role, task, model, revision, quantize in further:
+    tasks: tuple[tuple[str, Task], ...] = (("embedding", "embed"), ("rerank", "rerank"))
+    for role, task in tasks:
+        model, revision, quantize, gpu = (
+            getattr(options, f"{role}_{name}") for name in ("model", "revision", "quantize", "gpu")
+        )
         if model is None:
-            if revision is not None:
-                fail(_COMMAND, f"--{role}-revision is {revision}, but there is no --{role}-model")
+            for name, value in (("revision", revision), ("gpu", gpu)):
+                if value is not None:
+                    fail(_COMMAND, f"--{role}-{name} is {value}, but there is no --{role}-model")
             continue
         own = dataclasses.replace(
             main,
@@ -197,6 +204,8 @@ def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
             forward_pass=BackendOptions.forward_pass,
             revision=revision,
             quantize=quantize,
+            gpu=main.gpu if gpu is None else gpu,
+            host_kv_budget="auto" if gpu == "none" else main.host_kv_budget,
             served_model_name=None,
             max_context=None,
             socket=options.socket.with_name(f"{options.socket.stem}-{role}{options.socket.suffix}"),

@@ -28,7 +28,7 @@ from penstock.frontend.options import FrontendOptions
 from penstock.shm.process.supervisor import module_argv
 from penstock.tools.bench.harness.processes import descendants, runs_module
 from penstock.tools.chaos.proxies import free_port
-from penstock.tools.serve import ServeOptions, private_socket_path, select_options
+from penstock.tools.serve import ServeOptions, backend_options, private_socket_path, select_options
 from tests.frontend.transport.test_listening import make_certificate
 
 
@@ -342,6 +342,18 @@ def test_serve_has_every_option_of_backend_and_frontend() -> None:
     options = ServeOptions(model="m", port=81, socket=Path("/s"))
     assert select_options(options, BackendOptions) == BackendOptions(model="m", socket=Path("/s"))
     assert select_options(options, FrontendOptions) == FrontendOptions(port=81, socket=Path("/s"))
+
+
+def test_a_further_model_may_run_on_another_device(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ServeOptions(
+        model="llm", gpu="0", host_kv_budget=1 << 30, embedding_model="e", embedding_gpu="none", rerank_model="r"
+    )
+    found = backend_options(options)
+    assert [each.gpu for each in found.values()] == ["0", "none", "0"]
+    assert [each.host_kv_budget for each in found.values()] == [1 << 30, "auto", 1 << 30]
+    with pytest.raises(SystemExit):
+        backend_options(ServeOptions(rerank_gpu="1"))
+    assert "--rerank-gpu is 1, but there is no --rerank-model" in capsys.readouterr().err
 
 
 def test_default_socket_belongs_to_this_process() -> None:

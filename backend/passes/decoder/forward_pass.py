@@ -8,8 +8,7 @@ from penstock.backend.checkpoint.encoders.decoder_heads import PooledDecoder, re
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
-from penstock.backend.passes.decoder.cuda.device.cuda_device import CudaDevice
-from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed
+from penstock.backend.passes.decoder.cuda.device.cuda_device import open_gpu
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.pooled_pass import PooledDecoderPass
 
@@ -38,8 +37,7 @@ class DecoderPass(IBatchedForwardPass):
         elif options.device == "cpu":
             loaded = CpuDecoderPass.load(model_dir, options)
         else:
-            _, _, index = options.device.partition(":")
-            loaded = CudaDecoderPass.load(model_dir, options, _open_gpu(int(index)))
+            loaded = CudaDecoderPass.load(model_dir, options, open_gpu(options.device))
         # They differ from the interface only in what their own class methods take.
         return cast("IBatchedForwardPass", loaded)
 
@@ -49,13 +47,6 @@ def _find_pooled(model_dir: Path, options: PassOptions) -> PooledDecoder | None:
     if pooled is not None and options.device != "cpu":
         raise StartupError("decoders that give vectors or scores do not run on a GPU yet: use the CPU (--gpu none)")
     return pooled
-
-
-def _open_gpu(index: int) -> CudaDevice:
-    try:
-        return CudaDevice(index)
-    except (KernelFailed, RuntimeError) as error:
-        raise StartupError(f"GPU {index} cannot be used: {str(error).strip().splitlines()[0]}") from error
 
 
 def _require(model_dir: Path | None) -> Path:

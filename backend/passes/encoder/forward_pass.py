@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,9 +13,10 @@ from penstock.backend.checkpoint.encoders.read_config import read_encoder
 from penstock.backend.checkpoint.encoders.weights import open_encoder
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec, StepBatch, StepOutput
+from penstock.backend.passes.decoder.cuda.device.cuda_device import open_gpu
 from penstock.backend.passes.decoder.memory_trimming import return_freed_memory
 from penstock.backend.passes.encoder.cpu_ops import choose_dtype, make_encoder_ops
-from penstock.backend.passes.encoder.heads import pool_tokens
+from penstock.backend.passes.encoder.cuda import loading as cuda_loading
 from penstock.backend.passes.encoder.model import EncoderModel
 from penstock.backend.passes.encoder.ops import EncoderRows
 from penstock.backend.passes.encoder.spec import make_spec
@@ -26,11 +29,11 @@ if TYPE_CHECKING:
 
     from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig
     from penstock.backend.forward_pass import PooledRows, TokenMasks
-    from penstock.backend.passes.encoder.ops import EncoderOps
+    from penstock.backend.passes.encoder.ops import EncoderOps, Fetched, Vectors
 
 
 class EncoderPass(IBatchedForwardPass):
-    """See `IBatchedForwardPass`. The handle between `forward` and `sample` is the pooled arrays."""
+    """See `IBatchedForwardPass`. The handle between `forward` and `sample` is vectors that a GPU still computes."""
 
     def __init__(self, config: EncoderConfig, ops: EncoderOps, model: EncoderModel, spec: PassSpec) -> None:
         self._config = config
@@ -42,6 +45,8 @@ class EncoderPass(IBatchedForwardPass):
     def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
         config = read_encoder(_require(model_dir), options.max_context_tokens)
         _check_options(options)
+        if options.device != "cpu":
+            return cuda_loading.plan_spec(config, options)
         return make_spec(config, choose_dtype(config, options), options.quantize)
 
     @classmethod
@@ -49,9 +54,12 @@ class EncoderPass(IBatchedForwardPass):
         model_dir = _require(model_dir)
         config = read_encoder(model_dir, options.max_context_tokens)
         _check_options(options)
-        dtype = choose_dtype(config, options)
-        ops = make_encoder_ops(config, dtype, options)
         with return_freed_memory(), open_encoder(model_dir, config) as weights, torch.inference_mode():
+            if options.device != "cpu":
+                spec = cuda_loading.plan_spec(config, options)
+                return cls(config, *cuda_loading.load(config, weights, options, open_gpu(options.device)), spec)
+            dtype = choose_dtype(config, options)
+            ops = make_encoder_ops(config, dtype, options)
             model = EncoderModel(config, ops, weights, dtype, int8=options.quantize == "int8")
         return cls(config, ops, model, make_spec(config, dtype, options.quantize))
 
@@ -62,23 +70,21 @@ class EncoderPass(IBatchedForwardPass):
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         """Never called: there is no cache."""
 
-    def forward(self, batch: StepBatch) -> tuple[NDArray[np.float32], ...]:
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch) -> tuple[_Group, ...]:
         pooled = batch.pooled
         if pooled is None or len(pooled.rows) != batch.num_rows or batch.context_lens.any():
             raise ValueError("an encoder computes whole sequences, each for a pooled result")
-        self._ops.wake()
-        results: list[NDArray[np.float32]] = []
-        for first, end in self._groups(batch.query_starts):
-            results += self._pool(batch, pooled, first, end)
-        return tuple(results)
+        with self._ops.step(f"a step of {batch.num_rows} rows and {batch.num_tokens} tokens"):
+            return tuple(self._pool(batch, pooled, first, end) for first, end in self._groups(batch.query_starts))
 
     def sample(
         self,
-        logits: tuple[NDArray[np.float32], ...],
-        batch: StepBatch,  # noqa: ARG002 - nothing is sampled
-        masks: TokenMasks | None = None,  # noqa: ARG002 - as above
-    ) -> StepOutput:
-        return StepOutput(np.empty(0, np.int32), pooled=logits)
+        logits: tuple[_Group, ...],
+        batch: StepBatch,
+        masks: TokenMasks | None = None,  # noqa: ARG002 - nothing is sampled
+    ) -> _PendingVectors:
+        return _PendingVectors(logits, batch.num_rows)
 
     def close(self) -> None:
         self._ops.close()
@@ -91,25 +97,27 @@ class EncoderPass(IBatchedForwardPass):
                 yield first, row
                 first = row
 
-    def _pool(self, batch: StepBatch, pooled: PooledRows, first: int, end: int) -> list[NDArray[np.float32]]:
-        """The results of rows [first, end)."""
+    def _pool(self, batch: StepBatch, pooled: PooledRows, first: int, end: int) -> _Group:
+        """Compute rows [first, end)."""
         starts = batch.query_starts[first : end + 1]
         tokens = slice(int(starts[0]), int(starts[-1]))
         starts = starts - starts[0]
-        second_starts = pooled.second_starts[first:end]
-        hidden = self._model.run(EncoderRows(batch.input_ids[tokens], starts, self._token_types(starts, second_starts)))
-        rows = [hidden[a:b] for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
-        results: dict[int, NDArray[np.float32]] = {}
+        token_types = self._token_types(starts, pooled.second_starts[first:end])
+        hidden = self._model.run(EncoderRows(batch.input_ids[tokens], starts, token_types))
+        ends = list(pairwise(starts.tolist()))
+        blocks: list[_Block] = []
+        vectors: list[Vectors] = []
         kinds = pooled.kinds[first:end]
         for kind in dict.fromkeys(kinds):
             head = self._model.heads[kind]
             places = [place for place, other in enumerate(kinds) if other == kind]
             if head.pooling:
-                vectors = head.of_pooled(np.stack([pool_tokens(rows[place], head.pooling) for place in places]))
-                results |= zip(places, vectors, strict=True)
+                blocks.append(_Block([first + place for place in places], is_of_rows=True))
+                vectors.append(head.of_pooled(self._ops.pool(hidden, [ends[place] for place in places], head.pooling)))
             else:
-                results |= {place: head.of_tokens(rows[place]) for place in places}
-        return [results[place] for place in range(end - first)]
+                blocks += [_Block([first + place], head.is_of_row) for place in places]
+                vectors += [head.of_tokens(hidden[slice(*ends[place])]) for place in places]
+        return _Group(blocks, self._ops.fetch(vectors))
 
     def _token_types(self, starts: NDArray[np.int32], second_starts: NDArray[np.int32]) -> NDArray[np.int32]:
         types = np.zeros(int(starts[-1]), np.int32)
@@ -120,9 +128,38 @@ class EncoderPass(IBatchedForwardPass):
         return types
 
 
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Vectors that were computed together."""
+
+    rows: list[int]
+    """Of the step."""
+    is_of_rows: bool
+    """There is one for each row; otherwise one for each token of the only row."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    blocks: list[_Block]
+    fetched: Fetched
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingVectors:
+    """See `PendingOutput`."""
+
+    groups: tuple[_Group, ...]
+    num_rows: int
+
+    def wait(self) -> StepOutput:
+        results: dict[int, NDArray[np.float32]] = {}
+        for group in self.groups:
+            for block, vectors in zip(group.blocks, group.fetched.wait(), strict=True):
+                results |= zip(block.rows, vectors if block.is_of_rows else [vectors], strict=True)
+        return StepOutput(np.empty(0, np.int32), pooled=tuple(results[row] for row in range(self.num_rows)))
+
+
 def _check_options(options: PassOptions) -> None:
-    if options.device != "cpu":
-        raise StartupError("encoders do not run on a GPU yet: use the CPU (--gpu none)")
     if options.quantize not in ("none", "int8"):
         raise StartupError(f"--quantize is {options.quantize}; of an encoder it must be none or int8")
 

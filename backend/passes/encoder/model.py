@@ -14,11 +14,17 @@ import torch
 from penstock.backend.checkpoint.quantization.quantizer import BLOCK_VALUES, UnquantizableError, quantize
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.encoder.heads import PackedHead
-from penstock.backend.passes.encoder.ops import Array, EmbeddingTables, EncoderOps, EncoderRows, LayerAttention, Linear
+from penstock.backend.passes.encoder.ops import (
+    Array,
+    EmbeddingTables,
+    EncoderOps,
+    EncoderRows,
+    LayerAttention,
+    Linear,
+    Vectors,
+)
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig
@@ -66,7 +72,7 @@ class EncoderModel:
         self._final_norm = None if final_norm is None else ops.vector(final_norm)
         self.heads = {head.kind: PackedHead(head, ops, weights, words) for head in config.heads}
 
-    def run(self, rows: EncoderRows) -> NDArray[np.float32]:
+    def run(self, rows: EncoderRows) -> Vectors:
         """The hidden states, [T, hidden_size]. The next call may overwrite them."""
         return self._ops.run(rows, self._encode)
 

@@ -17,6 +17,7 @@ from penstock.backend.passes.decoder.cpu.native_buffer import Buffer
 from penstock.backend.passes.decoder.cpu.native_structs import LinearOutput, Operation
 from penstock.backend.passes.decoder.cpu.native_weights import PackedLinear, WeightPacker
 from penstock.backend.passes.decoder.rope_table import RopeTable
+from penstock.backend.passes.encoder.host_vectors import HostVectors
 from penstock.backend.passes.encoder.native_structs import (
     ACTIVATIONS,
     OUTPUTS,
@@ -29,6 +30,8 @@ from penstock.backend.passes.encoder.native_structs import (
 )
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -56,7 +59,7 @@ def unsupported_by_kernels(config: EncoderConfig) -> str | None:
     return None
 
 
-class NativeEncoderOps:
+class NativeEncoderOps(HostVectors):
     """See `EncoderOps`. dtype is that of weights and activations: float32 or bfloat16."""
 
     group_tokens = GROUP_TOKENS
@@ -106,9 +109,10 @@ class NativeEncoderOps:
     def table(self, weight: Tensor) -> Tensor:
         return self._packer.table(weight).owner  # type: ignore[return-value]
 
-    def wake(self) -> None:
-        """Wake the kernels' threads."""
+    def step(self, doing: str) -> AbstractContextManager[None]:
+        """Wakes the kernels' threads."""
         self._library.ps_wake(self._engine)
+        return super().step(doing)
 
     def run(self, rows: EncoderRows, encode: Encode) -> NDArray[np.float32]:
         num_tokens = len(rows.input_ids)

@@ -6,17 +6,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from contextlib import AbstractContextManager
+
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from penstock.backend.checkpoint.encoders.encoder_config import Activation
+    from penstock.backend.checkpoint.encoders.encoder_config import Activation, PoolingMode
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
 
 Array: TypeAlias = Any
 """What an implementation computes with: [T, width]."""
 Linear: TypeAlias = Any
 """A packed linear."""
+Vectors: TypeAlias = Any
+"""What heads compute with, [n, width] fp32 where the operations run: an NDArray on the CPU, a Tensor on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,14 @@ class LayerAttention:
     """[heads, 2 n - 1] fp32: what is added to the scores of keys n - 1 before the query … n - 1 behind it."""
 
 
+class Fetched(Protocol):
+    """Vectors on their way to the host."""
+
+    def wait(self) -> list[NDArray[np.float32]]:
+        """Block until they are there. Call once, from any thread. Raises DeviceLost."""
+        ...
+
+
 class EncoderOps(Protocol):
     """Weights are packed once. What is the same in all layers is that of the model's EncoderConfig.
 
@@ -64,6 +77,11 @@ class EncoderOps(Protocol):
         """Rows are computed together up to this many tokens, or one by one."""
         ...
 
+    @property
+    def logits_tokens(self) -> int:
+        """Tokens whose logits over the vocabulary are computed at a time."""
+        ...
+
     def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
         """weight [out, in], bias [out]; is_gated: out is [gate | up], for `activated_linear`."""
         ...
@@ -74,11 +92,7 @@ class EncoderOps(Protocol):
 
     def table(self, weight: Tensor) -> Array: ...
 
-    def wake(self) -> None:
-        """Call where the preparation of a step begins: what `run` needs gets ready meanwhile."""
-        ...
-
-    def run(self, rows: EncoderRows, encode: Encode) -> NDArray[np.float32]:
+    def run(self, rows: EncoderRows, encode: Encode) -> Vectors:
         """Return a view of the numbers of encode's result, [T, hidden_size], which the next call may overwrite.
 
         encode may be called once and its operations recorded: it must be the same function each time.
@@ -111,12 +125,34 @@ class EncoderOps(Protocol):
         """[T, intermediate_size]: activation(product), or activation(x @ gate) * (x @ up) of gated weights."""
         ...
 
-    def dense(self, x: NDArray[np.float32], weights: Linear, activation: Activation) -> NDArray[np.float32]:
+    def pool(self, hidden: Vectors, rows: Sequence[tuple[int, int]], modes: tuple[PoolingMode, ...]) -> Vectors:
+        """The pooled tokens [start, end) of each of `rows`, [len(rows), modes * hidden_size].
+
+        Modes one after the other, as in sentence-transformers. hidden is the result of the last `run`.
+        """
+        ...
+
+    def dense(self, x: Vectors, weights: Linear, activation: Activation) -> Vectors:
         """The activation of the product, [n, out], for heads."""
         ...
 
-    def dense_norm(self, x: NDArray[np.float32], weight: Array) -> NDArray[np.float32]:
+    def dense_norm(self, x: Vectors, weight: Array) -> Vectors:
         """The norm of rows, [n, width], for heads."""
+        ...
+
+    def splade(self, blocks: Iterable[Vectors]) -> Vectors:
+        """log(1 + relu(x)) of the largest number of each column over all blocks, [1, width]. A NaN stays one."""
+        ...
+
+    def fetch(self, vectors: Sequence[Vectors]) -> Fetched:
+        """Start to copy them to the host. The next `run` may overwrite them."""
+        ...
+
+    def step(self, doing: str) -> AbstractContextManager[None]:
+        """Prepare and run a step in this context: what `run` needs gets ready, and a broken device raises DeviceLost.
+
+        doing names the step in errors.
+        """
         ...
 
     def close(self) -> None: ...

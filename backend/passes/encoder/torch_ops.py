@@ -16,6 +16,7 @@ from torch.nn import functional
 from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
 from penstock.backend.passes.decoder.cpu.torch_quantized_linear import QuantizedLinear
 from penstock.backend.passes.decoder.rope_table import RopeTable
+from penstock.backend.passes.encoder.host_vectors import HostVectors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +31,7 @@ _QUERY_BLOCK = 256
 """Queries whose scores are in memory at a time."""
 
 
-class TorchEncoderOps:
+class TorchEncoderOps(HostVectors):
     """See `EncoderOps`. dtype is that of weights and activations: float32 or bfloat16."""
 
     group_tokens = 0
@@ -54,9 +55,6 @@ class TorchEncoderOps:
 
     def table(self, weight: Tensor) -> Tensor:
         return weight.to(self._dtype)
-
-    def wake(self) -> None:
-        """Nothing sleeps."""
 
     @torch.inference_mode()
     def run(self, rows: EncoderRows, encode: Encode) -> NDArray[np.float32]:

@@ -34,6 +34,8 @@ def test_each_kernel_has_a_figure(record: Record) -> None:
             for kv_dtype in ("bf16", "q8_0", "fp8", "fp32")
         ),
         prefill=(("a", 0, 40, "bf16"), ("b", 40, 9, "q8_0"), ("c", 0, 9, "fp8")),
+        encoder=(("a", 2, 9, None), ("b", 1, 40, 8)),
+        encoder_heads=1,
         sampling_rows=3,
         vocab_size=300,
         elementwise_tokens=(5,),
@@ -50,7 +52,12 @@ def test_each_kernel_has_a_figure(record: Record) -> None:
     found = record.findings()
     assert found["attention.decode.1.bf16"].unit == "us"
     assert found["attention.decode.2.q8_0"].unit == "TB/s"
-    assert {"attention.prefill.b", "sampling.256x128k.filtered", "elementwise.rope_and_store.q8_0.5"} <= set(found)
+    assert {
+        "attention.prefill.b",
+        "attention.encoder.b",
+        "sampling.256x128k.filtered",
+        "elementwise.rope_and_store.q8_0.5",
+    } <= set(found)
     assert [found[name].unit for name in ("product.int4.1", "product.int8.3", "experts.3")] == ["us", "TB/s", "us"]
 
 

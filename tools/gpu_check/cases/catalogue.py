@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from penstock.backend.checkpoint.decoder_config import Experts
+from penstock.backend.passes.decoder.cuda.attention.encoder_attention import DTYPES as ENCODER_DTYPES
+from penstock.backend.passes.decoder.cuda.attention.encoder_attention import ENCODER_HEAD_DIMS
 from penstock.backend.passes.decoder.cuda.attention.kernel_limits import HEAD_DIMS
 from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO
 from penstock.backend.passes.decoder.ops import HeadShape, supports_q8_0
-from penstock.tools.gpu_check.cases import decode, elementwise, experts, prefill, ptx, quantized, sampling
+from penstock.tools.gpu_check.cases import decode, elementwise, encoder, experts, prefill, ptx, quantized, sampling
 from penstock.tools.gpu_check.cases.comparing import require, require_same_bits, require_within
 from penstock.tools.gpu_check.cases.paged_rows import Row
 
@@ -47,6 +49,7 @@ def wide_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check]
     yield from _experts()
     yield from _quantized()
     yield from _sampling()
+    yield from encoder_checks()
     yield Check("decode", "plan", decode.check_plan)
     for number, (kv_dtype, head_dim) in enumerate(caches()):
         for group in GROUPS:
@@ -81,6 +84,9 @@ def small_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check
     for kv_dtype in KV_MACRO:
         yield _decode(shared_bytes, kv_dtype, 64, 3, 16, (1, 40, 300))
         yield _prefill(kv_dtype, 64, 3, 16, ((70, 1), (0, 20), (60, 9)))
+    for dtype in ENCODER_DTYPES:
+        local = encoder.EncoderCase(32, dtype, (9, 70), window=20, has_bias=True)
+        yield Check("encoder", f"small.{ENCODER_DTYPES[dtype]}", partial(encoder.check_attention, case=local))
     yield _decode(shared_bytes, "bf16", 256, 1, 32, (30,), window=20)
     yield _prefill("bf16", 80, 1, 32, ((64, 20),), window=20)
     yield from _elementwise({"bf16": torch.bfloat16}, (16,), (96,), (72,))
@@ -106,6 +112,8 @@ def invariance_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[
             partial(_decode_beside_other_rows, kv_dtype=kv_dtype, shared_bytes=shared_bytes),
         )
         yield Check("prefill", f"cut.{kv_dtype}", partial(_prefill_in_any_chunks, kv_dtype=kv_dtype))
+    for dtype, name in ENCODER_DTYPES.items():
+        yield Check("encoder", f"company.{name}", partial(encoder.check_company, dtype=dtype))
     alone = experts.ExpertsCase(Experts(3, 2, 40, normalises=True), 136, 75, torch.bfloat16)
     yield Check("experts", "company", partial(experts.check_rows_alone, case=alone))
     linear = quantized.LinearCase("int4", 40, 384, 75, torch.bfloat16)
@@ -184,6 +192,20 @@ def _quantized() -> Iterator[Check]:
             yield Check("quantised", f"widened.{name}.{form}", partial(quantized.check_widened, case=widened))
         case_of_experts = experts.ExpertsCase(Experts(16, 4, 768, normalises=True), 2048, 90, dtype, group_size=32)
         yield Check("quantised", f"experts.{name}", partial(experts.check_experts, case=case_of_experts))
+
+
+def encoder_checks() -> Iterator[Check]:
+    """Yield the wide checks of encoders' attention."""
+    for dtype, name in ENCODER_DTYPES.items():
+        for head_dim in ENCODER_HEAD_DIMS:
+            plain = encoder.EncoderCase(head_dim, dtype, (1, 17, 128, 129, 600))
+            local = encoder.EncoderCase(head_dim, dtype, (63, 64, 65, 300), window=head_dim)
+            biased = encoder.EncoderCase(head_dim, dtype, (1, 40, 200), has_bias=True)
+            for kind, case in (("plain", plain), ("local", local), ("biased", biased)):
+                run = partial(encoder.check_attention, case=case)
+                yield Check("encoder", f"{kind}.{name}.{head_dim}", run, is_of_8b=False)
+        steep = encoder.EncoderCase(64, dtype, (150,), is_steep=True)
+        yield Check("encoder", f"steep.{name}", partial(encoder.check_attention, case=steep), is_of_8b=False)
 
 
 def _store(launcher: Launcher, dtype: torch.dtype, make_case: Callable[[], elementwise.StoreCase]) -> float:

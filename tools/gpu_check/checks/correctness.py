@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.tools.gpu_check.cases.catalogue import quick_checks, wide_checks
+from penstock.tools.gpu_check.checks.encoder_agreement import check_encoder
 from penstock.tools.gpu_check.checks.pass_agreement import check_passes
 from penstock.tools.gpu_check.devices.device_context import open_device_context
 from penstock.tools.gpu_check.devices.mirror_launcher import MirrorLauncher
@@ -24,7 +25,9 @@ _RESERVE_FOR_PASSES_S = 20.0
 def run(results: Results) -> None:
     launcher = MirrorLauncher()
     run_checks(results, launcher, wide_checks(launcher.shared_bytes_per_sm), reserve_s=_RESERVE_FOR_PASSES_S)
-    check_passes(results, open_device_context())
+    context = open_device_context()
+    check_passes(results, context)
+    check_encoder(results, context)
 
 
 def run_quick(results: Results) -> None:

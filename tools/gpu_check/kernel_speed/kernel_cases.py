@@ -13,6 +13,7 @@ import torch
 from penstock.backend.checkpoint.decoder_config import Experts
 from penstock.backend.forward_pass import SamplingParams, SlotInit
 from penstock.backend.passes.decoder.cuda.attention.decode_attention import DecodeAttention
+from penstock.backend.passes.decoder.cuda.attention.encoder_attention import EncoderAttention
 from penstock.backend.passes.decoder.cuda.attention.prefill_attention import PrefillAttention
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
 from penstock.backend.passes.decoder.cuda.ops.activations import Residual
@@ -65,6 +66,14 @@ class KernelSizes:
         ("4k.fp8", 0, 4096, "fp8"),
     )
     """Name, history, new tokens, KV dtype."""
+    encoder: tuple[tuple[str, int, int, int | None], ...] = (
+        ("128x128", 128, 128, None),
+        ("32x512", 32, 512, None),
+        ("2x8k", 2, 8192, None),
+        ("2x8k.local", 2, 8192, 64),
+    )
+    """Name, rows, tokens of each, window."""
+    encoder_heads: int = 12
     sampling_rows: int = 256
     vocab_size: int = 128_256
     elementwise_tokens: tuple[int, ...] = (64, 8192)
@@ -122,6 +131,10 @@ def kernel_cases(sizes: KernelSizes) -> list[KernelCase]:
     cases += [
         KernelCase(f"attention.prefill.{name}", partial(_prefill, sizes, history, tokens, kv_dtype))
         for name, history, tokens, kv_dtype in sizes.prefill
+    ]
+    cases += [
+        KernelCase(f"attention.encoder.{name}", partial(_encoder, sizes, rows, tokens, window))
+        for name, rows, tokens, window in sizes.encoder
     ]
     cases += [
         KernelCase(f"sampling.256x128k.{kind}", partial(_sampling, sizes, params)) for kind, params in _SAMPLING.items()
@@ -230,6 +243,22 @@ def _prefill(sizes: KernelSizes, history: int, num_tokens: int, kv_dtype: str, c
     pairs = num_tokens * history + num_tokens * (num_tokens + 1) / 2
     attend = partial(attention.attend, device.launcher, qkv, cache, page_table, rows, tiles, sinks, out)
     return PreparedCase([attend], 4 * pairs * heads.output_size, "TFLOP/s")
+
+
+def _encoder(
+    sizes: KernelSizes, num_rows: int, num_tokens: int, window: int | None, context: DeviceContext
+) -> PreparedCase:
+    """An encoder's attention in bf16, with heads of 64."""
+    device = context.torch_device
+    attention = EncoderAttention(sizes.encoder_heads, 64, torch.bfloat16, 0.125)
+    context.device.launcher.prepare([attention.kernel])
+    width, starts = 64 * sizes.encoder_heads, np.arange(num_rows + 1, dtype=np.int32) * num_tokens
+    qkv = torch.randn(num_rows * num_tokens, 3 * width, device=device).bfloat16()
+    out = torch.empty(num_rows * num_tokens, width, device=device, dtype=torch.bfloat16)
+    row_starts, tiles = (torch.from_numpy(ints).to(device) for ints in (starts, attention.tiles(starts)))
+    attend = partial(attention.attend, context.device.launcher, qkv, row_starts, tiles, out, window=window)
+    seen = num_tokens if window is None else min(num_tokens, 2 * window + 1)
+    return PreparedCase([attend], 4.0 * num_rows * num_tokens * seen * width, "TFLOP/s")
 
 
 def _sampling(sizes: KernelSizes, params: SamplingParams, context: DeviceContext) -> PreparedCase:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.backend.passes.decoder.cuda.attention import decode_attention, prefill_attention
+from penstock.backend.passes.decoder.cuda.attention import decode_attention, encoder_attention, prefill_attention
 from penstock.backend.passes.decoder.cuda.device.launcher import Kernel
 from penstock.backend.passes.decoder.cuda.kv_cache import page_copies
 from penstock.backend.passes.decoder.cuda.ops import elementwise, expert_ops, quantized_linear
@@ -18,6 +18,7 @@ FAMILIES = (
     page_copies,
     decode_attention,
     prefill_attention,
+    encoder_attention,
     device_sampler,
 )
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.encoder.forward_pass import EncoderPass
 from tests.backend.passes.encoder.driver import cosine, random_rows, run_rows
@@ -139,9 +138,3 @@ def test_modes_are_concatenated_and_projected(tmp_path: Path) -> None:
         wanted = torch.tanh(tensors["linear.weight"] @ mean + tensors["linear.bias"])
         assert cosine(wanted, result) > 0.99999
     forward_pass.close()
-
-
-def test_a_gpu_is_refused_by_name(tmp_path: Path) -> None:
-    make_encoder("bert", "Model", tmp_path)
-    with pytest.raises(StartupError, match="encoders do not run on a GPU yet"):
-        EncoderPass.describe(tmp_path, PassOptions(device="cuda:0"))

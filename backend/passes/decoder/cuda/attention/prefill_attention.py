@@ -86,18 +86,8 @@ class PrefillAttention:
         a model. query_starts [R + 1] and context_lens [R] describe the step. A row of k tokens has k * group queries
         per KV head, token by token. Raises ValueError if a launch cannot have that many tiles.
         """
-        rows_per_tile = _query_rows(self.layout.kv_dtype, self.layout.head_dim)
-        num_queries = np.diff(query_starts[first_row:]).astype(np.int64) * self._group
-        num_tiles = -(-num_queries // rows_per_tile)
-        total = int(num_tiles.sum())
-        if total > MAX_TILES:
-            raise ValueError(f"the step has {total} tiles of queries; at most {MAX_TILES} are allowed")
-        rows = np.repeat(np.arange(len(num_tiles)), num_tiles)
-        first = (np.arange(total) - np.repeat(num_tiles.cumsum() - num_tiles, num_tiles)) * rows_per_tile
-        last = np.minimum(first + rows_per_tile, num_queries[rows]) - 1
-        last_position = context_lens[first_row:][rows] + last // self._group
-        order = np.argsort(-last_position, kind="stable")
-        return np.stack([rows + first_row, first], axis=1).astype(np.int32)[order]
+        rows_per_tile = query_rows(self.layout.kv_dtype, self.layout.head_dim)
+        return cut_tiles(query_starts, context_lens, self._group, rows_per_tile, first_row)
 
     def attend(
         self,
@@ -137,24 +127,47 @@ class PrefillAttention:
         )
 
 
-def _query_rows(kv_dtype: str, head_dim: int) -> int:
+def cut_tiles(
+    query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], group: int, rows_per_tile: int, first_row: int = 0
+) -> NDArray[np.int32]:
+    """See `PrefillAttention.tiles`."""
+    num_queries = np.diff(query_starts[first_row:]).astype(np.int64) * group
+    num_tiles = -(-num_queries // rows_per_tile)
+    total = int(num_tiles.sum())
+    if total > MAX_TILES:
+        raise ValueError(f"the step has {total} tiles of queries; at most {MAX_TILES} are allowed")
+    rows = np.repeat(np.arange(len(num_tiles)), num_tiles)
+    first = (np.arange(total) - np.repeat(num_tiles.cumsum() - num_tiles, num_tiles)) * rows_per_tile
+    last = np.minimum(first + rows_per_tile, num_queries[rows]) - 1
+    last_position = context_lens[first_row:][rows] + last // group
+    order = np.argsort(-last_position, kind="stable")
+    return np.stack([rows + first_row, first], axis=1).astype(np.int32)[order]
+
+
+def query_rows(kv_dtype: str, head_dim: int) -> int:
     """Return kQueryRows of the kernels."""
     if kv_dtype == "fp32":
         return 64 if head_dim <= 128 else 32
     return 128 if head_dim <= 128 else 64
 
 
-def _attention(kv_dtype: str, head_dim: int) -> Kernel:
-    macros = (("KV_DTYPE", KV_MACRO[kv_dtype]), ("HEAD_DIM", head_dim))
-    query_rows = _query_rows(kv_dtype, head_dim)
+def shared_bytes(kv_dtype: str, head_dim: int) -> int:
+    """Return the dynamic shared memory of the kernels: queries and their positions, and a stream of keys and values."""
+    num_rows = query_rows(kv_dtype, head_dim)
     if kv_dtype == "fp32":
-        shared_bytes = (query_rows + 2 * 32) * head_dim * 4
-        return Kernel("prefill_attention_fp32.cu", "prefill_attention_fp32", macros, 256, shared_bytes)
+        return (num_rows + 2 * 32) * head_dim * 4
     tile_values = (64 if head_dim <= 128 else 32) * head_dim
     if kv_dtype == "bf16":
         stream_bytes = 3 * tile_values * 2
     else:
         # Keys and values each need the tile and its quantised bytes; q8_0 has a word with the scale of each 16 bytes.
         stream_bytes = 2 * (tile_values * 2 + tile_values + (tile_values // 4 if kv_dtype == "q8_0" else 0))
-    shared_bytes = query_rows * (head_dim * 2 + 4) + stream_bytes
-    return Kernel("prefill_attention.cu", "prefill_attention", macros, 128, shared_bytes)
+    return num_rows * (head_dim * 2 + 4) + stream_bytes
+
+
+def _attention(kv_dtype: str, head_dim: int) -> Kernel:
+    macros = (("KV_DTYPE", KV_MACRO[kv_dtype]), ("HEAD_DIM", head_dim))
+    num_bytes = shared_bytes(kv_dtype, head_dim)
+    if kv_dtype == "fp32":
+        return Kernel("prefill_attention_fp32.cu", "prefill_attention_fp32", macros, 256, num_bytes)
+    return Kernel("prefill_attention.cu", "prefill_attention", macros, 128, num_bytes)

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import DeviceLost
 from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLauncher
+from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed
 from penstock.shm.buffers.cuda_driver import DriverDevice
 
 if TYPE_CHECKING:
@@ -103,3 +105,12 @@ class CudaDevice:
                 f"{doing}: {str(fault).strip().splitlines()[0]}; last launch: {self.last_launch}, but an earlier "
                 "kernel may have failed: set CUDA_LAUNCH_BLOCKING=1 to find it"
             ) from fault
+
+
+def open_gpu(name: str) -> CudaDevice:
+    """Open the GPU of `PassOptions.device`, such as "cuda:0". Raises StartupError."""
+    index = int(name.partition(":")[2])
+    try:
+        return CudaDevice(index)
+    except (KernelFailed, RuntimeError) as error:
+        raise StartupError(f"GPU {index} cannot be used: {str(error).strip().splitlines()[0]}") from error

@@ -7,84 +7,14 @@
 //
 // Macros: HEAD_DIM, KV_DTYPE (bf16, or quantised and then multiplied as fp16).
 
+#include "prefill_products.cuh"
 #include "prefill_quantised.cuh"
 
-constexpr int kThreads = 128;
-constexpr int kWarpBlocks = HEAD_DIM <= 128 ? 2 : 1;  // of 16 query rows
-constexpr int kWarpRows = 16 * kWarpBlocks;
-constexpr int kQueryRows = kThreads / 32 * kWarpRows;
-constexpr int kTokens = HEAD_DIM <= 128 ? 64 : 32;  // of a tile of keys or values
-constexpr int kSteps = HEAD_DIM / 16;               // of a product over a head's values
-constexpr int kChunks = HEAD_DIM / 8;               // 16-byte chunks of a head's 16-bit values
-constexpr int kScoreUnroll = KV_DTYPE == 1 ? 2 : 1;  // as much as registers allow
-
 #if KV_DTYPE == 1
-using Stream = KvStream<kThreads, kTokens, 3>;
-using Factor = Bf16;
+using Stream = KvStream<kThreads, kTokens, 3, KvPlaces>;
 #else
 using Stream = QuantisedKvStream<kThreads, kTokens>;
-using Factor = Fp16;
 #endif
-
-__device__ __forceinline__ void multiply(Bf16, float (&acc)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    mma_m16n8k16_bf16(acc, a, b0, b1);
-}
-__device__ __forceinline__ void multiply(Fp16, float (&acc)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    mma_m16n8k16_f16(acc, a, b0, b1);
-}
-
-// Fragments of blocks of 16 rows, of which each lane has two: [.][0, 1] of row lane / 4, [.][2, 3] of row lane / 4 + 8.
-using Scores = float[kWarpBlocks][kTokens / 8][4];
-using Weights = unsigned[kWarpBlocks][kTokens / 16][4];  // the softmax of scores, as operands of the product
-using Sums = float[kWarpBlocks][kChunks][4];
-using PerRow = float[kWarpBlocks][2];
-
-// Load the tile's queries, swizzled; rows that do not exist become 0.
-__device__ __forceinline__ void load_queries(unsigned char* target, const QueryTile<kQueryRows>& tile, const void* qkv,
-                                             int act) {
-    const int heads_per_token = (tile.group + 2) * int(gridDim.x), first_head = int(blockIdx.x) * tile.group;
-    for (int i = int(threadIdx.x); i < kQueryRows * kChunks; i += kThreads) {
-        const int row = i / kChunks, chunk = i % kChunks;
-        float x[8] = {};
-        if (row < tile.num_rows) {
-            load8_act(qkv, tile.head(row, heads_per_token, first_head) * HEAD_DIM + chunk * 8, act, x);
-        }
-        store8(reinterpret_cast<Factor*>(target + swizzled<kChunks>(row, chunk) * 16), x);
-    }
-}
-
-// scores = queries · keysᵀ for the warp's rows.
-__device__ __forceinline__ void score(Scores& scores, const unsigned char* queries, const unsigned char* keys) {
-    const unsigned lane = threadIdx.x & 31, warp_row = threadIdx.x / 32 * kWarpRows;
-#pragma unroll
-    for (int block = 0; block < kWarpBlocks; ++block) {
-#pragma unroll
-        for (int j = 0; j < kTokens / 8; ++j) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) scores[block][j][i] = 0.0f;
-        }
-    }
-#pragma unroll kScoreUnroll
-    for (int step = 0; step < kSteps; ++step) {
-        unsigned q[kWarpBlocks][4];
-#pragma unroll
-        for (int block = 0; block < kWarpBlocks; ++block) {
-            const unsigned row = warp_row + block * 16 + (lane & 15);
-            ldmatrix_x4(q[block], queries + swizzled<kChunks>(row, 2 * step + (lane >> 4)) * 16);
-        }
-#pragma unroll
-        for (int j = 0; j < kTokens / 8; j += 2) {
-            unsigned k[4];
-            const unsigned row = j * 8 + (lane & 7) + (lane >> 4) * 8;
-            ldmatrix_x4(k, keys + swizzled<kChunks>(row, 2 * step + (lane >> 3 & 1)) * 16);
-#pragma unroll
-            for (int block = 0; block < kWarpBlocks; ++block) {
-                multiply(Factor{}, scores[block][j], q[block], k[0], k[1]);
-                multiply(Factor{}, scores[block][j + 1], q[block], k[2], k[3]);
-            }
-        }
-    }
-}
 
 // Set the scores of tokens that a row may not see to -infinity. positions: of the query tile's rows; first: position of
 // the first token.
@@ -118,93 +48,6 @@ __device__ __forceinline__ void cap_scores(Scores& scores, float scale, float ca
             for (int i = 0; i < 4; ++i) {
                 const float power = ex2_approx(scores[block][j][i] * to_exponent);
                 scores[block][j][i] = cap - 2.0f * cap * rcp_approx(1.0f + power);
-            }
-        }
-    }
-}
-
-// weights = 2^((scores - largest) · to_log2). Updates largest and totals with this tile (a lane's totals cover its own
-// columns) and scales sums for the new largest: by exactly 1 if it does not change.
-__device__ __forceinline__ void softmax(Weights& weights, const Scores& scores, Sums& sums, PerRow& largest,
-                                        PerRow& totals, float to_log2) {
-#pragma unroll
-    for (int block = 0; block < kWarpBlocks; ++block) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float top = largest[block][half];
-#pragma unroll
-            for (int j = 0; j < kTokens / 8; ++j) {
-                top = fmaxf(top, fmaxf(scores[block][j][2 * half], scores[block][j][2 * half + 1]));
-            }
-            top = reduce_lanes(top, 4, Largest{});
-            const float base = top == -infinity() ? 0.0f : top;  // -infinity: the row has seen no token yet
-            const float shrink = ex2_approx((largest[block][half] - base) * to_log2);
-            const float offset = base * to_log2;
-            float total = 0.0f;
-#pragma unroll
-            for (int j = 0; j < kTokens / 8; ++j) {
-                const float a = ex2_approx(scores[block][j][2 * half] * to_log2 - offset);
-                const float b = ex2_approx(scores[block][j][2 * half + 1] * to_log2 - offset);
-                total += a + b;
-                weights[block][j / 2][2 * (j & 1) + half] = pack(Factor{}, a, b);
-            }
-            largest[block][half] = top;
-            totals[block][half] = totals[block][half] * shrink + total;
-#pragma unroll
-            for (int c = 0; c < kChunks; ++c) {
-                sums[block][c][2 * half] *= shrink;
-                sums[block][c][2 * half + 1] *= shrink;
-            }
-        }
-    }
-}
-
-// sums += weights · values
-__device__ __forceinline__ void accumulate(Sums& sums, const Weights& weights, const unsigned char* values) {
-    const unsigned lane = threadIdx.x & 31;
-#pragma unroll
-    for (int step = 0; step < kTokens / 16; ++step) {
-#pragma unroll
-        for (int c = 0; c < kChunks; c += 2) {
-            unsigned v[4];
-            ldmatrix_x4_trans(v, values + swizzled<kChunks>(step * 16 + (lane & 15), c + (lane >> 4)) * 16);
-#pragma unroll
-            for (int block = 0; block < kWarpBlocks; ++block) {
-                multiply(Factor{}, sums[block][c], weights[block][step], v[0], v[1]);
-                multiply(Factor{}, sums[block][c + 1], weights[block][step], v[2], v[3]);
-            }
-        }
-    }
-}
-
-__device__ __forceinline__ void store_pair(void* array, long long index, int act, float a, float b) {
-    if (act == 0) {
-        *reinterpret_cast<float2*>(static_cast<float*>(array) + index) = make_float2(a, b);
-    } else {
-        const unsigned pair = act == 1 ? pack(Bf16{}, a, b) : pack(Fp16{}, a, b);
-        *reinterpret_cast<unsigned*>(static_cast<unsigned short*>(array) + index) = pair;
-    }
-}
-
-__device__ __forceinline__ void store_outputs(void* out, const QueryTile<kQueryRows>& tile, int act, const Sums& sums,
-                                              const PerRow& largest, const PerRow& totals, float to_log2,
-                                              const float* sinks) {
-    const int lane = int(threadIdx.x & 31), warp_row = int(threadIdx.x / 32 * kWarpRows);
-    const int heads_per_token = tile.group * int(gridDim.x), first_head = int(blockIdx.x) * tile.group;
-#pragma unroll
-    for (int block = 0; block < kWarpBlocks; ++block) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float total = reduce_lanes(totals[block][half], 4, Sum{});
-            const int row = warp_row + block * 16 + half * 8 + (lane >> 2);
-            if (row >= tile.num_rows) continue;
-            const float sink = sinks[first_head + tile.head_of_group(row)];
-            const float factor = 1.0f / sum_with_sink(largest[block][half] * to_log2, total, sink);
-            const long long start = tile.head(row, heads_per_token, first_head) * HEAD_DIM + 2 * (lane & 3);
-#pragma unroll
-            for (int c = 0; c < kChunks; ++c) {
-                store_pair(out, start + c * 8, act, sums[block][c][2 * half] * factor,
-                           sums[block][c][2 * half + 1] * factor);
             }
         }
     }

@@ -49,6 +49,12 @@ template <int NUM_ROWS> struct QueryTile {
         num_rows = min(NUM_ROWS, (step.query_starts[row + 1] - first_token) * group - first);
     }
 
+    // Of rows that are computed whole: a token's position is its place in its row. tile: of an array as PrefillStep's.
+    __device__ __forceinline__ QueryTile(const int* row_starts, const int* tile)
+        : first(tile[1]), group(1), first_token(row_starts[tile[0]]), context(0), pages(nullptr) {
+        num_rows = min(NUM_ROWS, row_starts[tile[0] + 1] - first_token - first);
+    }
+
     // Rows that do not exist have the position of the last one.
     __device__ __forceinline__ int position(int row) const {
         return context + unsigned(first + min(row, num_rows - 1)) / unsigned(group);
@@ -96,22 +102,43 @@ struct KvPlaces {
         return first + (long long)(half)*half_page_bytes;
     }
     __device__ __forceinline__ int place(int position) const { return position & ((1 << page_bits) - 1); }
+
+    // The position's numbers, of a dtype without scales.
+    __device__ __forceinline__ const unsigned char* numbers(int position, int which) const {
+        return block(position, which) + place(position) * HEAD_DIM * int(sizeof(Kv));
+    }
+};
+
+// Finds them for one head and the tokens of one row in qkv [tokens, 3, heads, HEAD_DIM].
+struct PackedPlaces {
+    const unsigned char* first;  // the row's first query
+    long long stride;            // bytes of a token's heads
+
+    __device__ __forceinline__ PackedPlaces(const void* qkv, int first_token)
+        : stride((long long)(gridDim.x) * HEAD_DIM * int(sizeof(Kv))) {
+        first = static_cast<const unsigned char*>(qkv) + first_token * 3 * stride +
+                blockIdx.x * HEAD_DIM * int(sizeof(Kv));
+    }
+
+    __device__ __forceinline__ const unsigned char* numbers(int position, int which) const {
+        return first + (position * 3ll + 1 + which) * stride;
+    }
 };
 
 constexpr int kKeys = 0, kValues = 1;
 
 // Keys and values of one sequence in turn, each a swizzled tile [TOKENS, HEAD_DIM]. Shared memory holds SLOTS tiles;
 // copies of up to SLOTS - 1 tiles run ahead of the tile in use.
-template <int THREADS, int TOKENS, int SLOTS> struct KvStream {
+template <int THREADS, int TOKENS, int SLOTS, class Places> struct KvStream {
     static constexpr int kChunks = HEAD_DIM * int(sizeof(Kv)) / 16;
     static constexpr int kTileBytes = TOKENS * kChunks * 16;
 
     unsigned char* shared;
-    KvPlaces places;
+    Places places;
     int begin, end;  // positions outside are not read, and 0 in the tile
     int slot = 0;
 
-    __device__ __forceinline__ KvStream(unsigned char* shared, const KvPlaces& places, int begin, int end)
+    __device__ __forceinline__ KvStream(unsigned char* shared, const Places& places, int begin, int end)
         : shared(shared), places(places), begin(begin), end(end) {
         const int first = begin / TOKENS * TOKENS;
         copy(kKeys, first, 0);
@@ -144,9 +171,7 @@ template <int THREADS, int TOKENS, int SLOTS> struct KvStream {
                 const int position = first + int(row);
                 const bool exists = position >= begin && position < end;
                 const unsigned char* source = places.first;
-                if (exists) {
-                    source = places.block(position, which) + (places.place(position) * kChunks + chunk) * 16;
-                }
+                if (exists) source = places.numbers(position, which) + chunk * 16;
                 cp_async_16(tile + swizzled<kChunks>(row, chunk) * 16, source, exists ? 16 : 0);
             }
         }

@@ -74,29 +74,31 @@ class WholeMatmul:
 
 
 class BlockedMatmul:
-    """Products of exactly BLOCK_ROWS rows, so that the library always chooses the same kernel for a weight.
+    """Products of exactly block_rows rows, so that the library always chooses the same kernel for a weight.
 
     The rows that fill up the last block may hold anything: a row of a product does not depend on the other rows.
     """
 
     kernel_rows = sys.maxsize
 
+    def __init__(self, block_rows: int = BLOCK_ROWS) -> None:
+        self._block_rows = block_rows
+
     def padded_rows(self, num_rows: int) -> int:
-        return self.num_launches(num_rows) * BLOCK_ROWS
+        return self.num_launches(num_rows) * self._block_rows
 
     def num_launches(self, num_rows: int) -> int:
-        return -(-num_rows // BLOCK_ROWS)
+        return -(-num_rows // self._block_rows)
 
     def multiply(self, x: Tensor, weights: CudaLinear, out: Tensor) -> Tensor:
-        for first in range(0, len(x), BLOCK_ROWS):
-            _multiply(_block(x, first), weights, _block(out, first))
+        for first in range(0, len(x), self._block_rows):
+            _multiply(self._block(x, first), weights, self._block(out, first))
         return out
 
-
-def _block(rows: Tensor, first: int) -> Tensor:
-    """Return BLOCK_ROWS rows of the buffer, which may extend beyond the end of `rows`."""
-    size, stride = rows.shape[1], rows.stride(0)
-    return rows.as_strided((BLOCK_ROWS, size), (stride, 1), rows.storage_offset() + first * stride)
+    def _block(self, rows: Tensor, first: int) -> Tensor:
+        """Return block_rows rows of the buffer, which may extend beyond the end of `rows`."""
+        size, stride = rows.shape[1], rows.stride(0)
+        return rows.as_strided((self._block_rows, size), (stride, 1), rows.storage_offset() + first * stride)
 
 
 def _multiply(x: Tensor, weights: CudaLinear, out: Tensor) -> Tensor:
