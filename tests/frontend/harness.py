@@ -250,7 +250,7 @@ class ClientConnection:
         if not self.transport.closed:
             self.protocol.data_received(data)
 
-    async def output(self, expected: bytes, timeout_s: float = 5.0) -> None:
+    async def output(self, expected: bytes, timeout_s: float = 60.0) -> None:
         """Wait until the server has sent these bytes."""
         async with asyncio.timeout(timeout_s):
             while expected not in self.transport.output:
@@ -258,7 +258,7 @@ class ClientConnection:
                 self.transport.changed.clear()
                 await self.transport.changed.wait()
 
-    async def response(self, timeout_s: float = 5.0) -> Response:
+    async def response(self, timeout_s: float = 60.0) -> Response:
         """Return the next whole response."""
         async with asyncio.timeout(timeout_s):
             while True:
@@ -273,7 +273,7 @@ class ClientConnection:
                 self.transport.changed.clear()
                 await self.transport.changed.wait()
 
-    async def closed(self, timeout_s: float = 5.0) -> None:
+    async def closed(self, timeout_s: float = 60.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not self.transport.closed:
                 self.transport.changed.clear()

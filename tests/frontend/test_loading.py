@@ -282,7 +282,7 @@ async def test_parsers_follow_the_template_or_the_options(
     keeper = ModelKeeper(FakeBackend(model=model_card(model_dir=str(tmp_path))), parsers)  # type: ignore[arg-type]
     watching = asyncio.create_task(keeper.watch())
     try:
-        await asyncio.wait_for(keeper.settled.wait(), 5)
+        await asyncio.wait_for(keeper.settled.wait(), 60)
     finally:
         watching.cancel()
     assert keeper.current is not None

@@ -43,7 +43,7 @@ class Frontend:
         self.process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
         self.log = ""
         address = self.wait_for(r"listening on (\S+)")
-        self.client = httpx.Client(base_url=address if "://" in address else "http://localhost", timeout=10)
+        self.client = httpx.Client(base_url=address if "://" in address else "http://localhost", timeout=60)
 
     def wait_for(self, pattern: str) -> str:
         assert self.process.stderr is not None

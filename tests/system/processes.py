@@ -136,7 +136,7 @@ class Frontend(Command):
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         wait_until(lambda: self.ready() is not None, timeout_s)
 
-    def wait_idle(self, timeout_s: float = 10.0) -> None:
+    def wait_idle(self, timeout_s: float = 60.0) -> None:
         """Wait until the backend runs nothing and holds no page."""
 
         def is_idle() -> bool:

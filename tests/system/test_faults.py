@@ -93,7 +93,7 @@ async def test_killed_frontend_ends_only_its_own_streams(pair: Pair) -> None:
         alone = await asyncio.gather(*(read_stream(http, other.url, body([number, 5], 1000)) for number in range(8)))
         lost = [asyncio.create_task(read_stream(http, doomed.url, body([9, number], 3000))) for number in range(16)]
         kept = [asyncio.create_task(read_stream(http, other.url, body([number, 5], 1000))) for number in range(8)]
-        wait_ready = asyncio.to_thread(wait_until, lambda: (other.ready() or {}).get("running", 0) >= 24, 10.0)
+        wait_ready = asyncio.to_thread(wait_until, lambda: (other.ready() or {}).get("running", 0) >= 24, 60.0)
         await wait_ready
         os.kill(worker, signal.SIGKILL)
         assert await asyncio.gather(*kept) == alone
@@ -106,7 +106,7 @@ async def test_streams_resume_after_the_backend_is_killed(pair: Pair) -> None:
     async with client() as http:
         alone = [await read_stream(http, frontend.url, body([number, 6], 150)) for number in range(4)]
         streams = [asyncio.create_task(read_stream(http, frontend.url, body([number, 6], 150))) for number in range(4)]
-        await asyncio.to_thread(wait_until, lambda: (frontend.ready() or {}).get("running", 0) == 4, 10.0)
+        await asyncio.to_thread(wait_until, lambda: (frontend.ready() or {}).get("running", 0) == 4, 60.0)
         await asyncio.to_thread(pair.restart_backend)
         assert await asyncio.gather(*streams) == alone
 
@@ -114,11 +114,11 @@ async def test_streams_resume_after_the_backend_is_killed(pair: Pair) -> None:
 async def test_stopped_backend_turns_ready_red_and_back(pair: Pair) -> None:
     frontend = pair.frontends[0]
     pair.backend.process.send_signal(signal.SIGSTOP)
-    await asyncio.to_thread(wait_until, lambda: frontend.ready() is None, 10.0)
+    await asyncio.to_thread(wait_until, lambda: frontend.ready() is None, 60.0)
     async with client() as http:
         assert (await http.get(f"{frontend.url}/health")).status_code == 200
         held = asyncio.create_task(http.post(f"{frontend.url}/v1/completions", json=body([1], 4)))
-        await asyncio.to_thread(wait_until, lambda: metric(frontend, "penstock_worker_streams_open") == 1, 10.0)
+        await asyncio.to_thread(wait_until, lambda: metric(frontend, "penstock_worker_streams_open") == 1, 60.0)
         assert not held.done()
         pair.backend.process.send_signal(signal.SIGCONT)
         assert (await held).status_code == 200
@@ -130,7 +130,7 @@ async def test_terminated_frontend_finishes_its_streams_first(pair: Pair) -> Non
         await asyncio.to_thread(frontend.wait_ready)
         async with client() as http:
             stream = asyncio.create_task(read_stream(http, frontend.url, body([3, 3], 200)))
-            await asyncio.to_thread(wait_until, lambda: (pair.frontends[1].ready() or {}).get("running", 0) == 1, 10.0)
+            await asyncio.to_thread(wait_until, lambda: (pair.frontends[1].ready() or {}).get("running", 0) == 1, 60.0)
             frontend.process.terminate()
             assert len(await stream) > 0
         assert await asyncio.to_thread(frontend.status) == 0
@@ -144,15 +144,15 @@ async def test_queued_requests_wait_and_a_disconnected_one_is_removed(tmp_path: 
         await asyncio.to_thread(frontend.wait_ready)
         async with client() as http:
             first = asyncio.create_task(read_stream(http, frontend.url, body([1], 300)))
-            await asyncio.to_thread(wait_until, lambda: (frontend.ready() or {}).get("running", 0) == 1, 10.0)
+            await asyncio.to_thread(wait_until, lambda: (frontend.ready() or {}).get("running", 0) == 1, 60.0)
             queued = [asyncio.create_task(read_stream(http, frontend.url, body([2, number], 5))) for number in range(2)]
-            await asyncio.to_thread(wait_until, lambda: (frontend.ready() or {}).get("waiting", 0) == 2, 10.0)
+            await asyncio.to_thread(wait_until, lambda: (frontend.ready() or {}).get("waiting", 0) == 2, 60.0)
             refused = await http.post(f"{frontend.url}/v1/completions", json=body([3], 5))
             assert refused.status_code == 429
             assert int(refused.headers["retry-after"]) >= 1
             assert refused.json()["error"]["message"]
             queued[0].cancel()
-            await asyncio.to_thread(wait_until, lambda: (frontend.ready() or {}).get("waiting", 9) == 1, 10.0)
+            await asyncio.to_thread(wait_until, lambda: (frontend.ready() or {}).get("waiting", 9) == 1, 60.0)
             first.cancel()
             assert await queued[1]
         await asyncio.to_thread(frontend.wait_idle)

@@ -180,7 +180,7 @@ def test_server_runs_until_it_is_stopped_and_leaves_no_process_or_file(start: St
     assert not [path for path in tmp_path.rglob("*") if not path.is_dir()]
 
 
-def test_killed_backend_and_killed_worker_are_restarted(start: Start) -> None:
+def test_killed_backend_and_killed_worker_are_restarted_and_ready_is_printed_once(start: Start) -> None:
     serve = start("--workers", "2")
     serve.wait_until_ready()
     text = serve.complete_when_back()  # one worker is ready; the other may get this request
@@ -197,6 +197,9 @@ def test_killed_backend_and_killed_worker_are_restarted(start: Start) -> None:
     serve.errors.wait_for("died by SIGKILL; restarting")
     assert serve.complete_when_back() == text
     assert serve.stop(signal.SIGINT) == 0
+    rest = serve.output.rest()
+    assert rest.count("curl") == 1
+    assert "Ready" not in rest
 
 
 def ask_as_curl(command: str) -> str:
@@ -223,9 +226,11 @@ def run_python(lines: list[str]) -> str:
 @pytest.mark.parametrize(
     ("arguments", "ready"),
     [
-        (["--host", "0.0.0.0"], "http://127.0.0.1:{port}/v1"),  # noqa: S104 - a test's server
-        (["--host", "127.0.0.1", "--api-key", "sk-one", "--served-model-name", "it's"], "http://127.0.0.1:{port}/v1"),
         (["--uds", "{tmp_path}/web.sock"], "unix:{tmp_path}/web.sock http://localhost/v1"),
+        (
+            ["--host", "0.0.0.0", "--api-key", "sk-one", "--served-model-name", "it's"],  # noqa: S104 - a test's server
+            "http://127.0.0.1:{port}/v1",
+        ),
     ],
 )
 def test_printed_examples_work_as_printed(start: Start, tmp_path: Path, arguments: list[str], ready: str) -> None:
@@ -258,18 +263,6 @@ def test_a_further_model_has_a_backend_of_its_own(start: Start, tmp_path: Path) 
     assert not list(tmp_path.rglob("*.sock*"))
 
 
-def test_ready_is_printed_once_though_the_backend_is_restarted(start: Start) -> None:
-    serve = start()
-    serve.wait_until_ready()
-    os.kill(serve.pids("penstock.backend.main")[0], signal.SIGKILL)
-    serve.errors.wait_for("restarting")
-    assert serve.complete_when_back()
-    assert serve.stop() == 0
-    rest = serve.output.rest()
-    assert rest.count("curl") == 1
-    assert "Ready" not in rest
-
-
 def test_examples_are_not_printed_among_json_logs(start: Start) -> None:
     serve = start("--log-json")
     serve.wait_until_ready()
@@ -285,25 +278,18 @@ def test_two_servers_share_neither_backend_nor_port(start: Start) -> None:
     assert second.complete()[0] == 200
 
 
-def test_busy_port_ends_the_server_with_one_line(start: Start) -> None:
-    first = start()
-    first.wait_until_ready()
-    second = start(port=first.port)
-    assert second.process.wait() == 1
-    assert second.output.rest() == ""
-    assert second.errors.rest() == f"penstock serve: port {first.port} on 127.0.0.1 is in use\n"
-    assert first.complete()[0] == 200
-
-
-def test_socket_of_another_backend_ends_the_server_with_one_line(start: Start, tmp_path: Path) -> None:
+def test_busy_port_or_socket_ends_the_server_with_one_line(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "shared" / "backend.sock"
     first = start("--socket", str(path))
     first.wait_until_ready()
-    second = start("--socket", str(path))
-    assert second.process.wait() == 1
-    assert second.output.rest() == ""
     (backend,) = first.pids("penstock.backend.main")
-    assert second.errors.rest() == f"penstock serve: another backend (pid {backend}) serves {path}\n"
+    for second, reason in (
+        (start(port=first.port), f"port {first.port} on 127.0.0.1 is in use"),
+        (start("--socket", str(path)), f"another backend (pid {backend}) serves {path}"),
+    ):
+        assert second.process.wait() == 1
+        assert second.output.rest() == ""
+        assert second.errors.rest() == f"penstock serve: {reason}\n"
     assert first.complete()[0] == 200
 
 
@@ -371,6 +357,7 @@ def test_keys_reach_the_frontend_only_and_no_command_line(start: Start) -> None:
         assert b"two" not in command
         environment = Path(f"/proc/{pid}/environ").read_bytes()
         assert (b"two" in environment) == (b"frontend." in command)
+        assert b"libtorch" not in Path(f"/proc/{pid}/maps").read_bytes()  # the fake pass needs none
 
 
 def test_dry_run_prints_the_plan_and_serves_nothing(start: Start) -> None:

@@ -26,7 +26,7 @@ _CHECK_MARGIN_S = 1.0
 """Totals lag, and a proxy spreads its checks."""
 
 
-_LOWEST_PORT = 10_000
+_LOWEST_PORT, _NUM_PORTS = 10_000, 1 << 16
 _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """Linux: the first and the last port, https://docs.kernel.org/networking/ip-sysctl.html"""
 
@@ -51,15 +51,21 @@ class Addresses:
 
 
 def free_port() -> int:
-    """Return a port of loopback that nobody uses now and that no outgoing connection takes before it is bound.
+    """Return a port of loopback that nobody uses now and that, where possible, no outgoing connection takes before it
+    is bound.
 
-    The kernel gives ports of its ephemeral range to connections at any moment, so this one lies below that range.
+    The kernel gives ports of its ephemeral range to connections at any moment, so this one lies outside that range. If
+    the range leaves none, or the system does not tell it, the kernel chooses.
     """
-    first_ephemeral_port = int(_EPHEMERAL_RANGE.read_text().split()[0])
+    try:
+        first, last = map(int, _EPHEMERAL_RANGE.read_text().split())
+        outside = (*range(_LOWEST_PORT, first), *range(last + 1, _NUM_PORTS))
+    except OSError:
+        outside = ()
     while True:
-        port = _LOWEST_PORT + secrets.randbelow(first_ephemeral_port - _LOWEST_PORT)
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+            probe.bind(("127.0.0.1", secrets.choice(outside) if outside else 0))
+            port: int = probe.getsockname()[1]
             return port
 
 

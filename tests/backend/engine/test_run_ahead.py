@@ -121,9 +121,9 @@ def test_step_is_launched_before_the_tokens_of_the_previous_step_are_known(
 ) -> None:
     executor, forward_pass, sequence = ahead
     launch(executor, sequence, PROMPT, 0)
-    first = forward_pass.launched.get(timeout=10)
+    first = forward_pass.launched.get(timeout=60)
     launch(executor, sequence, [FROM_SLOT], 3)
-    second = forward_pass.launched.get(timeout=10)
+    second = forward_pass.launched.get(timeout=60)
     assert executor.results() == []
     assert executor.running_s() > 0
     second.let_go()
@@ -140,9 +140,9 @@ def test_step_launched_after_its_sequence_stopped_has_no_row_of_it(
 ) -> None:
     executor, forward_pass, sequence = ahead
     launch(executor, sequence, PROMPT, 0)
-    forward_pass.launched.get(timeout=10).let_go()
+    forward_pass.launched.get(timeout=60).let_go()
     launch(executor, sequence, [FROM_SLOT], 3)
-    forward_pass.launched.get(timeout=10).let_go()
+    forward_pass.launched.get(timeout=60).let_go()
     next_results(executor, 2)
     launch(executor, sequence, [FROM_SLOT], 4)
     (result,) = next_results(executor, 1)
@@ -155,9 +155,9 @@ def test_step_that_samples_nothing_ends_when_the_device_has_computed_it(
 ) -> None:
     executor, forward_pass, sequence = ahead
     launch(executor, sequence, PROMPT[:2], 0, samples=False)
-    chunk = forward_pass.launched.get(timeout=10)
+    chunk = forward_pass.launched.get(timeout=60)
     launch(executor, sequence, PROMPT[2:], 2)
-    forward_pass.launched.get(timeout=10).let_go()
+    forward_pass.launched.get(timeout=60).let_go()
     assert not executor.has_capacity
     chunk.let_go()
     results = next_results(executor, 2)
@@ -171,7 +171,7 @@ def test_device_fault_fails_the_step_that_raised_it(
 ) -> None:
     executor, forward_pass, sequence = ahead
     launch(executor, sequence, PROMPT, 0)
-    forward_pass.launched.get(timeout=10).let_go(fault)
+    forward_pass.launched.get(timeout=60).let_go(fault)
     (result,) = next_results(executor, 1)
     assert result.error is fault
     assert result.token_ids == []
@@ -183,7 +183,7 @@ def test_rows_that_build_on_a_step_whose_launch_failed_are_dropped(
 ) -> None:
     executor, forward_pass, sequence = ahead
     launch(executor, sequence, PROMPT, 0)
-    first = forward_pass.launched.get(timeout=10)
+    first = forward_pass.launched.get(timeout=60)
     fault = ValueError("planted")
     monkeypatch.setattr(forward_pass, "begin_step", Mock(side_effect=fault))
     launch(executor, sequence, [FROM_SLOT], 3)
@@ -202,7 +202,7 @@ def test_executor_fails_when_the_collector_thread_dies() -> None:
         Subscriber(0, 1, 16, frozenset(), 3, 0.0), np.array(PROMPT, np.int32).tobytes(), 3, SamplingParams()
     )
     launch(executor, sequence, PROMPT, 0)
-    forward_pass.launched.get(timeout=10).let_go(SystemExit("planted"))  # type: ignore[arg-type]
+    forward_pass.launched.get(timeout=60).let_go(SystemExit("planted"))  # type: ignore[arg-type]
     with pytest.raises(ExecutorFailed, match="has died"):
         next_results(executor, 1)
     with pytest.raises(ExecutorFailed, match="has died"):

@@ -145,7 +145,7 @@ async def test_closed_stream_is_cancelled(url: str, backend: FakeBackend) -> Non
         stream = await creating
         assert (await anext(stream)).type == "message_start"
         await stream.close()
-        await asyncio.wait_for(backend.streams[0].cancelled.wait(), 5)
+        await asyncio.wait_for(backend.streams[0].cancelled.wait(), 60)
 
 
 async def test_over_the_link_streams_equal_whole_answers() -> None:
@@ -173,7 +173,7 @@ async def test_silent_stream_is_kept_alive_and_still_read() -> None:
         scripted.engine.paused = True
         async with sdk(url) as client:
             creating = asyncio.create_task(client.messages.create(**{**HI, "max_tokens": 3}, stream=True))
-            stream = await asyncio.wait_for(creating, 5)  # the headers came with a comment
+            stream = await asyncio.wait_for(creating, 60)  # the headers came with a comment
             scripted.engine.paused = False
             assert [event.type async for event in stream][-1] == "message_stop"
         await until(lambda: not scripted.engine.running)

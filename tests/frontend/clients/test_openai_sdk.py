@@ -153,7 +153,7 @@ async def test_client_that_closes_its_stream_cancels_it(url: str, backend: FakeB
         stream = await request
         assert (await anext(stream)).choices[0].text == "the"
         await stream.close()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await backend.streams[0].cancelled.wait()
 
 
@@ -163,7 +163,7 @@ async def test_client_that_gives_up_waiting_cancels_it(url: str, backend: FakeBa
         request = asyncio.create_task(client.completions.create(model="test/model", prompt="x"))
         await backend.submitted.wait()
         request.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await backend.streams[0].cancelled.wait()
         await asyncio.gather(request, return_exceptions=True)
 
@@ -183,7 +183,7 @@ async def test_running_stream_survives_the_drain(backend: FakeBackend) -> None:
         stream = await request
         assert (await anext(stream)).choices[0].text == "the"
         server.stop()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while True:  # until the server no longer accepts
                 try:
                     async with httpx.AsyncClient() as other:
@@ -193,13 +193,13 @@ async def test_running_stream_survives_the_drain(backend: FakeBackend) -> None:
         fed.push(*token_ids(" cat"))
         fed.push(END_TOKEN, finish=Finish.STOP)
         assert "".join([piece.choices[0].text async for piece in stream]) == " cat"
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(25):  # less than the drain timeout
         await running
 
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for something that happens in another thread."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
 

@@ -133,7 +133,7 @@ async def test_closed_stream_is_cancelled(url: str, backend: FakeBackend) -> Non
         stream = await creating
         await anext(stream)
         await stream.close()
-        await asyncio.wait_for(backend.streams[0].cancelled.wait(), 5)
+        await asyncio.wait_for(backend.streams[0].cancelled.wait(), 60)
 
 
 async def test_errors_raise_the_sdks_own_exceptions(url: str) -> None:

@@ -19,7 +19,7 @@ BODY = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 async def all_cancelled(backend: FakeBackend) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         for stream in backend.streams:
             await stream.cancelled.wait()
 

@@ -126,7 +126,7 @@ async def test_server_ends_with_the_error_of_a_task_beside_it(
     monkeypatch.setattr("penstock.frontend.transport.open_exchanges._SWEEP_INTERVAL_S", 0.0)
     monkeypatch.setattr(app.exchanges, "sweep", lambda _: 1 // 0)
     with pytest.raises(ExceptionGroup) as raised:
-        await asyncio.wait_for(HttpServer(app, app.exchanges, listening, drain_timeout_s=30).run(), 10)
+        await asyncio.wait_for(HttpServer(app, app.exchanges, listening, drain_timeout_s=30).run(), 25)
     assert raised.group_contains(ZeroDivisionError)
 
 

@@ -69,7 +69,7 @@ def test_https_clients_are_served_streaming_and_not(
     address = str(frontend.client.base_url)
     assert address.startswith("https://127.0.0.1:")
     frontend.wait_for("serving scripted")
-    with httpx.Client(base_url=address, verify=trusting(files[0]), timeout=10) as client:
+    with httpx.Client(base_url=address, verify=trusting(files[0]), timeout=60) as client:
         assert client.post("/v1/completions", json=BODY).json()["choices"][0]["text"] == "the cat"
         with client.stream("POST", "/v1/completions", json={**BODY, "stream": True, "max_tokens": 50}) as response:
             lines = [line for line in response.iter_lines() if line]
@@ -241,7 +241,7 @@ def test_idle_tls_connection_does_not_keep_the_server_from_stopping(
 
 
 def unix_client(path: Path) -> httpx.Client:
-    return httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost", timeout=10)
+    return httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost", timeout=60)
 
 
 def test_unix_socket_replaces_the_port(

@@ -113,7 +113,7 @@ def test_rolling_restart_loses_no_connection(start: Callable[..., Frontend]) -> 
             except OSError as error:
                 answers.append(repr(error).encode())
 
-    clients = [threading.Thread(target=ask_again_and_again) for _ in range(4)]
+    clients = [threading.Thread(target=ask_again_and_again) for _ in range(2)]
     for client in clients:
         client.start()
     for worker in frontend.workers():

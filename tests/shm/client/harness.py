@@ -17,7 +17,7 @@ LONG = 1 << 20
 """A context so long that an arena has only four slots, the minimum."""
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - other threads and processes change it
             await asyncio.sleep(0.002)

@@ -51,7 +51,7 @@ def frontend_process(socket_path: Path) -> Iterator[subprocess.Popen[str]]:
             child.kill()
 
 
-def wait_for(condition: threading.Event | object, timeout_s: float = 10.0) -> None:
+def wait_for(condition: threading.Event | object, timeout_s: float = 60.0) -> None:
     end_s = time.monotonic() + timeout_s
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < end_s

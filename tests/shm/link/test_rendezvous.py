@@ -36,7 +36,7 @@ def rendezvous(socket_path: Path) -> Iterator[Rendezvous]:
 
 def connect(socket_path: Path) -> socket.socket:
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    peer.settimeout(5)
+    peer.settimeout(60)
     peer.connect(str(socket_path))
     return peer
 

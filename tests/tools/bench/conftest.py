@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -55,6 +56,13 @@ def servers() -> Iterator[Servers]:
             yield started[options]
 
         yield server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_again() -> Iterator[None]:
+    """Some measurements end with `gc.unfreeze`, which undoes what tests/conftest.py froze."""
+    yield
+    gc.freeze()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from penstock.backend.passes.decoder.cpu.cpu_paths import read_cpu_info, supported_paths
 from penstock.backend.passes.decoder.cpu.deterministic_torch_ops import DeterministicTorchOps
 from penstock.backend.passes.decoder.cpu.native_library import request_tiles
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps, supports_native_ops
@@ -69,14 +70,15 @@ def _make_ops(
     )
 
 
-# What avx512_vnni compiles is in avx512 or in avx512_bf16.
+# What avx512_vnni compiles is in avx512 or in avx512_bf16. Without AMX, tiles in C++ stand for its tiles.
 _ON_X86: dict[str, MakeOps] = {
     "avx2": _path_ops("avx2"),
     "avx512": _path_ops("avx512"),
     "avx512_bf16": _path_ops("avx512_bf16"),
     "tiles": make_tile_ops,
-    "amx": make_amx_ops,
 }
+if "amx" in (path.name for path in supported_paths(read_cpu_info())):
+    _ON_X86["amx"] = make_amx_ops
 # On x86-64 cpu/arm/test_arm_kernels.py tests these.
 _ON_ARM: dict[str, MakeOps] = {"neon": _path_ops("neon"), "neon_bf16": _path_ops("neon_bf16")}
 NATIVE = _ON_ARM if platform.machine() == "aarch64" else _ON_X86

@@ -52,7 +52,7 @@ async def begin(app: App, backend: FakeBackend, body: dict[str, Any] = STREAM) -
     """Begin the response; the backend generates a part of it. Return the connection that follows it, and its id."""
     connection = ClientConnection(app)
     connection.send(request_bytes("POST", PATH, body))
-    await asyncio.wait_for(backend.submitted.wait(), 5)
+    await asyncio.wait_for(backend.submitted.wait(), 60)
     backend.streams[-1].push(*TOKENS)
     await connection.output(b"function_call_arguments" if body.get("stream") else b'"status":')
     return connection, connection.transport.output.split(b'"id":"')[1].split(b'"')[0].decode()
@@ -67,7 +67,7 @@ async def test_drain_lets_streams_end_and_puts_other_responses_back_at_once(
         connection, whole_id = await begin(first, backend, {**HI, "background": True})
         first.exchanges.start_draining()
         streamed, whole = backend.streams
-        await asyncio.wait_for(whole.cancelled.wait(), 5)
+        await asyncio.wait_for(whole.cancelled.wait(), 60)
         async with worker(file, FakeBackend(script=MODEL.says("Hello")), monkeypatch) as second:
             other = ClientConnection(second)
             answer = await ended(other, whole_id)
@@ -157,10 +157,10 @@ async def test_response_that_another_worker_has_begun_again_is_put_back_before_i
         waiting.setattr(owner, "lives", lambda name: name == "next")
         waiting.setattr(owner, "own_name", lambda: "next")
         async with worker(left.file, backend, monkeypatch) as app:
-            await asyncio.wait_for(is_asked.wait(), 5)
+            await asyncio.wait_for(is_asked.wait(), 60)
             assert stored(left.file, "owner") == "next"
             app.exchanges.start_draining()
-            await asyncio.wait_for(asyncio.gather(*app.responses._runs._tasks), 5)
+            await asyncio.wait_for(asyncio.gather(*app.responses._runs._tasks), 60)
             assert (stored(left.file, "owner"), stored(left.file, "num_takeovers")) == ("", 0)
 
 
@@ -183,7 +183,7 @@ async def test_run_whose_task_is_cancelled_stays_what_it_is_for_the_store(
         connection, _ = await begin(app, backend, {**HI, "background": True})
         (task,) = app.responses._runs._tasks
         task.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             (error,) = await asyncio.gather(task, return_exceptions=True)
         assert isinstance(error, asyncio.CancelledError)
         assert stored(file, "owner") == owner.own_name()
@@ -197,7 +197,7 @@ async def test_follower_goes_on_when_a_run_that_was_taken_over_is_refused(
     left = await die(tmp_path, STREAM, REASONED_CALLS[:-60])
     backend = FakeBackend(script=silent)
     async with next_worker(left, backend, monkeypatch) as connection:
-        await asyncio.wait_for(backend.submitted.wait(), 5)
+        await asyncio.wait_for(backend.submitted.wait(), 60)
         connection.send(request_bytes("GET", f"{PATH}/{left.response_id}?stream=true"))
         await connection.output(b"response.in_progress")
         backend.script = MODEL.says(REASONED_CALLS)

@@ -65,7 +65,7 @@ async def die(
     app = app_on(backend, file, admission=admission)
     connection = ClientConnection(app)
     connection.send(request_bytes("POST", PATH, body, headers))
-    await asyncio.wait_for(backend.submitted.wait(), 5)
+    await asyncio.wait_for(backend.submitted.wait(), 60)
     if text:
         backend.streams[0].push(*MODEL.tokenizer.encode(text, add_special_tokens=False).ids)
     await connection.output(b"response.reasoning_text.delta" if text else b'"status":"queued"')
@@ -200,7 +200,7 @@ async def test_cancel_while_it_catches_up_keeps_what_there_was(tmp_path: Path, m
     left = await die(tmp_path, STREAM, REASONED_CALLS[:-60])
     backend = FakeBackend(script=silent)
     async with next_worker(left, backend, monkeypatch) as client:
-        await asyncio.wait_for(backend.submitted.wait(), 5)
+        await asyncio.wait_for(backend.submitted.wait(), 60)
         cancelled = (await client.request("POST", f"{PATH}/{left.response_id}/cancel")).json()
         events = named_events(await client.request("GET", f"{PATH}/{left.response_id}?stream=true"))
     assert cancelled["status"] == "cancelled"
@@ -223,7 +223,7 @@ async def test_full_queue_delays_it_and_does_not_refuse_it(tmp_path: Path, monke
 
     monkeypatch.setattr(backend, "submit", submit_or_refuse)
     async with next_worker(left, backend, monkeypatch) as connection:
-        await asyncio.wait_for(refused.wait(), 5)
+        await asyncio.wait_for(refused.wait(), 60)
         answer = await ended(connection, left.response_id)
     assert (num_refused, answer["status"]) == (5, "completed")
 
@@ -235,7 +235,7 @@ async def test_limits_of_its_key_count_it_and_do_not_refuse_it(tmp_path: Path, m
     assert account is not None
     other = account.admit()  # the key has no request left
     async with next_worker(left, backend, monkeypatch, admission) as connection:
-        await asyncio.wait_for(backend.submitted.wait(), 5)
+        await asyncio.wait_for(backend.submitted.wait(), 60)
         assert account.row.in_flight == 2
         other.release()
         assert (await connection.request("POST", PATH, HI, BEARER)).status == 429
