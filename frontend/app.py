@@ -45,6 +45,7 @@ from penstock.shm.process.tenant_places import TenantPlaces
 if TYPE_CHECKING:
     from penstock.frontend.generation.served_models import ServedModels
     from penstock.frontend.settings import WorkerLimits
+    from penstock.frontend.telemetry.request_log import ReportSpans
     from penstock.frontend.transport.asgi import Receive, Scope, Send
 
 logger = logging.getLogger("penstock.app")
@@ -120,8 +121,16 @@ def _page_routes(documentation: Documentation) -> dict[str, Methods]:
 class App:
     """One worker's application. `exchanges.run` must run beside it."""
 
-    def __init__(self, models: ServedModels, *, admission: Admission | None = None, limits: WorkerLimits) -> None:
-        """Without admission every request is allowed."""
+    def __init__(
+        self,
+        models: ServedModels,
+        *,
+        admission: Admission | None = None,
+        limits: WorkerLimits,
+        report_spans: ReportSpans | None = None,
+    ) -> None:
+        """Without admission every request is allowed. Without report_spans none is traced."""
+        self._report_spans = report_spans
         self.exchanges = OpenExchanges(
             max_open=limits.max_open_requests,
             keep_alive_interval_s=limits.keep_alive_interval_s,
@@ -148,6 +157,7 @@ class App:
         if scope["type"] != "http":
             raise ValueError(f"not an HTTP scope: {scope['type']}")
         exchange = Exchange(scope, receive, send, self.exchanges.incomplete)
+        exchange.report_spans = self._report_spans
         self.exchanges.add(exchange)
         try:
             await self._answer(exchange)

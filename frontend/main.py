@@ -25,9 +25,11 @@ from penstock.frontend.settings import (
     WORKER_SETTINGS_VARIABLE,
     AccessSettings,
     ParserNames,
+    TracingSettings,
     WorkerLimits,
     WorkerSettings,
 )
+from penstock.frontend.telemetry.tracing import TracingUnavailable, otlp_exporter
 from penstock.frontend.transport.serving.accept_table import AcceptTable
 from penstock.frontend.transport.serving.listening import (
     MAX_SOCKET_PATH_BYTES,
@@ -91,6 +93,7 @@ def serve(options: FrontendOptions) -> int:
         resume_timeout_s=options.resume_timeout_s,
         log_level=options.log_level,
         log_json=options.log_json,
+        tracing=_tracing(options),
         parsers=ParserNames(options.tool_parser, options.reasoning_parser),
         starts_alone=options.listen_fd is None,
         chat_template_path=_text(options.chat_template),
@@ -126,6 +129,21 @@ def _worker(settings: WorkerSettings, number: int, options: FrontendOptions) -> 
         env=_environment(msgspec.structs.replace(settings, worker=number)),
         reloads=reloads(options),
     )
+
+
+def _tracing(options: FrontendOptions) -> TracingSettings | None:
+    """Return the settings; None without tracing. Exits with one line if they are unusable."""
+    if options.otlp_endpoint is None:
+        return None
+    if not options.otlp_endpoint.startswith(("http://", "https://")):
+        fail(
+            "frontend", f'--otlp-endpoint is "{options.otlp_endpoint}"; write a URL, as http://127.0.0.1:4318/v1/traces'
+        )
+    try:
+        otlp_exporter(options.otlp_endpoint).shutdown()
+    except TracingUnavailable as error:
+        fail("frontend", str(error))
+    return TracingSettings(options.otlp_endpoint, options.trace_sample_ratio)
 
 
 def _limits(options: FrontendOptions, state: StateFiles | None) -> WorkerLimits:

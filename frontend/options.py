@@ -152,3 +152,9 @@ class FrontendOptions:
 
     log_json: bool = False
     """Log one JSON object per line."""
+
+    otlp_endpoint: str | None = None
+    """URL of an OpenTelemetry collector for traces, such as http://127.0.0.1:4318/v1/traces. Needs the extra "otel"."""
+
+    trace_sample_ratio: Annotated[float, Parameter(validator=Number(gte=0.0, lte=1.0))] = 1.0
+    """Share of the requests that are traced. A caller that sends the header traceparent decides for its own."""

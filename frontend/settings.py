@@ -71,6 +71,12 @@ class AccessSettings(Struct, frozen=True):
     """The tenant that the scheduler charges for a request without a key."""
 
 
+class TracingSettings(Struct, frozen=True):
+    otlp_endpoint: str
+    """The collector's URL for traces."""
+    sample_ratio: float
+
+
 class WorkerSettings(Struct, frozen=True):
     worker: int
     """This worker's number, from 0; num_workers share the socket and the usage table."""
@@ -92,5 +98,6 @@ class WorkerSettings(Struct, frozen=True):
     parsers: ParserNames = ParserNames()
     starts_alone: bool = True
     """Nobody else reports that a backend has not come yet; `penstock serve` does."""
+    tracing: TracingSettings | None = None
     chat_template_path: str | None = None
     """Replaces the chat template of the model at socket_path."""

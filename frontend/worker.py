@@ -23,6 +23,7 @@ from penstock.frontend.app import App
 from penstock.frontend.generation.served_model import ModelKeeper
 from penstock.frontend.generation.served_models import ServedModels
 from penstock.frontend.settings import WORKER_SETTINGS_VARIABLE, WorkerSettings
+from penstock.frontend.telemetry.tracing import SpanReporter, otlp_exporter
 from penstock.frontend.transport.serving.accept_table import AcceptTable
 from penstock.frontend.transport.serving.connections import raise_fd_limit
 from penstock.frontend.transport.serving.server import HttpServer
@@ -55,7 +56,10 @@ async def serve(settings: WorkerSettings) -> None:
         usage=usage,
         tenant_by=access.tenant_by,
     )
-    app = App(models, admission=admission, limits=settings.limits)
+    spans = None
+    if settings.tracing is not None:
+        spans = SpanReporter(otlp_exporter(settings.tracing.otlp_endpoint), settings.tracing.sample_ratio)
+    app = App(models, admission=admission, limits=settings.limits, report_spans=None if spans is None else spans.report)
     tls = None if settings.tls is None else ServerTls(settings.tls)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, settings, admission, tls)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # the supervisor blocked it for the start
@@ -78,6 +82,8 @@ async def serve(settings: WorkerSettings) -> None:
         await app.responses.stop()
     finally:
         app.store.close()
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
         for keeper in models.keepers:
             await keeper.backend.close()
 

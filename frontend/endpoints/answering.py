@@ -17,6 +17,7 @@ from penstock.frontend.generation.request_policy import read_request_policy
 from penstock.frontend.generation.served_models import check_model
 from penstock.frontend.generation.submission.submit import PreparedRequest, submit
 from penstock.frontend.telemetry.request_log import RequestLogEntry
+from penstock.frontend.telemetry.trace_context import parse_traceparent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,6 +106,10 @@ def _log_entry(exchange: Exchange, identity: Identity, usage: Usage) -> RequestL
         http_request_id=exchange.request_id,
         key=exchange.key_name,
         prompt_tokens=usage.prompt_tokens,
+        model=identity.model,
+        path=exchange.path,
+        trace=parse_traceparent(exchange.header(b"traceparent")),
+        report_spans=exchange.report_spans,
     )
 
 

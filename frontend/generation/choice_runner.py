@@ -48,7 +48,7 @@ class ChoiceRunner:
         self._usage = usage
         self._log_entry = log_entry
         self._by_token = by_token
-        self._submitted_s = time.monotonic()
+        self._submitted_s = log_entry.submitted_s = time.monotonic()
 
     def cancel(self) -> None:
         """End every stream now. Streams that have ended are left alone."""
@@ -77,6 +77,7 @@ class ChoiceRunner:
             self._log_entry.completion_tokens = self._usage.completion_tokens
             self._log_entry.cached_tokens = self._usage.cached_tokens
             self._log_entry.coalesced = self._coalesced()
+            self._log_entry.queue_s = self.choices[0].stream.queue_s
         self._log_entry.finish_reason = self.choices[0].finish_reason or "stop"
 
     async def _run(self, choice: Choice, emit: Emit) -> None:
@@ -93,6 +94,8 @@ class ChoiceRunner:
     async def _pass_on(self, choice: Choice, batch: TokenBatch, emit: Emit) -> None:
         if batch.token_ids and self._log_entry.first_token_s is None:
             self._log_entry.first_token_s = time.monotonic()
+        if self._log_entry.report_spans is not None:
+            self._log_entry.last_token_s = time.monotonic()
         if batch.token_ids and choice.num_tokens == 0 and choice.reports_prompt_logprobs:
             await asyncio.to_thread(choice.prepare_echo)
         if batch.finish is Finish.CANCELLED:

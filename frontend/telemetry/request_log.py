@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.frontend.telemetry.trace_context import TraceContext
     from penstock.shm.memory.board import FrontendBoard
+
+    ReportSpans = Callable[["RequestLogEntry", float], str]
+    """Makes the spans of a request that ended at a monotonic time; returns the id of its trace."""
 
 logger = logging.getLogger("penstock.request")
 
@@ -33,16 +39,29 @@ class RequestLogEntry:
     """Name of the request's API key."""
     max_tokens: int | None = None
     """The limit of each answer: the request's, or the rest of the context."""
+    model: str = ""
+    path: str = ""
+    """The endpoint's."""
+    trace: TraceContext | None = None
+    """The trace that the client named."""
+    report_spans: ReportSpans | None = None
+    """None without tracing."""
+    submitted_s: float | None = None
+    queue_s: float = 0.0
+    """Time in the backend's queue, of the first choice; 0 until the backend has started it."""
+    last_token_s: float | None = None
+    """None without tracing."""
 
     def observe(self, board: FrontendBoard, ended_s: float) -> None:
-        """Log the line and count the request's latencies on the board."""
+        """Log the line, count the request's latencies on the board, and report its spans."""
         if self.first_token_s is not None:
             board.ttft_us.observe(int(1e6 * (self.first_token_s - self.received_s)))
         if self.finish_reason not in _UNANSWERED:
             board.latency_us.observe(int(1e6 * (ended_s - self.received_s)))
-        self.write(ended_s)
+        trace_id = None if self.trace is None else self.trace.trace_id
+        self.write(ended_s, trace_id if self.report_spans is None else self.report_spans(self, ended_s))
 
-    def write(self, ended_s: float) -> None:
+    def write(self, ended_s: float, trace_id: str | None = None) -> None:
         """Log the line. prompt_tps is over the time to the first token, generation_tps over the time after it,
         total_tps over the whole time."""
         if not logger.isEnabledFor(logging.INFO):
@@ -64,6 +83,7 @@ class RequestLogEntry:
             "finish_reason": self.finish_reason,
             "key": self.key,
             "http_request_id": self.http_request_id,
+            **({} if trace_id is None else {"trace_id": trace_id}),
         }
         line = " ".join(f"{name}={'-' if value is None else value}" for name, value in fields.items())
         logger.info("%s", line, extra={"fields": fields})

@@ -21,6 +21,7 @@ from penstock.frontend.transport.incomplete import client_network
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
+    from penstock.frontend.telemetry.request_log import ReportSpans
     from penstock.frontend.transport.asgi import AsgiMessage, Headers, Receive, Scope, Send
     from penstock.frontend.transport.incomplete import IncompleteBodies
 
@@ -107,6 +108,8 @@ class Exchange(Abortable):
         """The payer's share of the device in proportion to the others'."""
         self.key_name: str | None = None
         """The API key's name, for logs."""
+        self.report_spans: ReportSpans | None = None
+        """None without tracing."""
         self.claim: UsageClaim | None = None
         """The request's part of its key's limits, if the key has some."""
         # Answer

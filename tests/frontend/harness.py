@@ -216,12 +216,13 @@ def model_keeper(backend: FakeBackend, served: ServedModel | None = None) -> Mod
 
 
 def make_app(backend: FakeBackend, **options: Any) -> App:
-    """Return an app with a loaded model, if the backend has one. options: keeper, models, api_keys, admission, or those
-    of WorkerLimits."""
+    """Return an app with a loaded model, if the backend has one. options: keeper, models, api_keys, admission,
+    report_spans, or those of WorkerLimits."""
     keeper = options.pop("keeper", None) or model_keeper(backend)
     models = options.pop("models", None) or ServedModels(keeper)
     admission = options.pop("admission", None) or Admission(named_keys(options.pop("api_keys", ())))
-    return App(models, admission=admission, limits=WorkerLimits(**options))
+    report_spans = options.pop("report_spans", None)
+    return App(models, admission=admission, limits=WorkerLimits(**options), report_spans=report_spans)
 
 
 class ClientConnection:

@@ -13,6 +13,7 @@ from penstock.frontend.generation.pooled.inputs import InputRules, encode_inputs
 from penstock.frontend.generation.pooled.run import PooledRun, PooledTimes, Wanted, check_capacity
 from penstock.frontend.generation.request_policy import read_request_policy
 from penstock.frontend.telemetry.request_log import RequestLogEntry
+from penstock.frontend.telemetry.trace_context import parse_traceparent
 from penstock.frontend.text.input_encoder import Truncation
 from penstock.frontend.transport.errors import invalid
 
@@ -79,7 +80,14 @@ async def compute(
         encoded = await encode()
     request_id, created = id_prefix + secrets.token_hex(12), int(time.time())
     log_entry = RequestLogEntry(
-        request_id, exchange.received_s, http_request_id=exchange.request_id, key=exchange.key_name
+        request_id,
+        exchange.received_s,
+        http_request_id=exchange.request_id,
+        key=exchange.key_name,
+        model=served.card.model_id,
+        path=exchange.path,
+        trace=parse_traceparent(exchange.header(b"traceparent")),
+        report_spans=exchange.report_spans,
     )
     run = PooledRun(exchange, served, wanted, policy, log_entry, field=field)
     try:
@@ -88,6 +96,7 @@ async def compute(
         log_entry.finish_reason = finish_reason_of(error)
         raise
     finally:
+        log_entry.queue_s = run.times.queue_s
         exchange.at_end.append(partial(log_entry.observe, served.backend.board, time.monotonic()))
     return Computed(results, request_id, created, log_entry.prompt_tokens, run.times, exchange.received_s)
 

@@ -125,7 +125,7 @@ class PooledRun:
         """
         num_tokens = sum(len(each.token_ids) for each in inputs)
         self._check_size(len(inputs), num_tokens)
-        self.times.tokenized_s = time.monotonic()
+        self.times.tokenized_s = self._log_entry.submitted_s = time.monotonic()
         self._log_entry.prompt_tokens = num_tokens
         claim = self._exchange.claim
         if claim is not None:
