@@ -46,7 +46,7 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
 	touch $(CLIENTS)/.installed
 
-# Their versions of shared dependencies exclude those of the other clients.
+# Agents, lm-eval and LiteLLM: their versions of shared dependencies exclude those of the other clients.
 $(AGENTS)/.installed: tests/clients/agents/requirements.txt | $(CLIENTS)/.installed
 	$(PYTHON) -m venv $(AGENTS)
 	$(AGENTS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/clients/agents/requirements.txt

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.frontend.endpoints import chat_completions, text_completions
+from penstock.frontend.endpoints import chat_completions, label_scores, text_completions
 from penstock.frontend.endpoints.context import run_sized
 from penstock.frontend.endpoints.pooling import openai_embeddings, rerank, vllm_scores
 from penstock.frontend.generation.served_models import can_do
@@ -51,7 +51,7 @@ def _handler(fields: _Fields, context: EndpointContext) -> Handler:
     if fields.query is not None:
         return rerank.rerank
     if fields.queries is not None or fields.text_1 is not None or fields.data_1 is not None:
-        return vllm_scores.score
+        return label_scores.score
     if fields.input is not None:
         embeds = any(can_do(served.card, "embed") for served in context.models.loaded())
         return openai_embeddings.create_embeddings if embeds else vllm_scores.classify

@@ -84,6 +84,25 @@ class Format(Protocol):
         ...
 
 
+class WholeFormat(Format, Protocol):
+    """A format of answers that are never streamed; their bodies have no `stream`."""
+
+    def opening(self, index: int, prompt_token_ids: Sequence[int] = ()) -> bytes:
+        raise NotImplementedError
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        raise NotImplementedError
+
+    def closing(self, index: int, finish_reason: str, stopped_by: str | int | None) -> bytes:
+        raise NotImplementedError
+
+    def end(self) -> bytes:
+        raise NotImplementedError
+
+    def failure(self, error: ApiError) -> bytes:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
 class StreamUsageOptions:
     """Which chunks of a stream report the usage."""

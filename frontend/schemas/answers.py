@@ -192,6 +192,16 @@ class InputItems(Struct):
     has_more: bool
 
 
+class CompactAnswer(Struct):
+    """A conversation in short, to be sent as the input of the next request."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
 class InputTokens(Struct):
     object: Literal["response.input_tokens"]
     input_tokens: int

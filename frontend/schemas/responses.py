@@ -21,6 +21,8 @@ from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, sho
 from penstock.shm.messages import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
 
 MAX_ITEMS = 2048
+SUMMARY_MARK = "penstock-summary:"
+"""Begins the content of our compaction items. OpenAI's are encrypted, and useless to any other server."""
 ItemRole = Literal["system", "developer", "user", "assistant"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -54,6 +56,8 @@ class ResponseItem(Struct, frozen=True):
     namespace: FunctionName | None = None
     arguments: str | None = None
     input: str | None = None
+    encrypted_content: str | None = None
+    """Of a compaction, the summary; of reasoning, nothing that this server made."""
     output: str | Parts | None = None
     summary: Parts | None = None
 
@@ -197,6 +201,10 @@ def check_items(items: list[ResponseItem]) -> None:
             case "reasoning":
                 _check_parts(f"{path}.content", item.content)
                 _check_parts(f"{path}.summary", item.summary)
+            case "compaction":
+                required(f"{path}.encrypted_content", item.encrypted_content)
+                if not (item.encrypted_content or "").startswith(SUMMARY_MARK):
+                    invalid(f"{path}.encrypted_content", "not made by this server; send the conversation instead")
             case "item_reference":
                 required(f"{path}.id", item.id)
             case other:

@@ -40,6 +40,9 @@ RESPONSE = EndpointDoc(
     "Generation", "OpenAI's Responses API.", answers.ResponseAnswer, ResponsesBody, answers.ResponseEvent
 )
 COUNT_RESPONSE = EndpointDoc("Tokens", "Counts the tokens of a response's input.", answers.InputTokens, ResponsesBody)
+COMPACT = EndpointDoc(
+    "Generation", "Summarizes a conversation for the input of the next response.", answers.CompactAnswer, ResponsesBody
+)
 RETRIEVE = EndpointDoc(
     "Kept responses",
     "Returns a kept response as it stands, or its events again.",

@@ -9,6 +9,7 @@ from penstock.frontend.schemas.pooling import answers, tei
 from penstock.frontend.schemas.pooling.cohere import CohereEmbedBody
 from penstock.frontend.schemas.pooling.openai import EmbeddingsBody
 from penstock.frontend.schemas.pooling.rerank import RerankBody
+from penstock.frontend.schemas.pooling.sglang import LabelScoreBody
 from penstock.frontend.schemas.pooling.vllm import ClassifyBody, PoolingBody, ScoreBody
 
 _EMBEDDINGS, _SCORES = "Embeddings", "Reranking and classification"
@@ -49,7 +50,13 @@ RERANK_EITHER = EndpointDoc(
     RerankBody,
     other=(tei.TeiRerankBody, list[answers.Rank]),
 )
-SCORE = EndpointDoc(_SCORES, "Scores pairs of texts (vLLM's).", answers.ScoreAnswer, ScoreBody)
+SCORE = EndpointDoc(
+    _SCORES,
+    "Scores pairs of texts (vLLM's), or with label_token_ids the next token of each item (SGLang's).",
+    answers.ScoreAnswer,
+    ScoreBody,
+    other=(LabelScoreBody, answers.LabelScoresAnswer),
+)
 CLASSIFY = EndpointDoc(_SCORES, "Classifies each input (vLLM's).", answers.ClassifyAnswer, ClassifyBody)
 PREDICT = EndpointDoc(
     _SCORES,

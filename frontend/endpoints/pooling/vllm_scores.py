@@ -23,7 +23,7 @@ from penstock.frontend.generation.pooled.run import Wanted
 from penstock.frontend.generation.pooled.scores import activated, cosine
 from penstock.frontend.generation.served_models import can_do
 from penstock.frontend.schemas.pooling.common import has_several
-from penstock.frontend.schemas.pooling.vllm import PoolingBody, decode_classify, decode_pooling, decode_score
+from penstock.frontend.schemas.pooling.vllm import PoolingBody, decode_classify, decode_pooling
 from penstock.frontend.transport.errors import invalid
 
 if TYPE_CHECKING:
@@ -38,10 +38,9 @@ if TYPE_CHECKING:
     from penstock.shm.messages import PooledKind
 
 
-async def score(exchange: Exchange, context: EndpointContext) -> None:
-    """POST /score and /v1/score: by a reranker, or by the angle between two embeddings. Raises ApiError,
+async def answer_score(exchange: Exchange, body: ScoreBody, served: ServedModel) -> None:
+    """Answer POST /score and /v1/score by a reranker, or by the angle between two embeddings. Raises ApiError,
     ClientGoneError."""
-    body, served, _ = await context.receive_body(exchange, decode_score, "score")
     computed = await (_by_pair if can_do(served.card, "rerank") else _by_angle)(exchange, body, served)
     data = [{"index": index, "object": "score", "score": each} for index, each in enumerate(computed.results)]
     await _respond(exchange, computed, served, msgspec.json.encode(data))

@@ -26,8 +26,9 @@ from penstock.frontend.endpoints.responses.kept_responses import KeptResponses
 from penstock.frontend.endpoints.responses.pending_response import PendingResponse
 from penstock.frontend.endpoints.responses.storage.stored_messages import decode_messages
 from penstock.frontend.endpoints.responses.truncation import fitted
+from penstock.frontend.formats.compaction import REQUEST, CompactionFormat
 from penstock.frontend.formats.openai_chunks import DONE
-from penstock.frontend.schemas.chat import check_chat
+from penstock.frontend.schemas.chat import ChatMessage, check_chat
 from penstock.frontend.schemas.response_tools import left_out_tools
 from penstock.frontend.schemas.responses import ResponsesBody, decode_responses
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, retry_later, shorten
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from penstock.frontend.endpoints.context import EndpointContext
     from penstock.frontend.endpoints.responses.background.takeover import Restart
     from penstock.frontend.endpoints.responses.storage.store import ResponseStore, StoredResponse
+    from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
     from penstock.frontend.generation.served_model import ServedModel
     from penstock.frontend.schemas.chat import ChatBody
     from penstock.frontend.transport.exchange import Exchange
@@ -172,6 +174,26 @@ class Responses:
                 prompt = await render_chat(chat, served, is_long=True)
             answer = {"object": "response.input_tokens", "input_tokens": len(prompt)}
             await exchange.respond(200, msgspec.json.encode(answer))
+
+    async def compact(self, exchange: Exchange, context: EndpointContext) -> None:
+        """POST /v1/responses/compact: let the model summarize a conversation. Nothing is stored. Raises ApiError,
+        ClientGoneError."""
+        body, served, num_sent_bytes = await context.receive_body(exchange, decode_responses)
+        for field in ("background", "stream", "truncation"):
+            if getattr(body, field) not in (None, False, "disabled"):
+                invalid(field, "not available for a compaction")
+        async with exchange.cancelled_on_disconnect():
+            previous = await self._previous(exchange.tenant, body)
+            chat, num_body_bytes = await self._chat(exchange.tenant, body, previous, num_sent_bytes)
+        user_texts = [str(message.content) for message in chat.messages if message.role == "user"]
+        chat.messages = [*chat.messages, ChatMessage("user", REQUEST)]
+        chat.tools = chat.tool_choice = chat.response_format = None
+
+        def make_format(identity: Identity, usage: Usage, _: StreamUsageOptions) -> CompactionFormat:
+            return CompactionFormat(identity, usage, user_texts)
+
+        with renamed(RENAMED):
+            await answer_chat(exchange, chat, served, AnswerStyle("resp_", make_format), num_body_bytes=num_body_bytes)
 
     async def retrieve(self, exchange: Exchange, _context: EndpointContext) -> None:
         """GET /v1/responses/ID. Raises ApiError, ClientGoneError."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.frontend.endpoints.chat_translation import instructed, shared_fields
 from penstock.frontend.endpoints.responses.tools import chat_tools, forces_call
+from penstock.frontend.formats.compaction import summary_in
 from penstock.frontend.formats.response_calls import custom_arguments
 from penstock.frontend.schemas.chat import (
     ChatBody,
@@ -121,6 +122,9 @@ def to_messages(items: Sequence[ResponseItem]) -> list[ChatMessage]:
             messages.append(
                 ChatMessage("tool", joined(item.output), name=names.get(item.call_id), tool_call_id=item.call_id)
             )
+        elif item.kind == "compaction":
+            end_turn()
+            messages.append(ChatMessage("user", summary_in(item.encrypted_content or "")))
         elif item.role == "assistant":
             if turn.texts or turn.calls:
                 end_turn()
@@ -156,6 +160,8 @@ def listed(item: ResponseItem, item_id: str) -> dict[str, Any]:
             return common | {"call_id": item.call_id, "name": item.name, "input": item.input}
         case "function_call_output" | "custom_tool_call_output":
             return common | {"call_id": item.call_id, "output": joined(item.output)}
+        case "compaction":
+            return common | {"encrypted_content": item.encrypted_content}
         case _:
             summary = [{"type": "summary_text", "text": part.text_or_refusal} for part in item.summary or ()]
             content = [{"type": "reasoning_text", "text": joined(item.content)}] if item.content else []

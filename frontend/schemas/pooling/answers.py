@@ -95,6 +95,16 @@ class Score(Struct):
     score: float
 
 
+class LabelScoresAnswer(Struct):
+    """SGLang's: for each item a score of each label."""
+
+    id: str
+    object: Literal["scoring"]
+    model: str
+    scores: list[list[float]]
+    usage: dict[str, int]
+
+
 class ScoreAnswer(Struct):
     id: str
     object: Literal["list"]

@@ -1,0 +1,65 @@
+"""POST /v1/score and /score with label_token_ids, as SGLang has it. Each token is scored as the end of its prompt."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from penstock.frontend.endpoints.answering import AnswerStyle, answer_prompts
+from penstock.frontend.endpoints.chat_translation import renamed
+from penstock.frontend.endpoints.pooling import vllm_scores
+from penstock.frontend.endpoints.prompts import encode_prompts
+from penstock.frontend.formats.label_scores import LabelScoresFormat
+from penstock.frontend.generation.answer_rules.rules import AnswerRules
+from penstock.frontend.generation.submission.submit import PreparedRequest
+from penstock.frontend.schemas.completion import CompletionBody
+from penstock.frontend.schemas.pooling.sglang import LabelScoreBody, decode_label_score, is_label_score
+from penstock.frontend.schemas.pooling.vllm import ScoreBody, decode_score
+from penstock.frontend.transport.errors import invalid
+
+if TYPE_CHECKING:
+    from penstock.frontend.endpoints.context import EndpointContext
+    from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
+    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.generation.served_models import Task
+    from penstock.frontend.transport.exchange import Exchange
+
+_RENAMED = ((re.compile(r"^(prompt|prompt_logprobs|max_tokens)\b.*"), "items"),)
+
+
+async def score(exchange: Exchange, context: EndpointContext) -> None:
+    """POST /v1/score and /score. Raises ApiError, ClientGoneError."""
+
+    def decode(data: bytes) -> ScoreBody | LabelScoreBody:
+        return decode_label_score(data) if is_label_score(data) else decode_score(data)
+
+    def task_of(body: ScoreBody | LabelScoreBody) -> Task:
+        return "generate" if isinstance(body, LabelScoreBody) else "score"
+
+    body, served, _ = await context.receive_body(exchange, decode, task_of)
+    if isinstance(body, LabelScoreBody):
+        await _answer(exchange, body, served)
+    else:
+        await vllm_scores.answer_score(exchange, body, served)
+
+
+async def _answer(exchange: Exchange, body: LabelScoreBody, served: ServedModel) -> None:
+    labels = body.label_token_ids
+    for position, token_id in enumerate(labels):
+        if token_id >= served.card.vocab_size:
+            message = f"{token_id} is outside the vocabulary of {served.card.vocab_size}"
+            invalid(f"label_token_ids[{position}]", message)
+
+    def make_format(identity: Identity, usage: Usage, _: StreamUsageOptions) -> LabelScoresFormat:
+        return LabelScoresFormat(identity, usage, len(labels), is_softmax=body.apply_softmax is True)
+
+    completion = CompletionBody(
+        prompt=body.prompts(), prompt_logprobs=0, max_tokens=1, temperature=0.0, model=body.model,
+        priority=body.priority, timeout_ms=body.timeout_ms, cache_salt=body.cache_salt,
+    )  # fmt: skip
+    with renamed(_RENAMED):
+        async with exchange.cancelled_on_disconnect():
+            prompts = await encode_prompts(completion, served)
+        prompts = [[*prompt, label] for prompt in prompts for label in labels]
+        request = PreparedRequest(completion, prompts, AnswerRules())
+        await answer_prompts(exchange, request, served, AnswerStyle("score-", make_format))
