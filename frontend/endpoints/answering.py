@@ -16,6 +16,7 @@ from penstock.frontend.generation.failures import finish_reason_of
 from penstock.frontend.generation.request_policy import read_request_policy
 from penstock.frontend.generation.served_models import check_model
 from penstock.frontend.generation.submission.submit import PreparedRequest, submit
+from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.telemetry.request_log import RequestLogEntry
 from penstock.frontend.telemetry.trace_context import parse_traceparent
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from penstock.frontend.formats.base import Format
     from penstock.frontend.generation.answers import Settle
     from penstock.frontend.generation.served_model import ServedModel
-    from penstock.frontend.schemas.chat import ChatBody
     from penstock.frontend.schemas.decoding import AnsweredBody
     from penstock.frontend.transport.exchange import Exchange
 
@@ -85,6 +85,8 @@ async def answer_prompts(exchange: Exchange, request: PreparedRequest, served: S
         runner = ChoiceRunner(exchange, choices, usage, log_entry, backend, by_token=style.by_token)
         if body.return_timings or body.timings_per_token:
             usage.timings = lambda: runner.timings().as_dict()
+        if isinstance(body, ChatBody) and body.return_progress:
+            usage.progress = lambda: runner.timings().prompt_progress()
         exchange.on_disconnect(runner.cancel)
         if not body.stream:
             await answer_whole(

@@ -28,6 +28,8 @@ class Usage:
     is_coalesced: bool = False
     timings: Callable[[], dict[str, Any]] | None = None
     """Returns the timings so far; None if the request does not ask for them."""
+    progress: Callable[[], dict[str, Any]] | None = None
+    """Returns what was done of the prompt; None if the request does not ask for it."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -84,23 +86,17 @@ class Format(Protocol):
         ...
 
 
-class WholeFormat(Format, Protocol):
-    """A format of answers that are never streamed; their bodies have no `stream`."""
+class NotStreamed(Exception):
+    """A bug of ours: this answer has no events."""
 
-    def opening(self, index: int, prompt_token_ids: Sequence[int] = ()) -> bytes:
-        raise NotImplementedError
 
-    def delta(self, index: int, delta: Delta) -> bytes:
-        raise NotImplementedError
+class WholeFormat:
+    """The part of `Format` that answers without a stream do not need; their bodies cannot ask for one."""
 
-    def closing(self, index: int, finish_reason: str, stopped_by: str | int | None) -> bytes:
-        raise NotImplementedError
+    def _never(self, *_: object, **__: object) -> bytes:
+        raise NotStreamed
 
-    def end(self) -> bytes:
-        raise NotImplementedError
-
-    def failure(self, error: ApiError) -> bytes:
-        raise NotImplementedError
+    opening = delta = last = closing = end = failure = _never
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,12 @@ class ChatFormat:
 
     def opening(self, index: int, prompt_token_ids: Sequence[int] = ()) -> bytes:
         chunk = self._chunk(index, b'{"role":"assistant","content":""}')
+        more = b""
         if prompt_token_ids and index == 0:
-            return chunk[:-3] + b',"prompt_token_ids":' + encode(prompt_token_ids) + chunk[-3:]
-        return chunk
+            more += b',"prompt_token_ids":' + encode(prompt_token_ids)
+        if self._usage.progress is not None and index == 0:
+            more += b',"prompt_progress":' + encode(self._usage.progress())
+        return chunk[:-3] + more + chunk[-3:]
 
     def last(self, index: int, delta: Delta, finish_reason: str, stopped_by: str | int | None) -> bytes:
         if delta.reasoning or delta.tool_calls:

@@ -110,6 +110,8 @@ class ChatBody(GenerationBody, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     documents: Annotated[list[dict[str, Any]], Meta(max_length=256)] | None = None
+    return_progress: bool | None = None
+    """llama.cpp's: a stream's first chunk says how much of the prompt was computed, and how long that took."""
 
     audio: Raw = ABSENT
     best_of: Raw = ABSENT

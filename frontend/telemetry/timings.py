@@ -45,6 +45,11 @@ class Timings:
         """Rate after the first token, of all choices together."""
         return _rate(self.completion_tokens - 1, self.decode_s)
 
+    def prompt_progress(self) -> dict[str, Any]:
+        """Return llama.cpp's progress of a prompt that has been computed."""
+        total = self.prompt_tokens
+        return {"total": total, "cache": self.cached_tokens, "processed": total, "time_ms": _ms(self.prefill_s)}
+
     def as_dict(self) -> dict[str, Any]:
         """Return llama.cpp's timings, followed by ours."""
         prompt_tokens = self.prompt_tokens - self.cached_tokens

@@ -24,10 +24,10 @@ class LabelScoreBody(SchedulingBody, kw_only=True):
     item_first: bool | None = None
     model: ShortText | None = None
 
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[str | int | list[int]]:
         """Return the text or the tokens of each item with the query. Raises ApiError."""
         items = [self.items] if isinstance(self.items, str) else self.items
-        joined: list[str | list[int]] = []
+        joined: list[str | int | list[int]] = []
         for position, item in enumerate(items):
             if isinstance(self.query, str) and isinstance(item, str):
                 joined.append(item + self.query if self.item_first else self.query + item)

@@ -137,3 +137,12 @@ async def test_queue_time_and_preemptions_come_from_the_backend(
 async def test_other_endpoints_refuse_the_fields(connection: ClientConnection, path: str, field: str) -> None:
     prompt = {"input": "x"} if path == "/v1/responses" else {"messages": [], "max_tokens": 1}
     assert (await connection.post(path, {**prompt, field: True})).status == 400
+
+
+async def test_first_chunk_reports_the_progress_of_the_prompt(connection: ClientConnection) -> None:
+    body = {**PROMPTS[CHAT], "stream": True, "return_progress": True}
+    first, *others = (await connection.post(CHAT, body)).events()[:-1]
+    progress = first["prompt_progress"]
+    assert progress["total"] == progress["processed"] >= progress["cache"]
+    assert progress["time_ms"] >= 0
+    assert not any("prompt_progress" in event for event in others)
