@@ -83,6 +83,10 @@ app.command(
 )
 
 
+# By name: it imports an HTTP client.
+app.command("penstock.tools.terminal_chat:chat", name="chat", help="Talks with a model in the terminal.")
+
+
 # By name: its modules import the whole server.
 app.command(
     "penstock.tools.chaos.command:chaos",
