@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from penstock.backend.errors import StartupError
+from penstock.shm.process.option_groups import grouped
 from penstock.shm.process.options import ByteSize, parse_size
 from penstock.shm.process.socket_path import default_socket_path
 
@@ -37,7 +38,18 @@ Task = Literal["auto", "generate", "embed", "rerank", "classify"]
 Quantize = Literal["none", "int8", "int4", "int4-128"]
 
 
+_GROUPS = {
+    "Used most": "model served_model_name gpu kv_budget max_context quantize",
+    "Model and weights": "revision task dtype deterministic cpu_path forward_pass dry_run",
+    "Memory and scheduling": "host_kv_budget kv_dtype page_size max_batch_tokens max_running max_waiting"
+    " embedding_cache priority_step_s grammar_timeout_s batch_channel_capacity",
+    "Processes": "socket shared_buffers shared_buffer_budget heartbeat_fd",
+    "Logs and traces": "log_level log_json",
+}
+
+
 @Parameter(name="*")
+@grouped(_GROUPS)
 @dataclass(frozen=True)
 class BackendOptions:
     """The one process that owns the device."""

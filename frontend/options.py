@@ -13,6 +13,7 @@ from cyclopts.validators import Number
 
 from penstock.frontend.endpoints.responses.storage.state_files import default_state_dir
 from penstock.frontend.settings import ReasoningParserName, TenantBy, ToolParserName
+from penstock.shm.process.option_groups import grouped
 from penstock.shm.process.options import ByteSize
 from penstock.shm.process.socket_path import default_socket_path
 
@@ -35,7 +36,20 @@ def _check_mode(_type: Any, tokens: Sequence[Token]) -> str:
     return mode
 
 
+_GROUPS = {
+    "Used most": "host port workers api_key",
+    "Model and weights": "tool_parser reasoning_parser chat_template",
+    "Listening": "uds uds_mode ssl_certfile ssl_keyfile ssl_keyfile_password listen_fd",
+    "Access": "api_key_file tenant_by cors_allow_origin allowed_host",
+    "Limits of requests": "max_body max_open_requests response_store state_dir strict",
+    "Failures and restarts": "drain_timeout_s resume_timeout_s hold_timeout_s max_held_requests keep_alive_interval_s",
+    "Processes": "socket embedding_socket rerank_socket",
+    "Logs and traces": "log_level log_json otlp_endpoint trace_sample_ratio",
+}
+
+
 @Parameter(name="*")
+@grouped(_GROUPS)
 @dataclass(frozen=True)
 class FrontendOptions:
     """The HTTP processes, which share one port."""

@@ -95,6 +95,9 @@ app.command(
 )
 
 
+app.register_install_completion_command(help="Writes the completion of this command for your shell, and says where.")
+
+
 def main() -> None:
     app()
 

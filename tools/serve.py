@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -34,6 +34,7 @@ from penstock.frontend.options import FrontendOptions
 from penstock.frontend.transport.serving.listening import address_of, unlink
 from penstock.shm.link.listening_address import AddressInUse, CannotListen, check_free
 from penstock.shm.process.heartbeat import Heartbeat
+from penstock.shm.process.option_groups import grouped
 from penstock.shm.process.options import ENV_PREFIX, fail, to_argv
 from penstock.shm.process.socket_path import default_socket_path
 from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv
@@ -55,7 +56,16 @@ def private_socket_path() -> Path:
     return default_socket_path().with_name(f"serve-{os.getpid()}.sock")
 
 
+_GROUPS = {
+    "Further models": "embedding_model embedding_revision embedding_quantize embedding_gpu"
+    " rerank_model rerank_revision rerank_quantize rerank_gpu",
+    "Failures and restarts": "hang_timeout_s",
+    "Processes": "socket",
+}
+
+
 @Parameter(name="*")
+@grouped(_GROUPS)
 @dataclass(frozen=True)
 class ServeOptions(FrontendOptions, BackendOptions):
     """All options of backend and frontend."""
@@ -94,9 +104,6 @@ class ServeOptions(FrontendOptions, BackendOptions):
     """Seconds after which a backend whose loop stands still is killed and replaced; 0 is never. A start does not count,
     nor does a long step of the device."""
 
-
-# Inherited annotations name types of the modules that declare them; cyclopts would look for the names in this one.
-ServeOptions.__init__.__annotations__ = get_type_hints(ServeOptions, include_extras=True)
 
 T = TypeVar("T")
 

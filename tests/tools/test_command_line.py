@@ -123,3 +123,12 @@ def test_unusable_chat_template_file_is_one_line(
 def test_missing_certificate_says_what_it_must_be(capsys: pytest.CaptureFixture[str]) -> None:
     line = one_line(capsys, "serve", "--ssl-certfile", "/nowhere.pem")
     assert line == "penstock serve: /nowhere.pem: No such file or directory; give a file in PEM with the certificate"
+
+
+def test_completion_for_a_shell_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        app(["--install-completion", "--shell", "bash"])
+    assert not ended.value.code
+    (script,) = tmp_path.rglob("completions/penstock")
+    assert "--kv-budget" in script.read_text()
