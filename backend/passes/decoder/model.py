@@ -7,8 +7,8 @@ that rotate neighbouring dimensions become plain ones when the weights are packe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -93,7 +93,9 @@ class DecoderModel:
         del embedding
         if not config.tie_embeddings:
             self._lm_head = _pack_head(config, ops, weights.lm_head(dtype))
-        self._layers = [_pack_layer(config, ops, weights.layer(i, dtype), i) for i in range(config.num_layers)]
+        self._layers = [
+            _pack_layer(config, ops, _Unpacked(weights.layer(i, dtype)), i) for i in range(config.num_layers)
+        ]
         self._final_norm = _pack_norm(config, ops, weights.final_norm(dtype))
 
     def forward(self, step: Step, *, needs_logits: bool) -> Array | None:
@@ -175,16 +177,27 @@ def _expert_ops(ops: Ops) -> ExpertOps:
     return ops.experts
 
 
-def _pack_layer(config: DecoderConfig, ops: Ops, plain: LayerWeights[Tensor | QuantizedWeight], index: int) -> _Layer:
+class _Unpacked:
+    """A layer's weights, each for one taker: a matrix is freed when it is packed, and not with its layer."""
+
+    def __init__(self, plain: LayerWeights[Tensor | QuantizedWeight]) -> None:
+        self._fields: dict[str, Any] = {field.name: getattr(plain, field.name) for field in fields(plain)}
+
+    def has(self, name: str) -> bool:
+        return self._fields.get(name) is not None
+
+    def take(self, name: str) -> Any:
+        """The field of LayerWeights. It is not kept."""
+        return self._fields.pop(name)
+
+
+def _pack_layer(config: DecoderConfig, ops: Ops, plain: _Unpacked, index: int) -> _Layer:
     scale = config.scales.residual
-    q_norm, k_norm = plain.q_norm, plain.k_norm
-    qkv, qkv_bias = plain.qkv, plain.qkv_bias
+    q_norm, k_norm, sinks = plain.take("q_norm"), plain.take("k_norm"), plain.take("sinks")
     if config.interleaved_rope:
         order = rotate_half_order(config)
-        qkv = _take_rows(qkv, order)
-        qkv_bias = None if qkv_bias is None else qkv_bias[order]
         q_norm, k_norm = (_reorder_norm(config, norm, order) for norm in (q_norm, k_norm))
-    packed = {field: _pack_norm(config, ops, getattr(plain, field)) for field in NORM_FIELDS}
+    packed = {field: _pack_norm(config, ops, plain.take(field)) for field in NORM_FIELDS}
     return _Layer(
         attention=AttentionLayer(
             index=index,
@@ -193,11 +206,11 @@ def _pack_layer(config: DecoderConfig, ops: Ops, plain: LayerWeights[Tensor | Qu
             window_tokens=config.window_of_layer(index),
             q_norm=None if q_norm is None else ops.vector(_offset(config, q_norm).flatten()),
             k_norm=None if k_norm is None else ops.vector(_offset(config, k_norm).flatten()),
-            sinks=None if plain.sinks is None else ops.vector(plain.sinks),
+            sinks=None if sinks is None else ops.vector(sinks),
         ),
         attention_norm=packed["attention_norm"],
-        qkv=ops.pack_linear(qkv, qkv_bias),
-        output=ops.pack_linear(plain.o, plain.o_bias, scale),
+        qkv=_pack_qkv(config, ops, plain),
+        output=ops.pack_linear(plain.take("o"), plain.take("o_bias"), scale),
         output_norm=packed["attention_output_norm"],
         mlp_norm=packed["mlp_norm"],
         mlp=_pack_mlp(config, ops, plain, packed["mlp_output_norm"]),
@@ -205,29 +218,36 @@ def _pack_layer(config: DecoderConfig, ops: Ops, plain: LayerWeights[Tensor | Qu
     )
 
 
-def _pack_mlp(
-    config: DecoderConfig, ops: Ops, plain: LayerWeights[Tensor | QuantizedWeight], output_norm: Array | None
-) -> _Mlp | None:
-    if plain.gate_up is None or plain.down is None:
+def _pack_qkv(config: DecoderConfig, ops: Ops, plain: _Unpacked) -> Linear:
+    bias = plain.take("qkv_bias")
+    if not config.interleaved_rope:
+        return ops.pack_linear(plain.take("qkv"), bias)
+    order = rotate_half_order(config)
+    return ops.pack_linear(_take_rows(plain.take("qkv"), order), None if bias is None else bias[order])
+
+
+def _pack_mlp(config: DecoderConfig, ops: Ops, plain: _Unpacked, output_norm: Array | None) -> _Mlp | None:
+    if not (plain.has("gate_up") and plain.has("down")):
         return None
+    gate = plain.take("shared_gate")
     return _Mlp(
-        gate_up=ops.pack_linear(plain.gate_up, plain.gate_up_bias, is_gated=config.mlp == "gated"),
-        down=ops.pack_linear(plain.down, plain.down_bias, config.scales.residual),
+        gate_up=ops.pack_linear(plain.take("gate_up"), plain.take("gate_up_bias"), is_gated=config.mlp == "gated"),
+        down=ops.pack_linear(plain.take("down"), plain.take("down_bias"), config.scales.residual),
         output_norm=output_norm,
-        gate=None if plain.shared_gate is None else ops.pack_linear(plain.shared_gate, None),
+        gate=None if gate is None else ops.pack_linear(gate, None),
     )
 
 
-def _pack_experts(ops: Ops, plain: LayerWeights[Tensor | QuantizedWeight], scale: float) -> Experts | None:
-    if plain.router is None or plain.expert_gate_up is None or plain.expert_down is None:
+def _pack_experts(ops: Ops, plain: _Unpacked, scale: float) -> Experts | None:
+    if not (plain.has("router") and plain.has("expert_gate_up") and plain.has("expert_down")):
         return None
     weights = ExpertWeights(
-        plain.router,
-        plain.expert_gate_up,
-        plain.expert_down,
-        plain.router_bias,
-        plain.expert_gate_up_bias,
-        plain.expert_down_bias,
+        plain.take("router"),
+        plain.take("expert_gate_up"),
+        plain.take("expert_down"),
+        plain.take("router_bias"),
+        plain.take("expert_gate_up_bias"),
+        plain.take("expert_down_bias"),
     )
     return _expert_ops(ops).pack(weights, scale)
 
