@@ -32,6 +32,7 @@ TYPES: dict[str, type[Any]] = {
     **dict.fromkeys(("gptq", "awq", "w4a16", "gguf-Q4_0"), Int4Weight),
     "w8a8": Int8Weight,
     "mxfp4": Mxfp4Weight,
+    "gguf-MXFP4": Mxfp4Weight,
 }
 
 

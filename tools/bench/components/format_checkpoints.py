@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.formats.declared import parse_stored_formats
-from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES
+from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES, GgmlMatrix
 from penstock.backend.checkpoint.layout import CONFIG_FILE, SINGLE_FILE
 from penstock.backend.checkpoint.tensors import EMBEDDING, linear_names
 
@@ -137,12 +137,15 @@ def _random_part(matrix: MatrixFormat, name: str, part: Part, shape: Shape, gene
         content.fill_(_SYMMETRIC_ZEROS)
     if part.dtypes == ("F8_E4M3",):
         return (content & _FINITE_E4M3_BITS).view(torch.float8_e4m3fn)
-    _set_block_scales(matrix.description.rpartition(" ")[2], content)
+    if isinstance(matrix, GgmlMatrix):
+        _set_block_scales(matrix.type_name, content)
     return content.view({"I32": torch.int32, "I8": torch.int8, "U8": torch.uint8}[part.dtypes[0]])
 
 
 def _set_block_scales(type_name: str, content: Tensor) -> None:
-    """Make the scales of GGML's blocks small. Rows of other formats stay as they are."""
+    """Make the scales of GGML's blocks small."""
+    if type_name == "MXFP4":
+        content.view(-1, BLOCK_TYPES[type_name].num_bytes)[:, 0] = _E2M1_EXPONENT
     for first in SCALE_BYTES.get(type_name, ()):
         blocks = content.view(-1, BLOCK_TYPES[type_name].num_bytes)
         blocks[:, first : first + 2] = torch.full((len(blocks), 1), _BLOCK_SCALE, dtype=torch.float16).view(torch.uint8)
