@@ -10,6 +10,7 @@ from penstock.backend.engine.limits import EngineLimits
 from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.open_requests import OpenRequests
 from penstock.backend.engine.requests import Requests
+from penstock.backend.engine.vector_cache import VectorCache
 from penstock.backend.engine.vector_delivery import VectorDelivery
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.scheduling.settlement import Settlement
@@ -80,12 +81,19 @@ class Backend:
             keeps_state=setup.keeps_state,
             window_tokens=self.forward_pass.spec.window_tokens,
         )
-        limits = EngineLimits(setup.model.vocab_size, setup.context, setup.max_waiting, setup.priority_step_s)
+        limits = EngineLimits(
+            setup.model.vocab_size,
+            setup.context,
+            setup.max_waiting,
+            setup.priority_step_s,
+            pooled=self.forward_pass.spec.pooled,
+        )
         self.compile_pool = SimulatedPool(setup.model.vocab_size)
         self.grammar_queue = GrammarQueue(GrammarCompiler(self.compile_pool), lambda: None, setup.max_waiting)
         table = OpenRequests(self.scheduler, self.board, self.grammar_queue, JudgedSettlement(world))
         delivery = FaultyDelivery(world, self.link, self.board, table)
-        vectors = VectorDelivery(self.link, self.board, table, delivery)  # type: ignore[arg-type]
+        cache = VectorCache(setup.vector_cache_bytes) if setup.vector_cache_bytes else None
+        vectors = VectorDelivery(self.link, self.board, table, delivery, cache)  # type: ignore[arg-type]
         intake = FaultyIntake(world, self.scheduler, self.board, limits, table, delivery, vectors, world.clock)
         canceller = Canceller(self.board, table, delivery, world.clock)
         self.requests = Requests(table, intake, delivery, canceller, vectors)

@@ -29,6 +29,8 @@ from penstock.shm.messages import MAX_LOGPROBS, EventLogprobs
 from tests.simulation.violations import PlantedFault, Violation
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from penstock.backend.forward_pass import PendingOutput
 
 _MASK = (1 << 64) - 1
@@ -95,6 +97,11 @@ def make_logprobs(cell: int, token: int, vocab_size: int, event: int = 0) -> Eve
     return EventLogprobs(event, -((cell >> 20) % 4096 + token) / 16, 1 + token, top_ids, top)
 
 
+def make_vector(cell: int) -> list[float]:
+    """The vector of a sequence that ends with this cell. float32 holds its values exactly."""
+    return [float((cell >> shift) % 4096) for shift in (8, 20, 32)]
+
+
 @dataclass(slots=True)
 class Fault:
     """The fault of the next step. "nan" spoils a row's logits, "poison" also its KV, and "raise at wait"
@@ -124,6 +131,7 @@ class ChainPass:
             runs_ahead=sizes.runs_ahead,
             scores_prompts=True,
             state_bytes_per_sequence=8 * sizes.keeps_state,
+            pooled={"embed": len(make_vector(ROOT))},
         )
         self._num_pages = sizes.num_pages
         self._page_size = sizes.page_size
@@ -293,7 +301,16 @@ class ChainPass:
         if fault is not None and fault.kind == "miscount":
             tokens.append(0)
         scored = self._score(batch.scored.num_top) if batch.scored is not None else None
-        return StepOutput(np.array(tokens, np.int32), _in_columns(logprobs), scored)
+        return StepOutput(np.array(tokens, np.int32), _in_columns(logprobs), scored, self._vectors(logits, batch))
+
+    def _vectors(self, logits: list[int], batch: StepBatch) -> tuple[NDArray[np.float32], ...] | None:
+        if batch.pooled is None:
+            return None
+        rows, fault = batch.pooled.rows.tolist(), self.fault
+        spoiled = fault.row if fault is not None and fault.kind == "nan" else -1
+        bad = [float("nan")] * len(make_vector(ROOT))
+        vectors = [bad if logits[row] < 0 or row == spoiled else make_vector(logits[row]) for row in rows]
+        return tuple(np.array(vector, np.float32) for vector in vectors)
 
     def _score(self, num_top: int) -> TokenLogprobs | None:
         fault, entries = self.fault, []

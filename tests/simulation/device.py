@@ -158,6 +158,9 @@ class SimulatedExecutor:
             row = rows[index]
             if token_id < 0 and place not in result.faults and index not in result.late:
                 self.faulty.setdefault((row.sequence, row.generation), True)
+        for index, vectors in zip(result.plan.pooled_rows, result.vectors, strict=False):
+            if vectors is None:
+                self.faulty.setdefault((rows[index].sequence, rows[index].generation), True)
         generations, place = dict(zip(result.plan.sequences, result.plan.generations, strict=True)), 0
         for sequence, (first, end) in result.plan.scored.items():
             if result.scored is not None and np.isnan(result.scored.chosen[place : place + end - first]).any():

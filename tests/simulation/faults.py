@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.backend.sequences.subscribers import Subscriber
     from penstock.backend.structured_output.grammars import CompiledGrammar
     from penstock.shm.link.events import Submission
-    from penstock.shm.messages import EventLogprobs
+    from penstock.shm.messages import EventLogprobs, Started
     from tests.simulation.world import World
 
 ENGINE_ERRORS = ("add", "note", "build", "deliver", "step")
@@ -111,6 +111,11 @@ class FaultyDelivery(Delivery):
     def deliver_scored(self, sequence: Sequence, entries: list[EventLogprobs]) -> None:
         self._world.break_down("deliver", [sequence])
         super().deliver_scored(sequence, entries)
+
+    def start(self, sequence: Sequence, subscriber: Subscriber) -> Started:
+        if subscriber.pooled is not None:
+            self._world.break_down_request("deliver", subscriber)
+        return super().start(sequence, subscriber)
 
     def replay(self, sequence: Sequence, subscriber: Subscriber) -> None:
         self._world.break_down_request("deliver", subscriber)

@@ -245,6 +245,8 @@ class Judge:
             raise Violation("tokens were computed again although no request had joined")
         if backend.pool.num_held or scheduler.num_running or scheduler.num_waiting or backend.requests.table.num_open:
             raise Violation("pages, sequences or requests are left over")
+        if backend.requests.intake._refused_frontends:
+            raise Violation("a frontend that was refused never learns that there is room")
         scheduler._prefix_cache.check_integrity({}, set())
         if len(backend.requests.table.coalescer) or backend.executor.is_busy:
             raise Violation("the engine still remembers a sequence")

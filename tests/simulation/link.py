@@ -10,11 +10,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
-from penstock.shm.messages import EventLogprobs, Failure, FailureCode, Finish, Started, Submit
+from penstock.shm.messages import (
+    NO_TOKEN,
+    EventLogprobs,
+    Failure,
+    FailureCode,
+    Finish,
+    Pooled,
+    Started,
+    Submit,
+    VectorPart,
+)
 from tests.simulation.violations import Violation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from penstock.shm.link.events import LinkEvent
     from tests.simulation.workload import Ask
@@ -71,6 +81,7 @@ class Frontend:
             timeout_ms=timeout_ms,
             constraints=ask.constraints,
             num_prompt_logprobs=ask.num_prompt_logprobs,
+            pooled=None if ask.vector is None else Pooled("embed"),
             admitted_ns=ask.admitted_ns,
         )
         if ask.is_embedded and not ask.got:
@@ -193,6 +204,24 @@ class SimulatedLink:
         self._outboxes.setdefault(frontend, []).append((request_id, token_id, finish, failure))
         if self._world.log is not None:
             self._world.log(f"  → {opened.ask} {token_id} {finish.name if finish else ''}")
+
+    def push_vectors(
+        self, frontend: int, request_id: int, parts: Iterable[VectorPart], started: Started | None = None
+    ) -> None:
+        opened = self.open.get((frontend, request_id))
+        if opened is None:
+            raise Violation(f"{frontend}/{request_id} receives a vector and is not open")
+        vector = array("f", b"".join(part.values for part in parts)).tolist()
+        if vector != opened.ask.vector or started is None:
+            raise Violation(f"{opened.ask} receives {vector}, not {opened.ask.vector}")
+        self._world.covered["vectors"] += 1
+        self._world.covered["vectors shared"] += started.is_coalesced
+        self._world.covered["vectors kept"] += started.cached_tokens == len(opened.ask.prompt)
+        self._world.covered["vectors computed again"] += opened.ask.num_lives > 1
+        self.push(frontend, request_id, NO_TOKEN, Finish.STOP)
+
+    def announce_room(self, frontend: int) -> None:
+        self._world.covered["room announced"] += 1
 
     def note_preemption(self, frontend: int, request_id: int) -> None:
         pass

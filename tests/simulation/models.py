@@ -15,7 +15,7 @@ import numpy as np
 from penstock.backend.forward_pass import SamplingParams, SlotInit, StepBatch, TokenMasks
 from penstock.backend.passes.fake import FakePass, WindowedFakePass
 from penstock.shm.messages import MAX_LOGPROBS, EventLogprobs
-from tests.simulation.chain_pass import ROOT, ChainPass, PassSizes, SlotState, make_logprobs, mix
+from tests.simulation.chain_pass import ROOT, ChainPass, PassSizes, SlotState, make_logprobs, make_vector, mix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,6 +80,13 @@ class ChainModel:
             cell = mix(cell, token)
             scores.append(make_logprobs(cell, following, self.vocab_size, index))
         return scores
+
+    def vector(self, prompt: list[int]) -> list[float]:
+        """The vector of a pooled request."""
+        cell = ROOT
+        for token in prompt:
+            cell = mix(cell, token)
+        return make_vector(cell)
 
     def new_pass(self, sizes: PassSizes) -> ChainPass:
         return ChainPass(self.vocab_size, sizes)

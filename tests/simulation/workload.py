@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _HASH_MODEL_EVERY = 32
 _STATE_EVERY = 8
+_POOLED_EVERY = 8
 
 
 @dataclass(eq=False, slots=True)
@@ -56,6 +57,8 @@ class Ask:
     admitted_ns: int = 0
     """As in `Submit`: 0 until it is resubmitted."""
     num_lives: int = 0
+    vector: list[float] | None = None
+    """The vector that a pooled request must receive, instead of tokens."""
     engine_error: str = ""
     """The place at which the engine fails on it; see `faults`."""
 
@@ -95,6 +98,7 @@ class Setup:
     samplings: list[Sampling]
     constraint_choices: list[Constraints]
     """Constraints that requests may have."""
+    vector_cache_bytes: int
     weights: dict[bytes, float]
     """The tenants. They may share a salt, as clients without keys do."""
 
@@ -146,6 +150,7 @@ class Setup:
                 "scored": rng.choice((0.0, 0.0, 0.2)),
                 "embedded": rng.choice((0.0, 0.0, 0.2, 0.6)),
                 "compile": rng.choice((0.1, 0.5, 1.0)),
+                "pooled": 0.5 * (seed % _POOLED_EVERY == 5),
                 "nap": rng.choice((0.0, 0.3)),
                 "slow frontend": rng.choice((0.0, 0.7)),
                 "slow wire": rng.choice((0.0, 0.5)),
@@ -154,6 +159,7 @@ class Setup:
             prompts=prompts,
             samplings=samplings[: rng.randint(1, 4)],
             constraint_choices=[_draw_constraints(rng, vocab_size) for _ in range(rng.randint(1, 3))],
+            vector_cache_bytes=2000 * (seed % (2 * _POOLED_EVERY) == 5),
             weights={bytes([number]): rng.choice((0.5, 1.0, 1.0, 4.0)) for number in range(rng.randint(1, 3))},
         )
 
@@ -207,6 +213,13 @@ class Setup:
             scores=self.model.score(prompt) if is_scored else [],
             finish=finish if is_sound else Finish.REJECTED,
         )
+
+    def make_pooled(self, ask: Ask) -> None:
+        """Ask for the vector of the prompt instead of tokens after it."""
+        if isinstance(self.model, ChainModel):
+            ask.vector, ask.finish, ask.max_tokens = self.model.vector(ask.prompt), Finish.STOP, 1
+            ask.expected, ask.logprobs, ask.scores, ask.stop_ids = [], [], [], ()
+            ask.constraints, ask.num_prompt_logprobs, ask.is_embedded = None, -1, False
 
     def _rules(self, constraints: Constraints | None, stop_ids: tuple[int, ...]) -> Rules | None:
         if constraints is None:

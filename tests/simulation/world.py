@@ -33,6 +33,8 @@ class World:
 
     def __init__(self, seed: int, log: Callable[[str], None] | None = None) -> None:
         self.rng = Random(seed)
+        self._pooled_rng = Random(f"pooled {seed}")
+        """Not rng: other worlds do not depend on pooled requests."""
         self.log = log
         self.setup = Setup.draw(self.rng, seed)
         self.covered: Counter[str] = Counter()
@@ -153,6 +155,8 @@ class World:
             models = [ask for ask in self.asks if ask.ended is None] or self.asks[-4:]
             like = self.rng.choice(models) if models else None
         ask = self.setup.draw_ask(self.rng, len(self.asks), like)
+        if self._pooled_rng.random() < self.setup.rates["pooled"]:
+            self.setup.make_pooled(ask)
         if self.rng.random() < self.setup.rates["engine_error"]:
             ask.engine_error = self.rng.choice(ENGINE_ERRORS)
         return ask

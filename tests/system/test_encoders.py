@@ -1,4 +1,4 @@
-"""`penstock serve` with an embedding model and a reranker: what HTTP answers is what transformers computes."""
+"""`penstock serve` with an embedding model and two rerankers: what HTTP answers is what transformers computes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,23 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from tokenizers import Tokenizer
 
+from tests.checkpoints import make_model
 from tests.encoder_checkpoints import make_encoder, make_sentence_encoder
+from tests.frontend.harness import byte_level_tokenizer
 from tests.frontend.pooled_backend import ENCODER_TOKENIZER
 from tests.system.processes import Command, running
 
 VOCAB_SIZE = ENCODER_TOKENIZER.get_vocab_size()
 TEXTS = ["the cat sat on the mat", "été 猫 🐈", "x", "the cat sat on the mat"]
 DOCUMENTS = ["the mat", "a dog", "the cat sat", "on"]
+JUDGE_PREFIX = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+JUDGE_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+"""As the model card of Qwen3-Reranker has them."""
 
 
 @dataclass
@@ -25,6 +34,9 @@ class Server:
     client: httpx.Client
     embedder: Any
     reranker: Any
+    judge: Any
+    """A decoder that answers yes or no, as Qwen3-Reranker."""
+    judge_tokenizer: Tokenizer
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         response = self.client.post(path, json=body)
@@ -34,18 +46,24 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folders = [tmp_path_factory.mktemp(name) / name for name in ("embedder", "reranker")]
+    folders = [tmp_path_factory.mktemp(name) / name for name in ("embedder", "reranker", "judge")]
     pooling = {"pooling_mode_mean_tokens": True}
     embedder = make_sentence_encoder("bert", folders[0], pooling, vocab_size=VOCAB_SIZE)
     reranker = make_encoder("bert", "ForSequenceClassification", folders[1], vocab_size=VOCAB_SIZE, num_labels=1)
-    for folder in folders:
+    for folder in folders[:2]:
         ENCODER_TOKENIZER.save(str(folder / "tokenizer.json"))
+    judge_tokenizer = byte_level_tokenizer()
+    judge_tokenizer.add_tokens(["yes", "no"])
+    judge = make_model("qwen3", vocab_size=judge_tokenizer.get_vocab_size(), max_position_embeddings=1024)
+    judge.save_pretrained(folders[2])
+    judge_tokenizer.save(str(folders[2] / "tokenizer.json"))
     options = ("serve", "--gpu", "none", "--port", "0", "--dtype", "fp32", "--state-dir", "none")
-    serve = Command("penstock.tools.main", *options, "--model", str(folders[0]), "--rerank-model", str(folders[1]))
+    models = ("--model", folders[2], "--task", "rerank", "--embedding-model", folders[0], "--rerank-model", folders[1])
+    serve = Command("penstock.tools.main", *options, "--kv-budget", "8MB", *map(str, models))
     with running(serve):
         url = serve.wait_for(r"^Ready: (http://\S+)/v1$").group(1)
         with httpx.Client(base_url=url, timeout=60) as client:
-            yield Server(client, embedder, reranker)
+            yield Server(client, embedder, reranker, judge, judge_tokenizer)
 
 
 def embedding(model: Any, text: str) -> torch.Tensor:
@@ -82,6 +100,31 @@ def test_ranks_and_scores_are_those_of_transformers(server: Server) -> None:
     assert [item["score"] for item in scored] == pytest.approx(expected, rel=1e-4)
 
 
+@torch.inference_mode()
+def judged(server: Server, query: str, document: str, instruction: str) -> float:
+    """The probability of "yes" by the recipe on the model card of Qwen3-Reranker."""
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = server.judge_tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    pair = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    ids = encode(JUDGE_PREFIX) + encode(pair) + encode(JUDGE_SUFFIX)
+    logits = server.judge(input_ids=torch.tensor([ids])).logits[0, -1]
+    answers = [server.judge_tokenizer.token_to_id(word) for word in ("no", "yes")]
+    return float(torch.log_softmax(logits[answers], dim=0)[1].exp())
+
+
+def test_a_decoder_judges_as_the_published_recipe_of_qwen3_reranker(server: Server) -> None:
+    default = "Given a web search query, retrieve relevant passages that answer the query"
+    for changes, instruction in (({}, default), ({"instruction": "find cats"}, "find cats")):
+        expected = [judged(server, TEXTS[0], document, instruction) for document in DOCUMENTS]
+        body = {"query": TEXTS[0], "documents": DOCUMENTS, "model": "judge", **changes}
+        found = {item["index"]: item["relevance_score"] for item in server.post("/v1/rerank", body)["results"]}
+        assert [found[index] for index in range(len(DOCUMENTS))] == pytest.approx(expected, rel=1e-3)
+        assert len(set(expected)) == len(expected)
+
+
 def test_a_long_list_is_computed_beside_short_requests(server: Server) -> None:
     texts = [f"{number} cats" for number in range(500)]
     found = server.post("/v1/embeddings", {"input": texts, "encoding_format": "float"})["data"]
@@ -93,6 +136,7 @@ def test_a_long_list_is_computed_beside_short_requests(server: Server) -> None:
 def test_each_model_does_what_it_can_and_says_what_the_others_cannot(server: Server) -> None:
     models = server.client.get("/v1/models").json()["data"]
     assert [(model["id"], model["capabilities"]["rerank"]) for model in models] == [
+        ("judge", True),
         ("embedder", False),
         ("reranker", True),
     ]
