@@ -15,6 +15,9 @@ from tests.simulation.world import run_seed
 _MAX_SEEDS = 2000
 _PLANTED = REQUEST_BUGS | PAGE_BUGS | STEP_BUGS | VECTOR_BUGS
 _FIRST_SEEDS = {
+    "constraints are not rewound": 250,
+    "page saves are lost with a plan that cannot be built": 210,
+    "page saves are lost with a step without rows": 120,
     "partial pages with bad logits stay findable": 5200,
     "pages with bad logits stay on the host": 320,
     "the grammar of a resumed stream starts over": 140,
