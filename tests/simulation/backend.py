@@ -81,13 +81,8 @@ class Backend:
             keeps_state=setup.keeps_state,
             window_tokens=self.forward_pass.spec.window_tokens,
         )
-        limits = EngineLimits(
-            setup.model.vocab_size,
-            setup.context,
-            setup.max_waiting,
-            setup.priority_step_s,
-            pooled=self.forward_pass.spec.pooled,
-        )
+        sizes = (setup.model.vocab_size, setup.context, setup.max_waiting, setup.priority_step_s)
+        limits = EngineLimits(*sizes, pooled=self.forward_pass.spec.pooled)
         self.compile_pool = SimulatedPool(setup.model.vocab_size)
         self.grammar_queue = GrammarQueue(GrammarCompiler(self.compile_pool), lambda: None, setup.max_waiting)
         table = OpenRequests(self.scheduler, self.board, self.grammar_queue, JudgedSettlement(world))

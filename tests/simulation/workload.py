@@ -98,9 +98,10 @@ class Setup:
     samplings: list[Sampling]
     constraint_choices: list[Constraints]
     """Constraints that requests may have."""
-    vector_cache_bytes: int
     weights: dict[bytes, float]
     """The tenants. They may share a salt, as clients without keys do."""
+    pooled_rate: float = 0.0
+    vector_cache_bytes: int = 0
 
     @classmethod
     def draw(cls, rng: Random, seed: int) -> Setup:
@@ -150,7 +151,6 @@ class Setup:
                 "scored": rng.choice((0.0, 0.0, 0.2)),
                 "embedded": rng.choice((0.0, 0.0, 0.2, 0.6)),
                 "compile": rng.choice((0.1, 0.5, 1.0)),
-                "pooled": 0.5 * (seed % _POOLED_EVERY == 5),
                 "nap": rng.choice((0.0, 0.3)),
                 "slow frontend": rng.choice((0.0, 0.7)),
                 "slow wire": rng.choice((0.0, 0.5)),
@@ -159,7 +159,6 @@ class Setup:
             prompts=prompts,
             samplings=samplings[: rng.randint(1, 4)],
             constraint_choices=[_draw_constraints(rng, vocab_size) for _ in range(rng.randint(1, 3))],
-            vector_cache_bytes=2000 * (seed % (2 * _POOLED_EVERY) == 5),
             weights={bytes([number]): rng.choice((0.5, 1.0, 1.0, 4.0)) for number in range(rng.randint(1, 3))},
         )
 
@@ -213,6 +212,11 @@ class Setup:
             scores=self.model.score(prompt) if is_scored else [],
             finish=finish if is_sound else Finish.REJECTED,
         )
+
+    def draw_pooled(self, seed: int) -> None:
+        """Some worlds have requests for vectors, half of these a cache for them."""
+        self.pooled_rate = 0.5 * (seed % _POOLED_EVERY == 5)
+        self.vector_cache_bytes = 2000 * (seed % (2 * _POOLED_EVERY) == 5)
 
     def make_pooled(self, ask: Ask) -> None:
         """Ask for the vector of the prompt instead of tokens after it."""

@@ -37,6 +37,7 @@ class World:
         """Not rng: other worlds do not depend on pooled requests."""
         self.log = log
         self.setup = Setup.draw(self.rng, seed)
+        self.setup.draw_pooled(seed)
         self.covered: Counter[str] = Counter()
         self.now_s = 0.0
         self.tick = 0
@@ -155,7 +156,7 @@ class World:
             models = [ask for ask in self.asks if ask.ended is None] or self.asks[-4:]
             like = self.rng.choice(models) if models else None
         ask = self.setup.draw_ask(self.rng, len(self.asks), like)
-        if self._pooled_rng.random() < self.setup.rates["pooled"]:
+        if self._pooled_rng.random() < self.setup.pooled_rate:
             self.setup.make_pooled(ask)
         if self.rng.random() < self.setup.rates["engine_error"]:
             ask.engine_error = self.rng.choice(ENGINE_ERRORS)
