@@ -158,6 +158,7 @@ class _Fp8Settings(Struct, frozen=True):
     fmt: str = "e4m3"
     modules_to_not_convert: _Names | None = None
     ignored_layers: _Names | None = None
+    activation_scheme: str | None = None
 
 
 def _fp8(values: dict[str, Any]) -> StoredFormats:
@@ -168,7 +169,8 @@ def _fp8(values: dict[str, Any]) -> StoredFormats:
     else:
         outputs, inputs = settings.weight_block_size
         matrix = Float8("fp8", (outputs, inputs), ("weight_scale_inv",))
-    return StoredFormats((Rule(matrix, _all_but(settings.modules_to_not_convert or settings.ignored_layers)),))
+    rule = Rule(matrix, _all_but(settings.modules_to_not_convert or settings.ignored_layers))
+    return StoredFormats((rule,), rounds_rows=settings.activation_scheme in ("dynamic", "static"))
 
 
 class _WeightSettings(Struct, frozen=True):
@@ -184,7 +186,16 @@ class _WeightSettings(Struct, frozen=True):
 class _GroupSettings(Struct, frozen=True):
     targets: _Names
     weights: _WeightSettings | None = None
+    input_activations: dict[str, Any] | None = None
     format: str | None = None
+
+    @property
+    def rounds_rows(self) -> bool:
+        """See `StoredFormats`."""
+        if self.weights is None or self.input_activations is None:
+            return False
+        kinds = self.input_activations.get("num_bits"), self.input_activations.get("type", "int")
+        return kinds == (8, self.weights.type)
 
 
 class _CompressedSettings(Struct, frozen=True):
@@ -199,14 +210,15 @@ def _compressed_tensors(values: dict[str, Any]) -> StoredFormats:
     sparsity = (settings.sparsity_config or {}).get("format", "dense")
     if sparsity != "dense":
         raise StartupError(f"quantization_config.sparsity_config.format is {shorten(sparsity)}; it must be dense")
-    rules = []
+    rules, rounds_rows = [], True
     for name, group in settings.config_groups.items():
         if group.weights is None:
             continue  # it quantises activations or the KV cache, which are computed as other models' are
+        rounds_rows = rounds_rows and group.rounds_rows
         where = f"config_groups.{name}"
         matrix = _compressed_matrix(where, group.weights, group.format or settings.format)
         rules.append(Rule(matrix, partial(_is_target_but, group.targets, settings.ignore or ())))
-    return StoredFormats(tuple(rules))
+    return StoredFormats(tuple(rules), rounds_rows=rounds_rows and bool(rules))
 
 
 def _is_target_but(targets: tuple[str, ...], ignored: tuple[str, ...], module: str) -> bool:

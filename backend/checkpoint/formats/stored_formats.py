@@ -25,6 +25,8 @@ class StoredFormats:
     rules: tuple[Rule, ...] = ()
     cover_embedding: bool = False
     """Whether rules apply to the embedding too."""
+    rounds_rows: bool = False
+    """Whether activations are meant to have 8 bits, of the weights' kind, in the products of all these linears."""
 
     def of(self, weight: str) -> MatrixFormat | None:
         """The format of a linear, by the name of its weight; None for plain floats."""

@@ -16,7 +16,17 @@ from penstock.backend.passes.decoder.cuda.attention.kernel_limits import HEAD_DI
 from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO
 from penstock.backend.passes.decoder.ops import HeadShape, supports_q8_0
-from penstock.tools.gpu_check.cases import decode, elementwise, encoder, experts, prefill, ptx, quantized, sampling
+from penstock.tools.gpu_check.cases import (
+    decode,
+    elementwise,
+    encoder,
+    experts,
+    prefill,
+    ptx,
+    quantized,
+    rounded,
+    sampling,
+)
 from penstock.tools.gpu_check.cases.comparing import require, require_same_bits, require_within
 from penstock.tools.gpu_check.cases.paged_rows import Row
 
@@ -95,6 +105,9 @@ def small_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check
     for form in quantized.FORMS:
         case = quantized.LinearCase(form, 40, 256, 11, torch.bfloat16, has_bias=True)
         yield Check("quantised", f"small.{form}", partial(quantized.check_linear, case=case))
+    for form in rounded.FORMS:
+        case = quantized.LinearCase(form, 48, 200, 260, torch.bfloat16, has_bias=True)
+        yield Check("rounded", f"small.{form}", partial(rounded.check_rounded, case=case))
     yield Check("sampling", "greedy", partial(sampling.check_greedy, dtype=torch.bfloat16, vocab_size=4097))
     yield Check("sampling", "penalties", partial(sampling.check_penalties, vocab_size=90, num_steps=2))
     every = sampling.FILTERS[-1]
@@ -190,8 +203,14 @@ def _quantized() -> Iterator[Check]:
             yield Check("quantised", f"table.{name}.{form}", partial(quantized.check_embedding, case=table))
             widened = quantized.LinearCase(form, 2048, 4096, 65, dtype)
             yield Check("quantised", f"widened.{name}.{form}", partial(quantized.check_widened, case=widened))
-        case_of_experts = experts.ExpertsCase(Experts(16, 4, 768, normalises=True), 2048, 90, dtype, group_size=32)
-        yield Check("quantised", f"experts.{name}", partial(experts.check_experts, case=case_of_experts))
+        for stored in ("int4", "mxfp4"):
+            kind = Experts(16, 4, 768, normalises=True)
+            case_of_experts = experts.ExpertsCase(kind, 2048, 90, dtype, stored=stored)
+            run = partial(experts.check_experts, case=case_of_experts)
+            yield Check("quantised", f"experts.{stored}.{name}", run)
+        for form in rounded.FORMS:
+            rounded_case = quantized.LinearCase(form, 2064, 4096, 300, dtype, has_bias=True)
+            yield Check("rounded", f"{name}.{form}", partial(rounded.check_rounded, case=rounded_case))
 
 
 def encoder_checks() -> Iterator[Check]:

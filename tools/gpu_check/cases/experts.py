@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from penstock.backend.checkpoint.decoder_config import Experts
 from penstock.backend.checkpoint.quantization.quantizer import quantize
+from penstock.backend.checkpoint.quantized_weights import INT4_GROUP_SIZES, MXFP4_GROUP_SIZE, Mxfp4Weight
 from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Kernel
 from penstock.backend.passes.decoder.cuda.ops.activations import Residual
 from penstock.backend.passes.decoder.cuda.ops.expert_ops import CudaExpertOps, expert_kernels
@@ -23,6 +24,7 @@ from penstock.tools.gpu_check.cases.comparing import require, require_close, req
 from penstock.tools.gpu_check.cases.elementwise import check_close, make, poisoned
 
 if TYPE_CHECKING:
+    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
     from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -38,8 +40,8 @@ class ExpertsCase:
     num_tokens: int
     dtype: torch.dtype
     scale: float = 0.5
-    group_size: int | None = None
-    """Inputs of a group of 4-bit weights; None for weights in dtype."""
+    stored: str | None = None
+    """The experts' form: "int4" or "mxfp4"; None for weights in dtype."""
 
     def weights(self) -> ExpertWeights:
         generator = torch.Generator().manual_seed(self.hidden)
@@ -53,10 +55,10 @@ class ExpertsCase:
         gate_up, down = random(count * 2 * width, self.hidden), random(count * self.hidden, width)
         sizes = (count, count * 2 * width, count * self.hidden) if self.experts.biased else ()
         biases = [torch.randn(size, generator=generator).to(self.dtype) / 2 for size in sizes]
-        if self.group_size is None:
+        if self.stored is None:
             return ExpertWeights(router, gate_up, down, *biases)
-        int4 = [quantize([each.float()], (len(each), each.shape[1]), self.group_size) for each in (gate_up, down)]
-        return ExpertWeights(router, int4[0], int4[1], *biases)
+        make = _random_mxfp4 if self.stored == "mxfp4" else _int4
+        return ExpertWeights(router, make(gate_up), make(down), *biases)
 
     def rows(self) -> Tensor:
         return torch.randn(self.num_tokens, self.hidden, generator=torch.Generator().manual_seed(1)).to(self.dtype)
@@ -104,6 +106,20 @@ class ExpertsCase:
             return functional.silu(gate) * up
         gate, up = gate.clamp(max=clamped.limit), up.clamp(-clamped.limit, clamped.limit)
         return gate * torch.sigmoid(clamped.alpha * gate) * (up + 1)
+
+
+def _int4(weight: Tensor) -> QuantizedWeight:
+    return quantize([weight.float()], (len(weight), weight.shape[1]), INT4_GROUP_SIZES[0])
+
+
+def _random_mxfp4(weight: Tensor) -> QuantizedWeight:
+    """Other numbers of about the same size."""
+    outputs, inputs = weight.shape
+    generator = torch.Generator().manual_seed(outputs)
+    values = torch.randint(0, 256, (outputs, inputs // 2), generator=generator, dtype=torch.uint8)
+    exponents = torch.randint(-2, 1, (outputs, inputs // MXFP4_GROUP_SIZE), generator=generator)
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents - round(math.log2(inputs) / 2))
+    return Mxfp4Weight(values, scales)
 
 
 def check_experts(launcher: Launcher, case: ExpertsCase) -> float:

@@ -85,11 +85,12 @@ extern "C" __global__ void widen(float* f16, unsigned* e4m3_pairs) {
     }
 }
 
-// Sums and products of 64 fp16 pairs, and sums of the same bits as bf16 pairs; out [3, 64].
+// Sums and products of 64 fp16 pairs, then of the same bits as bf16 pairs; out [4, 64].
 extern "C" __global__ void reckon(const unsigned* a, const unsigned* b, unsigned* out) {
     out[threadIdx.x] = add_f16x2(a[threadIdx.x], b[threadIdx.x]);
     out[64 + threadIdx.x] = mul_f16x2(a[threadIdx.x], b[threadIdx.x]);
     out[128 + threadIdx.x] = add_bf16x2(a[threadIdx.x], b[threadIdx.x]);
+    out[192 + threadIdx.x] = mul_bf16x2(a[threadIdx.x], b[threadIdx.x]);
 }
 
 extern "C" __global__ void permute(const unsigned* a, const unsigned* b, const unsigned* selector, unsigned* out) {

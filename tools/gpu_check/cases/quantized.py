@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.backend.checkpoint.float8_weight import Float8Form, Float8Weight
-from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight, PackedForm
+from penstock.backend.checkpoint.quantized_weights import (
+    MXFP4_EXPONENTS,
+    MXFP4_GROUP_SIZE,
+    Int4Weight,
+    Int8Weight,
+    Mxfp4Weight,
+    PackedForm,
+)
 from penstock.backend.passes.decoder.cuda.ops.matmul import BlockedMatmul, WholeMatmul
 from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedProducts
 from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
@@ -27,13 +34,14 @@ FORMS: dict[str, PackedForm | Float8Form] = {
     "int8": PackedForm(None),
     "int4": PackedForm(32),
     "int4-128": PackedForm(128),
+    "mxfp4": PackedForm(MXFP4_GROUP_SIZE, has_zeros=False),
     "fp8": Float8Form(None),
     "fp8-128": Float8Form(128),
 }
 
 
 def random_weight(outputs: int, inputs: int, form: PackedForm | Float8Form) -> QuantizedWeight:
-    """All finite values and all zero points, scales of both signs, and an output whose scales are 0."""
+    """All finite values and all zero points, scales of both signs, and an output whose scales are 0 or small."""
     generator = torch.Generator().manual_seed(outputs + inputs)
     group_size = form.group_size
     groups = (outputs,) if group_size is None else (outputs, -(-inputs // group_size))
@@ -47,6 +55,10 @@ def random_weight(outputs: int, inputs: int, form: PackedForm | Float8Form) -> Q
         values = torch.randint(-128, 128, (outputs, inputs), generator=generator, dtype=torch.int8)
         return Int8Weight(values, scales / 16)
     values = torch.randint(0, 256, (outputs, inputs // 2), generator=generator, dtype=torch.uint8)
+    if form == FORMS["mxfp4"]:
+        exponents = torch.randint(-5, 4, groups, generator=generator)
+        exponents[outputs // 2] = MXFP4_EXPONENTS[0]
+        return Mxfp4Weight(values, torch.ldexp(torch.ones(groups), exponents))
     zeros = torch.randint(0, 16, groups, generator=generator, dtype=torch.uint8)
     return Int4Weight(values, scales, zeros, group_size)
 

@@ -20,7 +20,8 @@ from penstock.backend.passes.decoder.cuda.ops.activations import Residual
 from penstock.backend.passes.decoder.cuda.ops.elementwise import Elementwise
 from penstock.backend.passes.decoder.cuda.ops.expert_ops import CudaExpertOps
 from penstock.backend.passes.decoder.cuda.ops.matmul import WholeMatmul
-from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedProducts, packed_bytes
+from penstock.backend.passes.decoder.cuda.ops.packed_weights import packed_bytes
+from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedProducts
 from penstock.backend.passes.decoder.cuda.step.device_sampler import DeviceSampler, SlotArrays
 from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
 from penstock.backend.passes.decoder.ops import ExpertWeights, HeadShape

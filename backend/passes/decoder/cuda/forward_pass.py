@@ -28,7 +28,7 @@ from penstock.backend.passes.decoder.cuda.kv_cache import page_copies
 from penstock.backend.passes.decoder.cuda.kv_cache.host_pool import HostPool, TokenCosts, open_pool
 from penstock.backend.passes.decoder.cuda.kv_cache.page_moves import PageMoves
 from penstock.backend.passes.decoder.cuda.ops.cuda_ops import CudaOps
-from penstock.backend.passes.decoder.cuda.ops.quantized_linear import has_kernels
+from penstock.backend.passes.decoder.cuda.ops.packed_weights import has_kernels
 from penstock.backend.passes.decoder.cuda.step import step_buffers
 from penstock.backend.passes.decoder.cuda.step.device_sampler import (
     DeviceSampler,
@@ -47,6 +47,7 @@ from penstock.backend.passes.decoder.cuda.workspace_plan import (
     mask_ints,
     max_update_ints,
     plan_spec,
+    rounds_rows,
     step_limits,
     step_sizes,
 )
@@ -116,7 +117,10 @@ class CudaDecoderPass:
         self._spec = plan_spec(config, dtype, sizes, quantization, formats)
         with torch.inference_mode():
             matmul = choose_matmul(sizes)
-            self._ops = CudaOps(device, config, dtype, sizes.max_tokens, sizes.max_rows, matmul)
+            self._ops = CudaOps(
+                device, config, dtype, sizes.max_tokens, sizes.max_rows, matmul,
+                rounds_rows=rounds_rows(formats, quantization, sizes, dtype),
+            )  # fmt: skip
             self._model = DecoderModel(config, self._ops, weights, dtype)
 
     @classmethod

@@ -21,9 +21,10 @@ from penstock.backend.passes.decoder.cuda.cuda_graphs import graph_sizes
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.decoder.cuda.kv_cache.page_moves import MAX_PAGE_MOVES
 from penstock.backend.passes.decoder.cuda.ops import elementwise, expert_ops, quantized_linear
-from penstock.backend.passes.decoder.cuda.ops.activations import activation_bytes
+from penstock.backend.passes.decoder.cuda.ops.activations import activation_bytes, max_linear_inputs
 from penstock.backend.passes.decoder.cuda.ops.matmul import BlockedMatmul, Matmul, WholeMatmul
-from penstock.backend.passes.decoder.cuda.ops.quantized_linear import has_kernels, packed_bytes, takes_packed
+from penstock.backend.passes.decoder.cuda.ops.packed_weights import has_kernels, packed_bytes, takes_packed
+from penstock.backend.passes.decoder.cuda.ops.rounded_rows import MIN_ROUNDED_ROWS, ROUNDED_FORMS, row_bytes
 from penstock.backend.passes.decoder.cuda.step.device_sampler import MAX_BIASES, MAX_VOCAB, SlotArrays
 from penstock.backend.passes.decoder.cuda.step.step_buffers import StepBuffers, StepLimits
 from penstock.backend.passes.decoder.cuda.step.step_results import ResultBuffers
@@ -85,10 +86,14 @@ def plan_spec(
     attention = attention_by_window(config, layout, sizes, num_sms=1, shared_bytes_per_sm=_SM_SHARED_BYTES)
     matmul = choose_matmul(sizes)
     packed = packed_linears(config, quantization, formats, has_kernels)
+    row_of_8_bits = 0
+    if rounds_rows(formats, quantization, sizes, dtype) and any(each.form in ROUNDED_FORMS for each in packed):
+        row_of_8_bits = row_bytes(max_linear_inputs(config))
     parts = (
         activation_bytes(config, dtype, sizes.max_tokens, sizes.max_rows, matmul),
         expert_ops.expert_bytes(config, dtype, sizes.max_tokens, matmul),
         quantized_linear.scratch_bytes(sizes.max_tokens, matmul) if packed and takes_packed(dtype) else 0,
+        sizes.max_tokens * row_of_8_bits,
         StepBuffers.num_bytes(step_limits(config, sizes, smallest, num_pages=1)),
         SlotArrays.num_bytes(sizes.max_rows, config.vocab_size),
         ResultBuffers.num_bytes(sizes.max_rows, sizes.max_tokens),
@@ -112,6 +117,15 @@ def plan_spec(
 
 def choose_matmul(sizes: StepSizes) -> Matmul:
     return BlockedMatmul() if sizes.deterministic else WholeMatmul()
+
+
+def rounds_rows(
+    formats: StoredFormats, quantization: Quantization | None, sizes: StepSizes, dtype: torch.dtype
+) -> bool:
+    """Whether a step may round rows of activations to 8 bits: only such a checkpoint's, and never if a row must have
+    the same bits in a step of any size."""
+    is_declared = quantization is None and formats.rounds_rows
+    return is_declared and takes_packed(dtype) and not sizes.deterministic and sizes.max_tokens >= MIN_ROUNDED_ROWS
 
 
 def check_quantization(quantization: Quantization, config: DecoderConfig, dtype: torch.dtype) -> None:

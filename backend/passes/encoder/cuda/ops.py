@@ -17,7 +17,8 @@ from torch.nn import functional
 from penstock.backend.passes.decoder.cuda.attention.encoder_attention import EncoderAttention
 from penstock.backend.passes.decoder.cuda.ops.device_weights import DeviceWeights
 from penstock.backend.passes.decoder.cuda.ops.matmul import BlockedMatmul, CudaLinear
-from penstock.backend.passes.decoder.cuda.ops.quantized_linear import CudaQuantizedLinear, QuantizedProducts
+from penstock.backend.passes.decoder.cuda.ops.packed_weights import CudaQuantizedLinear
+from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedProducts
 from penstock.backend.passes.decoder.rope_table import RopeTable
 from penstock.backend.passes.encoder.cuda.vectors import DeviceVectors
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import load_oracle, make_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,6 +63,23 @@ def write_checkpoint(
     values = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
     return Checkpoint(path, exact)
+
+
+def load_reference(checkpoint: Checkpoint, plain_dir: Path) -> Any:
+    """The model of transformers with the weights that the checkpoint stands for, in fp32."""
+    settings = json.loads((checkpoint.path / "config.json").read_text())
+    del settings["quantization_config"]
+    plain_dir.mkdir()
+    (plain_dir / "config.json").write_text(json.dumps(settings))
+    stored = load_file(checkpoint.file)
+    floats = {
+        name: tensor
+        for name, tensor in stored.items()
+        if tensor.dtype is torch.float32 and name.endswith((".weight", ".bias"))
+    }
+    exact = {name: tensor.float() for name, tensor in checkpoint.exact.items()}
+    save_file(floats | exact, plain_dir / "model.safetensors", metadata={"format": "pt"})
+    return load_oracle(plain_dir)
 
 
 def change_config(checkpoint: Checkpoint, **changes: Any) -> None:
@@ -193,6 +210,13 @@ def llm_int8(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[Tenso
     tops = random_scales(rng, outputs, dtype=torch.float32)
     parts = {"weight": values, "SCB": tops, "weight_format": torch.tensor(0, dtype=torch.uint8)}
     return parts, (values * tops[:, None] * 7.874015718698502e-3).double()
+
+
+def int8(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[Tensors, torch.Tensor]:
+    """One scale per output, as compressed-tensors stores it."""
+    values = torch.from_numpy(rng.integers(-127, 128, (outputs, inputs)).astype(np.int8))
+    scales = random_scales(rng, outputs, 1, dtype=torch.float32) / 16
+    return {"weight": values, "weight_scale": scales}, values.double() * scales.double()
 
 
 def fp8(

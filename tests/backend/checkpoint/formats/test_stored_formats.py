@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +19,7 @@ from compressed_tensors.compressors import (
 )
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.float8_weight import Float8Form, Float8Weight
@@ -47,6 +46,7 @@ from tests.backend.checkpoint.formats.quantizers import (
     fp8,
     gptq,
     llm_int8,
+    load_reference,
     nf4,
     random_scales,
     write_checkpoint,
@@ -55,7 +55,6 @@ from tests.backend.checkpoint.quantization.loading import Recorder
 from tests.backend.checkpoint.weight_files import rewrite
 from tests.backend.passes.decoder.driver import Driver
 from tests.backend.passes.decoder.quantized_oracle import relative_error, replace_linear
-from tests.checkpoints import load_oracle
 
 NF4 = {
     "quant_method": "bitsandbytes",
@@ -258,21 +257,9 @@ def oracle_logits(
     checkpoint: Checkpoint, plain_dir: Path, prompt: list[int], *, rounds_activations: bool
 ) -> NDArray[np.float32]:
     """transformers with the reference's weights."""
-    settings = json.loads((checkpoint.path / "config.json").read_text())
-    del settings["quantization_config"]
-    plain_dir.mkdir()
-    (plain_dir / "config.json").write_text(json.dumps(settings))
-    stored = load_file(checkpoint.file)
-    floats = {
-        name: tensor
-        for name, tensor in stored.items()
-        if tensor.dtype is torch.float32 and name.endswith((".weight", ".bias"))
-    }
-    exact = {name: tensor.float() for name, tensor in checkpoint.exact.items()}
-    save_file(floats | exact, plain_dir / "model.safetensors", metadata={"format": "pt"})
-    model = load_oracle(plain_dir)
-    for name, weight in exact.items() if rounds_activations else ():
-        replace_linear(model, name.removesuffix(".weight"), weight)
+    model = load_reference(checkpoint, plain_dir)
+    for name, weight in checkpoint.exact.items() if rounds_activations else ():
+        replace_linear(model, name.removesuffix(".weight"), weight.float())
     with torch.inference_mode():
         logits: NDArray[np.float32] = model(torch.tensor([prompt])).logits[0, -1].numpy()
     return logits

@@ -61,6 +61,7 @@ class CudaDevice:
         properties = torch.cuda.get_device_properties(index)
         self.num_sms: int = properties.multi_processor_count
         self.shared_bytes_per_sm: int = properties.shared_memory_per_multiprocessor
+        self.compute_capability: tuple[int, int] = (properties.major, properties.minor)
         self.link_probe_bytes = 64 << 20
 
     @property

@@ -66,6 +66,11 @@ class Device(Protocol):
     def shared_bytes_per_sm(self) -> int: ...
 
     @property
+    def compute_capability(self) -> tuple[int, int]:
+        """The architecture: sm_90 is (9, 0)."""
+        ...
+
+    @property
     def link_probe_bytes(self) -> int:
         """Size of a copy to or from the host that shows the speed of long ones."""
         ...

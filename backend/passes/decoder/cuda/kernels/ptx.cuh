@@ -150,6 +150,13 @@ __device__ __forceinline__ unsigned add_bf16x2(unsigned a, unsigned b) {
     return y;
 }
 
+// Also for subnormal numbers. The addend is -0, which keeps the sign of a zero.
+__device__ __forceinline__ unsigned mul_bf16x2(unsigned a, unsigned b) {
+    unsigned y;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(0x80008000u));
+    return y;
+}
+
 #else  // CUSIM
 
 __device__ __forceinline__ unsigned short float_to_bf16(float x) {
@@ -219,6 +226,16 @@ __device__ __forceinline__ unsigned add_f16x2(unsigned a, unsigned b) {
 __device__ __forceinline__ unsigned add_bf16x2(unsigned a, unsigned b) {
     return pack_bf16x2(__uint_as_float(a << 16) + __uint_as_float(b << 16),
                        __uint_as_float(a & 0xffff0000u) + __uint_as_float(b & 0xffff0000u));
+}
+
+__device__ __forceinline__ unsigned mul_bf16x2(unsigned a, unsigned b) {
+    // In double, because the emulation's floats, like the kernels', have no subnormal numbers.
+    const auto exact = [](unsigned x) {
+        const double subnormal = (x & 0x80000000u ? -0x1p-133 : 0x1p-133) * double(x >> 16 & 0x7f);
+        return x & 0x7f800000u ? double(__uint_as_float(x)) : subnormal;
+    };
+    return pack_bf16x2(float(exact(a << 16) * exact(b << 16)),
+                       float(exact(a & 0xffff0000u) * exact(b & 0xffff0000u)));
 }
 
 __device__ __forceinline__ unsigned mul_f16x2(unsigned a, unsigned b) {

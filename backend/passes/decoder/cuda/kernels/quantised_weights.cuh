@@ -1,5 +1,6 @@
-// Weights of 4 or 8 bits as LaneWeights; see product_tiles.cuh. Macros: ACT; WEIGHT, the bits; E4M3, whether 8
-// bits are a float; GROUP, the inputs that share a scale, and of 4-bit weights a zero point, or 0. ops/quantized_linear.py packs them.
+// Weights of 4 or 8 bits as LaneWeights; see product_tiles.cuh. Macros: ACT; WEIGHT, the bits; FLOAT, whether they are a
+// float, E2M1 or E4M3; GROUP, the inputs that share a scale, and of 4-bit integers a zero point, or 0.
+// ops/packed_weights.py packs them.
 //
 // A row of values has one chunk after the other, of 64 (8 bits) or 128 inputs (4 bits), 64 bytes each: 16 bytes for each
 // lane of four, and in these the lane's 8 inputs of each step. The last chunk is filled up. Of 8 inputs with 4 bits,
@@ -9,7 +10,15 @@
 
 #include "product_tiles.cuh"
 
-#if WEIGHT == 4
+constexpr bool kHasZeros = WEIGHT == 4 && !FLOAT;
+
+#if WEIGHT == 4 && FLOAT
+struct E8m0 {  // 2^(exponent - 127); exponents from 1 to 254
+    unsigned char exponent;
+};
+__device__ __forceinline__ float to_float(E8m0 x) { return __uint_as_float(unsigned(x.exponent) << 23); }
+using Scale = E8m0;
+#elif WEIGHT == 4
 using Scale = Fp16;
 #elif WEIGHT == 8
 using Scale = float;
@@ -21,7 +30,7 @@ constexpr int kRowChunkBytes = 64;
 constexpr int kRowChunkInputs = kRowChunkBytes * 8 / WEIGHT;
 
 // [outputs, inputs] of w = scale * (value - zero). Scales and zeros [outputs, groups], or without groups scales
-// [outputs]; the last chunk has all its groups. Only values of 4 bits have zeros; integers of 8 bits are signed.
+// [outputs]; the last chunk has all its groups. Only integers of 4 bits have zeros; those of 8 bits are signed.
 struct PackedWeights {
     const unsigned char* values;
     const Scale* scales;
@@ -54,9 +63,21 @@ __device__ __forceinline__ unsigned widen_bytes(Fp16, unsigned pair) {
     return add_f16x2((pair ^ 0x00800080u) | 0x64006400u, 0xe480e480u);  // 1024 + (value + 128) - 1152
 }
 
+// pair: two E2M1 numbers, in the low bits of each half. Shifted into place they are too small: the exponent biases are 1,
+// and 127 or 15.
+__device__ __forceinline__ unsigned widen_e2m1(Bf16, unsigned pair) {
+    return mul_bf16x2((pair & 0x00070007u) << 6 | (pair & 0x00080008u) << 12, 0x7e807e80u);  // 2^126
+}
+__device__ __forceinline__ unsigned widen_e2m1(Fp16, unsigned pair) {
+    return mul_f16x2((pair & 0x00070007u) << 9 | (pair & 0x00080008u) << 12, 0x74007400u);  // 2^14
+}
+
 __device__ __forceinline__ void widen_word(unsigned word, unsigned zero, unsigned (&pairs)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) pairs[i] = subtract_zero(Act{}, word >> (4 * i) & 0x000f000fu, zero);
+    for (int i = 0; i < 4; ++i) {
+        const unsigned pair = word >> (4 * i) & 0x000f000fu;
+        pairs[i] = kHasZeros ? subtract_zero(Act{}, pair, zero) : widen_e2m1(Act{}, pair);
+    }
 }
 __device__ __forceinline__ unsigned widen_floats(Fp16, unsigned pair) {
     return e4m3x2_to_f16x2(static_cast<unsigned short>(pair));
@@ -68,7 +89,7 @@ __device__ __forceinline__ unsigned widen_floats(Bf16, unsigned pair) {
 }
 
 __device__ __forceinline__ void widen_words(unsigned low, unsigned high, unsigned (&pairs)[4]) {
-#if E4M3
+#if FLOAT
     pairs[0] = widen_floats(Act{}, low & 0xffffu);
     pairs[1] = widen_floats(Act{}, low >> 16);
     pairs[2] = widen_floats(Act{}, high & 0xffffu);
@@ -100,7 +121,7 @@ struct QuantisedWeights {
 #endif
 #if WEIGHT == 4
     const unsigned char* zero_rows[4];
-    unsigned zeros[4][kGroupsHeld];
+    unsigned zeros[4][kGroupsHeld] = {};
 #endif
 
     // first: the tile's first output, of `outputs`; output 0 is row `before` of the weights.
@@ -129,7 +150,7 @@ struct QuantisedWeights {
             for (int group = 0; group < kGroupsHeld; ++group) {
                 scales[i][group] = to_float(scale_rows[i][first + group]);
 #if WEIGHT == 4
-                zeros[i][group] = zero_rows[i][first + group];
+                if constexpr (kHasZeros) zeros[i][group] = zero_rows[i][first + group];
 #endif
             }
 #endif
@@ -163,7 +184,7 @@ __device__ __forceinline__ void dequantise8(const PackedWeights& weights, long l
 #endif
     const float scale = to_float(weights.scales[group]);
 #if WEIGHT == 4
-    widen_word(*reinterpret_cast<const unsigned*>(at), weights.zeros[group], pairs);
+    widen_word(*reinterpret_cast<const unsigned*>(at), kHasZeros ? weights.zeros[group] : 0, pairs);
 #else
     const uint2 words = *reinterpret_cast<const uint2*>(at);
     widen_words(words.x, words.y, pairs);

@@ -80,6 +80,11 @@ def activation_widths(config: DecoderConfig) -> dict[str, int]:
     }
 
 
+def max_linear_inputs(config: DecoderConfig) -> int:
+    """Return the most inputs of a linear outside of the experts that tokens choose."""
+    return max(activation_widths(config)[name] for name in ("hidden", "attended", "gated"))
+
+
 def activation_bytes(config: DecoderConfig, dtype: torch.dtype, max_tokens: int, max_rows: int, matmul: Matmul) -> int:
     """Upper bound of what `CudaOps` allocates, without the cache, the experts and the weights that keep their dtype."""
     widths, heads = activation_widths(config), head_shape(config)

@@ -16,12 +16,15 @@ from penstock.backend.passes.decoder.cuda.ops.activations import (
     Residual,
     activation_widths,
     head_shape,
+    max_linear_inputs,
     narrow,
 )
 from penstock.backend.passes.decoder.cuda.ops.device_weights import DeviceWeights
 from penstock.backend.passes.decoder.cuda.ops.elementwise import Elementwise
 from penstock.backend.passes.decoder.cuda.ops.expert_ops import CudaExpertOps
-from penstock.backend.passes.decoder.cuda.ops.quantized_linear import CudaQuantizedLinear, QuantizedProducts
+from penstock.backend.passes.decoder.cuda.ops.packed_weights import CudaQuantizedLinear
+from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedProducts
+from penstock.backend.passes.decoder.cuda.ops.rounded_rows import RoundedProducts
 from penstock.backend.passes.decoder.cuda.step.step_rows import CudaStep
 from penstock.backend.passes.decoder.ops import round_scale
 
@@ -54,8 +57,17 @@ class CudaOps(DeviceWeights):
         max_tokens: int,
         max_rows: int,
         matmul: Matmul,
+        *,
+        rounds_rows: bool = False,
     ) -> None:
-        quantized = QuantizedProducts(device.launcher, device.torch_device, dtype, max_tokens, matmul)
+        """rounds_rows: as `workspace_plan.rounds_rows`."""
+        rounded = None
+        if rounds_rows:
+            rounded = RoundedProducts(
+                device.launcher, device.torch_device, dtype, max_tokens, max_linear_inputs(config),
+                device.compute_capability,
+            )  # fmt: skip
+        quantized = QuantizedProducts(device.launcher, device.torch_device, dtype, max_tokens, matmul, rounded)
         super().__init__(device.torch_device, dtype, quantized)
         self._device = device
         self._launcher = device.launcher

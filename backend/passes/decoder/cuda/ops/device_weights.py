@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.backend.passes.decoder.cuda.ops.matmul import CudaLinear
-from penstock.backend.passes.decoder.cuda.ops.quantized_linear import takes_packed
+from penstock.backend.passes.decoder.cuda.ops.packed_weights import takes_packed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
-    from penstock.backend.passes.decoder.cuda.ops.quantized_linear import CudaQuantizedLinear, QuantizedProducts
+    from penstock.backend.passes.decoder.cuda.ops.packed_weights import CudaQuantizedLinear
+    from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedProducts
 
 
 class DeviceWeights:

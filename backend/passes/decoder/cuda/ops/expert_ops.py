@@ -14,7 +14,8 @@ import torch
 
 from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Kernel
 from penstock.backend.passes.decoder.cuda.ops.matmul import CudaLinear
-from penstock.backend.passes.decoder.cuda.ops.quantized_linear import TILE_OUTPUTS, most_tiles, takes_packed
+from penstock.backend.passes.decoder.cuda.ops.packed_weights import takes_packed
+from penstock.backend.passes.decoder.cuda.ops.quantized_linear import TILE_OUTPUTS, most_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
     from penstock.backend.passes.decoder.cuda.ops.activations import Residual
     from penstock.backend.passes.decoder.cuda.ops.matmul import Matmul
-    from penstock.backend.passes.decoder.cuda.ops.quantized_linear import CudaQuantizedLinear, QuantizedProducts
+    from penstock.backend.passes.decoder.cuda.ops.packed_weights import CudaQuantizedLinear
+    from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedProducts
     from penstock.backend.passes.decoder.ops import ExpertWeights
 
 NUM_LAUNCHES = 9

@@ -124,6 +124,7 @@ class EmulatedDevice:
         self.num_sms = 4
         self.stream = 0
         self.shared_bytes_per_sm = 228 << 10
+        self.compute_capability = (9, 0)
         self.link_probe_bytes = 1 << 20
         self.launcher = RecordingLauncher(shared_launcher(self.mode))
 

@@ -18,7 +18,13 @@ from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
-from tests.backend.checkpoint.formats.quantizers import fp8, write_checkpoint
+from penstock.tools.gpu_check.cases.rounded import rounded
+from tests.backend.checkpoint.formats.quantizers import (
+    fp8,
+    int8,
+    load_reference,
+    write_checkpoint,
+)
 from tests.backend.passes.decoder.cuda.emulated_pass import EmulatedCudaPass
 from tests.backend.passes.decoder.cuda.tiny_models import checkpoint, oracle_logits, prompts, run_prompts
 from tests.backend.passes.decoder.driver import Driver
@@ -110,3 +116,49 @@ def test_a_checkpoint_of_8_bit_floats_stays_packed(
         for each in (forward_pass, exact)
     ]
     assert relative_error(*logits) < BOUND
+
+
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+W8A8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {"all": {"targets": ["Linear"], "weights": INT8, "input_activations": INT8 | {"dynamic": True}}},
+    "ignore": ["lm_head"],
+}
+STATIC_FP8 = {"quant_method": "fp8", "activation_scheme": "static"}
+
+
+@pytest.mark.parametrize(
+    ("form", "stored", "quantize"), [("int8", W8A8, int8), ("fp8", STATIC_FP8, fp8(None, "weight_scale"))]
+)
+def test_a_long_prompt_has_activations_of_8_bits_where_the_checkpoint_declares_them(
+    form: str, stored: dict[str, Any], quantize: Any, tmp_path: Path
+) -> None:
+    """The logits' error is about that of transformers with linears that round their inputs. It is not the same error:
+    where a number lies near the middle of two steps, bf16 decides."""
+    made = write_checkpoint(tmp_path / "stored", stored, quantize, head_dim=64)
+    reference = load_reference(made, tmp_path / "plain")
+    (prompt,) = prompts((260,))
+    with torch.inference_mode():
+        exact = reference(torch.tensor([prompt])).logits[0, -1].numpy()
+        for name, module in reference.model.layers.named_modules():
+            if name.endswith("_proj") and (name.startswith("0.") or name[-6:] in ("q_proj", "k_proj", "v_proj")):
+                module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0], form).float(),))
+        rounding_error = relative_error(reference(torch.tensor([prompt])).logits[0, -1].numpy(), exact)
+    options = PassOptions(dtype="bf16", max_running=2, max_batch_tokens=264)
+
+    def logits(options: PassOptions) -> tuple[Any, list[str]]:
+        made_pass = EmulatedCudaPass.load(made.path, options)
+        assert made_pass.spec == EmulatedCudaPass.describe(made.path, options)
+        driver = Driver(made_pass, num_pages=20, page_size=16, kv_dtype="fp32")
+        first = len(made_pass.device.launcher.launched)
+        found = run_prompts(driver, [prompt])[0]
+        return found, made_pass.device.launcher.launched[first:]
+
+    found, launched = logits(options)
+    assert launched.count("round_rows") == 4 + 1, "the last linears see the last token alone"
+    assert 0.7 * rounding_error < relative_error(found, exact) < 1.4 * rounding_error
+    for kept in (replace(options, deterministic=True), replace(options, quantize="int8")):
+        found, launched = logits(kept)
+        assert "round_rows" not in launched
+        assert relative_error(found, exact) < 0.5 * rounding_error

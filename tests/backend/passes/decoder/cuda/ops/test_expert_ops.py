@@ -38,8 +38,9 @@ def test_experts_agree_with_float64(experts: Experts, hidden: int, num_tokens: i
     check_experts(FAST, ExpertsCase(experts, hidden, num_tokens, dtype))
 
 
-def test_quantised_experts_agree_with_float64() -> None:
-    case = ExpertsCase(Experts(4, 2, 96, normalises=True), 160, 90, torch.bfloat16, group_size=32)
+@pytest.mark.parametrize("stored", ["int4", "mxfp4"])
+def test_quantised_experts_agree_with_float64(stored: str) -> None:
+    case = ExpertsCase(Experts(4, 2, 96, normalises=True), 160, 90, torch.bfloat16, stored=stored)
     check_experts(FAST, case)
     check_rows_alone(FAST, case)
 

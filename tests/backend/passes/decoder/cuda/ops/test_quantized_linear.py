@@ -8,7 +8,8 @@ import torch
 from penstock.backend.passes.decoder.cuda.ops import quantized_linear
 from penstock.backend.passes.decoder.cuda.ops.device_weights import DeviceWeights
 from penstock.backend.passes.decoder.cuda.ops.matmul import BlockedMatmul, CudaLinear, WholeMatmul
-from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedProducts, packed_bytes
+from penstock.backend.passes.decoder.cuda.ops.packed_weights import packed_bytes
+from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedProducts
 from penstock.tools.gpu_check.cases.quantized import (
     DTYPES,
     FORMS,
@@ -34,7 +35,7 @@ def test_products_agree_with_float64(form: str, name: str) -> None:
 
 @pytest.mark.parametrize("inputs", [32, 96, 160])
 def test_inputs_need_not_fill_the_last_chunk(inputs: int) -> None:
-    for form in ("int8", "int4", "fp8-128"):
+    for form in ("int8", "int4", "mxfp4", "fp8-128"):
         check_linear(FAST, LinearCase(form, 24, inputs, 5, torch.bfloat16))
     check_linear(FAST, LinearCase("int8", 24, inputs - 8, 5, torch.bfloat16))
 
@@ -59,7 +60,9 @@ def test_a_quantised_table_is_embedded(form: str) -> None:
     check_embedding(FAST, LinearCase(form, 40, 384, 0, torch.bfloat16))
 
 
-@pytest.mark.parametrize(("form", "order"), [("int8", "random"), ("int4", "forward"), ("fp8-128", "reverse")])
+@pytest.mark.parametrize(
+    ("form", "order"), [("int8", "random"), ("int4", "forward"), ("mxfp4", "random"), ("fp8-128", "reverse")]
+)
 def test_products_have_no_races_and_stay_in_bounds(form: str, order: str) -> None:
     launcher = EmulatedLauncher("check", order, 5)  # type: ignore[arg-type]
     case = LinearCase(form, 40, 288, 11, torch.bfloat16, has_bias=True)
@@ -70,7 +73,7 @@ def test_products_have_no_races_and_stay_in_bounds(form: str, order: str) -> Non
 
 @pytest.mark.parametrize("matmul", [WholeMatmul(), BlockedMatmul()])
 @pytest.mark.parametrize(
-    ("form", "inputs"), [("int8", 200), ("int4", 352), ("int4-128", 384), ("fp8", 72), ("fp8-128", 200)]
+    ("form", "inputs"), [("int8", 200), ("int4", 352), ("int4-128", 384), ("mxfp4", 352), ("fp8", 72), ("fp8-128", 200)]
 )
 def test_packed_weights_take_the_announced_memory(form: str, inputs: int, matmul: WholeMatmul | BlockedMatmul) -> None:
     weight = random_weight(24, inputs, FORMS[form])

@@ -1,0 +1,127 @@
+"""Quantised weights on the device: which forms have kernels, their memory, and their layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch.nn import functional
+
+from penstock.backend.checkpoint.float8_weight import FLOAT8_GROUP_SIZE, Float8Form
+from penstock.backend.checkpoint.quantized_weights import (
+    INT4_GROUP_SIZES,
+    MXFP4_GROUP_SIZE,
+    GroupedForm,
+    PackedForm,
+    WeightForm,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+
+KernelForm: TypeAlias = WeightForm
+MXFP4_FORM = PackedForm(MXFP4_GROUP_SIZE, has_zeros=False)
+_FORMS = frozenset(
+    {PackedForm(None), *map(PackedForm, INT4_GROUP_SIZES), MXFP4_FORM, Float8Form(None), Float8Form(FLOAT8_GROUP_SIZE)}
+)
+_CHUNK_BYTES = 64
+"""Bytes of one output's values that lie together; see kernels/quantised_weights.cuh."""
+_E8M0_BIAS = 127
+
+
+def has_kernels(form: WeightForm) -> bool:
+    """Whether linears that are stored in the form stay in it. Others are dequantised when they are read."""
+    return form in _FORMS
+
+
+def takes_packed(dtype: torch.dtype) -> bool:
+    """Whether weights stay packed beside activations of dtype. Beside fp32 they are dequantised."""
+    return dtype is not torch.float32
+
+
+def value_bits(form: KernelForm) -> int:
+    if isinstance(form, GroupedForm):
+        return form.bits
+    return 4 if isinstance(form, PackedForm) and form.group_size is not None else 8
+
+
+def chunk_inputs(form: KernelForm) -> int:
+    """Inputs of an output whose values lie together; the last ones are filled up."""
+    return _CHUNK_BYTES * 8 // value_bits(form)
+
+
+def packed_bytes(form: WeightForm, shape: tuple[int, int], dtype: torch.dtype) -> int:
+    """Memory of a linear [outputs, inputs] on the device, as `PackedForm.num_bytes`, with the last chunks filled up."""
+    outputs, inputs = shape
+    if not has_kernels(form) or not takes_packed(dtype):
+        return outputs * inputs * dtype.itemsize
+    filled = outputs, -(-inputs // chunk_inputs(form)) * chunk_inputs(form)
+    if form == MXFP4_FORM:
+        return filled[0] * (filled[1] // 2 + filled[1] // MXFP4_GROUP_SIZE)
+    return form.num_bytes(filled)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaQuantizedLinear:
+    """The layout is that of kernels/quantised_weights.cuh. Its fields after zeros are as in `CudaLinear`."""
+
+    form: KernelForm
+    shape: tuple[int, int]
+    """(outputs, inputs)"""
+    values: Tensor
+    """uint8 [outputs, bytes]"""
+    scales: Tensor
+    """Integers of 4 bits: fp16 [outputs, groups]. MXFP4: uint8 [outputs, groups], exponents + 127. Of 8 bits: fp32, one
+    per output or [outputs, groups]."""
+    zeros: Tensor
+    """Integers of 4 bits: uint8 [outputs, groups]. Others: any tensor, which is not read."""
+    bias: Tensor | None
+    scale: float = 1.0
+    is_gated: bool = False
+
+    @property
+    def num_outputs(self) -> int:
+        return self.shape[0]
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.values, self.scales, self.zeros
+
+
+def pack_weight(
+    weight: QuantizedWeight, device: torch.device, bias: Tensor | None, scale: float, *, is_gated: bool
+) -> CudaQuantizedLinear:
+    """bias is on the device already. Raises TypeError for a form without kernels."""
+    form = weight.form
+    if not has_kernels(form):
+        raise TypeError(f"no kernels for {form}")
+    values, scales, zeros = _pack_parts(form, *(part.to(device) for part in weight.parts))
+    return CudaQuantizedLinear(form, weight.shape, values, scales, zeros, bias, scale, is_gated)
+
+
+def _pack_parts(form: KernelForm, values: Tensor, scales: Tensor, *zeros: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Parts of a QuantizedWeight on the device → those of a CudaQuantizedLinear."""
+    outputs = len(values)
+    filled = functional.pad(values.view(torch.uint8), (0, -values.shape[1] % _CHUNK_BYTES))
+    if value_bits(form) == 8:
+        steps = filled.view(outputs, -1, 2, 4, 8)
+        scales = scales.contiguous()
+        return steps.transpose(2, 3).reshape(outputs, -1), scales, scales
+    pairs = filled.view(outputs, -1, 4, 4, 4)  # chunk, step, lane, two inputs in each of four bytes
+    low, high = pairs & 15, pairs >> 4
+    words = torch.stack([part[..., i] | part[..., i + 1] << 4 for part in (low, high) for i in (0, 2)], dim=-1)
+    packed = words.transpose(2, 3).reshape(outputs, -1)
+    if not zeros:
+        exponents = (torch.frexp(scales).exponent - 1 + _E8M0_BIAS).to(torch.uint8)  # frexp has numbers from 0.5 to 1
+        filled_exponents = _fill_groups(exponents, packed, MXFP4_GROUP_SIZE)
+        return packed, filled_exponents, filled_exponents
+    group_size = form.group_size or 0
+    return packed, _fill_groups(scales.half(), packed, group_size), _fill_groups(zeros[0], packed, group_size)
+
+
+def _fill_groups(part: Tensor, packed: Tensor, group_size: int) -> Tensor:
+    """[outputs, groups], with as many groups as the filled 4-bit values have."""
+    return functional.pad(part, (0, packed.shape[1] * 2 // group_size - part.shape[1]))
