@@ -17,6 +17,8 @@ MAX_JSON_BYTES = 64 << 20
 
 T = TypeVar("T")
 
+LFS_MARK = b"version https://git-lfs.github.com/spec/"
+"""Beginning of the small file that git leaves in the place of a large one which is yet to be downloaded."""
 _ERROR_PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
 _PATH_STEP = re.compile(r"\.(?P<key>[^.\[]+)|\[(?P<index>\d+)\]")
 
@@ -27,11 +29,19 @@ def read_bytes(path: Path) -> bytes:
         num_bytes = path.stat().st_size
         if num_bytes > MAX_JSON_BYTES:
             raise StartupError(f"{path} has {num_bytes} bytes; at most {MAX_JSON_BYTES} are read")
-        return path.read_bytes()
+        content = path.read_bytes()
     except FileNotFoundError:
         raise StartupError(f"{path} does not exist") from None
     except OSError as error:
         raise StartupError(f"{path} cannot be read: {error.strerror}") from None
+    refuse_lfs_pointer(content, path)
+    return content
+
+
+def refuse_lfs_pointer(beginning: bytes, path: Path) -> None:
+    """Raises StartupError for the beginning of a file that git-lfs has not downloaded."""
+    if beginning.startswith(LFS_MARK):
+        raise StartupError(f"{path} is a git-lfs pointer and not the file itself; run git lfs pull in {path.parent}")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -148,8 +148,7 @@ class Choice:
             if self._options.returns_token_ids:
                 pieces.token_ids.append(token_id)
             if batch.finish is Finish.STOP and position == last and not self._keeps_stop_token(token_id):
-                # Without token ids in the answer, a client cannot tell which token this is.
-                if entry is not None and self._options.returns_logprobs and self._options.returns_token_ids:
+                if entry is not None and self._options.reports_end_token:
                     pieces.add_logprob(len(pieces.deltas), self._scored(token_id, entry, self._num_characters))
                 return
             self._take_text_token(token_id, entry, pieces)

@@ -43,6 +43,12 @@ class OutputOptions:
     """How the text is parsed; None: all of it is the answer's text."""
 
     @property
+    def reports_end_token(self) -> bool:
+        """Whether log probabilities include the end token, although the text does not: token ids identify it, and
+        clients that score an echoed prompt expect an entry for each token."""
+        return self.returns_logprobs and (self.returns_token_ids or self.echoes_prompt)
+
+    @property
     def is_text_only(self) -> bool:
         """Whether a choice is only text, and none of its tokens can end it here."""
         scores_tokens = self.returns_token_ids or self.returns_logprobs or self.ranks_choices

@@ -139,6 +139,32 @@ async def test_completion_logprobs_match_transformers(http: httpx.AsyncClient, o
         assert choice["text"][offset:].startswith(token) or not is_shown
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1])
+async def test_continuations_are_scored_as_lm_eval_asks_for_them(
+    http: httpx.AsyncClient, oracle: Any, max_tokens: int
+) -> None:
+    """It sends token ids, and reads the log probabilities between the context and the generated token."""
+    documents = [list(range(300, 300 + 5 * length)) for length in range(2, 14)]
+    contexts = [len(document) // 2 for document in documents]
+    fields = {"temperature": 0, "max_tokens": max_tokens, "logprobs": 1, "seed": 1234, "echo": True}
+    response = await http.post(COMPLETIONS, json={"prompt": documents, **fields})
+    assert response.status_code == 200, response.text
+    choices = sorted(response.json()["choices"], key=lambda choice: choice["index"])
+    for document, context, choice in zip(documents, contexts, choices, strict=True):
+        logprobs = choice["logprobs"]
+        assert len(logprobs["token_logprobs"]) == len(document) + max_tokens
+        rows = log_softmax(oracle, document)[context - 1 : -1]
+        scored = slice(context, len(document))
+        expected = [row[token].item() for row, token in zip(rows, document[scored], strict=True)]
+        assert logprobs["token_logprobs"][scored] == pytest.approx(expected, abs=TOLERANCE)
+        is_likeliest = [
+            own == max(top.values())
+            for own, top in zip(logprobs["token_logprobs"][scored], logprobs["top_logprobs"][scored], strict=True)
+        ]
+        greedy = [row.argmax().item() == token for row, token in zip(rows, document[scored], strict=True)]
+        assert is_likeliest == greedy
+
+
 @PATHS
 async def test_prompt_logprobs_match_transformers(http: httpx.AsyncClient, oracle: Any, path: str) -> None:
     """A chat's prompt contains the model's own end tokens."""

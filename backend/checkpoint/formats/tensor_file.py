@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.backend.checkpoint.json_file import LFS_MARK, refuse_lfs_pointer
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
@@ -115,8 +116,11 @@ class TensorFile:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Raises StartupError."""
+    """Open a file of tensors. Raises StartupError, also for a git-lfs pointer."""
     try:
+        with path.open("rb") as file:
+            beginning = file.read(len(LFS_MARK))
+        refuse_lfs_pointer(beginning, path)
         return path.open("rb")
     except OSError as error:
         raise StartupError(f"{path} cannot be opened: {error.strerror}") from None

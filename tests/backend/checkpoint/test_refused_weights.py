@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.hub import resolve_model
+from penstock.backend.checkpoint.tokenizer_file import count_token_ids
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from tests.backend.checkpoint.weight_files import INDEX, SHARDED, open_checkpoint, rewrite
@@ -129,3 +132,20 @@ def test_index_may_name_plain_files_only(name: str, tmp_path: Path) -> None:
     model_dir = make_checkpoint("llama2", tmp_path / "model", **SHARDED)
     (model_dir / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
     assert f"weight_map names the file {name!r}; it must be a plain *.safetensors name" in refusal(model_dir)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "model.gguf"])
+def test_git_lfs_pointer_is_refused_as_one(name: str, tmp_path: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 4877660776\n"
+    model_dir = make_checkpoint("llama2", tmp_path)
+    (model_dir / name).write_text(pointer)
+    message = f"{name} is a git-lfs pointer and not the file itself; run git lfs pull in {tmp_path}"
+    with pytest.raises(StartupError, match=re.escape(message)):
+        read_all(model_dir / name)
+
+
+def read_all(path: Path) -> None:
+    if path.suffix == ".gguf":
+        resolve_model(str(path))
+    count_token_ids(path.parent)
+    open_weights(path.parent, read_decoder_config(path.parent)).close()
