@@ -313,9 +313,9 @@ class PassOptions:
     host_kv_bytes: int = 0
     """The most host memory that `IHostPages` may use for its host pages."""
     quantize: str = "none"
-    """What to make of the weights while loading: "none", or the name of a form, such as "int8"."""
+    """The form that weights get while they are loaded: "none", or the name of a form, such as "int8"."""
     task: str = "auto"
-    """What the model is for: "generate", "embed", "rerank" or "classify"; "auto" is what its files say."""
+    """The model's task: "generate", "embed", "rerank" or "classify"; "auto" is what its files say."""
     cpu_path: str = "auto"
     """The instruction set of the CPU kernels; other passes ignore it."""
 

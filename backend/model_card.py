@@ -64,7 +64,7 @@ def _pooled(spec: PassSpec) -> tuple[PooledWidth, ...]:
 
 
 def _quantization(spec: PassSpec, model_dir: Path) -> str:
-    """What --quantize made of the weights, else the method by which the checkpoint stores them, else "none"."""
+    """The form that --quantize gave the weights, else the method by which the checkpoint stores them, else "none"."""
     if spec.quantization != "none":
         return spec.quantization
     return declared_method(read_json_object(model_dir / CONFIG_FILE)) or "none"

@@ -28,7 +28,7 @@ def _convert_budget(_type: Any, tokens: Sequence[Token]) -> int | str:
 ANY_NAME = "*"
 _CPU_STEP_TOKENS = 192
 _CPU_WHOLE_STEP_TOKENS = 512
-"""Of a pass without a KV cache: no stream waits for the step's end."""
+"""Tokens of a step of a pass without a KV cache: no stream waits for the step's end."""
 _GPU_STEP_TOKENS = 2048
 Count = Annotated[int, Parameter(validator=Number(gte=1, lte=1 << 24))]
 SmallCount = Annotated[int, Parameter(validator=Number(gte=1, lte=4096))]
@@ -66,7 +66,7 @@ class BackendOptions:
     name. Default: the hub id, or the directory's name."""
 
     task: Task = "auto"
-    """What the model is for. auto takes what its files say: the architecture, and the layout of sentence-transformers;
+    """The model's task. auto takes it from its files: the architecture, and the layout of sentence-transformers;
     other decoders generate."""
 
     gpu: str = "auto"

@@ -177,7 +177,7 @@ def _config_json(dims: ModelDims) -> dict[str, Any]:
 
 
 def _own_keys(dims: ModelDims) -> dict[str, Any]:
-    """What only some architectures need."""
+    """Settings that only some architectures need."""
     match dims.architecture:
         case "qwen3":  # its heads are 128 wide by default
             return {"head_dim": dims.hidden_size // max(dims.heads, 1)}

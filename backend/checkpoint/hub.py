@@ -17,7 +17,7 @@ from penstock.backend.checkpoint.layout import (
 from penstock.backend.errors import StartupError
 
 CONFIG_FILES = (CONFIG_FILE, "modules.json", "sentence_*_config.json", "[0-9]_*/config.json")
-"""What a model computes: its config.json, and the modules of sentence-transformers."""
+"""Files that decide what a model computes: its config.json, and the modules of sentence-transformers."""
 SMALL_FILES = (
     *CONFIG_FILES,
     "config_sentence_transformers.json",

@@ -25,7 +25,7 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is in progress, in the words of the bar and of the log."""
+    """The work in progress, in the words of the bar and of the log."""
 
     running: str
     done: str

@@ -1,4 +1,4 @@
-"""What a request may ask of the model that is served. Frontends check the same for a better message; these checks
+"""Limits of a request to the model that is served. Frontends check the same for a better message; these checks
 protect the engine."""
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """What the layers of a model attend to. Pages behind the window are given back while their sequence runs."""
+    """The tokens that a model's layers attend to. Pages behind the window are given back while their sequence runs."""
 
     page_size_tokens: int
     num_tokens: int = sys.maxsize

@@ -1,4 +1,4 @@
-"""What the engine needs of a scheduler. There are two: for sequences with pages, and for sequences computed whole."""
+"""The interface of a scheduler. There are two: for sequences with pages, and for sequences computed whole."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class WholeScheduler:
 
     @property
     def has_work(self) -> bool:
-        """What runs has nothing left to plan."""
+        """Running sequences have nothing left to plan."""
         return bool(self._bisections or self._waiting)
 
     @property

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from penstock.shm.messages import ModelCard
 
 Task: TypeAlias = Literal["generate", "rerank", "score", "pooled", "any"] | PooledKind
-"""What an endpoint needs of a model. rerank is classify with one score; score is rerank or embed; pooled is a vector of
-any kind; any is the tokenizer alone."""
+"""A task that an endpoint needs a model for. rerank is classify with one score; score is rerank or embed; pooled is a
+vector of any kind; any is the tokenizer alone."""
 
 _EMBEDDING_TASKS = ("embed", "token_embed", "sparse", "pooled")
 _ANY_NAME = "*"

@@ -22,7 +22,7 @@ class ReasoningFormat:
     follow: str = "\n\n"
     """After the closing marker, if the server writes it."""
     answer_opening: str = ""
-    """What comes before an answer's text, whether there was reasoning or not."""
+    """Precedes an answer's text, whether there was reasoning or not."""
     answer_tags: tuple[str, str] | None = None
     """Tags that may enclose the answer after the reasoning. They are not part of it."""
     spellings: tuple[tuple[str, str], ...] = ()

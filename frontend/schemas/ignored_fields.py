@@ -71,7 +71,7 @@ class IgnoredFields:
         self._log_once(f"field {_INDEX.sub('[]', field.path)}", f"unknown{_suggestion(field)}", key_name)
 
     def _log_once(self, what: str, why: str, key_name: str | None) -> None:
-        """What is logged of each key is bounded, so the log is too: names are up to the client."""
+        """The lines for each key are bounded, so the log is too: names are up to the client."""
         if key_name not in self._logged and len(self._logged) >= _MAX_KEYS:
             return
         logged = self._logged.setdefault(key_name, set())

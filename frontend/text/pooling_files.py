@@ -1,4 +1,4 @@
-"""What the files of a checkpoint say about embeddings and scores: prompts, labels, the activation of scores, and the
+"""Settings of embeddings and scores from the files of a checkpoint: prompts, labels, the activation of scores, and the
 text that a pair becomes for a reranker that is a decoder."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PoolingFiles:
     labels: tuple[str, ...] = ()
     """Names of the classes in the order of the logits; empty if the model names none."""
     activation: Activation | None = None
-    """What turns logits into scores; None leaves it to the number of classes."""
+    """The function from logits to scores; None leaves it to the number of classes."""
     pair_template: PairTemplate | None = None
     pooling: str | None = None
     """How sentence-transformers' files say that tokens become one vector, such as "cls" or "mean"."""

@@ -1,4 +1,4 @@
-"""What the streams of all open requests have in common, whether they bring tokens or vectors."""
+"""The common part of the streams of open requests, whether they bring tokens or vectors."""
 
 from __future__ import annotations
 

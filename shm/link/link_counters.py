@@ -1,4 +1,4 @@
-"""What the backend's end of the link counts."""
+"""Counters of the backend's end of the link."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class ModelCard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
     default_sampling: Sampling = Sampling()
     fingerprint: Annotated[str, Meta(max_length=64)] = ""
     quantization: Annotated[str, Meta(max_length=64)] = "none"
-    """What was made of the weights, such as "int8", or how the checkpoint stores them, such as "gptq"."""
+    """The form that the weights were given, such as "int8", or how the checkpoint stores them, such as "gptq"."""
     generates: bool = True
     """The model generates text."""
     pooled: Annotated[tuple[PooledWidth, ...], Meta(max_length=8)] = ()

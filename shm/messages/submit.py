@@ -74,7 +74,7 @@ class Constraints(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 PooledKind: TypeAlias = Literal["embed", "token_embed", "sparse", "classify", "token_classify"]
-"""What a pass computes of a whole sequence: see `PooledRows` in `penstock.backend.forward_pass`."""
+"""The kind of vector that a pass computes of a whole sequence: see `PooledRows` in `penstock.backend.forward_pass`."""
 
 
 class Pooled(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

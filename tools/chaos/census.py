@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from penstock.tools.chaos.ledger import Ledger
 
 MAX_GROWTH_BYTES = 24 << 20
-"""What a process may grow after it is warm, whatever it has served: arenas of malloc, caches that fill."""
+"""Bytes that a process may grow by after it is warm, whatever it has served: arenas of malloc, caches that fill."""
 MAX_GROWTH_BYTES_PER_10K = 8 << 20
-"""What it may grow besides for each 10,000 requests: 0.8 KB for each, which is less than any leaked request."""
+"""Bytes that it may grow by besides for each 10,000 requests: 0.8 KB for each, less than any leaked request."""
 
 ELASTIC_ROLE = "grammar compiler"
 """Its processes come and go with the work, and each costs the backend a descriptor."""
@@ -150,7 +150,7 @@ class Watch:
             self._counts[state.role] += 1
 
     def problems(self, states: Sequence[ProcessState]) -> list[tuple[str, str]]:
-        """What is not as it was: the kind of each imbalance, and who it is."""
+        """Return the imbalances: the kind of each, and whose it is."""
         found = []
         counts = Counter(state.role for state in states)
         more_compilers = counts[ELASTIC_ROLE] - self._counts[ELASTIC_ROLE]

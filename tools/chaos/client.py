@@ -103,7 +103,7 @@ class _Partial:
 
 @dataclass(slots=True)
 class _Seen:
-    """What has arrived of one answer."""
+    """The part of one answer that has arrived."""
 
     choices: dict[int, _Partial] = field(default_factory=dict)
     usage: _Usage | None = None

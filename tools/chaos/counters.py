@@ -129,7 +129,7 @@ def check_idle(ledger: Ledger, samples: Samples, when: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CountedRound:
-    """What undisturbed clients received, which the server must have counted: no more and no less."""
+    """Answers that undisturbed clients received: the server must have counted them, no more and no less."""
 
     requests: int
     streams: int
@@ -150,7 +150,7 @@ class CountedRound:
 
 @dataclass(frozen=True, slots=True)
 class StormTotals:
-    """Where clients and server stood at one moment when all were idle."""
+    """The counts of clients and server at one moment when all were idle."""
 
     samples: Samples
     choices: int

@@ -1,4 +1,4 @@
-"""What the command says when it cannot run."""
+"""The command's own errors: it cannot run."""
 
 COMMAND = "penstock chaos"
 

@@ -50,7 +50,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What a client saw of one request. Times are time.monotonic()."""
+    """One request as a client saw it. Times are time.monotonic()."""
 
     index: int
     started_s: float

@@ -1,4 +1,4 @@
-"""What clients ask for and how they misbehave, and which faults hit the server: all drawn from one seed."""
+"""Requests and misbehaviour of clients, and faults of the server: all drawn from one seed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ITEM_SCHEMA = {
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whose key a request carries. api_key is None where the server needs none."""
+    """The owner of the key that a request carries. api_key is None where the server needs none."""
 
     name: str
     api_key: str | None = None
@@ -234,7 +234,7 @@ def _draw_hangup(rng: random.Random, is_stream: bool) -> Hangup:
 
 
 class FaultKind(enum.Enum):
-    """What happens to the server's processes. A killed one gets SIGKILL, a terminated one SIGTERM."""
+    """A fault of the server's processes. A killed one gets SIGKILL, a terminated one SIGTERM."""
 
     KILL_BACKEND = "backend killed"
     TERMINATE_BACKEND = "backend terminated"

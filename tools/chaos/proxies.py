@@ -36,7 +36,7 @@ _VARIABLE = re.compile(r"\$\{(PENSTOCK_[A-Z_]+)\}")
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where a proxy listens, and the frontends behind it, as HOST:PORT."""
+    """The address of a proxy, and the frontends behind it, as HOST:PORT."""
 
     listen: str
     frontend_a: str

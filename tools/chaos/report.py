@@ -1,4 +1,4 @@
-"""What a run found: for people on the terminal and in Markdown, for machines in JSON."""
+"""The findings of a run: for people on the terminal and in Markdown, for machines in JSON."""
 
 from __future__ import annotations
 

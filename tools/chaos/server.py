@@ -1,4 +1,4 @@
-"""What is attacked: `penstock serve`, a second frontend on its backend, and the proxies before both."""
+"""The target of the attack: `penstock serve`, a second frontend on its backend, and the proxies before both."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Server:
 
     @property
     def entrances(self) -> list[str]:
-        """Where clients connect: the proxies, or else frontend A, whose socket outlives each of its processes."""
+        """Addresses for clients: the proxies, or else frontend A, whose socket outlives each of its processes."""
         return [proxy.url for proxy in self.proxies] or [self.url_a]
 
     def most_checks(self, lasts_s: float) -> int:

@@ -40,7 +40,7 @@ class Page:
     summary: str
     """The docstring's first sentence; "" without one."""
     rest: str
-    """What follows it, or the function's source."""
+    """The text that follows it, or the function's source."""
 
     @property
     def text(self) -> str:
@@ -54,7 +54,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Those of HELD_OUT's modules have docstrings, and are in no training pair."""
+    """Pages of HELD_OUT's modules have docstrings, and are in no training pair."""
 
     training: list[Page]
     held_out: list[Page]

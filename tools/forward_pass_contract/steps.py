@@ -76,7 +76,7 @@ class StepRow:
     embeddings: Floats | None = None
     """Embeddings of all token_ids, which are then FROM_EMBEDDINGS."""
     next_ids: list[int] = field(default_factory=list)
-    """What follows each of the first of token_ids: these are scored."""
+    """The tokens that follow each of the first of token_ids: these are scored."""
     pooled: tuple[str, int] | None = None
     """Kind of the vector that the row completes, and the position of a second text."""
 

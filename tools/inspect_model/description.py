@@ -1,4 +1,4 @@
-"""What a model is, from config.json, its tokenizer's files and the headers of its tensors."""
+"""Describes a model, from config.json, its tokenizer's files and the headers of its tensors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ModelDescription(Struct, frozen=True):
     task: str | None
     """As `backend --task auto` chooses it."""
     vectors: dict[str, int]
-    """What the model gives instead of tokens → numbers of each."""
+    """Kind of vector that the model gives instead of tokens → numbers of each vector."""
     layers: int | None
     hidden_size: int | None
     intermediate_size: int | None

@@ -1,4 +1,4 @@
-"""What a model directory is for, by its files."""
+"""The task of a model directory, by its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a format must say about a linear's weight: the tensors that store it, and the numbers that they stand for."""
+"""The interface of a format of linears' weights: the tensors that store it, and the numbers that they stand for."""
 
 from __future__ import annotations
 

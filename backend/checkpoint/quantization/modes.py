@@ -1,4 +1,4 @@
-"""What --quantize offers, and which tensors of a model it applies to: linears.
+"""The forms that --quantize offers, and the tensors of a model that it applies to: linears.
 
 Norms and biases stay as they are: they are a thousandth of a model.
 """

@@ -133,7 +133,7 @@ class _Block:
     """Vectors that were computed together."""
 
     rows: list[int]
-    """Of the step."""
+    """Indices of the step's rows."""
     is_of_rows: bool
     """There is one for each row; otherwise one for each token of the only row."""
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
 
 Array: TypeAlias = Any
-"""What an implementation computes with: [T, width]."""
+"""The arrays of an implementation: [T, width]."""
 Linear: TypeAlias = Any
 """A packed linear."""
 Vectors: TypeAlias = Any

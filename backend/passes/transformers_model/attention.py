@@ -39,7 +39,7 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """What a layer passes to its attention function. Tensors are [T, heads, head_dim]."""
+    """The arguments of a layer's attention function. Tensors are [T, heads, head_dim]."""
 
     layer: int
     queries: Tensor

@@ -99,7 +99,7 @@ class StepStates:
 
 @dataclass(slots=True)
 class _RowCache:
-    """What a layer takes for transformers' `Cache`: conv [n, channels, width], recurrent [n, …]."""
+    """Stands in for transformers' `Cache` in a layer: conv [n, channels, width], recurrent [n, …]."""
 
     conv: Tensor
     recurrent: Tensor

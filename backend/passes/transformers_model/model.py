@@ -48,7 +48,7 @@ _PROBE_TOLERANCE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What config.json says of a model that can be served."""
+    """Facts from the config.json of a model that can be served."""
 
     config: Any
     """A `PreTrainedConfig`."""

@@ -1,4 +1,4 @@
-"""What TEI's endpoints share: truncation by its fields, and the headers of its answers."""
+"""Parts that TEI's endpoints share: truncation by its fields, and the headers of its answers."""
 
 from __future__ import annotations
 

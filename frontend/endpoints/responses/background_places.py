@@ -24,14 +24,14 @@ MAX_LOG_BYTES = 8 << 20
 MAX_ANSWER_BYTES = 512 << 10
 """Bytes of the answer's object that are stored while the answer grows."""
 MAX_BACKGROUND_BYTES = 96 << 20
-"""What the background responses of one worker may store until they end."""
+"""Bytes that the background responses of one worker may store until they end."""
 HARD_BOUND_BYTES = HARD_BOUND * MAX_BACKGROUND_BYTES
 """The same, with those of tenants that have less than their share."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackgroundClaim:
-    """What one response takes until it ends."""
+    """Space that one response takes until it ends."""
 
     payer: bytes
     num_bytes: int

@@ -41,7 +41,7 @@ class PendingResponse:
         self.format: ResponsesFormat | None = None
         """Set when the request is about to be submitted."""
         self.ended: StoredResponse | None = None
-        """What is to be stored of the answer; set when it is final, unless the request says store=false."""
+        """The part of the answer to be stored; set when it is final, unless the request says store=false."""
         self._body = body
         self._history = NO_MESSAGES if previous is None else previous.message_data
         self._encoded = encoded

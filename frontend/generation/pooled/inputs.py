@@ -37,7 +37,7 @@ class InputRules:
     prompt: str = ""
     """Goes before each text."""
     how_to_truncate: str = ""
-    """What the client may send to have an input truncated."""
+    """A hint for errors: the field that has an input truncated."""
 
 
 @dataclass(slots=True)

@@ -59,7 +59,7 @@ def check_capacity(served: ServedModel, policy: RequestPolicy, num_inputs: int) 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What to compute of each input."""
+    """The vectors to compute of each input."""
 
     kind: PooledKind
     num_dimensions: int = 0
@@ -68,7 +68,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class PooledTimes:
-    """What the results of one request report, in seconds and counts."""
+    """Times in seconds, and counts, that the results of one request report."""
 
     tokenized_s: float = 0.0
     """Monotonic: when all inputs were tokens."""

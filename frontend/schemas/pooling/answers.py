@@ -1,4 +1,4 @@
-"""What the endpoints of this package answer, for the OpenAPI document. Formats write these as bytes."""
+"""Answers of the endpoints of this package, for the OpenAPI document. Formats write them as bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EmbeddingsAnswer(Struct):
 
 
 class CohereEmbeddings(Struct):
-    """Those of the types that the request asks for."""
+    """Embeddings of the types that the request asks for."""
 
     float: list[list[Number]] | UnsetType = UNSET
     int8: list[list[int]] | UnsetType = UNSET

@@ -1,4 +1,4 @@
-"""What the bodies of embedding, reranking and classification share."""
+"""Fields that the bodies of embedding, reranking and classification share."""
 
 from __future__ import annotations
 

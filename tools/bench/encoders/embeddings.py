@@ -106,7 +106,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class OwnRounds:
-    """What only Penstock's counters tell."""
+    """Figures that only Penstock's counters tell."""
 
     duplicate_inputs: float
     """Share of inputs that repeat another."""

@@ -30,7 +30,7 @@ class _Timed(Struct):
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """What --library says: LIBRARY,DTYPE=PYTHON."""
+    """A value of --library: LIBRARY,DTYPE=PYTHON."""
 
     library: str
     dtype: str

@@ -62,7 +62,7 @@ class EmbeddingTarget:
 
 @dataclass(slots=True)
 class EmbeddingRound:
-    """What one round of requests gave."""
+    """The result of one round of requests."""
 
     inputs: int
     tokens: int

@@ -1,4 +1,4 @@
-"""What a comparison of servers finds: figures of each, ratios of the rounds, tables, and what makes them doubtful."""
+"""Findings of a comparison of servers: figures of each, ratios of the rounds, tables, and what makes them doubtful."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KEPT_AIM = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What is compared. None if no answer had such an event."""
+    """The compared figures of a round. A figure is None if no answer had such an event."""
 
     output_tokens_per_s: float | None
     ttft_p50_ms: float | None

@@ -1,4 +1,4 @@
-"""What loading a model on the CPU takes, and how fast it decodes: measured in a process that does nothing else.
+"""Time and memory to load a model on the CPU, and its decoding speed: measured in a process that does nothing else.
 
 `python -m penstock.tools.bench.harness.load_profile MODEL_DIR STEPS ROWS …` prints a LoadProfile, as JSON.
 """
@@ -50,7 +50,7 @@ class LoadProfile(msgspec.Struct, frozen=True):
     """Memory is above that of the process after it has loaded a tiny model: interpreter, torch, modules and kernels."""
 
     kernels: list[str]
-    """Those that the linears of the layers run in."""
+    """Forms that the linears of the layers run in."""
     weight_bytes: int
     """As served: packed linears and embedding."""
     peak_bytes: int

@@ -208,7 +208,7 @@ def static_child(options: ServeOptions, num_rows: int, workload: Workload) -> It
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """What is compared, and the requests."""
+    """The two servers that are compared, and the requests."""
 
     continuous: Target
     child: StaticChild

@@ -72,7 +72,7 @@ class ExpertsCase:
         )
 
     def run(self, launcher: Launcher, x: Tensor) -> Tensor:
-        """What the experts add to rows of zeros, [T, hidden] fp32."""
+        """Return the sum that the experts add to rows of zeros, [T, hidden] fp32."""
         ops = self.ops(launcher)
         residual = torch.zeros(len(x), self.hidden)
         ops.add(x, ops.pack(self.weights(), self.scale), Residual(residual))

@@ -24,7 +24,7 @@ class CpuPath:
     name: str
     build: KernelBuild
     cpu_flags: frozenset[str]
-    """What the CPU must have, in the names of /proc/cpuinfo."""
+    """Features that the CPU must have, in the names of /proc/cpuinfo."""
     uses_tiles: bool = False
     """bf16 products run on AMX tiles. The build must have been granted them by `request_tiles`."""
     rival: str | None = None

@@ -136,7 +136,7 @@ class NativeOps:
         """The operations that compute logits of scored tokens."""
         self._step_rows = StepRows()
         self._step_arrays = np.empty(0, np.int32)
-        """What `StepRows.arrays` points to, and free space."""
+        """The memory that `StepRows.arrays` points to, and free space."""
         self.timed: list[TimedOperations] | None = None
         """If not None, steps are timed, and their operations are appended."""
         self.cache: list[Tensor] = []
@@ -152,7 +152,7 @@ class NativeOps:
         self._gated = Buffer(max(config.intermediate_size, shared_width), dtype)
         self._router_logits = Buffer(0 if config.experts is None else config.experts.count, torch.float32)
         self._added = Buffer(config.hidden_size, torch.float32)
-        """What attention or MLP adds to the residual stream, before its norm."""
+        """The result of attention or MLP before its norm, which is then added to the residual stream."""
         self._logits = Buffer(config.vocab_size, torch.float32)
         norms = config.names.attention_output_norm, config.names.mlp_output_norm
         added = () if norms == (None, None) else (self._added,)

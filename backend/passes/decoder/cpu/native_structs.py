@@ -38,7 +38,7 @@ class OperationKind(IntEnum):
 
 
 class LinearOutput(IntEnum):
-    """What a linear does with its results: store them in the activations' type or in fp32, add them, gate them, or
+    """Uses that a linear makes of its results: store them in the activations' type or in fp32, add them, gate them, or
     store their activation."""
 
     STORE = 0
@@ -87,7 +87,7 @@ class WeightForm(IntEnum):
 
 
 class Int4Kind(IntEnum):
-    """What the 4 bits of a weight are."""
+    """The meaning of a weight's 4 bits."""
 
     SYMMETRIC = 0
     ZERO_POINTS = 1

@@ -38,7 +38,7 @@ _PRIMARY_CODE = 0xFF
 """The part of an extended error code that names the kind of error."""
 _UNUSABLE = ("not a database", "malformed", "corrupt")
 _BUGS = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.NotSupportedError)
-"""What a wrong statement raises. The file, the disk or another process cause all other errors."""
+"""Errors of a wrong statement. The file, the disk or another process cause all other errors."""
 
 _RESPONSES = """
 CREATE TABLE responses (

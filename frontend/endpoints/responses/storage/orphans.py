@@ -26,7 +26,7 @@ NOBODY = ""
 
 @dataclass(frozen=True, slots=True)
 class KeptRun:
-    """What is kept of a run while it is not complete."""
+    """The part of a run that is kept while it is not complete."""
 
     claim: BackgroundClaim
     request: bytes

@@ -1,4 +1,4 @@
-"""Where a server keeps its responses on disk: one directory for each address that it listens on."""
+"""The places of a server's responses on disk: one directory for each address that it listens on."""
 
 from __future__ import annotations
 

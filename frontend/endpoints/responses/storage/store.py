@@ -52,7 +52,7 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        """What it counts, without its events."""
+        """The bytes that it counts for, without its events."""
         return _OVERHEAD_BYTES + len(self.body) + len(self.input_items) + len(self.message_data)
 
 

@@ -35,7 +35,7 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRule:
-    """What happens to the scores of a layer before their softmax."""
+    """Changes to the scores of a layer before their softmax."""
 
     scale: float
     softcap: float | None = None

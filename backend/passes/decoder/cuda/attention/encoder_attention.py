@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ENCODER_HEAD_DIMS = (32, 64)
-"""Those of nearly all published encoders."""
+"""Head sizes of nearly all published encoders."""
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 """Supported dtypes of queries, keys and values, and their names."""
 

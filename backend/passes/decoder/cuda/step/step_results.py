@@ -25,7 +25,7 @@ MAX_TOP_LOGPROBS = 20
 
 @dataclass(frozen=True, slots=True)
 class LogprobPlace:
-    """Where in the block the log probabilities of `count` tokens are: four columns, each contiguous."""
+    """The places of the log probabilities of `count` tokens in the block: four columns, each contiguous."""
 
     start: int
     count: int
