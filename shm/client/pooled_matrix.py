@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from penstock.shm.client.pooled import PooledFailed
 from penstock.shm.client.refusals import Overloaded
+from penstock.shm.messages import FailureCode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,35 +23,46 @@ async def pool_into(
     """Write each request's vector to its row of matrix, which is writable and contiguous: float32 [requests, width].
 
     max_open requests are with the backend at a time, so that others find places beside them. Give all of them one
-    group. Raises ValueError for a matrix that does not fit, PooledFailed, and what `BackendClient.submit_pooled` raises
-    while none is open; then the others are cancelled.
+    group. Once the first vector has come, a full backend delays the others. Raises ValueError for a matrix that does
+    not fit, PooledFailed, and before the first vector what `BackendClient.submit_pooled` raises while none is open;
+    then the others are cancelled.
     """
     rows = matrix.cast("B")
     row_bytes, left_bytes = divmod(len(rows), max(1, len(requests)))
     if left_bytes:
         raise ValueError(f"matrix has {len(rows)} bytes; {len(requests)} vectors of one width do not fill it")
+    places = deque(range(len(requests)))
     streams: deque[tuple[int, PooledStream]] = deque()
-
-    async def take_first() -> None:
-        place, stream = streams[0]
-        values = memoryview((await stream.result()).values).cast("B")
-        if len(values) != row_bytes:
-            raise ValueError(f"matrix has rows of {row_bytes} bytes; the result of request {place} has {len(values)}")
-        rows[place * row_bytes : (place + 1) * row_bytes] = values
-        streams.popleft()
-
+    has_begun = is_refused = False
     try:
-        place = 0
-        while place < len(requests) or streams:
-            if place < len(requests) and len(streams) < max_open:
+        while places or streams:
+            if is_refused and not streams:
+                await client.wait_for_room()
+                is_refused = False
+            if places and len(streams) < max_open and not is_refused:
                 try:
-                    streams.append((place, client.submit_pooled(requests[place])))
-                    place += 1
-                    continue
+                    request = replace(requests[places[0]], has_begun=has_begun)
+                    streams.append((places[0], client.submit_pooled(request)))
+                    places.popleft()
                 except Overloaded:
                     if not streams:
                         raise
-            await take_first()
+                    is_refused = True
+                continue
+            place, stream = streams[0]
+            try:
+                values = memoryview((await stream.result()).values).cast("B")
+            except PooledFailed as failed:
+                if failed.failure is not FailureCode.OVERLOADED or not has_begun:
+                    raise
+                is_refused = True
+                places.appendleft(place)
+            else:
+                if len(values) != row_bytes:
+                    raise ValueError(f"matrix has rows of {row_bytes} bytes; vector {place} has {len(values)}")
+                rows[place * row_bytes : (place + 1) * row_bytes] = values
+                has_begun, is_refused = True, False
+            streams.popleft()
     finally:
         for _, stream in streams:
             stream.cancel()

@@ -290,3 +290,35 @@ async def test_full_backend_is_asked_only_for_what_it_may_take(socket_path: Path
                 stream.cancel()
     with pytest.raises(BackendUnavailable):
         client.check_capacity(b"", may_share=True)
+
+
+async def test_full_backend_delays_a_matrix_that_has_begun(socket_path: Path) -> None:
+    """The backend refuses every third request once, and says so only later that it has room."""
+    card = model_card(pooled=(PooledWidth("embed", WIDTH),))
+
+    def vector_parts(submission: Submission) -> list[VectorPart]:
+        return parts_of(submission, floats(WIDTH, array("i", submission.tokens)[0]))
+
+    with ScriptedBackend(socket_path, Script(card, vector_parts=vector_parts)) as backend:
+        async with connected(socket_path) as client:
+            engine = backend.engine
+            taken, refused = engine._submit, set[int]()
+
+            def refuse_some(submission: Submission) -> None:
+                (number,) = array("i", submission.tokens)
+                if number % 3 or number in refused:
+                    taken(submission)
+                    return
+                refused.add(number)
+                failure = Failure(submission.request_id, FailureCode.OVERLOADED, 5)
+                engine.link.push(submission.frontend, submission.request_id, NO_TOKEN, Finish.REJECTED, failure=failure)
+                engine.calls.append(partial(engine.link.announce_room, submission.frontend))
+
+            engine._submit = refuse_some  # type: ignore[method-assign]
+            requests = [PooledRequest([number], "embed", group=1) for number in range(100, 130)]
+            matrix = array("f", bytes(4 * WIDTH * len(requests)))
+            await pool_into(client, requests, memoryview(matrix), max_open=4)
+            assert matrix == sum((floats(WIDTH, number) for number in range(100, 130)), array("f"))
+            assert len(refused) == 10
+            with pytest.raises(PooledFailed, match="overloaded"):
+                await pool_into(client, [PooledRequest([300], "embed")], memoryview(matrix)[:WIDTH])
