@@ -129,18 +129,18 @@ async def test_streamed_echo_is_encoded_in_a_thread_and_equals_the_whole_one(
     monkeypatch: pytest.MonkeyPatch, max_tokens: int
 ) -> None:
     threads: list[threading.Thread] = []
-    delta, logprobs = CompletionFormat.delta, Choice.prompt_logprobs
+    write, logprobs = CompletionFormat._piece, Choice.prompt_logprobs
 
-    def noted_delta(answer: CompletionFormat, index: int, piece: Delta) -> bytes:
+    def noted_piece(answer: CompletionFormat, index: int, piece: Delta, *more: bytes) -> bytes:
         if len(piece.logprobs) > 90:
             threads.append(threading.current_thread())
-        return delta(answer, index, piece)
+        return write(answer, index, piece, *more)
 
     def noted_logprobs(choice: Choice, text: str = "") -> list[ScoredToken]:
         threads.append(threading.current_thread())
         return logprobs(choice, text)
 
-    monkeypatch.setattr(CompletionFormat, "delta", noted_delta)
+    monkeypatch.setattr(CompletionFormat, "_piece", noted_piece)
     monkeypatch.setattr(Choice, "prompt_logprobs", noted_logprobs)
     connection = ClientConnection(make_app(ScoringBackend()))
     body = {"prompt": "the cat 猫 " * 60, "echo": True, "logprobs": 2, "max_tokens": max_tokens}

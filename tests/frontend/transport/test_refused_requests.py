@@ -52,7 +52,7 @@ async def test_unknown_paths_are_404(connection: ClientConnection, path: str) ->
     ("method", "path", "allowed"),
     [
         ("GET", CHAT, "POST"),
-        ("GET", "/", "POST"),
+        ("GET", "/embed", "POST"),
         ("PUT", CHAT, "POST"),
         ("DELETE", COMPLETIONS, "POST"),
         ("OPTIONS", COMPLETIONS, "POST"),

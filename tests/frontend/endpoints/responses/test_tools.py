@@ -14,6 +14,14 @@ from tests.frontend.harness import ClientConnection, FakeBackend, make_app, mode
 from tests.frontend.model_families import MODELS
 
 URL = "/v1/responses"
+# openresponses/openresponses, schema/components/schemas/ResponseResource.json
+REQUIRED = {
+    "id", "object", "created_at", "completed_at", "status", "incomplete_details", "model", "previous_response_id",
+    "instructions", "output", "error", "tools", "tool_choice", "truncation", "parallel_tool_calls", "text", "top_p",
+    "presence_penalty", "frequency_penalty", "top_logprobs", "temperature", "reasoning", "user", "usage",
+    "max_output_tokens", "max_tool_calls", "store", "background", "service_tier", "metadata", "safety_identifier",
+    "prompt_cache_key",
+}  # fmt: skip
 HERMES = MODELS["hermes"]
 # As Codex CLI sends them, codex-rs/tools/src/tool_spec.rs
 PATCH = {
@@ -177,5 +185,6 @@ async def test_forced_call_wins_over_a_text_format(connection: ClientConnection,
 async def test_response_has_the_fields_that_open_responses_requires(connection: ClientConnection) -> None:
     bare = {"type": "function", "name": "f"}
     answer = (await connection.post(URL, {"input": "x", "tools": [bare], "presence_penalty": 0.5})).json()
+    assert answer.keys() >= REQUIRED
     assert (answer["presence_penalty"], answer["frequency_penalty"]) == (0.5, 0.0)
     assert answer["tools"] == [{**bare, "description": None, "parameters": None, "strict": None}]
