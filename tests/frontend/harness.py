@@ -7,6 +7,7 @@ import json
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,12 @@ class FakeBackend:
         return self.streams[-1].request
 
 
+@cache
+def compiled_template(source: str) -> ChatTemplate:
+    """Compiling a template takes most of the time in which an app is made."""
+    return ChatTemplate(source, {})
+
+
 def served_model(
     card: ModelCard,
     backend: FakeBackend | None = None,
@@ -202,7 +209,7 @@ def served_model(
     tokenizer: Tokenizer = TOKENIZER,
     parsers: ParserNames = ParserNames(),  # noqa: B008 - frozen
 ) -> ServedModel:
-    loaded = ModelTokenizer(tokenizer, ChatTemplate(template, {}))
+    loaded = ModelTokenizer(tokenizer, compiled_template(template))
     client: Any = backend or FakeBackend(model=card)
     return ServedModel(card, loaded, client, model_syntax_of(loaded, parsers))
 

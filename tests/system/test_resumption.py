@@ -62,7 +62,7 @@ async def test_listeners_of_one_sequence_come_back_as_one_and_none_is_lost(tmp_p
                 assert len(set(texts)) == 1
                 # A worker that stalls longer than its lease registers anew, while the other one's streams go on.
                 listeners = [
-                    asyncio.create_task(read_stream(http, frontends[number % 2].url, body([5, 6, 8], 4000)))
+                    asyncio.create_task(read_stream(http, frontends[number % 2].url, body([5, 6, 8], 2500)))
                     for number in range(6)
                 ]
                 await in_thread(wait_until, lambda: (frontends[0].ready() or {}).get("running") == 1, 60.0)

@@ -6,6 +6,7 @@ A patched matrix product gives other bits for another number of rows, on every m
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -64,9 +65,13 @@ def generate(driver: Driver, row: DriverRow, chunk: int | None = None) -> list[N
     return found
 
 
-def alone(model: Model) -> list[NDArray[np.float32]]:
+def generate_alone(model: Model) -> list[NDArray[np.float32]]:
     driver = make(model)
     return generate(driver, driver.add(PROMPT))
+
+
+alone = cache(generate_alone)
+"""For tests that change nothing but the driver."""
 
 
 def require_same_bits(found: list[NDArray[np.float32]], expected: list[NDArray[np.float32]]) -> None:
@@ -111,14 +116,14 @@ def test_bits_do_not_change_when_a_sequence_is_recomputed(model: Model) -> None:
 def test_captured_steps_and_single_launches_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = alone(MODELS[0])
     monkeypatch.setattr(DecodeGraphs, "size_for", lambda _self, _num_rows: None)
-    require_same_bits(alone(MODELS[0]), captured)
+    require_same_bits(generate_alone(MODELS[0]), captured)
 
 
 @pytest.mark.parametrize("model", MODELS[:2], ids="-".join)
 def test_bits_do_not_depend_on_the_block_or_the_place_in_it(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks have four rows, so that a captured step has several blocks."""
     monkeypatch.setattr(matmul, "BLOCK_ROWS", 4)
-    expected = alone(model)
+    expected = generate_alone(model)
     for num_before in (3, 4, 5):
         driver = make(model)
         for other in OTHER_PROMPTS[:num_before]:

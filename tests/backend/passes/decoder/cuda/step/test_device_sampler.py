@@ -203,13 +203,19 @@ def test_filters_apply_after_masks_and_biases() -> None:
 
 
 @pytest.mark.parametrize("params", [{"top_k": 3, "top_p": 0.9}, {"typical_p": 0.7, "min_p": 0.01}])
-def test_filters_have_no_races_and_stay_in_bounds(
-    launcher: EmulatedLauncher, params: dict[str, float], dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(
+    ("order", "dtype"),
+    [
+        *((order, torch.float32) for order in ("forward", "reverse", "random")),
+        ("reverse", torch.bfloat16),
+        ("random", torch.float16),
+    ],
+)
+def test_filters_have_no_races_and_stay_in_bounds(order: str, params: dict[str, float], dtype: torch.dtype) -> None:
     """Rows have two segments; the tokens must be the same in every order of threads and blocks."""
     logits = random_logits(2, 4104, seed=6)
     tokens = []
-    for one in (FAST, launcher):
+    for one in (FAST, LAUNCHERS[order]):
         device = Device(4104, 3, one, dtype)
         device.take(slot_init(2, seed=9, **params), slot_init(0, [1, 2, 4100], 2, seed=8, frequency_penalty=0.5))
         tokens.append([device.sample(logits, [2, 0], position) for position in (10, 11)])
