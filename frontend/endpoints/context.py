@@ -84,8 +84,10 @@ class EndpointContext:
         """Report tools that are not offered to the model, by path and type, in the log and in the answer's header."""
         if tools:
             self.ignored_fields.log_left_out([kind for _, kind in tools], exchange.key_name)
-            value = ", ".join(path for path, _ in tools).encode()
-            exchange.more_headers = (*exchange.more_headers, (IGNORED_HEADER, value))
+            names = [path.encode() for path, _ in tools]
+            others = [header for header in exchange.more_headers if header[0] != IGNORED_HEADER]
+            known = [value for name, value in exchange.more_headers if name == IGNORED_HEADER]
+            exchange.more_headers = (*others, (IGNORED_HEADER, b", ".join(known + names)))
 
     async def read_ahead(self, exchange: Exchange) -> bytes:
         """Read the body for a look at it; the endpoint that answers then receives it as usual. Raises ApiError,

@@ -60,6 +60,9 @@ async def _answer(exchange: Exchange, body: LabelScoreBody, served: ServedModel)
     with renamed(_RENAMED):
         async with exchange.cancelled_on_disconnect():
             prompts = await encode_prompts(completion, served)
+        for position, prompt in enumerate(prompts):
+            if not prompt:
+                invalid(f"items[{position}]", "no tokens with the query; a label is scored after at least one")
         prompts = [[*prompt, label] for prompt in prompts for label in labels]
         request = PreparedRequest(completion, prompts, AnswerRules())
         await answer_prompts(exchange, request, served, AnswerStyle("score-", make_format))

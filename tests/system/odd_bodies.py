@@ -16,6 +16,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": [1, 2, 3], "max_tokens": 1},
     "/v1/responses": {"input": "x", "max_output_tokens": 1},
     "/v1/responses/input_tokens": {"input": "x"},
+    "/v1/responses/compact": {"input": "x", "max_output_tokens": 1},
+    "/invocations": {"messages": _MESSAGES, "max_tokens": 1},
     "/v1/messages": {"messages": _MESSAGES, "max_tokens": 1},
     "/v1/messages/count_tokens": {"messages": _MESSAGES},
     "/tokenize": {"prompt": "x"},
@@ -77,6 +79,8 @@ def sample(document: dict[str, Any], schema: dict[str, Any], random: Random, dep
             chosen = [name for name in properties if name in required or random.random() < share]
             return {name: sample(document, properties[name], random, depth + 1) for name in chosen}
         case "array":
+            if "prefixItems" in schema:
+                return [sample(document, each, random, depth + 1) for each in schema["prefixItems"]]
             count = random.choice((0, 1, 1, 2, 3))
             return [sample(document, schema.get("items", {}), random, depth + 1) for _ in range(count)]
         case "string":

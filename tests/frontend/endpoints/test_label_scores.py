@@ -51,6 +51,7 @@ async def test_items_may_come_first(connection: ClientConnection, backend: Scori
         ({"items": [[1]]}, "items[0]", "must be a text"),
         ({"items": ["a"] * 65, "label_token_ids": [1, 2]}, "items", "the limit"),
         ({"items": ["x" * 5000]}, "items", "context"),
+        ({"query": "", "items": ["a", ""]}, "items[1]", "at least one"),
         ({"query": 5}, "query", "got `int`"),
     ],
 )

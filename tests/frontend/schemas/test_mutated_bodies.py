@@ -20,6 +20,7 @@ MAX_ERROR_BYTES = 1200
 MODEL = Model(template=HERMES)
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = {"type": "text", "text": "a"}
+GRAMMAR = {"type": "grammar", "syntax": "regex", "definition": "a+"}
 FULL_BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {
         "input": [
@@ -28,10 +29,17 @@ FULL_BODIES: dict[str, dict[str, Any]] = {
             {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "s"}], "content": None},
             {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "id": "fc"},
             {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "a"}]},
+            {"type": "custom_tool_call", "call_id": "d", "name": "g", "namespace": "n", "input": "x"},
+            {"type": "custom_tool_call_output", "call_id": "d", "output": "a"},
+            {"type": "compaction", "encrypted_content": "penstock-summary:s"},
         ],
         "instructions": "be brief",
         "max_output_tokens": 5,
-        "tools": [{"type": "function", "name": "f", "parameters": SCHEMA, "strict": True}],
+        "tools": [
+            {"type": "function", "name": "f", "parameters": SCHEMA, "strict": True},
+            {"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "g", "format": GRAMMAR}]},
+            {"type": "web_search"},
+        ],
         "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
         "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}, "verbosity": "low"},
         "reasoning": {"effort": "low", "summary": "auto"},
@@ -62,6 +70,8 @@ FULL_BODIES: dict[str, dict[str, Any]] = {
         "stop_sequences": ["x"],
         "metadata": {"user_id": "u"},
     },
+    "/v1/responses/compact": {"input": [{"role": "user", "content": "a"}], "instructions": "b", "temperature": 0},
+    "/invocations": {"prompt": "a", "max_tokens": 2, "logit_bias": {"the": 1, "5": False}, "grammar": 'root ::= "a"'},
     "/tokenize": {"messages": [{"role": "user", "content": [TEXT]}], "return_token_strs": True, "model": "test/model"},
     "/detokenize": {"tokens": [1, 2, 3]},
     "/apply-template": {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": 1}},

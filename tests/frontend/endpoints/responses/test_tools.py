@@ -43,7 +43,7 @@ SERVER = {
     "description": "Tools in the mcp__files__ namespace.",
     "tools": [{**SHELL, "name": "read"}],
 }
-SEARCH = {"type": "web_search", "external_web_access": False}
+SEARCH = {"type": "web_search", "external_web_access": False, "search_context_size": "low"}
 CODEX = {"input": "hi", "tools": [SHELL, PATCH, SERVER, SEARCH], "tool_choice": "auto", "store": False}
 
 
@@ -132,7 +132,7 @@ async def test_hosted_tools_are_left_out_and_reported(
     caplog.set_level(logging.INFO)
     answer = await connection.post(URL, CODEX)
     assert answer.status == 200
-    assert "tools[3]" in answer.headers["x-penstock-ignored"]
+    assert answer.headers["x-penstock-ignored"] == "tools[].search_context_size, tools[3]"
     assert "ignored tool of type web_search, sent by a client: this server does not carry it out" in caplog.text
     assert [tool["type"] for tool in answer.json()["tools"]] == ["function", "custom", "namespace", "web_search"]
 
