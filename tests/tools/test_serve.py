@@ -116,6 +116,12 @@ Start = Callable[..., Serve]
 
 
 @pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short path, since sockets are below it: their paths are limited to 107 bytes."""
+    return tmp_path_factory.mktemp("s")
+
+
+@pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Serve] = []
 

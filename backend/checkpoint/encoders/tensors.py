@@ -1,13 +1,64 @@
-"""The tensors of an encoder: their names and shapes in a checkpoint."""
+"""The tensors of an encoder: their names and shapes in a checkpoint, and the form that the model uses.
+
+Reads no file, so models with random weights use it too.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.backend.checkpoint.tensors import TensorSpec
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig, HeadLayer
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderLayerWeights:
+    """One layer. Linear weights are [outputs, inputs], row-major; biases [outputs]; norms [2 * hidden_size]."""
+
+    qkv: Tensor
+    """[3 * hidden_size, hidden_size]: rows of q, then k, then v."""
+    output: Tensor
+    mlp_in: Tensor
+    """[intermediate_size, hidden_size]; of a gated MLP rows of gate, then as many of up."""
+    mlp_out: Tensor
+    mlp_norm: Tensor
+    attention_norm: Tensor | None
+    qkv_bias: Tensor | None
+    output_bias: Tensor | None
+    mlp_in_bias: Tensor | None
+    mlp_out_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayerWeights:
+    """weight is None if it is the table of words."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    norm: Tensor | None
+    """[2 * outputs]"""
+
+
+class WeightSource(Protocol):
+    """A source of unpacked weights, such as `EncoderWeights`. Each call returns a copy."""
+
+    def words(self) -> Tensor: ...
+
+    def table(self, name: str, dtype: torch.dtype) -> Tensor | None: ...
+
+    def layer(self, index: int) -> EncoderLayerWeights: ...
+
+    def embedding_norm(self) -> Tensor: ...
+
+    def final_norm(self) -> Tensor | None: ...
+
+    def head_layer(self, layer: HeadLayer) -> HeadLayerWeights: ...
 
 
 def table_specs(config: EncoderConfig, prefix: str) -> dict[str, TensorSpec]:

@@ -7,13 +7,14 @@ bias], with zeros for a bias that the model does not have. Every tensor is a new
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.backend.checkpoint.config_json import read_declared_dtype
 from penstock.backend.checkpoint.encoders.tensors import (
+    EncoderLayerWeights,
+    HeadLayerWeights,
     layer_specs,
     linear_specs,
     norm_specs,
@@ -40,34 +41,6 @@ if TYPE_CHECKING:
 
 _OLD_NORM_NAMES = {".gamma": ".weight", ".beta": ".bias"}
 """Names of norms' tensors in files that were converted from TensorFlow."""
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderLayerWeights:
-    """One layer. Linear weights are [outputs, inputs], row-major; biases [outputs]; norms [2 * hidden_size]."""
-
-    qkv: Tensor
-    """[3 * hidden_size, hidden_size]: rows of q, then k, then v."""
-    output: Tensor
-    mlp_in: Tensor
-    """[intermediate_size, hidden_size]; of a gated MLP rows of gate, then as many of up."""
-    mlp_out: Tensor
-    mlp_norm: Tensor
-    attention_norm: Tensor | None
-    qkv_bias: Tensor | None
-    output_bias: Tensor | None
-    mlp_in_bias: Tensor | None
-    mlp_out_bias: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class HeadLayerWeights:
-    """weight is None if it is the table of words."""
-
-    weight: Tensor | None
-    bias: Tensor | None
-    norm: Tensor | None
-    """[2 * outputs]"""
 
 
 class EncoderWeights:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.decoder.cpu.cpu_paths import read_cpu_info, supported_paths
 from penstock.backend.passes.decoder.cpu.forward_pass import SPIN_S
@@ -40,7 +39,7 @@ def choose_dtype(config: EncoderConfig, options: PassOptions) -> torch.dtype:
             path = options.cpu_path if options.cpu_path != AUTO else next(iter(paths), "")
             is_fast = path in _FAST_BF16_PATHS and unsupported_by_kernels(config) is None
             return torch.bfloat16 if is_fast else torch.float32
-    raise StartupError(f"dtype is {shorten(options.dtype)}; it must be auto, bf16 or fp32")
+    raise StartupError(f"dtype is {options.dtype!r}; it must be auto, bf16 or fp32")
 
 
 def make_encoder_ops(config: EncoderConfig, dtype: torch.dtype, options: PassOptions) -> EncoderOps:

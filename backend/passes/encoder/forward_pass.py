@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.checkpoint.encoders.read_config import read_encoder
-from penstock.backend.checkpoint.encoders.weights import open_encoder
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec, StepBatch, StepOutput
 from penstock.backend.passes.decoder.cuda.device.cuda_device import open_gpu
@@ -43,6 +41,9 @@ class EncoderPass(IBatchedForwardPass):
 
     @classmethod
     def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
+        # Imported here, as in `load`: given weights by its caller, the pass needs no package that reads checkpoints.
+        from penstock.backend.checkpoint.encoders.read_config import read_encoder
+
         config = read_encoder(_require(model_dir), options.max_context_tokens)
         _check_options(options)
         if options.device != "cpu":
@@ -51,6 +52,9 @@ class EncoderPass(IBatchedForwardPass):
 
     @classmethod
     def load(cls, model_dir: Path | None, options: PassOptions) -> EncoderPass:
+        from penstock.backend.checkpoint.encoders.read_config import read_encoder
+        from penstock.backend.checkpoint.encoders.weights import open_encoder
+
         model_dir = _require(model_dir)
         config = read_encoder(model_dir, options.max_context_tokens)
         _check_options(options)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.checkpoint.encoders.encoder_config import Activation, Head
-    from penstock.backend.checkpoint.encoders.weights import EncoderWeights
+    from penstock.backend.checkpoint.encoders.tensors import WeightSource
     from penstock.backend.passes.encoder.ops import Array, EncoderOps, Linear, Vectors
 
 
@@ -23,7 +23,7 @@ class _Layer:
 class PackedHead:
     """The packed weights of a head."""
 
-    def __init__(self, head: Head, ops: EncoderOps, weights: EncoderWeights, words: Tensor) -> None:
+    def __init__(self, head: Head, ops: EncoderOps, weights: WeightSource, words: Tensor) -> None:
         """words: the table that a layer without a weight of its own uses."""
         self._ops = ops
         self.pooling = head.pooling

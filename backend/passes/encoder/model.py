@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig
-    from penstock.backend.checkpoint.encoders.weights import EncoderLayerWeights, EncoderWeights
+    from penstock.backend.checkpoint.encoders.tensors import EncoderLayerWeights, WeightSource
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
 
 _MAX_DISTANCE = 128
@@ -50,7 +50,7 @@ class EncoderModel:
     """The packed weights, and the computation of rows."""
 
     def __init__(
-        self, config: EncoderConfig, ops: EncoderOps, weights: EncoderWeights, dtype: torch.dtype, *, int8: bool
+        self, config: EncoderConfig, ops: EncoderOps, weights: WeightSource, dtype: torch.dtype, *, int8: bool
     ) -> None:
         """Packs the weights layer by layer; int8: those of the layers' linears are quantised."""
         self._config = config

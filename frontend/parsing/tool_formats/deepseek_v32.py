@@ -30,6 +30,9 @@ _LAYOUT = ParameterLayout(
     f'<{MARK}parameter name="', f'"{_IS_TEXT}>', f"</{MARK}parameter>", "\n", json_middle=f'"{_IS_JSON}>'
 )
 _NAME_CHARACTERS = re.compile(r'[^"<>\n]+')
+_TAG_CHARACTERS = re.compile(r"[^<>\n]+")
+_PARAMETER = re.compile(r'(?P<key>.+?)"(?: string="(?P<is_text>true|false)")?')
+"""The rest of a parameter's tag. A key may have quotes: nothing escapes them."""
 
 
 class DeepSeekV32(ToolFormat):
@@ -83,12 +86,12 @@ def _read_call(reader: Reader, output: ParsedOutput, functions: Functions) -> Re
 
 def _read_parameter(reader: Reader, parameters: ParameterReader) -> Reading[None]:
     yield from reader.expect(_LAYOUT.opening)
-    key = yield from _read_name(reader)
-    is_text = yield from reader.accept(_IS_TEXT)
-    if not is_text:
-        yield from reader.accept(_IS_JSON)
+    parts: list[str] = []
+    yield from reader.run(_TAG_CHARACTERS, parts.append)
     yield from reader.expect(">")
-    yield from parameters.read(reader, key, is_text=is_text)
+    if (tag := _PARAMETER.fullmatch("".join(parts))) is None:
+        raise Malformed
+    yield from parameters.read(reader, tag["key"], is_text=tag["is_text"] == "true")
 
 
 def _read_name(reader: Reader) -> Reading[str]:

@@ -1,4 +1,4 @@
-"""Compares the demo embedding model's vectors on the GPU with plain torch's on the CPU, alone and in company."""
+"""Compares a small encoder's vectors on the GPU with plain torch's on the CPU, alone and in company."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.checkpoint.encoders.read_config import read_encoder
-from penstock.backend.checkpoint.encoders.weights import open_encoder
 from penstock.backend.forward_pass import PassOptions, PooledRows, StepBatch
 from penstock.backend.passes.encoder.cuda import loading
 from penstock.backend.passes.encoder.forward_pass import EncoderPass
 from penstock.backend.passes.encoder.model import EncoderModel
 from penstock.backend.passes.encoder.spec import make_spec
 from penstock.backend.passes.encoder.torch_ops import TorchEncoderOps
-from penstock.backend.startup import SHIPPED_MODELS
 from penstock.tools.gpu_check.cases.comparing import require, require_within
+from penstock.tools.gpu_check.devices.encoder_models import SMALL_BERT, RandomEncoderWeights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
     from penstock.tools.gpu_check.devices.device_context import DeviceContext
     from penstock.tools.gpu_check.reporting.results import Results
 
-_MODEL_DIR = SHIPPED_MODELS["penstock-demo-embed"]
 LENGTHS = (1, 16, 75, 150, 33, 250, 7)
 _DISTANCE = {"fp32": 1e-5, "bf16": 1e-3}
 """Most that a vector's cosine may be below 1."""
@@ -35,7 +32,7 @@ _DISTANCE = {"fp32": 1e-5, "bf16": 1e-3}
 
 def check_encoder(results: Results, context: DeviceContext, lengths: Sequence[int] = LENGTHS) -> None:
     rng = np.random.default_rng(0)
-    rows = [rng.integers(5, 6000, length).astype(np.int32) for length in lengths]
+    rows = [rng.integers(SMALL_BERT.vocab_size, size=length).astype(np.int32) for length in lengths]
     expected = _vectors(_on_cpu(), rows)
     for dtype, quantize in (("fp32", "none"), ("bf16", "none"), ("bf16", "int8")):
         name = f"encoder.{dtype}" if quantize == "none" else f"encoder.{quantize}"
@@ -82,15 +79,13 @@ def _vectors(forward_pass: EncoderPass, rows: Sequence[NDArray[np.int32]]) -> ND
 
 def _on_cpu() -> EncoderPass:
     """Plain torch: it needs no compilation and shares no code with our kernels."""
-    config = read_encoder(_MODEL_DIR)
-    ops = TorchEncoderOps(config, torch.float32)
-    with open_encoder(_MODEL_DIR, config) as weights, torch.inference_mode():
-        model = EncoderModel(config, ops, weights, torch.float32, int8=False)
-    return EncoderPass(config, ops, model, make_spec(config, torch.float32, "none"))
+    ops = TorchEncoderOps(SMALL_BERT, torch.float32)
+    with torch.inference_mode():
+        model = EncoderModel(SMALL_BERT, ops, RandomEncoderWeights(SMALL_BERT), torch.float32, int8=False)
+    return EncoderPass(SMALL_BERT, ops, model, make_spec(SMALL_BERT, torch.float32, "none"))
 
 
 def _on_gpu(context: DeviceContext, options: PassOptions) -> EncoderPass:
-    config = read_encoder(_MODEL_DIR)
-    with open_encoder(_MODEL_DIR, config) as weights, torch.inference_mode():
-        ops, model = loading.load(config, weights, options, context.device)
-    return EncoderPass(config, ops, model, loading.plan_spec(config, options))
+    with torch.inference_mode():
+        ops, model = loading.load(SMALL_BERT, RandomEncoderWeights(SMALL_BERT), options, context.device)
+    return EncoderPass(SMALL_BERT, ops, model, loading.plan_spec(SMALL_BERT, options))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.decoder.cuda.attention.encoder_attention import ENCODER_HEAD_DIMS
 from penstock.backend.passes.decoder.cuda.attention.prefill_attention import MAX_TILES
@@ -22,7 +21,7 @@ from penstock.backend.passes.encoder.spec import make_spec
 
 if TYPE_CHECKING:
     from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig
-    from penstock.backend.checkpoint.encoders.weights import EncoderWeights
+    from penstock.backend.checkpoint.encoders.tensors import WeightSource
     from penstock.backend.forward_pass import PassOptions, PassSpec
     from penstock.backend.passes.decoder.cuda.device.device import Device
 
@@ -54,7 +53,7 @@ def choose_cuda_dtype(options: PassOptions) -> torch.dtype:
             raise StartupError(f"--quantize is {options.quantize}; on a GPU it needs --dtype bf16, not fp32")
         case "fp32":
             return torch.float32
-    raise StartupError(f"dtype is {shorten(options.dtype)}; it must be auto, bf16 or fp32")
+    raise StartupError(f"dtype is {options.dtype!r}; it must be auto, bf16 or fp32")
 
 
 def unsupported_on_gpu(config: EncoderConfig) -> str | None:
@@ -67,7 +66,7 @@ def unsupported_on_gpu(config: EncoderConfig) -> str | None:
 
 
 def load(
-    config: EncoderConfig, weights: EncoderWeights, options: PassOptions, device: Device
+    config: EncoderConfig, weights: WeightSource, options: PassOptions, device: Device
 ) -> tuple[CudaEncoderOps, EncoderModel]:
     """Load the weights, compile the kernels, and run the largest step once. Raises StartupError."""
     dtype = choose_cuda_dtype(options)

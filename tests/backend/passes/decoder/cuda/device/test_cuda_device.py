@@ -96,6 +96,7 @@ def _device(monkeypatch: pytest.MonkeyPatch, index: int = 0) -> tuple[CudaDevice
     """Return a device and its stream."""
 
     class Properties:
+        major, minor = 9, 0
         multi_processor_count = 132
         shared_memory_per_multiprocessor = 228 << 10
 
