@@ -183,6 +183,7 @@ def _create_board(plan: KvPlan | WholePlan, max_waiting: int) -> BackendBoard:
     board = BackendBoard.create()
     board.pid = os.getpid()
     board.pages_total = plan.num_pages
+    board.page_size_tokens = plan.page_size_tokens
     board.max_waiting = max_waiting
     return board
 

@@ -17,6 +17,7 @@ class WholePlan:
     """Each input is computed whole, in one step. Has the properties of `KvPlan` that others than schedulers read."""
 
     num_pages: ClassVar[int] = 0
+    page_size_tokens: ClassVar[int] = 0
     kv_dtype: ClassVar[str] = "none"
     remedy: ClassVar[str] = "lower --max-context or --max-batch-tokens"
 

@@ -3,22 +3,21 @@
 Metrics without a worker label describe the whole system and are the same from every worker: they come from the
 backend's board, which has the backend's own counters and the sums of all frontends since the backend started. Metrics
 with a worker label are that worker's own, since its start. If a worker has several backends, all metrics have a label
-with the model.
+with the model. The numbers that software around a cluster looks for are repeated under vLLM's names.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from penstock.frontend.telemetry.prometheus_text import MetricsPage, escaped
+from penstock.frontend.telemetry.vllm_metrics import add_vllm_metrics
 from penstock.shm.memory.board import RESPONSE_FIELDS, BackendBoard, Board, FrontendBoard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from penstock.shm.memory.board import Histogram
+    from collections.abc import Mapping, Sequence
 
     Counters = Mapping[str, int]
 
@@ -31,6 +30,7 @@ _BACKEND_GAUGES = (
     ("frontends", "Frontend processes that are connected.", "frontends"),
     ("sequences_running", "Sequences being computed.", "running"),
     ("sequences_waiting", "Sequences waiting to be admitted.", "waiting"),
+    ("kv_page_size_tokens", "Tokens of a KV cache page; 0 without a cache.", "page_size_tokens"),
     ("kv_host_pages", "KV cache pages with a copy in host memory.", "host_pages_used"),
     ("vector_cache_bytes", "Vectors kept for equal inputs.", "vector_cache_bytes"),
     ("sequences_waiting_limit", "Sequences that may wait before new requests get 429.", "max_waiting"),
@@ -98,9 +98,9 @@ class Source:
 
 def render(worker_pid: int, sources: Sequence[Source]) -> bytes:
     """Return the whole page. With several sources every sample has a label with the model."""
-    page = _Page()
+    page, vllm_page = MetricsPage("penstock_"), MetricsPage("vllm:")
     for source in sources:
-        page.labels = f'model="{_escaped(source.model)}"' if len(sources) > 1 else ""
+        page.labels = f'model="{escaped(source.model)}"' if len(sources) > 1 else ""
         backend = source.backend
         up = "1 while this worker is connected to a backend."
         page.add("backend_up", "gauge", up, [("", int(bool(backend)))])
@@ -109,51 +109,12 @@ def render(worker_pid: int, sources: Sequence[Source]) -> bytes:
             _streams(page, "", "", {name: backend.get(Board.TOTALS + name, 0) for name in source.worker})
             for name, help_text, histogram, unit in _FRONTEND_HISTOGRAMS:
                 page.add_histogram(name, help_text, histogram, unit, backend, Board.TOTALS)
+            add_vllm_metrics(vllm_page, source.model, backend)
         _streams(page, "worker_", f'worker="{worker_pid}"', source.worker)
-    return page.text()
+    return page.text() + vllm_page.text()
 
 
-class _Page:
-    """Families in the order in which they were first added; each has the samples of all sources together."""
-
-    def __init__(self) -> None:
-        self.labels = ""
-        """Labels that are added to those of each sample."""
-        self._families: dict[str, list[str]] = {}
-
-    def add(self, name: str, kind: str, help_text: str, samples: Iterable[tuple[str, float]]) -> None:
-        lines = self._family(name, kind, help_text)
-        lines += [f"penstock_{name}{self._braced(labels)} {value}" for labels, value in samples]
-
-    def add_histogram(
-        self, name: str, help_text: str, histogram: Histogram, unit: float, board: Counters, prefix: str = ""
-    ) -> None:
-        buckets, total = histogram.read(board, prefix)
-        lines = self._family(name, "histogram", help_text)
-        bounds = [*(f"{bound / unit:g}" for bound in histogram.bounds), "+Inf"]
-        for bound, count in zip(bounds, accumulate(buckets), strict=True):
-            limit = f'le="{bound}"'
-            lines.append(f"penstock_{name}_bucket{self._braced(limit)} {count}")
-        labels = self._braced("")
-        lines += [f"penstock_{name}_sum{labels} {total / unit}", f"penstock_{name}_count{labels} {sum(buckets)}"]
-
-    def text(self) -> bytes:
-        return ("\n".join(line for lines in self._families.values() for line in lines) + "\n").encode()
-
-    def _family(self, name: str, kind: str, help_text: str) -> list[str]:
-        head = [f"# HELP penstock_{name} {help_text}", f"# TYPE penstock_{name} {kind}"]
-        return self._families.setdefault(name, head)
-
-    def _braced(self, labels: str) -> str:
-        joined = ",".join(part for part in (self.labels, labels) if part)
-        return f"{{{joined}}}" if joined else ""
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _backend(page: _Page, board: Counters) -> None:
+def _backend(page: MetricsPage, board: Counters) -> None:
     for kind, families in (("gauge", _BACKEND_GAUGES), ("counter", _BACKEND_COUNTERS)):
         for name, help_text, field in families:
             page.add(name, kind, help_text, [("", board[field])])
@@ -182,7 +143,7 @@ def _backend(page: _Page, board: Counters) -> None:
         page.add_histogram(name, help_text, histogram, unit, board)
 
 
-def _streams(page: _Page, prefix: str, label: str, board: Counters) -> None:
+def _streams(page: MetricsPage, prefix: str, label: str, board: Counters) -> None:
     """Add what frontends count, for one worker or for all together."""
     more = f"{label}," if label else ""
     page.add(f"{prefix}streams_open", "gauge", "Token streams open now.", [(label, board["requests_open"])])

@@ -260,6 +260,7 @@ class BackendBoard(Board, totals_of=FrontendBoard):
     max_waiting: int
     pages_used: int
     pages_total: int
+    page_size_tokens: int
     requests_accepted: int
     requests_finished: int
     requests_cancelled: int

@@ -171,11 +171,30 @@ async def test_request_latencies_are_counted_by_outcome(connection: ClientConnec
     }
 
 
+def test_what_cluster_software_looks_for_has_vllms_names(board: BackendBoard) -> None:
+    board.running, board.waiting, board.pages_used, board.pages_total, board.page_size_tokens = 3, 2, 25, 100, 32
+    board.prompt_tokens, board.cached_tokens = 900, 600
+    samples = parse(render(1, [Source(name, NOTHING, board.values()) for name in ('a "b"', "c")]))
+    for model in ('a "b"', "c"):
+        labels = {("engine", "0"), ("model_name", model)}
+        for name, expected in (
+            ("num_requests_running", 3),
+            ("num_requests_waiting", 2),
+            ("kv_cache_usage_perc", 0.25),
+            ("prefix_cache_queries_total", 900),
+            ("prefix_cache_hits_total", 600),
+        ):
+            assert samples[f"vllm:{name}", frozenset(labels)] == expected
+        cache = labels | {("block_size", "32"), ("num_gpu_blocks", "100")}
+        assert samples["vllm:cache_config_info", frozenset(cache)] == 1
+
+
 def test_labels_are_bounded(board: BackendBoard) -> None:
     """The page has the same samples after any number of requests."""
     empty = render(1, [Source("m", NOTHING, board.values())])
     for name in BackendBoard.fields:
-        setattr(board, name, 1 << 62)
+        if name not in ("pages_total", "page_size_tokens"):  # a label's value, fixed as long as a backend runs
+            setattr(board, name, 1 << 62)
     full = render(1, [Source("m", dict.fromkeys(FrontendBoard.fields, 1 << 62), board.values())])
     assert set(parse(empty)) == set(parse(full))
     assert metrics.CONTENT_TYPE.startswith(b"text/plain")
