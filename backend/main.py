@@ -54,6 +54,7 @@ from penstock.shm.memory.board import BackendBoard
 from penstock.shm.process.heartbeat import Heartbeat
 from penstock.shm.process.logs import set_up_logging
 from penstock.shm.process.options import fail, make_app
+from penstock.shm.process.service_manager import find_service_manager
 from penstock.shm.process.tenant_places import HARD_BOUND
 
 if TYPE_CHECKING:
@@ -137,7 +138,8 @@ def serve(options: BackendOptions) -> None:
     requests = Requests.make(
         link, scheduler, board, limits, grammar_queue=grammar_queue, settlement=settlement, vector_cache=cache
     )
-    heartbeat = None if options.heartbeat_fd is None else Heartbeat(options.heartbeat_fd)
+    manager = find_service_manager("backend")
+    heartbeat = manager if options.heartbeat_fd is None else Heartbeat(options.heartbeat_fd)
     engine = Engine(link, executor, scheduler, builder, requests, board, heartbeat=heartbeat)
     _drain_on_signals(engine)
     # Objects made so far live as long as the process. The garbage collector need not visit them in the step loop.
@@ -146,6 +148,8 @@ def serve(options: BackendOptions) -> None:
     if options.gpu == "auto" and settings.device == "cpu":
         logger.info("on the CPU: %s", why_no_gpu())
     logger.info("ready: %s on %s after %.1f s", card.model_id, options.socket, time.monotonic() - started_s)
+    if manager is not None:
+        manager.ready()
     try:
         engine.run()
     finally:

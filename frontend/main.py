@@ -42,6 +42,7 @@ from penstock.frontend.transport.serving.listening import (
 from penstock.frontend.transport.serving.tls import ServerTls, TlsError, TlsFiles
 from penstock.shm.process.options import ENV_PREFIX, fail, make_app
 from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
+from penstock.shm.process.service_manager import activated_fd, find_service_manager
 from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def serve(options: FrontendOptions) -> int:
         starts_alone=options.listen_fd is None,
         chat_template_path=_text(options.chat_template),
     )
+    manager = find_service_manager("frontend")
     workers = [_worker(settings, number, options) for number in range(options.workers)]
     if options.listen_fd is None:  # otherwise the process that handed the socket over prints it
         address = address_of(listening, tls=tls is not None)
@@ -113,6 +115,7 @@ def serve(options: FrontendOptions) -> int:
         stop_timeout_s=options.drain_timeout_s + _STOP_MARGIN_S,
         # The workers close theirs. While any copy is open, clients can connect to a server that never answers.
         on_stop=close,
+        service_manager=manager,
     )
     try:
         return supervisor.run()
@@ -202,13 +205,14 @@ def check_backend_socket(option: str, socket_path: Path | None) -> None:
 
 
 def listening_socket(options: FrontendOptions, command: str) -> socket.socket:
-    """Return the socket that the options name: inherited, Unix or TCP.
+    """Return the socket that a service manager opened, or else the one that the options name: inherited, Unix or TCP.
 
     Connections wait in it while workers start or restart. A Unix socket's file must be removed by `unlink`. On failure
     exits with one line that begins with the command.
     """
-    if options.listen_fd is not None:
-        return inherited_socket(options.listen_fd, command)
+    listen_fd = activated_fd(command) if options.listen_fd is None else options.listen_fd
+    if listen_fd is not None:
+        return inherited_socket(listen_fd, command)
     if options.uds is not None:
         return unix_socket(options.uds, int(options.uds_mode, 8), command)
     return tcp_socket(options.host, options.port, command)

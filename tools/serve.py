@@ -36,6 +36,7 @@ from penstock.shm.link.listening_address import AddressInUse, CannotListen, chec
 from penstock.shm.process.heartbeat import Heartbeat
 from penstock.shm.process.option_groups import grouped
 from penstock.shm.process.options import ENV_PREFIX, fail, to_argv
+from penstock.shm.process.service_manager import find_service_manager
 from penstock.shm.process.socket_path import default_socket_path
 from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv
 from penstock.tools.model_texts import why_unusable
@@ -271,6 +272,7 @@ def _remove_socket(path: Path) -> None:
 
 def _supervise(options: ServeOptions, backends: Mapping[str, BackendOptions], listening: socket.socket) -> int:
     """Run all children. The frontend inherits the listening socket, so a restarted one answers at the same address."""
+    manager = find_service_manager(_COMMAND)
     tls = options.ssl_certfile is not None
     has_keys = bool(options.api_key or options.api_key_file)
     public_options, environment = split_keys(
@@ -310,6 +312,7 @@ def _supervise(options: ServeOptions, backends: Mapping[str, BackendOptions], li
         is_up=announce_when_up,
         # The frontend closes its copy too; while any copy is open, clients connect and nobody answers.
         on_stop=close,
+        service_manager=manager,
     ).run()
 
 

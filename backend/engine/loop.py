@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from penstock.backend.sequences.sequence import Sequence
     from penstock.shm.link.backend_link import BackendLink
     from penstock.shm.memory.board import BackendBoard
-    from penstock.shm.process.heartbeat import Heartbeat
+    from penstock.shm.process.heartbeat import SignOfLife
 
 logger = logging.getLogger("penstock.backend")
 
@@ -57,7 +57,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         *,
         step_timing: StepTiming | None = None,
-        heartbeat: Heartbeat | None = None,
+        heartbeat: SignOfLife | None = None,
     ) -> None:
         """heartbeat shows each turn to the process that supervises this one, whatever the device does."""
         self._link = link

@@ -5,8 +5,15 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from typing import Protocol
 
 _BYTES = 8
+
+
+class SignOfLife(Protocol):
+    """What a loop calls in each turn."""
+
+    def beat(self) -> None: ...
 
 
 class Heartbeat:

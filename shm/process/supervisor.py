@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from penstock.shm.process.heartbeat import Heartbeat
+    from penstock.shm.process.service_manager import ServiceManager
 
 _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _SIGNALS = _STOP_SIGNALS | {signal.SIGCHLD}
@@ -119,8 +120,10 @@ class Supervisor:
         longest_pause_s: float = 5.0,
         is_up: Callable[[], bool] | None = None,
         on_stop: Callable[[], None] | None = None,
+        service_manager: ServiceManager | None = None,
     ) -> None:
-        """on_stop is called once, just before the children are stopped."""
+        """on_stop is called once, just before the children are stopped. service_manager learns of the end of the
+        start, of each turn and of the stop."""
         self._children = [_Child(spec) for spec in children]
         self._log = log
         self._stop_timeout_s = stop_timeout_s
@@ -130,6 +133,7 @@ class Supervisor:
         self._longest_pause_s = longest_pause_s
         self._is_up = is_up
         self._on_stop = on_stop
+        self._service_manager = service_manager
 
     def run(self) -> int:
         """Returns the exit status: 0 if a signal stopped it and every child ended well, else that of the first fault.
@@ -141,14 +145,19 @@ class Supervisor:
         try:
             for child in self._children:
                 self._start(child, previous)
+            if self._is_up is None:
+                self._report_ready()
             while True:
                 received = signal.sigtimedwait(_SIGNALS, self._seconds_to_next_turn())
                 if received is not None and received.si_signo in _STOP_SIGNALS and not self._reload(received.si_signo):
                     return self._stop(status=0)
                 if self._is_up is not None and self._is_up():
                     self._is_up = None
+                    self._report_ready()
                     for child in self._children:
                         child.has_settled = True
+                if self._service_manager is not None:
+                    self._service_manager.beat()
                 for child in self._children:
                     self._kill_if_hung(child)
                     if child.process is None:
@@ -161,6 +170,10 @@ class Supervisor:
                 process.kill()
                 process.wait()
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+    def _report_ready(self) -> None:
+        if self._service_manager is not None:
+            self._service_manager.ready()
 
     def _reload(self, signal_number: int) -> bool:
         """Pass SIGHUP on. False if the signal means to stop."""
@@ -231,6 +244,8 @@ class Supervisor:
         due_s.append(now_s + (_LONGEST_SLEEP_S if self._is_up is None else _IS_UP_EVERY_S))
         if any(child.watch is not None for child in self._children):
             due_s.append(now_s + _WATCH_EVERY_S)
+        if self._service_manager is not None and self._service_manager.beat_every_s is not None:
+            due_s.append(now_s + self._service_manager.beat_every_s)
         return max(0.0, min(due_s) - now_s)
 
     def _running(self, stage: int | None = None) -> list[subprocess.Popen[bytes]]:
@@ -242,6 +257,8 @@ class Supervisor:
 
     def _stop(self, status: int) -> int:
         stop_timeout_s = self._stop_timeout_s
+        if self._service_manager is not None:
+            self._service_manager.stopping()
         if self._on_stop is not None:
             self._on_stop()
         for stage in sorted({child.spec.stage for child in self._children}, reverse=True):
