@@ -40,6 +40,15 @@ COMMON: dict[str, Any] = {
 }
 _DISTIL = {"dim": 64, "hidden_dim": 80, "n_layers": 2, "n_heads": 4}
 
+_DEBERTA = {
+    "relative_attention": True,
+    "share_att_key": True,
+    "position_biased_input": False,
+    "pos_att_type": ["p2c", "c2p"],
+    "norm_rel_ebd": "layer_norm",
+    "position_buckets": 16,
+}
+
 PRESETS: dict[str, EncoderPreset] = {
     "bert": EncoderPreset("Bert"),
     "bert-tanh-gelu": EncoderPreset("Bert", {"hidden_act": "gelu_new"}),
@@ -49,6 +58,7 @@ PRESETS: dict[str, EncoderPreset] = {
     "xlm-roberta": EncoderPreset("XLMRoberta", {"pad_token_id": 1, "type_vocab_size": 1}),
     "camembert": EncoderPreset("Camembert", {"pad_token_id": 1, "type_vocab_size": 1}),
     "mpnet": EncoderPreset("MPNet", {"pad_token_id": 1, "relative_attention_num_buckets": 32}),
+    "deberta-v2": EncoderPreset("DebertaV2", _DEBERTA),
     "modernbert": EncoderPreset(
         "ModernBert", {"num_hidden_layers": 4, "local_attention": 16, "cls_token_id": 1, "sep_token_id": 2}
     ),

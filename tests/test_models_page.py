@@ -89,6 +89,7 @@ ENCODERS = {
     "NomicBert": "nomic-embed-text v1, v1.5",
     "New": "GTE 1.5 and multilingual, with the hub's names",
     "Gte": "the same, with those of transformers",
+    "DebertaV2": "DeBERTa-v3, mxbai-rerank v1, zero-shot classifiers; DeBERTa-v2 without convolution",
 }
 
 

@@ -28,6 +28,8 @@ class EncoderNames:
     token_types: str = "embeddings.token_type_embeddings"  # noqa: S105 - not a password
     embedding_norm: str = "embeddings.LayerNorm"
     relative_bias: str = "encoder.relative_attention_bias"
+    relative_positions: str = "encoder.rel_embeddings"
+    relative_norm: str = "encoder.LayerNorm"
     layer: str = "encoder.layer.{}."
     qkv: tuple[str, ...] = ("attention.self.query", "attention.self.key", "attention.self.value")
     """q, k and v, or one tensor of all three."""
@@ -118,6 +120,17 @@ class EncoderConfig:
     """Tokens to each side that a token attends to; None is all."""
     num_relative_buckets: int = 0
     """Rows of the table of relative position biases, the same for all layers (MPNet); 0 without one."""
+
+    relative_span: int = 0
+    """Rows to each side in the table of relative positions, whose queries and keys take part in the scores; 0 without
+    one (DeBERTa, arXiv 2006.03654)."""
+    farthest: int = 0
+    """The distance that has the last of these rows. Beyond half of the rows several distances share one."""
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of a score, which is the sum of one or three products."""
+        return float((self.head_dim * (3 if self.relative_span else 1)) ** -0.5)
 
     @property
     def head_dim(self) -> int:

@@ -61,6 +61,10 @@ def _distilbert_classifier(config: EncoderHfConfig) -> tuple[HeadLayer, ...]:
     return _dense(config, "pre_classifier", "relu"), _classifier(config)
 
 
+def _deberta_classifier(config: EncoderHfConfig) -> tuple[HeadLayer, ...]:
+    return _dense(config, "pooler.dense", "gelu"), _classifier(config)
+
+
 def _modernbert_transform(config: EncoderHfConfig) -> HeadLayer:
     bias = "head.dense.bias" if config.classifier_bias else None
     activation = ACTIVATIONS.get(config.classifier_activation, "gelu")
@@ -100,7 +104,9 @@ class EncoderFamily:
     names: EncoderNames
     keys: dict[str, str] = field(default_factory=dict)
     """Key of this family's config.json → that of EncoderHfConfig."""
-    positions: Literal["learned", "after padding", "rope", "rope by layer type"] = "learned"
+    defaults: dict[str, object] = field(default_factory=dict)
+    """Key of the config.json → its value if it is absent, for those that `refused` then checks."""
+    positions: Literal["learned", "after padding", "relative", "rope", "rope by layer type"] = "learned"
     padding_id: int | None = None
     """Not None: it is this one whatever pad_token_id says."""
     token_types: int | None = 2
@@ -278,6 +284,33 @@ FAMILIES = {
         rope_theta=160_000.0,
         classifier=_behind_pooler("gte.pooler.dense"),
     ),
+    "DebertaV2": EncoderFamily(
+        names=EncoderNames(
+            prefixes=("", "deberta."),
+            qkv=("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj"),
+        ),
+        defaults={
+            "relative_attention": False,
+            "share_att_key": False,
+            "position_biased_input": True,
+            "pos_att_type": "none",
+            "norm_rel_ebd": "none",
+            "position_buckets": -1,
+        },
+        positions="relative",
+        token_types=0,
+        norm_eps=1e-7,
+        classifier=_deberta_classifier,
+        refused={
+            "relative_attention": (True,),
+            "share_att_key": (True,),
+            "position_biased_input": (False,),
+            "pos_att_type": ("p2c|c2p", "c2p|p2c", ["p2c", "c2p"], ["c2p", "p2c"]),
+            "norm_rel_ebd": ("layer_norm",),
+            "conv_kernel_size": (0,),
+            "pooler_hidden_act": ("gelu",),
+        },
+    ),
 }
 REFUSED_FAMILIES = {"Albert": "its layers share one set of weights"}
 
@@ -295,7 +328,8 @@ def split_architecture(values: dict[str, Any]) -> tuple[str, str] | None:
         family = name.removesuffix(suffix)
         if family != name and family in FAMILIES:
             if suffix == "ForMaskedLM" and FAMILIES[family].words is None:
-                raise StartupError(f"architecture {name} is not supported; of {family} ForMaskedLM is not")
+                others = ", ".join(each for each in SUFFIXES if each != suffix)
+                raise StartupError(f"architecture {name} is not supported; of {family} only {others} are")
             return family, suffix
         if family != name and family in REFUSED_FAMILIES:
             raise StartupError(f"architecture {name} is not supported: {REFUSED_FAMILIES[family]}")

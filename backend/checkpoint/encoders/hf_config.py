@@ -31,6 +31,9 @@ class EncoderHfConfig(Struct, frozen=True):
     position_embedding_type: str | None = None
     relative_attention_num_buckets: Annotated[int, Meta(ge=4, le=4096)] = 32
 
+    position_buckets: Annotated[int, Meta(ge=4, le=4096)] = 256
+    max_relative_positions: Annotated[int, Meta(ge=-1, le=MAX_CONTEXT_TOKENS)] = -1
+
     norm_bias: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False

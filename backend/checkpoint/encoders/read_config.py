@@ -67,7 +67,7 @@ def parse_encoder(values: dict[str, Any], family_name: str, suffix: str) -> tupl
     """The encoder without its heads, and the keys that heads depend on."""
     family = FAMILIES[family_name]
     architecture = family_name + suffix
-    values = _renamed(values, family)
+    values = family.defaults | _renamed(values, family)
     for key, supported in family.refused.items():
         if values.get(key) is not None and values[key] not in supported:
             allowed = " or ".join(map(repr, supported))
@@ -119,7 +119,20 @@ def parse_encoder(values: dict[str, Any], family_name: str, suffix: str) -> tupl
         is_gated=family.is_gated,
         num_relative_buckets=own.relative_attention_num_buckets if family.has_relative_bias else 0,
     )
+    if family.positions == "relative":
+        config = replace(config, relative_span=own.position_buckets, farthest=_farthest(own))
     return replace(config, **rotary_layers(own, family, config, context_tokens)), own
+
+
+def _farthest(own: EncoderHfConfig) -> int:
+    """`EncoderConfig.farthest`. Raises StartupError if no distance is left for the logarithmic rows."""
+    farthest = own.max_relative_positions if own.max_relative_positions > 0 else own.max_position_embeddings
+    if own.position_buckets // 2 >= farthest - 1:
+        raise StartupError(
+            f"position_buckets is {own.position_buckets}; half of it must be below {farthest - 1}, the farthest "
+            "position"
+        )
+    return farthest
 
 
 def with_common_names(values: dict[str, Any]) -> dict[str, Any]:

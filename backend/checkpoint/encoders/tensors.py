@@ -56,6 +56,8 @@ class WeightSource(Protocol):
 
     def embedding_norm(self) -> Tensor: ...
 
+    def relative_norm(self) -> Tensor: ...
+
     def final_norm(self) -> Tensor | None: ...
 
     def head_layer(self, layer: HeadLayer) -> HeadLayerWeights: ...
@@ -68,6 +70,7 @@ def table_specs(config: EncoderConfig, prefix: str) -> dict[str, TensorSpec]:
         "words": (names.words, config.vocab_size, hidden),
         "positions": (names.positions, config.num_positions, hidden),
         "token_types": (names.token_types, config.num_token_types, hidden),
+        "relative_positions": (names.relative_positions, 2 * config.relative_span, hidden),
         "relative_bias": (names.relative_bias, config.num_relative_buckets, config.num_heads),
     }
     return {

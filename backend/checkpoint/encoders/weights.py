@@ -77,7 +77,7 @@ class EncoderWeights:
         return self._read((table_specs(self._config, self._prefix)["words"],))
 
     def table(self, name: str, dtype: torch.dtype) -> Tensor | None:
-        """The table of "positions", "token_types" or "relative_bias"; None if the model has none."""
+        """The table of "positions", "token_types", "relative_bias" or "relative_positions"; None if there is none."""
         spec = table_specs(self._config, self._prefix).get(name)
         return None if spec is None else self._read((spec,), dtype)
 
@@ -94,6 +94,10 @@ class EncoderWeights:
 
     def embedding_norm(self) -> Tensor:
         return self._required_norm(self._names.embedding_norm)
+
+    def relative_norm(self) -> Tensor:
+        """The norm of the table "relative_positions"."""
+        return self._required_norm(self._names.relative_norm)
 
     def final_norm(self) -> Tensor | None:
         return None if self._names.final_norm is None else self._required_norm(self._names.final_norm)
@@ -145,7 +149,8 @@ def open_encoder(
 def _needed(config: EncoderConfig, prefix: str) -> Iterator[TensorSpec]:
     names = config.names
     yield from table_specs(config, prefix).values()
-    for norm in (names.embedding_norm, names.final_norm):
+    relative_norm = names.relative_norm if config.relative_span else None
+    for norm in (names.embedding_norm, relative_norm, names.final_norm):
         if norm is not None:
             yield from norm_specs(prefix + norm, config.hidden_size, biased=config.norm_bias)
     for index in range(config.num_layers):

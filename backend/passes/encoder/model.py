@@ -6,10 +6,11 @@ As in BERT (arXiv 1810.04805), with the variations that EncoderConfig declares.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional
 
 from penstock.backend.checkpoint.quantization.quantizer import BLOCK_VALUES, UnquantizableError, quantize
 from penstock.backend.errors import StartupError
@@ -21,6 +22,7 @@ from penstock.backend.passes.encoder.ops import (
     EncoderRows,
     LayerAttention,
     Linear,
+    RelativePositions,
     Vectors,
 )
 
@@ -62,10 +64,14 @@ class EncoderModel:
             token_types=_optional(ops, weights.table("token_types", dtype)),
         )
         self._embedding_norm = ops.vector(weights.embedding_norm())
+        positions = weights.table("relative_positions", torch.float32)
+        if positions is not None:
+            scale, shift = weights.relative_norm().chunk(2)
+            positions = functional.layer_norm(positions, (config.hidden_size,), scale, shift, config.norm_eps)
         buckets = weights.table("relative_bias", torch.float32)
         bias = None if buckets is None else ops.vector(relative_biases(buckets, config.max_context_tokens))
         self._layers = [
-            _pack_layer(config, ops, weights.layer(i), _attention(config, bias, i), int8=int8)
+            _pack_layer(config, ops, weights.layer(i), _attention(config, bias, i), positions, int8=int8)
             for i in range(config.num_layers)
         ]
         final_norm = weights.final_norm()
@@ -113,6 +119,30 @@ def relative_biases(buckets: Tensor, max_tokens: int) -> Tensor:
     return buckets[bucket].T.contiguous()
 
 
+def relative_places(config: EncoderConfig) -> Tensor:
+    """int64 [2 max_context_tokens - 1]: see `RelativePositions.places`. As in transformers' DeBERTa-v2."""
+    count = config.max_context_tokens
+    before = -torch.arange(1 - count, count)  # tokens that the key is before the query
+    span, exact = config.relative_span, config.relative_span // 2
+    far = before.abs().clamp(min=exact)
+    steps = torch.log(far / exact) / torch.log(torch.tensor((config.farthest - 1) / exact)) * (exact - 1)
+    bucket = torch.where(before.abs() <= exact, before, (torch.ceil(steps).long() + exact) * before.sign())
+    return (bucket + span).clamp(0, 2 * span - 1)
+
+
+def _relative(
+    config: EncoderConfig, ops: EncoderOps, plain: EncoderLayerWeights, positions: Tensor
+) -> RelativePositions:
+    """positions [2 span, hidden_size] are projected as the layer's tokens are."""
+    weights, bias = plain.qkv.chunk(3), plain.qkv_bias
+    biases = (None, None) if bias is None else bias.chunk(3)
+    queries, keys = (
+        functional.linear(positions, weights[i], biases[i]).view(len(positions), config.num_heads, -1).transpose(0, 1)
+        for i in range(2)
+    )
+    return RelativePositions(ops.vector(keys), ops.vector(queries), relative_places(config))
+
+
 def _optional(ops: EncoderOps, table: Tensor | None) -> Array | None:
     return None if table is None else ops.table(table)
 
@@ -122,8 +152,18 @@ def _attention(config: EncoderConfig, bias: Array | None, index: int) -> LayerAt
 
 
 def _pack_layer(
-    config: EncoderConfig, ops: EncoderOps, plain: EncoderLayerWeights, attention: LayerAttention, *, int8: bool
+    config: EncoderConfig,
+    ops: EncoderOps,
+    plain: EncoderLayerWeights,
+    attention: LayerAttention,
+    positions: Tensor | None,
+    *,
+    int8: bool,
 ) -> _Layer:
+    """positions: the normed table of relative positions."""
+    if positions is not None:
+        attention = replace(attention, relative=_relative(config, ops, plain, positions))
+
     def pack(weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
         return ops.pack_linear(_int8(weight) if int8 else weight, bias, is_gated=is_gated)
 

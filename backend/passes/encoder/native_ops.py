@@ -49,6 +49,8 @@ def unsupported_by_kernels(config: EncoderConfig) -> str | None:
     """Return why the kernels cannot run this model, or None."""
     if config.head_dim % 16:
         return f"heads of {config.head_dim}; they have heads of a multiple of 16"
+    if config.relative_span:
+        return "scores by relative position"
     if config.intermediate_size % 2:
         return f"an odd intermediate_size, {config.intermediate_size}"
     odd = [layer.inputs for head in config.heads for layer in head.layers if layer.inputs % 2]

@@ -46,6 +46,18 @@ class EmbeddingTables:
 
 
 @dataclass(frozen=True, slots=True)
+class RelativePositions:
+    """What a layer's queries and keys are multiplied with beside each other (arXiv 2006.03654)."""
+
+    keys: Array
+    """[heads, 2 span, head_dim] fp32: multiplied with the query."""
+    queries: Array
+    """[heads, 2 span, head_dim] fp32: multiplied with the key."""
+    places: Array
+    """int64 [2 n - 1]: the row of both for keys n - 1 before the query … n - 1 behind it."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerAttention:
     """How a layer attends."""
 
@@ -55,6 +67,7 @@ class LayerAttention:
     """Tokens to each side; None for all."""
     relative_bias: Array | None
     """[heads, 2 n - 1] fp32: what is added to the scores of keys n - 1 before the query … n - 1 behind it."""
+    relative: RelativePositions | None = None
 
 
 class Fetched(Protocol):

@@ -28,6 +28,7 @@ def weight_bytes(config: EncoderConfig, dtype: torch.dtype, quantize: str) -> in
     """Memory of the loaded weights, but for norms and biases."""
     hidden, item = config.hidden_size, dtype.itemsize
     tables = (config.vocab_size + config.num_positions + config.num_token_types) * hidden
+    by_position = 4 * 2 * 2 * config.relative_span * hidden * config.num_layers  # queries and keys in fp32
     linears = config.num_layers * (4 * hidden + (2 + config.is_gated) * config.intermediate_size) * hidden
     heads = sum(layer.inputs * layer.outputs for head in config.heads for layer in head.layers)
-    return (tables + heads) * item + linears * (1 if quantize == "int8" else item)
+    return by_position + (tables + heads) * item + linears * (1 if quantize == "int8" else item)

@@ -103,7 +103,8 @@ class TorchEncoderOps(HostVectors):
         if layer.rope is not None:
             turns = self._rope_table.cover(count)[:count].view(count, -1, 2, dim // 2)[:, layer.rope]
             q, k = (self._rotated(x, turns) for x in (q, k))
-        attended = [self._attend(q, k, v, first, layer) for first in range(0, count, _QUERY_BLOCK)]
+        by_place = None if layer.relative is None else k @ layer.relative.queries.transpose(1, 2)
+        attended = [self._attend(q, k, v, first, layer, by_place) for first in range(0, count, _QUERY_BLOCK)]
         return torch.cat(attended, dim=1).transpose(0, 1).reshape(count, heads * dim).to(self._dtype)
 
     def _rotated(self, x: Tensor, turns: Tensor) -> Tensor:
@@ -112,12 +113,22 @@ class TorchEncoderOps(HostVectors):
         a, b = x.chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(self._dtype).float()
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, first: int, layer: LayerAttention) -> Tensor:
-        """Return the results of a block of queries that begins at `first`: [heads, queries, head_dim]."""
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, first: int, layer: LayerAttention, by_place: Tensor | None
+    ) -> Tensor:
+        """Return what the queries from `first` on attend to, [heads, queries, head_dim].
+
+        by_place: each key times `RelativePositions.queries`, [heads, keys, 2 span].
+        """
         queries = q[:, first : first + _QUERY_BLOCK]
-        scores = queries @ k.transpose(1, 2) * self._config.head_dim**-0.5
+        scores = queries @ k.transpose(1, 2) * self._config.score_scale
         places = torch.arange(k.shape[1])
         distance = places - places[first : first + _QUERY_BLOCK, None]
+        if layer.relative is not None and by_place is not None:
+            rows = layer.relative.places[distance + len(layer.relative.places) // 2]
+            of_queries = (queries @ layer.relative.keys.transpose(1, 2)).gather(2, rows.expand(len(q), -1, -1))
+            of_keys = by_place.gather(2, rows.T.expand(len(q), -1, -1)).transpose(1, 2)
+            scores += (of_queries + of_keys) * self._config.score_scale
         if layer.relative_bias is not None:
             scores += layer.relative_bias[:, distance + layer.relative_bias.shape[1] // 2]
         if layer.window is not None:

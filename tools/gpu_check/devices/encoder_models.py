@@ -47,6 +47,9 @@ class RandomEncoderWeights:
     def embedding_norm(self) -> torch.Tensor:
         return self._norm(1)
 
+    def relative_norm(self) -> torch.Tensor:
+        return self._norm(2)
+
     def final_norm(self) -> None:
         return None
 

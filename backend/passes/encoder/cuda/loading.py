@@ -60,6 +60,8 @@ def unsupported_on_gpu(config: EncoderConfig) -> str | None:
     """Return why the kernels cannot run this model, or None."""
     if config.head_dim not in ENCODER_HEAD_DIMS:
         return f"it has heads of {config.head_dim}; there are kernels for {', '.join(map(str, ENCODER_HEAD_DIMS))}"
+    if config.relative_span:
+        return "there are no kernels for scores by relative position"
     if config.intermediate_size % _UNIT:
         return f"intermediate_size is {config.intermediate_size}; it must be a multiple of {_UNIT}"
     return None

@@ -50,6 +50,22 @@ NOMIC = {
     "type_vocab_size": 2,
 }
 
+DEBERTA = {
+    "architectures": ["DebertaV2Model"],
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 160,
+    "relative_attention": True,
+    "share_att_key": True,
+    "position_biased_input": False,
+    "pos_att_type": "p2c|c2p",
+    "norm_rel_ebd": "layer_norm",
+    "position_buckets": 32,
+}
+
 
 def write_config(path: Path, values: dict[str, Any]) -> Path:
     (path / "config.json").write_text(json.dumps(values))
@@ -82,7 +98,12 @@ def test_nomic_of_the_hub_has_names_of_its_own(tmp_path: Path) -> None:
         (GTE | {"hidden_act": "mish"}, "hidden_act is 'mish'; supported are gelu"),
         (GTE | {"rope_scaling": {"type": "ntk"}}, "rope_scaling is of type ntk; it needs a factor"),
         (GTE | {"vocab_size": -1}, "NewModel: vocab_size is -1; expected"),
-        (NOMIC | {"architectures": ["NomicBertForMaskedLM"]}, "of NomicBert ForMaskedLM is not"),
+        (NOMIC | {"architectures": ["NomicBertForMaskedLM"]}, "of NomicBert only Model, ForSequence"),
+        (DEBERTA | {"architectures": ["DebertaV2ForMaskedLM"]}, "of DebertaV2 only Model, ForSequence"),
+        (DEBERTA | {"conv_kernel_size": 3}, "conv_kernel_size is 3; of DebertaV2Model only 0 is supported"),
+        (DEBERTA | {"position_biased_input": None}, "position_biased_input is True; .* only False is supported"),
+        (DEBERTA | {"pos_att_type": ["c2p"]}, "pos_att_type is .*c2p.*; of DebertaV2Model only 'p2c|c2p'"),
+        (DEBERTA | {"position_buckets": 318}, "position_buckets is 318; half of it must be below 159, the farthest"),
     ],
 )
 def test_a_bad_config_is_one_line(values: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-WITHOUT_WORDS = ("nomic", "gte")
+WITHOUT_WORDS = ("nomic", "gte", "deberta-v2")
 HEADS = {
     "token_embed": "Model",
     "classify": "ForSequenceClassification",
@@ -31,7 +31,7 @@ CASES = [
     for preset in PRESETS
     for kind in HEADS
     if not (kind == "sparse" and preset in WITHOUT_WORDS)
-    and (kind != "token_classify" or preset in ("bert", "modernbert"))
+    and (kind != "token_classify" or preset in ("bert", "modernbert", "deberta-v2"))
 ]
 
 
@@ -61,7 +61,7 @@ def test_a_head_gives_what_transformers_gives(preset: str, kind: str, tmp_path: 
     forward_pass.close()
 
 
-@pytest.mark.parametrize("preset", ["bert", "mpnet", "modernbert", "nomic"])
+@pytest.mark.parametrize("preset", ["bert", "mpnet", "modernbert", "nomic", "deberta-v2"])
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_bf16_and_int8_stay_close(preset: str, quantize: str, tmp_path: Path) -> None:
     model = make_encoder(preset, "Model", tmp_path)
@@ -73,17 +73,27 @@ def test_bf16_and_int8_stay_close(preset: str, quantize: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("preset", ["bert", "mpnet", "modernbert"])
+@pytest.mark.parametrize("preset", ["bert", "mpnet", "modernbert", "deberta-v2"])
 def test_a_row_has_the_same_bits_in_any_batch(preset: str, dtype: str, tmp_path: Path) -> None:
-    make_encoder(preset, "ForMaskedLM", tmp_path)
+    has_words = preset not in WITHOUT_WORDS
+    make_encoder(preset, "ForMaskedLM" if has_words else "Model", tmp_path)
     forward_pass = EncoderPass.load(tmp_path, PassOptions(dtype=dtype))
     rows = random_rows((1, 16, 33, 5, 64, 150, 7))
-    kinds = ["embed", "token_embed", "sparse", "sparse", "embed", "token_embed", "embed"]
+    sparse = "sparse" if has_words else "embed"
+    kinds = ["embed", "token_embed", sparse, sparse, "embed", "token_embed", "embed"]
     together = run_rows(forward_pass, rows, kinds)
     behind_others = run_rows(forward_pass, rows[::-1], kinds[::-1])[::-1]
     for row, kind, result, other in zip(rows, kinds, together, behind_others, strict=True):
         np.testing.assert_array_equal(run_rows(forward_pass, [row], kind)[0], result)
         np.testing.assert_array_equal(other, result)
+    forward_pass.close()
+
+
+def test_relative_positions_hold_for_rows_of_several_blocks(tmp_path: Path) -> None:
+    model = make_encoder("deberta-v2", "Model", tmp_path, max_position_embeddings=600)
+    forward_pass = EncoderPass.load(tmp_path, PassOptions(dtype="fp32"))
+    (row,) = random_rows((590,))
+    assert cosine(expected(model, row, "token_embed"), run_rows(forward_pass, [row], "token_embed")[0]) > 0.99999
     forward_pass.close()
 
 

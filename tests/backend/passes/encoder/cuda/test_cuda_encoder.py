@@ -166,3 +166,9 @@ def test_what_a_gpu_lacks_is_refused_by_name(
     make_encoder("bert", "Model", tmp_path, **settings)
     with pytest.raises(StartupError, match=message):
         EncoderPass.describe(tmp_path, PassOptions(device="cuda:0", **options))
+
+
+def test_scores_by_relative_position_are_refused_by_name(tmp_path: Path) -> None:
+    make("deberta-v2", "Model", tmp_path)
+    with pytest.raises(StartupError, match="there are no kernels for scores by relative position; use --gpu none"):
+        EncoderPass.describe(tmp_path, PassOptions(device="cuda:0"))
