@@ -102,12 +102,13 @@ def encoder_rows() -> list[str]:
         heads = ["Model", *(["ForMaskedLM"] if family.words else []), "ForSequence-, ForTokenClassification"]
         kernels = {unsupported_by_kernels(tiny_encoder(preset)) for preset in presets}
         with_kernels = (replace(tiny_encoder(preset), num_heads=2) for preset in presets)  # their heads are tiny too
+        missing = {unsupported_on_gpu(config) for config in with_kernels}
         cells = (
             f"`{name}…`",
             ENCODERS[name],
             ", ".join(heads),
             "kernels" if None in kernels else "torch",
-            on_gpu({unsupported_on_gpu(config) for config in with_kernels}),
+            "not measured" if None in missing else f"no: {' and '.join(sorted(filter(None, missing)))}",
         )
         rows.append(f"| {' | '.join(cells)} |")
     return rows

@@ -11,6 +11,8 @@ from penstock.backend.checkpoint.float8_weight import Float8Form, Float8Weight
 from penstock.backend.checkpoint.quantized_weights import (
     MXFP4_EXPONENTS,
     MXFP4_GROUP_SIZE,
+    GroupedForm,
+    GroupedWeight,
     Int4Weight,
     Int8Weight,
     Mxfp4Weight,
@@ -25,24 +27,34 @@ from penstock.tools.gpu_check.cases.elementwise import TOLERANCE, ints, poisoned
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight, WeightForm
     from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
     from penstock.backend.passes.decoder.cuda.ops.matmul import Matmul
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-FORMS: dict[str, PackedForm | Float8Form] = {
+FORMS: dict[str, WeightForm] = {
     "int8": PackedForm(None),
     "int4": PackedForm(32),
     "int4-128": PackedForm(128),
     "mxfp4": PackedForm(MXFP4_GROUP_SIZE, has_zeros=False),
     "fp8": Float8Form(None),
     "fp8-128": Float8Form(128),
+    "q4_1": GroupedForm(4, 32, 32, has_minima=True),
+    "q8_0": GroupedForm(8, 32, 32, has_minima=False),
 }
+LARGE_BLOCKS: dict[str, WeightForm] = {
+    "q4_k": GroupedForm(4, 32, 256, has_minima=True),
+    "q6_k": GroupedForm(8, 16, 256, has_minima=False),
+    "q4_k and q6_k": GroupedForm(8, 16, 256, has_minima=True),
+}
+"""These need a multiple of 256 inputs."""
 
 
-def random_weight(outputs: int, inputs: int, form: PackedForm | Float8Form) -> QuantizedWeight:
+def random_weight(outputs: int, inputs: int, form: WeightForm) -> QuantizedWeight:
     """All finite values and all zero points, scales of both signs, and an output whose scales are 0 or small."""
     generator = torch.Generator().manual_seed(outputs + inputs)
+    if isinstance(form, GroupedForm):
+        return _random_blocks(outputs, inputs, form, generator)
     group_size = form.group_size
     groups = (outputs,) if group_size is None else (outputs, -(-inputs // group_size))
     scales = torch.randn(groups, generator=generator).half().float()
@@ -63,6 +75,15 @@ def random_weight(outputs: int, inputs: int, form: PackedForm | Float8Form) -> Q
     return Int4Weight(values, scales, zeros, group_size)
 
 
+def _random_blocks(outputs: int, inputs: int, form: GroupedForm, generator: torch.Generator) -> QuantizedWeight:
+    bits = torch.randint(0, 256, (outputs, inputs * form.bits // 8), generator=generator, dtype=torch.uint8)
+    factors = torch.randn(outputs, inputs // form.block_size, form.num_factors, generator=generator) / 16
+    factors[outputs // 2] = 0.0
+    groups = (outputs, inputs // form.group_size if form.has_multipliers else 0, form.num_factors)
+    multipliers = torch.randint(-128, 128, groups, generator=generator, dtype=torch.int8)
+    return GroupedWeight(form, bits.view(torch.int8) if form.bits == 8 else bits, factors.half().float(), multipliers)
+
+
 @dataclass(frozen=True)
 class LinearCase:
     """A linear with random weights, and rows for it."""
@@ -76,7 +97,7 @@ class LinearCase:
     scale: float = 1.0
 
     def weight(self) -> QuantizedWeight:
-        return random_weight(self.outputs, self.inputs, FORMS[self.form])
+        return random_weight(self.outputs, self.inputs, (FORMS | LARGE_BLOCKS)[self.form])
 
     def bias(self) -> Tensor | None:
         generator = torch.Generator().manual_seed(2)
@@ -101,10 +122,10 @@ class LinearCase:
 
 def check_linear(launcher: Launcher, case: LinearCase, matmul: Matmul | None = None) -> float:
     """Our kernel's product. Returns the error as a share of the tolerance."""
-    x = case.rows()
-    return _check_close(
-        case, case.run(launcher, x, matmul or BlockedMatmul()), case.expected(x, case.weight().dequantize())
-    )
+    x, weights = case.rows(), case.weight().dequantize()
+    if isinstance(case.weight().form, GroupedForm):
+        weights = weights.to(case.dtype)  # which has the numbers of no block exactly
+    return _check_close(case, case.run(launcher, x, matmul or BlockedMatmul()), case.expected(x, weights))
 
 
 def check_widened(launcher: Launcher, case: LinearCase) -> float:

@@ -1,6 +1,6 @@
 // Weights of 4 or 8 bits as LaneWeights; see product_tiles.cuh. Macros: ACT; WEIGHT, the bits; FLOAT, whether they are a
-// float, E2M1 or E4M3; GROUP, the inputs that share a scale, and of 4-bit integers a zero point, or 0.
-// ops/packed_weights.py packs them.
+// float, E2M1 or E4M3; GROUP, the inputs that share a scale, and of 4-bit integers a zero point, or 0; BLOCKS, whether
+// they are integers in GGML's blocks. ops/packed_weights.py packs them.
 //
 // A row of values has one chunk after the other, of 64 (8 bits) or 128 inputs (4 bits), 64 bytes each: 16 bytes for each
 // lane of four, and in these the lane's 8 inputs of each step. The last chunk is filled up. Of 8 inputs with 4 bits,
@@ -10,7 +10,7 @@
 
 #include "product_tiles.cuh"
 
-constexpr bool kHasZeros = WEIGHT == 4 && !FLOAT;
+#define HAS_ZEROS (WEIGHT == 4 && !FLOAT && !BLOCKS)
 
 #if WEIGHT == 4 && FLOAT
 struct E8m0 {  // 2^(exponent - 127); exponents from 1 to 254
@@ -18,7 +18,7 @@ struct E8m0 {  // 2^(exponent - 127); exponents from 1 to 254
 };
 __device__ __forceinline__ float to_float(E8m0 x) { return __uint_as_float(unsigned(x.exponent) << 23); }
 using Scale = E8m0;
-#elif WEIGHT == 4
+#elif WEIGHT == 4 || BLOCKS
 using Scale = Fp16;
 #elif WEIGHT == 8
 using Scale = float;
@@ -30,17 +30,34 @@ constexpr int kRowChunkBytes = 64;
 constexpr int kRowChunkInputs = kRowChunkBytes * 8 / WEIGHT;
 
 // [outputs, inputs] of w = scale * (value - zero). Scales and zeros [outputs, groups], or without groups scales
-// [outputs]; the last chunk has all its groups. Only integers of 4 bits have zeros; those of 8 bits are signed.
+// [outputs]; the last chunk has all its groups. Only integers of 4 bits have zeros; those of 8 bits are
+// signed. In blocks, w = scale * value - minimum: scales [outputs, blocks, kinds] has the factors of scales and maybe
+// minima, zeros the signed multipliers of both [outputs, groups, kinds] if a block has several groups; `blocks` is the
+// logarithm of a group's inputs + 256 * that of a block's + 65536 * whether there are minima.
 struct PackedWeights {
     const unsigned char* values;
     const Scale* scales;
     const unsigned char* zeros;
     int inputs;
+    int blocks;
 
     __device__ __forceinline__ int num_chunks() const { return (inputs + kRowChunkInputs - 1) / kRowChunkInputs; }
     __device__ __forceinline__ const unsigned char* row(long long output) const {
         return values + output * num_chunks() * kRowChunkBytes;
     }
+#if BLOCKS
+    __device__ __forceinline__ void read_factors(long long output, int input, float& scale, float& minimum) const {
+        const int group_shift = blocks & 255, block_shift = blocks >> 8 & 255, kinds = 1 + (blocks >> 16);
+        const int filled = num_chunks() * kRowChunkInputs;
+        const Scale* factors = scales + (output * (filled >> block_shift) + (input >> block_shift)) * kinds;
+        scale = to_float(factors[0]);
+        minimum = kinds > 1 ? to_float(factors[1]) : 0.0f;
+        if (block_shift == group_shift) return;
+        const unsigned char* multipliers = zeros + (output * (filled >> group_shift) + (input >> group_shift)) * kinds;
+        scale *= float(static_cast<signed char>(multipliers[0]));
+        if (kinds > 1) minimum *= float(static_cast<signed char>(multipliers[1]));
+    }
+#endif
 #if GROUP
     __device__ __forceinline__ int num_groups() const { return (num_chunks() * kRowChunkInputs + GROUP - 1) / GROUP; }
 #endif
@@ -76,7 +93,7 @@ __device__ __forceinline__ void widen_word(unsigned word, unsigned zero, unsigne
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const unsigned pair = word >> (4 * i) & 0x000f000fu;
-        pairs[i] = kHasZeros ? subtract_zero(Act{}, pair, zero) : widen_e2m1(Act{}, pair);
+        pairs[i] = FLOAT ? widen_e2m1(Act{}, pair) : subtract_zero(Act{}, pair, zero);
     }
 }
 __device__ __forceinline__ unsigned widen_floats(Fp16, unsigned pair) {
@@ -102,12 +119,28 @@ __device__ __forceinline__ void widen_words(unsigned low, unsigned high, unsigne
 #endif
 }
 
+// Values of a block → weights.
+__device__ __forceinline__ void scale_pairs(unsigned (&pairs)[4], float scale, float minimum) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        float low, high;
+        unpack(Act{}, pairs[i], low, high);
+        pairs[i] = pack(Act{}, low * scale - minimum, high * scale - minimum);
+    }
+}
+
 struct QuantisedWeights {
     static constexpr int kStepsHeld = kRowChunkInputs / kStepInputs;
     static constexpr bool kHasGroups = GROUP != 0;
 
     const unsigned char* rows[4];
     uint4 held[4];
+#if BLOCKS
+    const PackedWeights& weights;
+    long long outputs_before;
+    int first_output, last_output;
+    float scales[4][kStepsHeld], minima[4][kStepsHeld];
+#endif
 
     __device__ __forceinline__ static unsigned word(const uint4& x, int i) {
         return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
@@ -119,14 +152,18 @@ struct QuantisedWeights {
     const Scale* scale_rows[4];
     float scales[4][kGroupsHeld];
 #endif
-#if WEIGHT == 4
+#if HAS_ZEROS
     const unsigned char* zero_rows[4];
-    unsigned zeros[4][kGroupsHeld] = {};
+    unsigned zeros[4][kGroupsHeld];
 #endif
 
     // first: the tile's first output, of `outputs`; output 0 is row `before` of the weights.
     __device__ __forceinline__ QuantisedWeights(const PackedWeights& weights, int first, int outputs,
-                                                long long before) {
+                                                long long before)
+#if BLOCKS
+        : weights(weights), outputs_before(before), first_output(first), last_output(outputs - 1)
+#endif
+    {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -135,7 +172,7 @@ struct QuantisedWeights {
 #if GROUP
             scale_rows[i] = weights.scales + output * weights.num_groups();
 #endif
-#if WEIGHT == 4
+#if HAS_ZEROS
             zero_rows[i] = weights.zeros + output * weights.num_groups();
 #endif
         }
@@ -144,25 +181,42 @@ struct QuantisedWeights {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             held[i] = *reinterpret_cast<const uint4*>(rows[i] + (long long)(chunk) * kRowChunkBytes);
+#if BLOCKS
+            const int lane = threadIdx.x % 32;
+            const long long output = outputs_before + min(first_output + 8 * i + lane / 4, last_output);
+#pragma unroll
+            for (int step = 0; step < kStepsHeld; ++step) {
+                const int input = chunk * kRowChunkInputs + step * kStepInputs + lane % 4 * 8;
+                weights.read_factors(output, input, scales[i][step], minima[i][step]);
+            }
+#endif
 #if GROUP
             const int first = chunk * kRowChunkInputs / GROUP;
 #pragma unroll
             for (int group = 0; group < kGroupsHeld; ++group) {
                 scales[i][group] = to_float(scale_rows[i][first + group]);
-#if WEIGHT == 4
-                if constexpr (kHasZeros) zeros[i][group] = zero_rows[i][first + group];
+#if HAS_ZEROS
+                zeros[i][group] = zero_rows[i][first + group];
 #endif
             }
 #endif
         }
     }
+#if HAS_ZEROS
+    __device__ __forceinline__ unsigned zero_of(int i, int step) const { return zeros[i][step * kStepInputs / GROUP]; }
+#else
+    __device__ __forceinline__ unsigned zero_of(int, int) const { return 0; }
+#endif
     __device__ __forceinline__ void read(LaneWeights& w, int step) const {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
 #if WEIGHT == 4
-            widen_word(word(held[i], step), zeros[i][step * kStepInputs / GROUP], w.pairs[i]);
+            widen_word(word(held[i], step), zero_of(i, step), w.pairs[i]);
 #else
             widen_words(word(held[i], 2 * step), word(held[i], 2 * step + 1), w.pairs[i]);
+#endif
+#if BLOCKS
+            scale_pairs(w.pairs[i], scales[i][step], minima[i][step]);
 #endif
         }
     }
@@ -177,14 +231,20 @@ __device__ __forceinline__ void dequantise8(const PackedWeights& weights, long l
     const int lane = input % kStepInputs / 8;
     const unsigned char* at = weights.row(output) + (long long)(chunk) * kRowChunkBytes + lane * 16 + step * WEIGHT;
     unsigned pairs[4];
+    float scale, minimum = 0.0f;
+#if BLOCKS
+    const long long group = 0;
+    weights.read_factors(output, input, scale, minimum);
+#else
 #if GROUP
     const long long group = output * weights.num_groups() + input / GROUP;
 #else
     const long long group = output;
 #endif
-    const float scale = to_float(weights.scales[group]);
+    scale = to_float(weights.scales[group]);
+#endif
 #if WEIGHT == 4
-    widen_word(*reinterpret_cast<const unsigned*>(at), kHasZeros ? weights.zeros[group] : 0, pairs);
+    widen_word(*reinterpret_cast<const unsigned*>(at), HAS_ZEROS ? weights.zeros[group] : 0, pairs);
 #else
     const uint2 words = *reinterpret_cast<const uint2*>(at);
     widen_words(words.x, words.y, pairs);
@@ -192,6 +252,6 @@ __device__ __forceinline__ void dequantise8(const PackedWeights& weights, long l
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         unpack(Act{}, pairs[i], x[2 * i], x[2 * i + 1]);
-        x[2 * i] *= scale, x[2 * i + 1] *= scale;
+        x[2 * i] = x[2 * i] * scale - minimum, x[2 * i + 1] = x[2 * i + 1] * scale - minimum;
     }
 }

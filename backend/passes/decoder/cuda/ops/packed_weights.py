@@ -34,7 +34,7 @@ _E8M0_BIAS = 127
 
 def has_kernels(form: WeightForm) -> bool:
     """Whether linears that are stored in the form stay in it. Others are dequantised when they are read."""
-    return form in _FORMS
+    return isinstance(form, GroupedForm) or form in _FORMS
 
 
 def takes_packed(dtype: torch.dtype) -> bool:
@@ -74,10 +74,11 @@ class CudaQuantizedLinear:
     values: Tensor
     """uint8 [outputs, bytes]"""
     scales: Tensor
-    """Integers of 4 bits: fp16 [outputs, groups]. MXFP4: uint8 [outputs, groups], exponents + 127. Of 8 bits: fp32, one
-    per output or [outputs, groups]."""
+    """GGML's blocks: factors, fp16 [outputs, blocks, kinds]. Integers of 4 bits: fp16 [outputs, groups]. MXFP4: uint8
+    [outputs, groups], exponents + 127. Others: fp32, one per output or [outputs, groups]."""
     zeros: Tensor
-    """Integers of 4 bits: uint8 [outputs, groups]. Others: any tensor, which is not read."""
+    """GGML's blocks: multipliers, uint8 [outputs, groups, kinds]. Integers of 4 bits: uint8 [outputs, groups]. Others:
+    any tensor, which is not read."""
     bias: Tensor | None
     scale: float = 1.0
     is_gated: bool = False
@@ -89,6 +90,14 @@ class CudaQuantizedLinear:
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.values, self.scales, self.zeros
+
+    @property
+    def blocks(self) -> int:
+        """As `PackedWeights::blocks` in kernels/quantised_weights.cuh."""
+        form = self.form
+        if not isinstance(form, GroupedForm):
+            return 0
+        return (form.group_size.bit_length() - 1) | (form.block_size.bit_length() - 1) << 8 | form.has_minima << 16
 
 
 def pack_weight(
@@ -104,24 +113,39 @@ def pack_weight(
 
 def _pack_parts(form: KernelForm, values: Tensor, scales: Tensor, *zeros: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Parts of a QuantizedWeight on the device → those of a CudaQuantizedLinear."""
-    outputs = len(values)
     filled = functional.pad(values.view(torch.uint8), (0, -values.shape[1] % _CHUNK_BYTES))
+    num_inputs = filled.shape[1] * 8 // value_bits(form)
+    packed = _order_bytes(filled) if value_bits(form) == 8 else _order_pairs(filled)
+    if isinstance(form, GroupedForm):
+        factors = _fill(scales.half(), num_inputs // form.block_size)
+        multipliers = zeros[0].view(torch.uint8)
+        return packed, factors, _fill(multipliers, num_inputs // form.group_size) if form.has_multipliers else factors
     if value_bits(form) == 8:
-        steps = filled.view(outputs, -1, 2, 4, 8)
         scales = scales.contiguous()
-        return steps.transpose(2, 3).reshape(outputs, -1), scales, scales
+        return packed, scales, scales
+    groups = num_inputs // (form.group_size or num_inputs)
+    if not zeros:
+        exponents = (torch.frexp(scales).exponent - 1 + _E8M0_BIAS).to(torch.uint8)  # frexp has numbers from 0.5 to 1
+        filled_exponents = _fill(exponents, groups)
+        return packed, filled_exponents, filled_exponents
+    return packed, _fill(scales.half(), groups), _fill(zeros[0], groups)
+
+
+def _order_bytes(filled: Tensor) -> Tensor:
+    """Values of 8 bits in the order of the kernels."""
+    return filled.view(len(filled), -1, 2, 4, 8).transpose(2, 3).reshape(len(filled), -1)
+
+
+def _order_pairs(filled: Tensor) -> Tensor:
+    """Values of 4 bits in the order of the kernels."""
+    outputs = len(filled)
     pairs = filled.view(outputs, -1, 4, 4, 4)  # chunk, step, lane, two inputs in each of four bytes
     low, high = pairs & 15, pairs >> 4
     words = torch.stack([part[..., i] | part[..., i + 1] << 4 for part in (low, high) for i in (0, 2)], dim=-1)
-    packed = words.transpose(2, 3).reshape(outputs, -1)
-    if not zeros:
-        exponents = (torch.frexp(scales).exponent - 1 + _E8M0_BIAS).to(torch.uint8)  # frexp has numbers from 0.5 to 1
-        filled_exponents = _fill_groups(exponents, packed, MXFP4_GROUP_SIZE)
-        return packed, filled_exponents, filled_exponents
-    group_size = form.group_size or 0
-    return packed, _fill_groups(scales.half(), packed, group_size), _fill_groups(zeros[0], packed, group_size)
+    return words.transpose(2, 3).reshape(outputs, -1)
 
 
-def _fill_groups(part: Tensor, packed: Tensor, group_size: int) -> Tensor:
-    """[outputs, groups], with as many groups as the filled 4-bit values have."""
-    return functional.pad(part, (0, packed.shape[1] * 2 // group_size - part.shape[1]))
+def _fill(part: Tensor, count: int) -> Tensor:
+    """[outputs, count, …] of [outputs, fewer, …]."""
+    missing = (0, count - part.shape[1])
+    return functional.pad(part, (0, 0, *missing) if part.dim() == 3 else missing)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from penstock.backend.checkpoint.float8_weight import FLOAT8_GROUP_SIZE, Float8Form
-from penstock.backend.checkpoint.quantized_weights import INT4_GROUP_SIZES, PackedForm
+from penstock.backend.checkpoint.quantized_weights import GROUP_SIZES, INT4_GROUP_SIZES, GroupedForm, PackedForm
 from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Kernel
 from penstock.backend.passes.decoder.cuda.ops.matmul import CudaLinear, Matmul, WholeMatmul
 from penstock.backend.passes.decoder.cuda.ops.packed_weights import (
@@ -45,7 +45,9 @@ _FORMS: tuple[KernelForm, ...] = (
     MXFP4_FORM,
     Float8Form(None),
     Float8Form(FLOAT8_GROUP_SIZE),
+    *(GroupedForm(bits, GROUP_SIZES[0], GROUP_SIZES[0], has_minima=False) for bits in (4, 8)),
 )
+"""One for each set of kernels: those of `GroupedForm` depend on its bits only."""
 _VALUES = 8
 
 
@@ -58,10 +60,10 @@ def kernels() -> Iterator[Kernel]:
 
 def quantized_kernels(form: KernelForm, dtype: torch.dtype) -> tuple[Kernel, Kernel, Kernel]:
     """Return multiply_quantised, dequantise_rows and embed_quantised."""
-    is_float = isinstance(form, Float8Form) or form == MXFP4_FORM
+    is_float, has_blocks = isinstance(form, Float8Form) or form == MXFP4_FORM, isinstance(form, GroupedForm)
     macros = (
         ("ACT", ACT_MACRO[dtype]), ("WEIGHT", value_bits(form)), ("FLOAT", int(is_float)),
-        ("GROUP", form.group_size or 0),
+        ("GROUP", 0 if has_blocks else form.group_size or 0), ("BLOCKS", int(has_blocks)),
     )  # fmt: skip
     entries = ("multiply_quantised", "dequantise_rows", "embed_quantised")
     multiply, dequantise, embed = (Kernel("quantised_products.cu", entry, macros, 128) for entry in entries)
@@ -151,7 +153,7 @@ class QuantizedProducts:
         self._launcher.launch(
             self._kernels[weights.form][0], grid, x, tokens, *weights.parts, bias, ends,
             out, *map(np.int32, (num_experts, outputs, inputs, gathers, weights.bias is not None)),
-            np.float32(weights.scale),
+            np.float32(weights.scale), np.int32(weights.blocks),
         )  # fmt: skip
 
     def embed(
@@ -164,7 +166,7 @@ class QuantizedProducts:
         grid = (len(residual), -(-hidden // (_VALUES * kernel.num_threads)), 1)
         self._launcher.launch(
             kernel, grid, *table.parts, input_ids, last_tokens, rows.query_starts, rows.slots, residual,
-            np.int32(len(rows.slots)), np.int32(vocab_size), np.int32(hidden), np.float32(scale),
+            *map(np.int32, (len(rows.slots), vocab_size, hidden)), np.float32(scale), np.int32(table.blocks),
         )  # fmt: skip
 
     def _multiply_widened(self, x: Tensor, weights: CudaQuantizedLinear, out: Tensor) -> Tensor:
@@ -175,7 +177,8 @@ class QuantizedProducts:
             count = min(step, outputs - first)
             widened = self._scratch[: count * inputs].view(count, inputs)
             grid = (count, -(-inputs // (_VALUES * kernel.num_threads)), 1)
-            self._launcher.launch(kernel, grid, *weights.parts, widened, np.int32(first), np.int32(inputs))
+            sizes = map(np.int32, (first, inputs, weights.blocks))
+            self._launcher.launch(kernel, grid, *weights.parts, widened, *sizes)
             bias = None if weights.bias is None else weights.bias[first : first + count]
             part = CudaLinear(widened, widened.t(), bias, weights.scale)
             WholeMatmul().multiply(x, part, out[:, first : first + count])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedP
 from penstock.tools.gpu_check.cases.quantized import (
     DTYPES,
     FORMS,
+    LARGE_BLOCKS,
     LinearCase,
     check_company,
     check_embedding,
@@ -33,9 +36,18 @@ def test_products_agree_with_float64(form: str, name: str) -> None:
         check_linear(FAST, case)
 
 
+@pytest.mark.parametrize("form", LARGE_BLOCKS)
+def test_blocks_of_several_groups_agree_with_float64(form: str) -> None:
+    case = LinearCase(form, 40, 768, 9, torch.bfloat16, has_bias=True)
+    check_linear(FAST, case)
+    check_embedding(FAST, case)
+    check_linear(EmulatedLauncher("check", "random", 3), replace(case, outputs=8, num_rows=2))
+    check_widened(FAST, LinearCase(form, 40, 256, 65, torch.float16))
+
+
 @pytest.mark.parametrize("inputs", [32, 96, 160])
 def test_inputs_need_not_fill_the_last_chunk(inputs: int) -> None:
-    for form in ("int8", "int4", "mxfp4", "fp8-128"):
+    for form in ("int8", "int4", "mxfp4", "fp8-128", "q4_1", "q8_0"):
         check_linear(FAST, LinearCase(form, 24, inputs, 5, torch.bfloat16))
     check_linear(FAST, LinearCase("int8", 24, inputs - 8, 5, torch.bfloat16))
 
@@ -73,10 +85,21 @@ def test_products_have_no_races_and_stay_in_bounds(form: str, order: str) -> Non
 
 @pytest.mark.parametrize("matmul", [WholeMatmul(), BlockedMatmul()])
 @pytest.mark.parametrize(
-    ("form", "inputs"), [("int8", 200), ("int4", 352), ("int4-128", 384), ("mxfp4", 352), ("fp8", 72), ("fp8-128", 200)]
+    ("form", "inputs"),
+    [
+        ("int8", 200),
+        ("int4", 352),
+        ("int4-128", 384),
+        ("mxfp4", 352),
+        ("fp8", 72),
+        ("fp8-128", 200),
+        ("q4_1", 352),
+        ("q8_0", 160),
+        ("q4_k", 512),
+    ],
 )
 def test_packed_weights_take_the_announced_memory(form: str, inputs: int, matmul: WholeMatmul | BlockedMatmul) -> None:
-    weight = random_weight(24, inputs, FORMS[form])
+    weight = random_weight(24, inputs, (FORMS | LARGE_BLOCKS)[form])
     for dtype in DTYPES.values():
         packed = QuantizedProducts(FAST, torch.device("cpu"), dtype, 16, matmul).pack(weight, None)
         parts = {part.data_ptr(): part.numel() * part.element_size() for part in packed.parts}
