@@ -16,6 +16,7 @@ from penstock.backend.engine.batch_builder import BatchBuilder, WholeBatchBuilde
 from penstock.backend.engine.executor import Executor, ExecutorFailed
 from penstock.backend.engine.limits import EngineLimits
 from penstock.backend.engine.loop import Engine
+from penstock.backend.engine.recording.recorder import Recorder
 from penstock.backend.engine.requests import Requests
 from penstock.backend.engine.vector_cache import VectorCache
 from penstock.backend.errors import StartupError
@@ -51,11 +52,15 @@ from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.link.backend_link import BackendLink
 from penstock.shm.link.listening_address import CannotListen, check_free
 from penstock.shm.memory.board import BackendBoard
+from penstock.shm.memory.region import RegionError
+from penstock.shm.memory.ring import RingWriter, create_fd
 from penstock.shm.process.heartbeat import Heartbeat
 from penstock.shm.process.logs import set_up_logging
-from penstock.shm.process.options import fail, make_app
+from penstock.shm.process.options import fail, format_size, make_app
 from penstock.shm.process.service_manager import find_service_manager
 from penstock.shm.process.tenant_places import HARD_BOUND
+from penstock.shm.recording.events import BackendStarted
+from penstock.shm.recording.records import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -132,12 +137,12 @@ def serve(options: BackendOptions) -> None:
     compiler = _create_compiler(model_dir, card, options.grammar_timeout_s) if spec.generates else None
     grammar_queue = GrammarQueue(compiler, executor.wake, options.max_waiting)
     scheduler, builder = _create_scheduler(plan, settings, forward_pass, options.batch_channel_capacity)
-    settlement = Settlement(time.monotonic, start_s=_SETTLE_START_S, quiet_s=_SETTLE_QUIET_S, longest_s=_SETTLE_LIMIT_S)
-    limits = _engine_limits(options, card, spec)
+    recorder = _create_recorder(options, card, settings, plan, forward_pass)
     cache = VectorCache(options.embedding_cache) if options.embedding_cache and spec.pooled else None
     requests = Requests.make(
-        link, scheduler, board, limits, grammar_queue=grammar_queue, settlement=settlement, vector_cache=cache
-    )
+        link, scheduler, board, _engine_limits(options, card, spec),
+        grammar_queue=grammar_queue, settlement=_create_settlement(), vector_cache=cache, recorder=recorder,
+    )  # fmt: skip
     manager = find_service_manager("backend")
     heartbeat = manager if options.heartbeat_fd is None else Heartbeat(options.heartbeat_fd)
     engine = Engine(link, executor, scheduler, builder, requests, board, heartbeat=heartbeat)
@@ -190,6 +195,45 @@ def _create_board(plan: KvPlan | WholePlan, max_waiting: int) -> BackendBoard:
     board.page_size_tokens = plan.page_size_tokens
     board.max_waiting = max_waiting
     return board
+
+
+def _create_settlement() -> Settlement:
+    return Settlement(time.monotonic, start_s=_SETTLE_START_S, quiet_s=_SETTLE_QUIET_S, longest_s=_SETTLE_LIMIT_S)
+
+
+def _create_recorder(
+    options: BackendOptions,
+    card: ModelCard,
+    settings: PassOptions,
+    plan: KvPlan | WholePlan,
+    forward_pass: IBatchedForwardPass,
+) -> Recorder | None:
+    """Raises StartupError if there is no memory for it, or the fd is not that of a recorder."""
+    if not options.flight_recorder:
+        return None
+    started = BackendStarted(
+        FORMAT_VERSION,
+        os.getpid(),
+        time.time(),
+        card.model_id,
+        settings.max_running,
+        settings.max_batch_tokens,
+        plan.num_pages,
+        plan.page_size_tokens if isinstance(plan, KvPlan) else 0,
+        card.max_context_tokens,
+        card.vocab_size,
+        options.max_waiting,
+        options.batch_channel_capacity,
+        options.priority_step_s,
+        forward_pass.spec.state_bytes_per_sequence > 0,
+        forward_pass.spec.window_tokens,
+        options.record_tokens,
+    )
+    try:
+        fd = create_fd(options.flight_recorder) if options.recorder_fd is None else options.recorder_fd
+        return Recorder.begin(RingWriter(fd), started)
+    except (OSError, RegionError) as error:
+        raise StartupError(f"--flight-recorder {format_size(options.flight_recorder)}: {error}") from error
 
 
 def _create_compiler(model_dir: Path, card: ModelCard, timeout_s: float) -> GrammarCompiler | None:

@@ -11,7 +11,7 @@ from cyclopts.validators import Number
 
 from penstock.backend.errors import StartupError
 from penstock.shm.process.option_groups import grouped
-from penstock.shm.process.options import ByteSize, parse_size
+from penstock.shm.process.options import ByteSize, format_size, parse_size
 from penstock.shm.process.socket_path import default_socket_path
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ def _convert_budget(_type: Any, tokens: Sequence[Token]) -> int | str:
 
 
 ANY_NAME = "*"
+MIN_RECORDER_BYTES = 1_000_000
+MAX_RECORDER_BYTES = 4_000_000_000
 _CPU_STEP_TOKENS = 192
 _CPU_WHOLE_STEP_TOKENS = 512
 """Tokens of a step of a pass without a KV cache: no stream waits for the step's end."""
@@ -44,7 +46,7 @@ _GROUPS = {
     "Memory and scheduling": "host_kv_budget kv_dtype page_size max_batch_tokens max_running max_waiting"
     " embedding_cache priority_step_s grammar_timeout_s batch_channel_capacity",
     "Processes": "socket shared_buffers shared_buffer_budget heartbeat_fd",
-    "Logs and traces": "log_level log_json",
+    "Logs and traces": "log_level log_json flight_recorder record_tokens recorder_fd",
 }
 
 
@@ -139,6 +141,17 @@ class BackendOptions:
     """Plans prepared ahead of the running step, each as late as possible. 0 means no overlap; more than 1 helps only if
     a step takes less time than the planning varies by."""
 
+    flight_recorder: ByteSize = 4_000_000
+    """Memory for a record of the loop's last plans and results, without tokens or text: `penstock record` reads it, and
+    after a crash `penstock serve` writes its last 10 s into a file. 0 records nothing, else at least 1MB."""
+
+    record_tokens: bool = False
+    """The flight recorder keeps prompts and sampled tokens too, so that `penstock record --with-tokens` can copy
+    them."""
+
+    recorder_fd: Annotated[int | None, Parameter(show=False, validator=Number(gte=0))] = None
+    """File descriptor of the flight recorder's memory, which `penstock serve` keeps."""
+
     heartbeat_fd: Annotated[int | None, Parameter(show=False, validator=Number(gte=0))] = None
     """File descriptor of the heartbeat that `penstock serve` watches."""
 
@@ -206,6 +219,13 @@ class BackendOptions:
 
     def check(self) -> None:
         """Raises StartupError if options contradict each other. Each alone was checked when it was parsed."""
+        if not (self.flight_recorder == 0 or MIN_RECORDER_BYTES <= self.flight_recorder <= MAX_RECORDER_BYTES):
+            raise StartupError(
+                f"--flight-recorder is {format_size(self.flight_recorder)}; it is 0, or from "
+                f"{format_size(MIN_RECORDER_BYTES)} to {format_size(MAX_RECORDER_BYTES)}"
+            )
+        if self.record_tokens and not self.flight_recorder:
+            raise StartupError("--record-tokens needs the flight recorder; leave --flight-recorder 0 out")
         if self.revision is not None and self.model is None:
             raise StartupError(
                 f"--revision is {self.revision}; the demo model has none: give a hub id as --model, or leave "

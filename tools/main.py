@@ -96,6 +96,9 @@ app.command(
 
 
 app.register_install_completion_command(help="Writes the completion of this command for your shell, and says where.")
+# By name: these modules are of no use to the other commands.
+app.command("penstock.tools.recorder.command:record", name="record")
+app.command("penstock.tools.recorder.command:timeline", name="timeline")
 
 
 def main() -> None:

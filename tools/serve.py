@@ -20,7 +20,9 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from penstock.backend.checkpoint.layout import CONFIG_FILE
+from penstock.backend.errors import StartupError
 from penstock.backend.options import BackendOptions, Quantize, Task
+from penstock.frontend.endpoints.responses.storage.state_files import NO_STATE
 from penstock.frontend.main import (
     check_chat_template,
     listening_socket,
@@ -33,6 +35,7 @@ from penstock.frontend.main import (
 from penstock.frontend.options import FrontendOptions
 from penstock.frontend.transport.serving.listening import address_of, unlink
 from penstock.shm.link.listening_address import AddressInUse, CannotListen, check_free
+from penstock.shm.memory.ring import create_fd
 from penstock.shm.process.heartbeat import Heartbeat
 from penstock.shm.process.option_groups import grouped
 from penstock.shm.process.options import ENV_PREFIX, fail, to_argv
@@ -40,6 +43,7 @@ from penstock.shm.process.service_manager import find_service_manager
 from penstock.shm.process.socket_path import default_socket_path
 from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv
 from penstock.tools.model_texts import why_unusable
+from penstock.tools.recorder.crash_files import CrashFiles
 from penstock.tools.welcome import ShownModel, Use, Welcome
 
 _COMMAND = "penstock serve"
@@ -317,18 +321,39 @@ def _supervise(options: ServeOptions, backends: Mapping[str, BackendOptions], li
 
 
 def _backend(name: str, backend: BackendOptions, options: ServeOptions, *, is_one_of_many: bool) -> ChildSpec:
-    """Return how to start a backend. One of many that dies again and again leaves the others running."""
+    """Return how to start a backend. One of many that dies again and again leaves the others running.
+
+    Its flight recorder belongs to this process, so that it outlives the backend.
+    """
     heartbeat = Heartbeat.create()
+    fds, on_crash = [heartbeat.fd], None
+    backend = dataclasses.replace(backend, heartbeat_fd=heartbeat.fd)
+    if backend.flight_recorder:
+        recorder_fd = _create_recorder(backend)
+        backend = dataclasses.replace(backend, recorder_fd=recorder_fd)
+        fds.append(recorder_fd)
+        if options.state_dir != NO_STATE:
+            on_crash = CrashFiles(recorder_fd, Path(options.state_dir) / "crashes", name, _log).write
     return ChildSpec(
         name,
-        module_argv("penstock.backend.main", to_argv(dataclasses.replace(backend, heartbeat_fd=heartbeat.fd))),
-        (heartbeat.fd,),
+        module_argv("penstock.backend.main", to_argv(backend)),
+        tuple(fds),
         without_secrets(os.environ),
         stage=0,
         heartbeat=heartbeat,
         hang_timeout_s=options.hang_timeout_s,
+        on_crash=on_crash,
         may_die_often=is_one_of_many,
     )
+
+
+def _create_recorder(backend: BackendOptions) -> int:
+    """Return the fd of a ring. Exits with one line for a size that is out of bounds, or without memory."""
+    try:
+        backend.check()
+        return create_fd(backend.flight_recorder)
+    except (StartupError, OSError) as error:
+        fail(_COMMAND, str(error))
 
 
 def _socket_of(backends: Mapping[str, BackendOptions], name: str, otherwise: Path | None) -> Path | None:

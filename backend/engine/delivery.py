@@ -149,6 +149,8 @@ class Delivery:
         logprobs: EventLogprobs | None = None,
     ) -> None:
         """Send and count the last event of a request. The caller removes it from the table of open requests."""
+        if (recorder := self._open_requests.recorder) is not None:
+            recorder.note_end(frontend, request_id, finish, failure)
         self._link.push(frontend, request_id, token_id, finish, started=started, failure=failure, logprobs=logprobs)
         match finish:
             case Finish.STOP | Finish.LENGTH:

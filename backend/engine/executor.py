@@ -176,7 +176,8 @@ class Executor:
         started_s = self._step_starts_s.popleft()
         if self._step_starts_s:  # it was launched while this one ran, and begins now
             self._step_starts_s[0] = now_s
-        self._results.append(replace(finished, step_s=now_s - started_s, launch_s=step.launch_s))
+        measured = replace(finished, step_s=now_s - started_s, launch_s=step.launch_s, ended_s=now_s)
+        self._results.append(measured)
         self.wake()
 
 

@@ -249,6 +249,8 @@ class Intake:
         subscriber.has_joined = True
         sequence.subscribe(subscriber)
         self._open_requests.add(sequence, subscriber)
+        if (recorder := self._open_requests.recorder) is not None:
+            recorder.note_join(sequence, subscriber)
         self._board.requests_coalesced += 1
         if sequence.order >= 0:  # one that is held may still be shortened; `admit_settled` replays it
             self._delivery.replay(sequence, subscriber)

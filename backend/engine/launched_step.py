@@ -37,6 +37,8 @@ class StepResult:
     error: Exception | None = None
     launch_s: float = 0.0
     """CPU time of the launch if the pass runs ahead, else 0."""
+    ended_s: float = 0.0
+    """When the step ended, in CLOCK_MONOTONIC; 0 if unknown."""
     stops: tuple[int, ...] = ()
     """Indices of rows whose token ended the sequence for all subscribers that it had when the token was sampled."""
     logprobs: TokenLogprobs | None = None

@@ -73,6 +73,7 @@ class Engine:
         self._clock = clock
         self._step_timing = step_timing or StepTiming()
         self._heartbeat = heartbeat
+        self._recorder = requests.table.recorder
         self._drain_deadline_s: float | None = None
         self._num_failed_steps = 0
         """Failed steps in a row."""
@@ -94,7 +95,11 @@ class Engine:
     def turn(self) -> None:
         """One turn of the loop. Cancellations take effect here, before the next plan. Never blocks."""
         self._executor.clear_wake()
+        if self._recorder is not None:
+            self._recorder.turn_began_s = self._clock()
         for event in self._link.receive():
+            if self._recorder is not None:
+                self._recorder.note_event(event)
             match event:
                 case Submission():
                     self._intake.submit(event)
@@ -113,6 +118,8 @@ class Engine:
         self._intake.admit_settled()
         self.plan_due_s = self._plan_steps()
         for sequence in self._scheduler.take_preempted():
+            if self._recorder is not None:
+                self._recorder.note_preemption(sequence)
             self._delivery.note_preemption(sequence)
         self._intake.announce_room()
         self._link.flush()
@@ -151,6 +158,8 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - fails the plan's requests; others go on
             self._apply_failure(plan, error)
         else:
+            if self._recorder is not None:
+                self._recorder.note_plan(plan, batch)
             self._executor.launch(plan, batch, self._scheduler.take_saves())
             self._step_timing.note_plan(batch.num_tokens, (time.thread_time_ns() - started_ns) / 1e9)
 
@@ -167,6 +176,8 @@ class Engine:
         board.steps += 1
         board.computed_tokens += num_tokens
         board.observe_step(int(1e6 * result.step_s), len(plan), num_tokens)
+        if self._recorder is not None:
+            self._recorder.note_result(result)
         self._step_timing.note_result(0 if result.error is not None else num_tokens, result.step_s, result.launch_s)
         if result.error is not None:
             self._apply_failure(plan, result.error)
@@ -296,10 +307,10 @@ class Engine:
         board, scheduler, host = self._board, self._scheduler, self._scheduler.host_offload
         if self._heartbeat is not None:
             self._heartbeat.beat()
-        board.running = scheduler.num_running
-        board.waiting = scheduler.num_waiting + len(self._open_requests.settlement)
-        board.pages_used = scheduler.num_pages_held
-        board.pages_idle = scheduler.num_pages_idle
+        board.running = running = scheduler.num_running
+        board.waiting = waiting = scheduler.num_waiting + len(self._open_requests.settlement)
+        board.pages_used = pages_held = scheduler.num_pages_held
+        board.pages_idle = pages_idle = scheduler.num_pages_idle
         board.preemptions = scheduler.num_preemptions
         board.host_pages_used, board.pages_saved, board.pages_restored = (
             host.num_used,
@@ -307,6 +318,8 @@ class Engine:
             host.num_restored,
         )
         board.draining = int(self._drain_deadline_s is not None)
+        if self._recorder is not None:
+            self._recorder.end_turn(self._clock(), running, waiting, pages_held, pages_idle)
         running_s = self._executor.running_s()
         if running_s >= _DEAD_STEP_S:
             raise ExecutorFailed(f"the running step has not ended in {running_s:.0f} s")

@@ -9,6 +9,7 @@ from penstock.backend.engine.coalescer import Coalescer
 from penstock.backend.engine.deadlines import Deadlines
 
 if TYPE_CHECKING:
+    from penstock.backend.engine.recording.recorder import Recorder
     from penstock.backend.scheduling.interface import ISequenceScheduler
     from penstock.backend.scheduling.settlement import Settlement
     from penstock.backend.sequences.sequence import Sequence
@@ -28,12 +29,19 @@ class OpenRequests:
     """Open requests by (frontend, request id). Each either waits in the grammar queue or subscribes to a sequence."""
 
     def __init__(
-        self, scheduler: ISequenceScheduler, board: BackendBoard, grammar_queue: GrammarQueue, settlement: Settlement
+        self,
+        scheduler: ISequenceScheduler,
+        board: BackendBoard,
+        grammar_queue: GrammarQueue,
+        settlement: Settlement,
+        recorder: Recorder | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._board = board
         self.grammar_queue = grammar_queue
         self.settlement = settlement
+        self.recorder = recorder
+        """Notes what happens to requests, for all parts that share this table."""
         self.coalescer = Coalescer()
         self.deadlines = Deadlines(self._deadline_of)
         self._by_frontend: dict[int, dict[int, OpenRequest]] = {}
@@ -71,6 +79,8 @@ class OpenRequests:
 
     def remove(self, sequence: Sequence, subscriber: Subscriber) -> None:
         """Take out a request. With its last subscriber the sequence ends."""
+        if self.recorder is not None:
+            self.recorder.note_leave(sequence, subscriber)
         by_id = self._by_frontend[subscriber.frontend]
         del by_id[subscriber.request_id]
         if not by_id:

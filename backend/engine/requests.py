@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.backend.engine.limits import EngineLimits
+    from penstock.backend.engine.recording.recorder import Recorder
     from penstock.backend.engine.vector_cache import VectorCache
     from penstock.backend.scheduling.interface import ISequenceScheduler
     from penstock.shm.link.backend_link import BackendLink
@@ -46,11 +47,12 @@ class Requests:
         grammar_queue: GrammarQueue | None = None,
         settlement: Settlement | None = None,
         vector_cache: VectorCache | None = None,
+        recorder: Recorder | None = None,
     ) -> Requests:
         """Without a grammar queue, requests with a grammar are refused. Without a settlement, resumed requests are
         grouped within a turn of the loop."""
         grammar_queue = grammar_queue or GrammarQueue(None, lambda: None, 0)
-        table = OpenRequests(scheduler, board, grammar_queue, settlement or Settlement(clock))
+        table = OpenRequests(scheduler, board, grammar_queue, settlement or Settlement(clock), recorder)
         delivery = Delivery(link, board, table)
         vector_delivery = VectorDelivery(link, board, table, delivery, vector_cache)
         intake = Intake(scheduler, board, limits, table, delivery, vector_delivery, clock)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from penstock.backend.engine.vectors import Vectors, pack_dense, pack_sparse
-from penstock.shm.messages import MAX_VECTOR_PART_BYTES, Pooled, Started, VectorPart
+from penstock.shm.messages import MAX_VECTOR_PART_BYTES, Finish, Pooled, Started, VectorPart
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,6 +97,8 @@ class VectorDelivery:
             self._open_requests.remove(sequence, subscriber)
 
     def _send(self, frontend: int, request_id: int, vectors: Vectors, values: bytes, started: Started) -> None:
+        if (recorder := self._open_requests.recorder) is not None:
+            recorder.note_end(frontend, request_id, Finish.STOP, None)
         self._link.push_vectors(frontend, request_id, _parts(request_id, vectors, values), started)
         self._board.requests_finished += 1
 

@@ -54,6 +54,8 @@ class ChildSpec:
     """The child, which has the fd in pass_fds, beats it from its first to its last turn."""
     hang_timeout_s: float = 0.0
     """A child whose heartbeat is silent for longer is killed, and restarted like one that died; 0 is never."""
+    on_crash: Callable[[], None] | None = None
+    """Called after the child has died or failed by itself, before it is restarted."""
     may_die_often: bool = False
     """After its start it is restarted for as long as the others run, however often it dies."""
 
@@ -235,6 +237,8 @@ class Supervisor:
         if child.quick_deaths:
             pause_s = min(self._first_pause_s * 2 ** (child.quick_deaths - 1), self._longest_pause_s)
         child.restart_at_s = now_s + pause_s
+        if returncode and child.spec.on_crash is not None:
+            child.spec.on_crash()
         self._log(f"{ended}; restarting" + (f" in {pause_s:g} s" if pause_s else ""))
         return True
 

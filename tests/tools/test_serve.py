@@ -26,8 +26,12 @@ import pytest
 from penstock.backend.options import BackendOptions
 from penstock.frontend.options import FrontendOptions
 from penstock.shm.process.supervisor import module_argv
+from penstock.shm.recording.file import read_recording
 from penstock.tools.bench.harness.processes import descendants, runs_module
 from penstock.tools.chaos.proxies import free_port
+from penstock.tools.recorder.history import read_history
+from penstock.tools.recorder.record import record
+from penstock.tools.recorder.rings import open_ring
 from penstock.tools.serve import ServeOptions, backend_options, private_socket_path, select_options
 from tests.frontend.transport.test_listening import make_certificate
 
@@ -186,12 +190,30 @@ def test_server_runs_until_it_is_stopped_and_leaves_no_process_or_file(start: St
     assert not [path for path in tmp_path.rglob("*") if not path.is_dir()]
 
 
-def test_killed_backend_and_killed_worker_are_restarted_and_ready_is_printed_once(start: Start) -> None:
-    serve = start("--workers", "2")
+def read_rows(path: Path) -> int:
+    """The rows of all steps in a recording that is whole."""
+    recording = read_recording(path)
+    rows = [step.rows for life in read_history(recording) for step in life.steps.values()]
+    assert recording.problem == ""
+    assert None not in rows
+    return sum(len(of_step or ()) for of_step in rows)
+
+
+def test_killed_backend_and_killed_worker_are_restarted_and_ready_is_printed_once(start: Start, tmp_path: Path) -> None:
+    serve = start("--workers", "2", "--state-dir", str(tmp_path / "state"))
     serve.wait_until_ready()
     text = serve.complete_when_back()  # one worker is ready; the other may get this request
     (backend,) = serve.pids("penstock.backend.main")
+    for pid in (backend, serve.process.pid):
+        ring, started = open_ring(pid)
+        assert started.pid == backend
+        record(ring, tmp_path / f"{pid}.rec", 0.0, with_tokens=False)
+        assert read_rows(tmp_path / f"{pid}.rec") > 0
+        ring.close()
     os.kill(backend, signal.SIGKILL)
+    serve.errors.wait_for("the last 10 s of the backend are in")
+    (crash,) = (tmp_path / "state" / "crashes").iterdir()
+    assert read_rows(crash) >= 8
     serve.errors.wait_for("backend died by SIGKILL; restarting")
     assert serve.complete_when_back() == text
     (again,) = serve.pids("penstock.backend.main")

@@ -20,6 +20,7 @@ from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import EventLogprobs, Failure, Finish, Sampling, Started, Submit, encode
 
 if TYPE_CHECKING:
+    from penstock.backend.engine.recording.recorder import Recorder
     from penstock.backend.forward_pass import StepBatch
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.shm.link.events import LinkEvent
@@ -111,7 +112,7 @@ class InstantExecutor:
 class BareLoop:
     """The engine with stand-ins for link and device. Its turns are timed in CPU time of the thread."""
 
-    def __init__(self, num_running: int) -> None:
+    def __init__(self, num_running: int, recorder: Recorder | None = None) -> None:
         pages_per_sequence = _CONTEXT_TOKENS // _PAGE_SIZE_TOKENS
         self._link, self._executor, self._board = UnsentLink(), InstantExecutor(), BackendBoard.create()
         self._scheduler = Scheduler(
@@ -124,7 +125,7 @@ class BareLoop:
             executor,
             self._scheduler,
             BatchBuilder(num_running, pages_per_sequence),
-            Requests.make(link, self._scheduler, self._board, limits),
+            Requests.make(link, self._scheduler, self._board, limits, recorder=recorder),
             self._board,
         )
         self._num_submitted = 0

@@ -7,9 +7,13 @@ requests, pages and messages. Nothing is sent, and the tokens of a step are ther
 from __future__ import annotations
 
 import gc
+import os
 from dataclasses import dataclass
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
+from penstock.backend.engine.recording.recorder import Recorder
+from penstock.shm.memory.ring import RingWriter, create_fd
 from penstock.tools.bench.components.bare_loop import BareLoop
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.harness.run import measurement_run
@@ -23,6 +27,9 @@ _WARM_UP_TURNS = 50
 P50_LIMIT_MS = 0.25
 P99_LIMIT_MS = 1.0
 WAITING_LIMIT_MS = 0.1
+_RING_BYTES = 4_000_000
+_TURNS_IN_A_ROW = 10
+_NUM_PAIRS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,8 @@ class SchedulingCost:
     """The same sequences run, and many more requests wait."""
     arrival_ms: float
     """The longest turn while all of those arrive at once, divided by their number."""
+    recorder_us: float
+    """Added to the median turn by the flight recorder."""
 
     def aims(self) -> list[Aim]:
         added_ms = self.with_queue.p50_ms - self.alone.p50_ms
@@ -63,6 +72,9 @@ def scheduling(*, rounds: RoundOptions = RoundOptions(), report: ReportOptions =
         cost = costs[len(costs) // 2]
         run.add("scheduling", cost, scheduling_table(cost), cost.aims())
         arrivals = f"{cost.with_queue.waiting:,} requests that arrive at once"
+        recorder_us = fmean(cost.recorder_us for cost in costs)
+        share = recorder_us / (10 * cost.alone.p50_ms)
+        run.console.print(f"The flight recorder adds {recorder_us:.1f} µs to a turn, {share:.1f} %.")
         run.console.print(f"Taking in {arrivals}: {cost.arrival_ms:.3f} ms of a turn for each.")
     return run.exit_status
 
@@ -79,10 +91,43 @@ def measure_scheduling(num_running: int = 256, num_waiting: int = 10_000, num_tu
         alone = _measure_turns(loop, num_turns)
         loop.submit(num_waiting)
         arrival_ms = max(loop.turn_ms() for _ in range(_WARM_UP_TURNS)) / num_waiting
-        return SchedulingCost(alone, _measure_turns(loop, num_turns), arrival_ms)
+        with_queue = _measure_turns(loop, num_turns)
+        return SchedulingCost(alone, with_queue, arrival_ms, _measure_recorder(num_running, num_turns))
     finally:
         loop.close()
         gc.unfreeze()
+
+
+def _measure_recorder(num_running: int, num_turns: int) -> float:
+    """Microseconds that it adds to a turn.
+
+    Two loops take turns, so that the machine's speed is the same for both. Where their objects lie in memory matters as
+    much as the recorder does, so it is the mean of several pairs.
+    """
+    return fmean(_measure_pair(num_running, num_turns, is_first=number % 2 == 0) for number in range(_NUM_PAIRS))
+
+
+def _measure_pair(num_running: int, num_turns: int, *, is_first: bool) -> float:
+    fd = create_fd(_RING_BYTES)
+    ring = RingWriter(fd)
+    loops = [
+        BareLoop(num_running, recorder) for recorder in ((Recorder(ring), None) if is_first else (None, Recorder(ring)))
+    ]
+    times_ms: tuple[list[float], list[float]] = [], []
+    try:
+        for loop in loops:
+            loop.submit(num_running)
+            loop.settle(num_running, _WARM_UP_TURNS)
+        for _ in range(0, num_turns, _TURNS_IN_A_ROW):
+            for loop, its_times_ms in zip(loops, times_ms, strict=True):
+                its_times_ms += [loop.turn_ms() for _ in range(_TURNS_IN_A_ROW)]
+    finally:
+        for loop in loops:
+            loop.close()
+        ring.close()
+        os.close(fd)
+    first_ms, second_ms = map(median, times_ms)
+    return 1e3 * (first_ms - second_ms if is_first else second_ms - first_ms)
 
 
 def _measure_turns(loop: BareLoop, num_turns: int) -> TurnCost:

@@ -1,0 +1,146 @@
+"""What happens once per request or sequence, as tagged Structs. None contains a token."""
+
+from __future__ import annotations
+
+import struct
+from typing import TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from penstock.shm.recording.records import Kind, pack
+
+_LENGTH = struct.Struct("<I")
+
+
+class BackendStarted(Struct, frozen=True, array_like=True, tag=1):
+    """A backend begins. Sequences and requests of earlier ones are gone. The ring's note has this event too."""
+
+    version: int
+    """FORMAT_VERSION of the writer."""
+    pid: int
+    wall_s: float
+    """Seconds since 1970 at the record's time."""
+    model: str
+    max_running: int
+    max_batch_tokens: int
+    num_pages: int
+    """0 for a model without a KV cache, and then the following are too."""
+    page_size: int
+    max_context: int
+    vocab_size: int
+    max_waiting: int
+    num_plans_ahead: int
+    priority_step_s: float = 0.0
+    keeps_state: bool = False
+    window_tokens: int | None = None
+    has_tokens: bool = False
+    """Tokens and prompts are recorded too."""
+
+
+class Arrived(Struct, frozen=True, array_like=True, tag=2):
+    """A request comes in, before it is checked. frontend and request_id name it in all other events."""
+
+    frontend: int
+    request_id: int
+    num_prompt_tokens: int
+    num_tokens: int
+    """The prompt's, and those that an earlier backend generated."""
+    max_tokens: int
+    tenant: str
+    """The digest that the backend knows the tenant by; empty if all are one."""
+    weight: float
+    priority: int
+    timeout_ms: int
+    is_resumed: bool
+    may_share: bool
+    is_greedy: bool
+    has_grammar: bool
+    pooled: str
+    """The kind of vector that it asks for; empty for generated tokens."""
+
+
+class Joined(Struct, frozen=True, array_like=True, tag=3):
+    """The request is coalesced with the sequence; -1 for one that is not scheduled yet."""
+
+    frontend: int
+    request_id: int
+    sequence: int
+
+
+class Started(Struct, frozen=True, array_like=True, tag=4):
+    """A sequence gets a slot, or is rewound in it. The requests are those that listen to it now."""
+
+    sequence: int
+    slot: int
+    num_tokens: int
+    """Known tokens."""
+    num_cached: int
+    """Of them, those whose keys and values were found."""
+    num_restored_pages: int
+    requests: tuple[tuple[int, int], ...]
+    prints: bytes = b""
+    """8 bytes of the hash of each full page at the beginning. Equal prints are equal beginnings. The hashes have a key
+    that is not recorded, so nobody can try out which tokens they belong to."""
+
+
+class Preempted(Struct, frozen=True, array_like=True, tag=5):
+    sequence: int
+
+
+class Ended(Struct, frozen=True, array_like=True, tag=6):
+    """The last event of a request is sent. finish is a `Finish`, code a `FailureCode` or -1."""
+
+    frontend: int
+    request_id: int
+    finish: int
+    code: int
+
+
+class Left(Struct, frozen=True, array_like=True, tag=7):
+    """A request leaves its sequence, which has num_tokens tokens by then: it has ended, or is cancelled."""
+
+    frontend: int
+    request_id: int
+    sequence: int
+    num_tokens: int
+
+
+class Cancelled(Struct, frozen=True, array_like=True, tag=8):
+    frontend: int
+    request_id: int
+
+
+class FrontendDied(Struct, frozen=True, array_like=True, tag=9):
+    frontend: int
+
+
+class StepFailed(Struct, frozen=True, array_like=True, tag=10):
+    """error is the exception's class: its text may quote a client's."""
+
+    step: int
+    error: str
+
+
+Event: TypeAlias = (
+    BackendStarted | Arrived | Joined | Started | Preempted | Ended | Left | Cancelled | FrontendDied | StepFailed
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+
+
+def pack_event(event: Event, time_s: float) -> bytes:
+    body = _encoder.encode(event)
+    return pack(Kind.EVENT, time_s, _LENGTH.pack(len(body)) + body)
+
+
+def unpack_event(body: bytes) -> Event:
+    """Raises ValueError."""
+    if len(body) < _LENGTH.size:
+        raise ValueError("an event without a length")
+    (length,) = _LENGTH.unpack_from(body)
+    try:
+        return _decoder.decode(body[_LENGTH.size : _LENGTH.size + length])
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"an event cannot be read: {error}") from None

@@ -1,0 +1,97 @@
+"""`penstock record` and `penstock timeline`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from penstock.shm.process.options import fail, format_size
+from penstock.shm.recording.file import Recording, RecordingError, read_recording
+from penstock.tools.recorder.history import Life, read_history
+from penstock.tools.recorder.record import record as copy_records
+from penstock.tools.recorder.rings import NoRing, open_ring
+from penstock.tools.recorder.timeline import make_trace
+
+
+def record(
+    file: Path,
+    *,
+    minutes: Annotated[float, Parameter(validator=Number(gt=0.0, lte=1440.0))] = 1.0,
+    pid: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
+    with_tokens: bool = False,
+) -> None:
+    """Records what the loop of a running server plans and computes, from now on, into a new file.
+
+    Parameters
+    ----------
+    file
+        The file to write, such as out.rec.
+    minutes
+        How long to record. Ctrl-C ends it earlier.
+    pid
+        Process id of the server or of its backend. Default: the only one of this user.
+    with_tokens
+        Record prompts and sampled tokens too, from a server that runs with --record-tokens.
+    """
+    try:
+        ring, started = open_ring(pid)
+    except NoRing as error:
+        _fail("record", str(error))
+    if with_tokens and not started.has_tokens:
+        _fail("record", "this server records no tokens; start it with --record-tokens, or leave --with-tokens out")
+    try:
+        num_bytes = copy_records(ring, file, 60.0 * minutes, with_tokens=with_tokens)
+    except OSError as error:
+        _fail("record", f"cannot write {file}: {error.strerror}")
+    finally:
+        ring.close()
+    print(f"{file}: {format_size(num_bytes)} of backend {started.pid} ({started.model})")
+
+
+def timeline(file: Path, *, out: Path | None = None) -> None:
+    """Writes a recording, or what is left of a crash, as a trace for https://ui.perfetto.dev.
+
+    Parameters
+    ----------
+    file
+        A file of `penstock record`, or of a crash.
+    out
+        The trace to write. Default: beside the recording, with the suffix .json.
+    """
+    recording, lives = _read("timeline", file)
+    path = file.with_suffix(".json") if out is None else out
+    if path == file:
+        _fail("timeline", f"{file} would be overwritten; give --out another name")
+    try:
+        path.write_text(json.dumps(make_trace(lives)), encoding="utf-8")
+    except OSError as error:
+        _fail("timeline", f"cannot write {path}: {error.strerror}")
+    num_steps = sum(len(life.steps) for life in lives)
+    print(f"{path}: {num_steps} steps of {len(lives)} backends; open it at https://ui.perfetto.dev")
+    if recording.gaps:
+        print(f"records are missing in {len(recording.gaps)} places: the ring was overwritten before they were read")
+
+
+def _read(command: str, file: Path) -> tuple[Recording, list[Life]]:
+    """Exit with one line for a file that is no recording of this version, or has nothing that can be read."""
+    try:
+        recording = read_recording(file)
+    except RecordingError as error:
+        _fail(command, str(error))
+    except OSError as error:
+        _fail(command, f"cannot read {file}: {error.strerror}")
+    lives = read_history(recording)
+    if recording.problem:
+        print(f"{file}: {recording.problem}; what comes before that is read", file=sys.stderr)
+    if not lives:
+        _fail(command, f"{file} has no records")
+    return recording, lives
+
+
+def _fail(command: str, message: str) -> NoReturn:
+    fail(f"penstock {command}", message)

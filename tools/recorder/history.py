@@ -1,0 +1,158 @@
+"""Puts the records of a file together again: which sequence had which tokens in which step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.shm.recording.events import BackendStarted, Event, Started, unpack_event
+from penstock.shm.recording.prompts import PromptAssembler, RecordedPrompt
+from penstock.shm.recording.records import Kind
+from penstock.shm.recording.steps import PlanRecord, unpack_plan, unpack_result, unpack_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from penstock.shm.recording.file import Recording
+    from penstock.shm.recording.records import Record
+
+
+class Row(NamedTuple):
+    slot: int
+    sequence: int
+    """Its number, or -1 if it is not known."""
+    end: int
+    """Tokens that are computed after the step; -1 if they are not known."""
+    length: int
+
+
+@dataclass(slots=True)
+class Step:
+    plan: PlanRecord
+    planned_s: float
+    rows: list[Row] | None
+    """None if the recording begins too late to know them, or leaves them out."""
+    ended_s: float | None = None
+    """None for a step without a result."""
+    step_s: float = 0.0
+    dropped_slots: frozenset[int] = frozenset()
+    is_failed: bool = False
+    token_ids: dict[int, int] = field(default_factory=dict)
+    """Slot → the sampled token, if tokens are recorded."""
+
+
+@dataclass(slots=True)
+class Life:
+    """One backend, from its start to its end, as far as it is recorded."""
+
+    started: BackendStarted | None = None
+    began_s: float = 0.0
+    """Time of the first record."""
+    steps: dict[int, Step] = field(default_factory=dict)
+    """By number."""
+    events: list[tuple[float, Event]] = field(default_factory=list)
+    prompts: dict[tuple[int, int], RecordedPrompt] = field(default_factory=dict)
+    """(frontend, request id) → the request with its tokens, if tokens are recorded."""
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.lives: list[Life] = []
+        self._begin_life(None, 0.0)
+
+    def _begin_life(self, started: BackendStarted | None, time_s: float) -> None:
+        self.life = Life(started, time_s)
+        self.lives.append(self.life)
+        self._prompts = PromptAssembler()
+        self.forget_rows()
+
+    def forget_rows(self) -> None:
+        """Records are missing: rows are known again from the next key plan on."""
+        self._decode_slots: list[int] | None = None
+        self._sequences: dict[int, int] = {}  # by slot
+        self._ends: dict[int, int] = {}
+
+    def read(self, record: Record) -> None:
+        """Raises ValueError."""
+        life = self.life
+        life.began_s = life.began_s or record.time_s
+        match record.kind:
+            case Kind.EVENT:
+                self._read_event(record.time_s, unpack_event(record.body))
+            case Kind.PLAN:
+                self._read_plan(record.time_s, unpack_plan(record.flags, record.body))
+            case Kind.RESULT:
+                result = unpack_result(record.flags, record.body)
+                if (step := life.steps.get(result.step)) is not None:
+                    step.ended_s, step.step_s = result.ended_s or record.time_s, result.step_s
+                    step.dropped_slots, step.is_failed = frozenset(result.dropped_slots), result.is_failed
+            case Kind.TOKENS:
+                tokens = unpack_tokens(record.body)
+                if (step := life.steps.get(tokens.step)) is not None:
+                    step.token_ids = dict(zip(tokens.slots, tokens.token_ids, strict=True))
+            case Kind.PROMPT:
+                if (complete := self._prompts.add(record.body)) is not None:
+                    frontend, request_id, prompt = complete
+                    life.prompts[frontend, request_id] = prompt
+
+    def _read_event(self, time_s: float, event: Event) -> None:
+        if isinstance(event, BackendStarted):
+            if self.life.started is None and not self.life.steps:
+                self.life.started, self.life.began_s = event, time_s
+            elif event != self.life.started:  # its note comes first, and may be followed by its event
+                self._begin_life(event, time_s)
+            return
+        if isinstance(event, Started):
+            self._sequences[event.slot] = event.sequence
+        self.life.events.append((time_s, event))
+
+    def _read_plan(self, time_s: float, plan: PlanRecord) -> None:
+        if plan.num_results and (earlier := self.life.steps.get(plan.num_results - 1)) is not None:
+            earlier.ended_s, earlier.step_s = plan.result_ended_s or time_s, plan.result_step_s
+        self.life.steps[plan.step] = Step(plan, time_s, self._rows(plan))
+
+    def _rows(self, plan: PlanRecord) -> list[Row] | None:
+        if plan.omits_rows:
+            self.forget_rows()
+            return None
+        if plan.decode_slots is not None:
+            self._decode_slots = list(plan.decode_slots)
+        if self._decode_slots is None or len(self._decode_slots) != plan.num_decodes:
+            return None
+        slots = [*self._decode_slots, *plan.chunk_slots]
+        lengths = [*[1] * plan.num_decodes, *plan.chunk_lengths]
+        if plan.sequences is not None and plan.ends is not None:
+            self._sequences.update(zip(slots, plan.sequences, strict=True))
+            ends = list(plan.ends)
+        else:
+            ends = [self._ends[slot] + 1 if slot in self._ends else -1 for slot in self._decode_slots]
+            ends += plan.chunk_ends
+        self._ends.update((slot, end) for slot, end in zip(slots, ends, strict=True) if end >= 0)
+        return [
+            Row(slot, self._sequences.get(slot, -1), end, length)
+            for slot, end, length in zip(slots, ends, lengths, strict=True)
+        ]
+
+
+def read_history(recording: Recording) -> list[Life]:
+    """The lives of a recording, oldest first. What does not fit together ends it, and is its `problem`."""
+    reader = _Reader()
+    gaps = frozenset(recording.gaps)
+    try:
+        for index, record in enumerate(recording.records):
+            if index in gaps:
+                reader.forget_rows()
+            reader.read(record)
+    except ValueError as error:
+        recording.problem = str(error)
+    return [life for life in reader.lives if life.steps or life.events or life.started is not None]
+
+
+def sequences_of(steps: Iterable[Step]) -> dict[int, list[tuple[Step, Row]]]:
+    """Sequence → the rows of it that ran, in order."""
+    found: dict[int, list[tuple[Step, Row]]] = {}
+    for step in steps:
+        for row in step.rows or ():
+            if row.sequence >= 0 and step.ended_s is not None and row.slot not in step.dropped_slots:
+                found.setdefault(row.sequence, []).append((step, row))
+    return found
