@@ -1,6 +1,7 @@
 """What the flight recorder writes: the records of a backend's loop, and the files that hold copies of them.
 
 The backend writes records into a ring (`penstock.shm.memory.ring`); `penstock record` and the supervisor copy them into
-files. `events.py` has what happens once per request, `steps.py` what happens once per step. Start with `records.py`.
-The package may import `memory`, `process` and `messages`.
+files. `events.py` has what happens once per request, `steps.py` what happens once per step; `live.py` follows a running
+engine through its ring, which `rings.py` finds. Start with `records.py`. The package may import `memory`, `process` and
+`messages`.
 """

@@ -10,7 +10,8 @@ from penstock.shm.memory.ring import MIN_RING_BYTES, RingReader, RingWriter, cre
 from penstock.shm.recording.events import BackendStarted
 from penstock.shm.recording.file import Recording
 from penstock.shm.recording.records import FORMAT_VERSION, unpack
-from penstock.tools.recorder.history import Life, Row, read_history
+from penstock.shm.recording.rows import Row
+from penstock.tools.recorder.history import Life, read_history
 from tests.backend.harness import Bench
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ class Recorded:
         self.fd = create_fd(MIN_RING_BYTES)
         self.bench = Bench(**sizes)
         started = BackendStarted(FORMAT_VERSION, 1, 0.0, "fake", 8, 16, 64, 4, 256, 97, 1000, 1, has_tokens=with_tokens)
-        self.recorder = Recorder.begin(RingWriter(self.fd), started)
+        self._writer = RingWriter(self.fd)
+        self.recorder = Recorder.begin(self._writer, started)
         self.bench.engine._recorder = self.bench.requests.table.recorder = self.recorder
         self.plans: list[list[Row]] = []
         launch = self.bench.executor.launch
@@ -51,4 +53,5 @@ class Recorded:
 
     def close(self) -> None:
         self.bench.close()
+        self._writer.close()
         os.close(self.fd)

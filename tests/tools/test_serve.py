@@ -27,11 +27,11 @@ from penstock.backend.options import BackendOptions
 from penstock.frontend.options import FrontendOptions
 from penstock.shm.process.supervisor import module_argv
 from penstock.shm.recording.file import read_recording
+from penstock.shm.recording.rings import open_ring
 from penstock.tools.bench.harness.processes import descendants, runs_module
 from penstock.tools.chaos.proxies import free_port
 from penstock.tools.recorder.history import read_history
 from penstock.tools.recorder.record import record
-from penstock.tools.recorder.rings import open_ring
 from penstock.tools.serve import ServeOptions, backend_options, private_socket_path, select_options
 from tests.frontend.transport.test_listening import make_certificate
 

@@ -12,9 +12,9 @@ from cyclopts.validators import Number
 
 from penstock.shm.process.options import fail, format_size
 from penstock.shm.recording.file import Recording, RecordingError, read_recording
+from penstock.shm.recording.rings import NoRing, open_ring
 from penstock.tools.recorder.history import Life, read_history
 from penstock.tools.recorder.record import record as copy_records
-from penstock.tools.recorder.rings import NoRing, open_ring
 from penstock.tools.recorder.timeline import make_trace
 
 

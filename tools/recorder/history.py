@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from penstock.shm.recording.events import BackendStarted, Event, Started, unpack_event
 from penstock.shm.recording.prompts import PromptAssembler, RecordedPrompt
 from penstock.shm.recording.records import Kind
+from penstock.shm.recording.rows import Row, RowTracker
 from penstock.shm.recording.steps import PlanRecord, unpack_plan, unpack_result, unpack_tokens
 
 if TYPE_CHECKING:
@@ -15,15 +16,6 @@ if TYPE_CHECKING:
 
     from penstock.shm.recording.file import Recording
     from penstock.shm.recording.records import Record
-
-
-class Row(NamedTuple):
-    slot: int
-    sequence: int
-    """Its number, or -1 if it is not known."""
-    end: int
-    """Tokens that are computed after the step; -1 if they are not known."""
-    length: int
 
 
 @dataclass(slots=True)
@@ -64,13 +56,7 @@ class _Reader:
         self.life = Life(started, time_s)
         self.lives.append(self.life)
         self._prompts = PromptAssembler()
-        self.forget_rows()
-
-    def forget_rows(self) -> None:
-        """Records are missing: rows are known again from the next key plan on."""
-        self._decode_slots: list[int] | None = None
-        self._sequences: dict[int, int] = {}  # by slot
-        self._ends: dict[int, int] = {}
+        self.rows = RowTracker()
 
     def read(self, record: Record) -> None:
         """Raises ValueError."""
@@ -103,35 +89,13 @@ class _Reader:
                 self._begin_life(event, time_s)
             return
         if isinstance(event, Started):
-            self._sequences[event.slot] = event.sequence
+            self.rows.note_start(event.slot, event.sequence)
         self.life.events.append((time_s, event))
 
     def _read_plan(self, time_s: float, plan: PlanRecord) -> None:
         if plan.num_results and (earlier := self.life.steps.get(plan.num_results - 1)) is not None:
             earlier.ended_s, earlier.step_s = plan.result_ended_s or time_s, plan.result_step_s
-        self.life.steps[plan.step] = Step(plan, time_s, self._rows(plan))
-
-    def _rows(self, plan: PlanRecord) -> list[Row] | None:
-        if plan.omits_rows:
-            self.forget_rows()
-            return None
-        if plan.decode_slots is not None:
-            self._decode_slots = list(plan.decode_slots)
-        if self._decode_slots is None or len(self._decode_slots) != plan.num_decodes:
-            return None
-        slots = [*self._decode_slots, *plan.chunk_slots]
-        lengths = [*[1] * plan.num_decodes, *plan.chunk_lengths]
-        if plan.sequences is not None and plan.ends is not None:
-            self._sequences.update(zip(slots, plan.sequences, strict=True))
-            ends = list(plan.ends)
-        else:
-            ends = [self._ends[slot] + 1 if slot in self._ends else -1 for slot in self._decode_slots]
-            ends += plan.chunk_ends
-        self._ends.update((slot, end) for slot, end in zip(slots, ends, strict=True) if end >= 0)
-        return [
-            Row(slot, self._sequences.get(slot, -1), end, length)
-            for slot, end, length in zip(slots, ends, lengths, strict=True)
-        ]
+        self.life.steps[plan.step] = Step(plan, time_s, self.rows.rows(plan))
 
 
 def read_history(recording: Recording) -> list[Life]:
@@ -141,7 +105,7 @@ def read_history(recording: Recording) -> list[Life]:
     try:
         for index, record in enumerate(recording.records):
             if index in gaps:
-                reader.forget_rows()
+                reader.rows.forget()
             reader.read(record)
     except ValueError as error:
         recording.problem = str(error)

@@ -26,7 +26,8 @@ from penstock.tools.recorder.history import Life, sequences_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.tools.recorder.history import Row, Step
+    from penstock.shm.recording.rows import Row
+    from penstock.tools.recorder.history import Step
 
     TraceEvent: TypeAlias = dict[str, Any]
 
