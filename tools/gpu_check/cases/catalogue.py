@@ -102,7 +102,7 @@ def small_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check
     yield from _elementwise({"bf16": torch.bfloat16}, (16,), (96,), (72,))
     small = experts.ExpertsCase(Experts(5, 2, 40, normalises=True), 72, 9, torch.bfloat16)
     yield Check("experts", "small", partial(experts.check_experts, case=small))
-    for form in quantized.FORMS:
+    for form in quantized.ALL_FORMS:
         case = quantized.LinearCase(form, 40, 256, 11, torch.bfloat16, has_bias=True)
         yield Check("quantised", f"small.{form}", partial(quantized.check_linear, case=case))
     for form in rounded.FORMS:
@@ -194,7 +194,7 @@ def _experts() -> Iterator[Check]:
 
 def _quantized() -> Iterator[Check]:
     for name, dtype in quantized.DTYPES.items():
-        for form in quantized.FORMS:
+        for form in quantized.ALL_FORMS:
             for num_rows in (1, 9, 64, 130):
                 case = quantized.LinearCase(form, 2048, 4096, num_rows, dtype, has_bias=num_rows == 9)
                 run = partial(quantized.check_linear, case=case)
@@ -203,7 +203,7 @@ def _quantized() -> Iterator[Check]:
             yield Check("quantised", f"table.{name}.{form}", partial(quantized.check_embedding, case=table))
             widened = quantized.LinearCase(form, 2048, 4096, 65, dtype)
             yield Check("quantised", f"widened.{name}.{form}", partial(quantized.check_widened, case=widened))
-        for stored in ("int4", "mxfp4"):
+        for stored in experts.STORED_FORMS:
             kind = Experts(16, 4, 768, normalises=True)
             case_of_experts = experts.ExpertsCase(kind, 2048, 90, dtype, stored=stored)
             run = partial(experts.check_experts, case=case_of_experts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,13 @@ from torch.nn import functional
 
 from penstock.backend.checkpoint.decoder_config import Experts
 from penstock.backend.checkpoint.quantization.quantizer import quantize
-from penstock.backend.checkpoint.quantized_weights import INT4_GROUP_SIZES, MXFP4_GROUP_SIZE, Mxfp4Weight
+from penstock.backend.checkpoint.quantized_weights import (
+    INT4_GROUP_SIZES,
+    MXFP4_GROUP_SIZE,
+    GroupedForm,
+    GroupedWeight,
+    Mxfp4Weight,
+)
 from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Kernel
 from penstock.backend.passes.decoder.cuda.ops.activations import Residual
 from penstock.backend.passes.decoder.cuda.ops.expert_ops import CudaExpertOps, expert_kernels
@@ -41,7 +48,7 @@ class ExpertsCase:
     dtype: torch.dtype
     scale: float = 0.5
     stored: str | None = None
-    """The experts' form: "int4" or "mxfp4"; None for weights in dtype."""
+    """One of STORED_FORMS; None for weights in dtype."""
 
     def weights(self) -> ExpertWeights:
         generator = torch.Generator().manual_seed(self.hidden)
@@ -57,7 +64,7 @@ class ExpertsCase:
         biases = [torch.randn(size, generator=generator).to(self.dtype) / 2 for size in sizes]
         if self.stored is None:
             return ExpertWeights(router, gate_up, down, *biases)
-        make = _random_mxfp4 if self.stored == "mxfp4" else _int4
+        make = STORED_FORMS[self.stored]
         return ExpertWeights(router, make(gate_up), make(down), *biases)
 
     def rows(self) -> Tensor:
@@ -120,6 +127,26 @@ def _random_mxfp4(weight: Tensor) -> QuantizedWeight:
     exponents = torch.randint(-2, 1, (outputs, inputs // MXFP4_GROUP_SIZE), generator=generator)
     scales = torch.ldexp(torch.ones(exponents.shape), exponents - round(math.log2(inputs) / 2))
     return Mxfp4Weight(values, scales)
+
+
+def _blocks(weight: Tensor) -> QuantizedWeight:
+    """Groups of 32 integers with a scale and a minimum, as Q4_1 has them; near the weight's own numbers."""
+    outputs = len(weight)
+    groups = weight.float().view(outputs, -1, 32)
+    low, high = groups.amin(dim=-1), groups.amax(dim=-1)
+    factors = torch.stack([(high - low) / 15, -low], dim=-1).half().float()
+    values = ((groups + factors[..., 1:]) / factors[..., :1]).round().clamp(0, 15).to(torch.uint8).view(outputs, -1)
+    no_multipliers = torch.empty(outputs, 0, 2, dtype=torch.int8)
+    return GroupedWeight(
+        GroupedForm(4, 32, 32, has_minima=True), values[:, ::2] | values[:, 1::2] << 4, factors, no_multipliers
+    )
+
+
+STORED_FORMS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
+    "int4": _int4,
+    "mxfp4": _random_mxfp4,
+    "q4_1": _blocks,
+}
 
 
 def check_experts(launcher: Launcher, case: ExpertsCase) -> float:

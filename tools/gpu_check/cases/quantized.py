@@ -48,6 +48,7 @@ LARGE_BLOCKS: dict[str, WeightForm] = {
     "q4_k and q6_k": GroupedForm(8, 16, 256, has_minima=True),
 }
 """These need a multiple of 256 inputs."""
+ALL_FORMS = FORMS | LARGE_BLOCKS
 
 
 def random_weight(outputs: int, inputs: int, form: WeightForm) -> QuantizedWeight:
@@ -97,7 +98,7 @@ class LinearCase:
     scale: float = 1.0
 
     def weight(self) -> QuantizedWeight:
-        return random_weight(self.outputs, self.inputs, (FORMS | LARGE_BLOCKS)[self.form])
+        return random_weight(self.outputs, self.inputs, ALL_FORMS[self.form])
 
     def bias(self) -> Tensor | None:
         generator = torch.Generator().manual_seed(2)

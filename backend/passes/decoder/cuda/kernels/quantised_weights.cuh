@@ -30,10 +30,11 @@ constexpr int kRowChunkBytes = 64;
 constexpr int kRowChunkInputs = kRowChunkBytes * 8 / WEIGHT;
 
 // [outputs, inputs] of w = scale * (value - zero). Scales and zeros [outputs, groups], or without groups scales
-// [outputs]; the last chunk has all its groups. Only integers of 4 bits have zeros; those of 8 bits are
-// signed. In blocks, w = scale * value - minimum: scales [outputs, blocks, kinds] has the factors of scales and maybe
-// minima, zeros the signed multipliers of both [outputs, groups, kinds] if a block has several groups; `blocks` is the
-// logarithm of a group's inputs + 256 * that of a block's + 65536 * whether there are minima.
+// [outputs]; the last chunk has all its groups. Only integers of 4 bits have zeros; those of 8 bits are signed.
+//
+// In blocks, w = scale * value - minimum. scales [outputs, blocks, kinds] are the factors of scales and, if kinds is 2,
+// of minima. If a block has several groups, zeros [outputs, groups, kinds] are the signed multipliers of both. `blocks`
+// has the logarithm of a group's inputs in bits 0 to 7, that of a block's in bits 8 to 15, and kinds - 1 in bit 16.
 struct PackedWeights {
     const unsigned char* values;
     const Scale* scales;

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.gguf import directory
+from penstock.backend.checkpoint.hub import resolve_model
 from penstock.backend.checkpoint.quantization import kept_file
 from penstock.backend.checkpoint.quantization.modes import QUANTIZATIONS, linear_specs
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
@@ -25,11 +27,13 @@ from tests.backend.checkpoint.formats.quantizers import (
     load_reference,
     write_checkpoint,
 )
+from tests.backend.checkpoint.gguf.test_gguf_models import SIZES, mixed
+from tests.backend.checkpoint.gguf.writer import byte_level_vocabulary, from_model
 from tests.backend.passes.decoder.cuda.emulated_pass import EmulatedCudaPass
 from tests.backend.passes.decoder.cuda.tiny_models import checkpoint, oracle_logits, prompts, run_prompts
 from tests.backend.passes.decoder.driver import Driver
 from tests.backend.passes.decoder.quantized_oracle import relative_error
-from tests.checkpoints import load_oracle
+from tests.checkpoints import load_oracle, make_model
 
 BOUND = 0.02
 """On the RMS of the difference, relative to the RMS of the logits: bf16 rounding alone gives 0.01."""
@@ -116,6 +120,27 @@ def test_a_checkpoint_of_8_bit_floats_stays_packed(
         for each in (forward_pass, exact)
     ]
     assert relative_error(*logits) < BOUND
+
+
+def test_a_gguf_file_of_many_types_stays_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle has the weights that the gguf package dequantises. Queries, keys and values are one linear here."""
+    monkeypatch.setattr(directory, "cache_directory", lambda: tmp_path)
+    model = make_model("qwen3", **SIZES, head_dim=64)
+    file = from_model("qwen3", model, mixed, byte_level_vocabulary(SIZES["vocab_size"]))
+    model.load_state_dict(file.exact, strict=False)
+    model_dir = resolve_model(str(file.write(tmp_path / "model.gguf")))
+    options = PassOptions(dtype="bf16", max_running=1, max_batch_tokens=128)
+    made = EmulatedCudaPass.load(model_dir, options)
+    assert made.spec == EmulatedCudaPass.describe(model_dir, options)
+    assert made.spec.weight_bytes < 0.6 * 2 * model.num_parameters()
+    driver = Driver(made, num_pages=8, page_size=16, kv_dtype="fp32")
+    logits = run_prompts(driver, prompts((80,)))[0]
+    for _ in range(2):
+        (row,) = driver.rows
+        with torch.inference_mode():
+            expected = model(torch.tensor([row.tokens[: row.computed]])).logits[0, -1].numpy()
+        assert relative_error(logits, expected) < BOUND
+        logits = driver.step([(row, 1)])[row.slot]
 
 
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}

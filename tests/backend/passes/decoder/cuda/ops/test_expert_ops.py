@@ -9,6 +9,7 @@ from penstock.backend.checkpoint.decoder_config import ClampedGate, Experts
 from penstock.backend.passes.decoder.cuda.ops.expert_ops import unsupported_reason
 from penstock.tools.gpu_check.cases.elementwise import DTYPES
 from penstock.tools.gpu_check.cases.experts import (
+    STORED_FORMS,
     ExpertsCase,
     check_experts,
     check_large_groups,
@@ -38,7 +39,7 @@ def test_experts_agree_with_float64(experts: Experts, hidden: int, num_tokens: i
     check_experts(FAST, ExpertsCase(experts, hidden, num_tokens, dtype))
 
 
-@pytest.mark.parametrize("stored", ["int4", "mxfp4"])
+@pytest.mark.parametrize("stored", STORED_FORMS)
 def test_quantised_experts_agree_with_float64(stored: str) -> None:
     case = ExpertsCase(Experts(4, 2, 96, normalises=True), 160, 90, torch.bfloat16, stored=stored)
     check_experts(FAST, case)

@@ -13,6 +13,7 @@ from penstock.backend.passes.decoder.cuda.ops.matmul import BlockedMatmul, CudaL
 from penstock.backend.passes.decoder.cuda.ops.packed_weights import packed_bytes
 from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedProducts
 from penstock.tools.gpu_check.cases.quantized import (
+    ALL_FORMS,
     DTYPES,
     FORMS,
     LARGE_BLOCKS,
@@ -99,7 +100,7 @@ def test_products_have_no_races_and_stay_in_bounds(form: str, order: str) -> Non
     ],
 )
 def test_packed_weights_take_the_announced_memory(form: str, inputs: int, matmul: WholeMatmul | BlockedMatmul) -> None:
-    weight = random_weight(24, inputs, (FORMS | LARGE_BLOCKS)[form])
+    weight = random_weight(24, inputs, ALL_FORMS[form])
     for dtype in DTYPES.values():
         packed = QuantizedProducts(FAST, torch.device("cpu"), dtype, 16, matmul).pack(weight, None)
         parts = {part.data_ptr(): part.numel() * part.element_size() for part in packed.parts}
