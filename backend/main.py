@@ -50,6 +50,7 @@ from penstock.backend.structured_output.compiler_process import CompileLimits
 from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.link.backend_link import BackendLink
+from penstock.shm.link.kv_event_publisher import CannotPublish, KvEventPublisher
 from penstock.shm.link.listening_address import CannotListen, check_free
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.memory.region import RegionError
@@ -136,7 +137,8 @@ def serve(options: BackendOptions) -> None:
     link = BackendLink(options.socket, card, board, exporter=exporter)
     compiler = _create_compiler(model_dir, card, options.grammar_timeout_s) if spec.generates else None
     grammar_queue = GrammarQueue(compiler, executor.wake, options.max_waiting)
-    scheduler, builder = _create_scheduler(plan, settings, forward_pass, options.batch_channel_capacity)
+    kv_events = _create_kv_events(options, settings, plan)
+    scheduler, builder = _create_scheduler(plan, settings, forward_pass, options.batch_channel_capacity, kv_events)
     recorder = _create_recorder(options, card, settings, plan, forward_pass)
     cache = VectorCache(options.embedding_cache) if options.embedding_cache and spec.pooled else None
     requests = Requests.make(
@@ -145,11 +147,9 @@ def serve(options: BackendOptions) -> None:
     )  # fmt: skip
     manager = find_service_manager("backend")
     heartbeat = manager if options.heartbeat_fd is None else Heartbeat(options.heartbeat_fd)
-    engine = Engine(link, executor, scheduler, builder, requests, board, heartbeat=heartbeat)
+    engine = Engine(link, executor, scheduler, builder, requests, board, heartbeat=heartbeat, kv_events=kv_events)
     _drain_on_signals(engine)
-    # Objects made so far live as long as the process. The garbage collector need not visit them in the step loop.
-    gc.collect()
-    gc.freeze()
+    _freeze_objects()
     if options.gpu == "auto" and settings.device == "cpu":
         logger.info("on the CPU: %s", why_no_gpu())
     logger.info("ready: %s on %s after %.1f s", card.model_id, options.socket, time.monotonic() - started_s)
@@ -163,6 +163,12 @@ def serve(options: BackendOptions) -> None:
             compiler.close()
         executor.close()
     logger.info("drained after %d steps", board.steps)
+
+
+def _freeze_objects() -> None:
+    """Objects made so far live as long as the process. The garbage collector need not visit them in the step loop."""
+    gc.collect()
+    gc.freeze()
 
 
 def _load_pass(
@@ -245,8 +251,27 @@ def _create_compiler(model_dir: Path, card: ModelCard, timeout_s: float) -> Gram
     return GrammarCompiler(CompilePool(tokenizer_json, card.vocab_size, card.eos_token_ids, limits))
 
 
+def _create_kv_events(
+    options: BackendOptions, settings: PassOptions, plan: KvPlan | WholePlan
+) -> KvEventPublisher | None:
+    """Raises StartupError."""
+    if options.kv_events is None:
+        return None
+    if not plan.num_pages:
+        raise StartupError(f"--kv-events is {options.kv_events}, but this model has no KV cache; leave it out")
+    medium = "CPU" if settings.device == "cpu" else "GPU"
+    try:
+        return KvEventPublisher(options.kv_events, options.kv_events_topic, plan.page_size_tokens, medium=medium)
+    except CannotPublish as error:
+        raise StartupError(f"--kv-events {error}") from error
+
+
 def _create_scheduler(
-    plan: KvPlan | WholePlan, settings: PassOptions, forward_pass: IBatchedForwardPass, num_plans_ahead: int
+    plan: KvPlan | WholePlan,
+    settings: PassOptions,
+    forward_pass: IBatchedForwardPass,
+    num_plans_ahead: int,
+    observer: KvEventPublisher | None,
 ) -> tuple[ISequenceScheduler, BatchBuilder | WholeBatchBuilder]:
     if isinstance(plan, WholePlan):
         return WholeScheduler(plan.max_rows, plan.step_tokens), WholeBatchBuilder()
@@ -256,7 +281,7 @@ def _create_scheduler(
     if isinstance(forward_pass, IHostPages) and not (keeps_state or plan.window.is_bounded):
         num_host_pages = forward_pass.num_host_pages
     scheduler = Scheduler(
-        PagePool(plan.num_pages, num_host_pages),
+        PagePool(plan.num_pages, num_host_pages, observer),
         plan.page_size_tokens,
         settings.max_running,
         settings.max_batch_tokens,

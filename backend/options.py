@@ -45,7 +45,7 @@ _GROUPS = {
     "Model and weights": "revision task dtype deterministic cpu_path forward_pass dry_run",
     "Memory and scheduling": "host_kv_budget kv_dtype page_size max_batch_tokens max_running max_waiting"
     " embedding_cache priority_step_s grammar_timeout_s batch_channel_capacity",
-    "Processes": "socket shared_buffers shared_buffer_budget heartbeat_fd",
+    "Processes": "socket shared_buffers shared_buffer_budget kv_events kv_events_topic heartbeat_fd",
     "Logs and traces": "log_level log_json flight_recorder record_tokens recorder_fd",
 }
 
@@ -140,6 +140,13 @@ class BackendOptions:
     batch_channel_capacity: Annotated[int, Parameter(validator=Number(gte=0, lte=16))] = 1
     """Plans prepared ahead of the running step, each as late as possible. 0 means no overlap; more than 1 helps only if
     a step takes less time than the planning varies by."""
+
+    kv_events: str | None = None
+    """ZeroMQ endpoint, such as tcp://127.0.0.1:5557, on which routers learn which pages the KV cache holds, in the
+    format of vLLM's KV events. They contain the tokens of all prompts: let nobody else reach it. Default: none."""
+
+    kv_events_topic: str = "kv-events"
+    """Topic of these messages."""
 
     flight_recorder: ByteSize = 4_000_000
     """Memory for a record of the loop's last plans and results, without tokens or text: `penstock record` reads it, and

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.sequences.sequence import Sequence
     from penstock.shm.link.backend_link import BackendLink
+    from penstock.shm.link.kv_event_publisher import KvEventPublisher
     from penstock.shm.memory.board import BackendBoard
     from penstock.shm.process.heartbeat import SignOfLife
 
@@ -58,8 +59,10 @@ class Engine:
         *,
         step_timing: StepTiming | None = None,
         heartbeat: SignOfLife | None = None,
+        kv_events: KvEventPublisher | None = None,
     ) -> None:
-        """heartbeat shows each turn to the process that supervises this one, whatever the device does."""
+        """heartbeat shows each turn to the process that supervises this one, whatever the device does. kv_events
+        collects what the scheduler's pages report, and sends it once a turn."""
         self._link = link
         self._executor = executor
         self._scheduler = scheduler
@@ -73,6 +76,7 @@ class Engine:
         self._clock = clock
         self._step_timing = step_timing or StepTiming()
         self._heartbeat = heartbeat
+        self._kv_events = kv_events
         self._recorder = requests.table.recorder
         self._drain_deadline_s: float | None = None
         self._num_failed_steps = 0
@@ -123,6 +127,8 @@ class Engine:
             self._delivery.note_preemption(sequence)
         self._intake.announce_room()
         self._link.flush()
+        if self._kv_events is not None:
+            self._kv_events.publish()
         self._update_board()
 
     def drain(self, timeout_s: float) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from array import array
 
+_DIGEST_BYTES = 16
 _SECRET = secrets.token_bytes(32)
 """Random for each process. Without it, nobody can construct two prompts with the same hash (see CVE-2025-25183)."""
 
@@ -31,7 +32,11 @@ def partial_page_hash(parent_hash: bytes, content: bytes) -> bytes:
     return _digest(parent_hash, content) + b"part"
 
 
+def is_full_page_hash(page_hash: bytes) -> bool:
+    return len(page_hash) == _DIGEST_BYTES
+
+
 def _digest(parent_hash: bytes, content: bytes) -> bytes:
-    digest = hashlib.blake2b(parent_hash, digest_size=16, key=_SECRET)
+    digest = hashlib.blake2b(parent_hash, digest_size=_DIGEST_BYTES, key=_SECRET)
     digest.update(content)
     return digest.digest()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.backend.kv_cache.page_hash import is_full_page_hash
 
 
 @dataclass(slots=True)
@@ -20,10 +23,20 @@ class IndexedPage:
     weight: float = 1.0
 
 
+class FullPageObserver(Protocol):
+    """Learns which full pages can be found. Partial ones change too often to tell."""
+
+    def note_stored(self, page_hash: bytes, parent_hash: bytes | None, content: bytes) -> None:
+        """parent_hash is None for a first page."""
+
+    def note_removed(self, page_hash: bytes) -> None: ...
+
+
 class PageIndex:
     """A page has one hash and a hash has one page. Owned by the page pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, observer: FullPageObserver | None = None) -> None:
+        self._observer = observer
         self._pages: dict[int, IndexedPage] = {}
         self._page_of_hash: dict[bytes, int] = {}
         self._children: dict[bytes, dict[int, bytes]] = {}
@@ -52,6 +65,9 @@ class PageIndex:
             self._pages[page] = entry
             self._page_of_hash[entry.page_hash] = page
             self._children.setdefault(entry.parent_hash, {})[page] = content
+            if self._observer is not None and is_full_page_hash(entry.page_hash):
+                parent_hash = None if entry.parent_hash == entry.salt else entry.parent_hash
+                self._observer.note_stored(entry.page_hash, parent_hash, content)
 
     def mark_for_offload(self, page_hash: bytes) -> None:
         """Does nothing when no page has this hash."""
@@ -66,6 +82,8 @@ class PageIndex:
         del siblings[page]
         if not siblings:
             del self._children[entry.parent_hash]
+        if self._observer is not None and is_full_page_hash(entry.page_hash):
+            self._observer.note_removed(entry.page_hash)
         return entry
 
     def check_integrity(self) -> None:

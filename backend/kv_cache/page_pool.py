@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from penstock.backend.kv_cache.eviction import IdlePages
 from penstock.backend.kv_cache.host_offload import HostOffload
-from penstock.backend.kv_cache.page_index import IndexedPage, PageIndex
+from penstock.backend.kv_cache.page_index import FullPageObserver, IndexedPage, PageIndex
 
 
 class PagePool:
     """A fixed number of pages. Owned by the scheduler; not shared between threads."""
 
-    def __init__(self, num_pages: int, num_host_pages: int = 0) -> None:
+    def __init__(self, num_pages: int, num_host_pages: int = 0, observer: FullPageObserver | None = None) -> None:
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}; at least 1 is needed")
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._num_holders = [0] * num_pages
-        self._index = PageIndex()
+        self._index = PageIndex(observer)
         self.host_offload = HostOffload(num_host_pages)
         self._idle = IdlePages(self._index, self.host_offload, num_pages)
 
