@@ -38,7 +38,7 @@ from penstock.shm.link.listening_address import AddressInUse, CannotListen, chec
 from penstock.shm.memory.ring import create_fd
 from penstock.shm.process.heartbeat import Heartbeat
 from penstock.shm.process.option_groups import grouped
-from penstock.shm.process.options import ENV_PREFIX, fail, to_argv
+from penstock.shm.process.options import ENV_PREFIX, OptionalByteSize, fail, to_argv
 from penstock.shm.process.service_manager import find_service_manager
 from penstock.shm.process.socket_path import default_socket_path
 from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv
@@ -63,7 +63,7 @@ def private_socket_path() -> Path:
 
 _GROUPS = {
     "Further models": "embedding_model embedding_revision embedding_quantize embedding_gpu"
-    " rerank_model rerank_revision rerank_quantize rerank_gpu",
+    " rerank_model rerank_revision rerank_quantize rerank_gpu rerank_cache",
     "Failures and restarts": "hang_timeout_s",
     "Processes": "socket",
 }
@@ -81,8 +81,8 @@ class ServeOptions(FrontendOptions, BackendOptions):
 
     embedding_model: str | None = None
     """A further model, in a backend of its own, for embeddings. All other options of the backend hold for it too,
-    except --task, --forward-pass, --served-model-name and --max-context: each backend has a cache of --embedding-cache
-    bytes, for example, and a wait queue of --max-waiting places."""
+    except --task, --forward-pass, --served-model-name and --max-context: each backend has a wait queue of --max-waiting
+    places, for example."""
 
     embedding_revision: str | None = None
     """Like --revision, of --embedding-model."""
@@ -104,6 +104,9 @@ class ServeOptions(FrontendOptions, BackendOptions):
 
     rerank_gpu: str | None = None
     """Like --gpu, for --rerank-model. Default: as of --embedding-gpu."""
+
+    rerank_cache: OptionalByteSize = None
+    """Like --embedding-cache, for --rerank-model, of which it keeps scores. Default: as much as --embedding-cache."""
 
     hang_timeout_s: Annotated[float, Parameter(validator=Number(gte=0.0, lte=86_400.0))] = 30.0
     """Seconds after which a backend whose loop stands still is killed and replaced; 0 is never. A start does not count,
@@ -204,8 +207,9 @@ def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
         model, revision, quantize, gpu = (
             getattr(options, f"{role}_{name}") for name in ("model", "revision", "quantize", "gpu")
         )
+        cache = options.rerank_cache if role == "rerank" else None
         if model is None:
-            for name, value in (("revision", revision), ("gpu", gpu)):
+            for name, value in (("revision", revision), ("gpu", gpu), ("cache", cache)):
                 if value is not None:
                     fail(_COMMAND, f"--{role}-{name} is {value}, but there is no --{role}-model")
             continue
@@ -217,6 +221,7 @@ def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
             revision=revision,
             quantize=quantize,
             gpu=main.gpu if gpu is None else gpu,
+            embedding_cache=main.embedding_cache if cache is None else cache,
             host_kv_budget="auto" if gpu == "none" else main.host_kv_budget,
             served_model_name=None,
             max_context=None,

@@ -11,10 +11,12 @@ from penstock.frontend.endpoints.prompts import render_chat, truncated
 from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
 from penstock.frontend.generation.answer_rules.chat_rules import chat_answer_rules
 from penstock.frontend.generation.answers import answer_stream, answer_whole
+from penstock.frontend.generation.capacity import check_capacity
 from penstock.frontend.generation.choice_runner import ChoiceRunner
 from penstock.frontend.generation.failures import finish_reason_of
 from penstock.frontend.generation.request_policy import read_request_policy
 from penstock.frontend.generation.served_models import check_model
+from penstock.frontend.generation.submission.sampling import is_deterministic
 from penstock.frontend.generation.submission.submit import PreparedRequest, submit
 from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.telemetry.request_log import RequestLogEntry
@@ -62,10 +64,17 @@ async def answer_chat(
 
     Raises ApiError, ClientGoneError.
     """
+    refuse_if_full(exchange, body, served)
     async with exchange.cancelled_on_disconnect():
         prompt = await render_chat(body, served, is_long=num_body_bytes > _INLINE_BODY_BYTES)
         prompt, rules = await chat_answer_rules(body, prompt, served)
     await answer_prompts(exchange, PreparedRequest(body, [prompt], rules), served, style)
+
+
+def refuse_if_full(exchange: Exchange, body: AnsweredBody, served: ServedModel) -> None:
+    """Refuse a request that a full backend would refuse, before its prompts become tokens. Raises ApiError."""
+    policy = read_request_policy(exchange, body)
+    check_capacity(served, policy, may_share=is_deterministic(body, served.card))
 
 
 async def answer_prompts(exchange: Exchange, request: PreparedRequest, served: ServedModel, style: AnswerStyle) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from penstock.frontend.endpoints.answering import AnswerStyle, answer_prompts
+from penstock.frontend.endpoints.answering import AnswerStyle, answer_prompts, refuse_if_full
 from penstock.frontend.endpoints.chat_translation import renamed
 from penstock.frontend.endpoints.pooling import vllm_scores
 from penstock.frontend.endpoints.prompts import encode_prompts
@@ -58,6 +58,7 @@ async def _answer(exchange: Exchange, body: LabelScoreBody, served: ServedModel)
         priority=body.priority, timeout_ms=body.timeout_ms, cache_salt=body.cache_salt,
     )  # fmt: skip
     with renamed(_RENAMED):
+        refuse_if_full(exchange, completion, served)
         async with exchange.cancelled_on_disconnect():
             prompts = await encode_prompts(completion, served)
         for position, prompt in enumerate(prompts):

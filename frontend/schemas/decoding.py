@@ -156,7 +156,8 @@ def _explain(message: str, data: bytes, body_type: type[Struct]) -> ApiError:
         expected = f"a key is wrong: {expected}"
     elif (value := _value_at(path, data)) is not None and not expected.endswith(f", got {value}"):
         expected = f"{expected}, got {value}" if ", got " not in expected else f"{expected} {value}"
-    return ApiError(ErrorKind.INVALID_VALUE, f"{path}: {expected}", param=path)
+    kind = ErrorKind.EMPTY_VALUE if "of length >= 1, got" in expected else ErrorKind.INVALID_VALUE
+    return ApiError(kind, f"{path}: {expected}", param=path)
 
 
 def _choices(kind: msgspec.inspect.Type, steps: list[str]) -> list[str]:

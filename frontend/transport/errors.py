@@ -27,6 +27,7 @@ class ErrorKind(enum.Enum):
 
     INVALID_JSON = _Answer(400, "invalid_request_error", "invalid_json")
     INVALID_VALUE = _Answer(400, "invalid_request_error", "invalid_value")
+    EMPTY_VALUE = _Answer(400, "invalid_request_error", "empty_value")
     MISSING_FIELD = _Answer(400, "invalid_request_error", "missing_required_parameter")
     UNSUPPORTED_FIELD = _Answer(400, "invalid_request_error", "unsupported_parameter")
     CONTEXT_TOO_LONG = _Answer(400, "invalid_request_error", "context_length_exceeded")
@@ -75,6 +76,11 @@ class ApiError(Exception):
         self.param = param
         self.headers = headers
         self.numbers = numbers or {}
+
+
+def empty_text(param: str) -> NoReturn:
+    """Raise the ApiError for a field with an empty text."""
+    raise ApiError(ErrorKind.EMPTY_VALUE, f"{param}: an empty text", param=param)
 
 
 def invalid(param: str, message: str) -> NoReturn:
@@ -180,7 +186,7 @@ TEI_STATUSES = tuple(sorted(set(_TEI_STATUSES.values())))
 def _tei_error(error: ApiError, request_id: str) -> tuple[int, bytes]:  # noqa: ARG001 - TEI has none
     """Return the status and the error of text-embeddings-inference."""
     status = _TEI_STATUSES.get(error.kind, error.kind.status)
-    error_type = _TEI_TYPES.get(status, "Validation")
+    error_type = "Empty" if error.kind is ErrorKind.EMPTY_VALUE else _TEI_TYPES.get(status, "Validation")
     return status, msgspec.json.encode({"error": error.message, "error_type": error_type})
 
 
@@ -188,12 +194,19 @@ _OPENAI_FORMAT = ErrorFormat(_openai_error, (b"x-request-id",))
 _COHERE_FORMAT = ErrorFormat(_cohere_error, (b"x-request-id",))
 TEI_FORMAT = ErrorFormat(_tei_error, (b"x-request-id",))
 COHERE_PATHS = ("/v1/embed", "/v2/embed", "/v1/rerank", "/v2/rerank", "/rerank")
-TEI_PATHS = ("/", "/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/decode", "/info")
-_BY_PATH = dict.fromkeys(COHERE_PATHS, _COHERE_FORMAT) | dict.fromkeys(TEI_PATHS, TEI_FORMAT)
+_TEI_PATHS = ("/", "/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/decode", "/info")
+_BY_PATH = dict.fromkeys(COHERE_PATHS, _COHERE_FORMAT)
 _ANTHROPIC_FORMAT = ErrorFormat(anthropic_error, (b"x-request-id", b"request-id"), b"event: error\n")
 
 
-def error_format_for(path: str) -> ErrorFormat:
+def is_of_tei(path: str, method: str) -> bool:
+    """Whether an endpoint belongs to TEI's API alone. At / that is POST; the chat page has the other methods."""
+    return path in _TEI_PATHS and (path != "/" or method == "POST")
+
+
+def error_format_for(path: str, method: str) -> ErrorFormat:
     """Return the format for a path, whether an endpoint has it or not."""
+    if is_of_tei(path, method):
+        return TEI_FORMAT
     is_anthropic = path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
     return _ANTHROPIC_FORMAT if is_anthropic else _BY_PATH.get(path, _OPENAI_FORMAT)

@@ -128,7 +128,7 @@ class Exchange(Abortable):
         """Called with the status when the exchange has ended; None leaves it to the application."""
         self.at_end: list[Callable[[], None]] = []
         """Called when the exchange has ended: work that the client need not wait for."""
-        self.error_format = error_format_for(self.path)
+        self.error_format = error_format_for(self.path, self.method)
         """Two APIs may have the same path; then the body decides."""
         self._send = send
         self._drop_connection: Callable[[], None] | None = scope.get("extensions", {}).get(ABORT_EXTENSION)

@@ -48,6 +48,7 @@ def _convert_size(_type: Any, tokens: Sequence[Token]) -> int:
     return parse_size(tokens[0].value)
 
 
+OptionalByteSize = Annotated[int | None, Parameter(converter=_convert_size, metavar="SIZE")]
 ByteSize = Annotated[int, Parameter(converter=_convert_size, show_default=format_size, metavar="SIZE")]
 """An option in bytes, such as 6GB or 512MiB."""
 

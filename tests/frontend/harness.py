@@ -24,7 +24,7 @@ from penstock.frontend.settings import ParserNames, WorkerLimits
 from penstock.frontend.text.chat_template import ChatTemplate
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.frontend.transport.serving.server import server_config
-from penstock.shm.client import BackendUnavailable, GenerationRequest, TokenBatch
+from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded, TokenBatch
 from penstock.shm.memory.board import FrontendBoard
 from penstock.shm.messages import FailureCode, Finish, ModelCard, Sampling
 from tests.frontend.raw_http import MockTransport, Response, ResponseReader
@@ -162,6 +162,8 @@ class FakeBackend:
     script: Script = field(default_factory=lambda: says("Hello, world!"))
     streams: list[FakeStream] = field(default_factory=list)
     refusal: Exception | None = None
+    full_for_unshared: Overloaded | None = None
+    """Raised at the arrival of a request that can share no result."""
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
     backend_counters: dict[str, int] | None = field(default_factory=lambda: {"running": 2, "pages_used": 5})
     board: FrontendBoard = field(default_factory=FrontendBoard.private)
@@ -185,6 +187,8 @@ class FakeBackend:
     def check_capacity(self, tenant: bytes, *, may_share: bool) -> None:
         if self.refusal is not None:
             raise self.refusal
+        if self.full_for_unshared is not None and not may_share:
+            raise self.full_for_unshared
 
     @property
     def counters(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, processors
 from penstock.frontend.generation.served_model import ModelKeeper, ServedModel
 from penstock.frontend.text.pooling_files import PoolingFiles
 from penstock.frontend.text.tokenizer import ModelTokenizer
-from penstock.shm.client import FailureCode, Finish, Overloaded, PooledFailed, PooledRequest, PooledResult
+from penstock.shm.client import FailureCode, Finish, PooledFailed, PooledRequest, PooledResult
 from penstock.shm.messages import ModelCard, PooledWidth
 from tests.frontend.harness import FakeBackend, byte_level_tokenizer, model_card, model_keeper
 
@@ -81,12 +81,6 @@ class PooledBackend(FakeBackend):
     is_coalesced: bool = False
     room: asyncio.Event = field(default_factory=asyncio.Event)
     waits_for_room: asyncio.Event = field(default_factory=asyncio.Event)
-    full_for_several: Overloaded | None = None
-    """What a request hears at its arrival unless it has a single input that may be shared."""
-
-    def check_capacity(self, tenant: bytes, *, may_share: bool) -> None:
-        if self.full_for_several is not None and not may_share:
-            raise self.full_for_several
 
     async def wait_for_room(self) -> None:
         self.waits_for_room.set()

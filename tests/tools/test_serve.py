@@ -358,13 +358,15 @@ def test_serve_has_every_option_of_backend_and_frontend() -> None:
     assert select_options(options, FrontendOptions) == FrontendOptions(port=81, socket=Path("/s"))
 
 
-def test_a_further_model_may_run_on_another_device(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_further_model_may_have_another_device_and_cache(capsys: pytest.CaptureFixture[str]) -> None:
     options = ServeOptions(
-        model="llm", gpu="0", host_kv_budget=1 << 30, embedding_model="e", embedding_gpu="none", rerank_model="r"
-    )
+        model="llm", gpu="0", host_kv_budget=1 << 30, embedding_model="e", embedding_gpu="none", rerank_model="r",
+        embedding_cache=4, rerank_cache=0,
+    )  # fmt: skip
     found = backend_options(options)
     assert [each.gpu for each in found.values()] == ["0", "none", "0"]
     assert [each.host_kv_budget for each in found.values()] == [1 << 30, "auto", 1 << 30]
+    assert [each.embedding_cache for each in found.values()] == [4, 4, 0]
     with pytest.raises(SystemExit):
         backend_options(ServeOptions(rerank_gpu="1"))
     assert "--rerank-gpu is 1, but there is no --rerank-model" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from penstock.frontend.schemas.answers import AnthropicErrorAnswer, ErrorAnswer
 from penstock.frontend.schemas.pooling.answers import CohereErrorAnswer, TeiErrorAnswer
 from penstock.frontend.schemas.pooling.common import PooledBody
 from penstock.frontend.schemas.pooling.tei import TeiBody
-from penstock.frontend.transport.errors import ANTHROPIC_PATH, COHERE_PATHS, TEI_PATHS, TEI_STATUSES, ErrorKind
+from penstock.frontend.transport.errors import ANTHROPIC_PATH, COHERE_PATHS, TEI_STATUSES, ErrorKind, is_of_tei
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -84,7 +84,7 @@ def _operation(path: str, method: str, route: Route) -> dict[str, Any]:
         "operationId": "_".join([method.lower(), *words]),
         "tags": [doc.tag],
         "summary": doc.summary,
-        "responses": {"200": _answer(doc)} | _errors(path, route),
+        "responses": {"200": _answer(doc)} | _errors(path, method, route),
         # {} because a server without keys needs none.
         "security": [{"bearer": []}, {"header": []}, {}] if route.needs_key else [],
     }
@@ -142,7 +142,7 @@ def _answer(doc: EndpointDoc) -> dict[str, Any]:
     return {"description": doc.summary, "content": content}
 
 
-def _errors(path: str, route: Route) -> dict[str, Any]:
+def _errors(path: str, method: str, route: Route) -> dict[str, Any]:
     doc, kinds = route.doc, [*_ANY_ERRORS]
     kinds += _KEY_ERRORS if route.needs_key else ()
     kinds += _BODY_ERRORS if doc.body is not None else ()
@@ -150,9 +150,9 @@ def _errors(path: str, route: Route) -> dict[str, Any]:
     kinds += _PATH_ERRORS if doc.can_be_missing else ()
     kinds += _MODEL_ERRORS if route.needs_key or path == READY_PATH else ()
     is_anthropic = path.startswith(ANTHROPIC_PATH)
-    error = _any_of([_error_type(path), *([] if doc.other is None else [TeiErrorAnswer])])
+    error = _any_of([_error_type(path, method), *([] if doc.other is None else [TeiErrorAnswer])])
     statuses = {kind.status for kind in kinds} | ({529} if is_anthropic else set())
-    if path in TEI_PATHS or doc.other is not None:
+    if is_of_tei(path, method) or doc.other is not None:
         statuses |= set(TEI_STATUSES)
     return {
         str(status): {"description": _phrase(status), "content": {_JSON: {"schema": error}}}
@@ -160,8 +160,8 @@ def _errors(path: str, route: Route) -> dict[str, Any]:
     }
 
 
-def _error_type(path: str) -> type[Struct]:
-    if path in TEI_PATHS:
+def _error_type(path: str, method: str) -> type[Struct]:
+    if is_of_tei(path, method):
         return TeiErrorAnswer
     if path in COHERE_PATHS:
         return CohereErrorAnswer

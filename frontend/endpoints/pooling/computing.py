@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from penstock.frontend.generation.capacity import check_capacity
 from penstock.frontend.generation.failures import finish_reason_of
 from penstock.frontend.generation.pooled.inputs import InputRules, encode_inputs, encode_templated
-from penstock.frontend.generation.pooled.run import PooledRun, PooledTimes, Wanted, check_capacity
+from penstock.frontend.generation.pooled.run import PooledRun, PooledTimes, Wanted
 from penstock.frontend.generation.request_policy import read_request_policy
 from penstock.frontend.telemetry.request_log import RequestLogEntry
 from penstock.frontend.telemetry.trace_context import parse_traceparent
@@ -75,7 +76,7 @@ async def compute(
     tokens, unless a full backend refuses the request. field is the body's name of the inputs. Raises ApiError,
     ClientGoneError."""
     policy = read_request_policy(exchange, body)
-    check_capacity(served, policy, num_inputs)
+    check_capacity(served, policy, may_share=num_inputs == 1)
     async with exchange.cancelled_on_disconnect():
         encoded = await encode()
     request_id, created = id_prefix + secrets.token_hex(12), int(time.time())

@@ -44,19 +44,6 @@ _groups = itertools.count(1)
 """A number per request, for `PooledRequest.group`."""
 
 
-def check_capacity(served: ServedModel, policy: RequestPolicy, num_inputs: int) -> None:
-    """Refuse a request that the backend would refuse, before its inputs become tokens. Raises ApiError.
-
-    A full backend is asked for a single input that may be shared: an equal one may be on its way, or in the cache.
-    """
-    try:
-        served.backend.check_capacity(policy.tenant, may_share=policy.may_join and num_inputs == 1)
-    except Overloaded as error:
-        raise overloaded(error.retry_after_s, error.limit) from None
-    except BackendUnavailable:
-        raise backend_unavailable(served.backend.retry_after_s) from None
-
-
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """The vectors to compute of each input."""

@@ -72,6 +72,12 @@ def read_sampling(body: AnsweredBody, card: ModelCard, logit_bias: tuple[tuple[i
     )
 
 
+def is_deterministic(body: AnsweredBody, card: ModelCard) -> bool:
+    """Whether an equal request has the same tokens. One without a seed gets a random one, so it cannot share its
+    sequence."""
+    return body.seed is not None or _given(body.temperature, card.default_sampling.temperature) == 0.0
+
+
 def for_candidate(sampling: Sampling, candidate: int) -> Sampling:
     """Give each candidate its own seed. Candidate 0 keeps the request's; greedy candidates are all the same."""
     if candidate == 0 or sampling.temperature == 0.0:

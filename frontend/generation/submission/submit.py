@@ -13,7 +13,12 @@ from penstock.frontend.generation.output_options import read_output_options
 from penstock.frontend.generation.submission.constraints import read_constraints
 from penstock.frontend.generation.submission.limits import check_logprobs, read_max_tokens, read_stop_token_ids
 from penstock.frontend.generation.submission.planned_use import planned_use
-from penstock.frontend.generation.submission.sampling import for_candidate, read_logit_bias, read_sampling
+from penstock.frontend.generation.submission.sampling import (
+    for_candidate,
+    is_deterministic,
+    read_logit_bias,
+    read_sampling,
+)
 from penstock.frontend.schemas.completion import CompletionBody
 from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded
 
@@ -57,8 +62,7 @@ async def submit(
     stop_token_ids = read_stop_token_ids(body, served.card)
     constraints = await read_constraints(body, rules, served)
     options = read_output_options(body, rules)
-    # A request without a seed gets a random one, so it cannot share its sequence.
-    is_deterministic = sampling.temperature == 0.0 or body.seed is not None
+    may_share = is_deterministic(body, served.card)
     # Tokens may come in batches if no text can end the answer here, and no client reads it while it is generated.
     batch_delivery = not (body.stream or options.stop_strings or rules.text_may_end_answer)
     if claim is not None:
@@ -76,7 +80,7 @@ async def submit(
                     salt=policy.salt,
                     tenant=policy.tenant,
                     weight=policy.weight,
-                    may_share=policy.may_join and is_deterministic,
+                    may_share=policy.may_join and may_share,
                     priority=policy.priority,
                     deadline_s=policy.deadline_s,
                     constraints=constraints,

@@ -10,7 +10,7 @@ from msgspec import Meta, Raw, Struct
 from penstock.frontend.schemas.decoding import decode_body
 from penstock.frontend.schemas.generation import ABSENT
 from penstock.frontend.schemas.pooling.common import Dimensions, PooledBody, check_number
-from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
+from penstock.frontend.transport.errors import ApiError, ErrorKind, empty_text, invalid
 from penstock.shm.messages import MAX_CONTEXT_TOKENS
 
 EmbeddingType: TypeAlias = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
@@ -57,7 +57,7 @@ class CohereEmbedBody(PooledBody, kw_only=True):
             texts = [each.content[0].text for each in self.inputs]
         check_number(field, len(texts))
         if "" in texts:
-            invalid(f"{field}[{texts.index('')}]", "an empty text")
+            empty_text(f"{field}[{texts.index('')}]")
         return texts
 
 

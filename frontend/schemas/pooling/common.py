@@ -8,7 +8,7 @@ from msgspec import Meta, Raw
 
 from penstock.frontend.schemas.completion import check_unmixed
 from penstock.frontend.schemas.generation import ABSENT, SchedulingBody, ShortText
-from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
+from penstock.frontend.transport.errors import ApiError, ErrorKind, empty_text, invalid
 from penstock.shm.messages import MAX_CONTEXT_TOKENS, TokenId
 
 MAX_INPUTS = 2048
@@ -55,7 +55,7 @@ def listed_inputs(field: str, inputs: Inputs) -> list[str | list[int]]:
     check_number(field, len(texts))
     if "" in texts:
         name = field if isinstance(inputs, str) else f"{field}[{texts.index('')}]"
-        invalid(name, "an empty text")
+        empty_text(name)
     return texts
 
 

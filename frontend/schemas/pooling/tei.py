@@ -13,7 +13,7 @@ from penstock.frontend.schemas.generation import ABSENT, SchedulingBody, ShortTe
 from penstock.frontend.schemas.pooling.common import Dimensions, Inputs, check_number, listed_inputs
 from penstock.frontend.schemas.pooling.rerank import Instruction, Query
 from penstock.frontend.schemas.utilities import MAX_TOKENS
-from penstock.frontend.transport.errors import invalid
+from penstock.frontend.transport.errors import empty_text, invalid
 from penstock.shm.messages import TokenId
 
 Direction: TypeAlias = Literal["left", "right", "Left", "Right"]
@@ -192,7 +192,7 @@ def decode_similarity(data: bytes) -> SimilarityBody:
     body = decode_body(_similarity, data)
     check_number("inputs.sentences", len(body.inputs.sentences) + 1)
     if "" in body.inputs.sentences:
-        invalid(f"inputs.sentences[{body.inputs.sentences.index('')}]", "an empty text")
+        empty_text(f"inputs.sentences[{body.inputs.sentences.index('')}]")
     given = body.parameters
     if given is not None:
         body.truncate = given.truncate if body.truncate is None else body.truncate
@@ -219,7 +219,7 @@ def _item(field: str, item: str | list[str] | list[str | list[str]]) -> str | Pa
     if texts is None or len(texts) != len(item) or not 1 <= len(texts) <= 2:
         invalid(field, "must be a text or two, or lists of one text or two")
     if "" in texts[:1]:
-        invalid(field, "an empty text")
+        empty_text(field)
     return texts[0] if len(texts) == 1 else (texts[0], texts[1])
 
 

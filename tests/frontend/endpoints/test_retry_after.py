@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from penstock.shm.client import FailureCode, GenerationRequest, TokenBatch
+from penstock.frontend.text.tokenizer import ModelTokenizer
+from penstock.shm.client import FailureCode, GenerationRequest, Overloaded, TokenBatch
 from penstock.shm.messages import Finish
 from tests.frontend.harness import ClientConnection, FakeBackend
 
+CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+HI = {"messages": [{"role": "user", "content": "hi"}]}
 BODY = {"prompt": "the cat", "max_tokens": 3}
 
 
@@ -52,3 +56,24 @@ async def test_refusal_for_want_of_memory_names_the_limit(connection: ClientConn
     answer = await connection.post(COMPLETIONS, BODY)
     assert (answer.status, answer.headers["retry-after"]) == (429, "9")
     assert text in answer.error["message"]
+
+
+async def test_a_full_queue_refuses_before_a_prompt_is_encoded(
+    connection: ClientConnection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend.full_for_unshared = Overloaded(3, 7)
+    greedy = {"temperature": 0}
+    for path, body in ((CHAT, HI), (COMPLETIONS, {"prompt": "x"})):
+        for shared in (greedy, {"temperature": 1, "seed": 4}):  # an equal request may be running
+            assert (await connection.post(path, {**body, **shared})).status == 200
+
+    async def encode(*_: Any, **__: Any) -> Any:
+        raise AssertionError("encoded")
+
+    monkeypatch.setattr(ModelTokenizer, "encode", encode)
+    for path, body in ((CHAT, HI), (COMPLETIONS, {"prompt": "x"}), ("/v1/messages", {**HI, "max_tokens": 1})):
+        headers = [("x-penstock-coalesce", "off")]
+        refused = await connection.request("POST", path, {**body, "temperature": 1}, [])
+        alone = await connection.request("POST", path, {**body, **greedy}, headers)
+        assert {refused.status, alone.status} == {529 if path == "/v1/messages" else 429}
+        assert (refused.headers["retry-after"], alone.headers["retry-after"]) == ("3", "3")

@@ -178,7 +178,7 @@ async def test_waiting_for_room_ends_at_the_deadline_and_with_the_client(
 async def test_a_full_backend_refuses_several_inputs_before_they_are_encoded(
     connection: ClientConnection, embedder: PooledBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    embedder.full_for_several = Overloaded(3, 7)
+    embedder.full_for_unshared = Overloaded(3, 7)
     assert (await connection.post(PATH, {"input": ["a"]})).status == 200  # its vector may be there already
 
     async def encode_inputs(*_: Any, **__: Any) -> Any:

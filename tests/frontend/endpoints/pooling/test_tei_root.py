@@ -49,6 +49,13 @@ async def test_root_of_a_sparse_model_answers_weights() -> None:
         ("/embed", {"inputs": "x", "normalise": True, "inputs_": 1, "dimensions": 0}, 422, "Validation"),
         ("/predict", {"inputs": "x", "model": "bert"}, 424, "Backend"),
         ("/embed", b"{", 400, "Validation"),
+        ("/embed", {"inputs": ""}, 400, "Empty"),
+        ("/embed", {"inputs": []}, 400, "Empty"),
+        ("/embed_sparse", {"inputs": ["x", ""]}, 400, "Empty"),
+        ("/predict", {"inputs": []}, 400, "Empty"),
+        ("/predict", {"inputs": [[""]], "model": "reranker"}, 400, "Empty"),
+        ("/rerank", {"query": "a", "texts": []}, 400, "Empty"),
+        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": [""]}}, 400, "Empty"),
         ("/embed", {"inputs": "x", "model": "none"}, 404, "Validation"),
     ],
 )
@@ -58,6 +65,15 @@ async def test_errors_have_teis_statuses(
     refused = await connection.post(path, body)
     assert (refused.status, refused.json()["error_type"]) == (status, error_type)
     assert set(refused.json()) == {"error", "error_type"}
+
+
+async def test_other_methods_at_root_have_openais_errors(connection: ClientConnection) -> None:
+    """The chat page is at /, and does not belong to TEI."""
+    for method, path, status in (("PUT", "/", 405), ("GET", "/none", 404)):
+        refused = await connection.request(method, path)
+        assert (refused.status, refused.error["type"]) == (status, "invalid_request_error")
+    refused = await connection.request("GET", "/embed")
+    assert (refused.status, set(refused.json())) == (405, {"error", "error_type"})
 
 
 @pytest.mark.parametrize(

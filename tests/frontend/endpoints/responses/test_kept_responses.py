@@ -273,10 +273,10 @@ async def test_only_background_streams_can_be_resumed(connection: ClientConnecti
 async def test_failure_before_a_background_response_runs_is_its_answer(
     connection: ClientConnection, backend: FakeBackend, stream: bool
 ) -> None:
-    backend.refusal = Overloaded(7, 1024)
-    body = {**HI, "background": True, "stream": stream}
+    backend.refusal, body = Overloaded(7, 1024), {**HI, "background": True, "stream": stream}
     refused = await connection.post(PATH, body)
     assert (refused.status, refused.headers["retry-after"]) == (429, "7")
+    backend.refusal = None
     long = await connection.post(PATH, {**body, "max_output_tokens": 5000})
     assert (long.status, long.error["param"]) == (400, "max_output_tokens")
 
