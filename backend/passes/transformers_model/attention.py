@@ -122,7 +122,7 @@ class ShapeProbe:
         if call.layer in self.kv_shapes:
             raise UnsupportedAttentionError(f"layer {call.layer} attends more than once")
         self.kv_shapes[call.layer] = KvShape(call.keys.shape[1], call.keys.shape[2], call.values.shape[2])
-        positions = torch.arange(len(call.keys))
+        positions = torch.arange(len(call.keys), device=call.keys.device)
         distance = positions[:, None] - positions
         visible = distance >= 0
         if call.window_tokens is not None:

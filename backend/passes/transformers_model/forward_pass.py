@@ -1,7 +1,8 @@
-"""TransformersPass: any decoder of transformers whose attention can be replaced, on the CPU."""
+"""TransformersPass: any decoder of transformers whose attention can be replaced, on the CPU or a GPU."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +11,9 @@ import torch
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassSpec
 from penstock.backend.passes.decoder.cpu.torch_cache.paged_cache import PagedCache
+from penstock.backend.passes.decoder.cpu.torch_cache.query_tiles import TileLimits
+from penstock.backend.passes.decoder.cuda.device.cuda_device import open_gpu
+from penstock.backend.passes.decoder.cuda.device.device import annotate_faults
 from penstock.backend.passes.decoder.ops import CPU_KV_DTYPES, KV_BLOCK_BYTES, KV_BLOCK_VALUES
 from penstock.backend.passes.transformers_model.attention import attention_by, paged_attention
 from penstock.backend.passes.transformers_model.linear_attention import SlotStates, states_by
@@ -17,13 +21,19 @@ from penstock.backend.passes.transformers_model.model import count_weight_bytes,
 from penstock.backend.sampling.sampler import HostSampling
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from numpy.typing import NDArray
+    from torch import Tensor
     from torch.nn import Module
 
     from penstock.backend.forward_pass import PassOptions, StepBatch
+    from penstock.backend.passes.decoder.cuda.device.device import Device
     from penstock.backend.passes.transformers_model.model import ModelFacts
+
+_CPU = torch.device("cpu")
+_TILE_LIMITS = TileLimits()
 
 
 class TransformersPass(HostSampling):
@@ -32,12 +42,17 @@ class TransformersPass(HostSampling):
     It ignores PassOptions.deterministic: torch's products depend on the number of rows.
     """
 
-    def __init__(self, facts: ModelFacts, model: Module, spec: PassSpec, max_running: int) -> None:
+    def __init__(
+        self, facts: ModelFacts, model: Module, spec: PassSpec, max_running: int, gpu: Device | None = None
+    ) -> None:
+        """model: on the GPU, if there is one, else on the CPU."""
         super().__init__(facts.vocab_size, max_running)
+        self._gpu = gpu
+        self._device = _CPU if gpu is None else gpu.torch_device
         self._facts = facts
         self._model: Module | None = model
         self._cache: PagedCache | None = None
-        self._states = SlotStates(facts.state_shapes, max_running)
+        self._states = SlotStates(facts.state_shapes, max_running, self._device)
         self.spec = spec
 
     @classmethod
@@ -46,26 +61,45 @@ class TransformersPass(HostSampling):
 
     @classmethod
     def load(cls, model_dir: Path | None, options: PassOptions) -> TransformersPass:
+        return cls.load_on(_require(model_dir), options, None if options.device == "cpu" else open_gpu(options.device))
+
+    @classmethod
+    def load_on(cls, model_dir: Path, options: PassOptions, gpu: Device | None) -> TransformersPass:
         facts = _read(model_dir, options)
-        return cls(facts, load_model(_require(model_dir), facts), _spec(facts, options), options.max_running)
+        model = load_model(model_dir, facts, _CPU if gpu is None else gpu.torch_device)
+        return cls(facts, model, _spec(facts, options), options.max_running, gpu)
 
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
-        self._cache = PagedCache(self._facts.kv_shapes, num_pages, page_size_tokens, kv_dtype)
+        self._cache = PagedCache(
+            self._facts.kv_shapes, num_pages, page_size_tokens, kv_dtype, _TILE_LIMITS, self._device
+        )
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
+        with self._faults(f"a step of {batch.num_tokens} tokens in {batch.num_rows} rows"):
+            logits: NDArray[np.float32] = self._logits(batch).cpu().numpy()
+        return logits
+
+    def _logits(self, batch: StepBatch) -> Tensor:
+        """On the device."""
         if self._cache is None or self._model is None:
             raise RuntimeError("forward is called before create_cache or after close")
-        input_ids = torch.from_numpy(self.begin_step(batch).astype(np.int64))
+        ids, logit_tokens = (
+            torch.from_numpy(array.astype(np.int64)).to(self._device)
+            for array in (self.begin_step(batch), batch.logit_tokens)
+        )
         step, states = self._cache.begin_step(batch), self._states.begin_step(batch)
-        logit_tokens = torch.from_numpy(batch.logit_tokens.astype(np.int64))
         with attention_by(paged_attention(step)), states_by(states):
-            logits: NDArray[np.float32] = run_model(self._model, input_ids, step.positions, logit_tokens).numpy()
-        return logits
+            return run_model(self._model, ids, step.positions, logit_tokens)
+
+    def _faults(self, doing: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._gpu is None else annotate_faults(self._gpu, doing)
 
     def close(self) -> None:
         self._cache = self._model = None
-        self._states = SlotStates({}, 0)
+        self._states = SlotStates({}, 0, self._device)
+        if self._gpu is not None:
+            self._gpu.trim()
 
 
 def _require(model_dir: Path | None) -> Path:
@@ -75,8 +109,6 @@ def _require(model_dir: Path | None) -> Path:
 
 
 def _read(model_dir: Path | None, options: PassOptions) -> ModelFacts:
-    if options.device != "cpu":
-        raise StartupError("the forward pass transformers runs on the CPU only: use --gpu none")
     return read_facts(_require(model_dir), options.dtype, options.max_context_tokens)
 
 
@@ -91,8 +123,24 @@ def _spec(facts: ModelFacts, options: PassOptions) -> PassSpec:
         facts.max_context_tokens,
         {name: num_values * KV_BLOCK_BYTES[name] // KV_BLOCK_VALUES for name in order},
         count_weight_bytes(facts),
-        # A step's logits, twice: in the weights' dtype or fp32, and in fp32.
-        workspace_bytes=2 * 4 * options.max_batch_tokens * facts.vocab_size,
+        workspace_bytes=_workspace_bytes(facts, options),
         scores_prompts=True,
         state_bytes_per_sequence=sum(shape.num_bytes for shape in facts.state_shapes.values()),
     )
+
+
+def _workspace_bytes(facts: ModelFacts, options: PassOptions) -> int:
+    """An estimate: activations belong to the model's own code."""
+    # A step's logits, twice: in the weights' dtype or fp32, and in fp32.
+    logits = 2 * 4 * options.max_batch_tokens * facts.vocab_size
+    if options.device == "cpu":
+        return logits
+    text = facts.config.get_text_config(decoder=True)
+    # In fp32, for the tiles that one call handles: scores, capped ones and weights; keys and values from the cache.
+    scores = max(_TILE_LIMITS.group_scores, _TILE_LIMITS.tile_tokens * facts.max_context_tokens)
+    positions = max(_TILE_LIMITS.group_scores, facts.max_context_tokens)
+    widest = max(shape.num_values for shape in facts.kv_shapes)
+    attention: int = 4 * (3 * scores * text.num_attention_heads + 2 * positions * widest)
+    # Per token, in fp32: the residual stream and what a layer makes of it.
+    width: int = 4 * text.hidden_size + 3 * max(getattr(text, "intermediate_size", None) or 0, 4 * text.hidden_size)
+    return logits + attention + 4 * width * options.max_batch_tokens

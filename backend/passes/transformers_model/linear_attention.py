@@ -51,24 +51,25 @@ class StateShape:
 class SlotStates:
     """The states of all slots, in all layers that have one."""
 
-    def __init__(self, shapes: Mapping[int, StateShape], max_slots: int) -> None:
+    def __init__(self, shapes: Mapping[int, StateShape], max_slots: int, device: torch.device) -> None:
         """shapes: by layer."""
+        self._device = device
         self.layers = {
             layer: (
-                torch.zeros(max_slots, *shape.conv, dtype=shape.conv_dtype),
-                torch.zeros(max_slots, *shape.recurrent, dtype=shape.recurrent_dtype),
+                torch.zeros(max_slots, *shape.conv, dtype=shape.conv_dtype, device=device),
+                torch.zeros(max_slots, *shape.recurrent, dtype=shape.recurrent_dtype, device=device),
             )
             for layer, shape in shapes.items()
         }
 
     def begin_step(self, batch: StepBatch) -> StepStates:
         """Reset the state of new slots."""
-        new = torch.tensor([init.slot for init in batch.slot_inits], dtype=torch.int64)
+        new = torch.tensor([init.slot for init in batch.slot_inits], dtype=torch.int64, device=self._device)
         for states in self.layers.values():
             for state in states:
                 state[new] = 0
         starts = batch.query_starts.tolist()
-        return StepStates(self, starts, torch.from_numpy(batch.slots.astype("int64")))
+        return StepStates(self, starts, torch.from_numpy(batch.slots.astype("int64")).to(self._device))
 
 
 class StepStates:
@@ -173,12 +174,14 @@ def probe_states(model: Module, hidden_size: int, dtype: torch.dtype) -> dict[in
     return shapes
 
 
-def check_layers(model: Module, shapes: Mapping[int, StateShape], hidden_size: int, dtype: torch.dtype) -> float:
+def check_layers(
+    model: Module, shapes: Mapping[int, StateShape], hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> float:
     """The largest difference between a layer's output for a whole sequence, and for one in several steps, as a fraction
     of the largest output. Call it before `run_layers_by_row`."""
     generator = torch.Generator().manual_seed(0)
-    hidden_states = torch.randn(1, sum(_CHECKED_ROWS), hidden_size, generator=generator).to(dtype)
-    states, slot, largest = SlotStates(shapes, 1), torch.zeros(1, dtype=torch.int64), 0.0
+    hidden_states = torch.randn(1, sum(_CHECKED_ROWS), hidden_size, generator=generator).to(device, dtype)
+    states, slot, largest = SlotStates(shapes, 1, device), torch.zeros(1, dtype=torch.int64, device=device), 0.0
     for layer, module in _stateful_layers(model).items():
         whole = module(hidden_states=hidden_states).float()
         parts = [

@@ -119,8 +119,9 @@ def count_weight_bytes(facts: ModelFacts) -> int:
     return num_parameters * facts.dtype.itemsize
 
 
-def load_model(model_dir: Path, facts: ModelFacts) -> Module:
-    """The model with its weights, checked against its own attention on a few tokens. Raises StartupError."""
+def load_model(model_dir: Path, facts: ModelFacts, device: torch.device) -> Module:
+    """The model with its weights on the device, checked there against its own attention on a few tokens. Raises
+    StartupError."""
     transformers = _import_transformers()
     register()
     transformers.utils.logging.disable_progress_bar()
@@ -143,11 +144,14 @@ def load_model(model_dir: Path, facts: ModelFacts) -> Module:
         raise StartupError(
             f"{model_dir}: tensor {name} has shape {list(stored)}; config.json makes it {list(expected)}"
         )
-    model.eval()
+    try:
+        model.eval().to(device)
+    except torch.OutOfMemoryError as error:
+        raise StartupError(f"{model_dir}: its weights do not fit the GPU: {_line(error)}") from error
     where = f"{model_dir / CONFIG_FILE}: {type(model).__name__}"
-    _check_states(model, facts, where)
+    _check_states(model, facts, where, device)
     run_layers_by_row(model)
-    _check(model, facts, where)
+    _check(model, facts, where, device)
     return model  # type: ignore[no-any-return]
 
 
@@ -208,13 +212,13 @@ def _kv_shape(text: Any) -> KvShape:
 
 
 @torch.inference_mode()
-def _check_states(model: Any, facts: ModelFacts, where: str) -> None:
+def _check_states(model: Any, facts: ModelFacts, where: str, device: torch.device) -> None:
     """Raises StartupError if a layer's state does not say how its sequence goes on."""
     if not facts.state_shapes:
         return
     hidden_size = facts.config.get_text_config(decoder=True).hidden_size
     try:
-        difference = check_layers(model, facts.state_shapes, hidden_size, facts.dtype)
+        difference = check_layers(model, facts.state_shapes, hidden_size, facts.dtype, device)
     except Exception as error:  # the model's code may raise anything
         raise StartupError(f"{where} cannot be served: {type(error).__name__}: {_line(error)}") from error
     if not difference <= _PROBE_TOLERANCE:
@@ -224,16 +228,17 @@ def _check_states(model: Any, facts: ModelFacts, where: str) -> None:
 
 
 @torch.inference_mode()
-def _check(model: Any, facts: ModelFacts, where: str) -> None:
+def _check(model: Any, facts: ModelFacts, where: str, device: torch.device) -> None:
     """Compare a short prompt's logits with those of the model's own attention. Raises StartupError.
 
     So a model that does more in its attention than it tells its attention function is not served wrongly.
     """
-    ids = torch.arange(_PROBE_TOKENS) * 7 % facts.vocab_size
-    everything = torch.arange(_PROBE_TOKENS)
+    everything = torch.arange(_PROBE_TOKENS, device=device)
+    ids = everything * 7 % facts.vocab_size
     probe = ShapeProbe()
     try:
-        one_row = StepStates(SlotStates(facts.state_shapes, 1), [0, _PROBE_TOKENS], torch.zeros(1, dtype=torch.int64))
+        states = SlotStates(facts.state_shapes, 1, device)
+        one_row = StepStates(states, [0, _PROBE_TOKENS], torch.zeros(1, dtype=torch.int64, device=device))
         with attention_by(probe), states_by(one_row):
             ours = run_model(model, ids, everything, everything)
         model.set_attn_implementation("eager")

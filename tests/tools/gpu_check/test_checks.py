@@ -12,7 +12,13 @@ import torch
 from penstock.backend.passes.decoder.cuda import kernel_manifest
 from penstock.tools.gpu_check.cases.catalogue import Check
 from penstock.tools.gpu_check.cases.comparing import Mismatch
-from penstock.tools.gpu_check.checks import compilation, correctness, encoder_agreement, pass_agreement
+from penstock.tools.gpu_check.checks import (
+    compilation,
+    correctness,
+    encoder_agreement,
+    pass_agreement,
+    transformers_agreement,
+)
 from penstock.tools.gpu_check.reporting import environment
 from tests.cuda_emulator import EmulatedLauncher
 from tests.tools.gpu_check.device_context import Record, make_device_context
@@ -67,6 +73,11 @@ def test_cuda_pass_agrees_with_the_cpu_pass(record: Record) -> None:
     assert findings["pass.qwen3.tokens"].passed
     assert findings["pass.qwen3.embeddings"].passed
     assert findings["pass.qwen3.scores"].passed
+
+
+def test_the_forward_pass_transformers_on_the_gpu_agrees_with_the_cpu(record: Record) -> None:
+    transformers_agreement.check_transformers(record.results, make_device_context())
+    assert {"pass.transformers.Llama", "pass.transformers.OlmoHybrid"} == set(record.findings())
 
 
 def test_the_encoder_on_the_gpu_agrees_with_the_cpu(record: Record) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from penstock.tools.gpu_check.cases.catalogue import quick_checks, wide_checks
 from penstock.tools.gpu_check.checks.encoder_agreement import check_encoder
 from penstock.tools.gpu_check.checks.pass_agreement import check_passes
+from penstock.tools.gpu_check.checks.transformers_agreement import check_transformers
 from penstock.tools.gpu_check.devices.device_context import open_device_context
 from penstock.tools.gpu_check.devices.mirror_launcher import MirrorLauncher
 
@@ -28,6 +29,7 @@ def run(results: Results) -> None:
     context = open_device_context()
     check_passes(results, context)
     check_encoder(results, context)
+    check_transformers(results, context)
 
 
 def run_quick(results: Results) -> None:

@@ -132,12 +132,8 @@ def test_bad_configuration_is_one_line(changes: dict[str, Any], reason: str, tmp
 
 
 def test_options_that_it_cannot_meet_are_refused() -> None:
-    for options, reason in (
-        (PassOptions(device="cuda:0"), "on the CPU only"),
-        (PassOptions(max_context_tokens=513), "--max-context is 513; this model supports 1 to 512"),
-    ):
-        with pytest.raises(StartupError, match=reason):
-            TransformersPass.describe(checkpoint("arcee"), options)
+    with pytest.raises(StartupError, match="--max-context is 513; this model supports 1 to 512"):
+        TransformersPass.describe(checkpoint("arcee"), PassOptions(max_context_tokens=513))
     with pytest.raises(StartupError, match="needs a model"):
         TransformersPass.describe(None, FP32)
 

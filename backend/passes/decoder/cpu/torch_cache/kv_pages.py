@@ -56,8 +56,8 @@ class _Pages:
 
 
 class FloatKvPages(_Pages):
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-        self.numbers = torch.zeros(shape, dtype=dtype)
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        self.numbers = torch.zeros(shape, dtype=dtype, device=device)
         self.tensors = (self.numbers,)
 
     def write(self, pages: Tensor, offsets: Tensor, heads: Tensor) -> None:
@@ -70,10 +70,11 @@ class FloatKvPages(_Pages):
 class Q8KvPages(_Pages):
     """Blocks of 32 values of a head that share a scale."""
 
-    def __init__(self, shape: tuple[int, int, int, int]) -> None:
+    def __init__(self, shape: tuple[int, int, int, int], device: torch.device) -> None:
         *outer, head_dim = shape
-        self.numbers = torch.zeros(*outer, head_dim // KV_BLOCK_VALUES, KV_BLOCK_VALUES, dtype=torch.int8)
-        self.scales = torch.zeros(*outer, head_dim // KV_BLOCK_VALUES, 1, dtype=torch.float16)
+        blocks = (*outer, head_dim // KV_BLOCK_VALUES)
+        self.numbers = torch.zeros(*blocks, KV_BLOCK_VALUES, dtype=torch.int8, device=device)
+        self.scales = torch.zeros(*blocks, 1, dtype=torch.float16, device=device)
         self.tensors = (self.numbers, self.scales)
 
     def write(self, pages: Tensor, offsets: Tensor, heads: Tensor) -> None:
@@ -85,11 +86,11 @@ class Q8KvPages(_Pages):
         return (self.numbers[:, pages] * self.scales[:, pages].float()).flatten(-2)
 
 
-def make_kv_pages(shape: tuple[int, int, int, int], kv_dtype: str) -> KvPages:
+def make_kv_pages(shape: tuple[int, int, int, int], kv_dtype: str, device: torch.device) -> KvPages:
     """shape: [num_kv_heads, num_pages, page_size, head_dim]."""
     if kv_dtype == "q8_0":
-        return Q8KvPages(shape)
-    return FloatKvPages(shape, {"fp32": torch.float32, "bf16": torch.bfloat16}[kv_dtype])
+        return Q8KvPages(shape, device)
+    return FloatKvPages(shape, {"fp32": torch.float32, "bf16": torch.bfloat16}[kv_dtype], device)
 
 
 def quantise_q8_0(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -54,12 +54,14 @@ class PagedCache:
         page_size_tokens: int,
         kv_dtype: str,
         limits: TileLimits = TileLimits(),  # noqa: B008 - frozen
+        device: torch.device = torch.device("cpu"),  # noqa: B008 - a value
     ) -> None:
+        self._device = device
         self._page_size_tokens = page_size_tokens
         self._limits = limits
         outer = (num_pages, page_size_tokens)
-        self.keys = [make_kv_pages((shape.kv_heads, *outer, shape.key_dim), kv_dtype) for shape in shapes]
-        self.values = [make_kv_pages((shape.kv_heads, *outer, shape.value_dim), kv_dtype) for shape in shapes]
+        self.keys = [make_kv_pages((shape.kv_heads, *outer, shape.key_dim), kv_dtype, device) for shape in shapes]
+        self.values = [make_kv_pages((shape.kv_heads, *outer, shape.value_dim), kv_dtype, device) for shape in shapes]
 
     def begin_step(self, batch: StepBatch) -> PagedStep:
         """Copy batch.page_copies, and prepare the rows."""
@@ -68,8 +70,9 @@ class PagedCache:
         rows = np.repeat(np.arange(batch.num_rows), lengths)
         positions = np.arange(batch.num_tokens) - np.repeat(batch.query_starts[:-1] - batch.context_lens, lengths)
         tiles = cut_rows(batch.query_starts, self._limits.tile_tokens)
-        queries = QueryTiles(rows, positions, tiles, batch.page_table, self._page_size_tokens, self._limits)
-        return PagedStep(self, torch.from_numpy(positions), queries)
+        table, size = batch.page_table, self._page_size_tokens
+        queries = QueryTiles(rows, positions, tiles, table, size, self._limits, self._device)
+        return PagedStep(self, torch.from_numpy(positions).to(self._device), queries)
 
     def _copy_pages(self, batch: StepBatch) -> None:
         """Copies only the tokens that a row will see; the rest of a page might hold NaN."""
@@ -92,7 +95,7 @@ class PagedStep:
         self._cache = cache
         self._queries = queries
         self._pages, self._offsets = queries.cache_offsets()
-        self._fresh_pages = self._pages[self._offsets == 0]
+        self._fresh_pages = queries.fresh_pages()
 
     def single(self, tokens: NDArray[np.int64]) -> PagedStep:
         """The same for these tokens only: `attend` takes their queries."""
@@ -114,7 +117,7 @@ class PagedStep:
             keys, values = (_flat(pages[layer], group.pages) for pages in (self._cache.keys, self._cache.values))
             attended = attend(queries[group.tokens], keys, values, group.visible[:, 0], rule)
             if output is None:
-                output = torch.empty(*queries.shape[:2], attended.shape[-1], dtype=queries.dtype)
+                output = torch.empty(*queries.shape[:2], attended.shape[-1], dtype=queries.dtype, device=queries.device)
             output[group.tokens] = attended.to(queries.dtype)
         if output is None:
             raise ValueError("a step without tokens cannot attend")

@@ -51,9 +51,11 @@ class QueryTiles:
         page_table: NDArray[np.int32],
         page_size_tokens: int,
         limits: TileLimits,
+        device: torch.device,
     ) -> None:
-        """rows and positions: [T], one per token. tiles: [n, 2], first token and length of each."""
+        """rows and positions: [T], one per token. tiles: [n, 2], first token and length of each. device: of tensors."""
         self._limits = limits
+        self._device = device
         self._rows = rows
         self._positions = positions
         self._tiles = tiles
@@ -65,12 +67,21 @@ class QueryTiles:
         """The tiles of these tokens only, each a tile of its own."""
         tiles = np.stack([np.arange(len(tokens)), np.ones(len(tokens), np.int64)], axis=1)
         rows, positions = self._rows[tokens], self._positions[tokens]
-        return QueryTiles(rows, positions, tiles, self._page_table, self._page_size_tokens, self._limits)
+        return QueryTiles(rows, positions, tiles, self._page_table, self._page_size_tokens, self._limits, self._device)
 
     def cache_offsets(self) -> tuple[Tensor, Tensor]:
         """The page for each token's key and value, [T], and the offset in that page, [T]."""
-        pages = self._page_table[self._rows, self._positions // self._page_size_tokens].astype(np.int64)
-        return torch.from_numpy(pages), torch.from_numpy(self._positions % self._page_size_tokens)
+        return self._on_device(self._own_pages()), self._on_device(self._positions % self._page_size_tokens)
+
+    def fresh_pages(self) -> Tensor:
+        """The pages whose first token is in the step."""
+        return self._on_device(self._own_pages()[self._positions % self._page_size_tokens == 0])
+
+    def _own_pages(self) -> NDArray[np.int64]:
+        return self._page_table[self._rows, self._positions // self._page_size_tokens].astype(np.int64)
+
+    def _on_device(self, array: NDArray[np.int64] | NDArray[np.bool_]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
 
     def groups(self, window_tokens: int | None) -> list[TileGroup]:
         if window_tokens not in self._groups:
@@ -107,9 +118,9 @@ class QueryTiles:
         if window_tokens is not None:
             visible &= keys[:, None, :] > positions[:, :, None] - window_tokens
         return TileGroup(
-            tokens=torch.from_numpy(tokens),
-            pages=torch.from_numpy(self._page_table[self._rows[tiles[:, :1]], owned].astype(np.int64)),
-            visible=torch.from_numpy(visible)[:, None],
+            tokens=self._on_device(tokens),
+            pages=self._on_device(self._page_table[self._rows[tiles[:, :1]], owned].astype(np.int64)),
+            visible=self._on_device(visible)[:, None],
         )
 
 
