@@ -14,6 +14,7 @@ from penstock.frontend.endpoints import (
     messages,
     metrics,
     models,
+    quote,
     text_completions,
     tokens,
 )
@@ -70,6 +71,7 @@ def _routes(responses: Responses) -> dict[str, Methods]:
         "/detokenize": post(tokens.detokenize, docs.DETOKENIZE),
         "/apply-template": post(tokens.apply_template, docs.TEMPLATE),
         "/tokenizer_info": get(tokens.tokenizer_info, docs.TOKENIZER_INFO),
+        "/v1/quote": post(quote.quote, docs.QUOTE),
         "/invocations": post(invocations.invoke, docs.INVOCATIONS),
         "/v1/models": get(models.list_models, docs.MODELS),
         "/v1/models/{model}": get(models.describe_model, docs.MODEL),

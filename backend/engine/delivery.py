@@ -11,17 +11,27 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from penstock.backend.engine.open_requests import OpenRequests
+    from penstock.backend.engine.quoting.quote_errors import QuoteErrors
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.sequences.subscribers import Subscriber
     from penstock.shm.link.backend_link import BackendLink
     from penstock.shm.memory.board import BackendBoard
+    from penstock.shm.messages import Quote
 
 
 class Delivery:
     """Tokens of a step that are nothing but tokens take the fast path, all together; see `Sequence.settle`."""
 
-    def __init__(self, link: BackendLink, board: BackendBoard, open_requests: OpenRequests) -> None:
+    def __init__(
+        self,
+        link: BackendLink,
+        board: BackendBoard,
+        open_requests: OpenRequests,
+        quote_errors: QuoteErrors | None = None,
+    ) -> None:
+        """quote_errors learns from the answers; None if nothing is quoted."""
+        self._quote_errors = quote_errors
         self._link = link
         self._board = board
         self._open_requests = open_requests
@@ -106,17 +116,25 @@ class Delivery:
         started = None if subscriber.is_started else self.start(sequence, subscriber)
         frontend, request_id = subscriber.frontend, subscriber.request_id
         if token_id in subscriber.stop_token_ids:
+            self._note_end(sequence, subscriber, index, is_cut=False)
             self.end(frontend, request_id, Finish.STOP, token_id, started=started, logprobs=own_logprobs)
         elif index + 1 >= subscriber.max_total_tokens:
+            self._note_end(sequence, subscriber, index, is_cut=True)
             self.end(frontend, request_id, Finish.LENGTH, token_id, started=started, logprobs=own_logprobs)
         else:
             self._link.push(frontend, request_id, token_id, started=started, logprobs=own_logprobs)
             return False
         return True
 
+    def _note_end(self, sequence: Sequence, subscriber: Subscriber, index: int, *, is_cut: bool) -> None:
+        if self._quote_errors is not None:
+            self._quote_errors.note_end(subscriber, index + 1 - sequence.num_prompt_tokens, is_cut=is_cut)
+
     def start(self, sequence: Sequence, subscriber: Subscriber) -> Started:
         """Return the message that accompanies a subscriber's first token, or its vector."""
         subscriber.is_started, subscriber.resumed = True, None
+        if self._quote_errors is not None:
+            self._quote_errors.note_first_token(subscriber)
         queue_s = 0.0 if subscriber.has_joined or sequence.queue_s is None else sequence.queue_s
         # After a preemption, generated tokens may have been found in the cache as well.
         num_cached = min(sequence.kv.num_cached, sequence.num_prompt_tokens)
@@ -159,8 +177,16 @@ class Delivery:
                 self._board.requests_expired += 1
             case Finish.REJECTED:
                 self._board.requests_rejected += 1
+            case Finish.QUOTED:
+                self._board.requests_quoted += 1
             case _:
                 self._board.requests_failed += 1
+
+    def end_with_quote(self, frontend: int, quote: Quote, failure: Failure | None = None) -> None:
+        """End a request that is not in the table with its quote, and with the failure that follows from it."""
+        self._link.push_quote(frontend, quote)
+        finish = Finish.QUOTED if failure is None else Finish.REJECTED
+        self.end(frontend, quote.request_id, finish, failure=failure)
 
     def announce_room(self, frontends: Iterable[int]) -> None:
         """The wait queue has places again for the frontends that it has refused."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from penstock.backend.engine.delivery import Delivery
     from penstock.backend.engine.limits import EngineLimits
     from penstock.backend.engine.open_requests import OpenRequests
+    from penstock.backend.engine.quoting.quoter import Quoter
     from penstock.backend.engine.vector_delivery import VectorDelivery
     from penstock.backend.scheduling.interface import ISequenceScheduler
     from penstock.backend.structured_output.grammars import CompiledGrammar
@@ -53,7 +54,9 @@ class Intake:
         delivery: Delivery,
         vector_delivery: VectorDelivery,
         clock: Callable[[], float],
+        quoter: Quoter,
     ) -> None:
+        self._quoter = quoter
         self._scheduler = scheduler
         self._board = board
         self.limits = limits
@@ -113,7 +116,7 @@ class Intake:
         if self._vector_delivery.deliver_cached(submission):
             return
         grammar = None
-        if submit.pooled is None and submit.constraints is not None and submit.constraints.grammar is not None:
+        if submit.constraints is not None and submit.constraints.grammar is not None and submit.generates:
             grammar_queue = self._open_requests.grammar_queue
             compiled = grammar_queue.submit(submission, submit.constraints.grammar, arrived_s, deadline_s)
             if isinstance(compiled, Failure):
@@ -166,12 +169,19 @@ class Intake:
         key = _share_key(submission, sampling)
         rank = self._rank_of(submit, arrived_s)
         presented = Presented(submission.frontend, submission.tokens, submit.num_prompt_tokens)
+        joined = None if key is None else self._coalescer.find(key, presented)
+        if (decided := self._quoter.decide(submission, subscriber, sampling, rank, joined)) is not None:
+            if submit.quote_only and joined is None and self._is_full_for(submit):
+                self._reject(submission, self._overloaded(submit))
+            else:
+                self._delivery.end_with_quote(submission.frontend, *decided)
+            return
         if key is not None and presented.num_tokens > presented.num_prompt_tokens:
             subscriber.resumed = submission
         if key is not None and self._join_group(key, presented, submission, subscriber, rank, grammar):
             return
         if not submit.admitted_ns and self._is_full_for(submit):
-            self._reject(submission, Failure(submit.request_id, FailureCode.OVERLOADED, self.limits.max_waiting))
+            self._reject(submission, self._overloaded(submit))
             return
         sequence = self._make_sequence(submission, subscriber, sampling, rank, grammar)
         if key is not None and sampling.num_logprobs >= 0:
@@ -274,6 +284,9 @@ class Intake:
             return False
         num_own = scheduler.num_waiting_of(submit.tenant) + settlement.num_held_of(submit.tenant)
         return not has_place(num_waiting, limit, num_own, scheduler.share_of(submit.tenant, submit.weight))
+
+    def _overloaded(self, submit: Submit) -> Failure:
+        return Failure(submit.request_id, FailureCode.OVERLOADED, self.limits.max_waiting)
 
     def _num_waiting(self) -> int:
         """Sequences that wait, without those for which a slot is free."""

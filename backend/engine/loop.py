@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.backend.engine.executor import ExecutorFailed
-from penstock.backend.engine.step_timing import StepTiming
 from penstock.backend.forward_pass import NOT_FINITE, DeviceLost
 from penstock.backend.scheduling.step_plan import NO_SAMPLE
 from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from penstock.backend.engine.executor import Executor
     from penstock.backend.engine.launched_step import StepResult
     from penstock.backend.engine.requests import Requests
+    from penstock.backend.engine.step_timing import StepTiming
     from penstock.backend.engine.vectors import Vectors
     from penstock.backend.forward_pass import TokenLogprobs
     from penstock.backend.scheduling.interface import ISequenceScheduler
@@ -74,7 +74,7 @@ class Engine:
         self._canceller = requests.canceller
         self._board = board
         self._clock = clock
-        self._step_timing = step_timing or StepTiming()
+        self._step_timing = step_timing or requests.step_timing
         self._heartbeat = heartbeat
         self._kv_events = kv_events
         self._recorder = requests.table.recorder

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.backend.engine.cancellation import Canceller
 from penstock.backend.engine.delivery import Delivery
 from penstock.backend.engine.intake import Intake
 from penstock.backend.engine.open_requests import OpenRequests
+from penstock.backend.engine.quoting.quote_errors import QuoteErrors
+from penstock.backend.engine.quoting.quoter import Quoter
+from penstock.backend.engine.step_timing import StepTiming
 from penstock.backend.engine.vector_delivery import VectorDelivery
 from penstock.backend.scheduling.settlement import Settlement
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
@@ -34,6 +37,8 @@ class Requests:
     delivery: Delivery
     canceller: Canceller
     vector_delivery: VectorDelivery
+    step_timing: StepTiming = field(default_factory=StepTiming)
+    """Filled by the loop, read for quotes."""
 
     @classmethod
     def make(
@@ -53,7 +58,9 @@ class Requests:
         grouped within a turn of the loop."""
         grammar_queue = grammar_queue or GrammarQueue(None, lambda: None, 0)
         table = OpenRequests(scheduler, board, grammar_queue, settlement or Settlement(clock), recorder)
-        delivery = Delivery(link, board, table)
+        step_timing, quote_errors = StepTiming(), QuoteErrors(board, clock)
+        quoter = Quoter(scheduler, step_timing, quote_errors, clock)
+        delivery = Delivery(link, board, table, quote_errors)
         vector_delivery = VectorDelivery(link, board, table, delivery, vector_cache)
-        intake = Intake(scheduler, board, limits, table, delivery, vector_delivery, clock)
-        return cls(table, intake, delivery, Canceller(board, table, delivery, clock), vector_delivery)
+        intake = Intake(scheduler, board, limits, table, delivery, vector_delivery, clock, quoter)
+        return cls(table, intake, delivery, Canceller(board, table, delivery, clock), vector_delivery, step_timing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from statistics import median
 
 _MIN_SLACK_S = 0.0015
 """The loop sleeps whole milliseconds and wakes a little later."""
@@ -71,6 +72,32 @@ class StepTiming:
             self._recent[size] = deque(maxlen=_NUM_REMEMBERED)
             insort(self._sizes, size)
         self._recent[size].append(step_s)
+
+    def typical_s(self, num_tokens: int) -> float | None:
+        """The duration to expect of a step of so many tokens, between those of the nearest sizes; None before the first
+        step."""
+        if not self._sizes:
+            return None
+        size = _size(num_tokens)
+        at = bisect_left(self._sizes, size)
+        if at == len(self._sizes):
+            return self._extrapolated_s(size)
+        above, above_s = self._sizes[at], median(self._recent[self._sizes[at]])
+        if above == size or not at:
+            return above_s
+        below, below_s = self._sizes[at - 1], median(self._recent[self._sizes[at - 1]])
+        return below_s + (above_s - below_s) * (size - below) / (above - below)
+
+    def _extrapolated_s(self, size: int) -> float:
+        """The duration of a larger step than all seen: on the line through the smallest and the largest one, and at
+        most in proportion to the size."""
+        smallest, largest = self._sizes[0], self._sizes[-1]
+        largest_s = median(self._recent[largest])
+        per_token_s = largest_s / largest
+        if smallest < largest:
+            slope_s = (largest_s - median(self._recent[smallest])) / (largest - smallest)
+            per_token_s = min(per_token_s, max(0.0, slope_s))
+        return largest_s + (size - largest) * per_token_s
 
     def _expected_s(self, size: int) -> float:
         """A lower estimate. An unseen size takes longer than smaller ones, but at most in proportion to its size."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from penstock.backend.kv_cache.host_offload import HostOffload
+    from penstock.backend.scheduling.outlook import Outlook
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.sequences.sequence import Sequence
 
@@ -79,6 +80,10 @@ class ISequenceScheduler(Protocol):
 
     def share_of(self, tenant: bytes, weight: float) -> float:
         """The part of all places that the tenant is due, or would be due with a sequence of this weight."""
+        ...
+
+    def outlook(self, sequence: Sequence) -> Outlook | None:
+        """What runs, and what starts before the sequence, which waits or has not been added; None if it cannot say."""
         ...
 
     def check_integrity(self) -> None:

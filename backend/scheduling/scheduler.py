@@ -11,6 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING, TypeAlias
 
 from penstock.backend.kv_cache.attention_window import AttentionWindow
+from penstock.backend.scheduling.outlook import Outlook, those_before
 from penstock.backend.scheduling.running import RunningSequences
 from penstock.backend.scheduling.step_budget import share_out
 from penstock.backend.scheduling.step_plan import Plan
@@ -142,6 +143,24 @@ class Scheduler(RunningSequences):
         plan = self._make_plan(decodes, chunks + self._newcomers)
         self._num_plans += bool(plan)
         return plan
+
+    def outlook(self, sequence: Sequence) -> Outlook:
+        """See `ISequenceScheduler`."""
+        account, turn = sequence.account, sequence.turn
+        if sequence.order < 0:
+            account = self._tenants.find(sequence.tenant, sequence.weight)
+            turn = sequence.rank, sequence.admitted_ns, account.round + 1, self._num_added
+        prefix = self._prefix_cache.find(sequence)
+        num_cached = prefix.num_full_pages * self._page_size + prefix.num_copied_tokens
+        return Outlook(
+            list(self._running),
+            those_before(sequence, turn, account, self._waiting.sequences()),
+            num_cached,
+            self.max_running,
+            self._pool.num_pages,
+            self._page_size,
+            self._max_batch_tokens,
+        )
 
     def _max_prompt_tokens(self) -> int:
         """The most tokens of prompts in the next step. They are few when the step is about to serve a short prompt of a

@@ -93,6 +93,14 @@ class Tenants:
         """The part of slots and pages that an account with open sequences is due, from 0 to 1."""
         return account.weight / self._total_weight
 
+    def find(self, key: bytes, weight: float) -> TenantAccount:
+        """The tenant's account, or one like that which it would get."""
+        account = self._accounts.get(key)
+        if account is None:
+            account = TenantAccount(key, weight)
+            account.service = self.highest_service
+        return account
+
     def num_waiting_of(self, key: bytes) -> int:
         """The tenant's sequences that have not ended and do not run."""
         account = self._accounts.get(key)

@@ -161,6 +161,9 @@ class WholeScheduler:
         """See `ISequenceScheduler`."""
         return self._tenants.share_with(tenant, weight)
 
+    def outlook(self, sequence: Sequence) -> None:
+        """See `ISequenceScheduler`: it takes whole inputs, of which no step's duration can be told."""
+
     def check_integrity(self) -> None:
         """Raises RuntimeError unless each sequence either waits or runs, and the accounts count them."""
         waiting = self._waiting.sequences()

@@ -11,6 +11,16 @@ if TYPE_CHECKING:
     from penstock.shm.messages import Pooled
 
 
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What was quoted for a request that runs, in seconds after its arrival, and what that was before correction."""
+
+    first_token_s: float
+    modelled_first_token_s: float
+    finish_s: float | None
+    modelled_finish_s: float | None
+
+
 @dataclass(slots=True, eq=False)
 class Subscriber:
     """One listener of a sequence, named by (frontend, request_id). It may end before the sequence does."""
@@ -36,6 +46,8 @@ class Subscriber:
     """How it receives the vector that is its result."""
     resumed: Submission | None = None
     """The request, until the sequence has caught up with the tokens that came with it."""
+    prediction: Prediction | None = None
+    """Compared with what happens; None for most requests."""
 
     def contradicts(self, index: int, token_id: int) -> bool:
         """The token at index, which the sequence computed, is not the one that came with the request."""

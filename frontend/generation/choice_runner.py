@@ -7,11 +7,11 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from penstock.frontend.generation.failures import backend_unavailable, stream_failure
+from penstock.frontend.generation.failures import backend_unavailable, stream_failure, too_late
 from penstock.frontend.telemetry.timings import Timings
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shutting_down
 from penstock.shm.client import BackendUnavailable, TokenBatch
-from penstock.shm.messages import Finish
+from penstock.shm.messages import FailureCode, Finish
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -105,6 +105,8 @@ class ChoiceRunner:
         if batch.token_ids or not has_failed:
             await emit(choice, delta)
         if has_failed and choice.finish_reason is None:
+            if batch.failure is FailureCode.TOO_LATE:
+                raise too_late(choice.stream, batch.retry_after_s)
             raise stream_failure(batch, choice.num_tokens, choice.grammar_field, self._backend.retry_after_s)
 
     def _take(self, choice: Choice, batch: TokenBatch) -> Delta:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,7 +12,7 @@ from penstock.shm.client import TokenBatch
 from penstock.shm.messages import FailureCode, Finish
 
 if TYPE_CHECKING:
-    from penstock.shm.client import PooledFailed
+    from penstock.shm.client import PooledFailed, TokenStream
 
 _SHOWN_CHARACTERS = 200
 """Characters of the grammar compiler's message that the error shows."""
@@ -65,6 +66,31 @@ def stream_failure(batch: TokenBatch, num_tokens: int, grammar_field: str | None
             return backend_unavailable(retry_after_s)
         case _:
             return ApiError(ErrorKind.INTERNAL, "an internal error ended the answer")
+
+
+def too_late(stream: TokenStream, retry_after_s: int) -> ApiError:
+    """Return the error of a request that was refused because it would finish after its deadline."""
+    quote, deadline_s = stream.quote, stream.deadline_s
+    if quote is None or quote.finish_s is None or deadline_s is None:
+        return ApiError(ErrorKind.INTERNAL, "the backend gave no quote")
+    limit_ms = max(0, round(1000 * deadline_s - stream.submitted_ns / 1e6))
+    numbers = {
+        "queue_position": quote.num_ahead,
+        "expected_ttft_ms": milliseconds(quote.first_token_s) or 0,
+        "expected_finish_ms": milliseconds(quote.finish_s) or 0,
+        "latest_finish_ms": milliseconds(quote.latest_finish_s) or 0,
+        "left_ms": limit_ms,
+    }
+    message = (
+        f"timeout_ms: {limit_ms} ms are left, but the request is expected to finish in {numbers['expected_finish_ms']} "
+        f"ms; {quote.num_ahead} others wait before it"
+    )
+    headers = ((b"retry-after", b"%d" % max(1, retry_after_s)),)
+    return ApiError(ErrorKind.TOO_LATE, message, param="timeout_ms", headers=headers, numbers=numbers)
+
+
+def milliseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else math.ceil(1000 * seconds)
 
 
 def pooled_failure(failed: PooledFailed, field: str, retry_after_s: int) -> ApiError:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 _CACHE_SALT_CONTEXT = b"cache_salt"
 _COALESCE_HEADER = "X-Penstock-Coalesce"
 _TIMEOUT_HEADER = "X-Request-Timeout-Ms"
-POLICY_HEADERS = (_COALESCE_HEADER.lower().encode(), _TIMEOUT_HEADER.lower().encode())
+_REFUSE_LATE_HEADER = "X-Penstock-Refuse-Late"
+POLICY_HEADERS = tuple(header.lower().encode() for header in (_COALESCE_HEADER, _TIMEOUT_HEADER, _REFUSE_LATE_HEADER))
 """The headers that a policy is read from."""
 
 
@@ -32,6 +33,8 @@ class RequestPolicy:
     may_join: bool
     priority: int
     deadline_s: float | None
+    refuses_late: bool = False
+    """It is not to run if it is expected to miss its deadline. Pooled requests are not predicted."""
 
 
 def read_request_policy(exchange: Exchange, body: SchedulingBody) -> RequestPolicy:
@@ -39,14 +42,14 @@ def read_request_policy(exchange: Exchange, body: SchedulingBody) -> RequestPoli
 
     Raises ApiError naming the wrong header.
     """
-    coalesce = exchange.header(_COALESCE_HEADER.lower().encode())
-    if coalesce is not None and coalesce.lower() not in (b"on", b"off"):
-        invalid(_COALESCE_HEADER, f'must be "on" or "off", got {_shown(coalesce)}')
-    may_join = coalesce is None or coalesce.lower() == b"on"
+    may_join = _switch(exchange, _COALESCE_HEADER, default=True)
+    refuses_late = _switch(exchange, _REFUSE_LATE_HEADER, default=False)
     limits_ms = [limit for limit in (_header_timeout_ms(exchange), body.timeout_ms) if limit is not None]
     deadline_s = exchange.received_s + min(limits_ms) / 1000 if limits_ms else None
+    if refuses_late and deadline_s is None:
+        invalid(_REFUSE_LATE_HEADER, f"needs a time limit: timeout_ms or {_TIMEOUT_HEADER}")
     payer, weight, salt = exchange.payer, exchange.weight, _salt(exchange.tenant, body.cache_salt)
-    return RequestPolicy(salt, payer, weight, may_join, body.priority or 0, deadline_s)
+    return RequestPolicy(salt, payer, weight, may_join, body.priority or 0, deadline_s, refuses_late)
 
 
 def _salt(tenant: bytes, cache_salt: str | None) -> bytes:
@@ -54,6 +57,15 @@ def _salt(tenant: bytes, cache_salt: str | None) -> bytes:
     if cache_salt is None:
         return tenant
     return blake2b(cache_salt.encode(), digest_size=16, key=tenant, person=_CACHE_SALT_CONTEXT).digest()
+
+
+def _switch(exchange: Exchange, name: str, *, default: bool) -> bool:
+    value = exchange.header(name.lower().encode())
+    if value is None:
+        return default
+    if value.lower() not in (b"on", b"off"):
+        invalid(name, f'must be "on" or "off", got {_shown(value)}')
+    return value.lower() == b"on"
 
 
 def _header_timeout_ms(exchange: Exchange) -> int | None:

@@ -291,3 +291,20 @@ class ReadyAnswer(Struct):
     waiting: int | None = None
     pages_used: int | None = None
     pages_total: int | None = None
+
+
+class QuoteAnswer(Struct, kw_only=True):
+    """Times are milliseconds from now; null is unknown."""
+
+    object: Literal["quote"] = "quote"
+    model: str
+    status: Literal["known", "unknown"]
+    queue_position: int
+    prompt_tokens: int
+    cached_tokens: int
+    coalesced: bool
+    expected_completion_tokens: int | None
+    expected_ttft_ms: int | None
+    expected_finish_ms: int | None
+    latest_finish_ms: int | None
+    meets_deadline: bool | None

@@ -54,7 +54,7 @@ _BACKEND_COUNTERS = (
     ),
     ("wasted_tokens_total", "Computed tokens that were no longer needed when they were ready.", "wasted_tokens"),
 )
-_BACKEND_OUTCOMES = ("finished", "cancelled", "rejected", "failed", "expired")
+_BACKEND_OUTCOMES = ("finished", "cancelled", "rejected", "failed", "expired", "quoted")
 # (name, help, the board's histogram, the histogram's units per unit of the metric)
 _BACKEND_HISTOGRAMS = (
     (
@@ -65,6 +65,18 @@ _BACKEND_HISTOGRAMS = (
     ),
     ("step_duration_seconds", "From a step's launch to its result.", BackendBoard.step_us, _US),
     ("step_rows", "Sequences that had tokens in a step.", BackendBoard.step_rows, 1),
+    (
+        "quote_error_first_token_seconds",
+        "First token's time as predicted on arrival, minus the actual one; negative: it came later.",
+        BackendBoard.quote_error_first_token_us,
+        _US,
+    ),
+    (
+        "quote_error_finish_seconds",
+        "End of the answer as predicted on arrival, minus the actual one; negative: it came later.",
+        BackendBoard.quote_error_finish_us,
+        _US,
+    ),
     ("step_tokens", "Prompt and answer tokens that a step computed.", BackendBoard.step_tokens, 1),
 )
 _FRONTEND_HISTOGRAMS = (
@@ -83,7 +95,7 @@ _FRONTEND_HISTOGRAMS = (
         _US,
     ),
 )
-_STREAM_OUTCOMES = ("stop", "length", "cancelled", "rejected", "failed", "expired")
+_STREAM_OUTCOMES = ("stop", "length", "cancelled", "rejected", "failed", "expired", "quoted")
 
 
 @dataclass(frozen=True, slots=True)

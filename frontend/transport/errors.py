@@ -46,6 +46,7 @@ class ErrorKind(enum.Enum):
     UNSUPPORTED_BODY = _Answer(415, "invalid_request_error", "unsupported_media_type")
     OVERLOADED = _Answer(429, "rate_limit_error", "overloaded")
     RATE_LIMITED = _Answer(429, "rate_limit_error", "rate_limit_exceeded")
+    TOO_LATE = _Answer(429, "rate_limit_error", "deadline_not_met")
     HEADERS_TOO_LARGE = _Answer(431, "invalid_request_error", "headers_too_large")
     EXPIRED = _Answer(499, "timeout_error", "timeout")
     INTERNAL = _Answer(500, "server_error", "internal_error")

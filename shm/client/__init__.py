@@ -23,6 +23,8 @@ from penstock.shm.messages import (
     Finish,
     Grammar,
     ModelCard,
+    Quote,
+    QuoteTerms,
     Sampling,
 )
 from penstock.shm.process.socket_path import default_socket_path
@@ -51,6 +53,8 @@ __all__ = [
     "PooledRequest",
     "PooledResult",
     "PooledStream",
+    "Quote",
+    "QuoteTerms",
     "Sampling",
     "SharedBuffer",
     "TokenBatch",

@@ -208,9 +208,10 @@ class BackendClient:
     def submit(self, request: GenerationRequest) -> TokenStream:
         """Send the request, or queue it while the link is full or no backend is ready. Returns at once.
 
-        Raises BackendUnavailable when not `ready` and it cannot be held: its tenant may hold no more, or it uses shared
-        buffers. Raises Overloaded when the backend's board shows a full wait queue. A request that may share another's
-        sequence is sent even then, and so is one of a tenant with few open streams here; the backend decides.
+        Raises BackendUnavailable when not `ready` and it cannot be held: its tenant may hold no more, it uses shared
+        buffers, or it asks for a quote alone. Raises Overloaded when the backend's board shows a full wait queue. A
+        request that may share another's sequence is sent even then, and so is one of a tenant with few open streams
+        here; the backend decides.
 
         Raises ValueError for a request outside the bounds of the messages; the backend checks the model's own bounds.
         Raises ValueError, BufferGone and DeviceError for shared buffers that cannot be lent; the caller keeps them.
@@ -244,11 +245,12 @@ class BackendClient:
         self, request: GenerationRequest | PooledRequest, output: BufferSlice | None = None
     ) -> tuple[array[int], Submit, bool]:
         """Tokens and message of the request, with its buffers lent, and whether it can be sent now."""
+        is_quote = not isinstance(request, PooledRequest) and request.quote_only
         uses_buffers = isinstance(request.token_ids, BufferSlice) or output is not None
         is_ready = self._check_capacity(
             request.tenant,
             may_share=request.is_shareable,
-            may_hold=not uses_buffers,
+            may_hold=not (uses_buffers or is_quote),
             has_begun=isinstance(request, PooledRequest) and request.has_begun,
         )
         tokens = request.prompt_tokens()
@@ -286,7 +288,7 @@ class BackendClient:
 
     def _wait_for_next_backend(self, stream: OpenStream) -> bool:
         """The backend refused the request because it ends. Keep it for the next one, if that is possible."""
-        if not self._held.is_enabled or stream.loans:
+        if not self._held.is_enabled or stream.loans or stream.submit.quote_only:
             return False
         stream.note_failure(None)
         if stream.submit.admitted_ns:

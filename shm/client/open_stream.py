@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.shm.client.reader_turns import ReaderTurns
-    from penstock.shm.messages import Submit
+    from penstock.shm.messages import Quote, Submit
 
 
 class OpenStream:
@@ -43,6 +43,7 @@ class OpenStream:
         "is_waiting",
         "num_preemptions",
         "queue_s",
+        "quote",
         "restarts_without_progress",
         "submit",
         "submitted_ns",
@@ -67,6 +68,8 @@ class OpenStream:
         """Times that the backend preempted it because KV pages were short."""
         self.queue_s = 0.0
         """Seconds from the backend's receipt to its first step; valid after the first batch."""
+        self.quote: Quote | None = None
+        """The backend's prediction, if the request asks for one and is not accepted."""
         self.submit = submit
         self.submitted_ns = time.monotonic_ns()
         self.tokens = tokens

@@ -118,6 +118,9 @@ class OpenStreams:
                 stream.note_failure(FailureCode(failure.code), failure.limit, failure.text, failure.retry_after_s)
                 if failure.code == FailureCode.OVERLOADED and isinstance(stream, PooledStream):
                     self.room.clear()
+        for quote in outputs.quotes:
+            if (stream := streams.get(quote.request_id)) is not None:
+                stream.quote = quote
         for prompt_logprobs in outputs.prompt_logprobs:
             stream = streams.get(prompt_logprobs.request_id)
             if isinstance(stream, TokenStream):

@@ -16,6 +16,7 @@ from penstock.shm.messages import (
     Constraints,
     Grammar,
     Pooled,
+    QuoteTerms,
     Sampling,
     Submit,
     WireError,
@@ -32,6 +33,7 @@ _STRUCT_FIELDS: dict[str, type[Struct]] = {
     "constraints": Constraints,
     "grammar": Grammar,
     "pooled": Pooled,
+    "quote": QuoteTerms,
 }
 
 
@@ -66,6 +68,14 @@ class GenerationRequest:
     """Streams with the same number, unless it is 0, take turns in being read: see `reader_turns`."""
     batch_delivery: bool = False
     """Deliver many tokens at a time, up to a quarter of a second late."""
+    quote: QuoteTerms | None = None
+    """Predict the request's end, to refuse it (REJECTED, TOO_LATE) or as the only answer (QUOTED). The prediction is in
+    the stream's `quote`."""
+
+    @property
+    def quote_only(self) -> bool:
+        """See `Submit.quote_only`."""
+        return self.quote is not None and self.quote.purpose == "quote"
 
     @property
     def is_shareable(self) -> bool:
@@ -101,6 +111,7 @@ class GenerationRequest:
                 constraints=self.constraints,
                 num_prompt_logprobs=self.num_prompt_logprobs,
                 batch_delivery=self.batch_delivery,
+                quote=self.quote,
             )
         )
 

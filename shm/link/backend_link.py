@@ -28,6 +28,7 @@ from penstock.shm.messages import (
     Failure,
     FailureCode,
     Finish,
+    Quote,
     Started,
     Submit,
     VectorPart,
@@ -304,6 +305,11 @@ class BackendLink:
         self._pending[frontend] = target
         target.add(request_id, token_id, finish, started, failure, logprobs)
 
+    def push_quote(self, frontend: int, quote: Quote) -> None:
+        """Add a quote. The end of its request, if that is open, comes next."""
+        if (target := self._frontends.get(frontend)) is not None and quote.request_id in target.open_requests:
+            target.add_quote(quote)
+
     def push_prompt_logprobs(self, frontend: int, request_id: int, entry: EventLogprobs) -> None:
         """Add an entry for the prompt token at index entry.event. Does nothing for a request that is not open."""
         target = self._frontends.get(frontend)
@@ -334,8 +340,7 @@ class BackendLink:
 
     def note_preemption(self, frontend: int, request_id: int) -> None:
         """The request was preempted because KV pages were short. Its frontend learns it with the next events."""
-        target = self._frontends.get(frontend)
-        if target is not None and request_id in target.open_requests:
+        if (target := self._frontends.get(frontend)) is not None and request_id in target.open_requests:
             target.add_preemption(request_id)
 
     def announce_room(self, frontend: int) -> None:

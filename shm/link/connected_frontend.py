@@ -25,6 +25,7 @@ from penstock.shm.messages import (
     Failure,
     Finish,
     PromptLogprobs,
+    Quote,
     Started,
     StepOutputs,
     VectorPart,
@@ -88,6 +89,7 @@ class ConnectedFrontend:
         self._finishes = bytearray()
         self._started: list[Started] = []
         self._failures: list[Failure] = []
+        self._quotes: list[Quote] = []
         self._preempted: list[int] = []
         self._logprobs: deque[tuple[int, EventLogprobs]] = deque()
         """(number of the event since the connection began, entry)."""
@@ -229,6 +231,10 @@ class ConnectedFrontend:
         if failure is not None:
             self._failures.append(failure)
 
+    def add_quote(self, quote: Quote) -> None:
+        """The event that ends its request is the next to be added."""
+        self._quotes.append(quote)
+
     def add_prompt_logprobs(self, request_id: int, entry: EventLogprobs) -> None:
         self._is_urgent = True
         self._prompt_logprobs.append(PromptLogprobs(request_id, (entry,)))
@@ -259,7 +265,7 @@ class ConnectedFrontend:
     def next_outputs(self) -> StepOutputs:
         """The first unsent events, as many as fit one message; they stay until `sent`.
 
-        If more are left, a Started or a Failure may travel before its event, but never after it.
+        If more are left, a Started, a Failure or a Quote may travel before its event, but never after it.
         """
         count = self._num_next()
         return StepOutputs(
@@ -278,6 +284,7 @@ class ConnectedFrontend:
             ),
             prompt_logprobs=tuple(self._prompt_logprobs[:MAX_LOGPROBS_PER_MESSAGE]),
             vectors=tuple(part for _, part in islice(self._vectors, self._num_next_vectors())),
+            quotes=tuple(self._quotes[:MAX_EVENTS_PER_MESSAGE]),
             has_room=self._has_room,
         )
 
@@ -319,7 +326,7 @@ class ConnectedFrontend:
         for column in (self._request_ids, self._token_ids, self._finishes):
             del column[:count]
         del self._prompt_logprobs[:MAX_LOGPROBS_PER_MESSAGE]
-        for notes in (self._started, self._failures, self._preempted):
+        for notes in (self._started, self._failures, self._preempted, self._quotes):
             del notes[:MAX_EVENTS_PER_MESSAGE]
         if not self.num_unsent:
             self._is_urgent, self._held_since_s = False, None

@@ -42,7 +42,8 @@ class _Word:
 
 
 class Histogram:
-    """One word per bucket, one for values above the last bound, and one for the sum of all values.
+    """One word per bucket, one for values above the last bound, and one for the sum of all values. With a bound below
+    0 the values may be negative.
 
     The count is the sum of the buckets, so a reader never sees the two disagree.
     """
@@ -60,7 +61,8 @@ class Histogram:
     def read(self, values: Mapping[str, int], prefix: str = "") -> tuple[list[int], int]:
         """(buckets, sum) from a board's `values`; the last bucket has no bound."""
         *buckets, total = (values[prefix + word] for word in self.words)
-        return buckets, total
+        is_negative = self.bounds[0] < 0 and total >> 63
+        return buckets, total - (1 << 64) if is_negative else total
 
 
 class _Observer:
@@ -73,7 +75,7 @@ class _Observer:
         self._histogram = histogram
 
     def observe(self, value: int, count: int = 1) -> None:
-        """Observe the same value, at least 0, count times."""
+        """Observe the same value, at least 0 unless a bound is negative, count times."""
         words = self._histogram.words
         self._board.increase(words[bisect_left(self._histogram.bounds, value)], count)
         self._board.increase(words[-1], value * count)
@@ -174,6 +176,12 @@ _TENS_OF_MS = (10_000, 20_000, 40_000, 60_000)
 _UP_TO_A_MINUTE = (250_000, 500_000, 1_000_000, 2_500_000, 5_000_000, 10_000_000, 30_000_000, 60_000_000)
 
 
+_QUOTE_ERRORS_US = tuple(
+    1000 * bound
+    for bound in (-30_000, -10_000, -3_000, -1_000, -300, -100, -30, 0, 30, 100, 300, 1_000, 3_000, 10_000, 30_000)
+)
+
+
 class FrontendBoard(Board):
     """One frontend's numbers since it connected to this backend, including the time before without one.
 
@@ -188,6 +196,8 @@ class FrontendBoard(Board):
     requests_rejected: int
     requests_failed: int
     requests_expired: int
+    requests_quoted: int
+    """Streams that asked for a quote alone."""
     requests_resumed: int
     tokens_streamed: int
     responses_200: int
@@ -267,6 +277,8 @@ class BackendBoard(Board, totals_of=FrontendBoard):
     requests_rejected: int
     requests_failed: int
     requests_expired: int
+    requests_quoted: int
+    """Requests that asked for a quote alone; they do not count as accepted."""
     requests_coalesced: int
     """Requests that joined a sequence of another request."""
     pages_idle: int
@@ -300,6 +312,11 @@ class BackendBoard(Board, totals_of=FrontendBoard):
     """Sequences with tokens in a step."""
     step_tokens = Histogram(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
     """Prompt and output tokens that a step computed."""
+
+    quote_error_first_token_us = Histogram(*_QUOTE_ERRORS_US)
+    """The first token's time as predicted on the request's arrival, minus the actual one."""
+    quote_error_finish_us = Histogram(*_QUOTE_ERRORS_US)
+    """The same for the end of the answer."""
 
     def observe_cancel(self, cancel_to_free_us: int) -> None:
         self.cancel_to_free_us.observe(cancel_to_free_us)

@@ -37,6 +37,8 @@ class Finish(enum.IntEnum):
     """A fault of ours ended it. A Failure gives the reason."""
     EXPIRED = 6
     """Its deadline passed, while it waited or ran."""
+    QUOTED = 7
+    """It asked for a quote alone, which comes with this event."""
 
 
 class FailureCode(enum.IntEnum):
@@ -56,6 +58,8 @@ class FailureCode(enum.IntEnum):
     """The forward pass reports no log probabilities of prompts."""
     NOT_SERVED = 9
     """The model does not do this: generate, or compute this kind of vector."""
+    TOO_LATE = 10
+    """It is expected to finish after its deadline. A Quote comes with it."""
 
 
 class Failure(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -78,6 +82,26 @@ class Started(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     queue_s: Annotated[float, Meta(ge=0.0)]
     is_coalesced: bool = False
     """It subscribes to a sequence that another request started."""
+
+
+class Quote(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A prediction, in seconds after the request's arrival at the backend. None is unknown: no steps, or no answers,
+    have been seen yet."""
+
+    request_id: U63
+    num_ahead: I31
+    """Waiting sequences that would start before it."""
+    cached_tokens: I31
+    """Tokens of its prompt in the prefix cache."""
+    is_coalesced: bool
+    """It would join a sequence that another request started."""
+    first_token_s: Annotated[float, Meta(ge=0.0)] | None = None
+    finish_s: Annotated[float, Meta(ge=0.0)] | None = None
+    """With an answer of expected_tokens."""
+    latest_finish_s: Annotated[float, Meta(ge=0.0)] | None = None
+    """If it and all requests before it generate as many tokens as they may."""
+    expected_tokens: I31 | None = None
+    """Tokens of the longest choice."""
 
 
 class EventLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -137,5 +161,6 @@ class StepOutputs(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fi
     returned: Annotated[tuple[BufferReturn, ...], Meta(max_length=MAX_SHARED_BUFFERS)] = ()
     """Before or with the end of their requests, never after it."""
     vectors: Annotated[tuple[VectorPart, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
+    quotes: Annotated[tuple[Quote, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
     has_room: bool = False
     """The wait queue has places again, after it has refused a pooled request of this frontend."""

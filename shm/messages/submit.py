@@ -92,6 +92,18 @@ class Pooled(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     turns, an input of each at a time."""
 
 
+class QuoteTerms(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Predict when the request would finish."""
+
+    purpose: Literal["quote", "refuse"]
+    """quote: answer with the prediction alone, and end as QUOTED. refuse: end as REJECTED, TOO_LATE, if it is expected
+    to finish after timeout_ms; else run."""
+    num_choices: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Sequences of the client's request. It finishes with the last of them."""
+    num_other_prompt_tokens: I31 = 0
+    """Tokens of the client's further prompts."""
+
+
 class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
     """Run this request.
 
@@ -134,6 +146,16 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
     pooled: Pooled | None = None
     """Compute this of the prompt, and generate nothing: max_tokens is 1, and what concerns generated tokens is left at
     its default."""
+    quote: QuoteTerms | None = None
+
+    @property
+    def quote_only(self) -> bool:
+        """It does not run: it asks for a quote alone."""
+        return self.quote is not None and self.quote.purpose == "quote"
+
+    @property
+    def generates(self) -> bool:
+        return self.pooled is None and not self.quote_only
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):

@@ -29,6 +29,7 @@ from penstock.shm.messages import (
     Finish,
     Pooled,
     PooledKind,
+    Quote,
     Sampling,
     Started,
     Submit,
@@ -78,6 +79,7 @@ class Received:
     prompt_logprobs: list[EventLogprobs] = field(default_factory=list)
     num_preemptions: int = 0
     parts: list[VectorPart] = field(default_factory=list)
+    quote: Quote | None = None
 
     @property
     def values(self) -> NDArray[np.float32]:
@@ -123,6 +125,11 @@ class ScriptedLink:
             received.finishes.append(finish)
         received.started = received.started or started
         received.failure = failure
+
+    def push_quote(self, frontend: int, quote: Quote) -> None:
+        received = self.received[frontend, quote.request_id]
+        assert not received.finishes, "a quote after the end"
+        received.quote = quote
 
     def push_prompt_logprobs(self, frontend: int, request_id: int, entry: EventLogprobs) -> None:
         received = self.received[frontend, request_id]

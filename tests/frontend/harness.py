@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.frontend.transport.serving.server import server_config
 from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded, TokenBatch
 from penstock.shm.memory.board import FrontendBoard
-from penstock.shm.messages import FailureCode, Finish, ModelCard, Sampling
+from penstock.shm.messages import FailureCode, Finish, ModelCard, Quote, Sampling
 from tests.frontend.raw_http import MockTransport, Response, ResponseReader
 
 CHAT_TEMPLATE = """\
@@ -95,8 +96,14 @@ class FakeStream:
         self.ended = False
         self.finish = Finish.NONE
         self.num_taken = 0
+        self.quote: Quote | None = None
+        self.submitted_ns = time.monotonic_ns()
         self._batches = deque(batches)
         self._more = asyncio.Event()
+
+    @property
+    def deadline_s(self) -> float | None:
+        return self.request.deadline_s
 
     @property
     def num_generated(self) -> int:
@@ -171,13 +178,16 @@ class FakeBackend:
     """Whether new streams report that they joined another request's sequence."""
     queue_s: float = 0.0
     num_preemptions: int = 0
+    quote: Quote = Quote(0, 3, 2, False, 0.25, 1.5, 4.0, 20)  # noqa: RUF009 - frozen
 
     def submit(self, request: GenerationRequest) -> FakeStream:
         if self.refusal is not None:
             raise self.refusal
         if not self.ready:
             raise BackendUnavailable
-        stream = FakeStream(request, self.script(request))
+        is_quote = request.quote is not None and request.quote.purpose == "quote"
+        stream = FakeStream(request, [TokenBatch([], Finish.QUOTED)] if is_quote else self.script(request))
+        stream.quote = self.quote if request.quote is not None else None
         stream.joins = self.joins
         stream.queue_s, stream.num_preemptions = self.queue_s, self.num_preemptions
         self.streams.append(stream)

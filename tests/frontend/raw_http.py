@@ -78,7 +78,8 @@ class Response:
     @property
     def error(self) -> dict[str, Any]:
         error = self.json()["error"]
-        assert set(error) - {"n_prompt_tokens", "n_ctx"} == {"message", "type", "param", "code"}
+        numbers = {name for name, value in error.items() if type(value) is int}
+        assert set(error) - numbers == {"message", "type", "param", "code"}
         return error
 
     def events(self) -> list[Any]:

@@ -9,7 +9,10 @@ from penstock.backend.engine.cancellation import Canceller
 from penstock.backend.engine.limits import EngineLimits
 from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.open_requests import OpenRequests
+from penstock.backend.engine.quoting.quote_errors import QuoteErrors
+from penstock.backend.engine.quoting.quoter import Quoter
 from penstock.backend.engine.requests import Requests
+from penstock.backend.engine.step_timing import StepTiming
 from penstock.backend.engine.vector_cache import VectorCache
 from penstock.backend.engine.vector_delivery import VectorDelivery
 from penstock.backend.kv_cache.page_pool import PagePool
@@ -86,12 +89,14 @@ class Backend:
         self.compile_pool = SimulatedPool(setup.model.vocab_size)
         self.grammar_queue = GrammarQueue(GrammarCompiler(self.compile_pool), lambda: None, setup.max_waiting)
         table = OpenRequests(self.scheduler, self.board, self.grammar_queue, JudgedSettlement(world))
-        delivery = FaultyDelivery(world, self.link, self.board, table)
+        step_timing, quote_errors = StepTiming(), QuoteErrors(self.board, world.clock)
+        delivery = FaultyDelivery(world, self.link, self.board, table, quote_errors)
         cache = VectorCache(setup.vector_cache_bytes) if setup.vector_cache_bytes else None
         vectors = VectorDelivery(self.link, self.board, table, delivery, cache)  # type: ignore[arg-type]
-        intake = FaultyIntake(world, self.scheduler, self.board, limits, table, delivery, vectors, world.clock)
+        quoter = Quoter(self.scheduler, step_timing, quote_errors, world.clock)
+        intake = FaultyIntake(world, self.scheduler, self.board, limits, table, delivery, vectors, world.clock, quoter)
         canceller = Canceller(self.board, table, delivery, world.clock)
-        self.requests = Requests(table, intake, delivery, canceller, vectors)
+        self.requests = Requests(table, intake, delivery, canceller, vectors, step_timing)
         self.engine = Engine(
             self.link,  # type: ignore[arg-type]
             self.executor,  # type: ignore[arg-type]

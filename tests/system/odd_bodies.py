@@ -17,6 +17,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "x", "max_output_tokens": 1},
     "/v1/responses/input_tokens": {"input": "x"},
     "/v1/responses/compact": {"input": "x", "max_output_tokens": 1},
+    "/v1/quote": {"messages": _MESSAGES, "max_tokens": 1},
     "/invocations": {"messages": _MESSAGES, "max_tokens": 1},
     "/v1/messages": {"messages": _MESSAGES, "max_tokens": 1},
     "/v1/messages/count_tokens": {"messages": _MESSAGES},

@@ -95,6 +95,13 @@ INVOCATIONS = EndpointDoc(
     answers.ChatChunk,
     other=(CompletionBody, answers.CompletionAnswer),
 )
+QUOTE = EndpointDoc(
+    "Generation",
+    "Tells when a chat or completion would start and finish, without running it.",
+    answers.QuoteAnswer,
+    ChatBody,
+    other=(CompletionBody, answers.QuoteAnswer),
+)
 MODELS = EndpointDoc("Server", "Lists the served models.", answers.ModelsAnswer)
 MODEL = EndpointDoc("Server", "Describes a served model.", answers.ModelAnswer, can_be_missing=True)
 VERSION = EndpointDoc("Server", "Returns this server's version.", answers.VersionAnswer)

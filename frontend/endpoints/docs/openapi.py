@@ -121,6 +121,11 @@ _GENERATION_HEADERS = [
             {"type": "integer", "minimum": 1, "maximum": 86_400_000},
         ),
         (
+            "X-Penstock-Refuse-Late",
+            "on: refuse the request (429) if it is expected to miss its time limit.",
+            {"type": "string", "enum": ["on", "off"]},
+        ),
+        (
             "X-Penstock-Coalesce",
             "off: the request is not coalesced with equal ones.",
             {"type": "string", "enum": ["on", "off"]},

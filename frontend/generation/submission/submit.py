@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from penstock.frontend.generation.choice import Choice, ChoicePrompt
 from penstock.frontend.generation.failures import backend_unavailable, overloaded
@@ -20,12 +20,13 @@ from penstock.frontend.generation.submission.sampling import (
     read_sampling,
 )
 from penstock.frontend.schemas.completion import CompletionBody
-from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded
+from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded, QuoteTerms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.frontend.generation.answer_rules.rules import AnswerRules
+    from penstock.frontend.generation.output_options import OutputOptions
     from penstock.frontend.generation.request_policy import RequestPolicy
     from penstock.frontend.generation.served_model import ServedModel
     from penstock.frontend.schemas.decoding import AnsweredBody
@@ -45,6 +46,44 @@ class PreparedRequest:
     rules: AnswerRules
 
 
+async def generation_requests(
+    request: PreparedRequest, policy: RequestPolicy, served: ServedModel
+) -> tuple[list[ChoicePrompt], list[GenerationRequest], OutputOptions]:
+    """Return the prompts, the request of each one's first candidate, and what is reported. Raises ApiError."""
+    body, rules = request.body, request.rules
+    max_tokens = read_max_tokens(body, request.prompts, served.card)
+    check_logprobs(body, request.prompts, max_tokens)
+    sampling = read_sampling(body, served.card, await read_logit_bias(body, served))
+    stop_token_ids = read_stop_token_ids(body, served.card)
+    constraints = await read_constraints(body, rules, served)
+    options = read_output_options(body, rules)
+    may_share = is_deterministic(body, served.card)
+    # Tokens may come in batches if no text can end the answer here, and no client reads it while it is generated.
+    batch_delivery = not (body.stream or options.stop_strings or rules.text_may_end_answer)
+    group = next(_groups)
+    prompts = _choice_prompts(request, max_tokens)
+    requests = [
+        GenerationRequest(
+            prompt.token_ids,
+            prompt.max_tokens,
+            sampling,
+            stop_token_ids,
+            salt=policy.salt,
+            tenant=policy.tenant,
+            weight=policy.weight,
+            may_share=policy.may_join and may_share,
+            priority=policy.priority,
+            deadline_s=policy.deadline_s,
+            constraints=constraints,
+            num_prompt_logprobs=body.num_prompt_logprobs,
+            batch_delivery=batch_delivery,
+            group=group,
+        )
+        for prompt in prompts
+    ]
+    return prompts, requests, options
+
+
 async def submit(
     request: PreparedRequest,
     policy: RequestPolicy,
@@ -55,40 +94,18 @@ async def submit(
 
     The claim reserves what they may use. Raises ApiError; then no stream is left running.
     """
-    body, rules, backend = request.body, request.rules, served.backend
-    max_tokens = read_max_tokens(body, request.prompts, served.card)
-    check_logprobs(body, request.prompts, max_tokens)
-    sampling = read_sampling(body, served.card, await read_logit_bias(body, served))
-    stop_token_ids = read_stop_token_ids(body, served.card)
-    constraints = await read_constraints(body, rules, served)
-    options = read_output_options(body, rules)
-    may_share = is_deterministic(body, served.card)
-    # Tokens may come in batches if no text can end the answer here, and no client reads it while it is generated.
-    batch_delivery = not (body.stream or options.stop_strings or rules.text_may_end_answer)
+    body, backend = request.body, served.backend
+    prompts, requests, options = await generation_requests(request, policy, served)
     if claim is not None:
-        claim.reserve(planned_use(body, request.prompts, max_tokens))
+        claim.reserve(planned_use(body, request.prompts, [prompt.max_tokens for prompt in prompts]))
     choices: list[Choice] = []
-    group = next(_groups)
+    terms = quote_terms("refuse", request, requests) if policy.refuses_late else None
     try:
-        for prompt in _choice_prompts(request, max_tokens):
+        for prompt, of_prompt in zip(prompts, requests, strict=True):
             for candidate in range(body.num_candidates):
-                generation_request = GenerationRequest(
-                    prompt.token_ids,
-                    prompt.max_tokens,
-                    for_candidate(sampling, candidate),
-                    stop_token_ids,
-                    salt=policy.salt,
-                    tenant=policy.tenant,
-                    weight=policy.weight,
-                    may_share=policy.may_join and may_share,
-                    priority=policy.priority,
-                    deadline_s=policy.deadline_s,
-                    constraints=constraints,
-                    num_prompt_logprobs=body.num_prompt_logprobs,
-                    batch_delivery=batch_delivery,
-                    group=group,
-                )
-                stream = backend.submit(generation_request)
+                sampling = for_candidate(of_prompt.sampling, candidate)
+                quote = None if choices else terms  # the first choice stands for all
+                stream = backend.submit(replace(of_prompt, sampling=sampling, quote=quote))
                 choices.append(Choice(len(choices), prompt, stream, served.tokenizer, options))
             await asyncio.sleep(0)  # many prompts must not hold the event loop
     except BaseException as error:
@@ -100,6 +117,16 @@ async def submit(
             raise overloaded(error.retry_after_s, error.limit) from None
         raise backend_unavailable(backend.retry_after_s) from None
     return choices
+
+
+def quote_terms(
+    purpose: Literal["quote", "refuse"], request: PreparedRequest, requests: Sequence[GenerationRequest]
+) -> QuoteTerms:
+    """Return the terms that the first of the requests carries for all choices. Equal ones share a sequence."""
+    first = requests[0]
+    num_alike = 1 if first.may_share and first.sampling.temperature == 0.0 else request.body.num_candidates
+    num_tokens = [len(prompt) for prompt in request.prompts]
+    return QuoteTerms(purpose, num_alike * len(requests), sum(num_tokens[1:]))
 
 
 def _choice_prompts(request: PreparedRequest, max_tokens: list[int]) -> list[ChoicePrompt]:

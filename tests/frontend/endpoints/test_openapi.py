@@ -33,6 +33,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [1]},
     "/apply-template": CHAT,
     "/invocations": CHAT,
+    "/v1/quote": CHAT,
 }
 POOLED_BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/embeddings": [{"input": ["x", "y"]}, {"input": "x", "encoding_format": "base64"}],

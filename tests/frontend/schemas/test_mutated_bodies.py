@@ -72,6 +72,7 @@ FULL_BODIES: dict[str, dict[str, Any]] = {
     },
     "/v1/responses/compact": {"input": [{"role": "user", "content": "a"}], "instructions": "b", "temperature": 0},
     "/invocations": {"prompt": "a", "max_tokens": 2, "logit_bias": {"the": 1, "5": False}, "grammar": 'root ::= "a"'},
+    "/v1/quote": {"prompt": ["a", "b"], "max_tokens": 2, "n": 2, "timeout_ms": 9, "stop": "x"},
     "/tokenize": {"messages": [{"role": "user", "content": [TEXT]}], "return_token_strs": True, "model": "test/model"},
     "/detokenize": {"tokens": [1, 2, 3]},
     "/apply-template": {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": 1}},

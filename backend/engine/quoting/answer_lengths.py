@@ -1,0 +1,66 @@
+"""How many tokens answers have, from the last answers that ended."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, deque
+
+_NUM_REMEMBERED = 256
+
+
+class AnswerLengths:
+    """Kaplan and Meier's estimate of the distribution of answers' lengths.
+
+    An answer that its own limit has cut says only that it would have been longer, which this estimate accounts for.
+    Beyond all known lengths it takes the answer to go on up to its limit.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[int, bool]] = deque(maxlen=_NUM_REMEMBERED)
+        """(generated tokens, whether a limit ended the answer)."""
+        self._ends: list[int] = [0]
+        """Ascending lengths from which on the survival is constant until the next."""
+        self._survivals: list[float] = [1.0]
+        """The part of all answers that are longer than the length in `_ends`."""
+        self._is_stale = False
+
+    def note(self, num_tokens: int, *, is_cut: bool) -> None:
+        """An answer has ended. Cheap: the estimate is made when it is next used."""
+        self._recent.append((num_tokens, is_cut))
+        self._is_stale = True
+
+    def expected(self, num_generated: int, limit: int) -> int | None:
+        """The expected length of an answer that has num_generated tokens and goes on; None without a history."""
+        return self.expected_longest(1, limit, num_generated)
+
+    def expected_longest(self, num_answers: int, limit: int, num_generated: int = 0) -> int | None:
+        """The expected length of the longest of several answers that have num_generated tokens; None without a
+        history."""
+        if not self._recent:
+            return None
+        self._update()
+        now = self._survivals[bisect_right(self._ends, num_generated) - 1]
+        if not now:  # it is longer than all answers known
+            return min(limit, 2 * num_generated)
+        expected = float(num_generated)
+        for place in range(bisect_right(self._ends, num_generated) - 1, len(self._ends)):
+            start = max(num_generated, self._ends[place])
+            end = min(limit, self._ends[place + 1]) if place + 1 < len(self._ends) else limit
+            if end > start:
+                expected += (end - start) * (1.0 - (1.0 - self._survivals[place] / now) ** num_answers)
+        return max(num_generated + 1, round(expected))
+
+    def _update(self) -> None:
+        if not self._is_stale:
+            return
+        self._is_stale = False
+        num_at_risk, survival = len(self._recent), 1.0
+        ended = Counter(length for length, is_cut in self._recent if not is_cut)
+        all_lengths = Counter(length for length, _ in self._recent)
+        self._ends, self._survivals = [0], [1.0]
+        for length in sorted(all_lengths):
+            if ended[length]:
+                survival *= 1.0 - ended[length] / num_at_risk
+                self._ends.append(length)
+                self._survivals.append(survival)
+            num_at_risk -= all_lengths[length]

@@ -1,0 +1,71 @@
+"""Which sequences run, and which wait before a certain one: the scheduler's state as a quote needs it."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from penstock.backend.scheduling.tenants import DECODE_COST, PREFILL_COST
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from penstock.backend.sequences.sequence import Sequence
+    from penstock.backend.sequences.tenant import TenantAccount
+
+    Turn: TypeAlias = tuple[float, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Copies of the scheduler's tables. The sequences are its own."""
+
+    running: list[Sequence]
+    waiting: list[Sequence]
+    """Those that are expected to start before the sequence, in this order."""
+    num_cached: int
+    """Tokens of the sequence that need not be computed."""
+    num_slots: int
+    num_pages: int
+    page_size_tokens: int
+    max_batch_tokens: int
+
+
+def those_before(newcomer: Sequence, turn: Turn, account: TenantAccount, waiting: Iterable[Sequence]) -> list[Sequence]:
+    """Return the waiting sequences that start before one with this turn, in order: tenants take turns by the service
+    that they will have received, if each sequence is charged when it starts, and
+    generates all that it may, or half if it may stop.
+
+    That a tenant under its share preempts others is not foreseen.
+    """
+    queues: dict[TenantAccount, list[tuple[bool, Turn, int, Sequence]]] = {}
+    for number, sequence in enumerate(waiting):
+        if sequence is not newcomer:
+            queues.setdefault(sequence.account, []).append((not sequence.goes_first, sequence.turn, number, sequence))
+    queues.setdefault(account, []).append((True, turn, -1, newcomer))
+    first: list[tuple[Turn, int, Sequence]] = []
+    for queue in queues.values():
+        queue.sort(reverse=True)
+        while queue and not queue[-1][0]:
+            _, its_turn, number, sequence = queue.pop()
+            first.append((its_turn, number, sequence))
+    before = [sequence for _, _, sequence in sorted(first)]
+    services = [(owner.service, number, owner) for number, owner in enumerate(queues) if queues[owner]]
+    heapq.heapify(services)
+    while True:
+        service, number, owner = services[0]
+        sequence = queues[owner].pop()[-1]
+        if sequence is newcomer:
+            return before
+        before.append(sequence)
+        if queues[owner]:
+            heapq.heapreplace(services, (service + _cost(sequence) / owner.weight, number, owner))
+        else:
+            heapq.heappop(services)
+
+
+def _cost(sequence: Sequence) -> float:
+    num_known = len(sequence.tokens)
+    num_to_generate = (sequence.max_total_tokens - num_known) / (2 if sequence.common_stop_ids else 1)
+    return PREFILL_COST * num_known + DECODE_COST * num_to_generate
