@@ -130,10 +130,10 @@ def serve(options: BackendOptions) -> None:
     card = make_card(options.model_id(), model_dir, spec, plan, options.max_waiting, numerics, options.aliases())
     check_vocabulary(spec, model_dir)
     executor = Executor(options.batch_channel_capacity)
-    forward_pass = _load_pass(executor, pass_class, model_dir, settings, spec, plan)
+    forward_pass, token_step_s = _load_pass(executor, pass_class, model_dir, settings, spec, plan)
     device = open_sharing_device(settings.device)
     exporter = make_exporter(options.shared_buffers, options.shared_buffer_budget, forward_pass, device)
-    board = _create_board(plan, options.max_waiting)
+    board = _create_board(plan, options.max_waiting, token_step_s)
     link = BackendLink(options.socket, card, board, exporter=exporter)
     compiler = _create_compiler(model_dir, card, options.grammar_timeout_s) if spec.generates else None
     grammar_queue = GrammarQueue(compiler, executor.wake, options.max_waiting)
@@ -178,28 +178,36 @@ def _load_pass(
     settings: PassOptions,
     spec: PassSpec,
     plan: KvPlan | WholePlan,
-) -> IBatchedForwardPass:
-    """Load the weights and allocate the KV cache on the executor's thread. No other thread calls the pass."""
+) -> tuple[IBatchedForwardPass, float | None]:
+    """Load the weights and allocate the KV cache on the executor's thread. No other thread calls the pass.
+
+    Return the pass, and the duration in seconds of a step that samples one token; None if it generates none.
+    """
+
+    token_step_s = None
 
     def load() -> IBatchedForwardPass:
+        nonlocal token_step_s
         forward_pass = pass_class.load(model_dir, settings)
         try:
             if isinstance(plan, KvPlan):
                 forward_pass.create_cache(plan.num_pages, plan.page_size_tokens, plan.kv_dtype)
         except (MemoryError, OSError, RuntimeError) as error:  # torch raises RuntimeError
             raise StartupError(f"{plan.parts} cannot be allocated: {plan.remedy}") from error
-        check_first_step(forward_pass, spec)
+        token_step_s = check_first_step(forward_pass, spec)
         return forward_pass
 
-    return executor.start(load)
+    forward_pass = executor.start(load)
+    return forward_pass, token_step_s
 
 
-def _create_board(plan: KvPlan | WholePlan, max_waiting: int) -> BackendBoard:
+def _create_board(plan: KvPlan | WholePlan, max_waiting: int, token_step_s: float | None) -> BackendBoard:
     board = BackendBoard.create()
     board.pid = os.getpid()
     board.pages_total = plan.num_pages
     board.page_size_tokens = plan.page_size_tokens
     board.max_waiting = max_waiting
+    board.token_step_us = 0 if token_step_s is None else round(1e6 * token_step_s)
     return board
 
 

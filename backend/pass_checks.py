@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
@@ -44,8 +45,11 @@ def check_vocabulary(spec: PassSpec, model_dir: Path) -> None:
     )
 
 
-def check_first_step(forward_pass: IBatchedForwardPass, spec: PassSpec) -> None:
+def check_first_step(forward_pass: IBatchedForwardPass, spec: PassSpec) -> float | None:
     """Run a step of one token for each kind of result, and check what it returns. Raises StartupError.
+
+    Return the duration in seconds of a second step that samples a token: the first one also loads code and allocates.
+    None for a model that does not generate.
 
     spec is what `describe` returned. The steps write to page 0 and use slot 0, before the engine gives out either.
     """
@@ -56,8 +60,13 @@ def check_first_step(forward_pass: IBatchedForwardPass, spec: PassSpec) -> None:
         )
     _check_kinds(forward_pass.spec, spec)
     has_pages = bool(spec.kv_bytes_per_token)
+    token_step_s = None
     if spec.generates:
-        _check_sampling(forward_pass, spec, _one_token(None, has_pages=has_pages))
+        batch = _one_token(None, has_pages=has_pages)
+        _check_sampling(forward_pass, spec, batch)
+        began_s = time.perf_counter()
+        forward_pass.sample(forward_pass.forward(batch), batch).wait()
+        token_step_s = time.perf_counter() - began_s
     for kind, width in spec.pooled.items():
         row = np.zeros(1, np.int32)
         batch = _one_token(PooledRows(row, (kind,), row), has_pages=has_pages)
@@ -69,6 +78,7 @@ def check_first_step(forward_pass: IBatchedForwardPass, spec: PassSpec) -> None:
                 f'the forward pass returned vectors of shapes {shapes} for one row of one token of kind "{kind}" '
                 f"instead of {[expected]}: make them as wide as spec.pooled"
             )
+    return token_step_s
 
 
 def _check_kinds(loaded: PassSpec, spec: PassSpec) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.encoders.tasks import find_task
@@ -16,16 +15,18 @@ from penstock.backend.kv_cache.budget import CPU_BUDGET_BYTES, KvBudget, KvPlan,
 from penstock.backend.kv_cache.memory import host_memory
 from penstock.backend.kv_cache.whole_plan import WholePlan, plan_whole
 from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device, planned_device
+from penstock.backend.shipped_models import DEMO_MODEL, SHIPPED_MODELS
 from penstock.shm.process.options import format_size
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from penstock.backend.forward_pass import IBatchedForwardPass, PassSpec
     from penstock.backend.kv_cache.memory import MemoryInfo
     from penstock.backend.options import BackendOptions
 
 logger = logging.getLogger("penstock.backend")
 
-DEMO_MODEL = "penstock-demo"
 AUTO = "auto"
 _TOKENS_PER_ROW = 8
 """A step of a pass without a KV cache may have one row for this many of its tokens."""
@@ -34,12 +35,6 @@ _KINDS_OF_TASK = {
     "rerank": ("classify",),
     "classify": ("classify", "token_classify"),
 }
-DEMO_MODEL_DIR = Path(__file__).parent / "demo_model"
-SHIPPED_MODELS = {
-    DEMO_MODEL: DEMO_MODEL_DIR,
-    "penstock-demo-embed": Path(__file__).parent / "demo_embedding_model",
-}
-"""Names that --model takes for the models of this package."""
 
 
 def pass_options(options: BackendOptions) -> PassOptions:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def why_unusable(model_dir: Path, template_file: Path | None) -> str | None:
     """Return why a frontend could not serve the model in a directory; None if it could."""
-    # Imported here: a hub model's files are not here yet, and then the import would be for nothing.
+    # Imported here: the models of this package are not checked, and a start with them would import it for nothing.
     from penstock.frontend.text.tokenizer import ModelTokenizer
 
     try:

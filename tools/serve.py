@@ -19,9 +19,11 @@ from typing import Annotated, Any, TypeVar
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
+from penstock.backend.checkpoint.hub import resolve_small_files
 from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.errors import StartupError
 from penstock.backend.options import BackendOptions, Quantize, Task
+from penstock.backend.shipped_models import SHIPPED_MODELS
 from penstock.frontend.endpoints.responses.storage.state_files import NO_STATE
 from penstock.frontend.main import (
     check_chat_template,
@@ -160,8 +162,19 @@ def shown_models(listed: bytes | None, otherwise: str) -> tuple[ShownModel, ...]
     uses: dict[str, Use] = {"structured_output": "chat", "embeddings": "embeddings", "rerank": "rerank"}
     models = []
     for model in [] if listed is None else json.loads(listed)["data"]:
+        if model["id"] != model["root"]:  # an alias
+            continue
         known = [use for capability, use in uses.items() if model["capabilities"][capability]]
-        models.append(ShownModel(model["id"], known[0] if known else "classify"))
+        models.append(
+            ShownModel(
+                model["id"],
+                known[0] if known else "classify",
+                quantization=model["quantization"],
+                context_tokens=model["max_model_len"],
+                kv_tokens=model["kv_cache_tokens"],
+                tokens_per_s=model["tokens_per_second"],
+            )
+        )
     return tuple(models) or (ShownModel(otherwise),)
 
 
@@ -235,14 +248,17 @@ def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
 
 
 def _check_texts(backend: BackendOptions, template_file: Path | None) -> None:
-    """Exits with one line if a model in a directory has no usable tokenizer or template. A backend without HTTP needs
-    neither, so it does not check."""
-    path = None if backend.model is None else Path(backend.model).expanduser()
-    if (
-        path is not None
-        and (path / CONFIG_FILE).is_file()
-        and (reason := why_unusable(path, template_file)) is not None
-    ):
+    """Exits with one line if a model has no usable tokenizer or template. Of a hub model everything but the weights is
+    downloaded for that. A backend without HTTP needs neither, so it does not check."""
+    if backend.model is None or backend.model in SHIPPED_MODELS:
+        return
+    path = Path(backend.model).expanduser()
+    if not path.exists():
+        try:
+            path = resolve_small_files(backend.model, backend.revision)
+        except StartupError as error:
+            fail(_COMMAND, str(error))
+    if (path / CONFIG_FILE).is_file() and (reason := why_unusable(path, template_file)) is not None:
         fail(_COMMAND, reason)
 
 
@@ -307,7 +323,7 @@ def _supervise(options: ServeOptions, backends: Mapping[str, BackendOptions], li
         welcome = Welcome(address_of(listening, tls=tls), models, tls, has_keys)
         print(welcome.ready_line(), flush=True)
         if not options.log_json:
-            print(f"\n{welcome.examples()}\n", flush=True)
+            print(f"\n{welcome.summary()}\n\n{welcome.examples()}\n", flush=True)
         return True
 
     def close() -> None:

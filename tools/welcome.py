@@ -12,6 +12,8 @@ _WILDCARDS = (("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:"))
 _QUESTION = "What does os.path.join do?"
 _DOCUMENTS = ["Joins parts of a path.", "Returns the time."]
 _MAX_TOKENS = 60
+_WHOLE_RATES_FROM = 20
+"""Rates from here on are shown without decimals."""
 
 
 Use: TypeAlias = Literal["chat", "embeddings", "rerank", "classify"]
@@ -19,8 +21,15 @@ Use: TypeAlias = Literal["chat", "embeddings", "rerank", "classify"]
 
 @dataclass(frozen=True, slots=True)
 class ShownModel:
+    """A model of /v1/models. None stands for what is unknown, or does not exist, such as an encoder's KV cache."""
+
     name: str
     use: Use = "chat"
+    quantization: str = "none"
+    context_tokens: int | None = None
+    kv_tokens: int | None = None
+    tokens_per_s: float | None = None
+    """The rate of one request alone."""
 
     def request(self) -> tuple[str, dict[str, Any]]:
         """Return the path and the body of an example."""
@@ -59,14 +68,26 @@ class Welcome:
         shown = f"{self._reachable_address()} " if self._socket_path else ""
         return f"Ready: {shown}{self._url()}/v1"
 
+    def summary(self) -> str:
+        """Return the address of the page, and each model with its context, KV cache and expected speed."""
+        rows = [] if self._socket_path else [("Page", f"{self._url()}/ (chat; {self._url()}/docs lists the endpoints)")]
+        for model in self.models:
+            form = "" if model.quantization == "none" else f" ({model.quantization})"
+            rows.append(("Model", f"{model.name}{form}"))
+            if model.context_tokens is not None:
+                cache = f"; the KV cache holds {model.kv_tokens:,} of all requests" if model.kv_tokens else ""
+                rows.append(("Context", f"{model.context_tokens:,} tokens{cache}"))
+            if model.tokens_per_s is not None:
+                rate = f"{model.tokens_per_s:.{0 if model.tokens_per_s >= _WHOLE_RATES_FROM else 1}f}"
+                rows.append(("Speed", f"about {rate} tokens/s for one request with a short prompt (one step at start)"))
+        return "\n".join(f"  {name:<9}{text}" for name, text in rows)
+
     def examples(self) -> str:
-        """Return a request of each model by curl, the first also with OpenAI's package, and the chat page's address."""
+        """Return a request of each model by curl, the first also with OpenAI's package."""
         first, *others = self.models
         lines = [self._curl(first), *self._sdk(first)]
         for model in others:
             lines += ["", self._curl(model)]
-        if not self._socket_path and any(model.use == "chat" for model in self.models):
-            lines += ["", f"Or open {self._url()}/ in a browser."]
         return "\n".join(f"  {line}" if line else "" for line in lines)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from penstock.backend.checkpoint.json_file import shorten
@@ -14,6 +15,7 @@ from penstock.backend.checkpoint.layout import (
     SINGLE_FILE,
     shard_names,
 )
+from penstock.backend.checkpoint.progress import logged_downloads
 from penstock.backend.errors import StartupError
 
 CONFIG_FILES = (CONFIG_FILE, "modules.json", "sentence_*_config.json", "[0-9]_*/config.json")
@@ -40,8 +42,9 @@ def resolve_model(model: str, revision: str | None = None, config_dir: Path | No
     """The checkpoint's directory: model itself if it is one, else the hub's snapshot of that id.
 
     config_dir is the result of `resolve_config`, if it was called before: the same commit is used. Downloads use
-    huggingface_hub with its cache, progress bars, HF_HUB_OFFLINE and HF_TOKEN. The small files come first, because the
-    index among them names the weight files; nothing else is downloaded. Raises StartupError in one line.
+    huggingface_hub with its cache, progress bars (log lines without a terminal), HF_HUB_OFFLINE and HF_TOKEN. The small
+    files come first, because the index among them names the weight files; nothing else is downloaded. Raises
+    StartupError in one line.
     """
     if (path := _local_directory(model, revision)) is not None:
         return path
@@ -120,7 +123,8 @@ def _download(model: str, revision: str | None, files: tuple[str, ...]) -> Path:
 
     at = f"{model} at revision {revision}" if revision else model
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=list(files)))
+        bar = None if sys.stderr.isatty() else logged_downloads(at)
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(files), tqdm_class=bar))
     except errors.GatedRepoError:
         reason = "access to it must be granted on the hub, and HF_TOKEN set"
     except errors.RevisionNotFoundError:

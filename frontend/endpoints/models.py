@@ -36,6 +36,9 @@ def _describe(served: ServedModel, name: str) -> dict[str, object]:
     """Return OpenAI's model object and Anthropic's in one, and what the model can do. name is the model's or an
     alias."""
     card, syntax = served.card, served.syntax
+    counters = served.backend.backend_counters or {}
+    kv_tokens = counters.get("pages_total", 0) * counters.get("page_size_tokens", 0)
+    token_step_us = counters.get("token_step_us", 0)
     return {
         "id": name,
         "object": "model",
@@ -47,6 +50,8 @@ def _describe(served: ServedModel, name: str) -> dict[str, object]:
         "root": card.model_id,
         "parent": None,
         "max_model_len": card.max_context_tokens,
+        "kv_cache_tokens": kv_tokens or None,
+        "tokens_per_second": round(1e6 / token_step_us, 1) if token_step_us else None,
         "vocab_size": card.vocab_size,
         "quantization": card.quantization,
         "capabilities": {

@@ -273,6 +273,10 @@ class ModelAnswer(Struct):
     created: int
     owned_by: str
     max_model_len: int
+    kv_cache_tokens: int | None
+    """Tokens of all sequences together; null without a KV cache."""
+    tokens_per_second: float | None
+    """The rate of one request alone, from a step of one token at the start; null if the model does not generate."""
     vocab_size: int
 
 

@@ -57,7 +57,7 @@ class ResponseItem(Struct, frozen=True):
     arguments: str | None = None
     input: str | None = None
     encrypted_content: str | None = None
-    """Of a compaction, the summary; of reasoning, nothing that this server made."""
+    """The summary of a compaction. Reasoning of this server has none."""
     output: str | Parts | None = None
     summary: Parts | None = None
 

@@ -134,6 +134,12 @@ def _backend(page: MetricsPage, board: Counters) -> None:
     page.add(
         "backend_heartbeat_age_seconds", "gauge", "Time since the engine's last loop iteration.", [("", beat_age_s)]
     )
+    page.add(
+        "token_step_seconds",
+        "gauge",
+        "A step of one token, measured at the start; 0 if the model does not generate.",
+        [("", board["token_step_us"] / _US)],
+    )
     used, idle, total = board["pages_used"], board["pages_idle"], board["pages_total"]
     # The fields are not read at one moment, so the sum can be off.
     pages = {"used": used, "idle": idle, "free": max(0, total - used - idle)}

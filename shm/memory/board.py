@@ -303,6 +303,8 @@ class BackendBoard(Board, totals_of=FrontendBoard):
     vector_cache_bytes: int
     frontends: int
     """Connected now."""
+    token_step_us: int
+    """Duration of a step of one token, measured at the start; 0 for a model that does not generate."""
 
     cancel_to_free_us = Histogram(1_000, 5_000, 20_000, 100_000, 500_000)
     """From a frontend noticing that a client has disconnected to its pages being free."""

@@ -76,7 +76,7 @@ class Started(Struct, frozen=True, array_like=True, tag=4):
     num_tokens: int
     """Known tokens."""
     num_cached: int
-    """Of them, those whose keys and values were found."""
+    """Tokens among them whose keys and values were found."""
     num_restored_pages: int
     requests: tuple[tuple[int, int], ...]
     prints: bytes = b""

@@ -7,7 +7,7 @@ import struct
 from typing import NamedTuple
 
 FORMAT_VERSION = 1
-"""Of rings and files. A reader refuses another one."""
+"""The version of rings and files. A reader refuses another one."""
 
 FRAME = struct.Struct("<IHHd")
 """Length in bytes, kind, flags, time in seconds of CLOCK_MONOTONIC."""

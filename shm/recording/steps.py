@@ -75,7 +75,7 @@ class ResultRecord(NamedTuple):
     num_rows: int
     num_tokens: int
     dropped_slots: array[int]
-    """Of rows that were planned and did not run, because their sequence had ended or was preempted."""
+    """Rows that were planned and did not run, because their sequence had ended or was preempted."""
     is_failed: bool
 
 

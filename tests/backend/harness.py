@@ -83,7 +83,7 @@ class Received:
 
     @property
     def values(self) -> NDArray[np.float32]:
-        """Of a vector that is complete."""
+        """Return a vector that is complete."""
         assert self.finishes == [Finish.STOP], (self.finishes, self.failure)
         values = np.frombuffer(b"".join(part.values for part in self.parts), np.float32)
         assert {part.num_values for part in self.parts} == {len(values)}

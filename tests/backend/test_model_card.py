@@ -12,7 +12,7 @@ from penstock.backend.kv_cache.budget import KvBudget, plan_kv
 from penstock.backend.model_card import fingerprint, make_card
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.fake import FakePass
-from penstock.backend.startup import DEMO_MODEL_DIR
+from penstock.backend.shipped_models import DEMO_MODEL_DIR
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,8 +21,8 @@ from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.backend.passes.fake_encoder import FakeEncoder
+from penstock.backend.shipped_models import DEMO_MODEL_DIR
 from penstock.backend.startup import (
-    DEMO_MODEL_DIR,
     check_host_memory,
     check_memory,
     describe_pass,

@@ -8,9 +8,10 @@ import re
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
-from penstock.backend.startup import DEMO_MODEL_DIR
+from penstock.backend.shipped_models import DEMO_MODEL_DIR
 from penstock.tools import serve as serve_module
 from penstock.tools.foreign_options import ANSWER_OF
 from penstock.tools.main import app
@@ -99,6 +100,22 @@ def test_unusable_texts_of_a_model_are_noticed_before_anything_starts(
     line = one_line(capsys, "serve", str(model))
     assert line.startswith("penstock serve: ")
     assert expected.format(model) in line
+
+
+def test_hub_model_without_a_tokenizer_is_noticed_before_its_weights_are_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    asked: list[str] = []
+
+    def download(*_: object, allow_patterns: list[str], **__: object) -> str:
+        asked.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert f"no tokenizer.json in {tmp_path}" in one_line(capsys, "serve", "owner/name")
+    assert "tokenizer.json" in asked
+    assert not [pattern for pattern in asked if pattern.endswith("safetensors")]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
 from penstock.backend.passes.encoder.forward_pass import EncoderPass
-from penstock.backend.startup import SHIPPED_MODELS
+from penstock.backend.shipped_models import SHIPPED_MODELS
 from penstock.frontend.generation.served_model import model_syntax_of
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.tools.inspect_model.config_fields import read_fields

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 _PLANS_PER_KEY_PLAN = 64
 """One plan in so many has its rows and their sequences, so that a reader can begin there."""
 _PRINT_BYTES = 8
-"""Of a page's hash."""
+"""Bytes of a page's hash that are recorded."""
 _MAX_PRINTS = 4096
 _MAX_REQUESTS = 1024
 """Listeners of a sequence that are named when it starts."""
@@ -89,7 +89,7 @@ class Recorder:
         self._num_steps = 0
         self._num_results = 0
         self._num_decodes = -1
-        """Of the last plan; -1 if the next plan may decode others, even if they are as many."""
+        """Decoding rows of the last plan; -1 if the next plan may decode others, even if they are as many."""
         self._key_step = 0
         """The step whose plan is the next key plan."""
         self._planned: deque[Plan] = deque()

@@ -65,7 +65,7 @@ def oracle_rope(model: Any, num_positions: int, layer_type: str | None) -> tuple
 
 
 def assert_rope_equal(config: DecoderConfig, model: Any, num_positions: int) -> None:
-    """Of both ropes, if the model has two."""
+    """Compare both ropes, if the model has two."""
     kinds = [None] if config.window_rope is None else ["full_attention", "sliding_attention"]
     for rope, kind in zip(config.ropes[: len(kinds)], kinds, strict=True):
         inv_freq, attention_factor = oracle_rope(model, num_positions, kind)

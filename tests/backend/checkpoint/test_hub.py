@@ -31,7 +31,7 @@ class FakeHub:
         self.snapshot = cache / ("c0ffee" + "0" * 34)
         self.calls: list[tuple[str, str | None]] = []
 
-    def __call__(self, repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def __call__(self, repo_id: str, *, revision: str | None, allow_patterns: list[str], tqdm_class: object) -> str:
         self.calls.append((repo_id, revision))
         self.snapshot.mkdir(parents=True, exist_ok=True)
         for file in self.repository.rglob("*"):

@@ -44,7 +44,7 @@ def test_what_had_run_goes_before_newcomers_of_any_tenant_and_the_rest_takes_tur
 
 
 def test_flood_of_one_tenant_leaves_places_in_the_queue_to_others() -> None:
-    """Of those beyond the limit, each leaves as much as it takes to tenants that come later."""
+    """Each request beyond the limit leaves as much as it takes to tenants that come later."""
     bench = Bench(max_running=1, max_waiting=8)
     bench.submit([1], 90, request_id=100, tenant=b"flood")
     bench.turn()

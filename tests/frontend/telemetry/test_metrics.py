@@ -97,6 +97,8 @@ def test_every_counter_of_the_boards_is_reported(board: BackendBoard) -> None:
     for name, number in board.values().items():
         if name == "pages_total":
             assert sum(value(samples, "kv_pages", state=state) for state in ("used", "idle", "free")) == number
+        elif name == "token_step_us":
+            assert value(samples, "token_step_seconds") == number / 1e6
         elif name not in ("pid", "heartbeat_ns", *in_histograms):
             assert number in reported, f"{name} is nowhere in /metrics"
     for name, number in worker.items():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.backend.checkpoint.quantization import kept_file
-from penstock.backend.startup import DEMO_MODEL_DIR
+from penstock.backend.shipped_models import DEMO_MODEL_DIR
 from penstock.tools.bench.components import quantization
 from penstock.tools.bench.components.quantization import QuantizationOptions, read_windows
 from tests.checkpoints import load_oracle

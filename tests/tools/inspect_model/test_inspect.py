@@ -227,7 +227,7 @@ def test_hub_model_needs_headers_only(
         files = {"model.safetensors": SafetensorsFileMetadata(metadata={}, tensors=tensors)}
         return SafetensorsRepoMetadata(metadata={}, sharded=False, weight_map={}, files_metadata=files)
 
-    def download(_repo_id: str, *, revision: str, allow_patterns: list[str]) -> str:
+    def download(_repo_id: str, *, revision: str, allow_patterns: list[str], tqdm_class: object) -> str:
         assert revision == "v1"
         assert not any(fnmatch(file, pattern) for file in weights for pattern in allow_patterns)
         return str(sharded)

@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.backend.checkpoint.progress import waiting_bar
 from penstock.backend.passes.decoder.cpu.thread_counts import num_usable_cores
 from penstock.shm.process.cache_directory import cache_directory, check_kept_file
 from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
@@ -113,7 +114,8 @@ def open_library(directory: Path, build: KernelBuild, compiler: str | None, *, c
     try:
         check_directory(directory, Trust.READABLE, create=create)
         if not path.exists():
-            _compile(path, compiler, build)
+            with waiting_bar("Compiling CPU kernels"):
+                _compile(path, compiler, build)
         check_kept_file(path)
         library = ctypes.CDLL(str(path))
         abi = library.ps_abi()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
+
+from penstock.backend.checkpoint.progress import GRAPHS, make_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,10 +37,12 @@ class DecodeGraphs:
         """
         self._sizes = graph_sizes(max_rows)
         self._graphs: dict[int, Graph] = {}
-        for size in reversed(self._sizes):
-            run(size)
-            device.synchronize()
-            self._graphs[size] = device.capture(partial(run, size))
+        with closing(make_progress(len(self._sizes), GRAPHS)) as progress:
+            for size in reversed(self._sizes):
+                run(size)
+                device.synchronize()
+                self._graphs[size] = device.capture(partial(run, size))
+                progress.advance(1)
 
     def size_for(self, num_rows: int) -> int | None:
         """Return the smallest graph size that holds num_rows; None if there is none."""

@@ -18,7 +18,7 @@ def rounds_rows(**settings: Any) -> bool:
 
 
 def compressed(*groups: tuple[dict[str, Any], dict[str, Any] | None]) -> dict[str, Any]:
-    """Of weights and input_activations."""
+    """Make groups of weights and input_activations."""
     named = {
         str(number): {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
         for number, (weights, inputs) in enumerate(groups)

@@ -119,7 +119,7 @@ def tokens_alone(
 
 @pytest.fixture(scope="module")
 def known_tokens() -> dict[str, list[list[Token]]]:
-    """Of `tokens_alone`, by implementation."""
+    """Results of `tokens_alone`, by implementation."""
     return {}
 
 

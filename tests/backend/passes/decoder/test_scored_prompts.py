@@ -69,7 +69,7 @@ def test_scores_have_the_same_bits_in_any_chunks_and_beside_any_rows(
 
 
 def test_scoring_changes_neither_logits_nor_tokens(make_deterministic: MakeOps) -> None:
-    """Of its own row and of others, in the step that scores, and in those after it."""
+    """Its own row and others stay as they are, in the step that scores, and in those after it."""
     answers = []
     for is_scored in (False, True):
         driver = Driver(make_pass("llama3", make_deterministic), 64, 8)

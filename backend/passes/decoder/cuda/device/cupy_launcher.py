@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.backend.checkpoint.progress import GPU_KERNELS, make_progress
 from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, KernelFailed, group_by_module
 from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
 
@@ -70,9 +72,12 @@ class CupyLauncher:
 
     def prepare(self, kernels: Iterable[Kernel]) -> None:
         missing = [kernel for kernel in dict.fromkeys(kernels) if kernel not in self._functions]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        if not missing:
+            return
+        with ThreadPoolExecutor(os.cpu_count()) as pool, closing(make_progress(len(missing), GPU_KERNELS)) as progress:
             for functions in pool.map(self._load, group_by_module(missing)):
                 self._functions |= functions
+                progress.advance(len(functions))
 
     def launch(self, kernel: Kernel, grid: Grid, *arguments: Argument) -> None:
         if 0 in grid:

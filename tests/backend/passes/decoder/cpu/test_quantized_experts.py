@@ -27,7 +27,7 @@ FORMS = {
     "floats and int8": (None, "int8"),
     "mxfp4": ("mxfp4", "mxfp4"),
 }
-"""Of gate and up, and of down: a checkpoint may keep one of them in a form that no kernel multiplies."""
+"""The forms of gate and up, and of down: a checkpoint may keep one of them in a form that no kernel multiplies."""
 
 
 def random_experts(form: str, dtype: torch.dtype) -> ExpertWeights:

@@ -84,7 +84,7 @@ def quantize_rows(x: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
 
 
 def exact_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """Of the quantised rows and the weight that the quantised one stands for, in float64."""
+    """Multiply the quantised rows and the weight that the quantised one stands for, in float64."""
     integers, scales = quantize_rows(x)
     return torch.from_numpy(integers * scales) @ weight.dequantize().double().T
 
@@ -173,7 +173,7 @@ def test_largest_int8_sums_do_not_overflow(make_kernels: MakeOps) -> None:
 
 @pytest.mark.parametrize("group_size", [32, 128])
 def test_largest_int4_sums_do_not_overflow(group_size: int, make_kernels: MakeOps) -> None:
-    """Of 15 less a zero of 0 and of 0 less a zero of 15, for numbers of one sign and of both."""
+    """Sum 15 less a zero of 0, and 0 less a zero of 15, for numbers of one sign and of both."""
     inputs, groups = 256, 256 // group_size
     values = torch.tensor([0xFF, 0x00, 0x0F, 0xF0], dtype=torch.uint8)[:, None].repeat(1, inputs // 2)
     for zero in (0, 8, 15):
@@ -186,7 +186,7 @@ def test_largest_int4_sums_do_not_overflow(group_size: int, make_kernels: MakeOp
 
 
 def test_largest_mxfp4_sums_do_not_overflow(make_kernels: MakeOps) -> None:
-    """Of values of 6 and of -6, for numbers of one sign and of both, with the largest and the smallest scale."""
+    """Sum values of 6 and of -6, for numbers of one sign and of both, with the largest and the smallest scale."""
     values = torch.tensor([0x77, 0xFF, 0x7F, 0xF7], dtype=torch.uint8)[:, None].repeat(1, 32)
     ones = torch.ones(64)
     rows = torch.stack([ones, -ones, torch.tensor([1.0, -1.0]).repeat(32)])

@@ -93,7 +93,7 @@ def test_rms_norm_matches_float64(hidden: int, dtype: torch.dtype, make_ops: Mak
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("hidden", [2, 48, 72, 1000])
 def test_layer_norm_matches_float64(hidden: int, dtype: torch.dtype, make_ops: MakeOps) -> None:
-    """Of rows whose mean is far from 0."""
+    """The rows' mean is far from 0."""
     harness = OpsHarness(make_ops(replace(BASE, hidden_size=hidden, norm="layer"), dtype))
     harness.begin(9)
     x, weight, bias = randn(9, hidden, seed=1) + 7, randn(hidden, seed=2), randn(hidden, seed=3)

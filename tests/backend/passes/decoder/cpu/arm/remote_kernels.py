@@ -67,12 +67,12 @@ class _Engine:
 
     @property
     def number_bytes(self) -> int:
-        """Of one activation or weight."""
+        """Bytes of one activation or weight."""
         return 2 if self.shape.act_bf16 else 4
 
     @property
     def norm_bytes(self) -> int:
-        """Of a residual norm's weight, with its bias."""
+        """Bytes of a residual norm's weight, with its bias."""
         return (1 + (self.shape.norm_kind == NORM_KINDS["layer"])) * self.shape.hidden * _FLOAT
 
     def qk_norm_bytes(self, num_heads: int) -> int:
@@ -90,7 +90,7 @@ class _Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Of one layer's pages, as far as the step uses them."""
+        """Bytes of one layer's pages, as far as the step uses them."""
         values = 2 * self.shape.num_kv_heads * self.shape.page_size * self.shape.head_dim
         dtype = _CACHE_DTYPES[self.shape.cache_form]
         return self.num_pages * values * KV_BLOCK_BYTES[dtype] // KV_BLOCK_VALUES

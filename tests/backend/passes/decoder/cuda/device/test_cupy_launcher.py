@@ -21,7 +21,7 @@ from penstock.backend.passes.decoder.cuda.device.cuda_device import CudaDevice
 from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLauncher, sources_digest, use_trusted_cache
 from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, Kernel, KernelFailed
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
-from penstock.backend.startup import DEMO_MODEL_DIR
+from penstock.backend.shipped_models import DEMO_MODEL_DIR
 
 KERNEL = Kernel("norms.cu", "add_rms_norm", (("ACT", 1),), num_threads=256, shared_bytes=70_000)
 TENSOR = torch.zeros(4)
