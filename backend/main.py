@@ -78,6 +78,7 @@ _SETTLE_START_S = 0.5
 """Frontends look for the new backend every 0.05 s. All of them should be there before a coalesced group goes on."""
 _SETTLE_QUIET_S = 0.1
 _SETTLE_LIMIT_S = 2.0
+_SETTLE_LATER_QUIET_S = 0.005
 
 app = make_app("backend", "Runs a model: owns the device and serves any number of frontends on this machine.")
 
@@ -211,10 +212,6 @@ def _create_board(plan: KvPlan | WholePlan, max_waiting: int, token_step_s: floa
     return board
 
 
-def _create_settlement() -> Settlement:
-    return Settlement(time.monotonic, start_s=_SETTLE_START_S, quiet_s=_SETTLE_QUIET_S, longest_s=_SETTLE_LIMIT_S)
-
-
 def _create_recorder(
     options: BackendOptions,
     card: ModelCard,
@@ -272,6 +269,16 @@ def _create_kv_events(
         return KvEventPublisher(options.kv_events, options.kv_events_topic, plan.page_size_tokens, medium=medium)
     except CannotPublish as error:
         raise StartupError(f"--kv-events {error}") from error
+
+
+def _create_settlement() -> Settlement:
+    return Settlement(
+        time.monotonic,
+        start_s=_SETTLE_START_S,
+        quiet_s=_SETTLE_QUIET_S,
+        longest_s=_SETTLE_LIMIT_S,
+        later_quiet_s=_SETTLE_LATER_QUIET_S,
+    )
 
 
 def _create_scheduler(

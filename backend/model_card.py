@@ -16,11 +16,14 @@ from penstock.backend.errors import StartupError
 from penstock.shm.messages import ModelCard, PooledKind, PooledWidth
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from penstock.backend.forward_pass import PassSpec
     from penstock.backend.kv_cache.budget import KvPlan
     from penstock.backend.kv_cache.whole_plan import WholePlan
+
+_TEXT_SUFFIXES = (".json", ".jinja")
 
 
 def make_card(
@@ -29,10 +32,12 @@ def make_card(
     spec: PassSpec,
     plan: KvPlan | WholePlan,
     max_waiting: int,
-    settings: str,
+    settings: Mapping[str, str],
     aliases: tuple[str, ...] = (),
 ) -> ModelCard:
-    """settings names what else changes the tokens: the pass, dtypes. Raises StartupError for a field out of bounds."""
+    """settings are what else changes the tokens, by name: the pass, dtypes. Raises StartupError for a field out of
+    bounds."""
+    settings = {**settings, "KV dtype": plan.kv_dtype}
     modules = read_modules(model_dir) if spec.pooled else None
     generation = read_generation_defaults(model_dir)
     card = ModelCard(
@@ -44,12 +49,13 @@ def make_card(
         max_waiting=max_waiting,
         eos_token_ids=generation.eos_token_ids,
         default_sampling=generation.sampling,
-        fingerprint=fingerprint(model_dir, f"{settings} {plan.kv_dtype}"),
+        fingerprint=fingerprint(model_dir, " ".join(settings.values())),
         quantization=_quantization(spec, model_dir),
         generates=spec.generates,
         pooled=_pooled(spec),
         normalizes=modules is not None and modules.normalizes,
         aliases=aliases,
+        traits=(*settings.items(), *_file_traits(model_dir)),
     )
     try:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(card), type=ModelCard)
@@ -72,8 +78,22 @@ def _quantization(spec: PassSpec, model_dir: Path) -> str:
 
 def fingerprint(model_dir: Path, settings: str) -> str:
     """Differs if the text for a seed may differ: other settings, other configuration, other weights."""
+    return f"fp_{_hash_of(model_dir, (*_TEXT_SUFFIXES, *WEIGHTS_SUFFIXES), settings)}"
+
+
+def _file_traits(model_dir: Path) -> list[tuple[str, str]]:
+    """Parts of the fingerprint, to tell weights that differ from a tokenizer or a configuration that does."""
+    return [
+        ("weights", _hash_of(model_dir, WEIGHTS_SUFFIXES)),
+        ("tokenizer", _hash_of(model_dir, _TEXT_SUFFIXES, only="tokenizer")),
+        ("configuration", _hash_of(model_dir, _TEXT_SUFFIXES)),
+    ]
+
+
+def _hash_of(model_dir: Path, suffixes: tuple[str, ...], settings: str = "", only: str = "") -> str:
+    """Hash the settings and the files with these suffixes whose names begin with only."""
     found = FilesHash(settings)
     for path in sorted(model_dir.iterdir()):
-        if path.suffix in (".json", ".jinja", *WEIGHTS_SUFFIXES) and path.is_file():
+        if path.suffix in suffixes and path.name.startswith(only) and path.is_file():
             found.add(path)
-    return f"fp_{found.hexdigest()[:12]}"
+    return found.hexdigest()[:12]

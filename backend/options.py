@@ -206,10 +206,17 @@ class BackendOptions:
     def _served_names(self) -> list[str]:
         return [name.strip() for name in (self.served_model_name or "").split(",") if name.strip()]
 
-    def numerics(self, forward_pass: str) -> str:
-        """The options that change the tokens for a seed, for the model's fingerprint. forward_pass is the name of the
-        one in use. The KV dtype is chosen later."""
-        return f"{forward_pass} {self.task} {self.dtype} {self.quantize} {self.deterministic} {self.cpu_path}"
+    def numerics(self, forward_pass: str) -> dict[str, str]:
+        """The options that change the tokens for a seed, by name, for the model's fingerprint. forward_pass is the name
+        of the one in use. The KV dtype is chosen later."""
+        return {
+            "forward pass": forward_pass,
+            "task": self.task,
+            "dtype": self.dtype,
+            "quantize": self.quantize,
+            "deterministic": str(self.deterministic),
+            "cpu path": self.cpu_path,
+        }
 
     def step_tokens(self, device: str, *, has_cache: bool = True) -> int:
         """--max-batch-tokens, or its default for the device and for a pass with or without a KV cache. Raises

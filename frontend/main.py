@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import socket
 import sys
 from typing import TYPE_CHECKING
@@ -40,6 +41,7 @@ from penstock.frontend.transport.serving.listening import (
     unlink,
 )
 from penstock.frontend.transport.serving.tls import ServerTls, TlsError, TlsFiles
+from penstock.shm.memory.prefix_table import MAX_REPLICAS, PrefixTable
 from penstock.shm.process.options import ENV_PREFIX, fail, make_app
 from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
 from penstock.shm.process.service_manager import activated_fd, find_service_manager
@@ -70,6 +72,7 @@ def main() -> None:
 def serve(options: FrontendOptions) -> int:
     """Run until told to stop; return the exit status."""
     check_backend_socket("--socket", options.socket)
+    check_replica_sockets(options)
     check_backend_socket("--embedding-socket", options.embedding_socket)
     check_backend_socket("--rerank-socket", options.rerank_socket)
     access, tls = read_access(options, "frontend"), tls_files(options, "frontend")
@@ -85,6 +88,8 @@ def serve(options: FrontendOptions) -> int:
         listen_fd=listening.fileno(),
         accept_fd=AcceptTable.create_fd(options.workers),
         socket_path=str(options.socket),
+        replica_socket_paths=tuple(str(path) for path in options.replica_socket),
+        prefixes_fd=PrefixTable.create_fd(secrets.token_bytes(32)) if options.replica_socket else -1,
         embedding_socket_path=_text(options.embedding_socket),
         rerank_socket_path=_text(options.rerank_socket),
         access=access,
@@ -128,10 +133,14 @@ def _worker(settings: WorkerSettings, number: int, options: FrontendOptions) -> 
     return ChildSpec(
         f"worker {number}",
         module_argv("penstock.frontend.worker"),
-        pass_fds=(settings.listen_fd, settings.access.usage_fd, settings.accept_fd),
+        pass_fds=tuple(fd for fd in _passed_fds(settings) if fd >= 0),
         env=_environment(msgspec.structs.replace(settings, worker=number)),
         reloads=reloads(options),
     )
+
+
+def _passed_fds(settings: WorkerSettings) -> tuple[int, ...]:
+    return settings.listen_fd, settings.access.usage_fd, settings.accept_fd, settings.prefixes_fd
 
 
 def _tracing(options: FrontendOptions) -> TracingSettings | None:
@@ -202,6 +211,17 @@ def check_backend_socket(option: str, socket_path: Path | None) -> None:
         fail("frontend", f"{option} {socket_path}: {error}")
     except OSError as error:
         fail("frontend", f"{option} {socket_path} cannot be used: {error.strerror}")
+
+
+def check_replica_sockets(options: FrontendOptions) -> None:
+    """Exits with one line if a path is unusable, or named twice: a backend is no replica of itself."""
+    paths = (options.socket, *options.replica_socket)
+    if len(paths) > MAX_REPLICAS:
+        fail("frontend", f"--replica-socket is given {len(paths) - 1} times; the limit is {MAX_REPLICAS - 1}")
+    for path in options.replica_socket:
+        if paths.count(path) > 1:
+            fail("frontend", f"--replica-socket {path} is named twice, or is that of --socket")
+        check_backend_socket("--replica-socket", path)
 
 
 def listening_socket(options: FrontendOptions, command: str) -> socket.socket:

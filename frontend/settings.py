@@ -85,6 +85,10 @@ class WorkerSettings(Struct, frozen=True):
     accept_fd: int
     """Table in which workers share new connections."""
     socket_path: str
+    replica_socket_paths: tuple[str, ...]
+    """Backends with the model of the one at socket_path."""
+    prefixes_fd: int
+    """Table in which workers remember which replica received which prompt; -1 without replicas."""
     embedding_socket_path: str | None
     rerank_socket_path: str | None
     """The same path as another's is the same backend; None is none."""

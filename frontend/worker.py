@@ -28,12 +28,14 @@ from penstock.frontend.transport.serving.accept_table import AcceptTable
 from penstock.frontend.transport.serving.connections import raise_fd_limit
 from penstock.frontend.transport.serving.server import HttpServer
 from penstock.frontend.transport.serving.tls import ServerTls, TlsError
-from penstock.shm.client import BackendClient
+from penstock.shm.client import BackendClient, ReplicaSet
+from penstock.shm.memory.prefix_table import PrefixTable
 from penstock.shm.process.logs import set_up_logging
 
 if TYPE_CHECKING:
     from penstock.frontend.access.api_keys import ApiKey
     from penstock.frontend.settings import AccessSettings
+    from penstock.shm.client import ServingClient
 
 logger = logging.getLogger("penstock.worker")
 
@@ -97,12 +99,7 @@ def served_models(settings: WorkerSettings) -> ServedModels:
         return None if path is None else keepers.get(path) or connect(path)
 
     def connect(path: str, template_file: Path | None = None) -> ModelKeeper:
-        client = BackendClient(
-            Path(path),
-            resume_timeout_s=settings.resume_timeout_s,
-            max_held=settings.limits.max_held_requests,
-            hold_timeout_s=settings.limits.hold_timeout_s,
-        )
+        client = _client(settings, path)
         keepers[path] = ModelKeeper(client, settings.parsers, template_file, reports_absence=settings.starts_alone)
         return keepers[path]
 
@@ -111,6 +108,17 @@ def served_models(settings: WorkerSettings) -> ServedModels:
         embedding=keeper_of(settings.embedding_socket_path),
         rerank=keeper_of(settings.rerank_socket_path),
     )
+
+
+def _client(settings: WorkerSettings, path: str) -> ServingClient:
+    """Return a client of the backend there, or of it and its replicas."""
+    resume_s, hold_s = settings.resume_timeout_s, settings.limits.hold_timeout_s
+    max_held = settings.limits.max_held_requests
+    if path != settings.socket_path or not settings.replica_socket_paths:
+        return BackendClient(Path(path), resume_timeout_s=resume_s, max_held=max_held, hold_timeout_s=hold_s)
+    paths = [Path(path), *map(Path, settings.replica_socket_paths)]
+    table = PrefixTable.attach(settings.prefixes_fd)
+    return ReplicaSet(paths, resume_timeout_s=resume_s, max_held=max_held, hold_timeout_s=hold_s, prefixes=table)
 
 
 def read_keys(access: AccessSettings) -> list[ApiKey]:

@@ -23,6 +23,7 @@ from penstock.backend.checkpoint.hub import resolve_small_files
 from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.errors import StartupError
 from penstock.backend.options import BackendOptions, Quantize, Task
+from penstock.backend.passes.decoder.cpu.thread_counts import num_usable_cores
 from penstock.backend.shipped_models import SHIPPED_MODELS
 from penstock.frontend.endpoints.responses.storage.state_files import NO_STATE
 from penstock.frontend.main import (
@@ -67,7 +68,7 @@ _GROUPS = {
     "Further models": "embedding_model embedding_revision embedding_quantize embedding_gpu"
     " rerank_model rerank_revision rerank_quantize rerank_gpu rerank_cache",
     "Failures and restarts": "hang_timeout_s",
-    "Processes": "socket",
+    "Processes": "replicas socket",
 }
 
 
@@ -80,6 +81,11 @@ class ServeOptions(FrontendOptions, BackendOptions):
     socket: Annotated[Path, Parameter(show_default=False)] = field(default_factory=private_socket_path)
     """Unix socket between backend and frontend. Default: one that belongs to this server alone. Those of further
     backends are beside it."""
+
+    replicas: Annotated[int, Parameter(validator=Number(gte=1, lte=64))] = 1
+    """Backends with the model of --model. Requests are spread over them; those of one that dies, drains or hangs
+    continue on the others at once. Each takes memory for weights and KV cache; on the CPU they share the cores, unless
+    OMP_NUM_THREADS is set."""
 
     embedding_model: str | None = None
     """A further model, in a backend of its own, for embeddings. All other options of the backend hold for it too,
@@ -194,6 +200,7 @@ def split_keys(options: ServeOptions) -> tuple[ServeOptions, dict[str, str]]:
 def serve(options: ServeOptions) -> int:
     """Run until a signal stops it; return the exit status. A dry run starts only the backends, one after the other."""
     backends = backend_options(options)
+    replicas = replica_options(options)
     if options.dry_run:
         runs = [module_argv("penstock.backend.main", to_argv(backend)) for backend in backends.values()]
         return next((code for argv in runs if (code := subprocess.run(argv, check=False).returncode)), 0)
@@ -202,6 +209,7 @@ def serve(options: ServeOptions) -> int:
     check_chat_template(options.chat_template, _COMMAND)
     for name, backend in backends.items():
         _check_texts(backend, options.chat_template if name == _MAIN else None)
+    backends |= replicas
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(listening_socket(options, _COMMAND))
         if (warning := open_to_everyone(access, listening)) is not None:
@@ -245,6 +253,16 @@ def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
                 fail(_COMMAND, f"--{role}-model has the name {own.model_id()} in the API, as the model of the {name}")
         found[f"{role} backend"] = own
     return found
+
+
+def replica_options(options: ServeOptions) -> dict[str, BackendOptions]:
+    """Return the options of the second and further backends of --model, by their names."""
+    main = select_options(options, BackendOptions)
+    path = options.socket
+    return {
+        f"{_MAIN} {number}": dataclasses.replace(main, socket=path.with_name(f"{path.stem}-{number}{path.suffix}"))
+        for number in range(2, options.replicas + 1)
+    }
 
 
 def _check_texts(backend: BackendOptions, template_file: Path | None) -> None:
@@ -304,6 +322,10 @@ def _supervise(options: ServeOptions, backends: Mapping[str, BackendOptions], li
         dataclasses.replace(
             options,
             listen_fd=listening.fileno(),
+            replica_socket=(
+                *options.replica_socket,
+                *(backend.socket for backend in replica_options(options).values()),
+            ),
             embedding_socket=_socket_of(backends, "embedding backend", options.embedding_socket),
             rerank_socket=_socket_of(backends, "rerank backend", options.rerank_socket),
         )
@@ -359,7 +381,7 @@ def _backend(name: str, backend: BackendOptions, options: ServeOptions, *, is_on
         name,
         module_argv("penstock.backend.main", to_argv(backend)),
         tuple(fds),
-        without_secrets(os.environ),
+        _share_of_cores(options.replicas) | without_secrets(os.environ),
         stage=0,
         heartbeat=heartbeat,
         hang_timeout_s=options.hang_timeout_s,
@@ -375,6 +397,12 @@ def _create_recorder(backend: BackendOptions) -> int:
         return create_fd(backend.flight_recorder)
     except (StartupError, OSError) as error:
         fail(_COMMAND, str(error))
+
+
+def _share_of_cores(num_replicas: int) -> dict[str, str]:
+    """Return an environment in which one of several backends takes its part of the cores; all of them would wait for
+    each other's threads. One alone decides for itself."""
+    return {} if num_replicas == 1 else {"OMP_NUM_THREADS": str(max(1, num_usable_cores() // num_replicas))}
 
 
 def _socket_of(backends: Mapping[str, BackendOptions], name: str, otherwise: Path | None) -> Path | None:

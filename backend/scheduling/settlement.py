@@ -27,14 +27,20 @@ class Settlement:
         start_s: float = 0.0,
         quiet_s: float = 0.0,
         longest_s: float = 0.0,
+        later_quiet_s: float | None = None,
     ) -> None:
         """The backend starts now. It is settled quiet_s after the last resumed sequence, but not before start_s after
-        the start, and at the latest longest_s after it opened. The defaults hold a sequence until the next plan."""
+        the start, and at the latest longest_s after it opened. The defaults hold a sequence until the next plan.
+
+        If it opens later than start_s after the start, later_quiet_s replaces quiet_s: then the sequences come from a
+        replica, and their frontends, which are all connected, send them at the same moment.
+        """
         self._clock = clock
         self._started_s = clock()
         self._start_s = start_s
         self._quiet_s = quiet_s
         self._longest_s = longest_s
+        self._later_quiet_s = quiet_s if later_quiet_s is None else later_quiet_s
         self._held: dict[Sequence, None] = {}
         self._opened_s = 0.0
         self._last_resumed_s = 0.0
@@ -48,7 +54,7 @@ class Settlement:
         if sequence.admitted_ns != NEW:
             self._opened_s = self._opened_s if self._held else now_s
             self._last_resumed_s = now_s
-        elif not self._held or self._opened_s > self._started_s + self._start_s:
+        elif not self._held or self._is_late:
             return False
         self._held[sequence] = None
         return True
@@ -68,8 +74,13 @@ class Settlement:
         """Seconds until it is settled, or at_most_s if that is sooner."""
         if not self._held:
             return at_most_s
-        due_s = max(self._last_resumed_s + self._quiet_s, self._started_s + self._start_s)
+        quiet_s = self._later_quiet_s if self._is_late else self._quiet_s
+        due_s = max(self._last_resumed_s + quiet_s, self._started_s + self._start_s)
         return min(at_most_s, max(0.0, min(due_s, self._opened_s + self._longest_s) - self._clock()))
+
+    @property
+    def _is_late(self) -> bool:
+        return self._opened_s > self._started_s + self._start_s
 
     def take_settled(self) -> list[Sequence]:
         """Remove and return all sequences when it is settled, in the order in which they run; until then nothing."""

@@ -9,6 +9,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from penstock.frontend.transport.errors import ErrorKind, retry_later, shorten, shutting_down
+from penstock.shm.client import backends_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -54,8 +55,9 @@ def shown_counters(keepers: Iterable[ModelKeeper]) -> dict[str, int]:
     """Return the sequences and pages of all these backends together; nothing when there is none."""
     totals: dict[str, int] = {}
     for keeper in keepers:
-        counters = keeper.backend.backend_counters or {}
-        for name in _SHOWN_COUNTERS:
-            if name in counters:
-                totals[name] = totals.get(name, 0) + counters[name]
+        for _, backend in backends_of(keeper.backend):
+            counters = backend.backend_counters or {}
+            for name in _SHOWN_COUNTERS:
+                if name in counters:
+                    totals[name] = totals.get(name, 0) + counters[name]
     return totals

@@ -9,6 +9,7 @@ import msgspec
 
 from penstock.frontend.endpoints.health import shown_counters
 from penstock.frontend.telemetry import metrics
+from penstock.shm.client import backends_of
 
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.context import EndpointContext
@@ -20,10 +21,12 @@ async def prometheus(exchange: Exchange, context: EndpointContext) -> None:
     sources = [
         metrics.Source(
             "" if keeper.backend.model is None else keeper.backend.model.model_id,
-            keeper.backend.counters,
-            keeper.backend.backend_counters,
+            backend.counters,
+            backend.backend_counters,
+            name,
         )
         for keeper in context.models.keepers
+        for name, backend in backends_of(keeper.backend)
     ]
     page = metrics.render(os.getpid(), sources)
     await exchange.respond(200, page, content_type=metrics.CONTENT_TYPE)

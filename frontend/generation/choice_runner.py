@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.frontend.telemetry.request_log import RequestLogEntry
     from penstock.frontend.transport.asgi import Headers
     from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.client import BackendClient, TokenStream
+    from penstock.shm.client import ServingClient, TokenStream
 
     Emit = Callable[[Choice, Delta], Awaitable[None]]
 
@@ -36,7 +36,7 @@ class ChoiceRunner:
         choices: list[Choice],
         usage: Usage,
         log_entry: RequestLogEntry,
-        backend: BackendClient,
+        backend: ServingClient,
         *,
         by_token: bool = False,
     ) -> None:
@@ -78,6 +78,7 @@ class ChoiceRunner:
             self._log_entry.cached_tokens = self._usage.cached_tokens
             self._log_entry.coalesced = self._coalesced()
             self._log_entry.queue_s = self.choices[0].stream.queue_s
+            self._log_entry.note_replicas(choice.stream for choice in self.choices)
         self._log_entry.finish_reason = self.choices[0].finish_reason or "stop"
 
     async def _run(self, choice: Choice, emit: Emit) -> None:

@@ -17,7 +17,7 @@ from penstock.frontend.text.pooling_files import PoolingFiles
 from penstock.frontend.text.tokenizer import ModelTokenizer
 
 if TYPE_CHECKING:
-    from penstock.shm.client import BackendClient
+    from penstock.shm.client import ServingClient
     from penstock.shm.messages import ModelCard
 
 logger = logging.getLogger("penstock.model")
@@ -32,7 +32,7 @@ _EXPECTED_START_S = 2.0
 class ServedModel:
     card: ModelCard
     tokenizer: ModelTokenizer
-    backend: BackendClient
+    backend: ServingClient
     syntax: ModelSyntax = ModelSyntax()  # noqa: RUF009 - frozen
     pooling: PoolingFiles = PoolingFiles()  # noqa: RUF009 - frozen
     """Empty unless the model computes vectors."""
@@ -49,7 +49,7 @@ class ModelKeeper:
 
     def __init__(
         self,
-        backend: BackendClient,
+        backend: ServingClient,
         parsers: ParserNames = ParserNames(),  # noqa: B008 - frozen
         template_file: Path | None = None,
         *,

@@ -3,12 +3,14 @@
 Metrics without a worker label describe the whole system and are the same from every worker: they come from the
 backend's board, which has the backend's own counters and the sums of all frontends since the backend started. Metrics
 with a worker label are that worker's own, since its start. If a worker has several backends, all metrics have a label
-with the model. The numbers that software around a cluster looks for are repeated under vLLM's names.
+with the model, and those of replicas one with the replica. The numbers that software around a cluster looks for are
+repeated under vLLM's names.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -106,13 +108,21 @@ class Source:
     worker: Counters
     backend: Counters | None
     """None when it is not connected."""
+    replica: str = ""
+    """Its name among the backends of the model; empty if there is only one."""
 
 
 def render(worker_pid: int, sources: Sequence[Source]) -> bytes:
-    """Return the whole page. With several sources every sample has a label with the model."""
+    """Return the whole page. With several sources every sample has a label with the model; those of replicas have one
+    with the replica, too."""
+    engines: Counter[str] = Counter()
     page, vllm_page = MetricsPage("penstock_"), MetricsPage("vllm:")
     for source in sources:
         page.labels = f'model="{escaped(source.model)}"' if len(sources) > 1 else ""
+        if source.replica:
+            page.labels += f',replica="{escaped(source.replica)}"'
+        engine = engines[source.model]
+        engines[source.model] += 1
         backend = source.backend
         up = "1 while this worker is connected to a backend."
         page.add("backend_up", "gauge", up, [("", int(bool(backend)))])
@@ -121,7 +131,7 @@ def render(worker_pid: int, sources: Sequence[Source]) -> bytes:
             _streams(page, "", "", {name: backend.get(Board.TOTALS + name, 0) for name in source.worker})
             for name, help_text, histogram, unit in _FRONTEND_HISTOGRAMS:
                 page.add_histogram(name, help_text, histogram, unit, backend, Board.TOTALS)
-            add_vllm_metrics(vllm_page, source.model, backend)
+            add_vllm_metrics(vllm_page, source.model, engine, backend)
         _streams(page, "worker_", f'worker="{worker_pid}"', source.worker)
     return page.text() + vllm_page.text()
 

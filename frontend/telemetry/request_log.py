@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from penstock.frontend.telemetry.trace_context import TraceContext
+    from penstock.shm.client.open_stream import OpenStream
     from penstock.shm.memory.board import FrontendBoard
 
     ReportSpans = Callable[["RequestLogEntry", float], str]
@@ -47,6 +48,10 @@ class RequestLogEntry:
     report_spans: ReportSpans | None = None
     """None without tracing."""
     submitted_s: float | None = None
+    replica: str = ""
+    """The backend that ended it, if the model has several; several names if its choices ended on several."""
+    num_moves: int = 0
+    """Times that another replica took over one of its choices."""
     queue_s: float = 0.0
     """Time in the backend's queue, of the first choice; 0 until the backend has started it."""
     last_token_s: float | None = None
@@ -60,6 +65,14 @@ class RequestLogEntry:
             board.latency_us.observe(int(1e6 * (ended_s - self.received_s)))
         trace_id = None if self.trace is None else self.trace.trace_id
         self.write(ended_s, trace_id if self.report_spans is None else self.report_spans(self, ended_s))
+
+    def note_replicas(self, streams: Iterable[OpenStream]) -> None:
+        """Say where the request was computed. Streams of a single backend have no replica."""
+        names: set[str] = set(self.replica.split(",")) if self.replica else set()
+        for stream in streams:
+            names |= {stream.backend} if stream.backend else set()
+            self.num_moves += stream.num_moves
+        self.replica = ",".join(sorted(names))
 
     def write(self, ended_s: float, trace_id: str | None = None) -> None:
         """Log the line. prompt_tps is over the time to the first token, generation_tps over the time after it,
@@ -83,6 +96,7 @@ class RequestLogEntry:
             "finish_reason": self.finish_reason,
             "key": self.key,
             "http_request_id": self.http_request_id,
+            **({"replica": self.replica, "moves": self.num_moves} if self.replica else {}),
             **({} if trace_id is None else {"trace_id": trace_id}),
         }
         line = " ".join(f"{name}={'-' if value is None else value}" for name, value in fields.items())

@@ -35,8 +35,9 @@ _HISTOGRAMS = (
 )
 
 
-def add_vllm_metrics(page: MetricsPage, model: str, board: Mapping[str, int]) -> None:
-    page.labels = f'engine="0",model_name="{escaped(model)}"'
+def add_vllm_metrics(page: MetricsPage, model: str, engine: int, board: Mapping[str, int]) -> None:
+    """engine is the number of the backend among those of the model."""
+    page.labels = f'engine="{engine}",model_name="{escaped(model)}"'
     for name, kind, help_text, field in _NUMBERS:
         page.add(name, kind, help_text, [("", board[field])])
     total = board["pages_total"]

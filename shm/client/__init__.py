@@ -4,6 +4,8 @@ Everything a user of the client needs is exported here; docs/client.md explains 
 The package may import the rest of `shm`, and nothing else of Penstock. Start with `client`.
 """
 
+from typing import TypeAlias
+
 from penstock.shm.buffers.cuda_driver import open_device
 from penstock.shm.buffers.device_api import DeviceError
 from penstock.shm.buffers.shared_buffers import BufferGone, BuffersExhausted, BufferSlice, DeviceArray, SharedBuffer
@@ -11,6 +13,7 @@ from penstock.shm.client.client import BackendClient
 from penstock.shm.client.pooled import PooledFailed, PooledRequest, PooledResult, PooledStream
 from penstock.shm.client.pooled_matrix import pool_into
 from penstock.shm.client.refusals import BackendUnavailable, Overloaded
+from penstock.shm.client.replicas.replica_set import ReplicaSet, backends_of
 from penstock.shm.client.request import GenerationRequest
 from penstock.shm.client.stream import LogprobEntry, TokenBatch, TokenStream
 from penstock.shm.messages import (
@@ -28,6 +31,9 @@ from penstock.shm.messages import (
     Sampling,
 )
 from penstock.shm.process.socket_path import default_socket_path
+
+ServingClient: TypeAlias = BackendClient | ReplicaSet
+"""A client of one backend or of several, which serve requests in the same way."""
 
 __all__ = [
     "BackendClient",
@@ -55,10 +61,13 @@ __all__ = [
     "PooledStream",
     "Quote",
     "QuoteTerms",
+    "ReplicaSet",
     "Sampling",
+    "ServingClient",
     "SharedBuffer",
     "TokenBatch",
     "TokenStream",
+    "backends_of",
     "default_socket_path",
     "open_device",
     "pool_into",

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from penstock.shm.buffers.shared_buffers import BufferGone, BufferSlice, SharedBuffer, SharedBuffers
-from penstock.shm.client.connection import BackendConnection, ConnectionEvents
+from penstock.shm.client.connection import BackendConnection, ConnectionEvents, Membership
 from penstock.shm.client.counters import ClientCounters
 from penstock.shm.client.held import HeldStreams
 from penstock.shm.client.open_streams import OpenStreams
@@ -27,13 +27,14 @@ from penstock.shm.process.retry_times import DrainRate, Outage, bounded_retry_af
 
 if TYPE_CHECKING:
     from array import array
+    from collections.abc import Sequence
     from pathlib import Path
 
     from penstock.shm.buffers.device_api import OpenDevice
     from penstock.shm.client.open_stream import OpenStream
     from penstock.shm.client.request import GenerationRequest
     from penstock.shm.client.session import Session
-    from penstock.shm.memory.board import FrontendBoard
+    from penstock.shm.memory.board import BackendBoard, FrontendBoard
     from penstock.shm.messages import Submit
 
 _HEARTBEAT_LIMIT_S = 2.0
@@ -59,6 +60,7 @@ class BackendClient:
         hold_timeout_s: float = 120.0,
         buffers: BufferRequest | None = None,
         open_device: OpenDevice | None = None,
+        membership: Membership = Membership(),  # noqa: B008 - frozen
     ) -> None:
         """resume_timeout_s is how long open streams wait for the next backend before they fail. The default is enough
         to load 70 GB at 0.2 GB/s.
@@ -69,6 +71,8 @@ class BackendClient:
         buffers asks the backend for shared buffers (`take_buffer`). Buffers on a GPU need open_device, which is
         `cuda_driver.open_device`. If both kinds are accepted and the GPU's cannot be opened here, the client uses
         buffers on the host. Raises ValueError.
+
+        membership is for `ReplicaSet`, which has a client for each replica.
         """
         if buffers is not None and BufferKind.CUDA in buffers.kinds and open_device is None:
             raise ValueError("buffers.kinds contains CUDA; pass open_device=cuda_driver.open_device")
@@ -88,7 +92,15 @@ class BackendClient:
         self._drain_rate = DrainRate()
         self._outage = Outage()
         self._next_send: asyncio.Handle | None = None
-        events = ConnectionEvents(self._attach, self._streams.dispatch, self._send, self._detach)
+        self._membership = membership
+        events = ConnectionEvents(
+            accept=membership.accept,
+            attach=self._attach,
+            outputs=self._streams.dispatch,
+            send=self._send,
+            detach=self._detach,
+            wants_last_words=lambda: not membership.has_others(),
+        )
         self._connection = BackendConnection(socket_path, self.ledger, buffers, open_device, events)
 
     async def start(self) -> None:
@@ -158,6 +170,12 @@ class BackendClient:
         latencies of responses. Read this attribute each time: the board changes with the session.
         """
         return self._counters.board
+
+    @property
+    def backend_board(self) -> BackendBoard | None:
+        """The board of the connected backend, until the connection ends; for reading only."""
+        session = self._connection.live_session
+        return None if session is None else session.backend_board
 
     @property
     def backend_counters(self) -> dict[str, int] | None:
@@ -241,6 +259,26 @@ class BackendClient:
         self._open(stream, is_ready=is_ready)
         return stream
 
+    def give_streams(self) -> list[OpenStream]:
+        """Give up the open streams that another client can `adopt`, in the order of their submission. A backend that
+        still lives cancels them."""
+        given = self._resubmission.give(is_alive=self._connection.live_session is not None)
+        self._send_soon()
+        return given
+
+    def fail_streams(self) -> None:
+        """End all open streams FAILED: no backend can continue them."""
+        self._streams.fail_all()
+
+    def adopt(self, streams: Sequence[OpenStream], *, backend_died: bool) -> None:
+        """Continue the streams of another client. backend_died says that its backend died with them."""
+        for stream in streams:
+            stream.move(self._next_request_id, self._abandon)
+            self._next_request_id += 1
+            self._streams.add(stream)
+        self._resubmission.take_over(streams, backend_died=backend_died)
+        self._send_soon()
+
     def _prepare(
         self, request: GenerationRequest | PooledRequest, output: BufferSlice | None = None
     ) -> tuple[array[int], Submit, bool]:
@@ -264,7 +302,7 @@ class BackendClient:
         self._streams.add(stream)
         if stream.deadline_s is not None:
             delay_s = max(0.0, stream.deadline_s - time.monotonic()) + _EXPIRY_GRACE_S
-            stream.expiry = asyncio.get_running_loop().call_later(delay_s, self._abandon, stream, Finish.EXPIRED)
+            stream.expiry = asyncio.get_running_loop().call_later(delay_s, stream.expire)
         if is_ready:
             self._outbox.submit(stream)
             self._send()
@@ -288,7 +326,8 @@ class BackendClient:
 
     def _wait_for_next_backend(self, stream: OpenStream) -> bool:
         """The backend refused the request because it ends. Keep it for the next one, if that is possible."""
-        if not self._held.is_enabled or stream.loans or stream.submit.quote_only:
+        can_wait = self._held.is_enabled or self._membership.has_others()
+        if stream.loans or stream.submit.quote_only or not can_wait:
             return False
         stream.note_failure(None)
         if stream.submit.admitted_ns:
@@ -324,7 +363,7 @@ class BackendClient:
         self._streams.buffers = session.buffers
         self._resubmission.stop_waiting()
         previous, self._model = self._model, session.model
-        if previous is None or _identity(previous) == _identity(session.model):
+        if previous is None or previous.identity == session.model.identity:
             self._resubmission.resume()
         else:
             self._streams.fail_all()
@@ -338,6 +377,7 @@ class BackendClient:
             if stream.loans:
                 self._streams.fail(stream, FailureCode.UNAVAILABLE)
         self._resubmission.backend_died()
+        self._membership.lost()
         self._counters.leave_board(len(self._streams))
 
     def _send(self) -> None:
@@ -359,8 +399,3 @@ class BackendClient:
 
 def _reader_group(request: GenerationRequest | PooledRequest, submit: Submit) -> int:
     return request.group or -submit.request_id - 1  # no caller's number
-
-
-def _identity(model: ModelCard) -> tuple[str, str, int]:
-    """The properties that a new backend must share for streams to continue."""
-    return model.model_id, model.fingerprint, model.vocab_size

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from penstock.shm.buffers.device_api import OpenDevice
     from penstock.shm.memory.ledger import Ledger
-    from penstock.shm.messages import StepOutputs
+    from penstock.shm.messages import ModelCard, StepOutputs
 
 logger = logging.getLogger("penstock.client")
 
@@ -37,8 +37,10 @@ _LAST_WORDS_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class ConnectionEvents:
-    """Callbacks, called in this order: one attach, any number of outputs and sends, one detach."""
+    """Callbacks, called in this order: one accept and one attach, any number of outputs and sends, one detach."""
 
+    accept: Callable[[ModelCard], None]
+    """Raises Refused for a backend that is none of ours. Then nothing else is called."""
     attach: Callable[[Session], None]
     outputs: Callable[[Session, StepOutputs], Iterator[None]]
     """Handles a message in slices. Raises LinkBroken and ValueError to end the session."""
@@ -46,6 +48,20 @@ class ConnectionEvents:
     """The link may take messages again."""
     detach: Callable[[], None]
     """The backend is gone; the session closes next."""
+    wants_last_words: Callable[[], bool]
+    """Whether to wait for the last messages of a backend that has died."""
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Callbacks of a client to the set of replicas that it belongs to."""
+
+    accept: Callable[[ModelCard], None] = lambda _card: None
+    """Raises Refused for a backend that is no replica of the others."""
+    lost: Callable[[], None] = lambda: None
+    """The backend has died. The set may take open streams away."""
+    has_others: Callable[[], bool] = lambda: False
+    """Whether another replica is ready to continue streams."""
 
 
 class BackendConnection:
@@ -73,6 +89,7 @@ class BackendConnection:
         self._is_broken = False
         """The session's messages contradict what was sent."""
         self._connector: asyncio.Task[None] | None = None
+        self._reported = ""
         self.session: Session | None = None
         """Between attach and detach, even if its backend has died."""
 
@@ -102,23 +119,39 @@ class BackendConnection:
         while True:
             pause_s = _RECONNECT_S
             try:
-                session = await Session.open(self._socket_path, self._ledger, self._buffer_request, self._open_device)
+                session = await self._open()
             except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, BlockingIOError):
                 pass  # no backend yet, or its backlog is full
             except DeviceError as error:
                 pause_s = self._fall_back_to_host(error)
             except (OSError, Refused, UnsafeDirectory, WireError, RegionError) as error:
-                logger.warning(
-                    "cannot use the backend at %s: %s; trying again in %g s", self._socket_path, error, _REFUSED_S
-                )
+                self._report(error)
                 pause_s = _REFUSED_S
             else:
+                self._reported = ""
                 try:
                     self._attach(session)
                     await self._session_over.wait()
                 finally:
                     self._detach(session)
             await asyncio.sleep(pause_s)
+
+    async def _open(self) -> Session:
+        session = await Session.open(self._socket_path, self._ledger, self._buffer_request, self._open_device)
+        try:
+            self._events.accept(session.model)
+        except Refused:
+            session.close()
+            raise
+        return session
+
+    def _report(self, error: Exception) -> None:
+        """Log why there is no session; the same reason only once in a row."""
+        if self._reported != str(error):
+            self._reported = str(error)
+            logger.warning(
+                "cannot use the backend at %s: %s; trying again every %g s", self._socket_path, error, _REFUSED_S
+            )
 
     def _fall_back_to_host(self, error: DeviceError) -> float:
         """This process cannot use the backend's GPU. Ask for buffers on the host, if the caller accepts them.
@@ -160,7 +193,7 @@ class BackendConnection:
             self._is_alive = False
             loop = asyncio.get_running_loop()
             loop.remove_reader(session.control_fd)
-            loop.call_later(_LAST_WORDS_S, self._session_over.set)
+            loop.call_later(_LAST_WORDS_S if self._events.wants_last_words() else 0.0, self._session_over.set)
 
     def _on_link(self, session: Session) -> None:
         """Handle messages for a few milliseconds, and leave the rest to the loop's next turn."""

@@ -11,7 +11,7 @@ from penstock.shm.messages import FailureCode, Finish
 from penstock.shm.process.tenant_places import TenantPlaces
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from penstock.shm.client.open_stream import OpenStream
     from penstock.shm.client.open_streams import OpenStreams
@@ -71,6 +71,10 @@ class HeldStreams:
         if self._poll is None:
             self._poll = asyncio.get_running_loop().call_later(_POLL_S, self._look)
 
+    def forget(self, streams: Collection[OpenStream]) -> None:
+        """Another client submits these streams. Their number may be large: this looks at each held stream once."""
+        self._keep(lambda stream: stream not in streams)
+
     def clear(self) -> None:
         """Call when another part submits the open streams, or has ended them."""
         while self._held:
@@ -107,11 +111,13 @@ class HeldStreams:
         return stream
 
     def _drop_ended(self) -> None:
+        self._keep(lambda stream: stream.finish is Finish.NONE)
+
+    def _keep(self, is_kept: Callable[[OpenStream], bool]) -> None:
         kept: deque[tuple[float, OpenStream]] = deque()
         for entry in self._held:
-            stream = entry[1]
-            if stream.finish is Finish.NONE:
+            if is_kept(entry[1]):
                 kept.append(entry)
             else:
-                self._places.release(stream.submit.tenant)
+                self._places.release(entry[1].submit.tenant)
         self._held = kept

@@ -33,6 +33,7 @@ class OpenStream:
         "_retry_after_s",
         "_turns",
         "_waiter",
+        "backend",
         "cached_tokens",
         "deadline_s",
         "expiry",
@@ -41,6 +42,7 @@ class OpenStream:
         "is_coalesced",
         "is_queued",
         "is_waiting",
+        "num_moves",
         "num_preemptions",
         "queue_s",
         "quote",
@@ -64,6 +66,10 @@ class OpenStream:
         """Prompt tokens that the backend's caches served; valid after the first batch."""
         self.is_coalesced: bool | None = None
         """Whether it shares a sequence that another request started; None until the first batch."""
+        self.backend = ""
+        """Name of the replica that computes it; empty if there is only one backend."""
+        self.num_moves = 0
+        """Times that another replica took it over."""
         self.num_preemptions = 0
         """Times that the backend preempted it because KV pages were short."""
         self.queue_s = 0.0
@@ -117,6 +123,16 @@ class OpenStream:
         self._abandon(self, Finish.CANCELLED)
 
     # Called by the client
+
+    def expire(self) -> None:
+        self._abandon(self, Finish.EXPIRED)
+
+    def move(self, request_id: int, abandon: Callable[[OpenStream, Finish], None]) -> None:
+        """Belong to another client from now on. The id is new there: the old backend's late messages must not reach the
+        stream, should it come back."""
+        self.submit = msgspec.structs.replace(self.submit, request_id=request_id)
+        self._abandon = abandon
+        self.num_moves += 1
 
     @property
     def request_id(self) -> int:

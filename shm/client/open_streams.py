@@ -60,19 +60,26 @@ class OpenStreams:
 
     def finish(self, stream: OpenStream, finish: Finish) -> None:
         """Call once per stream."""
-        request_id = stream.submit.request_id
-        del self._streams[request_id]
-        tenant = stream.submit.tenant
-        self._num_of[tenant] -= 1
-        if not self._num_of[tenant]:
-            del self._num_of[tenant]
+        self._forget(stream)
         if stream.is_queued and self.buffers is not None:
             # The backend never received the request, so it cannot return the buffers.
             for ref in stream.loans:
                 self.buffers.take_back(ref.index, ref.generation)
-        self._ledger.release("stream", request_id)
         self._counters.count_finish(finish, len(self._streams))
         stream.end(finish)
+
+    def remove(self, stream: OpenStream) -> None:
+        """The stream stays open, and belongs to another client."""
+        self._forget(stream)
+        self._counters.board.requests_open = len(self._streams)
+
+    def _forget(self, stream: OpenStream) -> None:
+        tenant = stream.submit.tenant
+        del self._streams[stream.request_id]
+        self._num_of[tenant] -= 1
+        if not self._num_of[tenant]:
+            del self._num_of[tenant]
+        self._ledger.release("stream", stream.request_id)
 
     def fail(self, stream: OpenStream, code: FailureCode, finish: Finish = Finish.FAILED, limit: int = 0) -> None:
         stream.note_failure(code, limit)

@@ -11,6 +11,8 @@ from penstock.shm.memory.arena import ArenaFull
 from penstock.shm.messages import BufferRef, FailureCode, Finish
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from penstock.shm.client.open_stream import OpenStream
     from penstock.shm.client.open_streams import OpenStreams
     from penstock.shm.client.session import Session
@@ -39,6 +41,10 @@ class Outbox:
     def cancel(self, request_id: int) -> None:
         """Call only for a request that has been sent; a stream that ends while it is queued is skipped."""
         self._items.append(request_id)
+
+    def forget(self, streams: Collection[OpenStream]) -> None:
+        """Another client submits these streams."""
+        self._items = deque(item for item in self._items if isinstance(item, int) or item not in streams)
 
     def clear(self) -> None:
         self._items.clear()

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from penstock.shm.messages import FailureCode, Finish
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from penstock.shm.client.counters import ClientCounters
     from penstock.shm.client.held import HeldStreams
     from penstock.shm.client.open_stream import OpenStream
@@ -67,13 +69,19 @@ class Resubmission:
 
     def resume(self) -> None:
         """Queue the open streams for the new backend, held ones too, in the order in which they were submitted."""
-        suspects = []
         self._held.clear()
-        for stream in self._streams:
+        self._suspects.clear()
+        self._isolated = None
+        self.take_over(self._streams, backend_died=True)
+
+    def take_over(self, streams: Iterable[OpenStream], *, backend_died: bool) -> None:
+        """Queue streams that another backend began, or was to begin. backend_died says that it died with them."""
+        suspects = list(self._suspects)
+        for stream in streams:
             is_first_time = not stream.submit.admitted_ns and stream.is_queued
             stream.mark_admitted()
             stream.restart()
-            if not stream.is_queued:
+            if backend_died and not stream.is_queued:
                 stream.restarts_without_progress += 1
             if stream.restarts_without_progress > _MAX_RESTARTS_WITHOUT_PROGRESS:
                 logger.error(
@@ -90,7 +98,23 @@ class Resubmission:
                 stream.is_queued = True
                 suspects.append(stream)
         self._suspects = deque(sorted(suspects, key=lambda stream: stream.restarts_without_progress))
-        self._isolated = None
+
+    def give(self, *, is_alive: bool) -> list[OpenStream]:
+        """Remove the open streams that another client can continue, in the order of their submission. If the backend
+        is alive, it cancels them."""
+        given = {stream: None for stream in self._streams if not stream.loans}
+        for stream in given:
+            if is_alive and not stream.is_queued:
+                self._outbox.cancel(stream.request_id)
+            self._streams.remove(stream)
+        self._outbox.forget(given)
+        self._held.forget(given)
+        self._suspects = deque(stream for stream in self._suspects if stream not in given)
+        if self._isolated in given:
+            self._isolated = None
+        if not self._streams:
+            self.stop_waiting()
+        return list(given)
 
     def submit_next_suspect(self) -> None:
         """Queue the next suspect once the isolated one has received a token or has ended."""

@@ -12,6 +12,7 @@ from penstock.shm.messages.submit import PooledKind, Sampling
 
 PROTOCOL_VERSION = 11
 ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
+Trait = Annotated[str, Meta(max_length=512)]
 
 
 class Hello(Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=True):
@@ -53,6 +54,13 @@ class ModelCard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
     """The model's own configuration ends with a normalisation of its vectors."""
     aliases: Annotated[tuple[ModelName, ...], Meta(max_length=64)] = ()
     """Further names that requests may use; "*" is any name."""
+    traits: Annotated[tuple[tuple[Trait, Trait], ...], Meta(max_length=16)] = ()
+    """Names and values of what the fingerprint covers, to tell how two models differ."""
+
+    @property
+    def identity(self) -> tuple[str, str, int]:
+        """The properties that a backend must share with another to continue its streams."""
+        return self.model_id, self.fingerprint, self.vocab_size
 
     def pooled_width(self, kind: PooledKind) -> int | None:
         return next((pooled.num_values for pooled in self.pooled if pooled.kind == kind), None)

@@ -141,7 +141,7 @@ def test_start_imports_torch_only_for_a_pass_that_needs_it() -> None:
 
 def test_settings_that_change_tokens_change_the_fingerprint() -> None:
     settings = ({"quantize": "int8"}, {"quantize": "int4"}, {"dtype": "fp32"}, {"deterministic": True})
-    assert len({BackendOptions(**each).numerics("decoder") for each in ({}, *settings)}) == 5  # type: ignore[arg-type]
+    assert len({str(BackendOptions(**each).numerics("decoder")) for each in ({}, *settings)}) == 5  # type: ignore[arg-type]
 
 
 def test_auto_budget_shows_free_and_reserved_memory(

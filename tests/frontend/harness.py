@@ -88,6 +88,8 @@ class FakeStream:
     def __init__(self, request: GenerationRequest, batches: Iterable[TokenBatch]) -> None:
         self.request = request
         self.cached_tokens = 3
+        self.backend = ""
+        self.num_moves = 0
         self.queue_s = 0.0
         self.num_preemptions = 0
         self.is_coalesced: bool | None = None

@@ -57,6 +57,8 @@ class PooledStream:
     request: PooledRequest
     answer: PooledResult | PooledFailed | None
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    backend: str = ""
+    num_moves: int = 0
 
     async def result(self) -> PooledResult:
         if self.answer is None:

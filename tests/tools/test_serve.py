@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import http.client
 import json
 import os
-import queue
 import re
 import select
 import shlex
@@ -15,147 +13,21 @@ import signal
 import ssl
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import httpx
 import pytest
 
 from penstock.backend.options import BackendOptions
 from penstock.frontend.options import FrontendOptions
-from penstock.shm.process.supervisor import module_argv
 from penstock.shm.recording.file import read_recording
 from penstock.shm.recording.rings import open_ring
-from penstock.tools.bench.harness.processes import descendants, runs_module
-from penstock.tools.chaos.proxies import free_port
+from penstock.tools.bench.harness.processes import descendants
 from penstock.tools.recorder.history import read_history
 from penstock.tools.recorder.record import record
 from penstock.tools.serve import ServeOptions, backend_options, private_socket_path, select_options
 from tests.frontend.transport.test_listening import make_certificate
-
-
-class Lines:
-    """A pipe, read in the background so that its writer never blocks on the test."""
-
-    def __init__(self, pipe: IO[str]) -> None:
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._read, args=(pipe,))
-        self._thread.start()
-
-    def _read(self, pipe: IO[str]) -> None:
-        for line in pipe:
-            self._lines.put(line)
-        self._lines.put(None)
-
-    def wait_for(self, text: str) -> None:
-        seen = []
-        while (line := self._lines.get()) is not None:
-            seen.append(line)
-            if text in line:
-                return
-        raise AssertionError(f"it ended without {text!r}: {''.join(seen)}")
-
-    def next_nonempty(self, start: str = "") -> str:
-        while (line := self._lines.get()) is not None:
-            if (text := line.strip()) and text.startswith(start):
-                return text
-        raise AssertionError("it ended")
-
-    def rest(self) -> str:
-        """Wait for the end; return the lines that nobody has read yet."""
-        return "".join(iter(self._lines.get, None))
-
-    def join(self) -> None:
-        self._thread.join()
-
-
-@dataclass
-class Serve:
-    process: subprocess.Popen[str]
-    port: int
-    output: Lines
-    errors: Lines
-
-    def wait_until_ready(self) -> None:
-        try:
-            self.output.wait_for("Ready: ")
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.errors.rest()}") from None
-
-    def stop(self, signal_number: int = signal.SIGTERM) -> int:
-        self.process.send_signal(signal_number)
-        return self.process.wait()
-
-    def pids(self, module: str) -> list[int]:
-        return [pid for pid in descendants(self.process.pid) if runs_module(pid, module)]
-
-    def complete(self, key: str = "none") -> tuple[int, str]:
-        """Return the status and text of one greedy completion."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        try:
-            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-            body = {"model": "penstock-demo", "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0}
-            connection.request("POST", "/v1/completions", json.dumps(body), headers)
-            reply = connection.getresponse()
-            answer = json.loads(reply.read())
-            return reply.status, answer["choices"][0]["text"] if reply.status == 200 else answer["error"]["code"]
-        finally:
-            connection.close()
-
-    def complete_when_back(self) -> str:
-        """Return the text once a process that has just died is back; until then requests may be refused or cut."""
-        while True:
-            try:
-                status, text = self.complete()
-            except (OSError, http.client.HTTPException):
-                continue
-            if status == 200:
-                return text
-            assert (status, text) == (503, "backend_unavailable")
-
-
-Start = Callable[..., Serve]
-
-
-@pytest.fixture
-def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short path, since sockets are below it: their paths are limited to 107 bytes."""
-    return tmp_path_factory.mktemp("s")
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    started: list[Serve] = []
-
-    def start(*arguments: str, port: int | None = None, environment: Mapping[str, str] | None = None) -> Serve:
-        if port is None:
-            port = free_port()
-        argv = ["serve", "--forward-pass", "fake", "--port", str(port), *arguments]
-        process = subprocess.Popen(
-            module_argv("penstock.tools.main", argv),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), **(environment or {})},
-        )
-        assert process.stdout is not None
-        assert process.stderr is not None
-        serve = Serve(process, port, Lines(process.stdout), Lines(process.stderr))
-        started.append(serve)
-        return serve
-
-    yield start
-    for serve in started:
-        serve.process.kill()
-        serve.process.wait()
-        for lines in (serve.output, serve.errors):
-            lines.join()
-        for pipe in (serve.process.stdout, serve.process.stderr):
-            assert pipe is not None
-            pipe.close()
+from tests.tools.serve_process import Start
 
 
 def test_https_on_a_unix_socket_works_and_reads_its_keys_again(start: Start, tmp_path: Path) -> None:

@@ -32,6 +32,9 @@ _OVER_HTTP = {
     "interference": "Gaps in running streams while a long prompt arrives.",
     "fairness": "Short requests beside another tenant's flood of long ones.",
 }
+_OF_REPLICAS = {
+    "failover": "One of two replicas killed under load: gaps and texts.",
+}
 _OF_ENCODERS = {
     "embeddings": "Texts to vectors, beside other servers and libraries.",
 }
@@ -58,8 +61,9 @@ app.error_formatter = _fail_in_one_line
 
 for _package, _group, _measurements in (
     ("serving", Group("Measurements of a server, over HTTP", sort_key=0), _OVER_HTTP),
-    ("encoders", Group("Measurements of embedding models, over HTTP", sort_key=1), _OF_ENCODERS),
-    ("components", Group("Measurements of one part, without a server", sort_key=2), _WITHOUT_SERVER),
+    ("replicas", Group("Measurements of several backends, over HTTP", sort_key=1), _OF_REPLICAS),
+    ("encoders", Group("Measurements of embedding models, over HTTP", sort_key=2), _OF_ENCODERS),
+    ("components", Group("Measurements of one part, without a server", sort_key=3), _WITHOUT_SERVER),
 ):
     for _place, (_name, _line) in enumerate(_measurements.items()):
         _function = _name.replace("-", "_")
@@ -77,6 +81,6 @@ def _load_by_default(
         if option in _REPLACED_OPTIONS:
             fail(COMMAND, f"{option} is now a subcommand: use `{COMMAND} {_REPLACED_OPTIONS[option]}`")
     if arguments and not arguments[0].startswith("-"):
-        names = ", ".join((*_OVER_HTTP, *_OF_ENCODERS, *_WITHOUT_SERVER))
+        names = ", ".join((*_OVER_HTTP, *_OF_REPLICAS, *_OF_ENCODERS, *_WITHOUT_SERVER))
         fail(COMMAND, f'there is no measurement "{arguments[0]}"; choose one of {names}')
     return app(["load", *arguments])

@@ -189,6 +189,7 @@ class PooledRun:
                 return None
             raise pooled_failure(failed, self._field, self._backend.retry_after_s) from None
         self._has_results, self._is_refused = True, False
+        self._log_entry.note_replicas((stream,))
         return result
 
     async def _wait_for_room(self) -> None:

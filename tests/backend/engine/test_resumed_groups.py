@@ -170,6 +170,22 @@ def test_nothing_runs_at_the_start_until_all_seem_to_have_come_back() -> None:
     assert bench.received(7).token_ids == expected_tokens([8], 3, bench.vocab_size)
 
 
+def test_sequences_of_a_replica_run_as_soon_as_none_has_come_for_a_moment() -> None:
+    bench = Bench()
+    settlement = Settlement(bench.clock, start_s=0.5, quiet_s=0.1, longest_s=2.0, later_quiet_s=0.005)
+    bench.requests.table.settlement = settlement
+    bench.now_s = 10.0
+    resume(bench, 0, whole(bench)[:6])
+    bench.turn()
+    assert bench.executor.batches == []
+    assert settlement.next_due_s(1.0) == pytest.approx(0.005)
+    bench.now_s = 10.01
+    bench.turn()
+    assert len(bench.executor.batches) == 1
+    bench.run_dry()
+    assert bench.received(0).token_ids == whole(bench)[6:]
+
+
 def test_false_resumptions_that_never_end_hold_nothing_for_long() -> None:
     bench = Bench()
     bench.requests.table.settlement = Settlement(bench.clock, start_s=0.5, quiet_s=0.1, longest_s=2.0)

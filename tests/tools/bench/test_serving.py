@@ -222,3 +222,12 @@ def test_fairness_reports_both_tenants_alone_and_together(bench: BenchCommand) -
     assert 1 <= found["beside"]["requests"] <= 3
     assert found["flood_alone"]["requests"] == found["flood_beside"]["requests"] == 30
     assert len(run.report["aims"]) == 2
+
+
+def test_failover_compares_texts_and_gaps_with_an_undisturbed_run(bench: BenchCommand) -> None:
+    run = bench("failover", *FAKE, "--streams", "4", "--output-tokens", "700", "--kv-budget", "64MB")
+    assert run.status == 0, run.output + run.errors
+    found = run.report["sections"]["failover"]
+    assert found["streams"] == found["equal_answers"] == 4
+    assert 1 <= found["moved"] <= 3
+    assert found["gap_of_moved_ms"][1] > 0

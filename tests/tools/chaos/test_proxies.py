@@ -24,7 +24,7 @@ def test_shipped_configuration_is_accepted_and_an_edited_one_is_used(name: str, 
     assert proxy.process.returncode is not None
     edited = tmp_path / "edited"
     edited.mkdir()
-    for path in SHIPPED.iterdir():
+    for path in filter(Path.is_file, SHIPPED.iterdir()):
         (edited / path.name).write_text(path.read_text() + "\nnonsense here;\n")
     with pytest.raises(ChaosError, match="nonsense"):
         Proxy(name, ADDRESSES, tmp_path / "again", edited)

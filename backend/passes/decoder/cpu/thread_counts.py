@@ -23,8 +23,12 @@ def configure_torch_threads() -> None:
 
 
 def num_usable_cores(cpu_max: Path = _CGROUP_CPU_MAX) -> int:
-    """Number of cores this process may use, at least 1: its CPU affinity, limited by a container's CPU quota."""
+    """Number of cores this process may use, at least 1: its CPU affinity, limited by a container's CPU quota and by
+    OMP_NUM_THREADS."""
     cores = len(os.sched_getaffinity(0))
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdecimal():
+        cores = min(cores, int(wanted))
     try:
         quota, period = cpu_max.read_text().split()
         if quota != "max":

@@ -13,12 +13,17 @@ from penstock.backend.passes.decoder.cpu.thread_counts import configure_torch_th
 @pytest.mark.parametrize(
     ("content", "quota"), [("max 100000", None), ("150000 100000", 2), ("1000 100000", 1), ("?", None)]
 )
-def test_usable_cores_respect_affinity_and_quota(content: str, quota: int | None, tmp_path: Path) -> None:
+def test_usable_cores_respect_affinity_and_quota(
+    content: str, quota: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cpu_max = tmp_path / "cpu.max"
     cpu_max.write_text(content)
     own = len(os.sched_getaffinity(0))
     assert num_usable_cores(cpu_max) == (own if quota is None else min(own, quota))
     assert num_usable_cores(tmp_path / "missing") == own
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert num_usable_cores(cpu_max) == 1
 
 
 def test_torch_threads_sleep_unless_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,94 @@
+"""Chooses the replica of a request: where an equal one runs, else where its prefix is cached, else the least loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.shm.memory.board import Board
+from penstock.shm.memory.prefix_table import Owner
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Sequence
+
+    from penstock.shm.client.client import BackendClient
+    from penstock.shm.memory.prefix_table import PrefixTable
+    from penstock.shm.messages import ModelCard, Submit
+
+_OPEN = Board.TOTALS + "requests_open"
+_MAX_OVER_MEAN = 1.25
+_SLACK = 8
+"""A replica keeps the requests of its prefixes while it has at most a quarter more than the mean, and 8."""
+
+
+class Replica:
+    """One backend of a set, and its load."""
+
+    def __init__(self, index: int, name: str, client: BackendClient) -> None:
+        self.index = index
+        self.name = name
+        self.client = client
+        self.offered: ModelCard | None = None
+        """The model of the backend that connected last, whether or not it was accepted."""
+        self._shown = -1
+        self._own_then = 0
+
+    @property
+    def load(self) -> int:
+        """Open requests of all frontends: what the board shows, and what this process has added since."""
+        board = self.client.backend_board
+        own = self.client.board.requests_open
+        shown: int = 0 if board is None else getattr(board, _OPEN)
+        if shown != self._shown:
+            self._shown, self._own_then = shown, own
+        return max(0, shown + own - self._own_then)
+
+    @property
+    def owner(self) -> Owner:
+        board = self.client.backend_board
+        return Owner(self.index, 0 if board is None else board.pid & 0xFF)
+
+
+class Router:
+    """Orders replicas for a request. It keeps no state but the table."""
+
+    def __init__(self, table: PrefixTable) -> None:
+        self._table = table
+
+    def place(self, replicas: Sequence[Replica], submit: Submit, tokens: array[int]) -> Replica:
+        """The replica, of at least one, that should compute the request. It is remembered for the requests after it."""
+        prompt = tokens[: submit.num_prompt_tokens]
+        names = self._table.names(prompt, submit.salt)
+        twin = self._table.name_of(prompt, submit.salt, _settings(submit)) if submit.may_share else None
+        chosen = replicas[0] if len(replicas) == 1 else self._choose(replicas, names, twin)
+        owner = chosen.owner
+        for name in names:
+            self._table.note(name, owner)
+        if twin is not None:
+            self._table.note(twin, owner)
+        return chosen
+
+    def _choose(self, replicas: Sequence[Replica], names: list[int], twin: int | None) -> Replica:
+        by_owner = {replica.owner: replica for replica in replicas}
+        if twin is not None and (running := self._find(twin, by_owner)) is not None:
+            return running  # it adds no load: the two share one sequence
+        loads = {replica: replica.load for replica in replicas}
+        most = _MAX_OVER_MEAN * sum(loads.values()) / len(loads) + _SLACK
+        for name in reversed(names):
+            found = self._find(name, by_owner)
+            if found is not None and loads[found] <= most:
+                return found
+        # Of equally loaded ones a prompt always takes the same, also from workers that do not know of each other yet.
+        turn = names[0] if names else 0
+        return min(replicas, key=lambda replica: (loads[replica], (replica.index + turn) % len(replicas)))
+
+    def _find(self, name: int, by_owner: dict[Owner, Replica]) -> Replica | None:
+        owner = self._table.find(name)
+        return None if owner is None else by_owner.get(owner)
+
+
+def _settings(submit: Submit) -> bytes:
+    """What makes requests with equal prompts different."""
+    return msgspec.msgpack.encode((submit.sampling, submit.constraints, submit.pooled, submit.num_prompt_logprobs))

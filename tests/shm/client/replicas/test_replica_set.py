@@ -1,0 +1,193 @@
+"""Streams of several backends: a replica that dies, drains or hangs hands its streams to the others at once."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded, ReplicaSet
+from penstock.shm.messages import FailureCode, Finish
+from tests.shm.client.harness import GREEDY, at_base, read, request, tokens_of, until
+from tests.shm.scripted_backend import BackendProcess, Script, ScriptedBackend, expected_tokens, model_card
+
+
+@pytest.fixture
+def paths(socket_path: Path) -> list[Path]:
+    return [socket_path.with_name(f"{name}.sock") for name in ("a", "b")]
+
+
+@asynccontextmanager
+async def connected_to(
+    paths: Sequence[Path], num_ready: int | None = None, **options: Any
+) -> AsyncIterator[ReplicaSet]:
+    """A set of which num_ready replicas, by default all, are ready. At its end no stream may be left."""
+    replicas = ReplicaSet(paths, **options)
+    await replicas.start()
+    try:
+        wanted = len(paths) if num_ready is None else num_ready
+        await until(lambda: sum(replica.client.ready for replica in replicas.replicas) >= wanted)
+        yield replicas
+        await until(lambda: all(at_base(replica.client) for replica in replicas.replicas))
+    finally:
+        await replicas.close()
+        for replica in replicas.replicas:
+            replica.client.ledger.check()
+
+
+def num_open(replicas: ReplicaSet) -> list[int]:
+    return [replica.client.board.requests_open for replica in replicas.replicas]
+
+
+async def test_streams_of_a_killed_replica_continue_on_the_other(paths: list[Path]) -> None:
+    prompts = [[n, n + 1, n + 2] for n in range(20, 84)]
+    with BackendProcess(paths[0], step_s=0.01) as first, BackendProcess(paths[1], step_s=0.01):
+        async with connected_to(paths) as replicas:
+            streams = [replicas.submit(request(prompt, 100)) for prompt in prompts]
+            readers = [asyncio.create_task(tokens_of(stream)) for stream in streams]
+            assert num_open(replicas) == [32, 32]
+            await until(lambda: min(stream.num_generated for stream in streams) > 20)
+            first.kill()
+            assert await asyncio.gather(*readers) == [expected_tokens(prompt, 100) for prompt in prompts]
+            assert sorted(stream.num_moves for stream in streams) == [0] * 32 + [1] * 32
+            assert {stream.backend for stream in streams} == {"2"}
+
+
+async def test_streams_survive_deaths_of_both_replicas_in_turn(paths: list[Path]) -> None:
+    prompts = [[n, n + 1] for n in range(20, 28)]
+    with BackendProcess(paths[0], step_s=0.005) as first, BackendProcess(paths[1], step_s=0.005) as second:
+        async with connected_to(paths) as replicas:
+            streams = [replicas.submit(request(prompt, 200)) for prompt in prompts]
+            readers = [asyncio.create_task(tokens_of(stream)) for stream in streams]
+            for already, backend in ((20, first), (60, second), (100, first)):
+                await until(lambda n=already: min(stream.num_generated for stream in streams) > n)
+                await until(lambda: all(replica.client.ready for replica in replicas.replicas))
+                await asyncio.to_thread(backend.restart)
+            assert await asyncio.gather(*readers) == [expected_tokens(prompt, 200) for prompt in prompts]
+
+
+async def test_streams_of_a_draining_replica_move_before_it_ends(paths: list[Path]) -> None:
+    with ScriptedBackend(paths[0], Script(step_s=0.005)) as first, ScriptedBackend(paths[1], Script(step_s=0.005)):
+        async with connected_to(paths) as replicas:
+            streams = [replicas.submit(request([n, n], 300)) for n in range(20, 24)]
+            readers = [asyncio.create_task(tokens_of(stream)) for stream in streams]
+            await until(lambda: min(stream.num_generated for stream in streams) > 10)
+            first.engine.calls.append(lambda: setattr(first.engine.board, "draining", 1))
+            await until(lambda: num_open(replicas)[0] == 0)
+            await until(lambda: not first.engine.running)  # it has received the cancels
+            assert await asyncio.gather(*readers) == [expected_tokens([n, n], 300) for n in range(20, 24)]
+
+
+async def test_streams_of_a_stopped_replica_move_and_its_late_tokens_are_ignored(paths: list[Path]) -> None:
+    with BackendProcess(paths[0], step_s=0.01) as first, BackendProcess(paths[1], step_s=0.01) as second:
+        async with connected_to(paths) as replicas:
+            streams = [replicas.submit(request([n, n], 500)) for n in range(20, 24)]
+            readers = [asyncio.create_task(tokens_of(stream)) for stream in streams]
+            await until(lambda: min(stream.num_generated for stream in streams) > 10)
+            first.signal(signal.SIGSTOP)
+            await until(lambda: num_open(replicas)[0] == 0)
+            first.signal(signal.SIGCONT)
+            await until(lambda: replicas.replicas[0].client.ready)
+            second.kill()  # streams come back to the first, which still sends tokens of their earlier stay
+            assert await asyncio.gather(*readers) == [expected_tokens([n, n], 500) for n in range(20, 24)]
+
+
+async def test_requests_wait_while_no_replica_is_ready_and_go_to_the_first_that_is(paths: list[Path]) -> None:
+    async with connected_to(paths, num_ready=0, max_held=4) as replicas:
+        streams = [replicas.submit(request([n], 5)) for n in range(20, 24)]
+        with pytest.raises(BackendUnavailable):
+            replicas.submit(request([30], 5))
+        with ScriptedBackend(paths[1]):
+            assert await asyncio.gather(*map(tokens_of, streams)) == [expected_tokens([n], 5) for n in range(20, 24)]
+
+
+async def test_backend_with_another_model_is_refused_and_the_difference_named(
+    paths: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    good = Script(model_card(traits=(("weights", "aa"), ("dtype", "bf16"))))
+    bad = Script(model_card(fingerprint="scripted-2", traits=(("weights", "aa"), ("dtype", "fp32"))))
+    with ScriptedBackend(paths[0], good):
+        async with connected_to(paths, num_ready=1) as replicas:
+            with ScriptedBackend(paths[1], bad) as second:
+                await until(lambda: "no replica of the others: dtype is fp32, not bf16" in caplog.text)
+                assert not replicas.replicas[1].client.ready
+                assert await tokens_of(replicas.submit(request([20], 5))) == expected_tokens([20], 5)
+                assert second.engine.board.requests_accepted == 0
+
+
+async def test_model_changes_when_no_replica_has_the_old_one(paths: list[Path]) -> None:
+    new = Script(model_card(fingerprint="scripted-2"))
+    async with connected_to(paths, num_ready=0) as replicas:
+        with ExitStack() as backends:
+            for path in paths:
+                backends.enter_context(ScriptedBackend(path, Script(step_s=0.01)))
+            await until(lambda: all(replica.client.ready for replica in replicas.replicas))
+            stream = replicas.submit(request([20], 10_000))
+            await until(lambda: stream.num_generated > 3)
+        await until(lambda: not replicas.ready)
+        with ScriptedBackend(paths[0], new), ScriptedBackend(paths[1], new):
+            _, last = await read(stream)
+            assert (last.finish, last.failure) == (Finish.FAILED, FailureCode.UNAVAILABLE)
+            await until(lambda: all(replica.client.ready for replica in replicas.replicas))
+            assert replicas.model is not None
+            assert replicas.model.fingerprint == "scripted-2"
+
+
+async def test_shortest_context_of_the_replicas_is_that_of_the_set(paths: list[Path]) -> None:
+    scripts = [Script(model_card(max_context_tokens=tokens)) for tokens in (4096, 2048)]
+    with ScriptedBackend(paths[0], scripts[0]), ScriptedBackend(paths[1], scripts[1]):
+        async with connected_to(paths) as replicas:
+            assert replicas.model is not None
+            assert replicas.model.max_context_tokens == 2048
+
+
+async def test_full_replica_leaves_requests_to_the_other(paths: list[Path]) -> None:
+    script = Script(model_card(max_waiting=1), max_running=1, step_s=0.005)
+    with ScriptedBackend(paths[0], script) as first, ScriptedBackend(paths[1], script) as second:
+        async with connected_to(paths) as replicas:
+            streams = []
+            for backend in (first, second):
+                backend.engine.paused = True
+            for n in range(20, 24):
+                streams.append(replicas.submit(request([n], 5)))
+                await until(lambda: len(first.engine.running) + len(second.engine.running) == len(streams))
+            await until(lambda: first.engine.board.waiting == second.engine.board.waiting == 1)
+            for n in range(2):
+                with pytest.raises(Overloaded):
+                    replicas.submit(request([30 + n], 5))
+            for backend in (first, second):
+                backend.engine.paused = False
+            assert await asyncio.gather(*map(tokens_of, streams)) == [expected_tokens([n], 5) for n in range(20, 24)]
+
+
+async def test_equal_requests_meet_at_one_replica_and_others_spread(paths: list[Path]) -> None:
+    with ScriptedBackend(paths[0], Script(step_s=0.005)), ScriptedBackend(paths[1], Script(step_s=0.005)):
+        async with connected_to(paths) as replicas:
+            equal = [replicas.submit(GenerationRequest([7, 8], 50, GREEDY, may_share=True)) for _ in range(12)]
+            assert len({stream.backend for stream in equal}) == 1
+            others = [replicas.submit(request([n], 50)) for n in range(20, 32)]
+            assert num_open(replicas) == [12, 12]
+            await asyncio.gather(*map(tokens_of, equal + others))
+
+
+async def test_requests_follow_their_prefix_unless_its_replica_is_overloaded(paths: list[Path]) -> None:
+    document = list(range(100, 400))
+    with ScriptedBackend(paths[0], Script(step_s=0.005)), ScriptedBackend(paths[1], Script(step_s=0.005)):
+        async with connected_to(paths) as replicas:
+            followers = [replicas.submit(request([*document, n], 50)) for n in range(8)]
+            assert len({stream.backend for stream in followers}) == 1
+            followers += [replicas.submit(request([*document, n], 50)) for n in range(8, 48)]
+            assert min(num_open(replicas)) >= 12
+            await asyncio.gather(*map(tokens_of, followers))
+
+
+async def test_replicas_are_checked_when_the_set_is_made(paths: list[Path]) -> None:
+    with pytest.raises(ValueError, match="has 0 paths"):
+        ReplicaSet([])
+    with pytest.raises(ValueError, match="same path twice"):
+        ReplicaSet([paths[0], paths[0]])
