@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import http.client
 import json
 import os
 import socket
-import ssl
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -46,6 +44,7 @@ from penstock.shm.process.service_manager import find_service_manager
 from penstock.shm.process.socket_path import default_socket_path
 from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv
 from penstock.tools.model_texts import why_unusable
+from penstock.tools.probe import get
 from penstock.tools.recorder.crash_files import CrashFiles
 from penstock.tools.welcome import ShownModel, Use, Welcome
 
@@ -54,9 +53,6 @@ _MAIN = "backend"
 """The name of the backend of --model."""
 _STOP_MARGIN_S = 10.0
 """Time that a child gets beyond the drain timeout before it is killed."""
-_PROBE_TIMEOUT_S = 0.5
-
-_LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - compared, not listened on
 
 
 def private_socket_path() -> Path:
@@ -127,40 +123,6 @@ T = TypeVar("T")
 def select_options(options: Any, of: type[T]) -> T:
     """Return options as the dataclass `of`, from which its class inherits."""
     return of(**{item.name: getattr(options, item.name) for item in dataclasses.fields(of)})  # type: ignore[arg-type]
-
-
-class _Probe(http.client.HTTPConnection):
-    """A connection to our own listening socket, TCP or Unix. It does not check the certificate, which is ours."""
-
-    def __init__(self, listening: socket.socket, *, tls: bool) -> None:
-        super().__init__("localhost", timeout=_PROBE_TIMEOUT_S)
-        self._family, self._address = listening.family, listening.getsockname()
-        self._tls = tls
-
-    def connect(self) -> None:
-        self.sock = socket.socket(self._family)
-        self.sock.settimeout(_PROBE_TIMEOUT_S)
-        address = self._address
-        if self._family != socket.AF_UNIX:
-            address = (_LOOPBACK_OF.get(address[0], address[0]), *address[1:])
-        self.sock.connect(address)
-        if self._tls:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-            self.sock = context.wrap_socket(self.sock)
-
-
-def get(listening: socket.socket, path: str, *, tls: bool, key: str | None = None) -> bytes | None:
-    """Return what our own server answers now; None for any status but 200."""
-    connection = _Probe(listening, tls=tls)
-    try:
-        connection.request("GET", path, headers={} if key is None else {"X-API-Key": key})
-        response = connection.getresponse()
-        return response.read() if response.status == 200 else None
-    except (OSError, http.client.HTTPException):
-        return None
-    finally:
-        connection.close()
 
 
 def shown_models(listed: bytes | None, otherwise: str) -> tuple[ShownModel, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.frontend.generation.served_models import can_do, listed_names
+from penstock.shm.client import backends_of
 
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.context import EndpointContext
@@ -36,7 +37,8 @@ def _describe(served: ServedModel, name: str) -> dict[str, object]:
     """Return OpenAI's model object and Anthropic's in one, and what the model can do. name is the model's or an
     alias."""
     card, syntax = served.card, served.syntax
-    counters = served.backend.backend_counters or {}
+    _, backend = backends_of(served.backend)[0]  # replicas have as many pages each
+    counters = backend.backend_counters or {}
     kv_tokens = counters.get("pages_total", 0) * counters.get("page_size_tokens", 0)
     token_step_us = counters.get("token_step_us", 0)
     return {

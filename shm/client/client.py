@@ -326,8 +326,7 @@ class BackendClient:
 
     def _wait_for_next_backend(self, stream: OpenStream) -> bool:
         """The backend refused the request because it ends. Keep it for the next one, if that is possible."""
-        can_wait = self._held.is_enabled or self._membership.has_others()
-        if stream.loans or stream.submit.quote_only or not can_wait:
+        if stream.loans or stream.submit.quote_only or not (self._held.is_enabled or self._membership.has_others()):
             return False
         stream.note_failure(None)
         if stream.submit.admitted_ns:
