@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 class _FaultyFakePass(FakePass):
-    """Every step raises `fault`, except the one that the backend runs at start."""
+    """Every step raises `fault`, except the two that the backend runs at start."""
 
     fault: BaseException
-    _has_started = False
+    _num_steps = 0
 
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
-        if self._has_started:
+        if self._num_steps == 2:
             raise self.fault
-        self._has_started = True
+        self._num_steps += 1
         return super().forward(batch)
 
 

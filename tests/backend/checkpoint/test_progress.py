@@ -9,6 +9,7 @@ import sys
 from contextlib import closing
 
 import pytest
+from huggingface_hub.utils import enable_progress_bars
 
 from penstock.backend.checkpoint import progress
 from penstock.backend.checkpoint.progress import GRAPHS, LOADING, Work, logged_downloads, make_progress, waiting_bar
@@ -79,6 +80,7 @@ def test_one_of_several_waiting_threads_has_the_bar(monkeypatch: pytest.MonkeyPa
 
 
 def test_download_is_logged_by_the_bytes_that_are_written(caplog: pytest.LogCaptureFixture, lines: list[str]) -> None:
+    enable_progress_bars()  # transformers switches them off for the whole process
     bar_class = logged_downloads("owner/name")
     written = bar_class(name="huggingface_hub.snapshot_download", total=0, unit="B")
     received = bar_class(name="huggingface_hub.snapshot_download.transfer", total=0, unit="B")

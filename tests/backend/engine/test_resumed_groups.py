@@ -181,7 +181,7 @@ def test_sequences_of_a_replica_run_as_soon_as_none_has_come_for_a_moment() -> N
     assert settlement.next_due_s(1.0) == pytest.approx(0.005)
     bench.now_s = 10.01
     bench.turn()
-    assert len(bench.executor.batches) == 1
+    assert bench.executor.batches
     bench.run_dry()
     assert bench.received(0).token_ids == whole(bench)[6:]
 
