@@ -140,7 +140,7 @@ def shown_models(listed: bytes | None, otherwise: str) -> tuple[ShownModel, ...]
                 quantization=model["quantization"],
                 context_tokens=model["max_model_len"],
                 kv_tokens=model["kv_cache_tokens"],
-                tokens_per_s=model["tokens_per_second"],
+                tokens_per_s=model["max_tokens_per_second"],
             )
         )
     return tuple(models) or (ShownModel(otherwise),)

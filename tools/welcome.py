@@ -29,7 +29,7 @@ class ShownModel:
     context_tokens: int | None = None
     kv_tokens: int | None = None
     tokens_per_s: float | None = None
-    """The rate of one request alone."""
+    """The most that one request alone gets: what delivery costs is not in it."""
 
     def request(self) -> tuple[str, dict[str, Any]]:
         """Return the path and the body of an example."""
@@ -79,7 +79,12 @@ class Welcome:
                 rows.append(("Context", f"{model.context_tokens:,} tokens{cache}"))
             if model.tokens_per_s is not None:
                 rate = f"{model.tokens_per_s:.{0 if model.tokens_per_s >= _WHOLE_RATES_FROM else 1}f}"
-                rows.append(("Speed", f"about {rate} tokens/s for one request with a short prompt (one step at start)"))
+                rows.append(
+                    (
+                        "Speed",
+                        f"at most about {rate} tokens/s for one request (one step timed at start, without delivery)",
+                    )
+                )
         return "\n".join(f"  {name:<9}{text}" for name, text in rows)
 
     def examples(self) -> str:

@@ -53,7 +53,7 @@ def _describe(served: ServedModel, name: str) -> dict[str, object]:
         "parent": None,
         "max_model_len": card.max_context_tokens,
         "kv_cache_tokens": kv_tokens or None,
-        "tokens_per_second": round(1e6 / token_step_us, 1) if token_step_us else None,
+        "max_tokens_per_second": round(1e6 / token_step_us, 1) if token_step_us else None,
         "vocab_size": card.vocab_size,
         "quantization": card.quantization,
         "capabilities": {

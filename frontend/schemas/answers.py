@@ -275,8 +275,8 @@ class ModelAnswer(Struct):
     max_model_len: int
     kv_cache_tokens: int | None
     """Tokens of all sequences together; null without a KV cache."""
-    tokens_per_second: float | None
-    """The rate of one request alone, from a step of one token at the start; null if the model does not generate."""
+    max_tokens_per_second: float | None
+    """The most that one request alone gets, by one step at the start; null if the model generates no text."""
     vocab_size: int
 
 

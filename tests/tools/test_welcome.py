@@ -23,7 +23,7 @@ def test_example_asks_for_what_the_model_does(capability: str, path: str, call: 
     names = ("structured_output", "embeddings", "rerank", "classify")
     capabilities = {name: name == capability for name in names}
     entry = {"id": "m", "root": "m", "capabilities": capabilities, "quantization": "none", "max_model_len": 512}
-    listed = {"data": [entry | {"kv_cache_tokens": None, "tokens_per_second": None}]}
+    listed = {"data": [entry | {"kv_cache_tokens": None, "max_tokens_per_second": None}]}
     models = shown_models(json.dumps(listed).encode(), "other")
     text = Welcome("http://127.0.0.1:8000", models).examples()
     assert f"curl -N http://127.0.0.1:8000{path} " in text
@@ -37,7 +37,7 @@ def test_without_a_list_the_example_is_a_chat() -> None:
 
 def test_alias_is_not_shown_as_a_further_model() -> None:
     entry = {"root": "m", "capabilities": dict.fromkeys(("structured_output", "embeddings", "rerank"), True)}
-    entry |= {"quantization": "none", "max_model_len": 9, "kv_cache_tokens": None, "tokens_per_second": None}
+    entry |= {"quantization": "none", "max_model_len": 9, "kv_cache_tokens": None, "max_tokens_per_second": None}
     listed = json.dumps({"data": [{**entry, "id": name} for name in ("m", "gpt-4o")]})
     assert [model.name for model in shown_models(listed.encode(), "other")] == ["m"]
 
@@ -59,7 +59,7 @@ def test_browsers_are_sent_to_a_page_that_they_can_reach(address: str, shown: li
             {
                 "Model": "m (int8)",
                 "Context": "4,096 tokens; the KV cache holds 65,536 of all requests",
-                "Speed": "about 123 tokens/s for one request with a short prompt (one step at start)",
+                "Speed": "at most about 123 tokens/s for one request (one step timed at start, without delivery)",
             },
         ),
         (ShownModel("e", "embeddings", context_tokens=512), {"Model": "e", "Context": "512 tokens"}),

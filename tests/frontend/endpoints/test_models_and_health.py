@@ -29,7 +29,7 @@ async def test_models_are_listed_and_described(connection: ClientConnection) -> 
     assert (await connection.request("GET", "/v1/models/test/model")).json() == model
     assert (await connection.request("GET", "/v1/models/test%2Fmodel")).json() == model
     assert (await connection.request("GET", "/v1/models/test%252Fmodel")).status == 404
-    assert (model["kv_cache_tokens"], model["tokens_per_second"]) == (None, None)
+    assert (model["kv_cache_tokens"], model["max_tokens_per_second"]) == (None, None)
     missing = await connection.request("GET", "/v1/models/other")
     assert (missing.status, missing.error["code"]) == (404, "model_not_found")
 
@@ -38,7 +38,7 @@ async def test_cache_and_speed_come_from_the_backends_board() -> None:
     counters = {"pages_total": 10, "page_size_tokens": 16, "token_step_us": 4000}
     connection = ClientConnection(make_app(FakeBackend(backend_counters=counters)))
     (model,) = (await connection.request("GET", "/v1/models")).json()["data"]
-    assert (model["kv_cache_tokens"], model["tokens_per_second"]) == (160, 250.0)
+    assert (model["kv_cache_tokens"], model["max_tokens_per_second"]) == (160, 250.0)
     await connection.end()
 
 
