@@ -133,11 +133,11 @@ def tiny(preset: str) -> DecoderConfig:
 
 
 def transformers_rows() -> list[str]:
-    rows = ["| architecture | served |", "|---|---|"]
-    for name, _ in transformers_families.FAMILIES.values():
-        rows.append(f"| `{name}ForCausalLM` | yes |")
-    for name, _, reason in transformers_families.REFUSED.values():
-        rows.append(f"| `{name}ForCausalLM` | no: {reason} |")
+    rows = ["| architecture | served | built-in decoder |", "|---|---|---|"]
+    served = [(f"{name}ForCausalLM", "yes") for name, _ in transformers_families.FAMILIES.values()]
+    refused = [(f"{name}ForCausalLM", f"no: {reason}") for name, _, reason in transformers_families.REFUSED.values()]
+    for name, answer in (*served, *refused):
+        rows.append(f"| `{name}` | {answer} | {'yes' if name in SUPPORTED_ARCHITECTURES else 'no'} |")
     return rows
 
 

@@ -119,7 +119,10 @@ def _architecture(values: dict[str, Any]) -> str:
         raise StartupError(f"architectures is {shorten(architectures)}; it must name one of {supported}")
     architecture = architectures[0]
     if not isinstance(architecture, str) or architecture not in SUPPORTED_ARCHITECTURES:
-        raise StartupError(f"architecture {shorten(architecture)} is not supported; supported are {supported}")
+        raise StartupError(
+            f"architecture {shorten(architecture)} is not supported; supported are {supported}. "
+            f"The model's own code may serve it: --forward-pass transformers"
+        )
     return architecture
 
 

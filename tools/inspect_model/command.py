@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from cyclopts import Parameter
@@ -26,6 +26,8 @@ class InspectOptions:
 
     revision: str | None = None
     """Branch, tag or commit of a model on the hub."""
+    forward_pass: Literal["auto", "transformers"] = "auto"  # noqa: S105 - no password
+    """The forward pass that is to serve it: auto is ours, as with penstock serve."""
     json: Annotated[bool, Parameter(negative="")] = False
     """Print one JSON object."""
 
@@ -36,7 +38,8 @@ def inspect_model(model: str, /, *, options: InspectOptions = InspectOptions()) 
     The exit status is 0 if the model can be served, else 1.
     """
     try:
-        described = describe_named_model(model, options.revision)
+        by_own_code = options.forward_pass == "transformers"  # noqa: S105 - no password
+        described = describe_named_model(model, options.revision, by_own_code=by_own_code)
     except StartupError as error:
         fail("penstock inspect", str(error))
     if options.json:
@@ -72,6 +75,8 @@ def _lines(model: ModelDescription) -> Iterator[tuple[str, str]]:
         return
     kv = ", ".join(f"{size:,} in {dtype}" for dtype, size in model.kv_bytes_per_token.items())
     yield "KV cache", f"bytes a token: {kv or 'unknown'}"
+    if model.state_bytes_per_sequence:
+        yield "states", f"{format_size(model.state_bytes_per_sequence)} a sequence"
     yield "tool calls", model.tool_format or "none"
     yield "reasoning", model.reasoning_format or "none"
 

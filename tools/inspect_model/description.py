@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.config_json import SUPPORTED_ARCHITECTURES, read_decoder_config
 from penstock.backend.checkpoint.encoders.decoder_heads import read_pooled_decoder
 from penstock.backend.checkpoint.encoders.read_config import read_encoder, with_common_names
 from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.encoders.weights import open_encoder
 from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES
 from penstock.backend.checkpoint.hub import resolve_small_files
-from penstock.backend.checkpoint.json_file import read_json_object
+from penstock.backend.checkpoint.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
 from penstock.backend.passes.encoder.forward_pass import EncoderPass
+from penstock.backend.passes.transformers_model.forward_pass import TransformersPass
 from penstock.backend.shipped_models import SHIPPED_MODELS
 from penstock.frontend.generation.served_model import model_syntax_of
 from penstock.frontend.text.tokenizer import ModelTokenizer
@@ -78,26 +79,34 @@ class ModelDescription(Struct, frozen=True):
     missing_files: tuple[str, ...]
     kv_bytes_per_token: dict[str, int]
     """By KV dtype, as `--kv-dtype` takes it."""
+    state_bytes_per_sequence: int
+    """Of layers that keep a state in place of keys and values."""
     tool_format: str | None
     reasoning_format: str | None
     tokenizer_error: str | None
 
 
-def describe_named_model(model: str, revision: str | None) -> ModelDescription:
-    """Describe what --model names. Only small files of a hub model are downloaded. Raises StartupError."""
+def describe_named_model(model: str, revision: str | None, *, by_own_code: bool = False) -> ModelDescription:
+    """Describe what --model names, served by our code or by transformers'. Only small files of a hub model are
+    downloaded. Raises StartupError."""
     shipped = SHIPPED_MODELS.get(model)
     model_dir = shipped or resolve_small_files(model, revision)
     is_local = shipped is not None or Path(model).expanduser().exists()
     files = read_directory(model_dir) if is_local else read_hub(model, revision or "main")
-    return describe_model(model, model_dir, files, is_local=is_local)
+    return describe_model(model, model_dir, files, is_local=is_local, by_own_code=by_own_code)
 
 
-def describe_model(model: str, model_dir: Path, files: WeightFiles, *, is_local: bool) -> ModelDescription:
-    """model_dir has the small files; is_local: and the weights. Raises StartupError if config.json cannot be read."""
+def describe_model(
+    model: str, model_dir: Path, files: WeightFiles, *, is_local: bool, by_own_code: bool = False
+) -> ModelDescription:
+    """model_dir has the small files; is_local: and the weights. by_own_code: transformers' code is to serve it.
+
+    Raises StartupError if config.json cannot be read.
+    """
     path = model_dir / CONFIG_FILE
     values = read_json_object(path)
     fields = read_fields(_common_names(values), path)
-    architectures = values.get("architectures")
+    architecture = _architecture(values)
     quantization = fields.quantization_config
     bits = quantization.bits_per_weight if quantization is not None else 8
     parameters, expert_parameters = count_parameters(files.tensors, bits)
@@ -105,15 +114,19 @@ def describe_model(model: str, model_dir: Path, files: WeightFiles, *, is_local:
     dtypes = Counter[str]()
     for tensor in files.tensors.values():
         dtypes[tensor.dtype] += tensor.num_bytes
-    reason, task, spec = _served(model_dir, checks_weights=is_local and not files.missing_files)
-    kv_values = fields.kv_values_per_token if spec is None else None
+    if by_own_code:
+        reason, task, spec = _served_by_own_code(model_dir)
+    else:
+        reason, task, spec = _served(model_dir, architecture, checks_weights=is_local and not files.missing_files)
+    # The formula holds for architectures whose layers all have attention, as all of ours do.
+    kv_values = fields.kv_values_per_token if spec is None and architecture in SUPPORTED_ARCHITECTURES else None
     if reason is None and files.missing_files:
         reason = f"{len(files.missing_files)} of {files.num_files} weight files are missing: {files.missing_files[0]}"
     tool_format, reasoning_format, tokenizer_error = _syntax(model_dir)
     heads, kv_heads = fields.num_attention_heads, fields.num_key_value_heads or fields.num_attention_heads
     return ModelDescription(
         model=model,
-        architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else None,
+        architecture=architecture,
         not_served_because=reason if reason is not None else tokenizer_error,
         task=task,
         vectors={} if spec is None else dict(spec.pooled),
@@ -136,6 +149,7 @@ def describe_model(model: str, model_dir: Path, files: WeightFiles, *, is_local:
         weight_files=files.num_files,
         missing_files=files.missing_files,
         kv_bytes_per_token=dict(spec.kv_bytes_per_token) if spec else {"bf16": 2 * kv_values} if kv_values else {},
+        state_bytes_per_sequence=0 if spec is None else spec.state_bytes_per_sequence,
         tool_format=tool_format,
         reasoning_format=reasoning_format,
         tokenizer_error=tokenizer_error,
@@ -170,12 +184,26 @@ def _common_names(values: dict[str, Any]) -> dict[str, Any]:
         return values
 
 
-def _served(model_dir: Path, *, checks_weights: bool) -> tuple[str | None, str | None, PassSpec | None]:
-    """Why the model is not served, if so; its task; and what its pass says of it."""
-    task = None
+def _architecture(values: dict[str, Any]) -> str | None:
+    architectures = values.get("architectures")
+    return str(architectures[0]) if isinstance(architectures, list) and architectures else None
+
+
+def _served(
+    model_dir: Path, architecture: str | None, *, checks_weights: bool
+) -> tuple[str | None, str | None, PassSpec | None]:
+    """Why the model is not served, if so; its task; and what its pass says of it.
+
+    For a decoder that is not ours: what transformers' code says of it.
+    """
+    task = spec = None
     try:
         found = find_task(model_dir)
         task = found.task
+        if task == "generate" and architecture is not None and architecture not in SUPPORTED_ARCHITECTURES:
+            reason, _, spec = _served_by_own_code(model_dir)
+            advice = "serve it with --forward-pass transformers" if reason is None else reason
+            return f"the built-in decoder does not know {shorten(architecture)}: {advice}", task, spec
         pass_class: type[IBatchedForwardPass] = EncoderPass if found.is_encoder else DecoderPass
         spec = pass_class.describe(model_dir, PassOptions())
         if checks_weights and found.is_encoder:
@@ -185,8 +213,16 @@ def _served(model_dir: Path, *, checks_weights: bool) -> tuple[str | None, str |
             pooled = read_pooled_decoder(model_dir, "auto", None)
             open_weights(model_dir, read_decoder_config(model_dir) if pooled is None else pooled.config).close()
     except StartupError as error:
-        return str(error), task, None
+        return str(error), task, spec
     return None, task, spec
+
+
+def _served_by_own_code(model_dir: Path) -> tuple[str | None, str | None, PassSpec | None]:
+    """As `_served`. What only loading the weights would show is not checked."""
+    try:
+        return None, "generate", TransformersPass.describe(model_dir, PassOptions())
+    except StartupError as error:
+        return str(error), "generate", None
 
 
 def _syntax(model_dir: Path) -> tuple[str | None, str | None, str | None]:

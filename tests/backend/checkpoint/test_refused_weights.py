@@ -45,7 +45,7 @@ def test_missing_shard_is_refused_by_name(tmp_path: Path) -> None:
     assert f"{shard} cannot be opened: No such file or directory" in refusal(model_dir)
 
 
-@pytest.mark.parametrize("architecture", ["llama2", "qwen2", "qwen3", "phi3"])
+@pytest.mark.parametrize("architecture", ["llama2", "qwen2", "qwen3", "phi3", "qwen3-moe", "mixtral"])
 def test_missing_tensor_is_refused_with_name_shape_and_file(architecture: str, tmp_path: Path) -> None:
     model_dir = make_checkpoint(architecture, tmp_path)
     path = model_dir / "model.safetensors"

@@ -52,6 +52,7 @@ def entry(shape: Any = (2,), offsets: Any = (0, 8), dtype: Any = "F32") -> dict[
         ({"t": entry(offsets=[-8, 0])}, r"tensor t: data_offsets\[0\] is -8"),
         ({"t": entry(shape=[1 << 60], offsets=[0, 1 << 62])}, r"shape\[0\] is 1152921504606846976"),
         ({"t": entry(shape=[1 << 46], offsets=[0, 1 << 48])}, "is truncated: expected 281474976710"),
+        ({"t": entry(), "u": entry(shape=[1], offsets=[4, 8])}, "tensor u begins at byte .*, within t, which ends at"),
         ({"t": entry(shape=[1] * 9)}, "tensor t: shape is"),
         ({"t": entry(offsets=[0, 8, 16])}, "data_offsets"),
         ({"t": entry(dtype=7)}, "dtype is 7"),

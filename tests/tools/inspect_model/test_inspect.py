@@ -11,6 +11,7 @@ from typing import Any
 import huggingface_hub
 import msgspec
 import pytest
+import torch
 import transformers
 from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
 
@@ -22,7 +23,8 @@ from penstock.tools.main import app
 from penstock.tools.random_model import ModelDims, write_random_model
 from tests.backend.checkpoint.formats.test_fused_experts import write_pair
 from tests.backend.checkpoint.gguf.writer import byte_level_vocabulary, from_model
-from tests.checkpoints import make_model
+from tests.backend.passes.transformers_model.families import make_family
+from tests.checkpoints import load_oracle, make_model
 from tests.encoder_checkpoints import make_encoder
 
 DIMS = ModelDims(hidden_size=64, layers=3, heads=4, kv_heads=2, intermediate_size=96, vocab_size=1000, max_context=256)
@@ -97,8 +99,48 @@ def test_unserved_architecture_is_described_all_the_same(sharded: Path, capsys: 
     assert run(str(sharded)) == 1
     capsys.readouterr()
     described = describe(sharded, capsys)
-    assert "UnheardOfForCausalLM" in str(described.not_served_because)
-    assert described.kv_bytes_per_token == {"bf16": 384}
+    assert "does not know 'UnheardOfForCausalLM': serve it with --forward" in str(described.not_served_because)
+    edit_config(sharded, model_type="unheard-of")
+    described = describe(sharded, capsys)
+    assert "model type `unheard-of`" in str(described.not_served_because)
+    assert (described.layers, described.kv_bytes_per_token) == (3, {})
+    edit_config(sharded, architectures=["LlamaForCausalLM"], model_type="llama", attention_bias="?")
+    assert describe(sharded, capsys).kv_bytes_per_token == {"bf16": 384}
+
+
+def test_model_that_only_its_own_code_serves_is_said_to_be_so(
+    sharded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit_config(sharded, architectures=["ArceeForCausalLM"], model_type="arcee", hidden_act="relu2")
+    described = describe(sharded, capsys)
+    assert "serve it with --forward-pass transformers" in str(described.not_served_because)
+    assert described.kv_bytes_per_token["bf16"] == 384
+    assert run(str(sharded), "--forward-pass", "transformers") == 0
+    assert "bytes a token: 384 in bf16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("forward_pass", ["auto", "transformers"])
+def test_state_space_model_has_no_size_of_a_kv_cache(
+    forward_pass: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_family("mamba", tmp_path)
+    edit_config(tmp_path, num_attention_heads=4)  # some conversions leave it in the file
+    assert run(str(tmp_path), "--forward-pass", forward_pass) == 1
+    out = capsys.readouterr().out
+    assert "MambaForCausalLM keeps a state and no KV cache; the forward pass transformers cannot serve it" in out
+    assert "bytes a token: unknown" in out
+
+
+def test_hybrid_model_has_keys_and_values_of_its_attention_layers_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of three layers has attention: 2 heads of 16. The others keep a state."""
+    described = describe(make_family("qwen3-next", tmp_path), capsys)
+    assert described.kv_bytes_per_token["bf16"] == 2 * 2 * 2 * 16
+    cache = load_oracle(tmp_path)(torch.arange(9).unsqueeze(0)).past_key_values
+    linear = [layer for layer in cache.layers if hasattr(layer, "conv_states")]
+    states = [state for layer in linear for state in (layer.conv_states[0], layer.recurrent_states[0])]
+    assert described.state_bytes_per_sequence == sum(state.nbytes for state in states)
 
 
 def test_wrong_shape_is_the_reason(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:

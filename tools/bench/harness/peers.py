@@ -74,7 +74,10 @@ async def _check_is_free(peer: Peer) -> None:
     http = HttpClient(peer.url)
     with contextlib.suppress(ConnectionBroken):
         (await http.connect()).close()
-        raise BenchError(f"{peer.name} cannot start: a server already listens at {peer.url}; stop it first")
+        raise BenchError(
+            f"{peer.name} cannot start: a server already listens at {peer.url} and would be measured in its "
+            "place; stop it first"
+        )
 
 
 async def _wait_until_it_answers(process: ServerProcess, address: ServerAddress, probe: Probe) -> None:
