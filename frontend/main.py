@@ -7,6 +7,7 @@ import re
 import secrets
 import socket
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,8 +24,10 @@ from penstock.frontend.endpoints.responses.storage.state_files import (
 )
 from penstock.frontend.options import FrontendOptions
 from penstock.frontend.settings import (
+    MAX_MODELS,
     WORKER_SETTINGS_VARIABLE,
     AccessSettings,
+    ModelSocket,
     ParserNames,
     TracingSettings,
     WorkerLimits,
@@ -49,7 +52,6 @@ from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
 """An origin as browsers write it: in lower case, without a path."""
@@ -73,6 +75,7 @@ def serve(options: FrontendOptions) -> int:
     """Run until told to stop; return the exit status."""
     check_backend_socket("--socket", options.socket)
     check_replica_sockets(options)
+    models = model_sockets(options)
     check_backend_socket("--embedding-socket", options.embedding_socket)
     check_backend_socket("--rerank-socket", options.rerank_socket)
     access, tls = read_access(options, "frontend"), tls_files(options, "frontend")
@@ -90,6 +93,7 @@ def serve(options: FrontendOptions) -> int:
         socket_path=str(options.socket),
         replica_socket_paths=tuple(str(path) for path in options.replica_socket),
         prefixes_fd=PrefixTable.create_fd(secrets.token_bytes(32)) if options.replica_socket else -1,
+        model_sockets=models,
         embedding_socket_path=_text(options.embedding_socket),
         rerank_socket_path=_text(options.rerank_socket),
         access=access,
@@ -222,6 +226,35 @@ def check_replica_sockets(options: FrontendOptions) -> None:
         if paths.count(path) > 1:
             fail("frontend", f"--replica-socket {path} is named twice, or is that of --socket")
         check_backend_socket("--replica-socket", path)
+
+
+def model_sockets(options: FrontendOptions) -> tuple[ModelSocket, ...]:
+    """Return the backends of several models. Exits with one line for an unusable path, for a name or a path that is
+    given twice, and for options that a server with several models does not have."""
+    models = []
+    for text in options.model_socket:
+        name, equals, path = text.partition("=")
+        if not (name and equals and path):
+            fail("frontend", f"--model-socket {text} is not NAME=PATH")
+        check_backend_socket("--model-socket", Path(path))
+        models.append(ModelSocket(name, path))
+    if len(models) > MAX_MODELS:
+        fail("frontend", f"--model-socket is given {len(models)} times; the limit is {MAX_MODELS}")
+    for given in ("name", "path"):
+        values = [getattr(model, given) for model in models]
+        for value in values:
+            if values.count(value) > 1:
+                fail("frontend", f"--model-socket: the {given} {value} is given twice")
+    others = (
+        ("--replica-socket", options.replica_socket),
+        ("--embedding-socket", options.embedding_socket),
+        ("--rerank-socket", options.rerank_socket),
+        ("--chat-template", options.chat_template),
+    )
+    for option, value in others:
+        if models and value:
+            fail("frontend", f"{option} and --model-socket exclude each other: the requests' model chooses the backend")
+    return tuple(models)
 
 
 def listening_socket(options: FrontendOptions, command: str) -> socket.socket:

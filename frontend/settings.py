@@ -12,6 +12,9 @@ from penstock.frontend.transport.serving.tls import TlsFiles
 WORKER_SETTINGS_VARIABLE = "_PENSTOCK_FRONTEND_WORKER"
 """Carries the settings, which may contain keys: other users can read a command line but not an environment."""
 
+MAX_MODELS = 256
+"""Models of one server. Each takes a client in every worker."""
+
 ToolParserName = Literal[
     "auto",
     "none",
@@ -77,6 +80,14 @@ class TracingSettings(Struct, frozen=True):
     sample_ratio: float
 
 
+class ModelSocket(Struct, frozen=True):
+    """The backend of one of several models."""
+
+    name: str
+    """The model's name in the API, known before its backend has started."""
+    path: str
+
+
 class WorkerSettings(Struct, frozen=True):
     worker: int
     """This worker's number, from 0; num_workers share the socket and the usage table."""
@@ -92,6 +103,8 @@ class WorkerSettings(Struct, frozen=True):
     embedding_socket_path: str | None
     rerank_socket_path: str | None
     """The same path as another's is the same backend; None is none."""
+    model_sockets: tuple[ModelSocket, ...]
+    """The backends of a server with several named models, the default one first. Otherwise empty."""
     access: AccessSettings
     tls: TlsFiles | None
     limits: WorkerLimits

@@ -98,11 +98,14 @@ def served_models(settings: WorkerSettings) -> ServedModels:
     def keeper_of(path: str | None) -> ModelKeeper | None:
         return None if path is None else keepers.get(path) or connect(path)
 
-    def connect(path: str, template_file: Path | None = None) -> ModelKeeper:
-        client = _client(settings, path)
-        keepers[path] = ModelKeeper(client, settings.parsers, template_file, reports_absence=settings.starts_alone)
+    def connect(path: str, template_file: Path | None = None, name: str | None = None) -> ModelKeeper:
+        client, logs = _client(settings, path), settings.starts_alone
+        keepers[path] = ModelKeeper(client, settings.parsers, template_file, name=name, reports_absence=logs)
         return keepers[path]
 
+    if settings.model_sockets:
+        first, *others = [connect(model.path, name=model.name) for model in settings.model_sockets]
+        return ServedModels(first, others=others)
     return ServedModels(
         connect(settings.socket_path, None if template is None else Path(template)),
         embedding=keeper_of(settings.embedding_socket_path),

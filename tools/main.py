@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from penstock.shm.process.options import ENV_PREFIX, fail, make_app
 from penstock.tools.bench.command import app as bench
 from penstock.tools.foreign_options import explain
-from penstock.tools.serve import ServeOptions
+from penstock.tools.serve_options import ServeOptions, one_or_several
 
 app = make_app(
     "penstock", "An LLM server for one GPU: serve a model, measure it, or write one with random weights.", explain
@@ -36,10 +36,11 @@ def serve(
     from penstock.tools import serve as module
 
     from_environment = os.environ.get(f"{ENV_PREFIX}MODEL")  # cyclopts reads it for the argument
-    if model not in (None, from_environment) and options.model is not None:
-        fail("penstock serve", f"the model is given twice: {model} and --model {options.model}")
-    options = replace(options, model=options.model or model)
-    sys.exit(module.serve(options))
+    if model not in (None, from_environment) and options.models:
+        fail("penstock serve", f"the model is given twice: {model} and --model {options.models[0]}")
+    if not options.models and model is not None:
+        options = replace(options, models=(model,))
+    sys.exit(module.serve(one_or_several(options)))
 
 
 app.command(bench)

@@ -10,17 +10,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
-
-from cyclopts import Parameter
-from cyclopts.validators import Number
 
 from penstock.backend.checkpoint.hub import resolve_small_files
 from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.errors import StartupError
-from penstock.backend.options import BackendOptions, Quantize, Task
+from penstock.backend.options import BackendOptions
 from penstock.backend.passes.decoder.cpu.thread_counts import num_usable_cores
 from penstock.backend.shipped_models import SHIPPED_MODELS
 from penstock.frontend.endpoints.responses.storage.state_files import NO_STATE
@@ -38,91 +33,25 @@ from penstock.frontend.transport.serving.listening import address_of, unlink
 from penstock.shm.link.listening_address import AddressInUse, CannotListen, check_free
 from penstock.shm.memory.ring import create_fd
 from penstock.shm.process.heartbeat import Heartbeat
-from penstock.shm.process.option_groups import grouped
-from penstock.shm.process.options import ENV_PREFIX, OptionalByteSize, fail, to_argv
+from penstock.shm.process.options import ENV_PREFIX, fail, to_argv
 from penstock.shm.process.service_manager import find_service_manager
-from penstock.shm.process.socket_path import default_socket_path
 from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv
 from penstock.tools.model_texts import why_unusable
 from penstock.tools.probe import get
 from penstock.tools.recorder.crash_files import CrashFiles
+from penstock.tools.serve_options import (
+    COMMAND,
+    MAIN,
+    ServeOptions,
+    backend_options,
+    private_socket_path,
+    replica_options,
+    select_options,
+)
 from penstock.tools.welcome import ShownModel, Use, Welcome
 
-_COMMAND = "penstock serve"
-_MAIN = "backend"
-"""The name of the backend of --model."""
 _STOP_MARGIN_S = 10.0
 """Time that a child gets beyond the drain timeout before it is killed."""
-
-
-def private_socket_path() -> Path:
-    """A path of this process's own, so that two servers never share a backend."""
-    return default_socket_path().with_name(f"serve-{os.getpid()}.sock")
-
-
-_GROUPS = {
-    "Further models": "embedding_model embedding_revision embedding_quantize embedding_gpu"
-    " rerank_model rerank_revision rerank_quantize rerank_gpu rerank_cache",
-    "Failures and restarts": "hang_timeout_s",
-    "Processes": "replicas socket",
-}
-
-
-@Parameter(name="*")
-@grouped(_GROUPS)
-@dataclass(frozen=True)
-class ServeOptions(FrontendOptions, BackendOptions):
-    """All options of backend and frontend."""
-
-    socket: Annotated[Path, Parameter(show_default=False)] = field(default_factory=private_socket_path)
-    """Unix socket between backend and frontend. Default: one that belongs to this server alone. Those of further
-    backends are beside it."""
-
-    replicas: Annotated[int, Parameter(validator=Number(gte=1, lte=64))] = 1
-    """Backends with the model of --model. Requests are spread over them; those of one that dies, drains or hangs
-    continue on the others at once. Each takes memory for weights and KV cache; on the CPU they share the cores, unless
-    OMP_NUM_THREADS is set."""
-
-    embedding_model: str | None = None
-    """A further model, in a backend of its own, for embeddings. All other options of the backend hold for it too,
-    except --task, --forward-pass, --served-model-name and --max-context: each backend has a wait queue of --max-waiting
-    places, for example."""
-
-    embedding_revision: str | None = None
-    """Like --revision, of --embedding-model."""
-
-    embedding_quantize: Quantize = "none"
-    """Like --quantize, for --embedding-model."""
-
-    embedding_gpu: str | None = None
-    """Like --gpu, for --embedding-model. Default: the device of --gpu, whose memory the models then share."""
-
-    rerank_model: str | None = None
-    """A further model, in a backend of its own, that reranks or classifies."""
-
-    rerank_revision: str | None = None
-    """Like --revision, of --rerank-model."""
-
-    rerank_quantize: Quantize = "none"
-    """Like --quantize, for --rerank-model."""
-
-    rerank_gpu: str | None = None
-    """Like --gpu, for --rerank-model. Default: as of --embedding-gpu."""
-
-    rerank_cache: OptionalByteSize = None
-    """Like --embedding-cache, for --rerank-model, of which it keeps scores. Default: as much as --embedding-cache."""
-
-    hang_timeout_s: Annotated[float, Parameter(validator=Number(gte=0.0, lte=86_400.0))] = 30.0
-    """Seconds after which a backend whose loop stands still is killed and replaced; 0 is never. A start does not count,
-    nor does a long step of the device."""
-
-
-T = TypeVar("T")
-
-
-def select_options(options: Any, of: type[T]) -> T:
-    """Return options as the dataclass `of`, from which its class inherits."""
-    return of(**{item.name: getattr(options, item.name) for item in dataclasses.fields(of)})  # type: ignore[arg-type]
 
 
 def shown_models(listed: bytes | None, otherwise: str) -> tuple[ShownModel, ...]:
@@ -166,65 +95,19 @@ def serve(options: ServeOptions) -> int:
     if options.dry_run:
         runs = [module_argv("penstock.backend.main", to_argv(backend)) for backend in backends.values()]
         return next((code for argv in runs if (code := subprocess.run(argv, check=False).returncode)), 0)
-    access = read_access(options, _COMMAND)
-    tls_files(options, _COMMAND)
-    check_chat_template(options.chat_template, _COMMAND)
+    access = read_access(options, COMMAND)
+    tls_files(options, COMMAND)
+    check_chat_template(options.chat_template, COMMAND)
     for name, backend in backends.items():
-        _check_texts(backend, options.chat_template if name == _MAIN else None)
+        _check_texts(backend, options.chat_template if name == MAIN else None)
     backends |= replicas
     with contextlib.ExitStack() as stack:
-        listening = stack.enter_context(listening_socket(options, _COMMAND))
+        listening = stack.enter_context(listening_socket(options, COMMAND))
         if (warning := open_to_everyone(access, listening)) is not None:
             _log(warning)
         for backend in backends.values():
             stack.enter_context(_backend_socket(backend.socket, is_private=options.socket == private_socket_path()))
         return _supervise(options, backends, listening)
-
-
-def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
-    """Return the options of each backend by its name. Exits with one line if two models have the same name."""
-    main = select_options(options, BackendOptions)
-    found = {_MAIN: main}
-    tasks: tuple[tuple[str, Task], ...] = (("embedding", "embed"), ("rerank", "rerank"))
-    for role, task in tasks:
-        model, revision, quantize, gpu = (
-            getattr(options, f"{role}_{name}") for name in ("model", "revision", "quantize", "gpu")
-        )
-        cache = options.rerank_cache if role == "rerank" else None
-        if model is None:
-            for name, value in (("revision", revision), ("gpu", gpu), ("cache", cache)):
-                if value is not None:
-                    fail(_COMMAND, f"--{role}-{name} is {value}, but there is no --{role}-model")
-            continue
-        own = dataclasses.replace(
-            main,
-            model=model,
-            task=task,
-            forward_pass=BackendOptions.forward_pass,
-            revision=revision,
-            quantize=quantize,
-            gpu=main.gpu if gpu is None else gpu,
-            embedding_cache=main.embedding_cache if cache is None else cache,
-            host_kv_budget="auto" if gpu == "none" else main.host_kv_budget,
-            served_model_name=None,
-            max_context=None,
-            socket=options.socket.with_name(f"{options.socket.stem}-{role}{options.socket.suffix}"),
-        )
-        for name, other in found.items():
-            if own.model_id() in (other.model_id(), *other.aliases()):
-                fail(_COMMAND, f"--{role}-model has the name {own.model_id()} in the API, as the model of the {name}")
-        found[f"{role} backend"] = own
-    return found
-
-
-def replica_options(options: ServeOptions) -> dict[str, BackendOptions]:
-    """Return the options of the second and further backends of --model, by their names."""
-    main = select_options(options, BackendOptions)
-    path = options.socket
-    return {
-        f"{_MAIN} {number}": dataclasses.replace(main, socket=path.with_name(f"{path.stem}-{number}{path.suffix}"))
-        for number in range(2, options.replicas + 1)
-    }
 
 
 def _check_texts(backend: BackendOptions, template_file: Path | None) -> None:
@@ -237,9 +120,9 @@ def _check_texts(backend: BackendOptions, template_file: Path | None) -> None:
         try:
             path = resolve_small_files(backend.model, backend.revision)
         except StartupError as error:
-            fail(_COMMAND, str(error))
+            fail(COMMAND, str(error))
     if (path / CONFIG_FILE).is_file() and (reason := why_unusable(path, template_file)) is not None:
-        fail(_COMMAND, reason)
+        fail(COMMAND, reason)
 
 
 @contextlib.contextmanager
@@ -254,7 +137,7 @@ def _backend_socket(path: Path, *, is_private: bool) -> Iterator[None]:
             _remove_leftovers(path.parent)
         yield
     except CannotListen as error:
-        fail(_COMMAND, str(error))
+        fail(COMMAND, str(error))
     finally:
         if is_private:
             _remove_socket(path)
@@ -277,7 +160,7 @@ def _remove_socket(path: Path) -> None:
 
 def _supervise(options: ServeOptions, backends: Mapping[str, BackendOptions], listening: socket.socket) -> int:
     """Run all children. The frontend inherits the listening socket, so a restarted one answers at the same address."""
-    manager = find_service_manager(_COMMAND)
+    manager = find_service_manager(COMMAND)
     tls = options.ssl_certfile is not None
     has_keys = bool(options.api_key or options.api_key_file)
     public_options, environment = split_keys(
@@ -288,6 +171,7 @@ def _supervise(options: ServeOptions, backends: Mapping[str, BackendOptions], li
                 *options.replica_socket,
                 *(backend.socket for backend in replica_options(options).values()),
             ),
+            model_socket=tuple(f"{name}={backend.socket}" for name, backend in backends.items() if options.models),
             embedding_socket=_socket_of(backends, "embedding backend", options.embedding_socket),
             rerank_socket=_socket_of(backends, "rerank backend", options.rerank_socket),
         )
@@ -295,7 +179,10 @@ def _supervise(options: ServeOptions, backends: Mapping[str, BackendOptions], li
     frontend_argv = module_argv("penstock.frontend.main", to_argv(select_options(public_options, FrontendOptions)))
     fds = (listening.fileno(),)
     children = [
-        *(_backend(name, backend, options, is_one_of_many=len(backends) > 1) for name, backend in backends.items()),
+        *(
+            _backend(f"model {name}" if options.models else name, backend, options, is_one_of_many=len(backends) > 1)
+            for name, backend in backends.items()
+        ),
         ChildSpec("frontend", frontend_argv, fds, environment, stage=1, reloads=reloads(options)),
     ]
 
@@ -358,7 +245,7 @@ def _create_recorder(backend: BackendOptions) -> int:
         backend.check()
         return create_fd(backend.flight_recorder)
     except (StartupError, OSError) as error:
-        fail(_COMMAND, str(error))
+        fail(COMMAND, str(error))
 
 
 def _share_of_cores(num_replicas: int) -> dict[str, str]:
@@ -372,4 +259,4 @@ def _socket_of(backends: Mapping[str, BackendOptions], name: str, otherwise: Pat
 
 
 def _log(message: str) -> None:
-    print(f"{_COMMAND}: {message}", file=sys.stderr, flush=True)
+    print(f"{COMMAND}: {message}", file=sys.stderr, flush=True)

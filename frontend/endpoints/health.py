@@ -39,8 +39,8 @@ async def ready(exchange: Exchange, context: EndpointContext) -> None:
         backend = keeper.backend
         if not backend.ready or keeper.current is None:
             what = "the backend is not connected or makes no progress" if not backend.ready else "its model is loading"
-            known = backend.model
-            name = "" if known is None or len(context.models.keepers) == 1 else f"{shorten(known.model_id)}: "
+            known = keeper.name if backend.model is None else backend.model.model_id
+            name = "" if known is None or len(context.models.keepers) == 1 else f"{shorten(known)}: "
             raise retry_later(ErrorKind.UNAVAILABLE, f"{name}{what}; retry later", backend.retry_after_s)
     answer = {"status": "ready"} | shown_counters(keepers)
     await exchange.respond(200, msgspec.json.encode(answer))

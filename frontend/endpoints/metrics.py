@@ -20,7 +20,7 @@ async def prometheus(exchange: Exchange, context: EndpointContext) -> None:
     """GET /metrics."""
     sources = [
         metrics.Source(
-            "" if keeper.backend.model is None else keeper.backend.model.model_id,
+            (keeper.name or "") if keeper.backend.model is None else keeper.backend.model.model_id,
             backend.counters,
             backend.backend_counters,
             name,

@@ -53,10 +53,13 @@ class ModelKeeper:
         parsers: ParserNames = ParserNames(),  # noqa: B008 - frozen
         template_file: Path | None = None,
         *,
+        name: str | None = None,
         reports_absence: bool = True,
     ) -> None:
-        """template_file replaces the model's chat template. reports_absence logs a line if no backend comes soon."""
+        """template_file replaces the model's chat template. name is the model's, if it is known before its backend has
+        come: a backend with another model is not used. reports_absence logs a line if no backend comes soon."""
         self.backend = backend
+        self.name = name
         self._reports_absence = reports_absence
         self._parsers = parsers
         self._template_file = template_file
@@ -80,6 +83,8 @@ class ModelKeeper:
             await asyncio.sleep(_POLL_S if card is None else _RELOAD_POLL_S)
 
     def _read(self, card: ModelCard) -> ServedModel:
+        if self.name not in (None, card.model_id, *card.aliases):
+            raise ValueError(f"its name is not {self.name}")
         directory = Path(card.model_dir)
         tokenizer = ModelTokenizer.load(directory, self._template_file)
         if card.pooled:

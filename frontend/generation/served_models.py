@@ -51,13 +51,18 @@ class ServedModels:
     """The keepers of a worker's backends. One backend may be in several roles; then its keeper is the same object."""
 
     def __init__(
-        self, generation: ModelKeeper, *, embedding: ModelKeeper | None = None, rerank: ModelKeeper | None = None
+        self,
+        generation: ModelKeeper,
+        *,
+        embedding: ModelKeeper | None = None,
+        rerank: ModelKeeper | None = None,
+        others: Iterable[ModelKeeper] = (),
     ) -> None:
-        """generation is the backend of a server that has only one, whatever its model does."""
+        """generation is the backend of a server that has only one, whatever its model does. others have no role."""
         self.generation = generation
         self._embedding = embedding
         self._rerank = rerank
-        self.keepers = _distinct((generation, embedding, rerank))
+        self.keepers = _distinct((generation, embedding, rerank, *others))
 
     def in_order(self, task: Task) -> tuple[ModelKeeper, ...]:
         """Return all keepers, first the one whose role is the task."""
@@ -69,7 +74,7 @@ class ServedModels:
 
     def find(self, task: Task, requested: str | None) -> ModelKeeper:
         """Return the keeper of the model that a request names, or without a name the first one that can do the task.
-        If its model is not loaded yet, it may turn out to be another.
+        If its model is not loaded yet, it may turn out to be another, unless the keeper knows the model's name.
 
         Raises ApiError if there is no such model, or if it cannot do the task.
         """
@@ -79,17 +84,19 @@ class ServedModels:
             served = keeper.current
             if requested is None and (served is None or can_do(served.card, task)):
                 return keeper
+            if served is None and keeper.name is not None and requested == keeper.name:
+                return keeper
             if served is not None and requested is not None and is_named(served.card, requested):
                 check_task(served.card, task)
                 return keeper
         for served in loaded:
             if requested is not None and takes_any_name(served.card) and can_do(served.card, task):
                 return next(keeper for keeper in keepers if keeper.current is served)
-        pending = next((keeper for keeper in keepers if keeper.current is None), None)
+        pending = next((keeper for keeper in keepers if keeper.current is None and keeper.name is None), None)
         if pending is not None:
             return pending
         if requested is not None:
-            raise unknown_model(requested, [served.card for served in loaded])
+            raise unknown_model(requested, [name for keeper in keepers for name in names_of(keeper)])
         raise _unable(task, [served.card for served in loaded])
 
     def loaded(self) -> list[ServedModel]:
@@ -113,6 +120,13 @@ def listed_names(card: ModelCard) -> list[str]:
     return [card.model_id, *(name for name in card.aliases if name != _ANY_NAME)]
 
 
+def names_of(keeper: ModelKeeper) -> list[str]:
+    """Return the names of its model; of one that has never been loaded the name that the operator gave it."""
+    if keeper.current is not None:
+        return listed_names(keeper.current.card)
+    return [] if keeper.name is None else [keeper.name]
+
+
 def check_task(card: ModelCard, task: Task) -> None:
     """Raises ApiError if the model cannot do the task."""
     if not can_do(card, task):
@@ -122,12 +136,12 @@ def check_task(card: ModelCard, task: Task) -> None:
 def check_model(requested: str | None, card: ModelCard) -> None:
     """Raises ApiError when a request names another model than this one."""
     if requested is not None and not is_named(card, requested) and not takes_any_name(card):
-        raise unknown_model(requested, [card])
+        raise unknown_model(requested, listed_names(card))
 
 
-def unknown_model(requested: str, cards: Iterable[ModelCard]) -> ApiError:
-    names = ", ".join(shorten(name) for card in cards for name in listed_names(card))
-    message = f"model: {shorten(requested)} does not exist; this server has {names}"
+def unknown_model(requested: str, names: Iterable[str]) -> ApiError:
+    known = ", ".join(map(shorten, names))
+    message = f"model: {shorten(requested)} does not exist; this server has {known}"
     return ApiError(ErrorKind.UNKNOWN_MODEL, message, param="model")
 
 

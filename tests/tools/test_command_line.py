@@ -15,7 +15,7 @@ from penstock.backend.shipped_models import DEMO_MODEL_DIR
 from penstock.tools import serve as serve_module
 from penstock.tools.foreign_options import ANSWER_OF
 from penstock.tools.main import app
-from penstock.tools.serve import ServeOptions
+from penstock.tools.serve_options import ServeOptions
 
 OURS = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(ServeOptions)}
 

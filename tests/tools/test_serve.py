@@ -25,7 +25,7 @@ from penstock.shm.recording.rings import open_ring
 from penstock.tools.bench.harness.processes import descendants
 from penstock.tools.recorder.history import read_history
 from penstock.tools.recorder.record import record
-from penstock.tools.serve import ServeOptions, backend_options, private_socket_path, select_options
+from penstock.tools.serve_options import ServeOptions, backend_options, private_socket_path, select_options
 from tests.frontend.transport.test_listening import make_certificate
 from tests.tools.serve_process import Start
 

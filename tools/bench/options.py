@@ -16,7 +16,7 @@ from cyclopts.validators import Number
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.load_generator.target import Endpoint, Target
 from penstock.tools.bench.load_generator.workload import Lengths, Workload, parse_lengths
-from penstock.tools.serve import ServeOptions, private_socket_path
+from penstock.tools.serve_options import ServeOptions, private_socket_path
 
 
 def _convert_lengths(_type: Any, tokens: Sequence[Token]) -> Lengths:

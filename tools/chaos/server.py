@@ -20,7 +20,7 @@ from penstock.tools.chaos.child import Child
 from penstock.tools.chaos.errors import COMMAND, ChaosError
 from penstock.tools.chaos.plan import Tenant
 from penstock.tools.chaos.proxies import SHIPPED, Addresses, Proxy, free_port
-from penstock.tools.serve import ServeOptions, select_options
+from penstock.tools.serve_options import ServeOptions, select_options
 
 _MODULES = {
     "penstock.tools.main": "supervisor",

@@ -48,7 +48,7 @@ class CrashFiles:
     def _write(self, ring: RingReader) -> Path:
         check_directory(self._directory, Trust.PRIVATE)
         now = time.strftime("%Y%m%dT%H%M%S")
-        path = self._directory / f"{_PREFIX}{now}-{self._name.replace(' ', '-')}-{ring.written}.rec"
+        path = self._directory / f"{_PREFIX}{now}-{self._name.replace(' ', '-').replace('/', '-')}-{ring.written}.rec"
         with RecordingWriter(path) as file:
             file.write(read_last(ring, _SECONDS))
         for old in sorted(self._directory.glob(f"{_PREFIX}*.rec"))[:-MAX_FILES]:

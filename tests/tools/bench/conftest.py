@@ -18,7 +18,7 @@ from penstock.tools.bench.harness import run
 from penstock.tools.bench.harness.server import BenchServer, bench_server
 from penstock.tools.chaos.proxies import free_port
 from penstock.tools.main import app
-from penstock.tools.serve import ServeOptions
+from penstock.tools.serve_options import ServeOptions
 
 FAKE = ("--forward-pass", "fake")
 FAKE_PEER = Path(__file__).with_name("fake_peer.py")

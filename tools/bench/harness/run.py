@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from penstock.tools.bench.harness.server_process import ServerProcess
     from penstock.tools.bench.load_generator.stats import Aim
-    from penstock.tools.serve import ServeOptions
+    from penstock.tools.serve_options import ServeOptions
 
 
 @dataclass(slots=True)

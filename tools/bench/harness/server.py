@@ -17,7 +17,8 @@ from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.processes import descendants, runs_module
 from penstock.tools.bench.harness.server_process import START_TIMEOUT_S, ServerProcess, server_process
 from penstock.tools.bench.load_generator.target import ServerAddress
-from penstock.tools.serve import ServeOptions, select_options, split_keys
+from penstock.tools.serve import split_keys
+from penstock.tools.serve_options import ServeOptions, select_options
 
 _READY = re.compile(r"^Ready: (http://\S+)/v1$", re.MULTILINE)
 _FRONTEND_READY = re.compile(r"listening on (http://\S+) .*: serving ", re.DOTALL)

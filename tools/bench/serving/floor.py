@@ -32,7 +32,7 @@ from penstock.tools.bench.options import (
     RequestLengths,
     WarmRounds,
 )
-from penstock.tools.serve import ServeOptions, select_options
+from penstock.tools.serve_options import ServeOptions, select_options
 
 if TYPE_CHECKING:
     from rich.table import Table

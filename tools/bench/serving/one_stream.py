@@ -35,7 +35,7 @@ from penstock.tools.bench.options import (
     SeededRounds,
 )
 from penstock.tools.bench.serving.stream_profile import PartTime, StreamProfile
-from penstock.tools.serve import ServeOptions, select_options
+from penstock.tools.serve_options import ServeOptions, select_options
 
 if TYPE_CHECKING:
     from rich.table import Table

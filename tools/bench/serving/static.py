@@ -35,7 +35,7 @@ from penstock.tools.bench.load_generator.sending import run_all, run_whole
 from penstock.tools.bench.load_generator.stats import Aim, duration_s, ttfts_s
 from penstock.tools.bench.options import MEASUREMENT, BenchServerOptions, ReportOptions, RequestLengths, SeededRounds
 from penstock.tools.bench.serving.static_batch import StaticJob, StaticTiming
-from penstock.tools.serve import ServeOptions, select_options
+from penstock.tools.serve_options import ServeOptions, select_options
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -1,0 +1,89 @@
+"""The models that `--model NAME=DIR`, given several times, names, and the options of their backends."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.frontend.settings import MAX_MODELS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from penstock.backend.options import BackendOptions
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
+NAME_RULE = "a name is 1 to 128 letters, digits and ._:/@+-, and begins with a letter or a digit"
+
+
+class BadModels(ValueError):
+    """The options contradict each other; the message is one line for the operator."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NamedModel:
+    """A model by its name in the API. source is what --model takes: a directory, a GGUF file or a hub id."""
+
+    name: str
+    source: str
+
+
+def is_one_without_name(given: Sequence[str]) -> bool:
+    """Whether --model names the one model of a server. Raises BadModels."""
+    return len(given) == 1 and isinstance(_read(given[0]), str)
+
+
+def read_models(given: Sequence[str]) -> tuple[NamedModel, ...]:
+    """Return the models of a server with several. Raises BadModels."""
+    models = []
+    for text in given:
+        model = _read(text)
+        if isinstance(model, str):
+            raise BadModels(f"--model {text} has no name; with several models write --model NAME={text}")
+        models.append(model)
+    check_names(models)
+    return tuple(models)
+
+
+def check_names(models: Iterable[NamedModel]) -> None:
+    """Raises BadModels for a name that two models have, and for too many models."""
+    names = [model.name for model in models]
+    for name in names:
+        if names.count(name) > 1:
+            raise BadModels(f"two models have the name {name}; each needs a name of its own")
+    if len(names) > MAX_MODELS:
+        raise BadModels(f"there are {len(names)} models; the limit is {MAX_MODELS}")
+
+
+def _read(text: str) -> NamedModel | str:
+    """A model without a name stays text. A path that exists is one, even if it contains "="."""
+    name, equals, source = text.partition("=")
+    if not equals or Path(text).expanduser().exists():
+        return text
+    if not _NAME.fullmatch(name) or not source:
+        raise BadModels(f"--model {text} is not NAME=DIR: {NAME_RULE}")
+    return NamedModel(name, source)
+
+
+def backends_by_name(main: BackendOptions, models: Iterable[NamedModel]) -> Mapping[str, BackendOptions]:
+    """Return the options of each model's backend by the model's name. All but model, name and socket are main's.
+
+    Raises BadModels for options that hold for one model only.
+    """
+    for option, value in (("--served-model-name", main.served_model_name), ("--revision", main.revision)):
+        if value is not None:
+            raise BadModels(f"{option} is {value}, but there are several models, each with a name of its own")
+    if main.kv_events is not None:
+        raise BadModels(f"--kv-events is {main.kv_events}, but each of several models would need an endpoint")
+    path = main.socket
+    return {
+        model.name: dataclasses.replace(
+            main,
+            model=model.source,
+            served_model_name=model.name,
+            socket=path.with_name(f"{path.stem}-m{number}{path.suffix}"),
+        )
+        for number, model in enumerate(models, start=1)
+    }

@@ -1,0 +1,173 @@
+"""The options of `penstock serve`, and those of each of its backends."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from penstock.backend.options import BackendOptions, Quantize, Task
+from penstock.frontend.options import FrontendOptions
+from penstock.shm.process.option_groups import grouped
+from penstock.shm.process.options import OptionalByteSize, fail
+from penstock.shm.process.socket_path import default_socket_path
+from penstock.tools.models.named import BadModels, backends_by_name, is_one_without_name, read_models
+
+COMMAND = "penstock serve"
+MAIN = "backend"
+"""The name of the backend of --model, when there is one."""
+
+
+def private_socket_path() -> Path:
+    """A path of this process's own, so that two servers never share a backend."""
+    return default_socket_path().with_name(f"serve-{os.getpid()}.sock")
+
+
+_GROUPS = {
+    "Used most": "model models",
+    "Further models": "embedding_model embedding_revision embedding_quantize embedding_gpu"
+    " rerank_model rerank_revision rerank_quantize rerank_gpu rerank_cache",
+    "Failures and restarts": "hang_timeout_s",
+    "Processes": "replicas socket",
+}
+
+
+@Parameter(name="*")
+@grouped(_GROUPS)
+@dataclass(frozen=True)
+class ServeOptions(FrontendOptions, BackendOptions):
+    """All options of backend and frontend."""
+
+    model: Annotated[str | None, Parameter(parse=False)] = None
+
+    models: Annotated[
+        tuple[str, ...],
+        Parameter(name="--model", negative="", consume_multiple=False, show_default=False, show_env_var=False),
+    ] = ()
+    """Checkpoint: a directory in the Hugging Face layout, a hub id, or a GGUF file (of shards the first). Default: the
+    small demo model. Several models are NAME=CHECKPOINT each, in backends of their own; a request's model chooses."""
+
+    socket: Annotated[Path, Parameter(show_default=False)] = field(default_factory=private_socket_path)
+    """Unix socket between backend and frontend. Default: one that belongs to this server alone. Those of further
+    backends are beside it."""
+
+    replicas: Annotated[int, Parameter(validator=Number(gte=1, lte=64))] = 1
+    """Backends with the model of --model. Requests are spread over them; those of one that dies, drains or hangs
+    continue on the others at once. Each takes memory for weights and KV cache; on the CPU they share the cores, unless
+    OMP_NUM_THREADS is set."""
+
+    embedding_model: str | None = None
+    """A further model, in a backend of its own, for embeddings. All other options of the backend hold for it too,
+    except --task, --forward-pass, --served-model-name and --max-context: each backend has a wait queue of --max-waiting
+    places, for example."""
+
+    embedding_revision: str | None = None
+    """Like --revision, of --embedding-model."""
+
+    embedding_quantize: Quantize = "none"
+    """Like --quantize, for --embedding-model."""
+
+    embedding_gpu: str | None = None
+    """Like --gpu, for --embedding-model. Default: the device of --gpu, whose memory the models then share."""
+
+    rerank_model: str | None = None
+    """A further model, in a backend of its own, that reranks or classifies."""
+
+    rerank_revision: str | None = None
+    """Like --revision, of --rerank-model."""
+
+    rerank_quantize: Quantize = "none"
+    """Like --quantize, for --rerank-model."""
+
+    rerank_gpu: str | None = None
+    """Like --gpu, for --rerank-model. Default: as of --embedding-gpu."""
+
+    rerank_cache: OptionalByteSize = None
+    """Like --embedding-cache, for --rerank-model, of which it keeps scores. Default: as much as --embedding-cache."""
+
+    hang_timeout_s: Annotated[float, Parameter(validator=Number(gte=0.0, lte=86_400.0))] = 30.0
+    """Seconds after which a backend whose loop stands still is killed and replaced; 0 is never. A start does not count,
+    nor does a long step of the device."""
+
+
+T = TypeVar("T")
+
+
+def select_options(options: Any, of: type[T]) -> T:
+    """Return options as the dataclass `of`, from which its class inherits."""
+    return of(**{item.name: getattr(options, item.name) for item in dataclasses.fields(of)})  # type: ignore[arg-type]
+
+
+def one_or_several(options: ServeOptions) -> ServeOptions:
+    """Return the options with `model` for one model without a name, else with `models`. Exits with one line for a model
+    that is badly written."""
+    try:
+        if is_one_without_name(options.models):
+            return dataclasses.replace(options, model=options.models[0], models=())
+    except BadModels as error:
+        fail(COMMAND, str(error))
+    return options
+
+
+def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
+    """Return the options of each backend by its name. Exits with one line if two models have the same name."""
+    main = select_options(options, BackendOptions)
+    if options.models:
+        return _named_options(options, main)
+    found = {MAIN: main}
+    tasks: tuple[tuple[str, Task], ...] = (("embedding", "embed"), ("rerank", "rerank"))
+    for role, task in tasks:
+        model, revision, quantize, gpu = (
+            getattr(options, f"{role}_{name}") for name in ("model", "revision", "quantize", "gpu")
+        )
+        cache = options.rerank_cache if role == "rerank" else None
+        if model is None:
+            for name, value in (("revision", revision), ("gpu", gpu), ("cache", cache)):
+                if value is not None:
+                    fail(COMMAND, f"--{role}-{name} is {value}, but there is no --{role}-model")
+            continue
+        own = dataclasses.replace(
+            main,
+            model=model,
+            task=task,
+            forward_pass=BackendOptions.forward_pass,
+            revision=revision,
+            quantize=quantize,
+            gpu=main.gpu if gpu is None else gpu,
+            embedding_cache=main.embedding_cache if cache is None else cache,
+            host_kv_budget="auto" if gpu == "none" else main.host_kv_budget,
+            served_model_name=None,
+            max_context=None,
+            socket=options.socket.with_name(f"{options.socket.stem}-{role}{options.socket.suffix}"),
+        )
+        for name, other in found.items():
+            if own.model_id() in (other.model_id(), *other.aliases()):
+                fail(COMMAND, f"--{role}-model has the name {own.model_id()} in the API, as the model of the {name}")
+        found[f"{role} backend"] = own
+    return found
+
+
+def _named_options(options: ServeOptions, main: BackendOptions) -> dict[str, BackendOptions]:
+    single = ("replica_socket", "embedding_model", "embedding_socket", "rerank_model", "rerank_socket", "chat_template")
+    given = [name for name in single if getattr(options, name)] + (["replicas"] if options.replicas > 1 else [])
+    try:
+        if given:
+            raise BadModels(f"--{given[0].replace('_', '-')} and several models exclude each other")
+        return dict(backends_by_name(main, read_models(options.models)))
+    except BadModels as error:
+        fail(COMMAND, str(error))
+
+
+def replica_options(options: ServeOptions) -> dict[str, BackendOptions]:
+    """Return the options of the second and further backends of --model, by their names."""
+    main = select_options(options, BackendOptions)
+    path = options.socket
+    return {
+        f"{MAIN} {number}": dataclasses.replace(main, socket=path.with_name(f"{path.stem}-{number}{path.suffix}"))
+        for number in range(2, options.replicas + 1)
+    }
