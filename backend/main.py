@@ -55,6 +55,7 @@ from penstock.shm.link.listening_address import CannotListen, check_free
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.memory.region import RegionError
 from penstock.shm.memory.ring import RingWriter, create_fd
+from penstock.shm.messages import PROTOCOL_VERSION
 from penstock.shm.process.heartbeat import Heartbeat
 from penstock.shm.process.logs import set_up_logging
 from penstock.shm.process.options import fail, format_size, make_app
@@ -239,6 +240,7 @@ def _create_recorder(
         forward_pass.spec.state_bytes_per_sequence > 0,
         forward_pass.spec.window_tokens,
         options.record_tokens,
+        PROTOCOL_VERSION,
     )
     try:
         fd = create_fd(options.flight_recorder) if options.recorder_fd is None else options.recorder_fd

@@ -100,6 +100,7 @@ app.register_install_completion_command(help="Writes the completion of this comm
 # By name: these modules are of no use to the other commands.
 app.command("penstock.tools.recorder.command:record", name="record")
 app.command("penstock.tools.recorder.command:timeline", name="timeline")
+app.command("penstock.tools.recorder.replay.command:replay", name="replay")
 
 
 def main() -> None:

@@ -36,6 +36,8 @@ class BackendStarted(Struct, frozen=True, array_like=True, tag=1):
     window_tokens: int | None = None
     has_tokens: bool = False
     """Tokens and prompts are recorded too."""
+    protocol_version: int = 0
+    """PROTOCOL_VERSION of the writer: prompts are recorded as messages, which another version would misread."""
 
 
 class Arrived(Struct, frozen=True, array_like=True, tag=2):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from penstock.backend.engine.recording.recorder import Recorder
 from penstock.shm.memory.ring import MIN_RING_BYTES, RingReader, RingWriter, create_fd
+from penstock.shm.messages import PROTOCOL_VERSION
 from penstock.shm.recording.events import BackendStarted
 from penstock.shm.recording.file import Recording
 from penstock.shm.recording.records import FORMAT_VERSION, unpack
@@ -25,6 +28,7 @@ class Recorded:
         self.fd = create_fd(MIN_RING_BYTES)
         self.bench = Bench(**sizes)
         started = BackendStarted(FORMAT_VERSION, 1, 0.0, "fake", 8, 16, 64, 4, 256, 97, 1000, 1, has_tokens=with_tokens)
+        started = replace(started, protocol_version=PROTOCOL_VERSION)
         self._writer = RingWriter(self.fd)
         self.recorder = Recorder.begin(self._writer, started)
         self.bench.engine._recorder = self.bench.requests.table.recorder = self.recorder

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from penstock.shm.process.options import fail, format_size
-from penstock.shm.recording.file import Recording, RecordingError, read_recording
+from penstock.shm.recording.file import RecordingError, read_recording
 from penstock.shm.recording.rings import NoRing, open_ring
 from penstock.tools.recorder.history import Life, read_history
 from penstock.tools.recorder.record import record as copy_records
@@ -63,7 +63,7 @@ def timeline(file: Path, *, out: Path | None = None) -> None:
     out
         The trace to write. Default: beside the recording, with the suffix .json.
     """
-    recording, lives = _read("timeline", file)
+    lives = read_lives("penstock timeline", file)
     path = file.with_suffix(".json") if out is None else out
     if path == file:
         _fail("timeline", f"{file} would be overwritten; give --out another name")
@@ -73,24 +73,25 @@ def timeline(file: Path, *, out: Path | None = None) -> None:
         _fail("timeline", f"cannot write {path}: {error.strerror}")
     num_steps = sum(len(life.steps) for life in lives)
     print(f"{path}: {num_steps} steps of {len(lives)} backends; open it at https://ui.perfetto.dev")
-    if recording.gaps:
-        print(f"records are missing in {len(recording.gaps)} places: the ring was overwritten before they were read")
 
 
-def _read(command: str, file: Path) -> tuple[Recording, list[Life]]:
+def read_lives(command: str, file: Path) -> list[Life]:
     """Exit with one line for a file that is no recording of this version, or has nothing that can be read."""
     try:
         recording = read_recording(file)
     except RecordingError as error:
-        _fail(command, str(error))
+        fail(command, str(error))
     except OSError as error:
-        _fail(command, f"cannot read {file}: {error.strerror}")
+        fail(command, f"cannot read {file}: {error.strerror}")
     lives = read_history(recording)
     if recording.problem:
         print(f"{file}: {recording.problem}; what comes before that is read", file=sys.stderr)
     if not lives:
-        _fail(command, f"{file} has no records")
-    return recording, lives
+        fail(command, f"{file} has no records")
+    if recording.gaps:
+        places = f"{len(recording.gaps)} place{'s' if len(recording.gaps) > 1 else ''}"
+        print(f"records are missing in {places}: the ring was overwritten before they were read", file=sys.stderr)
+    return lives
 
 
 def _fail(command: str, message: str) -> NoReturn:

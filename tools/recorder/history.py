@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from penstock.shm.messages import PROTOCOL_VERSION
 from penstock.shm.recording.events import BackendStarted, Event, Started, unpack_event
 from penstock.shm.recording.prompts import PromptAssembler, RecordedPrompt
 from penstock.shm.recording.records import Kind
@@ -44,7 +45,7 @@ class Life:
     """By number."""
     events: list[tuple[float, Event]] = field(default_factory=list)
     prompts: dict[tuple[int, int], RecordedPrompt] = field(default_factory=dict)
-    """(frontend, request id) → the request with its tokens, if tokens are recorded."""
+    """(frontend, request id) → the request with its tokens, if tokens are recorded and of this protocol."""
 
 
 class _Reader:
@@ -77,7 +78,8 @@ class _Reader:
                 if (step := life.steps.get(tokens.step)) is not None:
                     step.token_ids = dict(zip(tokens.slots, tokens.token_ids, strict=True))
             case Kind.PROMPT:
-                if (complete := self._prompts.add(record.body)) is not None:
+                is_readable = life.started is not None and life.started.protocol_version == PROTOCOL_VERSION
+                if is_readable and (complete := self._prompts.add(record.body)) is not None:
                     frontend, request_id, prompt = complete
                     life.prompts[frontend, request_id] = prompt
 
