@@ -6,9 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from tokenizers import Tokenizer
 
 from penstock.tools.bench.encoders.inputs import InputLength, draw_batches
+from penstock.tools.bench.encoders.library_peer import penstock_encoder
 from penstock.tools.bench.encoders.library_process import Library, library_process
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.random_model import ModelDims, write_random_model
@@ -78,6 +81,18 @@ def test_a_library_is_timed_in_its_own_process(fake_python: str, tmp_path: Path)
         with process.running():
             assert process.encode(["a", "b"]) == 2.0
     assert process.process.poll() is not None
+
+
+def test_our_pass_alone_gives_the_vectors_of_transformers(model_dir: Path) -> None:
+    texts = [text for batch in draw_batches(InputLength("16"), 2, 2, seed=1, duplicates=0.0) for text in batch.texts]
+    name, encode = penstock_encoder(str(model_dir), "fp32")
+    assert name == "penstock's pass alone, fp32"
+    model = transformers.AutoModel.from_pretrained(model_dir, dtype=torch.float32)
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    with torch.inference_mode():
+        states = model(torch.tensor([encoding.ids for encoding in tokenizer.encode_batch(texts)])).last_hidden_state
+    expected = torch.nn.functional.normalize(states.mean(1))
+    torch.testing.assert_close(torch.from_numpy(encode(texts)), expected, atol=2e-6, rtol=1e-4)
 
 
 def test_a_library_that_ends_is_reported_with_its_last_lines(fake_python: str, tmp_path: Path) -> None:

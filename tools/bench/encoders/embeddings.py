@@ -83,7 +83,7 @@ class EmbeddingOptions:
         tuple[str, ...], Parameter(consume_multiple=False, negative="", metavar="LIBRARY,DTYPE=PYTHON")
     ] = ()
     """A library to compare with, sentence-transformers or onnxruntime, in fp32 or bf16, and the interpreter that has
-    it."""
+    it. penstock is our forward pass without a server."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""Runs in the Python environment of a library that is compared, and imports nothing of Penstock.
+"""Runs in the Python environment of a library that is compared. Only the library penstock imports Penstock.
 
-    PYTHON library_peer.py sentence-transformers|onnxruntime MODEL_DIR DTYPE
+    PYTHON library_peer.py sentence-transformers|onnxruntime|penstock MODEL_DIR DTYPE
 
 Each line of standard input is a JSON list of texts. For each, a line of standard output has the seconds that the
 vectors took, tokenising included. The first line says what runs.
@@ -67,6 +67,37 @@ def onnxruntime_encoder(model_dir: str, dtype: str) -> tuple[str, Encode]:
     return f"onnxruntime {onnxruntime.__version__}, fp32", encode
 
 
+def penstock_encoder(model_dir: str, dtype: str) -> tuple[str, Encode]:
+    """Our forward pass without a server: no HTTP, no link, no engine."""
+    import numpy as np
+    from tokenizers import Tokenizer
+
+    from penstock.backend.forward_pass import PassOptions, PooledRows, StepBatch
+    from penstock.backend.passes.encoder.forward_pass import EncoderPass
+
+    forward_pass = EncoderPass.load(Path(model_dir), PassOptions(dtype=dtype))
+    tokenizer = Tokenizer.from_file(str(Path(model_dir) / "tokenizer.json"))
+
+    def encode(texts: list[str]) -> Any:
+        rows = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts)]
+        count = len(rows)
+        numbers = np.arange(count, dtype=np.int32)
+        none = np.zeros(count, np.int32)
+        batch = StepBatch(
+            input_ids=np.concatenate(rows).astype(np.int32),
+            query_starts=np.cumsum([0, *map(len, rows)]).astype(np.int32),
+            context_lens=none,
+            page_table=np.zeros((count, 0), np.int32),
+            slots=numbers,
+            logit_rows=np.empty(0, np.int32),
+            pooled=PooledRows(numbers, ("embed",) * count, none),
+        )
+        vectors = np.array(forward_pass.sample(forward_pass.forward(batch), batch).wait().pooled)
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+    return f"penstock's pass alone, {dtype}", encode
+
+
 def export_to_onnx(model_dir: str, path: Path) -> None:
     """Write the encoder with dynamic batch and length."""
     import torch
@@ -94,7 +125,11 @@ def export_to_onnx(model_dir: str, path: Path) -> None:
     )
 
 
-ENCODERS = {"sentence-transformers": sentence_transformers_encoder, "onnxruntime": onnxruntime_encoder}
+ENCODERS = {
+    "sentence-transformers": sentence_transformers_encoder,
+    "onnxruntime": onnxruntime_encoder,
+    "penstock": penstock_encoder,
+}
 
 
 def main() -> None:

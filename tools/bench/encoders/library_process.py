@@ -18,6 +18,7 @@ from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.processes import pause_tree, resume_tree, stop_with_parent
 
 _SCRIPT = Path(__file__).parent / "library_peer.py"
+_LIBRARIES = ("sentence-transformers", "onnxruntime", "penstock")
 
 
 class _Named(Struct):
@@ -41,10 +42,10 @@ class Library:
         """Raises BenchError."""
         name, _, python = text.partition("=")
         library, _, dtype = name.partition(",")
-        if library not in ("sentence-transformers", "onnxruntime") or dtype not in ("fp32", "bf16") or not python:
+        if library not in _LIBRARIES or dtype not in ("fp32", "bf16") or not python:
             raise BenchError(
-                f'--library "{text}" is not LIBRARY,DTYPE=PYTHON, with sentence-transformers or onnxruntime, fp32 or '
-                "bf16, and the interpreter that has the library"
+                f'--library "{text}" is not LIBRARY,DTYPE=PYTHON, with one of {", ".join(_LIBRARIES)}, fp32 or bf16, '
+                "and the interpreter that has the library"
             )
         return cls(library, dtype, python)
 
