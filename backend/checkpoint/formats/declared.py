@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct
 
+from penstock.backend.checkpoint.formats.awq import Awq, AwqGemv, AwqGemvFast
 from penstock.backend.checkpoint.formats.bitsandbytes import Bitsandbytes4Bit, BitsandbytesInt8
 from penstock.backend.checkpoint.formats.compressed_tensors import Groups, PackedIntegers, PlainInt8
 from penstock.backend.checkpoint.formats.float4 import Mxfp4, Nvfp4
 from penstock.backend.checkpoint.formats.float8 import Float8
 from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES, GgmlMatrix
-from penstock.backend.checkpoint.formats.gptq import Awq, AwqGemv, Gptq
+from penstock.backend.checkpoint.formats.gptq import Gptq
 from penstock.backend.checkpoint.formats.integers import INTEGER_BITS
 from penstock.backend.checkpoint.formats.module_names import is_excluded, is_target
 from penstock.backend.checkpoint.formats.quant_method import quantization_settings
@@ -133,6 +134,9 @@ def _is_target_and(pattern: str, covers: Callable[[str], bool], module: str) -> 
     return is_target(module, (pattern,)) and covers(module)
 
 
+_AWQ_LAYOUTS = {"gemm": Awq, "gemv": AwqGemv, "gemv_fast": AwqGemvFast}
+
+
 class _AwqSettings(Struct, frozen=True):
     bits: int = 4
     group_size: _GroupSize = 128
@@ -145,11 +149,10 @@ class _AwqSettings(Struct, frozen=True):
 def _awq(values: dict[str, Any]) -> StoredFormats:
     settings = convert(values, _AwqSettings, "quantization_config")
     _one_of("bits", settings.bits, (4,))
-    version = _one_of("version", (settings.version or settings.format or "gemm").lower(), ("gemm", "gemv"))
+    version = _one_of("version", (settings.version or settings.format or "gemm").lower(), tuple(_AWQ_LAYOUTS))
     if settings.backend == "llm-awq":
         raise StartupError('quantization_config.backend is "llm-awq"; supported is the layout of AutoAWQ')
-    groups = _groups(settings.group_size)
-    matrix = Awq(groups) if version == "gemm" else AwqGemv(groups)
+    matrix = _AWQ_LAYOUTS[version](_groups(settings.group_size))
     return StoredFormats((Rule(matrix, _all_but(settings.modules_to_not_convert)),))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.backend.checkpoint.formats.matrix_format import check_multiple
 from penstock.backend.checkpoint.quantized_weights import (
     INT4_GROUP_SIZES,
     MAX_QUANTIZED_INPUTS,
@@ -16,8 +17,24 @@ WORD_BITS = 32
 INTEGER_BITS = (4, 8)
 
 
+def count_groups(inputs: int, group_size: int | None) -> int:
+    """group_size: None if all inputs are one group. Raises UnreadableMatrixError if it does not divide them."""
+    if group_size is None:
+        return 1
+    check_multiple("inputs", inputs, group_size, "group_size")
+    return inputs // group_size
+
+
+def describe(method: str, bits: int, group_size: int | None) -> str:
+    """A format's description, for messages."""
+    return f"{method}, {bits} bits, " + ("one group" if group_size is None else f"groups of {group_size}")
+
+
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """uint8 [n, m × 32 / bits] from int32 [n, m]; the lowest bits come first. bits is one of INTEGER_BITS."""
+    """uint8 [n, m × word / bits] from words of 16 or 32 bits [n, m]; the lowest bits come first.
+
+    bits is one of INTEGER_BITS.
+    """
     content = as_bytes(words)
     if bits == 8:
         return content
@@ -25,7 +42,7 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def as_bytes(words: Tensor) -> Tensor:
-    """uint8 [n, 4 × m] from int32 [n, m]."""
+    """uint8 [n, bytes of a word × m] from [n, m]."""
     return words.contiguous().view(torch.uint8)
 
 

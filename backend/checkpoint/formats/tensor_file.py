@@ -29,13 +29,14 @@ FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat
 _COPIED_DTYPES = FLOAT_DTYPES | {
     "I64": torch.int64,
     "I32": torch.int32,
+    "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 ITEM_BYTES = {name: dtype.itemsize for name, dtype in _COPIED_DTYPES.items()} | {
-    "F64": 8, "U64": 8, "U32": 4, "I16": 2, "U16": 2, "BOOL": 1, "F8_E5M2": 1
+    "F64": 8, "U64": 8, "U32": 4, "U16": 2, "BOOL": 1, "F8_E5M2": 1
 }  # fmt: skip
 """By the names of safetensors."""
 

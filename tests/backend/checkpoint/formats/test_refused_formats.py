@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.formats.declared import parse_stored_formats
@@ -19,7 +21,7 @@ from penstock.backend.checkpoint.quantized_weights import has_cpu_kernels
 from penstock.backend.checkpoint.safetensors_file import SafetensorsFile
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
-from tests.backend.checkpoint.formats.quantizers import change_config, fp8, gptq, nf4, write_checkpoint
+from tests.backend.checkpoint.formats.quantizers import awq_gemv_fast, change_config, fp8, gptq, nf4, write_checkpoint
 from tests.backend.checkpoint.weight_files import rewrite
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
@@ -91,6 +93,20 @@ def test_wrong_part_of_a_linear_is_refused_by_name(
 def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     change_config(write_checkpoint(tmp_path, GPTQ, gptq()), **changes)
     with pytest.raises(StartupError, match=message):
+        read_all(tmp_path)
+
+
+@pytest.mark.parametrize("qzero", [-0.53125, 0.0625, -1.0])
+def test_zero_point_that_is_no_integer_of_four_bits_is_refused(qzero: float, tmp_path: Path) -> None:
+    """In AWQ's gemv_fast, beside a scale of 1/16: 8.5, -1 and 16."""
+    config = {"quant_method": "awq", "version": "gemv_fast", "bits": 4, "group_size": 64}
+    checkpoint = write_checkpoint(tmp_path, config, awq_gemv_fast(64))
+    read_all(tmp_path)
+    parts = {f"{Q}.{part}": load_file(checkpoint.file)[f"{Q}.{part}"] for part in ("scales", "qzeros")}
+    parts[f"{Q}.scales"][1, 3], parts[f"{Q}.qzeros"][1, 3] = 0.0625, qzero
+    rewrite(checkpoint.file, parts)
+    found = re.escape(f"qzeros[1, 3] is {qzero:.5g}; it must be the scale, 0.0625, times an integer from -15 to 0")
+    with pytest.raises(StartupError, match=rf"q_proj\.weight, AWQ gemv_fast, 4 bits, groups of 64: {found}"):
         read_all(tmp_path)
 
 
@@ -184,7 +200,7 @@ def compressed(layout: str = "int-quantized", **weights: Any) -> dict[str, Any]:
         ),
         ({"quant_method": "bitsandbytes"}, "load_in_4bit is False; supported are True"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "x"}, "quant_type is 'x'"),
-        ({"quant_method": "awq", "version": "gemv_fast"}, "version is 'gemv_fast'; supported are gemm, gemv"),
+        ({"quant_method": "awq", "version": "marlin"}, "version is 'marlin'; supported are gemm, gemv, gemv_fast"),
         ({"quant_method": "awq", "backend": "llm-awq"}, 'backend is "llm-awq"'),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
