@@ -29,6 +29,7 @@ _OVER_HTTP = {
     "workers-scaling": "Two frontend workers against one.",
     "coalescing": "Eight identical greedy streams against one alone.",
     "shared-prefix": "Prompt tokens computed when many requests share a prefix.",
+    "scored-prompts": "A prompt's log probabilities, as lm-eval asks for them, against a prefill.",
     "interference": "Gaps in running streams while a long prompt arrives.",
     "fairness": "Short requests beside another tenant's flood of long ones.",
 }

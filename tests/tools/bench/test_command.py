@@ -27,6 +27,7 @@ MEASUREMENTS = (
     "workers-scaling",
     "coalescing",
     "shared-prefix",
+    "scored-prompts",
     "interference",
     "scheduling",
     "channel-sweep",

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from penstock.tools.bench.harness.generator_processes import WorkerLoad
 from penstock.tools.bench.harness.processes import tree
 from penstock.tools.bench.load_generator.sending import measure
 from penstock.tools.bench.serving import compare, workers_scaling
 from penstock.tools.bench.serving.compare import Contender
-from penstock.tools.bench.serving.generator_processes import WorkerLoad
 from tests.system.processes import wait_until
 from tests.tools.bench.conftest import FAKE, BenchCommand, fake_peer
 
@@ -167,6 +167,18 @@ def test_shared_prefix_that_ends_within_a_page_is_computed_once(bench: BenchComm
     assert found["distinct_tokens"] == 70 + 5 * 3
     for entry in found["rounds"]:
         assert (entry["prefill_tokens"], entry["cached_tokens"]) == (found["distinct_tokens"], 4 * 70)
+
+
+def test_scored_prompts_are_timed_beside_plain_ones(bench: BenchCommand) -> None:
+    run = bench("scored-prompts", *FAKE, "--prompt-tokens", "9", "--rounds", "1")
+    assert run.status == 0, run.errors
+    found = run.report["sections"]["scored_prompts"]
+    assert found["prompt_tokens"] == 9
+    assert len(found["plain_s"]) == len(found["scored_s"]) == 3
+    ratios = sorted(scored / plain for scored, plain in zip(found["scored_s"], found["plain_s"], strict=True))
+    (aim,) = run.report["aims"]
+    assert (aim["value"], aim["limit"]) == (ratios[1], 1.2)
+    assert f"{ratios[1]:.3f} ×" in run.output
 
 
 def test_interference_measures_gaps_while_prompts_arrive(bench: BenchCommand) -> None:

@@ -165,13 +165,7 @@ async def run_whole(target: Target, requests: Sequence[PlannedRequest]) -> float
     encoded = [target.encode(request, is_stream=False) for request in requests]
 
     async def ask(data: bytes) -> int:
-        try:
-            reply = await target.http.ask(lambda connection: connection.exchange(data))
-        except ConnectionBroken as error:
-            raise BenchError(str(error)) from None
-        if reply.status != 200:
-            raise BenchError(f"status {reply.status}: {reply.body[:300].decode(errors='replace')}")
-        return msgspec.json.decode(reply.body, type=_Whole).usage.completion_tokens
+        return msgspec.json.decode(await ask_whole(target, data), type=_Whole).usage.completion_tokens
 
     started_s = time.perf_counter()
     counts = await asyncio.gather(*map(ask, encoded))
@@ -179,6 +173,17 @@ async def run_whole(target: Target, requests: Sequence[PlannedRequest]) -> float
     if counts != [request.output_tokens for request in requests]:
         raise BenchError(f"requests did not run as planned: their answers have {counts} tokens")
     return sum(counts) / lasted_s
+
+
+async def ask_whole(target: Target, request: bytes) -> bytes:
+    """The body of the answer to a request that is not streamed. Raises BenchError unless its status is 200."""
+    try:
+        reply = await target.http.ask(lambda connection: connection.exchange(request))
+    except ConnectionBroken as error:
+        raise BenchError(str(error)) from None
+    if reply.status != 200:
+        raise BenchError(f"status {reply.status}: {reply.body[:300].decode(errors='replace')}")
+    return bytes(reply.body)
 
 
 async def run_open_loop(target: Target, requests: Sequence[PlannedRequest]) -> list[ObservedRequest]:

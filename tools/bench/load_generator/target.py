@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -65,13 +65,19 @@ class Target:
         except (ConnectionBroken, msgspec.MsgspecError) as error:
             raise BenchError(f"/ready: {error}") from None
 
-    def encode(self, request: PlannedRequest, *, is_stream: bool = True) -> bytes:
-        """Return the whole HTTP request: greedy, and of exactly output_tokens if the server supports ignore_eos."""
+    def encode(
+        self, request: PlannedRequest, *, is_stream: bool = True, fields: Mapping[str, Any] | None = None
+    ) -> bytes:
+        """Return the whole HTTP request: greedy, and of exactly output_tokens if the server supports ignore_eos.
+
+        fields: more of its body.
+        """
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": request.output_tokens,
             "temperature": 0,
             "ignore_eos": True,
+            **(fields or {}),
         }
         if is_stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}

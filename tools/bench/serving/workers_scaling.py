@@ -12,17 +12,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from penstock.tools.bench.harness.processes import process_use
-from penstock.tools.bench.harness.report import make_table
-from penstock.tools.bench.harness.run import measurement_run
-from penstock.tools.bench.load_generator.stats import Aim
-from penstock.tools.bench.options import MEASUREMENT, AtLeastOne, FakeServerOptions, ReportOptions, SeededRounds
-from penstock.tools.bench.serving.generator_processes import (
+from penstock.tools.bench.harness.generator_processes import (
     GeneratorOrder,
     GeneratorProcess,
     WorkerLoad,
     generator_processes,
 )
+from penstock.tools.bench.harness.processes import process_use
+from penstock.tools.bench.harness.report import make_table
+from penstock.tools.bench.harness.run import measurement_run
+from penstock.tools.bench.load_generator.stats import Aim
+from penstock.tools.bench.options import MEASUREMENT, AtLeastOne, FakeServerOptions, ReportOptions, SeededRounds
 
 if TYPE_CHECKING:
     from rich.table import Table
