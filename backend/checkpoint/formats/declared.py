@@ -134,7 +134,7 @@ def _is_target_and(pattern: str, covers: Callable[[str], bool], module: str) -> 
     return is_target(module, (pattern,)) and covers(module)
 
 
-_AWQ_LAYOUTS = {"gemm": Awq, "gemv": AwqGemv, "gemv_fast": AwqGemvFast}
+_AWQ_LAYOUTS: dict[str, Callable[[int | None], MatrixFormat]] = {"gemm": Awq, "gemv": AwqGemv, "gemv_fast": AwqGemvFast}
 
 
 class _AwqSettings(Struct, frozen=True):
