@@ -183,8 +183,14 @@ _SERVER = Parameter(name="*", group=Group("The server it starts", sort_key=2))
 @_SERVER
 @dataclass(frozen=True)
 class BenchServerOptions(ServeOptions):
-    """Options of the server that a measurement starts: those of `penstock serve`, except where it listens."""
+    """Options of the server that a measurement starts: those of `penstock serve`, except where it listens, and with one
+    model."""
 
+    model: str | None = None
+    """Checkpoint: a directory in the Hugging Face layout, a hub id, or a GGUF file (of shards the first). Default: the
+    small demo model."""
+
+    models: Annotated[tuple[str, ...], _FIXED] = ()
     host: Annotated[str, _FIXED] = "127.0.0.1"
     port: Annotated[int, _FIXED] = 0
     uds: Annotated[Path | None, _FIXED] = None

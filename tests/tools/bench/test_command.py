@@ -5,16 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
+from penstock.shm.process.options import to_argv
 from penstock.tools.bench.components import scheduling
+from penstock.tools.bench.errors import BenchError
+from penstock.tools.bench.harness import run
 from penstock.tools.main import app
 from tests.tools.bench.conftest import FAKE, BenchCommand
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from penstock.tools.serve_options import ServeOptions
 
 MEASUREMENTS = (
     "load",
@@ -72,6 +77,21 @@ def test_every_measurement_has_a_help_page_with_its_own_options(name: str, capsy
     assert ("--url" in shown) is (name in ("load", "storm"))
     for unknown in ("--port", "--uds", "--dry-run", "--empty-", "[default: ()]"):
         assert unknown not in shown
+
+
+def test_model_reaches_the_server_that_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[str] = []
+
+    def refuse(options: ServeOptions) -> NoReturn:
+        started.extend(to_argv(options))
+        raise BenchError("no server is started")
+
+    monkeypatch.setattr(run, "bench_server", refuse)
+    assert failure_of(capsys, "coalescing", "--model", "some/model").endswith("no server is started")
+    assert started[started.index("--model") + 1] == "some/model"
+    assert "--models" not in started
 
 
 def test_help_shows_sizes_and_counts_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
