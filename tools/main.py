@@ -101,6 +101,7 @@ app.register_install_completion_command(help="Writes the completion of this comm
 app.command("penstock.tools.recorder.command:record", name="record")
 app.command("penstock.tools.recorder.command:timeline", name="timeline")
 app.command("penstock.tools.recorder.replay.command:replay", name="replay")
+app.command("penstock.tools.top.command:top", name="top")
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from penstock.tools.recorder.history import sequences_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from penstock.shm.recording.prompts import RecordedPrompt
     from penstock.tools.recorder.history import Life
     from penstock.tools.recorder.replay.arrivals import Request
 
@@ -81,12 +82,21 @@ class Account:
                 self.first_s[request] = max(0.0, sampled_s - time_s)
             if request in self.total_s:
                 sampled = {row.end: step.token_ids[row.slot] for step, row in rows if row.slot in step.token_ids}
-                positions = range(event.num_tokens, final_tokens.get(request, 0))
+                # One that joins late leaves a sequence that may be past its limit already.
+                limit = event.num_prompt_tokens + event.max_tokens
+                positions = range(event.num_tokens, min(limit, final_tokens.get(request, 0)))
                 tokens = [sampled[position] for position in positions if position in sampled]
                 if len(tokens) == len(positions):
-                    self.tokens[request] = tokens
+                    self.tokens[request] = _up_to_stop(tokens, life.prompts.get(request))
                 else:
                     self.num_incomplete += bool(tokens)
+
+
+def _up_to_stop(tokens: list[int], prompt: RecordedPrompt | None) -> list[int]:
+    """The tokens up to the request's first stop token, as it has joined a sequence that others let go on."""
+    stop_ids = frozenset(() if prompt is None else prompt.submit.stop_token_ids)
+    stop = next((index for index, token in enumerate(tokens) if token in stop_ids), len(tokens))
+    return tokens[: stop + 1]
 
 
 @dataclass(frozen=True, slots=True)

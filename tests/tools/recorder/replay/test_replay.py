@@ -213,6 +213,23 @@ def test_prompts_of_another_protocol_are_refused_by_name(tmp_path: Path) -> None
     recorded.close()
 
 
+def test_tokens_of_a_late_joiner_end_at_its_own_limit_and_stop() -> None:
+    recorded = Recorded(with_tokens=True)
+    tokens = expected_tokens(PROMPT, 20, 97)
+    recorded.bench.submit(PROMPT, 20, request_id=1, may_share=True)
+    turn(recorded, 12)
+    recorded.bench.submit(PROMPT, 4, request_id=2, may_share=True)
+    recorded.bench.submit(PROMPT, 20, request_id=3, may_share=True, stop_ids=(tokens[2],))
+    while not recorded.bench.is_idle:
+        turn(recorded)
+    account = Account.of(recorded.life())
+    assert account.num_joined == 2
+    assert account.tokens[1, 1] == tokens
+    assert account.tokens[1, 2] == tokens[:4]
+    assert account.tokens[1, 3] == tokens[: tokens.index(tokens[2]) + 1]
+    recorded.close()
+
+
 def test_requests_with_missing_token_records_are_counted_and_not_compared() -> None:
     recorded = record_requests(with_tokens=True)
     recording = recorded.records()

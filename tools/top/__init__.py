@@ -1,0 +1,5 @@
+"""`penstock top`: what a running server does, in the terminal. It reads the flight recorder, at no cost to the server.
+
+`snapshot.py` sums up the recorder's live state, `frame.py` draws it, `keys.py` reads the keyboard. Start with
+`command.py`.
+"""
