@@ -44,6 +44,7 @@ class RopeSettings(Struct, frozen=True):
     llama_4_scaling_beta: Annotated[float, Meta(ge=0.0, le=1e3)] | None = None
     short_factor: _Factors | None = None
     long_factor: _Factors | None = None
+    mixed_b: float | None = None
 
     @property
     def kind(self) -> str:

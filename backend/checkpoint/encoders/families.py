@@ -93,6 +93,16 @@ def _words(transform: str, norm: str, bias: str, activation: Activation | None =
     return layers
 
 
+def _nomic_words(config: EncoderHfConfig) -> tuple[HeadLayer, ...]:
+    # The hub's own code writes mlp_fc1_bias, and its head has biases only with it; transformers writes biases always.
+    start, size = "cls.predictions", config.hidden_size
+    is_biased = config.mlp_fc1_bias is not False
+    norm, activation = f"{start}.transform.layer_norm", ACTIVATIONS.get(config.hidden_act, "silu")
+    bias = f"{start}.transform.dense.bias" if is_biased else None
+    first = HeadLayer(f"{start}.transform.dense.weight", bias, size, size, activation, norm)
+    return first, HeadLayer(None, f"{start}.bias" if is_biased else None, size, config.vocab_size)
+
+
 def _cls(_: EncoderHfConfig) -> PoolingMode:
     return "cls"
 
@@ -250,6 +260,7 @@ FAMILIES = {
         is_gated=True,
         rope_theta=1000.0,
         classifier=_behind_pooler("nomic_bert.pooler.dense"),
+        words=_nomic_words,
         refused={
             "hidden_act": ("silu", "swiglu"),
             "prenorm": (False,),
@@ -268,6 +279,7 @@ FAMILIES = {
         biases="not of the MLP's input",
         is_gated=True,
         classifier=_behind_pooler("new.pooler.dense"),
+        words=_words("lm_head.dense", "lm_head.norm", "lm_head.decoder.bias"),
         refused={
             "position_embedding_type": ("rope",),
             "layer_norm_type": ("layer_norm",),
@@ -283,6 +295,7 @@ FAMILIES = {
         is_gated=True,
         rope_theta=160_000.0,
         classifier=_behind_pooler("gte.pooler.dense"),
+        words=_words("lm_head.dense", "lm_head.norm", "lm_head.decoder.bias", "gelu"),
     ),
     "DebertaV2": EncoderFamily(
         names=EncoderNames(

@@ -37,6 +37,7 @@ class EncoderHfConfig(Struct, frozen=True):
     norm_bias: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    mlp_fc1_bias: bool | None = None
     decoder_bias: bool = True
     classifier_bias: bool = False
     classifier_activation: str = "gelu"

@@ -70,6 +70,8 @@ def _rope(settings: RopeSettings, theta: float, config: EncoderConfig, context_t
     factor = settings.factor
     if settings.kind == "ntk" and factor is None:
         raise StartupError("rope_scaling is of type ntk; it needs a factor")
+    if settings.kind == "ntk" and settings.mixed_b is not None:
+        raise StartupError(f"rope_scaling.mixed_b is {settings.mixed_b}; only null is supported")
     is_ntk = settings.kind == "ntk" and factor is not None
     if is_ntk:  # fixed NTK scaling (GTE): https://kexue.fm/archives/9706
         theta *= factor or 1.0

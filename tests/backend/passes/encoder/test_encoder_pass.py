@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-WITHOUT_WORDS = ("nomic", "gte", "deberta-v2")
+WITHOUT_WORDS = ("deberta-v2",)
 HEADS = {
     "token_embed": "Model",
     "classify": "ForSequenceClassification",
