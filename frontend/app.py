@@ -35,6 +35,7 @@ from penstock.frontend.endpoints.pooling import (
 from penstock.frontend.endpoints.responses.endpoint import Responses
 from penstock.frontend.endpoints.responses.storage.state_files import open_database
 from penstock.frontend.endpoints.responses.storage.store import ResponseStore
+from penstock.frontend.endpoints.responses.web_socket import LatestResponses, ResponseSocket
 from penstock.frontend.endpoints.routes import Methods, RouteTable, delete, get, post, select
 from penstock.frontend.endpoints.static_files import StaticFiles
 from penstock.frontend.schemas.ignored_fields import IgnoredFields
@@ -45,10 +46,11 @@ from penstock.frontend.transport.open_exchanges import OpenExchanges
 from penstock.shm.process.tenant_places import TenantPlaces
 
 if TYPE_CHECKING:
+    from penstock.frontend.endpoints.responses.web_socket import Turn
     from penstock.frontend.generation.served_models import ServedModels
     from penstock.frontend.settings import WorkerLimits
     from penstock.frontend.telemetry.request_log import ReportSpans
-    from penstock.frontend.transport.asgi import Receive, Scope, Send
+    from penstock.frontend.transport.asgi import AsgiMessage, Receive, Scope, Send
 
 logger = logging.getLogger("penstock.app")
 
@@ -152,19 +154,53 @@ class App:
             max_idle_s=limits.stored_response_idle_s,
         )
         self.responses = Responses(self.store, self.exchanges)
+        self._latest = LatestResponses(limits.max_stored_response_bytes)
         self.routes = _routes(self.responses)
         for path, methods in _page_routes(Documentation(self.routes, health.VERSION)).items():
             self.routes[path] = self.routes.get(path, {}) | methods
         self._table = RouteTable(self.routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._serve_web_socket(scope, receive, send)
+            return
         if scope["type"] != "http":
-            raise ValueError(f"not an HTTP scope: {scope['type']}")
-        exchange = Exchange(scope, receive, send, self.exchanges.incomplete)
+            raise ValueError(f"neither HTTP nor a WebSocket: {scope['type']}")
+        await self._serve(Exchange(scope, receive, send, self.exchanges.incomplete))
+
+    async def _serve_web_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Admit the upgrade. Then each message is a request of its own, admitted like any other."""
+
+        async def send_http(message: AsgiMessage) -> None:
+            await send(message | {"type": f"websocket.{message['type']}"})
+
+        upgrade = Exchange(scope | {"method": "GET"}, receive, send_http)
+        try:
+            self._admission.check_host(upgrade)
+            self._admission.cors.check_web_socket(upgrade)
+            self._admission.identify(upgrade)
+        except ApiError as error:
+            logger.info("refused a WebSocket: %d %s", error.kind.status, error.kind.name)
+            await upgrade.respond_error(error)
+            return
+        limits = self.context.limits
+        socket = ResponseSocket(
+            scope,
+            receive,
+            send,
+            self._serve,
+            self._latest,
+            max_queued_bytes=limits.max_body_bytes,
+            idle_timeout_s=limits.idle_socket_timeout_s,
+        )
+        await socket.run()
+
+    async def _serve(self, exchange: Exchange, turn: Turn | None = None) -> None:
+        """Answer one request, of a WebSocket if it is a turn."""
         exchange.report_spans = self._report_spans
         self.exchanges.add(exchange)
         try:
-            await self._answer(exchange)
+            await self._answer(exchange, turn)
         except ClientGoneError:
             logger.debug("the client of %s hung up", exchange.request_id)
         finally:
@@ -174,10 +210,10 @@ class App:
                 count_status(exchange.status)
             exchange.finish()
 
-    async def _answer(self, exchange: Exchange) -> None:
+    async def _answer(self, exchange: Exchange, turn: Turn | None) -> None:
         """Answer the request, with an error if its handler raises one. Raises ClientGoneError."""
         try:
-            await self._handle(exchange)
+            await self._handle(exchange, turn)
         except ApiError as error:
             if exchange.is_event_stream:  # keep-alive comments were sent while the request waited
                 await exchange.end_events(error)
@@ -202,7 +238,7 @@ class App:
                 return
             await exchange.respond_error(ApiError(ErrorKind.INTERNAL, "an internal error occurred"))
 
-    async def _handle(self, exchange: Exchange) -> None:
+    async def _handle(self, exchange: Exchange, turn: Turn | None) -> None:
         """Check who sends the request, and pass it to its endpoint. Raises ApiError, ClientGoneError."""
         exchange.more_headers = self._admission.cors.headers(exchange)
         self._admission.check_host(exchange)
@@ -214,4 +250,7 @@ class App:
         route = select(methods, exchange.method)
         if route.needs_key:
             self._admission.identify(exchange)
+        if turn is not None:
+            await self.responses.create(exchange, self.context, turn)
+            return
         await route.handler(exchange, self.context)

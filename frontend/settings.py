@@ -40,6 +40,8 @@ class WorkerLimits:
     """Limits of one worker. A client that reads nothing for client_timeout_s is dropped."""
 
     max_body_bytes: int = 2 << 20
+    idle_socket_timeout_s: float = 600.0
+    """A WebSocket without a request for so long is closed."""
     max_open_requests: int = 1024
     keep_alive_interval_s: float = 10.0
     hold_timeout_s: float = 120.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -53,6 +55,15 @@ class Cors:
             # Clients add headers of their own to every request. Allowing them is harmless: unknown ones are ignored.
             allowed.append((b"access-control-allow-headers", requested))
         return allowed
+
+    def check_web_socket(self, exchange: Exchange) -> None:
+        """Refuse a page of another origin: a browser asks nobody before it opens a WebSocket. Raises ApiError."""
+        origin = exchange.header(b"origin")
+        if origin is None or self._allows(exchange) or origin.partition(b"://")[2] == exchange.header(b"host"):
+            return
+        shown = shorten(origin.decode("latin-1"))
+        message = f"origin: a page of {shown} may not open a WebSocket here; allow it with --cors-allow-origin"
+        raise ApiError(ErrorKind.FOREIGN_ORIGIN, message, param="origin")
 
     def _allows(self, exchange: Exchange) -> bool:
         origin = exchange.header(b"origin")

@@ -89,6 +89,11 @@ class ResponsesFormat(Format):
         self._on_end(self)
         return event
 
+    def end_unanswered(self) -> bytes:
+        """End a response that has no output."""
+        self._finish("completed")
+        return self.end()
+
     def failure(self, error: ApiError) -> bytes:
         events = self.opening(0) if self.status == "queued" else b""
         self._error = {"code": _error_code(error), "message": error.message}

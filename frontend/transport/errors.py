@@ -37,6 +37,7 @@ class ErrorKind(enum.Enum):
     BAD_HTTP = _Answer(400, "invalid_request_error", "bad_http")
     BAD_KEY = _Answer(401, "authentication_error", "invalid_api_key")
     FOREIGN_HOST = _Answer(403, "permission_error", "host_not_allowed")
+    FOREIGN_ORIGIN = _Answer(403, "permission_error", "origin_not_allowed")
     UNKNOWN_PATH = _Answer(404, "invalid_request_error", "unknown_url")
     UNKNOWN_MODEL = _Answer(404, "invalid_request_error", "model_not_found")
     UNKNOWN_RESPONSE = _Answer(404, "invalid_request_error", "response_not_found")

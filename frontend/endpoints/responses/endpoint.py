@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
@@ -26,18 +27,20 @@ from penstock.frontend.endpoints.responses.kept_responses import KeptResponses
 from penstock.frontend.endpoints.responses.pending_response import PendingResponse
 from penstock.frontend.endpoints.responses.storage.stored_messages import decode_messages
 from penstock.frontend.endpoints.responses.truncation import fitted
+from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
 from penstock.frontend.formats.compaction import REQUEST, CompactionFormat
 from penstock.frontend.formats.openai_chunks import DONE
 from penstock.frontend.schemas.chat import ChatMessage, check_chat
 from penstock.frontend.schemas.response_tools import left_out_tools
 from penstock.frontend.schemas.responses import ResponsesBody, decode_responses
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, retry_later, shorten
+from penstock.frontend.transport.sse import EventStream
 
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.context import EndpointContext
     from penstock.frontend.endpoints.responses.background.takeover import Restart
     from penstock.frontend.endpoints.responses.storage.store import ResponseStore, StoredResponse
-    from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
+    from penstock.frontend.endpoints.responses.web_socket import Turn
     from penstock.frontend.generation.served_model import ServedModel
     from penstock.frontend.schemas.chat import ChatBody
     from penstock.frontend.transport.exchange import Exchange
@@ -87,22 +90,25 @@ class Responses:
                 await store.scrub()
                 await asyncio.sleep(_SCRUBS_EVERY_S)
 
-    async def create(self, exchange: Exchange, context: EndpointContext) -> None:
-        """POST /v1/responses. Raises ApiError, ClientGoneError."""
+    async def create(self, exchange: Exchange, context: EndpointContext, turn: Turn | None = None) -> None:
+        """POST /v1/responses, or a turn of a WebSocket. Raises ApiError, ClientGoneError."""
         body, served, num_sent_bytes = await context.receive_body(exchange, decode_responses)
         context.report_left_out(exchange, left_out_tools(body.tools))
         if body.background and body.seed is None:  # so that a run in another worker draws the same tokens
             body.seed = secrets.randbits(63)
-        previous = await self._previous(exchange.tenant, body)
+        previous = await self._previous(exchange.tenant, body, turn)
         async with exchange.cancelled_on_disconnect():
             chat, num_body_bytes = await self._chat(exchange.tenant, body, previous, num_sent_bytes)
         if body.truncation == "auto":
             with renamed(RENAMED):
                 async with exchange.cancelled_on_disconnect():
                     chat = await fitted(chat, served)
-        pending = PendingResponse(body, previous, served.card)
+        pending = PendingResponse(body, previous, served.card, is_continuable=turn is not None)
+        if turn is not None and not turn.generates:
+            await self._keep_unanswered(exchange, pending, served, turn)
+            return
         if not body.background:
-            keep = partial(self._keep, exchange.tenant, pending)
+            keep = partial(self._keep, exchange.tenant, pending, turn)
             style = AnswerStyle(self._kept.id_prefix, pending.make_format, keep, farewell=DONE)
             with renamed(RENAMED):
                 await answer_chat(exchange, chat, served, style, num_body_bytes=num_body_bytes)
@@ -154,9 +160,26 @@ class Responses:
         style = AnswerStyle(self._kept.id_prefix, run.pending.make_format, run.settle, begun=begun, by_token=True)
         await answer_chat(run.exchange, chat, served, style, num_body_bytes=num_body_bytes)
 
-    async def _keep(self, tenant: bytes, pending: PendingResponse, _last: bytes) -> None:
+    async def _keep_unanswered(
+        self, exchange: Exchange, pending: PendingResponse, served: ServedModel, turn: Turn
+    ) -> None:
+        """Answer a turn that generates nothing: its items are at hand for the next one. Raises ApiError."""
+        identity = Identity(
+            self._kept.id_prefix + secrets.token_hex(12),
+            int(time.time()),
+            served.card.model_id,
+            served.card.fingerprint or None,
+        )
+        answer = pending.make_format(identity, Usage(prompt_tokens=0), StreamUsageOptions())
+        events = answer.opening(0) + answer.end_unanswered()
+        await self._keep(exchange.tenant, pending, turn, events)
+        await EventStream(exchange, lambda: ()).end(events)
+
+    async def _keep(self, tenant: bytes, pending: PendingResponse, turn: Turn | None, _last: bytes) -> None:
         """Store an answer before its client has all of it. If that fails the client has its answer nevertheless."""
-        if pending.ended is not None:
+        if pending.ended is not None and turn is not None:
+            turn.keep(pending.ended)
+        if pending.ended is not None and pending.is_stored:
             try:
                 await self._kept.store.put(tenant, pending.ended)
             except ApiError:
@@ -268,11 +291,13 @@ class Responses:
         answer = {"object": "list", "data": page, "first_id": ends[0], "last_id": ends[1]}
         await exchange.respond(200, msgspec.json.encode(answer | {"has_more": len(listing) > limit}))
 
-    async def _previous(self, tenant: bytes, body: ResponsesBody) -> StoredResponse | None:
+    async def _previous(self, tenant: bytes, body: ResponsesBody, turn: Turn | None = None) -> StoredResponse | None:
         """Return the response that the request continues. Raises ApiError."""
         response_id = body.previous_response_id
         if response_id is None:
             return None
+        if turn is not None and (latest := turn.find(response_id)) is not None:
+            return latest
         previous = await self._kept.find(tenant, response_id, "previous_response_id")
         if previous.is_running:
             invalid("previous_response_id", "this response has not ended yet")

@@ -18,7 +18,7 @@ from penstock.frontend.schemas.chat import (
 from penstock.frontend.schemas.generation import JsonSchemaFormat, ResponseFormat
 from penstock.frontend.schemas.response_tools import qualified
 from penstock.frontend.schemas.responses import MAX_ITEMS, ItemPart, ResponseItem
-from penstock.frontend.transport.errors import invalid
+from penstock.frontend.transport.errors import invalid, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +49,7 @@ def as_chat(body: ResponsesBody, history: Sequence[ChatMessage]) -> ChatBody:
         invalid("input", "empty; at least one item is needed")
     if len(messages) > MAX_ITEMS:
         invalid("input", f"{len(messages)} messages including the conversation before; the limit is {MAX_ITEMS}")
+    _check_results(messages)
     tools, choice = chat_tools(body)
     return ChatBody(
         **shared_fields(body),
@@ -65,6 +66,15 @@ def as_chat(body: ResponsesBody, history: Sequence[ChatMessage]) -> ChatBody:
         thinking_budget=body.thinking_budget,
         chat_template_kwargs=body.chat_template_kwargs,
     )
+
+
+def _check_results(messages: Sequence[ChatMessage]) -> None:
+    """Refuse the result of a call that the conversation does not have, as OpenAI does. Raises ApiError."""
+    calls: set[str] = set()
+    for message in messages:
+        calls.update(call.id for call in message.tool_calls or ())
+        if message.role == "tool" and message.tool_call_id not in calls:
+            invalid("input", f"no call in the conversation has the call_id {shorten(message.tool_call_id)} of a result")
 
 
 def input_items(body: ResponsesBody) -> list[ResponseItem]:

@@ -34,14 +34,18 @@ class PendingResponse:
         card: ModelCard,
         *,
         encoded: tuple[bytes, bytes] | None = None,
+        is_continuable: bool = False,
     ) -> None:
         """previous is the response that the request continues. encoded is what `encode_input` made of the same request
-        in another worker; then the body has no input."""
+        in another worker; then the body has no input. is_continuable: later requests may continue the answer, even if
+        it is not stored."""
         self.input_items: list[ResponseItem] = input_items(body)
         self.format: ResponsesFormat | None = None
         """Set when the request is about to be submitted."""
         self.ended: StoredResponse | None = None
-        """The part of the answer to be stored; set when it is final, unless the request says store=false."""
+        """What later requests can refer to; set when the answer is final, if it is stored or can be continued."""
+        self.is_stored = body.store is not False
+        self._is_continuable = is_continuable
         self._body = body
         self._history = NO_MESSAGES if previous is None else previous.message_data
         self._encoded = encoded
@@ -65,8 +69,8 @@ class PendingResponse:
         return self._stored(answer, ())
 
     def _take(self, answer: ResponsesFormat) -> None:
-        if self._body.store is not False:
-            self.ended = self._stored(answer, (_as_message(answer),))
+        if self.is_stored or self._is_continuable:
+            self.ended = self._stored(answer, (_as_message(answer),) if answer.blocks else ())
 
     def _stored(self, answer: ResponsesFormat, answers: tuple[ChatMessage, ...]) -> StoredResponse:
         is_background = self._body.background is True

@@ -91,6 +91,12 @@ class Connections:
         if len(self._open) <= _WARNS_AGAIN_BELOW * self._limit:
             self._is_full = False
 
+    def replace(self, old: Closable, new: Closable) -> None:
+        """Give the place of a connection, which is not idle afterwards, to another protocol of the same socket."""
+        self.set_busy(old)
+        self._open.discard(old)
+        self._open.add(new)
+
     def set_idle(self, connection: Closable, now_s: float) -> None:
         """Note that the connection waits for a further request from now on."""
         self._incomplete.discard(connection)

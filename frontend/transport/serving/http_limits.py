@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from penstock.frontend.transport.asgi import ABORT_EXTENSION
 from penstock.frontend.transport.errors import ApiError, ErrorKind, error_body, retry_later
 from penstock.frontend.transport.incomplete import client_network
+from penstock.frontend.transport.serving.web_socket import WebSocketConnection, upgrade_head
 
 if TYPE_CHECKING:
     import asyncio
@@ -176,7 +177,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._check_head()
         self._asks_for_upgrade = self.parser.should_upgrade()
         if self._asks_for_upgrade:
-            return  # the parser stops here, see _unsupported_upgrade_warning
+            return  # the parser stops here, see _should_upgrade
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
             self.cycle.send = _UnchunkedSend(self.cycle)  # type: ignore[method-assign]
@@ -245,6 +246,27 @@ class LimitedProtocol(HttpToolsProtocol):
         lines = [b"%b: %b\r\n" % header for header in (*headers, (b"connection", b"close"))]
         self.transport.write(b"".join([STATUS_LINE[error.kind.status], *lines, b"\r\n", body]))
         self.transport.close()
+
+    def _should_upgrade(self) -> bool:
+        """Called by uvicorn when the parser has stopped at headers that ask for another protocol."""
+        return (
+            self._asks_for_upgrade
+            and self.parser.get_method() == b"GET"
+            and upgrade_head(self.url, self.headers) is not None
+        )
+
+    def handle_websocket_upgrade(self) -> None:
+        """Called by uvicorn in that case: hand the socket over to the other protocol."""
+        self._closed_to_input = True  # of this protocol
+        self._unset_deadline()
+        self.connections.discard(self)
+        connection = WebSocketConnection(
+            self._connections, self.headers, self.config, self.server_state, self.app_state
+        )
+        self._connections.replace(self, connection)
+        connection.connection_made(self.transport)
+        self.transport.set_protocol(connection)
+        connection.data_received(upgrade_head(self.url, self.headers) or b"")
 
     def _unsupported_upgrade_warning(self) -> None:
         """Called by uvicorn when the parser has stopped at headers that ask for another protocol, as some clients do in

@@ -16,6 +16,7 @@ from penstock.frontend.transport.serving.acceptor import SharedAcceptor
 from penstock.frontend.transport.serving.connections import MAX_CONNECTIONS, Connections
 from penstock.frontend.transport.serving.http_limits import LimitedProtocol
 from penstock.frontend.transport.serving.tls_handshakes import TlsHandshake
+from penstock.frontend.transport.serving.web_socket import PING_INTERVAL_S, WebSocketConnection
 
 if TYPE_CHECKING:
     import socket
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 KEEP_ALIVE_TIMEOUT_S = 75
 """Longer than load balancers keep connections (60 s is common), so that they never use one that was just closed."""
+MAX_MESSAGE_BYTES = 2 << 20
+"""Of a message that a WebSocket receives; a longer one closes the connection."""
 _IDLE_CLOSE_DELAY_S = 0.5
 """How long a server that stops keeps idle connections open, for requests that are on their way."""
 _LAST_HEADS_TIMEOUT_S = 5.0
@@ -74,7 +77,11 @@ class _Server(uvicorn.Server):
 
 
 def server_config(
-    app: AsgiApp, connections: Connections | None = None, *, tls: ssl.SSLContext | None = None
+    app: AsgiApp,
+    connections: Connections | None = None,
+    *,
+    tls: ssl.SSLContext | None = None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> uvicorn.Config:
     """Return how uvicorn runs the app."""
     if connections is None:
@@ -82,7 +89,11 @@ def server_config(
     return uvicorn.Config(
         app,
         http=partial(LimitedProtocol, connections) if tls is None else partial(TlsHandshake, connections, tls),  # type: ignore[arg-type]
-        ws="none",
+        ws=WebSocketConnection,
+        ws_max_size=max_message_bytes,
+        ws_ping_interval=PING_INTERVAL_S,
+        ws_ping_timeout=PING_INTERVAL_S,
+        ws_per_message_deflate=False,  # tokens are small, and compressing each costs more than sending it
         lifespan="off",
         interface="asgi3",
         log_config=None,
@@ -106,6 +117,7 @@ class HttpServer:
         max_connections: int = MAX_CONNECTIONS,
         tls: ssl.SSLContext | None = None,
         accept_table: AcceptTable | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """accept_table is shared with the other workers of the socket; None if there are none."""
         if accept_table is None:
@@ -114,7 +126,8 @@ class HttpServer:
         self._listening = listening
         self._drain_timeout_s = drain_timeout_s
         self._connections = Connections(max_connections, accept_table.set_connections)
-        self._server = _Server(server_config(app, self._connections, tls=tls), accept_table)
+        config = server_config(app, self._connections, tls=tls, max_message_bytes=max_message_bytes)
+        self._server = _Server(config, accept_table)
         self._stop = asyncio.Event()
         self._skip_drain = asyncio.Event()
 

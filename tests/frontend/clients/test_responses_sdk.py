@@ -159,3 +159,23 @@ async def test_over_the_link_streams_equal_whole_answers() -> None:
 
         prompts = [f"{number}, the cat sat" for number in range(8)]
         assert await asyncio.gather(*map(streamed, prompts)) == await asyncio.gather(*map(whole, prompts))
+
+
+async def test_responses_run_over_one_web_socket_with_the_sdk(url: str, backend: FakeBackend) -> None:
+    backend.script = says("Hello, 猫 🐈!")
+    async with sdk(url) as client, client.responses.connect() as connection:
+        previous: str | None = None
+        for _ in range(2):
+            await connection.response.create(
+                model="test/model", input="hi", store=False, previous_response_id=previous or openai.omit
+            )
+            events = [await connection.recv()]
+            while events[-1].type != "response.completed":
+                events.append(await connection.recv())
+            assert strictly(events[-1].response).output_text == "Hello, 猫 🐈!"
+            previous = events[-1].response.id
+        assert len(backend.last.token_ids) > len(backend.streams[0].request.token_ids)
+        await connection.response.create(model="test/model", input="hi", previous_response_id="resp_gone")
+        error = await connection.recv()
+        assert error.type == "error"
+        assert error.to_dict()["error"]["code"] == "previous_response_not_found"
