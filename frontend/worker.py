@@ -118,10 +118,10 @@ def _client(settings: WorkerSettings, path: str) -> ServingClient:
     """Return a client of the backend there, or of it and its replicas."""
     resume_s, hold_s = settings.resume_timeout_s, settings.limits.hold_timeout_s
     max_held = settings.limits.max_held_requests
-    if path != settings.socket_path or not settings.replica_socket_paths:
+    if path != settings.socket_path:
         return BackendClient(Path(path), resume_timeout_s=resume_s, max_held=max_held, hold_timeout_s=hold_s)
     paths = [Path(path), *map(Path, settings.replica_socket_paths)]
-    table = PrefixTable.attach(settings.prefixes_fd)
+    table = None if settings.prefixes_fd < 0 else PrefixTable.attach(settings.prefixes_fd)
     return ReplicaSet(paths, resume_timeout_s=resume_s, max_held=max_held, hold_timeout_s=hold_s, prefixes=table)
 
 

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     from penstock.backend.sequences.sequence import Sequence
 
+_LATER_LIMIT = 10
+
 
 class Settlement:
     """Sequences go to the scheduler in their old order, once no more seem to come. By then a coalesced group should be
@@ -33,7 +35,8 @@ class Settlement:
         the start, and at the latest longest_s after it opened. The defaults hold a sequence until the next plan.
 
         If it opens later than start_s after the start, later_quiet_s replaces quiet_s: then the sequences come from a
-        replica, and their frontends, which are all connected, send them at the same moment.
+        replica, and their frontends, which are all connected, send them at the same moment. A leaving replica's come
+        one by one, so then it lasts at most ten times later_quiet_s.
         """
         self._clock = clock
         self._started_s = clock()
@@ -75,8 +78,9 @@ class Settlement:
         if not self._held:
             return at_most_s
         quiet_s = self._later_quiet_s if self._is_late else self._quiet_s
+        longest_s = min(self._longest_s, _LATER_LIMIT * quiet_s) if self._is_late else self._longest_s
         due_s = max(self._last_resumed_s + quiet_s, self._started_s + self._start_s)
-        return min(at_most_s, max(0.0, min(due_s, self._opened_s + self._longest_s) - self._clock()))
+        return min(at_most_s, max(0.0, min(due_s, self._opened_s + longest_s) - self._clock()))
 
     @property
     def _is_late(self) -> bool:

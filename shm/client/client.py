@@ -17,7 +17,7 @@ from penstock.shm.client.held import HeldStreams
 from penstock.shm.client.open_streams import OpenStreams
 from penstock.shm.client.outbox import Outbox
 from penstock.shm.client.pooled import PooledRequest, PooledStream
-from penstock.shm.client.reader_turns import ReaderTurns
+from penstock.shm.client.reader_turns import ReaderTurns, no_group
 from penstock.shm.client.refusals import BackendUnavailable, Overloaded
 from penstock.shm.client.resubmission import Resubmission
 from penstock.shm.client.stream import TokenStream
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from penstock.shm.memory.board import BackendBoard, FrontendBoard
     from penstock.shm.messages import Submit
 
-_HEARTBEAT_LIMIT_S = 2.0
+HEARTBEAT_LIMIT_S = 2.0
 _READY_POLL_S = 0.01
 _EXPIRY_GRACE_S = 0.1
 """The backend ends an expired stream on time. The client ends it this much later, if the backend is dead or hangs."""
@@ -141,11 +141,8 @@ class BackendClient:
     @property
     def ready(self) -> bool:
         """Connected, not draining, and the heartbeat on the backend's board is younger than 2 s."""
-        session = self._connection.live_session
-        if session is None:
-            return False
-        board = session.backend_board
-        return not board.draining and board.seconds_since_beat() < _HEARTBEAT_LIMIT_S
+        board = self.backend_board
+        return board is not None and not board.draining and board.seconds_since_beat() < HEARTBEAT_LIMIT_S
 
     @property
     def retry_after_s(self) -> int:
@@ -235,7 +232,7 @@ class BackendClient:
         Raises ValueError, BufferGone and DeviceError for shared buffers that cannot be lent; the caller keeps them.
         """
         tokens, submit, is_ready = self._prepare(request, request.output)
-        group = _reader_group(request, submit)
+        group = request.group or no_group(submit)
         stream = TokenStream(submit, tokens, self._abandon, request.deadline_s, turns=self._turns, group=group)
         self._open(stream, is_ready=is_ready)
         return stream
@@ -254,21 +251,28 @@ class BackendClient:
         """`submit` for a request whose result is a vector. It may share an equal one's computation. Raises as `submit`
         does."""
         tokens, submit, is_ready = self._prepare(request)
-        group = _reader_group(request, submit)
+        group = request.group or no_group(submit)
         stream = PooledStream(submit, tokens, self._abandon, request.deadline_s, turns=self._turns, group=group)
         self._open(stream, is_ready=is_ready)
         return stream
 
-    def give_streams(self) -> list[OpenStream]:
-        """Give up the open streams that another client can `adopt`, in the order of their submission. A backend that
-        still lives cancels them."""
-        given = self._resubmission.give(is_alive=self._connection.live_session is not None)
+    @property
+    def open_streams(self) -> list[OpenStream]:
+        return list(self._streams)
+
+    def give_streams(self, streams: Sequence[OpenStream]) -> list[OpenStream]:
+        """Give up those open streams that another client can `adopt`. A backend that still lives cancels them."""
+        given = self._resubmission.give(streams, is_alive=self._connection.live_session is not None)
         self._send_soon()
         return given
 
     def fail_streams(self) -> None:
         """End all open streams FAILED: no backend can continue them."""
         self._streams.fail_all()
+
+    def inherit(self, predecessor: BackendClient) -> None:
+        """Add the numbers of a client that is closed: this one has taken its place."""
+        self._counters.add(predecessor.counters)
 
     def adopt(self, streams: Sequence[OpenStream], *, backend_died: bool) -> None:
         """Continue the streams of another client. backend_died says that its backend died with them."""
@@ -394,7 +398,3 @@ class BackendClient:
     def _send_now(self) -> None:
         self._next_send = None
         self._send()
-
-
-def _reader_group(request: GenerationRequest | PooledRequest, submit: Submit) -> int:
-    return request.group or -submit.request_id - 1  # no caller's number

@@ -32,6 +32,11 @@ class ClientCounters:
         self.board = FrontendBoard.private()
         self.board.requests_open = num_open
 
+    def add(self, numbers: dict[str, int]) -> None:
+        """Add the totals of other counters, which count no longer."""
+        for name, value in numbers.items():
+            self._counted_before[name] += value if name != "requests_open" else 0
+
     def totals(self, num_open: int) -> dict[str, int]:
         """The numbers since this process started."""
         now = self.board.values()

@@ -99,10 +99,9 @@ class Resubmission:
                 suspects.append(stream)
         self._suspects = deque(sorted(suspects, key=lambda stream: stream.restarts_without_progress))
 
-    def give(self, *, is_alive: bool) -> list[OpenStream]:
-        """Remove the open streams that another client can continue, in the order of their submission. If the backend
-        is alive, it cancels them."""
-        given = {stream: None for stream in self._streams if not stream.loans}
+    def give(self, streams: Iterable[OpenStream], *, is_alive: bool) -> list[OpenStream]:
+        """Remove those open streams that another client can continue. If the backend is alive, it cancels them."""
+        given = {stream: None for stream in streams if not stream.loans}
         for stream in given:
             if is_alive and not stream.is_queued:
                 self._outbox.cancel(stream.request_id)

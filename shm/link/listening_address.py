@@ -20,7 +20,9 @@ MAX_PATH_BYTES = 107
 MAX_NAME_BYTES = MAX_PATH_BYTES - len("/proc/self/fd/2147483647/..messages")
 """Limit of the path's last part: sockets are bound and connected through the directory's fd, one with a suffix."""
 
+LOCK_SUFFIX = ".lock"
 _BACKLOG = 128
+_MAX_PID_BYTES = 20
 
 
 class CannotListen(Exception):
@@ -47,6 +49,8 @@ class ListeningAddress:
         if num_bytes > MAX_NAME_BYTES:
             raise CannotListen(f"the socket's name {path.name} has {num_bytes} bytes; the limit is {MAX_NAME_BYTES}")
         self._name = path.name
+        self._inode = 0
+        """Of the socket that `listen` made."""
         self._directory = path.parent
         with ExitStack() as opened:
             try:
@@ -77,7 +81,7 @@ class ListeningAddress:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with ExitStack() as opened:
             try:
-                fd = os.open(self._name + ".lock", flags, 0o600, dir_fd=self._directory_fd)
+                fd = os.open(self._name + LOCK_SUFFIX, flags, 0o600, dir_fd=self._directory_fd)
                 opened.callback(os.close, fd)
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     raise CannotListen(f"{path}.lock exists and is not a file")
@@ -85,7 +89,7 @@ class ListeningAddress:
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, str(os.getpid()).encode(), 0)
             except BlockingIOError:  # of flock; the others do not block
-                holder = os.pread(fd, 20, 0).decode("ascii", "replace")
+                holder = os.pread(fd, _MAX_PID_BYTES, 0).decode("ascii", "replace")
                 raise AddressInUse(f"another backend (pid {holder or 'unknown'}) serves {path}") from None
             except OSError as error:
                 raise CannotListen(f"cannot create or lock {path}.lock: {error.strerror}") from None
@@ -95,15 +99,18 @@ class ListeningAddress:
     def listen(self, listener: socket.socket) -> None:
         """Let the socket listen at the path. Raises CannotListen."""
         try:
-            self.unlink()  # this process holds the lock, so an existing socket is a dead backend's
+            self._unlink(self._name)  # this process holds the lock, so an existing socket is a dead backend's
             self._bind(listener, self._name)
+            self._inode = os.stat(self._name, dir_fd=self._directory_fd, follow_symlinks=False).st_ino
             listener.listen(_BACKLOG)
         except OSError as error:
             raise self._cannot_make_socket(error) from None
 
     def unlink(self) -> None:
-        """Remove the socket, if there is one. Raises OSError."""
-        self._unlink(self._name)
+        """Remove the socket that `listen` made, unless another backend has taken the path over. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(self._name, dir_fd=self._directory_fd, follow_symlinks=False).st_ino == self._inode:
+                self._unlink(self._name)
 
     def unnamed_listener(self) -> tuple[socket.socket, int]:
         """Return a stream socket that listens and has no name, and an fd (O_PATH) for `connectable_path`.
@@ -146,6 +153,22 @@ class ListeningAddress:
 def connectable_path(socket_fd: int) -> str:
     """A path that connects to the socket whose O_PATH fd this process holds. Valid until the fd is closed."""
     return f"/proc/self/fd/{socket_fd}"
+
+
+def take_over(path: Path, new_path: Path) -> None:
+    """Give the path to the backend that listens at new_path, in the same directory. Whoever connects from now on meets
+    that one; the connections of the other stay. Raises OSError."""
+    os.rename(new_path, path)
+    os.rename(new_path.with_name(new_path.name + LOCK_SUFFIX), path.with_name(path.name + LOCK_SUFFIX))
+
+
+def holder_pid(path: Path) -> int | None:
+    """The pid of the backend that the path belongs to, dead or alive; None if there was none. It may belong to another
+    one a moment later."""
+    try:
+        return int(path.with_name(path.name + LOCK_SUFFIX).read_bytes()[:_MAX_PID_BYTES] or 0) or None
+    except (OSError, ValueError):
+        return None
 
 
 def check_free(path: Path) -> None:

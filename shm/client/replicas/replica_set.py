@@ -1,28 +1,32 @@
 """`ReplicaSet`: several backends with the same model, with the interface of one `BackendClient`.
 
-It has a client for each backend. A stream belongs to one client at a time. When a backend dies, drains or makes no
-progress, its streams move at once to those that are ready; if none is, they wait for the first that will be.
+It has a client for each backend. A stream belongs to one client at a time. When a backend dies or makes no progress,
+its streams move at once to those that are ready; if none is, they wait for the first that will be. When it drains, or
+another one takes its socket over, they move as soon as others have computed their tokens so far.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from penstock.shm.client.client import BackendClient
 from penstock.shm.client.connection import Membership
 from penstock.shm.client.refusals import BackendUnavailable, Overloaded
+from penstock.shm.client.replicas.hand_over import HandOver
+from penstock.shm.client.replicas.place import Place
 from penstock.shm.client.replicas.routing import Replica, Router
 from penstock.shm.link.join import Refused
 from penstock.shm.memory.prefix_table import MAX_REPLICAS, PrefixTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
     from pathlib import Path
 
     from penstock.shm.client.open_stream import OpenStream
@@ -36,6 +40,8 @@ logger = logging.getLogger("penstock.client")
 
 _LOOK_EVERY_S = 0.05
 """How often it looks for backends that drain, hang or have become ready. A death it learns at once."""
+_LOOKS_PER_PATH_CHECK = 5
+"""Every so many looks it reads who a path belongs to."""
 
 StreamT = TypeVar("StreamT", bound="OpenStream")
 
@@ -60,44 +66,63 @@ class ReplicaSet:
             raise ValueError("socket_paths contains the same path twice")
         self._model: ModelCard | None = None
         self._router = Router(PrefixTable.private(secrets.token_bytes(32)) if prefixes is None else prefixes)
-        self._watcher: asyncio.Task[None] | None = None
-        self.replicas = tuple(
-            self._make_replica(index, path, resume_timeout_s, max_held, hold_timeout_s)
-            for index, path in enumerate(socket_paths)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_looks = 0
+        self._is_closed = False
+        self._new_client = functools.partial(
+            BackendClient, resume_timeout_s=resume_timeout_s, max_held=max_held, hold_timeout_s=hold_timeout_s
         )
+        names = [""] if len(socket_paths) == 1 else [str(index + 1) for index in range(len(socket_paths))]
+        self._places = [
+            Place(index, path, self._make_replica(index, name, path))
+            for index, (name, path) in enumerate(zip(names, socket_paths, strict=True))
+        ]
 
-    def _make_replica(
-        self, index: int, path: Path, resume_timeout_s: float, max_held: int, hold_timeout_s: float
-    ) -> Replica:
+    def _make_replica(self, index: int, name: str, path: Path) -> Replica:
         membership = Membership(
-            accept=lambda card: self._accept(self.replicas[index], card),
-            lost=lambda: self._relieve(self.replicas[index], backend_died=True),
-            has_others=lambda: bool(self._others(self.replicas[index])),
+            accept=lambda card: self._accept(replica, card),
+            lost=lambda: self._lose(replica),
+            has_others=lambda: bool(self._others(replica)),
         )
-        client = BackendClient(
-            path,
-            resume_timeout_s=resume_timeout_s,
-            max_held=max_held,
-            hold_timeout_s=hold_timeout_s,
-            membership=membership,
-        )
-        return Replica(index, str(index + 1), client)
+        replica = Replica(index, name, self._new_client(path, membership=membership))
+        return replica
 
     async def start(self) -> None:
         """Begin to connect, and return at once."""
         for replica in self.replicas:
             await replica.client.start()
-        if self._watcher is None:
-            self._watcher = asyncio.create_task(self._watch(), name="replica-set")
+        if not self._tasks:
+            self._begin(self._watch(), "replica-set")
 
     async def close(self) -> None:
         """Open streams end CANCELLED."""
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
-            self._watcher = None
+        self._is_closed = True
+        for task in (tasks := list(self._tasks)):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for replica in self.replicas:
             await replica.client.close()
+
+    def _begin(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        """Log an exception of a task: a bug of ours."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.critical("%s stopped because of a bug", task.get_name(), exc_info=error)
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """All of them; during a takeover a path has two."""
+        return [replica for place in self._places for replica in place.replicas]
+
+    @property
+    def shown(self) -> list[Replica]:
+        """One for each path: during a takeover the old one."""
+        return [place.replicas[0] for place in self._places]
 
     @property
     def model(self) -> ModelCard | None:
@@ -158,6 +183,8 @@ class ReplicaSet:
         ready = self._ready()
         if not ready:
             return self._named(submit(self._holder.client), self._holder)
+        if len(self._places) == 1:
+            return submit(ready[0].client)
         tokens = request.prompt_tokens()
         best = self._router.place(ready, request.to_submit(0, len(tokens)), tokens)
         try:
@@ -175,10 +202,15 @@ class ReplicaSet:
     @property
     def _holder(self) -> Replica:
         """The one that holds new requests while none is ready: always the same, so that its limits hold for all."""
-        return self.replicas[0]
+        return self._places[0].newest
 
     def _ready(self) -> list[Replica]:
-        return [replica for replica in self.replicas if replica.client.ready]
+        return [
+            replica
+            for place in self._places
+            for replica in place.replicas
+            if replica.client.ready and not place.is_leaving(replica)
+        ]
 
     def _others(self, replica: Replica) -> list[Replica]:
         return [other for other in self._ready() if other is not replica]
@@ -189,23 +221,62 @@ class ReplicaSet:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def _look(self) -> None:
-        for replica in self.replicas:
-            if replica.client.board.requests_open and not replica.client.ready:
-                self._relieve(replica, backend_died=False)
+        self._num_looks += 1
+        for place in self._places:
+            for replica in place.replicas:
+                if replica.client.board.requests_open and (not replica.client.ready or place.is_leaving(replica)):
+                    self._empty(replica)
+            if self._num_looks % _LOOKS_PER_PATH_CHECK == 0 and place.was_taken_over():
+                successor = self._make_replica(place.index, place.newest.name, place.path)
+                place.replicas.append(successor)
+                self._begin(successor.client.start(), "successor")
+
+    def _empty(self, replica: Replica) -> None:
+        """Move all streams away: with care, if the backend computes them as long as that takes."""
+        if not replica.computes:
+            self._relieve(replica, backend_died=False)
+        elif not replica.hands_over and self._others(replica):
+            replica.hands_over = True
+            self._begin(self._hand_over(replica), "hand-over")
+
+    async def _hand_over(self, replica: Replica) -> None:
+        try:
+            await HandOver(replica, self._target_of, self._move, self._router.twin_of).run()
+        finally:
+            replica.hands_over = False
+
+    def _target_of(self, stream: OpenStream, source: Replica) -> Replica | None:
+        others = self._others(source)
+        return self._router.place(others, stream.submit, stream.tokens) if others else None
+
+    def _lose(self, replica: Replica) -> None:
+        """Its backend has died, or has ended after a drain. Of two clients of a path one goes."""
+        if self._is_closed:
+            return
+        self._relieve(replica, backend_died=True)
+        place = self._places[replica.index]
+        if place.is_leaving(replica):
+            place.replicas.remove(replica)
+            self._begin(_retire(replica, place.newest), "retirement")
+        elif replica is not place.newest and place.newest.client.backend_board is None:
+            gone = place.replicas.pop()
+            self._begin(_retire(gone, replica), "retirement")
 
     def _relieve(self, replica: Replica, *, backend_died: bool) -> None:
         """Move the streams of a replica that cannot go on to others, if there are any."""
-        others = self._others(replica)
-        if not others:
-            return
-        streams = replica.client.give_streams()
         parts: dict[Replica, list[OpenStream]] = {}
-        for stream in streams:
-            target = self._router.place(others, stream.submit, stream.tokens)
-            parts.setdefault(target, []).append(self._named(stream, target))
-        for target, moved in parts.items():
-            logger.info("%d streams of replica %s continue on replica %s", len(moved), replica.name, target.name)
-            target.client.adopt(moved, backend_died=backend_died)
+        for stream in replica.client.open_streams:
+            if (target := self._target_of(stream, replica)) is not None:
+                parts.setdefault(target, []).append(stream)
+        for target, moving in parts.items():
+            logger.info("%d streams of %s continue on %s", len(moving), replica.title, target.title)
+            self._move(replica, moving, target, backend_died=backend_died)
+
+    def _move(
+        self, source: Replica, streams: Sequence[OpenStream], target: Replica, *, backend_died: bool = False
+    ) -> None:
+        moved = [self._named(stream, target) for stream in source.client.give_streams(streams)]
+        target.client.adopt(moved, backend_died=backend_died)
 
     def _accept(self, replica: Replica, card: ModelCard) -> None:
         """Raises Refused for another model than the others'. If none of them had the old model last, the set's model
@@ -226,8 +297,14 @@ class ReplicaSet:
 def backends_of(client: BackendClient | ReplicaSet) -> list[tuple[str, BackendClient]]:
     """Each backend's name and client. A single backend has no name."""
     if isinstance(client, ReplicaSet):
-        return [(replica.name, replica.client) for replica in client.replicas]
+        return [(replica.name, replica.client) for replica in client.shown]
     return [("", client)]
+
+
+async def _retire(replica: Replica, heir: Replica) -> None:
+    """Close the client of a replica without streams. The other one of its path keeps its numbers."""
+    await replica.client.close()
+    heir.client.inherit(replica.client)
 
 
 def difference(model: ModelCard, other: ModelCard) -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock.shm.client.client import HEARTBEAT_LIMIT_S
 from penstock.shm.memory.board import Board
 from penstock.shm.memory.prefix_table import Owner
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.shm.client.client import BackendClient
+    from penstock.shm.client.open_stream import OpenStream
     from penstock.shm.memory.prefix_table import PrefixTable
     from penstock.shm.messages import ModelCard, Submit
 
@@ -30,10 +32,17 @@ class Replica:
         self.index = index
         self.name = name
         self.client = client
+        self.hands_over = False
+        """Its streams are moving away, one by one."""
         self.offered: ModelCard | None = None
         """The model of the backend that connected last, whether or not it was accepted."""
         self._shown = -1
         self._own_then = 0
+
+    @property
+    def title(self) -> str:
+        """For log lines."""
+        return f"replica {self.name}" if self.name else "the backend"
 
     @property
     def load(self) -> int:
@@ -44,6 +53,12 @@ class Replica:
         if shown != self._shown:
             self._shown, self._own_then = shown, own
         return max(0, shown + own - self._own_then)
+
+    @property
+    def computes(self) -> bool:
+        """It is connected and makes progress, whether or not it accepts new requests."""
+        board = self.client.backend_board
+        return board is not None and board.seconds_since_beat() < HEARTBEAT_LIMIT_S
 
     @property
     def owner(self) -> Owner:
@@ -61,7 +76,7 @@ class Router:
         """The replica, of at least one, that should compute the request. It is remembered for the requests after it."""
         prompt = tokens[: submit.num_prompt_tokens]
         names = self._table.names(prompt, submit.salt)
-        twin = self._table.name_of(prompt, submit.salt, _settings(submit)) if submit.may_share else None
+        twin = self._name_of(prompt, submit)
         chosen = replicas[0] if len(replicas) == 1 else self._choose(replicas, names, twin)
         owner = chosen.owner
         for name in names:
@@ -69,6 +84,13 @@ class Router:
         if twin is not None:
             self._table.note(twin, owner)
         return chosen
+
+    def twin_of(self, stream: OpenStream) -> int | None:
+        """A number that equal requests have in common; None for one that shares with no other."""
+        return self._name_of(stream.tokens[: stream.submit.num_prompt_tokens], stream.submit)
+
+    def _name_of(self, prompt: array[int], submit: Submit) -> int | None:
+        return self._table.name_of(prompt, submit.salt, _settings(submit)) if submit.may_share else None
 
     def _choose(self, replicas: Sequence[Replica], names: list[int], twin: int | None) -> Replica:
         by_owner = {replica.owner: replica for replica in replicas}

@@ -199,3 +199,14 @@ def test_false_resumptions_that_never_end_hold_nothing_for_long() -> None:
     bench.submit([8], 3, request_id=200)
     bench.run_dry()
     assert bench.received(200).token_ids == expected_tokens([8], 3, bench.vocab_size)
+
+
+def test_sequences_of_a_leaving_replica_that_come_one_by_one_hold_each_other_only_for_a_moment() -> None:
+    bench = Bench()
+    settlement = Settlement(bench.clock, start_s=0.5, quiet_s=0.1, longest_s=2.0, later_quiet_s=0.005)
+    bench.requests.table.settlement = settlement
+    for number in range(14):
+        bench.now_s = 10.0 + 0.004 * number
+        resume(bench, number, whole(bench)[: 6 + number % 2])
+        bench.turn()
+        assert bool(bench.executor.batches) == (number == 13)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded, ReplicaSet
+from penstock.shm.link.listening_address import take_over
 from penstock.shm.messages import FailureCode, Finish
 from tests.shm.client.harness import GREEDY, at_base, read, request, tokens_of, until
 from tests.shm.scripted_backend import BackendProcess, Script, ScriptedBackend, expected_tokens, model_card
@@ -95,6 +96,46 @@ async def test_streams_of_a_stopped_replica_move_and_its_late_tokens_are_ignored
             await until(lambda: replicas.replicas[0].client.ready)
             second.kill()  # streams come back to the first, which still sends tokens of their earlier stay
             assert await asyncio.gather(*readers) == [expected_tokens([n, n], 500) for n in range(20, 24)]
+
+
+@pytest.mark.parametrize("num_paths", [1, 2])
+async def test_streams_move_to_the_backend_that_takes_the_path_over(paths: list[Path], num_paths: int) -> None:
+    script = Script(step_s=0.005)
+    new_path = paths[0].with_name("new.sock")
+    with ExitStack() as backends:
+        old, *_ = [backends.enter_context(BackendProcess(path, step_s=0.005)) for path in paths[:num_paths]]
+        async with connected_to(paths[:num_paths]) as replicas:
+            streams = [replicas.submit(request([n, n], 400)) for n in range(20, 36)]
+            streams += [replicas.submit(GenerationRequest([7, 8], 400, GREEDY, may_share=True)) for _ in range(3)]
+            readers = [asyncio.create_task(tokens_of(stream)) for stream in streams]
+            await until(lambda: min(stream.num_generated for stream in streams) > 10)
+            before = replicas.replicas[0].client.counters
+            new = backends.enter_context(ScriptedBackend(new_path, script))
+            take_over(paths[0], new_path)
+            await until(lambda: len(replicas.replicas) == num_paths + 1)
+            await until(lambda: replicas.replicas[1].client.ready)
+            await until(lambda: num_open(replicas)[0] == 0)
+            later = replicas.submit(request([50], 5))  # the old one still lives, and receives nothing new
+            await asyncio.to_thread(old.kill)
+            await until(lambda: len(replicas.replicas) == num_paths)
+            expected = [expected_tokens([n, n], 400) for n in range(20, 36)] + 3 * [expected_tokens([7, 8], 400)]
+            assert await asyncio.gather(*readers) == expected
+            assert await tokens_of(later) == expected_tokens([50], 5)
+            assert new.engine.board.requests_accepted or num_paths > 1
+            shown = replicas.shown[0].client.counters
+            assert shown["tokens_streamed"] >= before["tokens_streamed"] > 0
+
+
+async def test_backend_that_takes_a_path_over_and_dies_leaves_streams_with_the_old_one(paths: list[Path]) -> None:
+    new_path = paths[0].with_name("new.sock")
+    with ScriptedBackend(paths[0], Script(step_s=0.005)), BackendProcess(new_path, step_s=0.005) as new:
+        async with connected_to(paths[:1]) as replicas:
+            streams = [replicas.submit(request([n, n], 600)) for n in range(20, 24)]
+            readers = [asyncio.create_task(tokens_of(stream)) for stream in streams]
+            take_over(paths[0], new_path)
+            await until(lambda: any(stream.num_moves for stream in streams))
+            await asyncio.to_thread(new.kill)
+            assert await asyncio.gather(*readers) == [expected_tokens([n, n], 600) for n in range(20, 24)]
 
 
 async def test_requests_wait_while_no_replica_is_ready_and_go_to_the_first_that_is(paths: list[Path]) -> None:

@@ -46,11 +46,14 @@ class FakeClient:
         self.adopt([stream], backend_died=False)
         return stream
 
-    def give_streams(self) -> list[FakeStream]:
-        given = list(self.streams)
-        self.streams.clear()
-        self.board.requests_open = 0
-        return given
+    @property
+    def open_streams(self) -> list[FakeStream]:
+        return list(self.streams)
+
+    def give_streams(self, streams: list[FakeStream]) -> list[FakeStream]:
+        for stream in streams:
+            self.end(stream)
+        return streams
 
     def adopt(self, streams: list[FakeStream], *, backend_died: bool) -> None:
         self.streams |= dict.fromkeys(streams)

@@ -1,0 +1,108 @@
+"""Moves the streams of a backend that still computes them: a drain, or a successor that has taken its socket over.
+
+A stream stays where it is until the other backend has computed all of its tokens so far. A request of one token does
+that, and its pages stay in the prefix cache there. So the move itself costs a step, whatever the stream's length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import TYPE_CHECKING
+
+from penstock.shm.client.refusals import BackendUnavailable, Overloaded
+from penstock.shm.client.request import GenerationRequest
+from penstock.shm.client.stream import TokenStream
+from penstock.shm.messages import Finish, Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.shm.client.open_stream import OpenStream
+    from penstock.shm.client.replicas.routing import Replica
+
+logger = logging.getLogger("penstock.client")
+
+_NUM_AT_ONCE = 4
+"""Streams that are computed elsewhere at the same time. Few, so that a stream gets few tokens meanwhile."""
+_LONGEST_S = 10.0
+"""A stream whose tokens are not computed by then moves without."""
+_GREEDY = Sampling(temperature=0.0)
+
+
+class HandOver:
+    """The streams of one leaving replica. `run` returns when all have moved, or it computes no longer."""
+
+    def __init__(
+        self,
+        source: Replica,
+        choose: Callable[[OpenStream, Replica], Replica | None],
+        move: Callable[[Replica, Sequence[OpenStream], Replica], None],
+        together: Callable[[OpenStream], int | None],
+    ) -> None:
+        """choose returns the replica to which a stream of the source should move; None if there is none now. together
+        returns the same number for streams that share a sequence; None for one that shares none."""
+        self._source = source
+        self._choose = choose
+        self._move = move
+        self._together = together
+        self.num_moved = 0
+
+    async def run(self) -> None:
+        groups: dict[object, list[OpenStream]] = {}
+        for stream in self._source.client.open_streams:
+            groups.setdefault(self._together(stream) or stream, []).append(stream)
+        waiting = deque(groups.values())
+
+        async def take_turns() -> None:
+            while waiting and self._source.computes:
+                await self._hand_over(waiting.popleft())
+
+        await asyncio.gather(*(take_turns() for _ in range(_NUM_AT_ONCE)))
+        if self.num_moved:
+            logger.info("%d streams of a leaving backend continue on another", self.num_moved)
+
+    async def _hand_over(self, group: Sequence[OpenStream]) -> None:
+        longest = max(group, key=lambda stream: len(stream.tokens))
+        target = self._choose(longest, self._source)
+        if target is None:
+            return
+        if isinstance(longest, TokenStream) and longest.has_tokens and not longest.is_queued:
+            await _compute(longest, target)
+        still_there = set(self._source.client.open_streams)
+        moving = [stream for stream in group if stream in still_there and not stream.loans]
+        if moving and self._source.computes and target.client.ready:
+            self._move(self._source, moving, target)
+            self.num_moved += len(moving)
+
+
+async def _compute(stream: OpenStream, target: Replica) -> None:
+    """Let the target compute the stream's tokens so far. If it cannot, it computes them after the move."""
+    model = target.client.model
+    if model is None or len(stream.tokens) >= model.max_context_tokens:
+        return
+    submit, tokens = stream.submit, stream.tokens[:]
+    request = GenerationRequest(
+        tokens,
+        1,
+        _GREEDY,
+        salt=submit.salt,
+        tenant=submit.tenant,
+        weight=submit.weight,
+        priority=submit.priority,
+        may_share=submit.may_share,
+    )
+    try:
+        computing = target.client.submit(request)
+    except (BackendUnavailable, Overloaded):
+        return
+    try:
+        async with asyncio.timeout(_LONGEST_S):
+            async for batch in computing:
+                if batch.finish is not Finish.NONE:
+                    return
+    except TimeoutError:
+        logger.warning("a backend has not computed %d tokens in %g s", len(tokens), _LONGEST_S)
+    finally:
+        computing.cancel()
