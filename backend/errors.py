@@ -3,3 +3,11 @@
 
 class StartupError(Exception):
     """The backend cannot start with these options. The message names the value, the limit and what to do."""
+
+
+class NoRoomBeside(StartupError):
+    """There is no memory for it beside the backend that it is to replace."""
+
+
+NO_ROOM_STATUS = 75
+"""Exit status of a backend that ends with `NoRoomBeside`: EX_TEMPFAIL."""

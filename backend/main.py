@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.recording.recorder import Recorder
 from penstock.backend.engine.requests import Requests
 from penstock.backend.engine.vector_cache import VectorCache
-from penstock.backend.errors import StartupError
+from penstock.backend.errors import NO_ROOM_STATUS, NoRoomBeside, StartupError
 from penstock.backend.kv_cache.budget import KvPlan
 from penstock.backend.kv_cache.budget_table import plan_tables
 from penstock.backend.kv_cache.memory import MemoryInfo, device_memory, host_memory
@@ -38,6 +39,7 @@ from penstock.backend.scheduling.whole_scheduler import WholeScheduler
 from penstock.backend.startup import (
     check_host_memory,
     check_memory,
+    check_room_beside,
     describe_pass,
     locate_config,
     locate_model,
@@ -90,6 +92,10 @@ def run(*, options: BackendOptions = BackendOptions()) -> None:  # noqa: B008 - 
     log = set_up_logging(options.log_level, as_json=options.log_json)
     try:
         serve(options)
+    except NoRoomBeside as error:
+        logger.info("%s", error)
+        log.close()
+        sys.exit(NO_ROOM_STATUS)
     except (StartupError, CannotListen) as error:
         log.close()
         fail("backend", str(error))
@@ -124,15 +130,14 @@ def serve(options: BackendOptions) -> None:
     if options.dry_run:
         Console().print(plan_tables(plan, settings.host_kv_bytes))
         return
-    check_memory(plan, memory, settings.device)
-    check_host_memory(settings.host_kv_bytes, host_memory())
+    _check_all_memory(options, plan, memory, settings)
     logger.info(plan.describe())
     model_dir = locate_model(options, config_dir)  # downloads only what can be served
     numerics = options.numerics(name)
     card = make_card(options.model_id(), model_dir, spec, plan, options.max_waiting, numerics, options.aliases())
     check_vocabulary(spec, model_dir)
     executor = Executor(options.batch_channel_capacity)
-    forward_pass, token_step_s = _load_pass(executor, pass_class, model_dir, settings, spec, plan)
+    forward_pass, token_step_s = _load_pass(executor, pass_class, model_dir, settings, spec, plan, options)
     device = open_sharing_device(settings.device)
     exporter = make_exporter(options.shared_buffers, options.shared_buffer_budget, forward_pass, device)
     board = _create_board(plan, options.max_waiting, token_step_s)
@@ -167,6 +172,16 @@ def serve(options: BackendOptions) -> None:
     logger.info("drained after %d steps", board.steps)
 
 
+def _check_all_memory(
+    options: BackendOptions, plan: KvPlan | WholePlan, memory: MemoryInfo, settings: PassOptions
+) -> None:
+    """Raises StartupError, and NoRoomBeside if only another backend's memory is missing."""
+    if options.beside_another:
+        check_room_beside(plan, memory, options.kv_budget, settings.device)
+    check_memory(plan, memory, settings.device)
+    check_host_memory(settings.host_kv_bytes, host_memory())
+
+
 def _freeze_objects() -> None:
     """Objects made so far live as long as the process. The garbage collector need not visit them in the step loop."""
     gc.collect()
@@ -180,6 +195,7 @@ def _load_pass(
     settings: PassOptions,
     spec: PassSpec,
     plan: KvPlan | WholePlan,
+    options: BackendOptions,
 ) -> tuple[IBatchedForwardPass, float | None]:
     """Load the weights and allocate the KV cache on the executor's thread. No other thread calls the pass.
 
@@ -195,7 +211,8 @@ def _load_pass(
             if isinstance(plan, KvPlan):
                 forward_pass.create_cache(plan.num_pages, plan.page_size_tokens, plan.kv_dtype)
         except (MemoryError, OSError, RuntimeError) as error:  # torch raises RuntimeError
-            raise StartupError(f"{plan.parts} cannot be allocated: {plan.remedy}") from error
+            no_memory = NoRoomBeside if options.beside_another else StartupError
+            raise no_memory(f"{plan.parts} cannot be allocated: {plan.remedy}") from error
         token_step_s = check_first_step(forward_pass, spec)
         return forward_pass
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
-from penstock.backend.errors import StartupError
+from penstock.backend.errors import NoRoomBeside, StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.kv_cache.attention_window import AttentionWindow
 from penstock.backend.kv_cache.budget import CPU_BUDGET_BYTES, KvBudget, KvPlan, auto_budget, host_budget, plan_kv
@@ -148,6 +148,18 @@ def check_memory(plan: KvPlan | WholePlan, memory: MemoryInfo, device: str = "cp
         )
     if plan.device_bytes > memory.free_bytes:
         logger.warning("%s are more than %s: %s if memory runs short", plan.parts, free, plan.remedy)
+
+
+def check_room_beside(plan: KvPlan | WholePlan, memory: MemoryInfo, kv_budget: int | str | None, device: str) -> None:
+    """Raises NoRoomBeside unless the memory that another backend leaves free is enough. An automatic budget needs the
+    memory of that one too."""
+    if kv_budget == AUTO or (kv_budget is None and device != "cpu"):
+        raise NoRoomBeside("an automatic --kv-budget can be computed only when the old backend has ended")
+    if plan.device_bytes > memory.free_bytes:
+        raise NoRoomBeside(
+            f"{plan.parts} are more than the {format_size(memory.free_bytes)} that the old backend leaves free on "
+            f"{memory.name}"
+        )
 
 
 def check_host_memory(host_kv_bytes: int, memory: MemoryInfo) -> None:

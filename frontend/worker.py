@@ -28,14 +28,13 @@ from penstock.frontend.transport.serving.accept_table import AcceptTable
 from penstock.frontend.transport.serving.connections import raise_fd_limit
 from penstock.frontend.transport.serving.server import HttpServer
 from penstock.frontend.transport.serving.tls import ServerTls, TlsError
-from penstock.shm.client import BackendClient, ReplicaSet
+from penstock.shm.client import ReplicaSet
 from penstock.shm.memory.prefix_table import PrefixTable
 from penstock.shm.process.logs import set_up_logging
 
 if TYPE_CHECKING:
     from penstock.frontend.access.api_keys import ApiKey
     from penstock.frontend.settings import AccessSettings
-    from penstock.shm.client import ServingClient
 
 logger = logging.getLogger("penstock.worker")
 
@@ -114,14 +113,13 @@ def served_models(settings: WorkerSettings) -> ServedModels:
     )
 
 
-def _client(settings: WorkerSettings, path: str) -> ServingClient:
-    """Return a client of the backend there, or of it and its replicas."""
+def _client(settings: WorkerSettings, path: str) -> ReplicaSet:
+    """Return a client of the backend there, of the one that takes the path over, and of its replicas."""
     resume_s, hold_s = settings.resume_timeout_s, settings.limits.hold_timeout_s
     max_held = settings.limits.max_held_requests
-    if path != settings.socket_path:
-        return BackendClient(Path(path), resume_timeout_s=resume_s, max_held=max_held, hold_timeout_s=hold_s)
-    paths = [Path(path), *map(Path, settings.replica_socket_paths)]
-    table = None if settings.prefixes_fd < 0 else PrefixTable.attach(settings.prefixes_fd)
+    replicas = settings.replica_socket_paths if path == settings.socket_path else ()
+    paths = [Path(path), *map(Path, replicas)]
+    table = PrefixTable.attach(settings.prefixes_fd) if replicas else None
     return ReplicaSet(paths, resume_timeout_s=resume_s, max_held=max_held, hold_timeout_s=hold_s, prefixes=table)
 
 

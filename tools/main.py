@@ -96,6 +96,10 @@ app.command(
 )
 
 
+# By name: its modules are of no use to the other commands. It passes the options on to the server, which checks them.
+app.command("penstock.tools.upgrade.command:upgrade", name="upgrade", help_flags=[], version_flags=[])
+
+
 app.register_install_completion_command(help="Writes the completion of this command for your shell, and says where.")
 # By name: these modules are of no use to the other commands.
 app.command("penstock.tools.recorder.command:record", name="record")

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +17,6 @@ from penstock.backend.checkpoint.hub import resolve_small_files
 from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.errors import StartupError
 from penstock.backend.options import BackendOptions
-from penstock.backend.passes.decoder.cpu.thread_counts import num_usable_cores
 from penstock.backend.shipped_models import SHIPPED_MODELS
 from penstock.frontend.endpoints.responses.storage.state_files import NO_STATE
 from penstock.frontend.main import (
@@ -26,19 +26,16 @@ from penstock.frontend.main import (
     read_access,
     reloads,
     tls_files,
-    without_secrets,
 )
 from penstock.frontend.options import FrontendOptions
 from penstock.frontend.transport.serving.listening import address_of, unlink
 from penstock.shm.link.listening_address import AddressInUse, CannotListen, check_free
-from penstock.shm.memory.ring import create_fd
-from penstock.shm.process.heartbeat import Heartbeat
 from penstock.shm.process.options import ENV_PREFIX, fail, to_argv
 from penstock.shm.process.service_manager import find_service_manager
 from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv
+from penstock.tools.backend_children import BackendChildren, CannotStart, PreparedBackend
 from penstock.tools.model_texts import why_unusable
 from penstock.tools.probe import get
-from penstock.tools.recorder.crash_files import CrashFiles
 from penstock.tools.serve_options import (
     COMMAND,
     MAIN,
@@ -48,6 +45,9 @@ from penstock.tools.serve_options import (
     replica_options,
     select_options,
 )
+from penstock.tools.upgrade.control import ControlSocket
+from penstock.tools.upgrade.succession import Running
+from penstock.tools.upgrade.upgrades import Upgrades
 from penstock.tools.welcome import ShownModel, Use, Welcome
 
 _STOP_MARGIN_S = 10.0
@@ -107,7 +107,12 @@ def serve(options: ServeOptions) -> int:
             _log(warning)
         for backend in backends.values():
             stack.enter_context(_backend_socket(backend.socket, is_private=options.socket == private_socket_path()))
-        return _supervise(options, backends, listening)
+        # Until the supervisor handles SIGUSR2, it must not kill this process.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+        control = ControlSocket.beside(options.socket, _log)
+        if control is not None:
+            stack.callback(control.close)
+        return _supervise(options, backends, listening, control)
 
 
 def _check_texts(backend: BackendOptions, template_file: Path | None) -> None:
@@ -145,7 +150,7 @@ def _backend_socket(path: Path, *, is_private: bool) -> Iterator[None]:
 
 def _remove_leftovers(directory: Path) -> None:
     """Remove the sockets of servers that were killed."""
-    for lock in directory.glob("serve-*.sock.lock"):
+    for lock in directory.glob("serve-*.lock"):
         path = lock.with_suffix("")
         if not Path("/proc", path.stem.removeprefix("serve-").partition("-")[0]).exists():
             with contextlib.suppress(AddressInUse):  # its backend outlives the server for a moment
@@ -158,33 +163,17 @@ def _remove_socket(path: Path) -> None:
         path.with_name(path.name + name).unlink(missing_ok=True)
 
 
-def _supervise(options: ServeOptions, backends: Mapping[str, BackendOptions], listening: socket.socket) -> int:
-    """Run all children. The frontend inherits the listening socket, so a restarted one answers at the same address."""
+def _supervise(
+    options: ServeOptions,
+    backends: Mapping[str, BackendOptions],
+    listening: socket.socket,
+    control: ControlSocket | None,
+) -> int:
+    """Run all children until a signal stops it."""
     manager = find_service_manager(COMMAND)
     tls = options.ssl_certfile is not None
     has_keys = bool(options.api_key or options.api_key_file)
-    public_options, environment = split_keys(
-        dataclasses.replace(
-            options,
-            listen_fd=listening.fileno(),
-            replica_socket=(
-                *options.replica_socket,
-                *(backend.socket for backend in replica_options(options).values()),
-            ),
-            model_socket=tuple(f"{name}={backend.socket}" for name, backend in backends.items() if options.models),
-            embedding_socket=_socket_of(backends, "embedding backend", options.embedding_socket),
-            rerank_socket=_socket_of(backends, "rerank backend", options.rerank_socket),
-        )
-    )
-    frontend_argv = module_argv("penstock.frontend.main", to_argv(select_options(public_options, FrontendOptions)))
-    fds = (listening.fileno(),)
-    children = [
-        *(
-            _backend(f"model {name}" if options.models else name, backend, options, is_one_of_many=len(backends) > 1)
-            for name, backend in backends.items()
-        ),
-        ChildSpec("frontend", frontend_argv, fds, environment, stage=1, reloads=reloads(options)),
-    ]
+    starts, prepared = _prepare(options, backends)
 
     def announce_when_up() -> bool:
         if get(listening, "/ready", tls=tls) is None:
@@ -201,57 +190,61 @@ def _supervise(options: ServeOptions, backends: Mapping[str, BackendOptions], li
         unlink(listening)
         listening.close()
 
-    return Supervisor(
-        children,
+    supervisor = Supervisor(
+        [*(backend.spec(name) for name, backend in prepared.items()), _frontend(options, backends, listening)],
         log=_log,
         stop_timeout_s=options.drain_timeout_s + _STOP_MARGIN_S,
         is_up=announce_when_up,
         # The frontend closes its copy too; while any copy is open, clients connect and nobody answers.
         on_stop=close,
         service_manager=manager,
-    ).run()
-
-
-def _backend(name: str, backend: BackendOptions, options: ServeOptions, *, is_one_of_many: bool) -> ChildSpec:
-    """Return how to start a backend. One of many that dies again and again leaves the others running.
-
-    Its flight recorder belongs to this process, so that it outlives the backend.
-    """
-    heartbeat = Heartbeat.create()
-    fds, on_crash = [heartbeat.fd], None
-    backend = dataclasses.replace(backend, heartbeat_fd=heartbeat.fd)
-    if backend.flight_recorder:
-        recorder_fd = _create_recorder(backend)
-        backend = dataclasses.replace(backend, recorder_fd=recorder_fd)
-        fds.append(recorder_fd)
-        if options.state_dir != NO_STATE:
-            on_crash = CrashFiles(recorder_fd, Path(options.state_dir) / "crashes", name, _log).write
-    return ChildSpec(
-        name,
-        module_argv("penstock.backend.main", to_argv(backend)),
-        tuple(fds),
-        _share_of_cores(options.replicas) | without_secrets(os.environ),
-        stage=0,
-        heartbeat=heartbeat,
-        hang_timeout_s=options.hang_timeout_s,
-        on_crash=on_crash,
-        may_die_often=is_one_of_many,
     )
+    if control is not None:
+        running = [
+            Running(name, child, prepared[name]) for name, child in zip(prepared, supervisor.children, strict=False)
+        ]
+        supervisor.attendant = Upgrades(supervisor, control, starts, running, _log)
+    return supervisor.run()
 
 
-def _create_recorder(backend: BackendOptions) -> int:
-    """Return the fd of a ring. Exits with one line for a size that is out of bounds, or without memory."""
+def _frontend(options: ServeOptions, backends: Mapping[str, BackendOptions], listening: socket.socket) -> ChildSpec:
+    """It inherits the listening socket, so a restarted one answers at the same address."""
+    public_options, environment = split_keys(
+        dataclasses.replace(
+            options,
+            listen_fd=listening.fileno(),
+            replica_socket=(
+                *options.replica_socket,
+                *(backend.socket for backend in replica_options(options).values()),
+            ),
+            model_socket=tuple(f"{name}={backend.socket}" for name, backend in backends.items() if options.models),
+            embedding_socket=_socket_of(backends, "embedding backend", options.embedding_socket),
+            rerank_socket=_socket_of(backends, "rerank backend", options.rerank_socket),
+        )
+    )
+    frontend_argv = module_argv("penstock.frontend.main", to_argv(select_options(public_options, FrontendOptions)))
+    fds = (listening.fileno(),)
+    return ChildSpec("frontend", frontend_argv, fds, environment, stage=1, reloads=reloads(options))
+
+
+def _prepare(
+    options: ServeOptions, backends: Mapping[str, BackendOptions]
+) -> tuple[BackendChildren, dict[str, PreparedBackend]]:
+    """Return how the backends start, and each by its name in the log. Exits with one line if one cannot."""
+    starts = BackendChildren(
+        _log,
+        hang_timeout_s=options.hang_timeout_s,
+        num_replicas=options.replicas,
+        may_die_often=len(backends) > 1,
+        crashes=None if options.state_dir == NO_STATE else Path(options.state_dir) / "crashes",
+    )
     try:
-        backend.check()
-        return create_fd(backend.flight_recorder)
-    except (StartupError, OSError) as error:
+        prepared = {
+            f"model {name}" if options.models else name: starts.prepare(backend) for name, backend in backends.items()
+        }
+    except CannotStart as error:
         fail(COMMAND, str(error))
-
-
-def _share_of_cores(num_replicas: int) -> dict[str, str]:
-    """Return an environment in which one of several backends takes its part of the cores; all of them would wait for
-    each other's threads. One alone decides for itself."""
-    return {} if num_replicas == 1 else {"OMP_NUM_THREADS": str(max(1, num_usable_cores() // num_replicas))}
+    return starts, prepared
 
 
 def _socket_of(backends: Mapping[str, BackendOptions], name: str, otherwise: Path | None) -> Path | None:

@@ -7,13 +7,14 @@ protocol. Everything happens in one thread that sleeps in sigtimedwait.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.shm.process.heartbeat import HangWatch
 
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
     from penstock.shm.process.service_manager import ServiceManager
 
 _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-_SIGNALS = _STOP_SIGNALS | {signal.SIGCHLD}
+_SIGNALS = _STOP_SIGNALS | {signal.SIGCHLD, signal.SIGUSR2}
 _PR_SET_PDEATHSIG = 1
 _LONGEST_SLEEP_S = 60.0
 _IS_UP_EVERY_S = 0.1
+_ATTEND_EVERY_S = 0.05
 _MOST_QUICK_DEATHS = 100
 """Counted of a child that may die often."""
 _WATCH_EVERY_S = 1.0
@@ -80,8 +82,10 @@ def describe_end(returncode: int) -> str:
         return f"died by signal {-returncode}"
 
 
-@dataclass(slots=True)
-class _Child:
+@dataclass(slots=True, eq=False)
+class Child:
+    """A process, and the next ones that take its place. Only the supervisor changes it."""
+
     spec: ChildSpec
     process: subprocess.Popen[bytes] | None = None
     started_s: float = 0.0
@@ -89,12 +93,28 @@ class _Child:
     """Monotonic; valid while process is None."""
     has_settled: bool = False
     quick_deaths: int = 0
+    is_kept: bool = True
+    """It is restarted when it ends."""
+    end: int | None = None
+    """The Popen.returncode of a child that is not kept, once it has ended."""
+    kill_at_s: float = math.inf
+    """Monotonic; of a child that was told to end."""
     watch: HangWatch | None = None
 
     def __post_init__(self) -> None:
         spec = self.spec
         if spec.heartbeat is not None and spec.hang_timeout_s > 0.0:
             self.watch = HangWatch(spec.heartbeat, spec.hang_timeout_s, longest_step_s=2 * _WATCH_EVERY_S)
+
+
+class Attendant(Protocol):
+    """Replaces children while they run. Both methods are called in the supervisor's thread, and must not block it."""
+
+    def note_signal(self) -> None:
+        """SIGUSR2 came."""
+
+    def turn(self) -> bool:
+        """Called often while it returns True, and after each signal."""
 
 
 class Supervisor:
@@ -126,7 +146,12 @@ class Supervisor:
     ) -> None:
         """on_stop is called once, just before the children are stopped. service_manager learns of the end of the
         start, of each turn and of the stop."""
-        self._children = [_Child(spec) for spec in children]
+        self.children = [Child(spec) for spec in children]
+        self.attendant: Attendant | None = None
+        """Without one SIGUSR2 does nothing."""
+        self._is_attended = False
+        self._mask: set[int] = set()
+        """The signals that were blocked before `run`."""
         self._log = log
         self._stop_timeout_s = stop_timeout_s
         self._settle_s = settle_s
@@ -143,10 +168,10 @@ class Supervisor:
         Call it in the main thread before starting others: it waits for signals synchronously, and the kernel kills the
         children when the thread that started them ends.
         """
-        previous = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        self._mask = previous = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
-            for child in self._children:
-                self._start(child, previous)
+            for child in self.children:
+                self._start(child)
             if self._is_up is None:
                 self._report_ready()
             while True:
@@ -156,22 +181,67 @@ class Supervisor:
                 if self._is_up is not None and self._is_up():
                     self._is_up = None
                     self._report_ready()
-                    for child in self._children:
+                    for child in self.children:
                         child.has_settled = True
                 if self._service_manager is not None:
                     self._service_manager.beat()
-                for child in self._children:
+                for child in self.children:
                     self._kill_if_hung(child)
-                    if child.process is None:
+                    if not child.is_kept:
+                        self._look_for_end(child)
+                    elif child.process is None:
                         if time.monotonic() >= child.restart_at_s:
-                            self._start(child, previous)
+                            self._start(child)
                     elif (returncode := child.process.poll()) is not None and not self._may_restart(child, returncode):
                         return self._stop(status=exit_status(returncode) or 1)
+                self._attend(is_called=received is not None and received.si_signo == signal.SIGUSR2)
         finally:
             for process in self._running():
                 process.kill()
                 process.wait()
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+    @property
+    def is_up(self) -> bool:
+        """The start is over."""
+        return self._is_up is None
+
+    def add(self, spec: ChildSpec) -> Child:
+        """Start a further child. It is restarted only once `keep` was called. Call in the supervisor's thread."""
+        child = Child(spec, is_kept=False)
+        self.children.append(child)
+        self._start(child)
+        return child
+
+    def keep(self, child: Child, spec: ChildSpec) -> None:
+        """From now on restart the child, if it ends, as spec says."""
+        child.spec, child.is_kept, child.has_settled, child.end = spec, True, True, None
+
+    def retire(self, child: Child) -> None:
+        """Tell the child to end; called again, it sends SIGTERM again. It is not restarted, and killed if it takes as
+        long as a stop may."""
+        child.is_kept = False
+        child.kill_at_s = min(child.kill_at_s, time.monotonic() + self._stop_timeout_s)
+        if child.process is not None:
+            child.process.terminate()
+        elif child.end is None:  # it waits for its restart
+            child.end = 0
+
+    def remove(self, child: Child) -> None:
+        """Forget a child that has ended."""
+        self.children.remove(child)
+
+    def _look_for_end(self, child: Child) -> None:
+        if child.process is not None and (returncode := child.process.poll()) is not None:
+            child.process, child.end = None, returncode
+        elif child.process is not None and time.monotonic() >= child.kill_at_s:
+            child.process.kill()
+
+    def _attend(self, *, is_called: bool) -> None:
+        if self.attendant is not None and (is_called or self._is_attended):
+            if is_called:
+                self.attendant.note_signal()
+            self._is_attended = self.attendant.turn()
 
     def _report_ready(self) -> None:
         if self._service_manager is not None:
@@ -179,7 +249,7 @@ class Supervisor:
 
     def _reload(self, signal_number: int) -> bool:
         """Pass SIGHUP on. False if the signal means to stop."""
-        reloading = [child.process for child in self._children if child.spec.reloads]
+        reloading = [child.process for child in self.children if child.spec.reloads]
         if signal_number != signal.SIGHUP or not reloading:
             return False
         for process in reloading:
@@ -187,7 +257,7 @@ class Supervisor:
                 process.send_signal(signal.SIGHUP)
         return True
 
-    def _kill_if_hung(self, child: _Child) -> None:
+    def _kill_if_hung(self, child: Child) -> None:
         """SIGKILL also ends a stopped process. SIGCHLD reports its end."""
         watch, process = child.watch, child.process
         if watch is not None and watch.is_hung(time.monotonic()) and process is not None and process.poll() is None:
@@ -195,12 +265,12 @@ class Supervisor:
             process.kill()
             watch.restart()
 
-    def _start(self, child: _Child, signal_mask: Iterable[int]) -> None:
+    def _start(self, child: Child) -> None:
         if child.watch is not None:
             child.watch.restart()
         supervisor_pid = os.getpid()
         libc = ctypes.CDLL(None)
-        child_mask = {*signal_mask, signal.SIGHUP} if child.spec.reloads else signal_mask
+        child_mask = {*self._mask, signal.SIGHUP} if child.spec.reloads else self._mask
 
         def tie_to_supervisor() -> None:
             # Runs in the child between fork and exec. If the supervisor died before prctl, no signal would come.
@@ -219,7 +289,7 @@ class Supervisor:
         )
         child.started_s = time.monotonic()
 
-    def _may_restart(self, child: _Child, returncode: int) -> bool:
+    def _may_restart(self, child: Child, returncode: int) -> bool:
         now_s = time.monotonic()
         child.process = None
         has_settled = now_s - child.started_s >= self._settle_s
@@ -244,9 +314,11 @@ class Supervisor:
 
     def _seconds_to_next_turn(self) -> float:
         now_s = time.monotonic()
-        due_s = [child.restart_at_s for child in self._children if child.process is None]
+        due_s = [child.restart_at_s for child in self.children if child.process is None and child.is_kept]
+        if self._is_attended:
+            due_s.append(now_s + _ATTEND_EVERY_S)
         due_s.append(now_s + (_LONGEST_SLEEP_S if self._is_up is None else _IS_UP_EVERY_S))
-        if any(child.watch is not None for child in self._children):
+        if any(child.watch is not None for child in self.children):
             due_s.append(now_s + _WATCH_EVERY_S)
         if self._service_manager is not None and self._service_manager.beat_every_s is not None:
             due_s.append(now_s + self._service_manager.beat_every_s)
@@ -255,7 +327,7 @@ class Supervisor:
     def _running(self, stage: int | None = None) -> list[subprocess.Popen[bytes]]:
         return [
             child.process
-            for child in self._children
+            for child in self.children
             if child.process is not None and child.process.poll() is None and stage in (None, child.spec.stage)
         ]
 
@@ -265,7 +337,7 @@ class Supervisor:
             self._service_manager.stopping()
         if self._on_stop is not None:
             self._on_stop()
-        for stage in sorted({child.spec.stage for child in self._children}, reverse=True):
+        for stage in sorted({child.spec.stage for child in self.children}, reverse=True):
             deadline_s = time.monotonic() + stop_timeout_s
             for process in self._running(stage):
                 process.terminate()
@@ -285,7 +357,7 @@ class Supervisor:
         return status or self._worst_end()
 
     def _worst_end(self) -> int:
-        for child in self._children:
+        for child in self.children:
             if child.process is None or child.process.returncode in (0, -signal.SIGTERM):
                 continue
             self._log(f"{child.spec.name} {describe_end(child.process.returncode)} while stopping")

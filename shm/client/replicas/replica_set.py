@@ -258,6 +258,7 @@ class ReplicaSet:
         if place.is_leaving(replica):
             place.replicas.remove(replica)
             self._begin(_retire(replica, place.newest), "retirement")
+            self._show_model()
         elif replica is not place.newest and place.newest.client.backend_board is None:
             gone = place.replicas.pop()
             self._begin(_retire(gone, replica), "retirement")
@@ -289,9 +290,19 @@ class ReplicaSet:
                     raise Refused(f"it is no replica of the others: {difference(model, card)}")
             for each in self.replicas:
                 each.client.fail_streams()
-            model = None
-        shortest = card.max_context_tokens if model is None else min(model.max_context_tokens, card.max_context_tokens)
-        self._model = msgspec.structs.replace(model or card, max_context_tokens=shortest)
+        self._model = card
+        self._show_model()
+
+    def _show_model(self) -> None:
+        """Of several cards that of the first path's newest backend is shown."""
+        offers = [place.newest.offered for place in self._places] + [replica.offered for replica in self.replicas]
+        cards = [card for card in offers if card is not None and self._is_shown(card)]
+        if cards:
+            shortest = min(card.max_context_tokens for card in cards)
+            self._model = msgspec.structs.replace(cards[0], max_context_tokens=shortest)
+
+    def _is_shown(self, card: ModelCard) -> bool:
+        return self._model is not None and card.identity == self._model.identity
 
 
 def backends_of(client: BackendClient | ReplicaSet) -> list[tuple[str, BackendClient]]:

@@ -1,4 +1,5 @@
-"""`penstock bench failover`: kill one of two replicas under load; compare gaps and texts with an undisturbed run."""
+"""`penstock bench failover`: kill one of two replicas under load, or replace the only backend by an upgrade; compare
+gaps and texts with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import statistics
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import uvloop
@@ -47,6 +48,10 @@ class FailoverOptions:
     output_tokens: Annotated[int, Parameter(validator=Number(gte=8))] = 128
     """Tokens of each answer. The replica is killed when each stream has a tenth of them."""
 
+    by: Literal["kill", "upgrade"] = "kill"
+    """kill: SIGKILL to one of the replicas. upgrade: SIGUSR2 to the server of one backend, which another replaces; the
+    answers must last longer than its start."""
+
 
 @dataclass(slots=True)
 class Answer:
@@ -74,7 +79,10 @@ class Failover:
     gap_of_kill_ms: tuple[float, float]
     """The same of all streams of the disturbed run."""
     gap_of_moved_ms: tuple[float, float]
-    """The time from the kill to the next token of each stream: median and largest of the half that waited longest."""
+    """The longest gap that ends after the kill: median and largest of as many streams as moved, those that waited
+    longest."""
+    first_computation_ms: tuple[float, float]
+    """Time to the first token when all prompts were computed for the first time, spread over the replicas."""
 
 
 def failover(
@@ -84,11 +92,11 @@ def failover(
     server: BenchServerOptions = BenchServerOptions(replicas=2),
     report: ReportOptions = ReportOptions(),
 ) -> int:
-    server = dataclasses.replace(server, replicas=max(2, server.replicas))
+    server = dataclasses.replace(server, replicas=max(2, server.replicas) if options.by == "kill" else 1)
     with measurement_run(report.json) as run:
         with run.server(server) as own, run.status(f"{options.streams} streams, twice"):
             found = uvloop.run(_measure(own, server.replicas, options, seed.seed))
-        run.add("failover", found, failover_table(found))
+        run.add("failover", found, failover_table(found, options.by))
         if found.equal_answers < found.streams or not found.moved:
             run.exit_status = 1
     return run.exit_status
@@ -98,28 +106,36 @@ async def _measure(server: BenchServer, num_replicas: int, options: FailoverOpti
     async with server.address.connect() as target:
         await _wait_for_replicas(target, num_replicas)
         requests = _requests(target, options, seed)
-        await _run(target, requests)  # the prompts' first computation, and code that runs for the first time
+        begun_s = time.perf_counter()
+        first = await _run(target, requests)  # the prompts' first computation, and code that runs for the first time
+        ttfts_s = [answer.arrived_s[0] - begun_s for answer in first]
         undisturbed = await _run(target, requests)
         kill_s, moved_before = 0.0, await _num_resumed(target)
 
         def kill(answers: Sequence[Answer]) -> None:
             nonlocal kill_s
             if not kill_s and min(len(answer.tokens) for answer in answers) >= options.output_tokens / 10:
-                os.kill(server.backend_pid(), signal.SIGKILL)
+                if options.by == "kill":
+                    os.kill(server.backend_pid(), signal.SIGKILL)
+                else:
+                    os.kill(server.process.pid, signal.SIGUSR2)
                 kill_s = time.perf_counter()
 
         disturbed = await _run(target, requests, kill)
         if not kill_s:
             raise BenchError("the streams ended before the replica was killed: raise --output-tokens")
         moved = await _num_resumed(target) - moved_before
-    return summarize(undisturbed, disturbed, kill_s, moved)
+    return summarize(undisturbed, disturbed, kill_s, moved, ttfts_s)
 
 
-def summarize(undisturbed: Sequence[Answer], disturbed: Sequence[Answer], kill_s: float, moved: int) -> Failover:
+def summarize(
+    undisturbed: Sequence[Answer], disturbed: Sequence[Answer], kill_s: float, moved: int, ttfts_s: list[float]
+) -> Failover:
     """Compare the two runs of the same requests. moved streams changed the replica."""
     gaps = [after - before for one in undisturbed for before, after in pairwise(one.arrived_s)]
     after_kill = sorted(
-        next((arrived for arrived in answer.arrived_s if arrived > kill_s), kill_s) - kill_s for answer in disturbed
+        max((after - before for before, after in pairwise(answer.arrived_s) if after > kill_s), default=0.0)
+        for answer in disturbed
     )
     return Failover(
         streams=len(disturbed),
@@ -129,6 +145,7 @@ def summarize(undisturbed: Sequence[Answer], disturbed: Sequence[Answer], kill_s
         gap_undisturbed_ms=_median_and_largest([answer.longest_gap_s() for answer in undisturbed]),
         gap_of_kill_ms=_median_and_largest([answer.longest_gap_s() for answer in disturbed]),
         gap_of_moved_ms=_median_and_largest(after_kill[-moved:] if moved else [0.0]),
+        first_computation_ms=_median_and_largest(ttfts_s),
     )
 
 
@@ -203,16 +220,18 @@ async def _wait_for_replicas(target: Target, count: int) -> None:
         await asyncio.sleep(0.05)
 
 
-def failover_table(found: Failover) -> Table:
+def failover_table(found: Failover, by: str) -> Table:
+    what = "One of the replicas killed" if by == "kill" else "The backend replaced by an upgrade"
     title = (
-        f"One of the replicas killed under {found.streams} streams: {found.moved} moved, "
+        f"{what} under {found.streams} streams: {found.moved} moved, "
         f"{found.equal_answers} answers equal; a step takes {found.step_ms:.1f} ms"
     )
     table = make_table(title, "longest gap between two tokens of a stream", "median ms", "largest ms")
     for name, (median_ms, largest_ms) in (
         ("undisturbed", found.gap_undisturbed_ms),
-        ("a replica killed, all streams", found.gap_of_kill_ms),
-        ("from the kill to the next token, streams that moved", found.gap_of_moved_ms),
+        (f"with the {by}, all streams", found.gap_of_kill_ms),
+        (f"with the {by}, the streams that moved", found.gap_of_moved_ms),
+        ("beside: the first token when all prompts are computed for the first time", found.first_computation_ms),
     ):
         table.add_row(name, f"{median_ms:.1f}", f"{largest_ms:.1f}")
     return table

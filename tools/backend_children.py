@@ -1,0 +1,97 @@
+"""How `penstock serve` starts its backends."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.backend.errors import StartupError
+from penstock.backend.passes.decoder.cpu.thread_counts import num_usable_cores
+from penstock.frontend.main import without_secrets
+from penstock.shm.memory.ring import create_fd
+from penstock.shm.process.heartbeat import Heartbeat
+from penstock.shm.process.options import to_argv
+from penstock.shm.process.supervisor import ChildSpec, module_argv
+from penstock.tools.recorder.crash_files import CrashFiles
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from penstock.backend.options import BackendOptions
+
+
+class CannotStart(Exception):
+    """The message is one line for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChildren:
+    """What all backends of a server have in common."""
+
+    log: Callable[[str], None]
+    hang_timeout_s: float
+    num_replicas: int
+    """Backends with the same model. On the CPU they share the cores: all of them would wait for each other's threads.
+    One alone decides for itself."""
+    may_die_often: bool
+    """One of many that dies again and again leaves the others running."""
+    crashes: Path | None
+    """Directory for the last seconds of backends that crashed."""
+
+    def prepare(self, options: BackendOptions) -> PreparedBackend:
+        """Allocate what a backend shares with this process. Raises CannotStart for a recorder whose size is out of
+        bounds, or without memory."""
+        recorder_fd = None
+        if options.flight_recorder:
+            try:
+                options.check()
+                recorder_fd = create_fd(options.flight_recorder)
+            except (StartupError, OSError) as error:
+                raise CannotStart(str(error)) from error
+        return PreparedBackend(self, options, Heartbeat.create(), recorder_fd)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBackend:
+    """A backend's options, its heartbeat and its flight recorder. These outlive each of its processes."""
+
+    common: BackendChildren
+    options: BackendOptions
+    heartbeat: Heartbeat
+    recorder_fd: int | None
+
+    def spec(self, name: str, **changes: Any) -> ChildSpec:
+        """Return how to start it. changes replace options."""
+        common = self.common
+        options = dataclasses.replace(
+            self.options, heartbeat_fd=self.heartbeat.fd, recorder_fd=self.recorder_fd, **changes
+        )
+        fds, on_crash = [self.heartbeat.fd], None
+        if self.recorder_fd is not None:
+            fds.append(self.recorder_fd)
+            if common.crashes is not None:
+                on_crash = CrashFiles(self.recorder_fd, common.crashes, name, common.log).write
+        return ChildSpec(
+            name,
+            module_argv("penstock.backend.main", to_argv(options)),
+            tuple(fds),
+            _share_of_cores(common.num_replicas) | without_secrets(os.environ),
+            stage=0,
+            heartbeat=self.heartbeat,
+            hang_timeout_s=common.hang_timeout_s,
+            on_crash=on_crash,
+            may_die_often=common.may_die_often,
+        )
+
+    def close(self) -> None:
+        """Call when its last process has ended."""
+        self.heartbeat.close()
+        if self.recorder_fd is not None:
+            os.close(self.recorder_fd)
+
+
+def _share_of_cores(num_replicas: int) -> dict[str, str]:
+    return {} if num_replicas == 1 else {"OMP_NUM_THREADS": str(max(1, num_usable_cores() // num_replicas))}
