@@ -96,6 +96,18 @@ def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], message: 
         read_all(tmp_path)
 
 
+def test_missing_expert_of_a_quantised_layer_is_refused_by_name(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "mlp_only_layers": []}
+    plain = ("lm_head", "embed_tokens", "mlp.gate")
+    checkpoint = write_checkpoint(tmp_path, GPTQ, gptq(), plain=plain, architecture="qwen3-moe", **experts)
+    read_all(tmp_path)
+    rewrite(checkpoint.file, {"model.layers.1.mlp.experts.3.down_proj.qweight": None})
+    with pytest.raises(
+        StartupError, match=r"layers\.1\.mlp\.experts\.3\.down_proj\.qweight, expected .* is missing from"
+    ):
+        read_all(tmp_path)
+
+
 @pytest.mark.parametrize("qzero", [-0.53125, 0.0625, -1.0])
 def test_zero_point_that_is_no_integer_of_four_bits_is_refused(qzero: float, tmp_path: Path) -> None:
     """In AWQ's gemv_fast, beside a scale of 1/16: 8.5, -1 and 16."""
