@@ -288,7 +288,7 @@ def _decode(
         out = case.run(launcher)
         for _ in range(repeats - 1):
             require_same_bits("a repeat", case.run(launcher), out)
-        return require_within("relative to the largest", case.error(out), decode.TOLERANCE[out.dtype])
+        return require_within("relative to the largest of a row", case.error(out), decode.TOLERANCE[out.dtype])
 
     name = _name(kv_dtype, head_dim, group, page_size, window, max(lengths))
     return Check("decode", name, run, (head_dim, group) == (128, 4))

@@ -1,0 +1,193 @@
+"""The cases' comparisons with float64 find a bug in a kernel: windows, sinks, quantised products, rounding, experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from penstock.backend.checkpoint.decoder_config import ClampedGate, Experts
+from penstock.tools.gpu_check.cases import decode, prefill
+from penstock.tools.gpu_check.cases.comparing import Mismatch, require_within
+from penstock.tools.gpu_check.cases.experts import ExpertsCase, check_experts
+from penstock.tools.gpu_check.cases.quantized import LinearCase, check_embedding, check_linear
+from penstock.tools.gpu_check.cases.rounded import check_rounded
+from tests.cuda_emulator.planting import VARIABLE, Bug, PlantedLauncher
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
+
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A check that passes with the sound kernels of `sources` and finds each of the bugs.
+
+    No bug may make a kernel leave its tensors' memory, because the emulator's fast mode does not notice.
+    """
+
+    sources: tuple[str, ...]
+    check: Callable[[Launcher], object]
+    bugs: tuple[Bug, ...]
+
+
+def check_decode(launcher: Launcher, kv_dtype: str) -> float:
+    """Windows that begin within a page and a chunk, and a context so short that the sink has much of the weight."""
+    attention = decode.attention_of(64, kv_dtype, kv_heads=1, group=2, window=300)
+    case = decode.DecodeCase.of(attention, decode.rows_of(301, 617, 2))
+    return require_within("an output", case.error(case.run(launcher)), decode.TOLERANCE[decode.ACT_OF[kv_dtype]])
+
+
+def check_prefill(launcher: Launcher, kv_dtype: str) -> float:
+    attention = prefill.attention_of(64, kv_dtype, group=2, window=70)
+    step = prefill.prepare(attention, prefill.rows_of((208, 70), (0, 75)))
+    error = prefill.error_of(attention, step, prefill.run(attention, step, launcher))
+    return require_within("of a query", error, prefill.TOLERANCE[kv_dtype])
+
+
+def check_weights(launcher: Launcher, form: str) -> None:
+    """An odd number of outputs and inputs that fill no chunk; products, and a table's rows."""
+    case = LinearCase(form, 24, 256 if form == "q6_k" else 288, 5, BF16, has_bias=True, scale=0.5)
+    check_linear(launcher, case)
+    check_embedding(launcher, case)
+
+
+def check_rounding(launcher: Launcher, form: str) -> None:
+    scale = 0.5 if form == "int8" else 1.0  # the library has no product of E4M3 with another one
+    check_rounded(launcher, LinearCase(form, 32, 200, 260, BF16, has_bias=True, scale=scale))
+
+
+def check_stored_experts(launcher: Launcher) -> None:
+    """Groups of more than one tile."""
+    gpt_oss = Experts(3, 2, 32, normalises=True, biased=True, clamped_gate=ClampedGate(1.7, 0.5))
+    check_experts(launcher, ExpertsCase(gpt_oss, 64, 110, BF16, stored="mxfp4"))
+
+
+ITEMS, SINKS = "decode_items.cuh", "sinks.cuh"
+WEIGHTS, PRODUCTS, ROWS = "quantised_weights.cuh", "quantised_products.cu", "rounded_rows.cu"
+_WINDOW, _SINK = "max(length - window, 0)", "ex2_approx(sink * kLog2E - peak)"
+DECODE = (
+    Bug(ITEMS, _WINDOW, "max(length - window - 1, 0)"),
+    Bug(ITEMS, _WINDOW, "max(length - window + 1, 0)"),
+    Bug(ITEMS, "(length - first + chunk_tokens - 1) / chunk_tokens", "max((length - first) / chunk_tokens, 1)"),
+    Bug(SINKS, _SINK, "0.0f"),
+    Bug(SINKS, _SINK, "ex2_approx(sink - peak)"),
+)
+PREFILL_SINKS = (Bug(SINKS, _SINK, "0.0f"), Bug(SINKS, _SINK, "ex2_approx(sink - peak)"))
+MMA, FP32 = "prefill_attention.cu", "prefill_attention_fp32.cu"
+_BEGIN = "max(0, tile.position(0) - step.window + 1)"
+PREFILL = (
+    Bug(MMA, "column <= position - window", "column < position - window"),
+    Bug(MMA, "column <= position - window", "column <= position - window + 1"),
+    Bug(MMA, "last > warp_first - step.window", "first > warp_first - step.window"),
+    Bug(MMA, "first > warp_last - step.window", "last > warp_last - step.window"),
+    Bug(MMA, _BEGIN, "max(0, tile.position(0) - step.window + 2)"),
+    *PREFILL_SINKS,
+)
+PREFILL_FP32 = (
+    Bug(FP32, "token <= positions[r] - step.window", "token < positions[r] - step.window"),
+    Bug(FP32, "token <= positions[r] - step.window", "token <= positions[r] - step.window + 1"),
+    Bug(FP32, _BEGIN, "max(0, tile.position(0) - step.window + 2)"),
+    *PREFILL_SINKS,
+)
+GROUP = Bug(WEIGHTS, "scales[i][step * kStepInputs / GROUP]", "scales[i][0]")
+ROW_GROUP = Bug(WEIGHTS, "output * weights.num_groups() + input / GROUP", "output * weights.num_groups()")
+CHUNK = Bug(WEIGHTS, "scale_rows[i][first + group]", "scale_rows[i][group]")
+BIAS = Bug(PRODUCTS, "product + to_float(bias[before + output])", "product")
+INT4 = (
+    Bug(WEIGHTS, "zeros[i][step * kStepInputs / GROUP]", "zeros[i][0]"),
+    Bug(WEIGHTS, "0xc300c300u + zero * 0x10001u", "0xc300c300u + zero"),
+    GROUP,
+    ROW_GROUP,
+    CHUNK,
+    BIAS,
+)
+INT8 = (
+    Bug(WEIGHTS, "pair & 0x00800080u", "pair & 0x00000080u"),
+    Bug(WEIGHTS, "prmt(high, 0, 0x4342)", "prmt(low, 0, 0x4342)"),
+    Bug(PRODUCTS, "weights.scales[output]", "weights.scales[0]"),
+    BIAS,
+)
+MXFP4 = (
+    Bug(WEIGHTS, "mul_bf16x2((pair & 0x00070007u) << 6 | (pair & 0x00080008u) << 12, 0x7e807e80u)",
+        "mul_bf16x2((pair & 0x00070007u) << 6, 0x7e807e80u)"),
+    Bug(WEIGHTS, "unsigned(x.exponent) << 23", "unsigned(x.exponent + 1) << 23"),
+    GROUP,
+    CHUNK,
+)  # fmt: skip
+FP8_BLOCKS = (
+    Bug(WEIGHTS, "widen_floats(Act{}, high >> 16)", "widen_floats(Act{}, high & 0xffffu)"),
+    CHUNK,
+    Bug(WEIGHTS, "chunk * kRowChunkInputs / GROUP", "chunk"),
+    ROW_GROUP,
+)
+_SCALED = "pack(Act{}, low * scale - minimum, high * scale - minimum)"
+_MULTIPLIER = "static_cast<signed char>(multipliers[0])"
+BLOCKS = (
+    Bug(WEIGHTS, _SCALED, "pack(Act{}, low * scale + minimum, high * scale + minimum)"),
+    Bug(WEIGHTS, _SCALED, "pack(Act{}, low * scale, high * scale)"),
+    Bug(WEIGHTS, "chunk * kRowChunkInputs + step * kStepInputs + lane % 4 * 8", "chunk * kRowChunkInputs"),
+    Bug(WEIGHTS, "output * (filled >> block_shift) + (input >> block_shift)", "output * (filled >> block_shift)"),
+)
+MULTIPLIERS = (
+    Bug(WEIGHTS, _MULTIPLIER, "multipliers[0]"),
+    Bug(
+        WEIGHTS,
+        "output * (filled >> group_shift) + (input >> group_shift)",
+        "output * (filled >> group_shift) + (input >> block_shift)",
+    ),
+)
+ROUNDED = (
+    Bug(ROWS, "__float_as_uint(numbers[j]) & 0x7fffffffu", "__float_as_uint(fmaxf(numbers[j], 0.0f))"),
+    Bug(ROWS, "is_finite ? 0.0f : __uint_as_float(0x7fffffffu)", "0.0f"),
+    Bug(ROWS, "lane * 16 + step * 8", "lane * 8 + step * 32"),
+    Bug(ROWS, "kLargestNumber / peak", "0.5f * kLargestNumber / peak"),
+)
+ROUNDED_INT8 = (
+    Bug(ROWS, "rintf(numbers[j] * factor)", "floorf(numbers[j] * factor)"),
+    Bug(ROWS, "float(at[j]) * of_row * of_output[j] + biases[j]", "float(at[j]) * of_row * of_output[0] + biases[j]"),
+    Bug(ROWS, "float(at[j]) * of_row * of_output[j] + biases[j]", "float(at[j]) * of_row * of_output[j]"),
+)
+EXPERTS = (
+    Bug("expert_tiles.cuh", "(number - earlier) * kTileRows", "(number - earlier) * (kTileRows + 1)"),
+    Bug(PRODUCTS, "tokens[tile.first + row]", "tokens[tile.first]"),
+    Bug("experts.cu", "chosen[first + rank]", "chosen[first]"),
+    Bug("experts.cu", "up + 1.0f", "up"),
+    Bug("experts.cu", "places[first + rank]", "first + rank"),
+)
+PLANTED = {
+    "decode": Planted(("decode_plan.cu", "decode_attention.cu"), partial(check_decode, kv_dtype="bf16"), DECODE),
+    "prefill": Planted((MMA,), partial(check_prefill, kv_dtype="bf16"), PREFILL),
+    "prefill in fp32": Planted((FP32,), partial(check_prefill, kv_dtype="fp32"), PREFILL_FP32),
+    "int4": Planted((PRODUCTS,), partial(check_weights, form="int4"), INT4),
+    "int8": Planted((PRODUCTS,), partial(check_weights, form="int8"), INT8),
+    "mxfp4": Planted((PRODUCTS,), partial(check_weights, form="mxfp4"), MXFP4),
+    "fp8-128": Planted((PRODUCTS,), partial(check_weights, form="fp8-128"), FP8_BLOCKS),
+    "q4_1": Planted((PRODUCTS,), partial(check_weights, form="q4_1"), BLOCKS),
+    "q6_k": Planted((PRODUCTS,), partial(check_weights, form="q6_k"), MULTIPLIERS),
+    "rounded int8": Planted((ROWS,), partial(check_rounding, form="int8"), (*ROUNDED, *ROUNDED_INT8)),
+    "rounded fp8": Planted((ROWS,), partial(check_rounding, form="fp8"), ROUNDED),
+    "experts": Planted((PRODUCTS, "experts.cu"), check_stored_experts, EXPERTS),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
+def test_each_planted_bug_is_found(planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = PlantedLauncher(tmp_path, planted.sources, planted.bugs)
+    planted.check(launcher)  # without a bug the copy is sound
+    missed = []
+    for number, bug in enumerate(planted.bugs):
+        monkeypatch.setenv(VARIABLE, str(number))
+        try:
+            planted.check(launcher)
+        except Mismatch:
+            continue
+        missed.append(str(bug))
+    assert not missed
