@@ -16,6 +16,7 @@ from penstock.tools.gpu_check.checks import (
     compilation,
     correctness,
     encoder_agreement,
+    library_products,
     pass_agreement,
     transformers_agreement,
 )
@@ -85,3 +86,16 @@ def test_the_encoder_on_the_gpu_agrees_with_the_cpu(record: Record) -> None:
     findings = record.findings()
     assert {"encoder.fp32", "encoder.bf16", "encoder.int8"} <= set(findings)
     assert float(findings["encoder.int8"].value or 1) < 0.01
+
+
+def test_library_products_are_checked_on_the_device(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[torch.Tensor] = []
+    for name in ("_int_mm", "_scaled_mm"):
+        product = getattr(torch, name)
+        monkeypatch.setattr(
+            torch, name, lambda x, *rest, p=product, **named: (found.append(x), p(x, *rest, **named))[1]
+        )
+    library_products.check_library_products(record.results, make_device_context(), ((32, 72, 260),))
+    findings = record.findings()
+    assert {"library.rounded.bf16.int8", "library.rounded.bf16.fp8", "library.widened.fp16.fp8-128"} <= set(findings)
+    assert {x.dtype for x in found} == {torch.int8, torch.float8_e4m3fn}

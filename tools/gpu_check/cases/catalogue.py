@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from penstock.backend.checkpoint.decoder_config import Experts
+from penstock.backend.checkpoint.decoder_config import ClampedGate, Experts
 from penstock.backend.passes.decoder.cuda.attention.encoder_attention import DTYPES as ENCODER_DTYPES
 from penstock.backend.passes.decoder.cuda.attention.encoder_attention import ENCODER_HEAD_DIMS
 from penstock.backend.passes.decoder.cuda.attention.kernel_limits import HEAD_DIMS
@@ -106,8 +106,10 @@ def small_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check
         case = quantized.LinearCase(form, 40, 256, 11, torch.bfloat16, has_bias=True)
         yield Check("quantised", f"small.{form}", partial(quantized.check_linear, case=case))
     for form in rounded.FORMS:
-        case = quantized.LinearCase(form, 48, 200, 260, torch.bfloat16, has_bias=True)
-        yield Check("rounded", f"small.{form}", partial(rounded.check_rounded, case=case))
+        rounding = partial(rounded.check_rounding, form=form, dtype=torch.bfloat16, inputs=200)
+        yield Check("rounded", f"small.{form}", rounding)
+    case = quantized.LinearCase("int8", 48, 200, 260, torch.bfloat16, has_bias=True)
+    yield Check("rounded", "small.product", partial(rounded.check_rounded, case=case))
     yield Check("sampling", "greedy", partial(sampling.check_greedy, dtype=torch.bfloat16, vocab_size=4097))
     yield Check("sampling", "penalties", partial(sampling.check_penalties, vocab_size=90, num_steps=2))
     every = sampling.FILTERS[-1]
@@ -186,6 +188,9 @@ def _experts() -> Iterator[Check]:
                 yield Check("experts", name_of_case, partial(experts.check_experts, case=case), is_of_8b)
         gate = partial(experts.check_shared_gate, dtype=dtype, hidden=2048, width=1408)
         yield Check("experts", f"shared_gate.{name}", gate, is_of_8b)
+        gpt_oss = Experts(8, 4, 736, normalises=True, biased=True, clamped_gate=ClampedGate(1.702, 7.0))
+        clamped = experts.ExpertsCase(gpt_oss, 1440, 60, dtype)
+        yield Check("experts", f"clamped.{name}", partial(experts.check_experts, case=clamped), is_of_8b)
     for count, per_token in ((1, 1), (60, 4), (128, 8), (513, 3)):
         routes = partial(experts.check_routes, num_experts=count, per_token=per_token)
         yield Check("experts", f"routes.{count}", routes)
@@ -209,8 +214,8 @@ def _quantized() -> Iterator[Check]:
             run = partial(experts.check_experts, case=case_of_experts)
             yield Check("quantised", f"experts.{stored}.{name}", run)
         for form in rounded.FORMS:
-            rounded_case = quantized.LinearCase(form, 2064, 4096, 300, dtype, has_bias=True)
-            yield Check("rounded", f"{name}.{form}", partial(rounded.check_rounded, case=rounded_case))
+            rounding = partial(rounded.check_rounding, form=form, dtype=dtype, inputs=4104)
+            yield Check("rounded", f"{name}.{form}", rounding)
 
 
 def encoder_checks() -> Iterator[Check]:

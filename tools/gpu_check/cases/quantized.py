@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
     from penstock.backend.passes.decoder.cuda.ops.matmul import Matmul
 
+CPU = torch.device("cpu")
+"""The device of all tensors if the launcher copies them to the GPU and back."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FORMS: dict[str, WeightForm] = {
     "int8": PackedForm(None),
@@ -108,11 +110,16 @@ class LinearCase:
         generator = torch.Generator().manual_seed(1)
         return torch.randn(self.num_rows, self.inputs, generator=generator).to(self.dtype)
 
-    def run(self, launcher: Launcher, x: Tensor, matmul: Matmul) -> Tensor:
-        """[n, outputs]"""
-        products = QuantizedProducts(launcher, torch.device("cpu"), self.dtype, len(x), matmul)
-        out = poisoned(len(x), self.outputs, dtype=self.dtype)
-        return products.multiply(x, products.pack(self.weight(), self.bias(), self.scale), out)
+    def run(self, launcher: Launcher, x: Tensor, matmul: Matmul, device: torch.device = CPU) -> Tensor:
+        """[n, outputs], computed on the device."""
+        products = QuantizedProducts(launcher, device, self.dtype, len(x), matmul)
+        return self.multiply(launcher, products, x, device)
+
+    def multiply(self, launcher: Launcher, products: QuantizedProducts, x: Tensor, device: torch.device) -> Tensor:
+        weights = products.pack(self.weight(), self.bias(), self.scale)
+        launcher.prepare(products.kernels())
+        out = poisoned(len(x), self.outputs, dtype=self.dtype).to(device)
+        return products.multiply(x.to(device), weights, out).cpu()
 
     def expected(self, x: Tensor, weights: Tensor) -> Tensor:
         """In float64; weights: [outputs, inputs]."""
@@ -129,10 +136,10 @@ def check_linear(launcher: Launcher, case: LinearCase, matmul: Matmul | None = N
     return _check_close(case, case.run(launcher, x, matmul or BlockedMatmul()), case.expected(x, weights))
 
 
-def check_widened(launcher: Launcher, case: LinearCase) -> float:
+def check_widened(launcher: Launcher, case: LinearCase, device: torch.device = CPU) -> float:
     """The library's product with weights that are widened in memory, where they are rounded to the dtype once."""
     x, widened = case.rows(), case.weight().dequantize().to(case.dtype)
-    return _check_close(case, case.run(launcher, x, WholeMatmul()), case.expected(x, widened))
+    return _check_close(case, case.run(launcher, x, WholeMatmul(), device), case.expected(x, widened))
 
 
 def check_company(launcher: Launcher, case: LinearCase) -> None:

@@ -1,24 +1,28 @@
-"""Products of many rows that are rounded to 8 bits, checked against float64 products of the same 8-bit numbers."""
+"""Rows that are rounded to 8 bits, and their products, checked against float64 products of the same 8-bit numbers.
+
+torch multiplies on the device of its tensors. Torch 2.10 has no product of E4M3 with a scale for each row on a CPU.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from penstock.backend.checkpoint.float8_weight import Float8Form
 from penstock.backend.passes.decoder.cuda.ops.matmul import WholeMatmul
 from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedProducts
-from penstock.backend.passes.decoder.cuda.ops.rounded_rows import FLOAT8_CAPABILITY, RoundedProducts
-from penstock.tools.gpu_check.cases.comparing import require_close, require_same_bits
-from penstock.tools.gpu_check.cases.elementwise import TOLERANCE, poisoned
+from penstock.backend.passes.decoder.cuda.ops.rounded_rows import FLOAT8_CAPABILITY, RoundedProducts, rounding_kernels
+from penstock.tools.gpu_check.cases.comparing import require, require_close, require_same_bits
+from penstock.tools.gpu_check.cases.elementwise import TOLERANCE
+from penstock.tools.gpu_check.cases.quantized import CPU, LinearCase
 from penstock.tools.gpu_check.cases.quantized import FORMS as ALL_FORMS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
-    from penstock.tools.gpu_check.cases.quantized import LinearCase
 
 FORMS = ("int8", "fp8")
 _LARGEST = {"int8": torch.tensor(127.0), "fp8": torch.tensor(448.0)}
@@ -34,37 +38,71 @@ def rounded(x: Tensor, form: str) -> Tensor:
     return values.double() * (peak / _LARGEST[form])
 
 
-def run(launcher: Launcher, case: LinearCase, x: Tensor, capability: tuple[int, int] = FLOAT8_CAPABILITY) -> Tensor:
-    """[T, outputs]"""
-    device = torch.device("cpu")
+def check_rounding(launcher: Launcher, form: str, dtype: torch.dtype, inputs: int) -> None:
+    """Every number is at most half a step of its row from its own, in the order of inputs that weights have."""
+    x = _rows_of_all_sizes(LinearCase(form, 16, inputs, 40, dtype).rows())
+    width = -(-inputs // 64) * 64
+    bits, scales = torch.full((len(x), width), 0x7F, dtype=torch.uint8), torch.full((len(x), 1), torch.nan)
+    kernel, *_ = rounding_kernels(ALL_FORMS[form], dtype)
+    launcher.launch(kernel, (len(x), 1, 1), x, bits, scales, np.int32(inputs), np.int32(width))
+    values = bits.view(torch.int8 if form == "int8" else torch.float8_e4m3fn).double()
+    ordered = values.view(len(x), -1, 4, 2, 8).transpose(2, 3).reshape(len(x), width)
+    require("numbers behind the last input", not ordered[:, inputs:].any())
+    found, numbers = ordered[:, :inputs] * scales, x.double()
+    peak = numbers.abs().amax(dim=-1, keepdim=True)
+    require_close("the scales", scales, peak / _LARGEST[form], 1e-6, 1e-37)
+    # Steps of E4M3 are an eighth of a power of two, from 2^-9 on.
+    half_step = 0.5 * scales if form == "int8" else torch.maximum(numbers.abs() / 16, scales * 2**-10)
+    require("a number is further than half a step", bool(((found - numbers).abs() <= 1.001 * half_step).all()))
+
+
+def run(
+    launcher: Launcher,
+    case: LinearCase,
+    x: Tensor,
+    capability: tuple[int, int] = FLOAT8_CAPABILITY,
+    device: torch.device = CPU,
+) -> Tensor:
+    """[T, outputs], computed on the device."""
     products = RoundedProducts(launcher, device, case.dtype, len(x), case.inputs, capability)
-    linears = QuantizedProducts(launcher, device, case.dtype, len(x), WholeMatmul(), products)
-    out = poisoned(len(x), case.outputs, dtype=case.dtype)
-    return linears.multiply(x, linears.pack(case.weight(), case.bias(), case.scale), out)
+    return case.multiply(
+        launcher, QuantizedProducts(launcher, device, case.dtype, len(x), WholeMatmul(), products), x, device
+    )
 
 
-def check_rounded(launcher: Launcher, case: LinearCase) -> float:
+def check_rounded(
+    launcher: Launcher,
+    case: LinearCase,
+    capability: tuple[int, int] = FLOAT8_CAPABILITY,
+    device: torch.device = CPU,
+) -> float:
     """Rows of very different sizes, one of zeros, and two that are not finite, which spoil no other row.
 
     The library has no product of E4M3 in fp16, or with a scale of all results: such rows keep 16 bits. Returns the
     error as a share of the tolerance.
     """
-    x = case.rows()
-    x *= torch.logspace(-3, 1, len(x))[:, None].to(x.dtype)
-    x[3] = 0.0
+    x = _rows_of_all_sizes(case.rows())
     is_float = isinstance(ALL_FORMS[case.form], Float8Form)
-    keeps_16_bits = is_float and (case.dtype is not torch.bfloat16 or case.scale != 1.0)
+    keeps_16_bits = is_float and (
+        case.dtype is not torch.bfloat16 or case.scale != 1.0 or capability < FLOAT8_CAPABILITY
+    )
     weights = case.weight().dequantize()
     expected = case.expected(x, weights.to(case.dtype)) if keeps_16_bits else _expected(case, x, weights)
     faulty = x.clone()
     faulty[5, 1], faulty[-1, -1] = torch.nan, torch.inf
-    found = run(launcher, case, faulty)
+    found = run(launcher, case, faulty, capability, device)
     require_same_bits("rows with a NaN or an infinity are finite", found[[5, -1]].isfinite().any(), torch.tensor(False))
     is_sound = faulty.isfinite().all(dim=-1)
     tolerance = TOLERANCE[case.dtype]
     sizes = expected.abs().amax(dim=-1, keepdim=True) + 1e-30
     found = found.double() / sizes
     return require_close("the product", found[is_sound], (expected / sizes)[is_sound], tolerance, 1e-2 * tolerance)
+
+
+def _rows_of_all_sizes(x: Tensor) -> Tensor:
+    scaled = x * torch.logspace(-3, 1, len(x))[:, None].to(x.dtype)
+    scaled[3] = 0.0
+    return scaled
 
 
 def _expected(case: LinearCase, x: Tensor, weights: Tensor) -> Tensor:

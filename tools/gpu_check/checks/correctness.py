@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.tools.gpu_check.cases.catalogue import quick_checks, wide_checks
 from penstock.tools.gpu_check.checks.encoder_agreement import check_encoder
+from penstock.tools.gpu_check.checks.library_products import check_library_products
 from penstock.tools.gpu_check.checks.pass_agreement import check_passes
 from penstock.tools.gpu_check.checks.transformers_agreement import check_transformers
 from penstock.tools.gpu_check.devices.device_context import open_device_context
@@ -20,13 +21,14 @@ if TYPE_CHECKING:
     from penstock.tools.gpu_check.cases.catalogue import Check
     from penstock.tools.gpu_check.reporting.results import Results
 
-_RESERVE_FOR_PASSES_S = 20.0
+_RESERVE_FOR_PASSES_S = 25.0
 
 
 def run(results: Results) -> None:
     launcher = MirrorLauncher()
     run_checks(results, launcher, wide_checks(launcher.shared_bytes_per_sm), reserve_s=_RESERVE_FOR_PASSES_S)
     context = open_device_context()
+    check_library_products(results, context)
     check_passes(results, context)
     check_encoder(results, context)
     check_transformers(results, context)

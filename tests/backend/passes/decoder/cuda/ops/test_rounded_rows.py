@@ -9,7 +9,7 @@ from penstock.backend.passes.decoder.cuda import cuda_graphs
 from penstock.backend.passes.decoder.cuda.ops import quantized_linear
 from penstock.backend.passes.decoder.cuda.ops.rounded_rows import MIN_ROUNDED_ROWS
 from penstock.tools.gpu_check.cases.quantized import DTYPES, LinearCase, check_widened
-from penstock.tools.gpu_check.cases.rounded import FORMS, check_rounded, run
+from penstock.tools.gpu_check.cases.rounded import FORMS, check_rounded, check_rounding, run
 from tests.cuda_emulator import EmulatedLauncher
 
 FAST = EmulatedLauncher()
@@ -29,6 +29,13 @@ def entries(launcher: EmulatedLauncher, monkeypatch: pytest.MonkeyPatch) -> list
 def test_products_agree_with_float64(form: str, dtype: torch.dtype) -> None:
     check_rounded(FAST, LinearCase(form, 48, 136, ROWS, dtype, has_bias=True))
     check_rounded(FAST, LinearCase(form, 16, 64, ROWS, dtype, scale=0.5))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_rows_are_rounded_to_the_nearest_number_in_the_order_of_weights(form: str, dtype: torch.dtype) -> None:
+    for inputs in (8, 64, 200):
+        check_rounding(FAST, form, dtype, inputs)
 
 
 def test_outputs_are_cut_to_the_memory_for_sums(monkeypatch: pytest.MonkeyPatch) -> None:
