@@ -101,7 +101,9 @@ class Judge:
             if not is_first or any(places[other] < places[sequence] for other in firsts):
                 raise Violation("a sequence is admitted before one that ran in an earlier backend")
         elif not was_passed:
-            if any(other.account is sequence.account and places[other] < places[sequence] for other in queued):
+            # Requests take turns: an input that is not the first of its request may be passed by others.
+            ordered = [other for other in queued if other.group in (None, sequence.group)]
+            if any(other.account is sequence.account and places[other] < places[sequence] for other in ordered):
                 raise Violation("a sequence is admitted before its turn")
             if any(other.account.service < sequence.account.service for other in queued):
                 raise Violation("a tenant is served before one that has received less")
@@ -221,7 +223,16 @@ class Judge:
             ):
                 raise Violation(f"{opened.ask} has received {opened.next_index} tokens of {len(sequence.tokens)}")
         self._world.covered["parked"] += len(backend.scheduler._waiting._key_of)
+        self._judge_groups()
         self._judge_board()
+
+    def _judge_groups(self) -> None:
+        """Rounds are remembered only of requests with inputs that wait."""
+        scheduler = self._world.backend.scheduler
+        waiting = {(sequence.account, sequence.group) for sequence in scheduler._waiting.sequences()}
+        for account in scheduler._tenants._accounts.values():
+            if any((account, group) not in waiting for group in account._rounds):
+                raise Violation(f"rounds of {account._rounds} are left over")
 
     def _judge_board(self) -> None:
         board, requests = self._world.backend.board, self._world.backend.requests

@@ -81,7 +81,7 @@ class Frontend:
             timeout_ms=timeout_ms,
             constraints=ask.constraints,
             num_prompt_logprobs=ask.num_prompt_logprobs,
-            pooled=None if ask.vector is None else Pooled("embed"),
+            pooled=None if ask.vector is None else Pooled("embed", group=ask.group),
             admitted_ns=ask.admitted_ns,
         )
         if ask.is_embedded and not ask.got:

@@ -8,6 +8,7 @@ from penstock.backend.engine import vector_delivery
 from penstock.backend.engine.delivery import Delivery
 from penstock.backend.engine.intake import Intake
 from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.sequences.tenant import Group, TenantAccount
 from tests.simulation.planting import Plant, wrap
 
 
@@ -16,8 +17,16 @@ def _fails_all(fail_one: Any, delivery: Delivery, sequence: Sequence, *_: Any) -
         fail_one(delivery, sequence, subscriber)
 
 
+def _leaves_only_at_its_start(
+    leave_round: Any, account: TenantAccount, group: Group | None, number: int, *, has_started: bool
+) -> None:
+    if has_started:
+        leave_round(account, group, number, has_started=True)
+
+
 VECTOR_BUGS: dict[str, Plant] = {
     "a refused frontend never learns that there is room": wrap(Intake, "announce_room", lambda *_: None),
     "an error at one vector fails all requests that share it": wrap(Delivery, "fail_one", _fails_all),
+    "inputs that a client drops keep their rounds": wrap(TenantAccount, "leave_round", _leaves_only_at_its_start),
     "vectors of a step are mixed up": wrap(vector_delivery, "_pack_each", lambda pack, *args: pack(*args)[::-1]),
 }

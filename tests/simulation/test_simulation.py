@@ -71,6 +71,8 @@ _MUST_OCCUR = {
     "vectors shared": 20,
     "vectors kept": 50,
     "vectors computed again": 50,
+    "requests with several inputs": 10,
+    "inputs dropped halfway": 100,
     "room announced": 100,
     "ended by its grammar": 20,
     "refused BAD_GRAMMAR": 20,

@@ -59,6 +59,8 @@ class Ask:
     num_lives: int = 0
     vector: list[float] | None = None
     """The vector that a pooled request must receive, instead of tokens."""
+    group: int = 0
+    """The same number for all inputs of a client's request; 0 if it has one."""
     engine_error: str = ""
     """The place at which the engine fails on it; see `faults`."""
 
@@ -101,6 +103,7 @@ class Setup:
     weights: dict[bytes, float]
     """The tenants. They may share a salt, as clients without keys do."""
     pooled_rate: float = 0.0
+    group_rate: float = 0.0
     vector_cache_bytes: int = 0
 
     @classmethod
@@ -216,6 +219,7 @@ class Setup:
     def draw_pooled(self, seed: int) -> None:
         """Some worlds have requests for vectors, half of these a cache for them."""
         self.pooled_rate = 0.5 * (seed % _POOLED_EVERY == 5)
+        self.group_rate = 0.2 * (seed % _POOLED_EVERY == 5 and isinstance(self.model, ChainModel))
         self.vector_cache_bytes = 2000 * (seed % (2 * _POOLED_EVERY) == 5)
 
     def make_pooled(self, ask: Ask) -> None:
@@ -224,6 +228,15 @@ class Setup:
             ask.vector, ask.finish, ask.max_tokens = self.model.vector(ask.prompt), Finish.STOP, 1
             ask.expected, ask.logprobs, ask.scores, ask.stop_ids = [], [], [], ()
             ask.constraints, ask.num_prompt_logprobs, ask.is_embedded = None, -1, False
+
+    def draw_inputs(self, rng: Random, first_number: int, group: int) -> list[Ask]:
+        """The inputs of one client's request for vectors, perhaps equal ones."""
+        asks = [self.draw_ask(rng, first_number + place) for place in range(rng.randint(2, 5))]
+        for ask in asks:
+            self.make_pooled(ask)
+            ask.group, ask.salt, ask.tenant, ask.weight = group, asks[0].salt, asks[0].tenant, asks[0].weight
+            ask.priority, ask.timeout_ms = asks[0].priority, asks[0].timeout_ms
+        return asks
 
     def _rules(self, constraints: Constraints | None, stop_ids: tuple[int, ...]) -> Rules | None:
         if constraints is None:

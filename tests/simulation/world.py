@@ -126,6 +126,10 @@ class World:
             burst = rng.randint(2, 6) if rng.random() < rates["burst"] else 1
             for _ in range(burst):
                 self._submit(self._draw_ask())
+        if self._pooled_rng.random() < self.setup.group_rate:
+            self._submit_inputs()
+        if self._pooled_rng.random() < self.setup.group_rate:
+            self._hang_up()
         if rng.random() < rates["bad request"]:
             self._submit_badly()
         if rng.random() < rates["cancel"]:
@@ -162,8 +166,27 @@ class World:
             ask.engine_error = self.rng.choice(ENGINE_ERRORS)
         return ask
 
-    def _submit(self, ask: Ask) -> None:
-        frontend = self.rng.choice(list(self.frontends.values()))
+    def _submit_inputs(self) -> None:
+        """Submit a client's request for several vectors."""
+        frontend = self._pooled_rng.choice(list(self.frontends.values()))
+        for ask in self.setup.draw_inputs(self._pooled_rng, len(self.asks), group=1 + len(self.asks)):
+            self._submit(ask, frontend)
+        self.covered["requests with several inputs"] += 1
+
+    def _hang_up(self) -> None:
+        """Cancel all that is left of one request with several inputs."""
+        frontend = self._pooled_rng.choice(list(self.frontends.values()))
+        groups = sorted({ask.group for ask in frontend.asks.values() if ask.group})
+        if groups:
+            group = self._pooled_rng.choice(groups)
+            left = [request_id for request_id, ask in frontend.asks.items() if ask.group == group]
+            self.covered["inputs dropped halfway"] += len(left) < sum(ask.group == group for ask in self.asks)
+            for request_id in left:
+                frontend.cancel(request_id)
+
+    def _submit(self, ask: Ask, frontend: Frontend | None = None) -> None:
+        """Without a frontend to any of them."""
+        frontend = frontend or self.rng.choice(list(self.frontends.values()))
         self.asks.append(ask)
         ask.submitted_ns = 1 + int(1e9 * self.now_s)
         self._note(
