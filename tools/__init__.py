@@ -1,7 +1,7 @@
 """The `penstock` command: what a person types, and what measures the server.
 
 `main` lists the subcommands. `serve` runs backend and frontend under one supervisor, and `welcome` is what it prints
-when they are ready. `bench` measures a server or a part of it, `gpu_check` checks and measures the CUDA decoder,
-`random_model` writes checkpoints for benchmarks, and `demo_model` trained the model that is served by default. May
-import frontend, backend and shm; nothing imports it.
+when they are ready. `upgrade` replaces the backends of a running server. `bench` measures a server or a part of it,
+`gpu_check` checks and measures the CUDA decoder, `random_model` writes checkpoints for benchmarks, and `demo_model`
+trained the model that is served by default. May import frontend, backend and shm; nothing imports it.
 """
