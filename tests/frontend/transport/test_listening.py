@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import signal
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from websockets.sync.client import connect
 
 from penstock.frontend.main import listening_socket
 from penstock.frontend.options import FrontendOptions
@@ -74,6 +76,10 @@ def test_https_clients_are_served_streaming_and_not(
         with client.stream("POST", "/v1/completions", json={**BODY, "stream": True, "max_tokens": 50}) as response:
             lines = [line for line in response.iter_lines() if line]
         assert lines[-1] == "data: [DONE]"
+    socket_url = address.replace("https:", "wss:") + "/v1/responses"
+    with connect(socket_url, ssl=trusting(files[0]), proxy=None) as web_socket:
+        web_socket.send("{}")
+        assert json.loads(web_socket.recv(60))["error"]["param"] == "type"
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{address}/health", verify=trusting(certificates / "other.pem"))
     plain = address.replace("https:", "http:")

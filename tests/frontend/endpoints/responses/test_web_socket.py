@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from socket import create_server
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ from penstock.frontend.access.admission import Admission
 from penstock.frontend.access.api_keys import named_keys
 from penstock.frontend.app import App
 from penstock.frontend.endpoints.responses.web_socket import MAX_QUEUED, LatestResponses
+from penstock.frontend.transport.serving.server import HttpServer
 from penstock.shm.client import Overloaded
 from penstock.shm.messages import Finish
 from tests.frontend.clients.test_openai_sdk import serving
 from tests.frontend.endpoints.responses.test_store import response as stored
-from tests.frontend.harness import TOKENIZER, FakeBackend, make_app, says, silent
+from tests.frontend.harness import TOKENIZER, FakeBackend, make_app, says, silent, token_ids
 
 HI: dict[str, Any] = {"type": "response.create", "input": "hi", "store": False}
 
@@ -222,6 +224,29 @@ async def test_server_that_stops_ends_the_response_first(backend: FakeBackend) -
         await stopping
     assert closed.value.rcvd is not None
     assert closed.value.rcvd.code == 1012
+
+
+async def test_response_that_runs_may_end_when_the_server_stops(backend: FakeBackend) -> None:
+    backend.script = silent
+    app = make_app(backend)
+    listening = create_server(("127.0.0.1", 0))
+    url = f"ws://127.0.0.1:{listening.getsockname()[1]}/v1/responses"
+    server = HttpServer(app, app.exchanges, listening, drain_timeout_s=60, max_connections=8)
+    running = asyncio.create_task(server.run())
+    async with connect(url, proxy=None) as idle, connect(url, proxy=None) as socket:
+        await socket.send(json.dumps(HI))
+        await asyncio.wait_for(backend.submitted.wait(), 60)
+        server.stop()
+        with pytest.raises(ConnectionClosed) as idle_closed:
+            await asyncio.wait_for(idle.recv(), 60)
+        backend.streams[0].push(*token_ids("late"), finish=Finish.LENGTH)
+        assert (await rest_of(socket))[-1]["response"]["output"][0]["content"][0]["text"] == "late"
+        with pytest.raises(ConnectionClosed) as closed:
+            await asyncio.wait_for(socket.recv(), 60)
+    await running
+    for each in (idle_closed, closed):
+        assert each.value.rcvd is not None
+        assert each.value.rcvd.code == 1012
 
 
 async def test_upgrade_needs_a_key(backend: FakeBackend) -> None:
