@@ -226,8 +226,11 @@ class App:
             level = logging.DEBUG if exchange.path == health.READY_PATH else logging.INFO
             kind, param = error.kind, error.param or ""
             where = f"{exchange.method} {shorten(exchange.path)}" if kind is ErrorKind.UNKNOWN_PATH else param
-            logger.log(level, "refused %s: %d %s %s", exchange.request_id, kind.status, kind.name, where)
-            await exchange.respond_error(error)
+            try:
+                await exchange.respond_error(error)
+            finally:  # the API's own status is known now
+                status = exchange.status or kind.status
+                logger.log(level, "refused %s: %d %s %s", exchange.request_id, status, kind.name, where)
         except ClientGoneError:
             raise
         except Exception:

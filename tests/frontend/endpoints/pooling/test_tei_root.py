@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -59,12 +60,20 @@ async def test_root_of_a_sparse_model_answers_weights() -> None:
         ("/embed", {"inputs": "x", "model": "none"}, 404, "Validation"),
     ],
 )
-async def test_errors_have_teis_statuses(
-    connection: ClientConnection, path: str, body: Any, status: int, error_type: str
+async def test_errors_have_teis_statuses_in_the_answer_and_the_log(
+    connection: ClientConnection,
+    path: str,
+    body: Any,
+    status: int,
+    error_type: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO, "penstock.app")
     refused = await connection.post(path, body)
     assert (refused.status, refused.json()["error_type"]) == (status, error_type)
     assert set(refused.json()) == {"error", "error_type"}
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "penstock.app"]
+    assert f": {status} " in line
 
 
 async def test_other_methods_at_root_have_openais_errors(connection: ClientConnection) -> None:
