@@ -98,6 +98,8 @@ def run(*, options: BackendOptions = BackendOptions()) -> None:  # noqa: B008 - 
         sys.exit(NO_ROOM_STATUS)
     except (StartupError, CannotListen) as error:
         log.close()
+        if options.heartbeat_fd is not None:
+            Heartbeat(options.heartbeat_fd).leave_words(str(error))
         fail("backend", str(error))
     except ExecutorFailed:
         logger.critical("the backend exits, to be restarted", exc_info=True)

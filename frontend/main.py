@@ -24,7 +24,6 @@ from penstock.frontend.endpoints.responses.storage.state_files import (
 )
 from penstock.frontend.options import FrontendOptions
 from penstock.frontend.settings import (
-    MAX_MODELS,
     WORKER_SETTINGS_VARIABLE,
     AccessSettings,
     ModelSocket,
@@ -44,6 +43,7 @@ from penstock.frontend.transport.serving.listening import (
     unlink,
 )
 from penstock.frontend.transport.serving.tls import ServerTls, TlsError, TlsFiles
+from penstock.shm.memory.model_table import MAX_MODELS
 from penstock.shm.memory.prefix_table import MAX_REPLICAS, PrefixTable
 from penstock.shm.process.options import ENV_PREFIX, fail, make_app
 from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
@@ -94,6 +94,7 @@ def serve(options: FrontendOptions) -> int:
         replica_socket_paths=tuple(str(path) for path in options.replica_socket),
         prefixes_fd=PrefixTable.create_fd(secrets.token_bytes(32)) if options.replica_socket else -1,
         model_sockets=models,
+        models_fd=-1 if options.models_fd is None else options.models_fd,
         embedding_socket_path=_text(options.embedding_socket),
         rerank_socket_path=_text(options.rerank_socket),
         access=access,
@@ -144,7 +145,7 @@ def _worker(settings: WorkerSettings, number: int, options: FrontendOptions) -> 
 
 
 def _passed_fds(settings: WorkerSettings) -> tuple[int, ...]:
-    return settings.listen_fd, settings.access.usage_fd, settings.accept_fd, settings.prefixes_fd
+    return settings.listen_fd, settings.access.usage_fd, settings.accept_fd, settings.prefixes_fd, settings.models_fd
 
 
 def _tracing(options: FrontendOptions) -> TracingSettings | None:

@@ -43,7 +43,7 @@ _GROUPS = {
     "Access": "api_key_file tenant_by cors_allow_origin allowed_host",
     "Limits of requests": "max_body max_open_requests response_store state_dir strict",
     "Failures and restarts": "drain_timeout_s resume_timeout_s hold_timeout_s max_held_requests keep_alive_interval_s",
-    "Processes": "socket replica_socket model_socket embedding_socket rerank_socket",
+    "Processes": "socket replica_socket model_socket models_fd embedding_socket rerank_socket",
     "Logs and traces": "log_level log_json otlp_endpoint trace_sample_ratio",
 }
 
@@ -91,6 +91,9 @@ class FrontendOptions:
     model_socket: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=False, show_default=False)] = ()
     """NAME=PATH: Unix socket of the backend of one of several models, and that model's name; may be repeated. A
     request's model chooses. Replaces --socket."""
+
+    models_fd: Annotated[int | None, Parameter(show=False, validator=Number(gte=0))] = None
+    """File descriptor of the table of models that sleep, which `penstock serve` keeps."""
 
     embedding_socket: Path | None = None
     """Unix socket of a further backend that computes embeddings."""

@@ -12,9 +12,6 @@ from penstock.frontend.transport.serving.tls import TlsFiles
 WORKER_SETTINGS_VARIABLE = "_PENSTOCK_FRONTEND_WORKER"
 """Carries the settings, which may contain keys: other users can read a command line but not an environment."""
 
-MAX_MODELS = 256
-"""Models of one server. Each takes a client in every worker."""
-
 ToolParserName = Literal[
     "auto",
     "none",
@@ -107,6 +104,8 @@ class WorkerSettings(Struct, frozen=True):
     """The same path as another's is the same backend; None is none."""
     model_sockets: tuple[ModelSocket, ...]
     """The backends of a server with several named models, the default one first. Otherwise empty."""
+    models_fd: int
+    """Table in which workers and the process that starts backends say who needs which model; -1 if none sleeps."""
     access: AccessSettings
     tls: TlsFiles | None
     limits: WorkerLimits

@@ -22,6 +22,7 @@ from penstock.frontend.access.usage_table import UsageTable
 from penstock.frontend.app import App
 from penstock.frontend.generation.served_model import ModelKeeper
 from penstock.frontend.generation.served_models import ServedModels
+from penstock.frontend.generation.waking import WakingModel
 from penstock.frontend.settings import WORKER_SETTINGS_VARIABLE, WorkerSettings
 from penstock.frontend.telemetry.tracing import SpanReporter, otlp_exporter
 from penstock.frontend.transport.serving.accept_table import AcceptTable
@@ -29,6 +30,7 @@ from penstock.frontend.transport.serving.connections import raise_fd_limit
 from penstock.frontend.transport.serving.server import HttpServer
 from penstock.frontend.transport.serving.tls import ServerTls, TlsError
 from penstock.shm.client import ReplicaSet
+from penstock.shm.memory.model_table import ModelTable
 from penstock.shm.memory.prefix_table import PrefixTable
 from penstock.shm.process.logs import set_up_logging
 
@@ -46,7 +48,8 @@ async def serve(settings: WorkerSettings) -> None:
     accept_table = AcceptTable.attach(settings.accept_fd, settings.num_workers, settings.worker)
     models = served_models(settings)
     for keeper in models.keepers:
-        await keeper.backend.start()
+        if keeper.waking is None:
+            await keeper.backend.start()
     access = settings.access
     usage = UsageTable.attach(access.usage_fd, settings.num_workers, settings.worker)
     allowed_hosts = access.allowed_hosts if serves_one_machine(listening) else ("*",)
@@ -77,6 +80,7 @@ async def serve(settings: WorkerSettings) -> None:
     try:
         async with asyncio.TaskGroup() as tasks:  # a worker whose watch has failed ends, and another is started
             watches = [tasks.create_task(keeper.watch()) for keeper in models.keepers]
+            watches += [tasks.create_task(each.waking.watch()) for each in models.keepers if each.waking is not None]
             watches.append(tasks.create_task(app.responses.run(app.context)))
             await server.run()
             for watch in watches:
@@ -105,6 +109,10 @@ def served_models(settings: WorkerSettings) -> ServedModels:
 
     if settings.model_sockets:
         first, *others = [connect(model.path, name=model.name) for model in settings.model_sockets]
+        if settings.models_fd >= 0:
+            table = ModelTable.of_worker(settings.models_fd, settings.num_workers, settings.worker)
+            for index, keeper in enumerate((first, *others)):
+                keeper.waking = WakingModel(settings.model_sockets[index].name, table, index, keeper.backend)
         return ServedModels(first, others=others)
     return ServedModels(
         connect(settings.socket_path, None if template is None else Path(template)),

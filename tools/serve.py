@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from penstock.backend.checkpoint.hub import resolve_small_files
@@ -35,6 +35,7 @@ from penstock.shm.process.service_manager import find_service_manager
 from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv
 from penstock.tools.backend_children import BackendChildren, CannotStart, PreparedBackend
 from penstock.tools.model_texts import why_unusable
+from penstock.tools.models.sleepers import Sleepers
 from penstock.tools.probe import get
 from penstock.tools.serve_options import (
     COMMAND,
@@ -61,6 +62,8 @@ def shown_models(listed: bytes | None, otherwise: str) -> tuple[ShownModel, ...]
     for model in [] if listed is None else json.loads(listed)["data"]:
         if model["id"] != model["root"]:  # an alias
             continue
+        if "capabilities" not in model:  # it has never been loaded
+            continue
         known = [use for capability, use in uses.items() if model["capabilities"][capability]]
         models.append(
             ShownModel(
@@ -73,6 +76,11 @@ def shown_models(listed: bytes | None, otherwise: str) -> tuple[ShownModel, ...]
             )
         )
     return tuple(models) or (ShownModel(otherwise),)
+
+
+def all_described(listed: bytes) -> bool:
+    """Whether the answer of /v1/models describes all models that are awake: workers read their files first."""
+    return all("capabilities" in model or model["state"] != "awake" for model in json.loads(listed)["data"])
 
 
 def split_keys(options: ServeOptions) -> tuple[ServeOptions, dict[str, str]]:
@@ -98,7 +106,7 @@ def serve(options: ServeOptions) -> int:
     access = read_access(options, COMMAND)
     tls_files(options, COMMAND)
     check_chat_template(options.chat_template, COMMAND)
-    for name, backend in backends.items():
+    for name, backend in list(backends.items())[: len(options.models) if options.has_names else None]:
         _check_texts(backend, options.chat_template if name == MAIN else None)
     backends |= replicas
     with contextlib.ExitStack() as stack:
@@ -109,7 +117,7 @@ def serve(options: ServeOptions) -> int:
             stack.enter_context(_backend_socket(backend.socket, is_private=options.socket == private_socket_path()))
         # Until the supervisor handles SIGUSR2, it must not kill this process.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
-        control = ControlSocket.beside(options.socket, _log)
+        control = None if options.may_sleep else ControlSocket.beside(options.socket, _log)
         if control is not None:
             stack.callback(control.close)
         return _supervise(options, backends, listening, control)
@@ -173,13 +181,16 @@ def _supervise(
     manager = find_service_manager(COMMAND)
     tls = options.ssl_certfile is not None
     has_keys = bool(options.api_key or options.api_key_file)
+    sleepers = _sleepers(options, list(backends.values()))
     starts, prepared = _prepare(options, backends)
 
     def announce_when_up() -> bool:
         if get(listening, "/ready", tls=tls) is None:
             return False
         listed = get(listening, "/v1/models", tls=tls, key=options.api_key[0] if options.api_key else None)
-        models = shown_models(listed, options.model_id())
+        if listed is not None and not all_described(listed):
+            return False
+        models = shown_models(listed, next(iter(backends)) if options.has_names else options.model_id())
         welcome = Welcome(address_of(listening, tls=tls), models, tls, has_keys)
         print(welcome.ready_line(), flush=True)
         if not options.log_json:
@@ -191,7 +202,10 @@ def _supervise(
         listening.close()
 
     supervisor = Supervisor(
-        [*(backend.spec(name) for name, backend in prepared.items()), _frontend(options, backends, listening)],
+        [
+            *(backend.spec(name) for name, backend in prepared.items() if sleepers is None),
+            _frontend(options, backends, listening, None if sleepers is None else sleepers.table_fd),
+        ],
         log=_log,
         stop_timeout_s=options.drain_timeout_s + _STOP_MARGIN_S,
         is_up=announce_when_up,
@@ -199,7 +213,9 @@ def _supervise(
         on_stop=close,
         service_manager=manager,
     )
-    if control is not None:
+    if sleepers is not None:
+        supervisor.attendant = sleepers.attendant(supervisor, list(prepared.values()), _log)
+    elif control is not None:
         running = [
             Running(name, child, prepared[name]) for name, child in zip(prepared, supervisor.children, strict=False)
         ]
@@ -207,7 +223,9 @@ def _supervise(
     return supervisor.run()
 
 
-def _frontend(options: ServeOptions, backends: Mapping[str, BackendOptions], listening: socket.socket) -> ChildSpec:
+def _frontend(
+    options: ServeOptions, backends: Mapping[str, BackendOptions], listening: socket.socket, models_fd: int | None
+) -> ChildSpec:
     """It inherits the listening socket, so a restarted one answers at the same address."""
     public_options, environment = split_keys(
         dataclasses.replace(
@@ -217,13 +235,14 @@ def _frontend(options: ServeOptions, backends: Mapping[str, BackendOptions], lis
                 *options.replica_socket,
                 *(backend.socket for backend in replica_options(options).values()),
             ),
-            model_socket=tuple(f"{name}={backend.socket}" for name, backend in backends.items() if options.models),
+            model_socket=tuple(f"{name}={backend.socket}" for name, backend in backends.items() if options.has_names),
+            models_fd=models_fd,
             embedding_socket=_socket_of(backends, "embedding backend", options.embedding_socket),
             rerank_socket=_socket_of(backends, "rerank backend", options.rerank_socket),
         )
     )
     frontend_argv = module_argv("penstock.frontend.main", to_argv(select_options(public_options, FrontendOptions)))
-    fds = (listening.fileno(),)
+    fds = (listening.fileno(), *(() if models_fd is None else (models_fd,)))
     return ChildSpec("frontend", frontend_argv, fds, environment, stage=1, reloads=reloads(options))
 
 
@@ -240,11 +259,28 @@ def _prepare(
     )
     try:
         prepared = {
-            f"model {name}" if options.models else name: starts.prepare(backend) for name, backend in backends.items()
+            f"model {name}" if options.has_names else name: starts.prepare(backend)
+            for name, backend in backends.items()
         }
     except CannotStart as error:
         fail(COMMAND, str(error))
     return starts, prepared
+
+
+def _sleepers(options: ServeOptions, backends: Sequence[BackendOptions]) -> Sleepers | None:
+    """Return None if no model sleeps. Exits with one line for a model that does not fit the memory."""
+    if not options.may_sleep:
+        return None
+    try:
+        return Sleepers.of(
+            backends,
+            num_loaded=len(options.models),
+            num_workers=options.workers,
+            idle_s=options.sleep_after_s,
+            budget_bytes=options.models_memory,
+        )
+    except (StartupError, OSError) as error:
+        fail(COMMAND, str(error))
 
 
 def _socket_of(backends: Mapping[str, BackendOptions], name: str, otherwise: Path | None) -> Path | None:

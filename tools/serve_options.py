@@ -16,7 +16,14 @@ from penstock.frontend.options import FrontendOptions
 from penstock.shm.process.option_groups import grouped
 from penstock.shm.process.options import OptionalByteSize, fail
 from penstock.shm.process.socket_path import default_socket_path
-from penstock.tools.models.named import BadModels, backends_by_name, is_one_without_name, read_models
+from penstock.tools.models.named import (
+    BadModels,
+    backends_by_name,
+    check_names,
+    is_one_without_name,
+    read_models,
+    scan_directory,
+)
 
 COMMAND = "penstock serve"
 MAIN = "backend"
@@ -31,7 +38,7 @@ def private_socket_path() -> Path:
 _GROUPS = {
     "Used most": "model models",
     "Further models": "embedding_model embedding_revision embedding_quantize embedding_gpu"
-    " rerank_model rerank_revision rerank_quantize rerank_gpu rerank_cache",
+    " rerank_model rerank_revision rerank_quantize rerank_gpu rerank_cache models_dir models_memory sleep_after_s",
     "Failures and restarts": "hang_timeout_s",
     "Processes": "replicas socket",
 }
@@ -90,9 +97,32 @@ class ServeOptions(FrontendOptions, BackendOptions):
     rerank_cache: OptionalByteSize = None
     """Like --embedding-cache, for --rerank-model, of which it keeps scores. Default: as much as --embedding-cache."""
 
+    models_dir: Path | None = None
+    """Directory of further models, loaded when a request names them: each of its directories with a config.json, and
+    each GGUF file. A model has the name of the directory, or of the file without .gguf."""
+
+    models_memory: OptionalByteSize = None
+    """Memory for all models that are awake, such as 16GB: weights, workspace and --kv-budget of each, as estimated from
+    their files. The one that nobody has needed for the longest time falls asleep to make room. Default, when models may
+    sleep: nine tenths of what is free on their device at the start."""
+
+    sleep_after_s: Annotated[float, Parameter(validator=Number(gte=0.0, lte=31_536_000.0))] = 0.0
+    """Seconds after which one of several models that no request needs falls asleep: its backend ends, and the next
+    request for it waits until it is loaded again. 0 is never."""
+
     hang_timeout_s: Annotated[float, Parameter(validator=Number(gte=0.0, lte=86_400.0))] = 30.0
     """Seconds after which a backend whose loop stands still is killed and replaced; 0 is never. A start does not count,
     nor does a long step of the device."""
+
+    @property
+    def has_names(self) -> bool:
+        """Whether the models have names of their own, each with a backend."""
+        return bool(self.models or self.models_dir)
+
+    @property
+    def may_sleep(self) -> bool:
+        """Whether models are loaded on demand, or fall asleep."""
+        return self.has_names and bool(self.models_dir or self.models_memory or self.sleep_after_s)
 
 
 T = TypeVar("T")
@@ -107,7 +137,7 @@ def one_or_several(options: ServeOptions) -> ServeOptions:
     """Return the options with `model` for one model without a name, else with `models`. Exits with one line for a model
     that is badly written."""
     try:
-        if is_one_without_name(options.models):
+        if is_one_without_name(options.models) and options.models_dir is None:
             return dataclasses.replace(options, model=options.models[0], models=())
     except BadModels as error:
         fail(COMMAND, str(error))
@@ -117,8 +147,11 @@ def one_or_several(options: ServeOptions) -> ServeOptions:
 def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
     """Return the options of each backend by its name. Exits with one line if two models have the same name."""
     main = select_options(options, BackendOptions)
-    if options.models:
+    if options.has_names:
         return _named_options(options, main)
+    for option, value in (("--sleep-after-s", options.sleep_after_s), ("--models-memory", options.models_memory)):
+        if value:
+            fail(COMMAND, f"{option} is {value:g}, but only models with a name sleep: --model NAME=DIR or --models-dir")
     found = {MAIN: main}
     tasks: tuple[tuple[str, Task], ...] = (("embedding", "embed"), ("rerank", "rerank"))
     for role, task in tasks:
@@ -158,7 +191,11 @@ def _named_options(options: ServeOptions, main: BackendOptions) -> dict[str, Bac
     try:
         if given:
             raise BadModels(f"--{given[0].replace('_', '-')} and several models exclude each other")
-        return dict(backends_by_name(main, read_models(options.models)))
+        models = read_models(options.models)
+        if options.models_dir is not None:
+            models += scan_directory(options.models_dir)
+            check_names(models)
+        return dict(backends_by_name(main, models))
     except BadModels as error:
         fail(COMMAND, str(error))
 

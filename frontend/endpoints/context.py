@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from msgspec import Struct
 
+from penstock.frontend.generation.failures import expired
+from penstock.frontend.generation.request_policy import read_request_policy
 from penstock.frontend.schemas.body_structure import SMALL_BODY_BYTES, check_structure
+from penstock.frontend.schemas.generation import SchedulingBody
 from penstock.frontend.schemas.ignored_fields import IGNORED_HEADER, IgnoredFields
 from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later, shorten
 from penstock.frontend.transport.sse import EventStream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from penstock.frontend.access.admission import Admission
     from penstock.frontend.generation.served_model import ModelKeeper, ServedModel
     from penstock.frontend.generation.served_models import ServedModels, Task
+    from penstock.frontend.generation.waking import WakingModel
     from penstock.frontend.settings import WorkerLimits
     from penstock.frontend.transport.exchange import Exchange
     from penstock.frontend.transport.open_exchanges import OpenExchanges
@@ -63,7 +70,9 @@ class EndpointContext:
             exchange.more_headers = (*exchange.more_headers, (IGNORED_HEADER, ignored))
         is_streaming = getattr(body, "stream", None) is True
         needed: Task = task(body) if callable(task) else task
-        served = await self.model_soon(exchange, needed, getattr(body, "model", None), is_streaming=is_streaming)
+        served = await self.model_soon(
+            exchange, needed, getattr(body, "model", None), is_streaming=is_streaming, body=body
+        )
         return body, served, len(data)
 
     async def receive(
@@ -122,15 +131,29 @@ class EndpointContext:
             raise retry_later(ErrorKind.OVERLOADED, message, self.exchanges.retry_after_s())
 
     async def model_soon(
-        self, exchange: Exchange, task: Task, requested: str | None = None, *, is_streaming: bool = False
+        self,
+        exchange: Exchange,
+        task: Task,
+        requested: str | None = None,
+        *,
+        is_streaming: bool = False,
+        body: Struct | None = None,
     ) -> ServedModel:
         """Return the model with this name or, without a name, one that can do the task. A worker that has just started
         waits for its backend first, as the client does later while no backend is ready; a stream sends keep-alive
-        comments meanwhile. Raises ApiError, ClientGoneError."""
+        comments meanwhile. A model that is asleep is woken, unless only its loaded tokenizer is needed; body has the
+        request's time limit. Raises ApiError, ClientGoneError."""
         waited: ModelKeeper | None = None
         # What was loaded may be another model than the one that the request names.
-        while (keeper := self.models.find(task, requested)).current is None and keeper is not waited:
-            await self._wait_for(exchange, keeper, is_streaming=is_streaming)
+        while (keeper := self.models.find(task, requested)) is not waited:
+            if keeper.waking is not None and (keeper.current is None or task != "any"):
+                with self._waiting(exchange, keeper, is_streaming=is_streaming):
+                    await self._wake(exchange, keeper, keeper.waking, body)
+            elif keeper.current is None:
+                with self._waiting(exchange, keeper, is_streaming=is_streaming):
+                    await exchange.wait_for(keeper.settled, self.limits.hold_timeout_s)
+            else:
+                break
             waited = keeper
         served = keeper.current
         if served is None:
@@ -139,17 +162,34 @@ class EndpointContext:
         exchange.count_status = lambda status: backend.board.count_response(status)
         return served
 
-    async def _wait_for(self, exchange: Exchange, keeper: ModelKeeper, *, is_streaming: bool) -> None:
+    @contextlib.contextmanager
+    def _waiting(self, exchange: Exchange, keeper: ModelKeeper, *, is_streaming: bool) -> Iterator[None]:
+        """Hold a place among the requests that wait for a model. A stream sends comments meanwhile. Raises ApiError
+        without a place."""
         if not self.places_to_wait.has(exchange.payer):
-            return
+            raise self._still_loading(keeper)
         self.places_to_wait.take(exchange.payer)
         if is_streaming:
             EventStream(exchange, lambda: ())  # sets exchange.idle_action, which sends the comments
         try:
-            await exchange.wait_for(keeper.settled, self.limits.hold_timeout_s)
+            yield
         finally:
             self.places_to_wait.release(exchange.payer)
             exchange.idle_action = None
+
+    async def _wake(self, exchange: Exchange, keeper: ModelKeeper, waking: WakingModel, body: Struct | None) -> None:
+        """Keep the model awake until the exchange ends. Raises ApiError, ClientGoneError."""
+        waking.use()
+        exchange.at_end.append(waking.done)
+        deadline_s = read_request_policy(exchange, body).deadline_s if isinstance(body, SchedulingBody) else None
+        left_s = math.inf if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        try:
+            async with asyncio.timeout(min(left_s, self.limits.hold_timeout_s)), exchange.cancelled_on_disconnect():
+                await waking.until_awake(lambda: keeper.current is not None)
+        except TimeoutError:
+            if left_s <= self.limits.hold_timeout_s:
+                raise expired() from None
+            raise self._still_loading(keeper) from None
 
     @staticmethod
     def _still_loading(keeper: ModelKeeper) -> ApiError:

@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.frontend.transport.errors import ErrorKind, retry_later, shorten, shutting_down
 from penstock.shm.client import backends_of
+from penstock.shm.memory.model_table import ModelState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,6 +38,8 @@ async def ready(exchange: Exchange, context: EndpointContext) -> None:
     keepers = context.models.keepers if requested is None else (context.models.find("any", requested[0]),)
     for keeper in keepers:
         backend = keeper.backend
+        if requested is None and keeper.waking is not None and keeper.waking.state is not ModelState.STARTING:
+            continue  # a request would wake it
         if not backend.ready or keeper.current is None:
             what = "the backend is not connected or makes no progress" if not backend.ready else "its model is loading"
             known = keeper.name if backend.model is None else backend.model.model_id

@@ -7,21 +7,32 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.frontend.generation.served_models import can_do, listed_names
+from penstock.frontend.generation.served_models import can_do, names_of
 from penstock.shm.client import backends_of
+from penstock.shm.memory.model_table import ModelState
 
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.generation.served_model import ModelKeeper, ServedModel
     from penstock.frontend.transport.exchange import Exchange
 
 _PATH = "/v1/models/"
+_STATES = {
+    ModelState.ASLEEP: "asleep",
+    ModelState.STARTING: "loading",
+    ModelState.LOADING: "loading",
+    ModelState.AWAKE: "awake",
+    ModelState.FALLING_ASLEEP: "asleep",
+}
 
 
 async def list_models(exchange: Exchange, context: EndpointContext) -> None:
-    """GET /v1/models. Models that are still loading are left out. Raises ApiError, ClientGoneError."""
-    await context.model_soon(exchange, "any")
-    data = [_describe(served, name) for served in context.models.loaded() for name in listed_names(served.card)]
+    """GET /v1/models. Models that have never been loaded are left out, unless they can be woken. Raises ApiError,
+    ClientGoneError."""
+    keepers = context.models.keepers
+    if not any(keeper.waking is not None for keeper in keepers):
+        await context.model_soon(exchange, "any")
+    data = [_describe(keeper, name) for keeper in keepers for name in names_of(keeper)]
     pages = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}  # Anthropic's
     await exchange.respond(200, msgspec.json.encode({"object": "list", "data": data, **pages}))
 
@@ -29,13 +40,30 @@ async def list_models(exchange: Exchange, context: EndpointContext) -> None:
 async def describe_model(exchange: Exchange, context: EndpointContext) -> None:
     """GET /v1/models/{model}. Raises ApiError, ClientGoneError."""
     name = exchange.path.removeprefix(_PATH)
-    served = await context.model_soon(exchange, "any", name)
-    await exchange.respond(200, msgspec.json.encode(_describe(served, name)))
+    keeper = context.models.find("any", name)
+    if keeper.waking is None:
+        await context.model_soon(exchange, "any", name)
+        keeper = context.models.find("any", name)
+    await exchange.respond(200, msgspec.json.encode(_describe(keeper, name)))
 
 
-def _describe(served: ServedModel, name: str) -> dict[str, object]:
-    """Return OpenAI's model object and Anthropic's in one, and what the model can do. name is the model's or an
+def _describe(keeper: ModelKeeper, name: str) -> dict[str, object]:
+    """Return the model's object; of one that has never been loaded only what is known. name is the model's or an
     alias."""
+    found: dict[str, object] = {"id": name, "object": "model", "created": 0, "owned_by": "penstock", "root": name}
+    if keeper.current is not None:
+        found |= _known(keeper.current, name)
+    if keeper.waking is not None:
+        found |= {
+            "state": _STATES[keeper.waking.state],
+            "last_wake_seconds": keeper.waking.last_wake_s,
+            "last_error": keeper.waking.failure,
+        }
+    return found
+
+
+def _known(served: ServedModel, name: str) -> dict[str, object]:
+    """Return OpenAI's model object and Anthropic's in one, and what the model can do."""
     card, syntax = served.card, served.syntax
     _, backend = backends_of(served.backend)[0]  # replicas have as many pages each
     counters = backend.backend_counters or {}

@@ -17,6 +17,7 @@ from penstock.frontend.text.pooling_files import PoolingFiles
 from penstock.frontend.text.tokenizer import ModelTokenizer
 
 if TYPE_CHECKING:
+    from penstock.frontend.generation.waking import WakingModel
     from penstock.shm.client import ServingClient
     from penstock.shm.messages import ModelCard
 
@@ -60,6 +61,8 @@ class ModelKeeper:
         come: a backend with another model is not used. reports_absence logs a line if no backend comes soon."""
         self.backend = backend
         self.name = name
+        self.waking: WakingModel | None = None
+        """None if the model is always awake."""
         self._reports_absence = reports_absence
         self._parsers = parsers
         self._template_file = template_file
@@ -71,6 +74,8 @@ class ModelKeeper:
 
     async def watch(self) -> None:
         """Watch the backend's card. Runs until cancelled."""
+        if self.waking is not None:
+            await self.waking.first_load.wait()
         logs_at_s = time.monotonic() + _EXPECTED_START_S if self._reports_absence else math.inf
         while True:
             card = self.backend.model

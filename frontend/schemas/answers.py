@@ -271,13 +271,19 @@ class ModelAnswer(Struct):
     id: str
     object: Literal["model"]
     created: int
+    """0 for a model that has never been loaded. Then what follows is missing, down to its state."""
     owned_by: str
-    max_model_len: int
-    kv_cache_tokens: int | None
+    max_model_len: int | None = None
+    kv_cache_tokens: int | None = None
     """Tokens of all sequences together; null without a KV cache."""
-    max_tokens_per_second: float | None
+    max_tokens_per_second: float | None = None
     """The most that one request alone gets, by one step at the start; null if the model generates no text."""
-    vocab_size: int
+    vocab_size: int | None = None
+    state: Literal["asleep", "loading", "awake"] | None = None
+    """Missing, as what follows, if no model of the server sleeps."""
+    last_wake_seconds: float | None = None
+    last_error: str | None = None
+    """Why the last attempt to load it failed."""
 
 
 class ModelsAnswer(Struct):

@@ -7,7 +7,9 @@ import os
 import time
 from typing import Protocol
 
-_BYTES = 8
+_BEAT_BYTES = 8
+_MAX_WORDS_BYTES = 504
+_BYTES = _BEAT_BYTES + _MAX_WORDS_BYTES
 
 
 class SignOfLife(Protocol):
@@ -17,13 +19,13 @@ class SignOfLife(Protocol):
 
 
 class Heartbeat:
-    """One word: the CLOCK_MONOTONIC nanoseconds of the last beat. The child writes it. The supervisor clears it before
-    it starts a child: at 0 the child is starting, and no beat is expected."""
+    """The CLOCK_MONOTONIC nanoseconds of the last beat, and a text for when there is none. The child writes both. The
+    supervisor clears them before it starts a child: at 0 the child is starting, and no beat is expected."""
 
     def __init__(self, fd: int) -> None:
         """Takes the fd over. Raises OSError and ValueError for an fd that did not come from `create`."""
         self._mapping = mmap.mmap(fd, _BYTES)
-        self._word = memoryview(self._mapping).cast("Q")
+        self._word = memoryview(self._mapping)[:_BEAT_BYTES].cast("Q")
         self.fd = fd
 
     @classmethod
@@ -44,6 +46,16 @@ class Heartbeat:
 
     def clear(self) -> None:
         self._word[0] = 0
+        self._mapping[_BEAT_BYTES:] = bytes(_MAX_WORDS_BYTES)
+
+    def leave_words(self, text: str) -> None:
+        """Say why the child cannot start. The end of a long text is cut off."""
+        self._mapping[_BEAT_BYTES:] = text.encode()[:_MAX_WORDS_BYTES].ljust(_MAX_WORDS_BYTES, b"\0")
+
+    @property
+    def last_words(self) -> str:
+        """Why the child could not start, or nothing."""
+        return self._mapping[_BEAT_BYTES:].rstrip(b"\0").decode(errors="replace")
 
     @property
     def last_ns(self) -> int:

@@ -114,7 +114,7 @@ class Attendant(Protocol):
         """SIGUSR2 came."""
 
     def turn(self) -> bool:
-        """Called often while it returns True, and after each signal."""
+        """Called at the start, often while it returns True, and after each signal."""
 
 
 class Supervisor:
@@ -149,7 +149,7 @@ class Supervisor:
         self.children = [Child(spec) for spec in children]
         self.attendant: Attendant | None = None
         """Without one SIGUSR2 does nothing."""
-        self._is_attended = False
+        self._is_attended = True
         self._mask: set[int] = set()
         """The signals that were blocked before `run`."""
         self._log = log
@@ -315,7 +315,7 @@ class Supervisor:
     def _seconds_to_next_turn(self) -> float:
         now_s = time.monotonic()
         due_s = [child.restart_at_s for child in self.children if child.process is None and child.is_kept]
-        if self._is_attended:
+        if self.attendant is not None and self._is_attended:
             due_s.append(now_s + _ATTEND_EVERY_S)
         due_s.append(now_s + (_LONGEST_SLEEP_S if self._is_up is None else _IS_UP_EVERY_S))
         if any(child.watch is not None for child in self.children):

@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.frontend.settings import MAX_MODELS
+from penstock.backend.checkpoint.layout import CONFIG_FILE
+from penstock.shm.memory.model_table import MAX_MODELS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -45,6 +46,23 @@ def read_models(given: Sequence[str]) -> tuple[NamedModel, ...]:
         models.append(model)
     check_names(models)
     return tuple(models)
+
+
+def scan_directory(directory: Path) -> tuple[NamedModel, ...]:
+    """Return the models in a directory, by name. Raises BadModels if it cannot be read or has none."""
+    try:
+        entries = sorted(directory.expanduser().iterdir())
+    except OSError as error:
+        raise BadModels(f"--models-dir {directory} cannot be read: {error.strerror}") from None
+    found = []
+    for path in entries:
+        is_file = path.suffix == ".gguf" and path.is_file()
+        name = path.stem if is_file else path.name
+        if (is_file or (path / CONFIG_FILE).is_file()) and _NAME.fullmatch(name):
+            found.append(NamedModel(name, str(path)))
+    if not found:
+        raise BadModels(f"--models-dir {directory} has no model: no directory with a {CONFIG_FILE}, and no .gguf file")
+    return tuple(found)
 
 
 def check_names(models: Iterable[NamedModel]) -> None:

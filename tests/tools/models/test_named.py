@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.backend.options import BackendOptions
-from penstock.frontend.settings import MAX_MODELS
+from penstock.shm.memory.model_table import MAX_MODELS
 from penstock.tools.models.named import BadModels, NamedModel, backends_by_name, is_one_without_name, read_models
 from penstock.tools.serve_options import ServeOptions, backend_options, one_or_several
 
