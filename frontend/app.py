@@ -21,6 +21,7 @@ from penstock.frontend.endpoints import (
 from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.docs import endpoint_docs, pooling_docs
 from penstock.frontend.endpoints.docs.served_document import Documentation
+from penstock.frontend.endpoints.operator.cancel_request import cancel_request
 from penstock.frontend.endpoints.pooling import (
     cohere_embed,
     openai_embeddings,
@@ -75,6 +76,7 @@ def _routes(responses: Responses) -> dict[str, Methods]:
         "/tokenizer_info": get(tokens.tokenizer_info, docs.TOKENIZER_INFO),
         "/v1/quote": post(quote.quote, docs.QUOTE),
         "/invocations": post(invocations.invoke, docs.INVOCATIONS),
+        "/admin/requests/{request}/cancel": post(cancel_request, docs.CANCEL_REQUEST, needs_key=False),
         "/v1/models": get(models.list_models, docs.MODELS),
         "/v1/models/{model}": get(models.describe_model, docs.MODEL),
         "/version": get(health.version, docs.VERSION),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.frontend.access.api_keys import Keyring, named_keys, read_key_file
+from penstock.frontend.access.api_keys import ApiKey, Keyring, named_keys, read_key_file
 from penstock.frontend.access.hosts import serves_one_machine
 from penstock.frontend.access.usage_table import UsageTable
 from penstock.frontend.endpoints.responses.storage.state_files import (
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
 """An origin as browsers write it: in lower case, without a path."""
-_SECRETS = (f"{ENV_PREFIX}API_KEY", f"{ENV_PREFIX}SSL_KEYFILE_PASSWORD")
+_SECRETS = (f"{ENV_PREFIX}API_KEY", f"{ENV_PREFIX}ADMIN_KEY", f"{ENV_PREFIX}SSL_KEYFILE_PASSWORD")
 _STOP_MARGIN_S = 5.0
 """How long a worker may take beyond its drain timeout before it is killed."""
 
@@ -276,7 +276,8 @@ def read_access(options: FrontendOptions, command: str) -> AccessSettings:
     """Return the access settings for workers. Exits with one line that begins with the command if they are unusable."""
     try:
         keys = named_keys(options.api_key)
-        Keyring(keys + (read_key_file(options.api_key_file) if options.api_key_file is not None else []))
+        own_key = [] if options.admin_key is None else [ApiKey(options.admin_key.encode(), "admin")]
+        Keyring(keys + own_key + (read_key_file(options.api_key_file) if options.api_key_file is not None else []))
     except ValueError as error:
         fail(command, str(error))
     for origin in options.cors_allow_origin:
@@ -287,7 +288,12 @@ def read_access(options: FrontendOptions, command: str) -> AccessSettings:
             )
     key_file = None if options.api_key_file is None else str(options.api_key_file)
     return AccessSettings(
-        options.api_key, key_file, options.cors_allow_origin, options.allowed_host, tenant_by=options.tenant_by
+        options.api_key,
+        key_file,
+        options.cors_allow_origin,
+        options.allowed_host,
+        tenant_by=options.tenant_by,
+        admin_key=options.admin_key,
     )
 
 

@@ -29,6 +29,11 @@ def _split_keys(_type: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
     return keys
 
 
+def _check_key(_type: Any, value: str | None) -> None:
+    if value is not None and not (0 < len(value) <= 512 and value.isascii() and value.isprintable()):
+        raise ValueError("the key must be 1 to 512 printable ASCII characters")
+
+
 def _check_mode(_type: Any, tokens: Sequence[Token]) -> str:
     mode = tokens[0].value
     if not re.fullmatch("0?[0-7]{3}", mode):
@@ -40,7 +45,7 @@ _GROUPS = {
     "Used most": "host port workers api_key",
     "Model and weights": "tool_parser reasoning_parser chat_template",
     "Listening": "uds uds_mode ssl_certfile ssl_keyfile ssl_keyfile_password listen_fd",
-    "Access": "api_key_file tenant_by cors_allow_origin allowed_host",
+    "Access": "api_key_file admin_key tenant_by cors_allow_origin allowed_host",
     "Limits of requests": "max_body max_open_requests response_store state_dir strict",
     "Failures and restarts": "drain_timeout_s resume_timeout_s hold_timeout_s max_held_requests keep_alive_interval_s",
     "Processes": "socket replica_socket model_socket models_fd embedding_socket rerank_socket",
@@ -110,6 +115,10 @@ class FrontendOptions:
     api_key_file: Path | None = None
     """File of keys, one a line: KEY [name=NAME] [weight=W] [requests_in_flight=N] [requests_per_minute=N]
     [tokens_per_minute=N]. A key over its limits gets 429. Read again at SIGHUP."""
+
+    admin_key: Annotated[str | None, Parameter(validator=_check_key, show_default=False)] = None
+    """Key of the operator, who may cancel any request (`penstock top`). It is no key for clients. Better set in the
+    environment. Without it nobody may."""
 
     tenant_by: TenantBy = "address"
     """Without keys, whose share of the device a request takes: that of the address it comes from (IPv6: of its /64

@@ -71,6 +71,7 @@ class AccessSettings(Struct, frozen=True):
     """Shared memory in which all workers count what keys use."""
     tenant_by: TenantBy = "none"
     """The tenant that the scheduler charges for a request without a key."""
+    admin_key: str | None = None
 
 
 class TracingSettings(Struct, frozen=True):

@@ -59,6 +59,7 @@ async def serve(settings: WorkerSettings) -> None:
         allowed_hosts=allowed_hosts,
         usage=usage,
         tenant_by=access.tenant_by,
+        admin_key=access.admin_key,
     )
     spans = None
     if settings.tracing is not None:

@@ -91,9 +91,11 @@ def split_keys(options: ServeOptions) -> tuple[ServeOptions, dict[str, str]]:
     environment = dict(os.environ)
     if options.api_key:
         environment[f"{ENV_PREFIX}API_KEY"] = ",".join(options.api_key)
+    if options.admin_key is not None:
+        environment[f"{ENV_PREFIX}ADMIN_KEY"] = options.admin_key
     if options.ssl_keyfile_password is not None:
         environment[f"{ENV_PREFIX}SSL_KEYFILE_PASSWORD"] = options.ssl_keyfile_password
-    return dataclasses.replace(options, api_key=(), ssl_keyfile_password=None), environment
+    return dataclasses.replace(options, api_key=(), admin_key=None, ssl_keyfile_password=None), environment
 
 
 def serve(options: ServeOptions) -> int:

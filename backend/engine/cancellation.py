@@ -1,11 +1,11 @@
-"""Ends requests early: the client cancels, the frontend dies, or the deadline passes."""
+"""Ends requests early: the client or the operator cancels, the frontend dies, or the deadline passes."""
 
 from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING
 
-from penstock.shm.messages import Finish
+from penstock.shm.messages import Failure, FailureCode, Finish
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.backend.engine.delivery import Delivery
     from penstock.backend.engine.open_requests import OpenRequests
     from penstock.shm.memory.board import BackendBoard
+    from penstock.shm.messages import RequestName
 
 
 class Canceller:
@@ -46,6 +47,24 @@ class Canceller:
             if noticed_ns and found.sequence.ended:
                 self._board.observe_cancel(max(0, time.monotonic_ns() - noticed_ns) // 1000)
 
+    def cancel_for_operator(self, frontend: int, request_id: int, target: RequestName) -> None:
+        """End the target, of whichever frontend, and answer the request that asks for it."""
+        owner, name = target.frontend, target.request_id
+        if not self._open_requests.is_open(owner, name):
+            not_open = Failure(request_id, FailureCode.NOT_OPEN)
+            self._delivery.answer(frontend, request_id, Finish.REJECTED, not_open)
+            return
+        self._delivery.end(owner, name, Finish.FAILED, failure=Failure(name, FailureCode.CANCELLED))
+        self._remove_ended(owner, name)
+        self._delivery.answer(frontend, request_id, Finish.STOP)
+
+    def _remove_ended(self, frontend: int, request_id: int) -> None:
+        if (found := self._open_requests.find(frontend, request_id)) is not None:
+            self._open_requests.remove(*found)
+        else:
+            self._grammar_queue.remove(frontend, request_id)
+            self._board.requests_accepted += 1
+
     def drop_frontend(self, frontend: int) -> None:
         """End all requests of a frontend that has died."""
         num_removed = self._grammar_queue.remove_frontend(frontend)
@@ -59,11 +78,7 @@ class Canceller:
         """End the requests whose deadline has passed, in whatever state they are."""
         for frontend, request_id in self._open_requests.deadlines.passed(self._clock()):
             self._delivery.end(frontend, request_id, Finish.EXPIRED)
-            if (found := self._open_requests.find(frontend, request_id)) is not None:
-                self._open_requests.remove(*found)
-            else:
-                self._grammar_queue.remove(frontend, request_id)
-                self._board.requests_accepted += 1
+            self._remove_ended(frontend, request_id)
 
     def next_due_s(self, at_most_s: float) -> float:
         """Seconds until the next deadline, or at_most_s if that is sooner."""

@@ -179,8 +179,14 @@ class Delivery:
                 self._board.requests_rejected += 1
             case Finish.QUOTED:
                 self._board.requests_quoted += 1
+            case _ if failure is not None and failure.code == FailureCode.CANCELLED:
+                self._board.requests_cancelled += 1
             case _:
                 self._board.requests_failed += 1
+
+    def answer(self, frontend: int, request_id: int, finish: Finish, failure: Failure | None = None) -> None:
+        """Answer a request that does not run. It is neither counted nor recorded."""
+        self._link.push(frontend, request_id, NO_TOKEN, finish, failure=failure)
 
     def end_with_quote(self, frontend: int, quote: Quote, failure: Failure | None = None) -> None:
         """End a request that is not in the table with its quote, and with the failure that follows from it."""

@@ -105,6 +105,8 @@ class Engine:
             if self._recorder is not None:
                 self._recorder.note_event(event)
             match event:
+                case Submission(frontend, request_id) if (target := event.submit.cancels) is not None:
+                    self._canceller.cancel_for_operator(frontend, request_id, target)
                 case Submission():
                     self._intake.submit(event)
                 case Cancellation(frontend, request_id, noticed_ns):

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from penstock.frontend.access.api_keys import Keyring
+from penstock.frontend.access.api_keys import ApiKey, Keyring
 from penstock.frontend.access.cors import Cors
 from penstock.frontend.access.hosts import AllowedHosts
 from penstock.frontend.access.payer import address_payer
 from penstock.frontend.access.rate_limits import RateLimiter
 from penstock.frontend.access.usage_table import UsageTable
+from penstock.frontend.transport.errors import ApiError, ErrorKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from penstock.frontend.access.api_keys import ApiKey
     from penstock.frontend.settings import TenantBy
     from penstock.frontend.transport.exchange import Exchange
 
@@ -31,11 +31,13 @@ class Admission:
         allowed_hosts: Iterable[str] = ("*",),
         usage: UsageTable | None = None,
         tenant_by: TenantBy = "none",
+        admin_key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """allowed_hosts and tenant_by matter while there are no keys. All workers count in usage; without one, this
         worker counts alone. Raises ValueError for duplicate or too many keys."""
         self._keyring = Keyring(keys)
+        self._admin = Keyring([] if admin_key is None else [ApiKey(admin_key.encode(), "admin")])
         self._rate_limiter = RateLimiter(usage or UsageTable.alone(), self._keyring.limited, clock)
         self._hosts = AllowedHosts(allowed_hosts)
         self._tenant_by = tenant_by
@@ -60,6 +62,13 @@ class Admission:
         else:
             exchange.tenant = exchange.payer = key.salt
             exchange.key_name, exchange.weight = key.name, key.weight
+
+    def check_admin(self, exchange: Exchange) -> None:
+        """Without an admin key nobody is the operator. Raises ApiError."""
+        if not self._admin:
+            message = "this server has no admin key; start it with --admin-key or PENSTOCK_ADMIN_KEY"
+            raise ApiError(ErrorKind.BAD_KEY, message)
+        self._admin.check(exchange)
 
     def admit(self, exchange: Exchange) -> None:
         """Count the request against its key's limits until the exchange is finished. Raises ApiError."""

@@ -52,8 +52,8 @@ def get(handler: Handler, doc: EndpointDoc, *, needs_key: bool = True) -> Method
     return dict.fromkeys(("GET", "HEAD"), Route(handler, doc, needs_key))
 
 
-def post(handler: Handler, doc: EndpointDoc) -> Methods:
-    return {"POST": Route(handler, doc)}
+def post(handler: Handler, doc: EndpointDoc, *, needs_key: bool = True) -> Methods:
+    return {"POST": Route(handler, doc, needs_key)}
 
 
 def delete(handler: Handler, doc: EndpointDoc) -> Methods:

@@ -62,6 +62,9 @@ def stream_failure(batch: TokenBatch, num_tokens: int, grammar_field: str | None
             return ApiError(ErrorKind.WRONG_MODEL, "model: it cannot do what the request asks for", param="model")
         case FailureCode.SHUTTING_DOWN:
             return shutting_down()
+        case FailureCode.CANCELLED:
+            message = f"the server's operator cancelled this request, after {num_tokens} tokens"
+            return ApiError(ErrorKind.CANCELLED, message)
         case FailureCode.UNAVAILABLE:
             return backend_unavailable(retry_after_s)
         case _:

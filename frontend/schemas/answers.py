@@ -303,6 +303,12 @@ class ReadyAnswer(Struct):
     pages_total: int | None = None
 
 
+class CancelledRequest(Struct):
+    """The request was open, and is cancelled."""
+
+    object: Literal["request.cancelled"] = "request.cancelled"
+
+
 class QuoteAnswer(Struct, kw_only=True):
     """Times are milliseconds from now; null is unknown."""
 

@@ -40,6 +40,7 @@ class ErrorKind(enum.Enum):
     FOREIGN_ORIGIN = _Answer(403, "permission_error", "origin_not_allowed")
     UNKNOWN_PATH = _Answer(404, "invalid_request_error", "unknown_url")
     UNKNOWN_MODEL = _Answer(404, "invalid_request_error", "model_not_found")
+    UNKNOWN_REQUEST = _Answer(404, "invalid_request_error", "request_not_found")
     UNKNOWN_RESPONSE = _Answer(404, "invalid_request_error", "response_not_found")
     WRONG_METHOD = _Answer(405, "invalid_request_error", "method_not_allowed")
     TOO_SLOW = _Answer(408, "invalid_request_error", "request_timeout")
@@ -50,6 +51,7 @@ class ErrorKind(enum.Enum):
     TOO_LATE = _Answer(429, "rate_limit_error", "deadline_not_met")
     HEADERS_TOO_LARGE = _Answer(431, "invalid_request_error", "headers_too_large")
     EXPIRED = _Answer(499, "timeout_error", "timeout")
+    CANCELLED = _Answer(499, "cancelled_error", "cancelled_by_operator")
     INTERNAL = _Answer(500, "server_error", "internal_error")
     UNAVAILABLE = _Answer(503, "server_error", "backend_unavailable")
     SHUTTING_DOWN = _Answer(503, "server_error", "shutting_down")
@@ -126,6 +128,7 @@ _ANTHROPIC = {
     ErrorKind.BODY_TOO_LARGE: (413, "request_too_large"),
     ErrorKind.TOO_SLOW: (408, "timeout_error"),
     ErrorKind.EXPIRED: (499, "timeout_error"),
+    ErrorKind.CANCELLED: (499, "timeout_error"),  # Anthropic has no type for it
     # The queue is full for everybody. A key that exceeds its own limit gets 429, as at Anthropic.
     ErrorKind.OVERLOADED: _OVERLOADED,
 }

@@ -28,6 +28,7 @@ from penstock.shm.messages import (
     ModelCard,
     Quote,
     QuoteTerms,
+    RequestName,
     Sampling,
 )
 from penstock.shm.process.socket_path import default_socket_path
@@ -62,6 +63,7 @@ __all__ = [
     "Quote",
     "QuoteTerms",
     "ReplicaSet",
+    "RequestName",
     "Sampling",
     "ServingClient",
     "SharedBuffer",

@@ -224,7 +224,7 @@ class BackendClient:
         """Send the request, or queue it while the link is full or no backend is ready. Returns at once.
 
         Raises BackendUnavailable when not `ready` and it cannot be held: its tenant may hold no more, it uses shared
-        buffers, or it asks for a quote alone. Raises Overloaded when the backend's board shows a full wait queue. A
+        buffers, or it does not run. Raises Overloaded when the backend's board shows a full wait queue. A
         request that may share another's sequence is sent even then, and so is one of a tenant with few open streams
         here; the backend decides.
 
@@ -287,12 +287,12 @@ class BackendClient:
         self, request: GenerationRequest | PooledRequest, output: BufferSlice | None = None
     ) -> tuple[array[int], Submit, bool]:
         """Tokens and message of the request, with its buffers lent, and whether it can be sent now."""
-        is_quote = not isinstance(request, PooledRequest) and request.quote_only
+        is_question = not isinstance(request, PooledRequest) and not request.runs
         uses_buffers = isinstance(request.token_ids, BufferSlice) or output is not None
         is_ready = self._check_capacity(
             request.tenant,
             may_share=request.is_shareable,
-            may_hold=not (uses_buffers or is_quote),
+            may_hold=not (uses_buffers or is_question),
             has_begun=isinstance(request, PooledRequest) and request.has_begun,
         )
         tokens = request.prompt_tokens()
@@ -330,7 +330,7 @@ class BackendClient:
 
     def _wait_for_next_backend(self, stream: OpenStream) -> bool:
         """The backend refused the request because it ends. Keep it for the next one, if that is possible."""
-        if stream.loans or stream.submit.quote_only or not (self._held.is_enabled or self._membership.has_others()):
+        if stream.loans or not stream.submit.runs or not (self._held.is_enabled or self._membership.has_others()):
             return False
         stream.note_failure(None)
         if stream.submit.admitted_ns:

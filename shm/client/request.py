@@ -17,6 +17,7 @@ from penstock.shm.messages import (
     Grammar,
     Pooled,
     QuoteTerms,
+    RequestName,
     Sampling,
     Submit,
     WireError,
@@ -34,6 +35,7 @@ _STRUCT_FIELDS: dict[str, type[Struct]] = {
     "grammar": Grammar,
     "pooled": Pooled,
     "quote": QuoteTerms,
+    "cancels": RequestName,
 }
 
 
@@ -71,16 +73,17 @@ class GenerationRequest:
     quote: QuoteTerms | None = None
     """Predict the request's end, to refuse it (REJECTED, TOO_LATE) or as the only answer (QUOTED). The prediction is in
     the stream's `quote`."""
+    cancels: RequestName | None = None
 
     @property
-    def quote_only(self) -> bool:
-        """See `Submit.quote_only`."""
-        return self.quote is not None and self.quote.purpose == "quote"
+    def runs(self) -> bool:
+        """See `Submit.runs`."""
+        return self.cancels is None and (self.quote is None or self.quote.purpose != "quote")
 
     @property
     def is_shareable(self) -> bool:
-        """The backend may serve it from an equal request's sequence."""
-        return self.may_share and self.output is None and not self._has_embeddings
+        """The backend may serve it without a sequence of its own, so even while its wait queue is full."""
+        return self.cancels is not None or (self.may_share and self.output is None and not self._has_embeddings)
 
     @property
     def _has_embeddings(self) -> bool:
@@ -112,6 +115,7 @@ class GenerationRequest:
                 num_prompt_logprobs=self.num_prompt_logprobs,
                 batch_delivery=self.batch_delivery,
                 quote=self.quote,
+                cancels=self.cancels,
             )
         )
 

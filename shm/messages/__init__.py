@@ -68,6 +68,7 @@ from penstock.shm.messages.submit import (
     Pooled,
     PooledKind,
     QuoteTerms,
+    RequestName,
     Sampling,
     Submit,
 )
@@ -113,6 +114,7 @@ __all__ = [
     "Quote",
     "QuoteTerms",
     "Refusal",
+    "RequestName",
     "Sampling",
     "Started",
     "StepOutputs",

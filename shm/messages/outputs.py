@@ -60,6 +60,10 @@ class FailureCode(enum.IntEnum):
     """The model does not do this: generate, or compute this kind of vector."""
     TOO_LATE = 10
     """It is expected to finish after its deadline. A Quote comes with it."""
+    CANCELLED = 11
+    """The operator has cancelled it."""
+    NOT_OPEN = 12
+    """The request that it names is not open."""
 
 
 class Failure(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -104,6 +104,13 @@ class QuoteTerms(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     """Tokens of the client's further prompts."""
 
 
+class RequestName(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An open request of any frontend, as the flight recorder names it."""
+
+    frontend: U63
+    request_id: U63
+
+
 class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
     """Run this request.
 
@@ -147,6 +154,14 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
     """Compute this of the prompt, and generate nothing: max_tokens is 1, and what concerns generated tokens is left at
     its default."""
     quote: QuoteTerms | None = None
+    cancels: RequestName | None = None
+    """It does not run: it cancels that request for the operator, and ends as STOP; or as REJECTED, NOT_OPEN. That one
+    ends as FAILED, CANCELLED."""
+
+    @property
+    def runs(self) -> bool:
+        """It asks for more than an answer about requests."""
+        return not self.quote_only and self.cancels is None
 
     @property
     def quote_only(self) -> bool:

@@ -16,14 +16,15 @@ from rich.text import Text
 from penstock.shm.process.options import fail
 from penstock.shm.recording.live import LiveEngine
 from penstock.shm.recording.rings import NoRing, open_ring
-from penstock.tools.top.frame import HELP, draw, num_lines_that_fit
+from penstock.tools.top.frame import CANCEL_HELP, HELP, draw, num_lines_that_fit
 from penstock.tools.top.keys import Keys
-from penstock.tools.top.snapshot import Meter, Sort
+from penstock.tools.top.operator import Operator
+from penstock.tools.top.snapshot import Meter, Sort, sorted_lines
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from penstock.tools.top.snapshot import Snapshot
+    from penstock.tools.top.snapshot import Line, Snapshot
 
 _COMMAND = "penstock top"
 _ONCE_LINES = 1000
@@ -36,11 +37,13 @@ def top(
     sort: Sort = Sort.AGE,
     pid: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
     interval: Annotated[float, Parameter(validator=Number(gte=0.1, lte=60.0))] = 1.0,
+    url: str = "http://127.0.0.1:8000",
+    admin_key: Annotated[str | None, Parameter(show_default=False)] = None,
 ) -> None:
     """Shows what a running server of this user does: requests, steps, pages, tenants and rates.
 
     Keys: a, g, r, p, t and s sort by age, generated tokens, rate, prompt, tenant and state; the space bar pauses; q
-    ends.
+    ends. With the admin key, j and k choose a request and c cancels it.
 
     Parameters
     ----------
@@ -52,6 +55,10 @@ def top(
         Process id of the server or of its backend. Default: the only one of this user.
     interval
         Seconds between frames.
+    url
+        Where the server answers HTTP, to cancel requests.
+    admin_key
+        The server's --admin-key. Better set in the environment, which other users of the machine cannot read.
     """
     console = Console()
     if not once and not (console.is_terminal and not console.is_dumb_terminal and sys.stdin.isatty()):
@@ -66,38 +73,87 @@ def top(
             snapshot = meter.take(time.monotonic())
             console.print(draw(snapshot, sort, num_lines=_ONCE_LINES, notice=notice_of(snapshot)))
         else:
-            show(meter, console, sys.stdin.fileno(), sort, interval)
+            operator = None if admin_key is None else Operator(url, admin_key)
+            show(View(meter, sort, operator), console, sys.stdin.fileno(), interval)
     except ValueError as error:
         fail(_COMMAND, f"the flight recorder cannot be read: {error}")
     finally:
         ring.close()
 
 
-def show(meter: Meter, console: Console, keyboard_fd: int, sort: Sort, interval_s: float) -> None:
+class View:
+    """What is shown, and what the keys have chosen. operator is None without an admin key."""
+
+    def __init__(self, meter: Meter, sort: Sort, operator: Operator | None = None) -> None:
+        """Raises ValueError for records that are damaged."""
+        self._meter = meter
+        self._sort = sort
+        self._operator = operator
+        self._is_paused = False
+        self._chosen: str | None = None
+        self._asked: Line | None = None
+        """The line that y cancels."""
+        self._said = ""
+        self._snapshot = meter.take(time.monotonic())
+
+    def refresh(self) -> None:
+        """Raises ValueError for records that are damaged."""
+        latest = self._meter.take(time.monotonic())
+        if not self._is_paused:
+            self._snapshot = latest
+
+    def press(self, key: str) -> None:
+        self._said = ""
+        asked, self._asked = self._asked, None
+        if asked is not None and self._operator is not None:
+            self._said = self._operator.cancel(asked) if key == "y" else f"{asked.name} is not cancelled"
+        elif key in ("j", "k"):
+            self._choose(1 if key == "j" else -1)
+        elif key == "c":
+            self._ask()
+        else:
+            self._is_paused ^= key == " "
+            self._sort = _SORT_OF_KEY.get(key, self._sort)
+
+    def _lines(self) -> list[Line]:
+        return sorted_lines(self._snapshot.lines, self._sort)
+
+    def _choose(self, step: int) -> None:
+        names = [line.name for line in self._lines()]
+        place = names.index(self._chosen) + step if self._chosen in names else 0
+        self._chosen = names[min(max(place, 0), len(names) - 1)] if names else None
+
+    def _ask(self) -> None:
+        if self._operator is None:
+            self._said = "to cancel requests, give --admin-key or PENSTOCK_ADMIN_KEY"
+            return
+        self._asked = next((line for line in self._lines() if line.name == self._chosen), None)
+        self._said = "choose a request first: j and k" if self._asked is None else f"cancel {self._chosen}? y or n"
+
+    def screen(self, height: int) -> RenderableType:
+        snapshot, num_lines = self._snapshot, num_lines_that_fit(height, self._snapshot)
+        notice = self._said or notice_of(snapshot)
+        state = f"sorted by {self._sort.value}{'   PAUSED' if self._is_paused else ''}"
+        keys = HELP if self._operator is None else f"{HELP}   {CANCEL_HELP}"
+        return Group(
+            draw(snapshot, self._sort, num_lines=num_lines, notice=notice, chosen=self._chosen),
+            Text(f"{state}   {keys}", style="reverse", no_wrap=True, overflow="ellipsis"),
+        )
+
+
+def show(view: View, console: Console, keyboard_fd: int, interval_s: float) -> None:
     """Redraw until q, Ctrl-C or the end of the terminal. Raises ValueError for records that are damaged."""
-    is_paused, snapshot = False, meter.take(time.monotonic())
     with Keys(keyboard_fd) as keys, Live(console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
-                live.update(_screen(snapshot, sort, console.height, is_paused=is_paused), refresh=True)
+                live.update(view.screen(console.height), refresh=True)
                 for key in keys.wait(interval_s) or "":
                     if key == "q":
                         return
-                    is_paused ^= key == " "
-                    sort = _SORT_OF_KEY.get(key, sort)
-                latest = meter.take(time.monotonic())
-                snapshot = snapshot if is_paused else latest
+                    view.press(key)
+                view.refresh()
         except (KeyboardInterrupt, EOFError):
             return
-
-
-def _screen(snapshot: Snapshot, sort: Sort, height: int, *, is_paused: bool) -> RenderableType:
-    num_lines = num_lines_that_fit(height, snapshot)
-    state = f"sorted by {sort.value}{'   PAUSED' if is_paused else ''}"
-    return Group(
-        draw(snapshot, sort, num_lines=num_lines, notice=notice_of(snapshot)),
-        Text(f"{state}   {HELP}", style="reverse", no_wrap=True, overflow="ellipsis"),
-    )
 
 
 def notice_of(snapshot: Snapshot) -> str:

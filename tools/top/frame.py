@@ -19,10 +19,13 @@ MAX_TENANTS = 5
 MAX_STEPS = 5
 _BAR_WIDTH = 40
 HELP = "sort: a age  g generated  r rate  p prompt  t tenant  s state   space pauses   q quits"
+CANCEL_HELP = "j k choose   c cancels"
 
 
-def draw(snapshot: Snapshot, sort: Sort, *, num_lines: int, notice: str = "") -> RenderableType:
-    """Return a frame with at most num_lines requests."""
+def draw(
+    snapshot: Snapshot, sort: Sort, *, num_lines: int, notice: str = "", chosen: str | None = None
+) -> RenderableType:
+    """Return a frame with at most num_lines requests. chosen is the name of the one that is marked."""
     parts: list[RenderableType] = [_header(snapshot), _pages(snapshot), *_rates(snapshot.rates)]
     if notice:
         parts.append(Text(notice, style="yellow"))
@@ -30,7 +33,7 @@ def draw(snapshot: Snapshot, sort: Sort, *, num_lines: int, notice: str = "") ->
         parts += [Text(), _tenant_table(snapshot)]
     if snapshot.steps:
         parts += [Text(), _step_table(snapshot)]
-    return Group(*parts, Text(), _request_table(snapshot, sort, num_lines))
+    return Group(*parts, Text(), _request_table(snapshot, sort, num_lines, chosen))
 
 
 def num_lines_that_fit(height: int, snapshot: Snapshot) -> int:
@@ -104,13 +107,14 @@ def _step_table(snapshot: Snapshot) -> Table:
     return table
 
 
-def _request_table(snapshot: Snapshot, sort: Sort, num_lines: int) -> RenderableType:
+def _request_table(snapshot: Snapshot, sort: Sort, num_lines: int, chosen: str | None) -> RenderableType:
     lines = sorted_lines(snapshot.lines, sort)
     if not lines:
         return Text("no open requests")
     table = _table("REQUEST", "TENANT", "STATE", "AGE", "PROMPT", "CACHED", "GENERATED", "OF", "TOK/S", num_left=3)
     for line in lines[:num_lines]:
-        table.add_row(*_cells(line), style="" if line.is_running else "dim")
+        style = "reverse" if line.name == chosen else "" if line.is_running else "dim"
+        table.add_row(*_cells(line), style=style)
     if len(lines) <= num_lines:
         return table
     return Group(table, Text(f"and {len(lines) - num_lines} more, sorted by {sort.value}"))

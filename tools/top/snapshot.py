@@ -45,6 +45,8 @@ class Line:
     max_tokens: int
     tokens_per_s: float
     is_running: bool
+    request: tuple[int, int] | None = None
+    """Frontend and request id; None for a sequence whose requests came before the first record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,7 @@ def _line(live: LiveEngine, request: LiveRequest, name: str, now_s: float) -> Li
         request.max_tokens,
         rate,
         is_running,
+        (request.frontend, request.request_id),
     )
 
 

@@ -220,7 +220,8 @@ class Recorder:
         """What a frontend sends, before the engine acts on it."""
         match event:
             case Submission():
-                self._note_arrival(event)
+                if event.submit.cancels is None:
+                    self._note_arrival(event)
             case Cancellation(frontend, request_id, _):
                 self._note(Cancelled(frontend, request_id))
             case FrontendDeath(frontend):

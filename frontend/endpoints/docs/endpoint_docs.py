@@ -102,6 +102,12 @@ QUOTE = EndpointDoc(
     ChatBody,
     other=(CompletionBody, answers.QuoteAnswer),
 )
+CANCEL_REQUEST = EndpointDoc(
+    "Server",
+    "Cancels an open request of any client. Needs the admin key; penstock top shows the names of requests.",
+    answers.CancelledRequest,
+    can_be_missing=True,
+)
 MODELS = EndpointDoc("Server", "Lists the served models.", answers.ModelsAnswer)
 MODEL = EndpointDoc("Server", "Describes a served model.", answers.ModelAnswer, can_be_missing=True)
 VERSION = EndpointDoc("Server", "Returns this server's version.", answers.VersionAnswer)

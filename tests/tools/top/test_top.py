@@ -9,6 +9,7 @@ import termios
 import time
 from collections.abc import Iterator
 
+import httpx2
 import pytest
 from rich.console import Console
 
@@ -19,6 +20,7 @@ from penstock.tools.main import app
 from penstock.tools.top import command
 from penstock.tools.top.frame import draw, num_lines_that_fit
 from penstock.tools.top.keys import Keys
+from penstock.tools.top.operator import Operator
 from penstock.tools.top.snapshot import Meter, Snapshot, Sort, sorted_lines
 from tests.backend.recorded import Recorded
 
@@ -172,16 +174,61 @@ class Typist(io.StringIO):
 def test_keys_sort_pause_and_quit_and_the_terminal_is_restored(recorded: Recorded, last: bytes) -> None:
     keyboard, terminal = pty.openpty()
     before = termios.tcgetattr(terminal)
-    screen = Typist(keyboard, [("sorted by age", b"s"), ("sorted by state", b"?r "), ("by rate   PAUSED", last)])
+    todo = [("sorted by age", b"s"), ("sorted by state", b"?r "), ("by rate   PAUSED", b"c")]
+    todo.append(("give --admin-key", last))
+    screen = Typist(keyboard, todo)
     console = Console(file=screen, width=140, height=40, force_terminal=True, _environ={"TERM": "xterm"})
     ring = RingReader(recorded.fd)
-    command.show(Meter(LiveEngine(ring)), console, terminal, Sort.AGE, 60.0)
+    command.show(command.View(Meter(LiveEngine(ring)), Sort.AGE), console, terminal, 60.0)
     assert not screen.todo
     assert "\x1b[?1049l" in screen.getvalue()  # the screen from before
     assert termios.tcgetattr(terminal) == before
     ring.close()
     os.close(terminal)
     os.close(keyboard)
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "said"),
+    [
+        (200, {"object": "request.cancelled"}, "2.3 is cancelled"),
+        (404, {"error": {"message": "request 2.3 is not open"}}, "2.3 is not cancelled: request 2.3 is not open"),
+        (502, ["no"], "2.3 is not cancelled: the server at this address answers 502; is it Penstock?"),
+    ],
+)
+def test_chosen_request_is_cancelled_with_the_admin_key_after_a_question(
+    recorded: Recorded, status: int, answer: object, said: str
+) -> None:
+    sent: list[httpx2.Request] = []
+
+    def serve(request: httpx2.Request) -> httpx2.Response:
+        sent.append(request)
+        return httpx2.Response(status, json=answer)
+
+    def shown() -> str:
+        console = Console(file=io.StringIO(), width=160)
+        console.print(view.screen(40))
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    ring = RingReader(recorded.fd)
+    operator = Operator("http://server/", "open-sesame", httpx2.MockTransport(serve))
+    view = command.View(Meter(LiveEngine(ring)), Sort.AGE, operator)
+    view.press("c")
+    assert "choose a request first" in shown()
+    for key in "jkkjjc":
+        view.press(key)
+    assert "cancel 2.3? y or n" in shown()
+    view.press("n")
+    assert "2.3 is not cancelled" in shown()
+    assert not sent
+    for key in "cy":
+        view.press(key)
+    assert said in shown()
+    (request,) = sent
+    assert (request.method, request.url) == ("POST", "http://server/admin/requests/2.3/cancel")
+    assert request.headers["authorization"] == "Bearer open-sesame"
+    ring.close()
 
 
 def test_terminal_that_goes_away_ends_the_view() -> None:

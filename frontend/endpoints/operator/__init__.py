@@ -1,0 +1,1 @@
+"""Endpoints for the operator of the server, who has the admin key."""
