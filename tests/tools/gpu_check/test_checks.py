@@ -69,9 +69,13 @@ def test_checks_stop_when_only_the_reserve_is_left(tmp_path: Path) -> None:
 
 
 def test_cuda_pass_agrees_with_the_cpu_pass(record: Record) -> None:
-    pass_agreement.check_passes(record.results, make_device_context(), ("qwen3", "phi3-partial"))
+    pass_agreement.check_passes(
+        record.results, make_device_context(), ("qwen3", "phi3-partial", "qwen3-moe", "gpt-oss", "gemma2")
+    )
     findings = record.findings()
     assert findings["pass.qwen3.tokens"].passed
+    assert findings["pass.gpt-oss.tokens"].passed
+    assert findings["pass.qwen3.int4"].passed
     assert findings["pass.qwen3.embeddings"].passed
     assert findings["pass.qwen3.scores"].passed
 

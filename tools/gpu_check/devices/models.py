@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.backend.checkpoint.decoder_config import DecoderConfig, RopeConfig
+from penstock.backend.checkpoint.decoder_config import (
+    ClampedGate,
+    DecoderConfig,
+    Experts,
+    RopeConfig,
+    Scales,
+    TensorNames,
+)
+from penstock.backend.checkpoint.quantization.quantizer import quantize
 from penstock.backend.checkpoint.tensors import LayerWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
 
 
 def make_rope(head_dim: int, theta: float) -> RopeConfig:
@@ -79,6 +89,26 @@ TINY_FAMILY = {
     "qwen3": replace(TINY, qk_norm="head", tie_embeddings=True),
     "smollm3": replace(TINY, layer_uses_rope=(True, False)),
     "phi3-partial": replace(TINY, rope=RopeConfig(32, make_rope(32, 10_000.0).inv_freq)),
+    "qwen3-moe": replace(
+        TINY, qk_norm="head", experts=Experts(8, 2, 96, normalises=True), layer_has_experts=(True, False)
+    ),
+    "gpt-oss": replace(
+        TINY,
+        qkv_bias=True,
+        sinks=True,
+        layer_window_tokens=(16, None),
+        experts=Experts(4, 2, 96, normalises=True, biased=True, clamped_gate=ClampedGate(1.702, 7.0)),
+        layer_has_experts=(True, True),
+    ),
+    "gemma2": replace(
+        TINY,
+        activation="gelu_tanh",
+        norm_offset=1.0,
+        tie_embeddings=True,
+        layer_window_tokens=(16, None),
+        scales=Scales(embedding=4.0, scores_softcap=5.0, logits_softcap=3.0),
+        names=TensorNames(attention_output_norm="a", mlp_output_norm="b"),
+    ),
 }
 """One tiny model per feature that distinguishes the supported architectures."""
 
@@ -97,7 +127,7 @@ class RandomWeights:
         self._generator = torch.Generator(device).manual_seed(seed)
         self._embedding = self._matrix(config.vocab_size, config.hidden_size)
         self._lm_head = None if config.tie_embeddings else self._matrix(config.vocab_size, config.hidden_size)
-        self._layers = [self._make_layer() for _ in range(config.num_layers)]
+        self._layers = [self._make_layer(index) for index in range(config.num_layers)]
         self._final_norm = self._norm(config.hidden_size)
 
     def embedding(self, dtype: torch.dtype) -> Tensor:
@@ -114,20 +144,38 @@ class RandomWeights:
     def lm_head(self, dtype: torch.dtype) -> Tensor | None:
         return None if self._lm_head is None else self._lm_head.to(dtype)
 
-    def _make_layer(self) -> LayerWeights[Tensor]:
+    def _make_layer(self, index: int) -> LayerWeights[Tensor]:
         config = self._config
         heads = config.num_heads + 2 * config.num_kv_heads
-        return LayerWeights(
+        has_experts = bool(config.layer_has_experts) and config.layer_has_experts[index]
+        has_output_norms = config.names.attention_output_norm is not None
+        layer: LayerWeights[Tensor] = LayerWeights(
             qkv=self._matrix(heads * config.head_dim, config.hidden_size),
             o=self._matrix(config.hidden_size, config.num_heads * config.head_dim),
-            gate_up=self._matrix(2 * config.intermediate_size, config.hidden_size),
-            down=self._matrix(config.hidden_size, config.intermediate_size),
+            gate_up=None if has_experts else self._matrix(2 * config.intermediate_size, config.hidden_size),
+            down=None if has_experts else self._matrix(config.hidden_size, config.intermediate_size),
             attention_norm=self._norm(config.hidden_size),
             mlp_norm=self._norm(config.hidden_size),
+            attention_output_norm=self._norm(config.hidden_size) if has_output_norms else None,
+            mlp_output_norm=self._norm(config.hidden_size) if has_output_norms else None,
             q_norm=self._norm(config.head_dim) if config.qk_norm else None,
             k_norm=self._norm(config.head_dim) if config.qk_norm else None,
             qkv_bias=self._numbers(heads * config.head_dim) * 0.1 if config.qkv_bias else None,
+            sinks=self._numbers(config.num_heads) if config.sinks else None,
         )
+        return replace(layer, **self._expert_tensors(config.experts)) if has_experts and config.experts else layer
+
+    def _expert_tensors(self, experts: Experts) -> dict[str, Tensor]:
+        hidden, count, width = self._config.hidden_size, experts.count, experts.width
+        tensors = {
+            "router": self._matrix(count, hidden) * 3,
+            "expert_gate_up": self._matrix(count * 2 * width, hidden),
+            "expert_down": self._matrix(count * hidden, width),
+        }
+        if experts.biased:
+            sizes = {"router_bias": count, "expert_gate_up_bias": count * 2 * width, "expert_down_bias": count * hidden}
+            tensors |= {name: self._numbers(size) * 0.1 for name, size in sizes.items()}
+        return tensors
 
     def _matrix(self, outputs: int, inputs: int) -> Tensor:
         return self._numbers(outputs, inputs).mul_(inputs**-0.5)
@@ -137,3 +185,22 @@ class RandomWeights:
 
     def _numbers(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device).normal_(generator=self._generator)
+
+
+class QuantizedRandomWeights(RandomWeights):
+    """The same weights in int4, in groups of 32 inputs, or in int8 without groups."""
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, group_size: int | None) -> None:
+        super().__init__(config, dtype, device)
+        self._group_size = group_size
+
+    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Any]:
+        layer: LayerWeights[Any] = super().layer(index, dtype)
+        matrices = {name: matrix for name in _MATRICES if (matrix := getattr(layer, name)) is not None}
+        return replace(layer, **{name: self._quantize(matrix) for name, matrix in matrices.items()})
+
+    def _quantize(self, matrix: Tensor) -> QuantizedWeight:
+        return quantize([matrix.float()], (len(matrix), matrix.shape[1]), self._group_size)
+
+
+_MATRICES = ("qkv", "o", "gate_up", "down", "expert_gate_up", "expert_down")
