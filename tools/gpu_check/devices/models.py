@@ -196,8 +196,11 @@ class QuantizedRandomWeights(RandomWeights):
 
     def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Any]:
         layer: LayerWeights[Any] = super().layer(index, dtype)
-        matrices = {name: matrix for name in _MATRICES if (matrix := getattr(layer, name)) is not None}
-        return replace(layer, **{name: self._quantize(matrix) for name, matrix in matrices.items()})
+        matrices: dict[str, Any] = {}
+        for name in _MATRICES:
+            if (matrix := getattr(layer, name)) is not None:
+                matrices[name] = self._quantize(matrix)
+        return replace(layer, **matrices)
 
     def _quantize(self, matrix: Tensor) -> QuantizedWeight:
         return quantize([matrix.float()], (len(matrix), matrix.shape[1]), self._group_size)
