@@ -20,6 +20,7 @@ from penstock.tools.gpu_check.checks import (
     pass_agreement,
     transformers_agreement,
 )
+from penstock.tools.gpu_check.devices.models import TINY_FAMILY
 from penstock.tools.gpu_check.reporting import environment
 from tests.cuda_emulator import EmulatedLauncher
 from tests.tools.gpu_check.device_context import Record, make_device_context
@@ -78,6 +79,18 @@ def test_cuda_pass_agrees_with_the_cpu_pass(record: Record) -> None:
     assert findings["pass.qwen3.int4"].passed
     assert findings["pass.qwen3.embeddings"].passed
     assert findings["pass.qwen3.scores"].passed
+
+
+def test_another_token_is_a_mismatch_unless_it_ties(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TINY_FAMILY["llama"]
+    expected = pass_agreement._tokens(pass_agreement._on_cpu(config), config)
+    pass_agreement.require_same_tokens(config, expected.copy(), expected)
+    other = expected.copy()
+    other[3, 2] = (other[3, 2] + 1) % config.vocab_size
+    with pytest.raises(Mismatch, match="row 3 has another token 2; the gap of its logit: an error of"):
+        pass_agreement.require_same_tokens(config, other, expected)
+    monkeypatch.setattr(pass_agreement, "_TIE", 10.0)
+    pass_agreement.require_same_tokens(config, other, expected)
 
 
 def test_the_forward_pass_transformers_on_the_gpu_agrees_with_the_cpu(record: Record) -> None:

@@ -30,6 +30,8 @@ _ROWS, _PROMPT_TOKENS, _NEW_TOKENS, _PAGE_TOKENS, _PAGES = 5, 37, 24, 16, 5
 _SIZES = StepSizes(max_rows=_ROWS, max_tokens=256, max_context_tokens=_PAGE_TOKENS * _PAGES)
 _NUM_TOP = 4
 _SCORE_ERROR = 1e-3
+_TIE = 1e-4
+"""Largest gap of two logits, relative to the largest logit, that kernels of fp32 may turn around."""
 _LOGIT_ERROR = {"bf16": 3e-2, "fp16": 1e-2}
 """Maximum error of the CUDA pass's logits with bf16 KV, relative to the norm of the fp32 logits."""
 
@@ -74,9 +76,23 @@ def _compare_tokens(results: Results, context: DeviceContext, name: str) -> None
     expected = _tokens(_on_cpu(config), config)
     for chunk in (1 << 30, 7):
         found = _tokens(_on_gpu(context, config, torch.float32, "fp32"), config, chunk)
-        num_same = int((found == expected).all(axis=1).sum())
-        require(f"only {num_same} of {_ROWS} rows have the CPU pass's tokens", num_same == _ROWS)
-    results.check(f"pass.{name}.tokens", True, f"{_ROWS} rows of {_NEW_TOKENS} tokens equal the CPU pass's")
+        require_same_tokens(config, found, expected)
+    results.check(f"pass.{name}.tokens", True, f"{_ROWS} rows of {_NEW_TOKENS} tokens equal the CPU pass's, or tie")
+
+
+def require_same_tokens(config: DecoderConfig, found: NDArray[np.int32], expected: NDArray[np.int32]) -> None:
+    """Raise Mismatch if the first other token of a row is less likely than the expected one, by more than a tie."""
+    for row, prompt in enumerate(_prompts(config)):
+        differing = np.flatnonzero(found[row] != expected[row])
+        if not len(differing):
+            continue
+        first = int(differing[0])
+        forward_pass = _on_cpu(config)
+        batch = Steps(1, _PAGES).prefill([np.concatenate([prompt, expected[row, :first]])])
+        logits = forward_pass.host_logits(forward_pass.forward(batch))[0]
+        forward_pass.close()
+        gap = float(logits[expected[row, first]] - logits[found[row, first]]) / float(np.abs(logits).max())
+        require_within(f"row {row} has another token {first}; the gap of its logit", gap, _TIE)
 
 
 def _compare_logits(results: Results, context: DeviceContext, name: str, dtype_name: str) -> None:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.backend")
 
+_LARGEST_CARVEOUT_PERCENT = 100
+"""Of a multiprocessor's memory for shared memory and L1, as much as can be shared memory."""
+
 
 class _Stream:
     """The part of a stream that a launch uses. CuPy 13 and 14 use different classes, and 14.0 destroys the stream that
@@ -137,6 +140,8 @@ def _function(module: Any, kernel: Kernel) -> Any:
     if kernel.shared_bytes:
         # Kernels that differ only in shared_bytes are one driver function; its limit must allow the largest of them.
         raw.max_dynamic_shared_size_bytes = max(kernel.shared_bytes, raw.max_dynamic_shared_size_bytes)
+        # Such kernels are made for several blocks per multiprocessor; a smaller share could leave room for one.
+        raw.preferred_shared_memory_carveout = _LARGEST_CARVEOUT_PERCENT
     return raw.kernel
 
 

@@ -93,6 +93,7 @@ def test_a_kernel_is_compiled_with_its_macros_its_headers_and_a_name_for_all_sou
         "-DACT=1",
     }
     assert cupy.raws["add_rms_norm"].max_dynamic_shared_size_bytes == 70_000
+    assert cupy.raws["add_rms_norm"].preferred_shared_memory_carveout == 100
     assert set(cupy.devices) == {3}
 
 
