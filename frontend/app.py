@@ -78,6 +78,8 @@ def _routes(responses: Responses) -> dict[str, Methods]:
         "/invocations": post(invocations.invoke, docs.INVOCATIONS),
         "/admin/requests/{request}/cancel": post(cancel_request, docs.CANCEL_REQUEST, needs_key=False),
         "/v1/models": get(models.list_models, docs.MODELS),
+        "/v1/models/load": post(models.load, docs.LOAD_MODEL),
+        "/v1/models/unload": post(models.unload, docs.UNLOAD_MODEL),
         "/v1/models/{model}": get(models.describe_model, docs.MODEL),
         "/version": get(health.version, docs.VERSION),
         "/v1/load": get(metrics.load, docs.LOAD),

@@ -113,8 +113,9 @@ class FrontendOptions:
     set in the environment, which other users of the machine cannot read. Without any key, no key is needed."""
 
     api_key_file: Path | None = None
-    """File of keys, one a line: KEY [name=NAME] [weight=W] [requests_in_flight=N] [requests_per_minute=N]
-    [tokens_per_minute=N]. A key over its limits gets 429. Read again at SIGHUP."""
+    """File of keys, one a line: KEY [name=NAME] [weight=W] [admin=yes] [requests_in_flight=N]
+    [requests_per_minute=N] [tokens_per_minute=N]. A key over its limits gets 429; admin=yes may load and unload models.
+    Read again at SIGHUP."""
 
     admin_key: Annotated[str | None, Parameter(validator=_check_key, show_default=False)] = None
     """Key of the operator, who may cancel any request (`penstock top`). It is no key for clients. Better set in the

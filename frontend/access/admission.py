@@ -61,7 +61,7 @@ class Admission:
             exchange.payer = address_payer(exchange, self._tenant_by)
         else:
             exchange.tenant = exchange.payer = key.salt
-            exchange.key_name, exchange.weight = key.name, key.weight
+            exchange.key_name, exchange.weight, exchange.is_admin = key.name, key.weight, key.is_admin
 
     def check_admin(self, exchange: Exchange) -> None:
         """Without an admin key nobody is the operator. Raises ApiError."""

@@ -30,6 +30,7 @@ _WEIGHT = re.compile(r"\d{1,3}(\.\d{1,6})?")
 _RULES = {
     "name": "up to 64 letters, digits and _.-",
     "weight": f"a decimal number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}",
+    "admin": "yes or no",
 }
 """The words of a line that are not limits."""
 _SALT_CONTEXT = b"penstock: the tenant of an API key"
@@ -60,6 +61,8 @@ class ApiKey:
     limits: KeyLimits = KeyLimits()  # noqa: RUF009 - frozen
     weight: float = 1.0
     """Its owner's share of the device in proportion to the other keys'."""
+    is_admin: bool = False
+    """It may load and unload models."""
 
     def __repr__(self) -> str:
         return f"ApiKey({self.name})"
@@ -80,8 +83,8 @@ def named_keys(secrets_: Iterable[str]) -> list[ApiKey]:
 
 
 def read_key_file(path: Path) -> list[ApiKey]:
-    """Return the keys of a file with one key per line: `KEY [name=NAME] [weight=W] [requests_in_flight=N]
-    [requests_per_minute=N] [tokens_per_minute=N]`.
+    """Return the keys of a file with one key per line: `KEY [name=NAME] [weight=W] [admin=yes]
+    [requests_in_flight=N] [requests_per_minute=N] [tokens_per_minute=N]`.
 
     Empty lines and lines that begin with # are skipped; a key without a name is named line-N. Raises KeyFileError.
     """
@@ -112,7 +115,7 @@ def _read_line(words: Sequence[str], number: int) -> ApiKey:
     """Raises ValueError."""
     if not _KEY.fullmatch(words[0]) or "," in words[0]:
         raise ValueError("a key must be 1 to 512 printable characters without a comma")
-    name, weight = f"line-{number}", 1.0
+    name, weight, is_admin = f"line-{number}", 1.0, False
     limits: dict[str, int] = {}
     for word in words[1:]:
         field, equals, value = word.partition("=")
@@ -120,6 +123,8 @@ def _read_line(words: Sequence[str], number: int) -> ApiKey:
             name = value
         elif field == "weight" and _WEIGHT.fullmatch(value) and MIN_WEIGHT <= float(value) <= MAX_WEIGHT:
             weight = float(value)
+        elif field == "admin" and value in ("yes", "no"):
+            is_admin = value == "yes"
         elif field in KeyLimits.__struct_fields__ and _COUNT.fullmatch(value):
             limits[field] = int(value)
         elif equals and field in (*_RULES, *KeyLimits.__struct_fields__):
@@ -127,7 +132,7 @@ def _read_line(words: Sequence[str], number: int) -> ApiKey:
         else:
             known = ", ".join(f"{known}=" for known in (*_RULES, *KeyLimits.__struct_fields__))
             raise ValueError(f"word {words.index(word) + 1} is unknown; use {known}")
-    return ApiKey(words[0].encode(), name, KeyLimits(**limits), weight)
+    return ApiKey(words[0].encode(), name, KeyLimits(**limits), weight, is_admin)
 
 
 class Keyring:

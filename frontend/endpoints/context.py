@@ -98,6 +98,14 @@ class EndpointContext:
             known = [value for name, value in exchange.more_headers if name == IGNORED_HEADER]
             exchange.more_headers = (*others, (IGNORED_HEADER, b", ".join(known + names)))
 
+    async def receive_command(self, exchange: Exchange, decode: Callable[[bytes], Body]) -> Body:
+        """Return the body of a request that needs no model. Raises ApiError, ClientGoneError."""
+        _check_content_type(exchange)
+        self.admission.admit(exchange)
+        data = await exchange.read_body(max_bytes=self.limits.max_body_bytes, timeout_s=_BODY_TIMEOUT_S)
+        await check_structure(data)
+        return decode(data)
+
     async def read_ahead(self, exchange: Exchange) -> bytes:
         """Read the body for a look at it; the endpoint that answers then receives it as usual. Raises ApiError,
         ClientGoneError."""
@@ -148,7 +156,7 @@ class EndpointContext:
         while (keeper := self.models.find(task, requested)) is not waited:
             if keeper.waking is not None and (keeper.current is None or task != "any"):
                 with self._waiting(exchange, keeper, is_streaming=is_streaming):
-                    await self._wake(exchange, keeper, keeper.waking, body)
+                    await self.wake(exchange, keeper, keeper.waking, body)
             elif keeper.current is None:
                 with self._waiting(exchange, keeper, is_streaming=is_streaming):
                     await exchange.wait_for(keeper.settled, self.limits.hold_timeout_s)
@@ -177,7 +185,9 @@ class EndpointContext:
             self.places_to_wait.release(exchange.payer)
             exchange.idle_action = None
 
-    async def _wake(self, exchange: Exchange, keeper: ModelKeeper, waking: WakingModel, body: Struct | None) -> None:
+    async def wake(
+        self, exchange: Exchange, keeper: ModelKeeper, waking: WakingModel, body: Struct | None = None
+    ) -> None:
         """Keep the model awake until the exchange ends. Raises ApiError, ClientGoneError."""
         waking.use()
         exchange.at_end.append(waking.done)

@@ -1,23 +1,31 @@
-"""GET /v1/models and GET /v1/models/{model}: what is served, and what it can do."""
+"""GET /v1/models and GET /v1/models/{model}: what is served, and what it can do.
+
+POST /v1/models/load and /v1/models/unload: an administrator wakes a model, or lets it sleep.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from penstock.frontend.generation.served_models import can_do, names_of
+from penstock.frontend.schemas.answers import ModelStateAnswer
+from penstock.frontend.schemas.utilities import decode_model_command
+from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later, shorten
 from penstock.shm.client import backends_of
 from penstock.shm.memory.model_table import ModelState
 
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.context import EndpointContext
     from penstock.frontend.generation.served_model import ModelKeeper, ServedModel
+    from penstock.frontend.generation.waking import WakingModel
     from penstock.frontend.transport.exchange import Exchange
 
 _PATH = "/v1/models/"
-_STATES = {
+_STATES: dict[ModelState, Literal["asleep", "loading", "awake"]] = {
     ModelState.ASLEEP: "asleep",
     ModelState.STARTING: "loading",
     ModelState.LOADING: "loading",
@@ -97,3 +105,43 @@ def _known(served: ServedModel, name: str) -> dict[str, object]:
         },
         "embedding_dimensions": card.pooled_width("embed"),
     }
+
+
+async def load(exchange: Exchange, context: EndpointContext) -> None:
+    """POST /v1/models/load: answers when the model is awake. Raises ApiError, ClientGoneError."""
+    name, keeper, waking = await _model(exchange, context)
+    await context.wake(exchange, keeper, waking)
+    await _respond(exchange, name, waking)
+
+
+async def unload(exchange: Exchange, context: EndpointContext) -> None:
+    """POST /v1/models/unload: answers when the model is asleep. One that requests need stays awake. Raises ApiError,
+    ClientGoneError."""
+    name, _, waking = await _model(exchange, context)
+    try:
+        async with asyncio.timeout(context.limits.hold_timeout_s), exchange.cancelled_on_disconnect():
+            await waking.until_asleep()
+    except TimeoutError:
+        raise retry_later(ErrorKind.UNAVAILABLE, f"{shorten(name)} is not asleep yet; retry later", 1) from None
+    if waking.num_open:
+        message = f"model: {shorten(name)} is needed by {waking.num_open} open requests; it sleeps when they have ended"
+        raise ApiError(ErrorKind.MODEL_IN_USE, message, param="model")
+    await _respond(exchange, name, waking)
+
+
+async def _model(exchange: Exchange, context: EndpointContext) -> tuple[str, ModelKeeper, WakingModel]:
+    """Raises ApiError: without an admin key, for an unknown model, and for one that is always awake."""
+    if not exchange.is_admin:
+        message = "this needs an API key with admin=yes in the server's --api-key-file"
+        raise ApiError(ErrorKind.NO_ADMIN, message)
+    body = await context.receive_command(exchange, decode_model_command)
+    keeper = context.models.find("any", body.model)
+    if keeper.waking is None:
+        message = f"model: {shorten(body.model)} is always awake; models sleep with --models-dir or --sleep-after-s"
+        raise ApiError(ErrorKind.WRONG_MODEL, message, param="model")
+    return body.model, keeper, keeper.waking
+
+
+async def _respond(exchange: Exchange, name: str, waking: WakingModel) -> None:
+    answer = ModelStateAnswer(name, _STATES[waking.state], waking.last_wake_s)
+    await exchange.respond(200, msgspec.json.encode(answer))

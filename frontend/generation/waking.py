@@ -61,6 +61,17 @@ class WakingModel:
         self._num_uses -= 1
         self._count()
 
+    @property
+    def num_open(self) -> int:
+        """Requests of all workers that need it."""
+        return self._table.uses(self._index)[0]
+
+    async def until_asleep(self) -> None:
+        """Ask that it sleeps, and return when it does or when a request needs it."""
+        self._table.ask_to_sleep(self._index)
+        while self.state is not ModelState.ASLEEP and not (self.state is ModelState.AWAKE and self.num_open):  # noqa: ASYNC110 - in shared memory
+            await asyncio.sleep(_LOOK_EVERY_S)
+
     async def until_awake(self, is_loaded: Callable[[], bool]) -> None:
         """Return when the model can be used. Raises ApiError when it could not be loaded. Call between `use` and
         `done`."""

@@ -291,6 +291,12 @@ class ModelsAnswer(Struct):
     data: list[ModelAnswer]
 
 
+class ModelStateAnswer(Struct):
+    model: str
+    state: Literal["asleep", "loading", "awake"]
+    last_wake_seconds: float | None
+
+
 class HealthAnswer(Struct):
     status: Literal["ok"]
 

@@ -42,9 +42,20 @@ class DetokenizeBody(Struct, kw_only=True):
     model: ShortText | None = None
 
 
+class ModelCommandBody(Struct, kw_only=True):
+    model: ShortText
+    """The model's name."""
+
+
+_model_command = msgspec.json.Decoder(ModelCommandBody)
 _tokenize = msgspec.json.Decoder(TokenizeBody)
 _detokenize = msgspec.json.Decoder(DetokenizeBody)
 _SOURCES = ("prompt", "messages", "content")
+
+
+def decode_model_command(data: bytes) -> ModelCommandBody:
+    """Raises ApiError naming the field."""
+    return decode_body(_model_command, data)
 
 
 def decode_tokenize(data: bytes) -> tuple[TokenizeBody, ChatBody | None]:

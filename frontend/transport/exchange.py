@@ -106,6 +106,8 @@ class Exchange(Abortable):
         """The tenant that the backend's scheduler charges: the key's or, without keys, the client's address."""
         self.weight = 1.0
         """The payer's share of the device in proportion to the others'."""
+        self.is_admin = False
+        """The API key of the request may load and unload models."""
         self.key_name: str | None = None
         """The API key's name, for logs."""
         self.report_spans: ReportSpans | None = None

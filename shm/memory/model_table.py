@@ -15,7 +15,7 @@ MAX_MODELS = 256
 """Models of one server. Each takes a client in every worker."""
 _ROW_WORDS = 40
 _STATE, _SINCE_NS, _WAKE_US, _FAILURES, _RETRY_NS, _REASON_BYTES, _REASON = range(7)
-_OPEN, _USED_NS = range(2)
+_OPEN, _USED_NS, _UNLOAD_NS = range(3)
 _MAX_REASON_BYTES = 8 * (_ROW_WORDS - _REASON)
 
 
@@ -64,6 +64,14 @@ class ModelTable(WorkerTable):
         """Return the open requests of all workers, and the time of the last use."""
         rows = [start + _ROW_WORDS * model for start in self.starts[:-1]]
         return sum(self.words[row + _OPEN] for row in rows), max(self.words[row + _USED_NS] for row in rows)
+
+    def ask_to_sleep(self, model: int) -> None:
+        """Let the model fall asleep, if no request needs it when the owner looks."""
+        self.words[self.own_start + _ROW_WORDS * model + _UNLOAD_NS] = time.monotonic_ns()
+
+    def asked_ns(self, model: int) -> int:
+        """Return when a worker last asked that the model sleeps; 0 is never."""
+        return max(self.words[start + _ROW_WORDS * model + _UNLOAD_NS] for start in self.starts[:-1])
 
     # Written by the owner
 

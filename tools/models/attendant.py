@@ -123,4 +123,5 @@ class ModelAttendant:
         num_open, used_ns = self._table.uses(index)
         may_load = state is ModelState.ASLEEP and num_open and not self._table.seconds_to_retry(index)
         model.wanted_s = (model.wanted_s or now_s) if may_load else None
-        return ModelView(state, model.num_bytes, num_open, max(model.changed_s, used_ns / 1e9), model.wanted_s)
+        used_s, asked_s = max(model.changed_s, used_ns / 1e9), self._table.asked_ns(index) / 1e9
+        return ModelView(state, model.num_bytes, num_open, used_s, asked_s, model.wanted_s)

@@ -24,6 +24,8 @@ class ModelView:
     """Requests that need it. A model with some never falls asleep."""
     used_s: float
     """When it was last needed or, if that was earlier, when it woke."""
+    asked_s: float
+    """When an administrator asked that it sleeps."""
     wanted_s: float | None
     """Since when requests wait for it, if it is asleep and may be loaded."""
 
@@ -48,8 +50,10 @@ def decide(models: Sequence[ModelView], now_s: float, *, idle_s: float, budget_b
         for index, model in sorted(enumerate(models), key=lambda item: item[1].used_s)
         if model.state is ModelState.AWAKE and not model.num_open
     ]
-    if idle_s:
-        decision.sleep += [index for index in idle if now_s - models[index].used_s >= idle_s]
+    for index in idle:
+        used_s = models[index].used_s
+        if models[index].asked_s > used_s or (idle_s and now_s - used_s >= idle_s):
+            decision.sleep.append(index)
     taken_bytes = sum(model.num_bytes for model in models if model.state in _HOLDS_MEMORY)
     leaving_bytes = sum(model.num_bytes for model in models if model.state is ModelState.FALLING_ASLEEP)
     leaving_bytes += sum(models[index].num_bytes for index in decision.sleep)

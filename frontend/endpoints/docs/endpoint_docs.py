@@ -12,7 +12,7 @@ from penstock.frontend.schemas.messages import CountTokensBody, MessagesBody
 from penstock.frontend.schemas.pooling.answers import LocatedToken
 from penstock.frontend.schemas.pooling.tei import TeiTokenizeBody
 from penstock.frontend.schemas.responses import ResponsesBody
-from penstock.frontend.schemas.utilities import DetokenizeBody, TokenizeBody
+from penstock.frontend.schemas.utilities import DetokenizeBody, ModelCommandBody, TokenizeBody
 
 HTML, CSS, SCRIPT, TEXT = "text/html", "text/css", "text/javascript", "text/plain"
 
@@ -110,6 +110,12 @@ CANCEL_REQUEST = EndpointDoc(
 )
 MODELS = EndpointDoc("Server", "Lists the served models.", answers.ModelsAnswer)
 MODEL = EndpointDoc("Server", "Describes a served model.", answers.ModelAnswer, can_be_missing=True)
+LOAD_MODEL = EndpointDoc(
+    "Server", "Loads a model that is asleep; needs an admin key.", answers.ModelStateAnswer, ModelCommandBody
+)
+UNLOAD_MODEL = EndpointDoc(
+    "Server", "Lets a model fall asleep; needs an admin key.", answers.ModelStateAnswer, ModelCommandBody
+)
 VERSION = EndpointDoc("Server", "Returns this server's version.", answers.VersionAnswer)
 LOAD = EndpointDoc(
     "Server", "Counts this worker's open requests and the whole system's sequences and pages.", answers.LoadAnswer

@@ -9,7 +9,7 @@ from penstock.tools.models.policy import ModelView, decide
 
 
 def view(state: ModelState, **changes: Any) -> ModelView:
-    fields: dict[str, Any] = {"num_bytes": 10, "num_open": 0, "used_s": 0.0, "wanted_s": None}
+    fields: dict[str, Any] = {"num_bytes": 10, "num_open": 0, "used_s": 0.0, "asked_s": 0.0, "wanted_s": None}
     return ModelView(state, **fields | changes)
 
 
@@ -30,6 +30,11 @@ def test_model_without_requests_sleeps_after_the_idle_time_only() -> None:
     models = (awake(used_s=50.0), awake(used_s=95.0), awake(used_s=0.0, num_open=1))
     assert result(*models, idle_s=10.0) == ([], [0])
     assert result(*models, idle_s=0.0) == ([], [])
+
+
+def test_model_sleeps_when_it_is_asked_to_unless_it_was_used_since() -> None:
+    models = (awake(used_s=50.0, asked_s=60.0), awake(used_s=50.0, asked_s=40.0), awake(num_open=1, asked_s=60.0))
+    assert result(*models) == ([], [0])
 
 
 def test_wanted_model_wakes_if_it_fits() -> None:

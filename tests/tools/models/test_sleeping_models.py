@@ -34,11 +34,15 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_models_take_turns_in_memory_for_one(start: Start, directory: Path) -> None:
+    keys = directory / "keys"
+    keys.write_text("sk-admin admin=yes\nsk-user\n")
     serve = start(
-        "--model", "a=penstock-demo", "--models-dir", str(directory), "--models-memory", ROOM_FOR_ONE, "--log-json"
+        "--model", "a=penstock-demo", "--models-dir", str(directory), "--models-memory", ROOM_FOR_ONE, "--log-json",
+        "--api-key-file", str(keys),
     )  # fmt: skip
     serve.wait_until_ready()
-    with httpx.Client(base_url=f"http://127.0.0.1:{serve.port}", timeout=60) as client:
+    url, headers = f"http://127.0.0.1:{serve.port}", {"x-api-key": "sk-admin"}
+    with httpx.Client(base_url=url, timeout=60, headers=headers) as client:
         assert states(client) == {"a": "awake", "broken": "asleep", "found": "asleep"}
         text = complete(client, "a").json()["choices"]
         woken = complete(client, "found")
@@ -47,6 +51,12 @@ def test_models_take_turns_in_memory_for_one(start: Start, directory: Path) -> N
         described = client.get("/v1/models/found").json()
         assert described["last_wake_seconds"] > 0
         assert described["capabilities"]["chat"]
+
+        for command, state in (("unload", "asleep"), ("load", "awake")):
+            path = f"/v1/models/{command}"
+            assert client.post(path, json={"model": "found"}, headers={"x-api-key": "sk-user"}).status_code == 403
+            assert client.post(path, json={"model": "found"}).json()["state"] == state
+            assert states(client)["found"] == state
 
         refused = complete(client, "broken")
         assert refused.status_code == 503

@@ -1,0 +1,84 @@
+"""POST /v1/models/load and /v1/models/unload, and requests that wait for a model, without processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+
+from penstock.frontend.access.admission import Admission
+from penstock.frontend.access.api_keys import ApiKey
+from penstock.frontend.generation.served_models import ServedModels
+from penstock.frontend.generation.waking import WakingModel
+from penstock.shm.memory.model_table import ModelState, ModelTable
+from tests.frontend.access.keys import bearer
+from tests.frontend.harness import ClientConnection, FakeBackend, make_app, model_keeper
+
+MODEL = "test/model"
+KEYS = (ApiKey(b"boss", "boss", is_admin=True), ApiKey(b"user", "user"))
+COMPLETION = {"model": MODEL, "prompt": "x", "max_tokens": 1}
+
+
+@dataclass
+class Setup:
+    connection: ClientConnection
+    owner: ModelTable
+    waking: WakingModel
+
+    async def command(self, name: str, key: str = "boss", model: str = MODEL) -> tuple[int, str]:
+        """Return the status, and the state or the error's code."""
+        answer = await self.connection.request("POST", f"/v1/models/{name}", {"model": model}, bearer(key))
+        return answer.status, answer.json()["state"] if answer.status == 200 else answer.error["code"]
+
+
+@pytest.fixture
+async def setup(backend: FakeBackend) -> AsyncIterator[Setup]:
+    fd, owner = ModelTable.create(1)
+    keeper = model_keeper(backend)
+    waking = WakingModel(MODEL, ModelTable.of_worker(fd, 1, 0), 0, keeper.backend)
+    app = make_app(backend, models=ServedModels(keeper), admission=Admission(KEYS), hold_timeout_s=0.2)
+    keeper.waking = waking
+    yield Setup(ClientConnection(app), owner, waking)
+    os.close(fd)
+
+
+async def test_commands_need_an_admin_key_and_a_model_that_may_sleep(setup: Setup, backend: FakeBackend) -> None:
+    assert await setup.command("load", key="user") == (403, "admin_key_required")
+    assert await setup.command("load", key="nobody") == (401, "invalid_api_key")
+    assert await setup.command("load", model="other") == (404, "model_not_found")
+    connection = ClientConnection(make_app(backend, admission=Admission(KEYS)))
+    always_awake = Setup(connection, setup.owner, setup.waking)
+    assert await always_awake.command("unload") == (400, "model_not_capable")
+
+
+async def test_model_that_a_request_needs_is_not_unloaded(setup: Setup) -> None:
+    setup.owner.set_state(0, ModelState.AWAKE)
+    setup.waking.use()
+    assert await setup.command("unload") == (409, "model_in_use")
+    setup.waking.done()
+    assert await setup.command("unload") == (503, "backend_unavailable")  # nobody puts it to sleep here
+    setup.owner.set_state(0, ModelState.ASLEEP)
+    assert await setup.command("unload") == (200, "asleep")
+
+
+async def test_request_is_counted_while_it_waits_and_released_when_the_model_does_not_come(setup: Setup) -> None:
+    waiting = asyncio.ensure_future(setup.connection.request("POST", "/v1/completions", COMPLETION, bearer("user")))
+    while not setup.owner.uses(0)[0]:  # noqa: ASYNC110 - in shared memory
+        await asyncio.sleep(0)
+    refused = await waiting
+    assert (refused.status, refused.error["message"]) == (503, "the model is still loading; retry later")
+    assert setup.owner.uses(0)[0] == 0
+
+
+async def test_failed_wake_answers_with_the_reason_and_the_next_attempt_may_succeed(setup: Setup) -> None:
+    setup.owner.fail(0, "no weights", retry_after_s=60.0)
+    refused = await setup.connection.request("POST", "/v1/completions", COMPLETION, bearer("user"))
+    assert (refused.status, refused.error["message"]) == (503, f'"{MODEL}" could not be loaded: no weights')
+    assert 0 < int(refused.headers["retry-after"]) <= 60
+    setup.owner.fail(0, "no weights", retry_after_s=0.0)
+    setup.owner.set_state(0, ModelState.AWAKE)
+    answered = await setup.connection.request("POST", "/v1/completions", COMPLETION, bearer("user"))
+    assert answered.status == 200
