@@ -21,6 +21,7 @@ from penstock.frontend.endpoints import (
 from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.docs import endpoint_docs, pooling_docs
 from penstock.frontend.endpoints.docs.served_document import Documentation
+from penstock.frontend.endpoints.engine_view.stream import EngineStreams
 from penstock.frontend.endpoints.operator.cancel_request import cancel_request
 from penstock.frontend.endpoints.pooling import (
     cohere_embed,
@@ -117,11 +118,15 @@ def _pooling_routes() -> dict[str, Methods]:
 def _page_routes(documentation: Documentation) -> dict[str, Methods]:
     docs = endpoint_docs
     chat = StaticFiles("penstock.frontend.endpoints", "chat_page", "/page/")
+    engine = StaticFiles("penstock.frontend.endpoints.engine_view", "page", "/engine/")
     api = StaticFiles("penstock.frontend.endpoints.docs", "page", "/docs/")
     return {
         "/": get(chat.index, docs.CHAT_PAGE, needs_key=False),
         "/page/{file}": get(chat.file, docs.CHAT_PAGE_FILE, needs_key=False),
         "/page/vendor/{file}": get(chat.file, docs.CHAT_PAGE_FILE, needs_key=False),
+        "/engine": get(engine.index, docs.ENGINE_PAGE, needs_key=False),
+        "/engine/{file}": get(engine.file, docs.ENGINE_PAGE_FILE, needs_key=False),
+        "/engine/events": get(EngineStreams().watch, docs.ENGINE_EVENTS),
         "/openapi.json": get(documentation.document, docs.DOCUMENT, needs_key=False),
         "/docs": get(api.index, docs.PAGE, needs_key=False),
         "/docs/{file}": get(api.file, docs.PAGE_FILE, needs_key=False),
@@ -181,7 +186,8 @@ class App:
         upgrade = Exchange(scope | {"method": "GET"}, receive, send_http)
         try:
             self._admission.check_host(upgrade)
-            self._admission.cors.check_web_socket(upgrade)
+            # A browser asks nobody before it opens a WebSocket.
+            self._admission.cors.refuse_foreign(upgrade, "open a WebSocket")
             self._admission.identify(upgrade)
         except ApiError as error:
             logger.info("refused a WebSocket: %d %s", error.kind.status, error.kind.name)

@@ -56,14 +56,19 @@ class Cors:
             allowed.append((b"access-control-allow-headers", requested))
         return allowed
 
-    def check_web_socket(self, exchange: Exchange) -> None:
-        """Refuse a page of another origin: a browser asks nobody before it opens a WebSocket. Raises ApiError."""
-        origin = exchange.header(b"origin")
-        if origin is None or self._allows(exchange) or origin.partition(b"://")[2] == exchange.header(b"host"):
+    def refuse_foreign(self, exchange: Exchange, action: str) -> None:
+        """Refuse what a browser sends for a page of another origin that is not allowed. Other clients pass.
+
+        Action completes "may not … here". Raises ApiError.
+        """
+        if self._all or self._allows(exchange):
             return
-        shown = shorten(origin.decode("latin-1"))
-        message = f"origin: a page of {shown} may not open a WebSocket here; allow it with --cors-allow-origin"
-        raise ApiError(ErrorKind.FOREIGN_ORIGIN, message, param="origin")
+        origin = exchange.header(b"origin")
+        is_other_origin = origin is not None and origin.partition(b"://")[2] != exchange.header(b"host")
+        if is_other_origin or exchange.header(b"sec-fetch-site") in (b"cross-site", b"same-site"):
+            shown = "another site" if origin is None else shorten(origin.decode("latin-1"))
+            message = f"origin: a page of {shown} may not {action} here; allow it with --cors-allow-origin"
+            raise ApiError(ErrorKind.FOREIGN_ORIGIN, message, param="origin")
 
     def _allows(self, exchange: Exchange) -> bool:
         origin = exchange.header(b"origin")

@@ -56,6 +56,7 @@ class LiveEngine:
         self.started: BackendStarted | None = None
         """The backend that writes; None until its note has been read."""
         self.last: StepColumn | None = None
+        self._changes = Changes()
         self._forget()
 
     def _forget(self) -> None:
@@ -73,7 +74,7 @@ class LiveEngine:
     def poll(self) -> Changes:
         """Read what was written since the last call, at first all that the ring holds. Raises ValueError for records
         that are damaged."""
-        changes = Changes()
+        changes = self._changes = Changes()
         stretch = self._ring.read(self._position)
         if stretch.begin > self._position > 0:
             changes.has_gap = True
@@ -81,7 +82,7 @@ class LiveEngine:
         self._position = stretch.end
         self._read_note()
         for data in stretch.records:
-            self._read(unpack(data), changes)
+            self._read(unpack(data))
         return changes
 
     def _read_note(self) -> None:
@@ -89,24 +90,24 @@ class LiveEngine:
             event = unpack_event(unpack(note).body)
             self.started = event if isinstance(event, BackendStarted) else None
 
-    def _read(self, record: Record, changes: Changes) -> None:
+    def _read(self, record: Record) -> None:
         match record.kind:
             case Kind.PLAN:
-                self._read_plan(unpack_plan(record.flags, record.body), record.time_s, changes)
+                self._read_plan(unpack_plan(record.flags, record.body), record.time_s)
             case Kind.RESULT:
                 result = unpack_result(record.flags, record.body)
                 ended_s, num_dropped = result.ended_s or record.time_s, len(result.dropped_slots)
-                self._end_step(result.step, ended_s, result.step_s, changes, num_dropped, is_failed=result.is_failed)
+                self._end_step(result.step, ended_s, result.step_s, num_dropped, is_failed=result.is_failed)
             case Kind.EVENT:
                 event = unpack_event(record.body)
                 if (shown := self._read_event(event, record.time_s)) is not None:
-                    changes.events.append(shown)
+                    self._changes.events.append(shown)
 
     # Steps
 
-    def _read_plan(self, plan: PlanRecord, time_s: float, changes: Changes) -> None:
+    def _read_plan(self, plan: PlanRecord, time_s: float) -> None:
         if plan.num_results:
-            self._end_step(plan.num_results - 1, plan.result_ended_s or time_s, plan.result_step_s, changes)
+            self._end_step(plan.num_results - 1, plan.result_ended_s or time_s, plan.result_step_s)
         rows = self._rows.rows(plan)
         num_restored = num_listeners = 0
         for row in rows or ():
@@ -136,7 +137,6 @@ class LiveEngine:
         step: int,
         ended_s: float,
         step_s: float,
-        changes: Changes,
         num_dropped: int = 0,
         *,
         is_failed: bool = False,
@@ -165,7 +165,7 @@ class LiveEngine:
             plan.pages_idle,
             is_failed,
         )
-        changes.steps.append(self.last)
+        self._changes.steps.append(self.last)
 
     # Requests
 
@@ -254,7 +254,8 @@ class LiveEngine:
 
     def _leave(self, name: tuple[int, int], number: int) -> None:
         """Forget the request, and with its last request the sequence."""
-        self.requests.pop(name, None)
+        if (request := self.requests.pop(name, None)) is not None:
+            self._changes.left.append(request)
         if (sequence := self.sequences.get(number)) is None:
             return
         if sequence.requests.pop(name, None) is not None:

@@ -122,5 +122,7 @@ class Changes:
 
     steps: list[StepColumn] = field(default_factory=list)
     events: list[EngineEvent] = field(default_factory=list)
+    left: list[LiveRequest] = field(default_factory=list)
+    """Requests that are open no more."""
     has_gap: bool = False
     """Records were overwritten before they were read, so that steps are missing and open requests are forgotten."""

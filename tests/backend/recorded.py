@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 class Recorded:
     """A bench whose engine is recorded, and the plans that it launched."""
 
-    def __init__(self, *, with_tokens: bool = False, **sizes: Any) -> None:
+    def __init__(self, *, with_tokens: bool = False, pid: int = 1, **sizes: Any) -> None:
         self.fd = create_fd(MIN_RING_BYTES)
         self.bench = Bench(**sizes)
-        started = BackendStarted(FORMAT_VERSION, 1, 0.0, "fake", 8, 16, 64, 4, 256, 97, 1000, 1, has_tokens=with_tokens)
+        started = BackendStarted(
+            FORMAT_VERSION, pid, 0.0, "fake", 8, 16, 64, 4, 256, 97, 1000, 1, has_tokens=with_tokens
+        )
         started = replace(started, protocol_version=PROTOCOL_VERSION)
         self._writer = RingWriter(self.fd)
         self.recorder = Recorder.begin(self._writer, started)

@@ -1,4 +1,4 @@
-"""One server for all tests of the demo model behind `penstock serve`."""
+"""One server for all tests of the demo model behind `penstock serve`, and a real Chromium for its pages."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from penstock.tools.chaos.proxies import find_program
 from tests.system.processes import Command, running
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from playwright.sync_api import Browser, Page
 
 SERVE = ("serve", "--gpu", "none", "--port", "0", "--kv-budget", "200MB", "--tool-parser", "hermes")
+CHROMIUM = find_program("chromium")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium")
+_TIMEOUT_MS = 60_000
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +26,40 @@ def served_demo() -> Iterator[str]:
     serve = Command("penstock.tools.main", *SERVE, "--dtype", "fp32")
     with running(serve):
         yield serve.wait_for(r"^Ready: (http://\S+)/v1$").group(1)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    from playwright.sync_api import expect, sync_playwright
+
+    with sync_playwright() as playwright:
+        # As root Chromium runs only without its sandbox; it opens nothing but our own pages.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        expect.set_options(timeout=_TIMEOUT_MS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def errors() -> Iterator[list[str]]:
+    """What a page's console says is wrong; nothing at the end of the test."""
+    errors: list[str] = []
+    yield errors
+    assert errors == []
+
+
+@pytest.fixture
+def open_page(browser: Browser, served_demo: str, errors: list[str]) -> Iterator[Callable[[str], Page]]:
+    """Opens a path of the demo model's server in a window of its own."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800}, accept_downloads=True)
+
+    def open_path(path: str) -> Page:
+        page = context.new_page()
+        page.set_default_timeout(_TIMEOUT_MS)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.goto(served_demo + path)
+        return page
+
+    yield open_path
+    context.close()

@@ -9,49 +9,31 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect
 
-from penstock.tools.chaos.proxies import find_program
+from tests.system.conftest import needs_chromium
 from tests.system.processes import Command, running
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-CHROMIUM = find_program("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium")
-TIMEOUT_MS = 60_000
+pytestmark = needs_chromium
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        # As root Chromium runs only without its sandbox; it opens nothing but our own page.
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+def locked_server() -> Iterator[str]:
+    """The URL of a server with a key."""
+    serve = Command("penstock.tools.main", "serve", "--forward-pass", "fake", "--port", "0", "--api-key", "sk-right")
+    with running(serve):
+        yield serve.wait_for(r"^Ready: (http://\S+)/v1$").group(1)
 
 
 @pytest.fixture
-def errors() -> Iterator[list[str]]:
-    """What the page's console says is wrong; nothing at the end of the test."""
-    errors: list[str] = []
-    yield errors
-    assert errors == []
-
-
-@pytest.fixture
-def page(browser: Browser, served_demo: str, errors: list[str]) -> Iterator[Page]:
-    context = browser.new_context(viewport={"width": 1280, "height": 800}, accept_downloads=True)
-    page = context.new_page()
-    page.set_default_timeout(TIMEOUT_MS)
-    expect.set_options(timeout=TIMEOUT_MS)
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-    page.goto(served_demo)
+def page(open_page: Callable[[str], Page]) -> Page:
+    page = open_page("/")
     page.locator("#model option").wait_for(state="attached")
-    yield page
-    context.close()
+    return page
 
 
 def ask(page: Page, text: str) -> None:
@@ -268,17 +250,15 @@ def test_small_screen_needs_no_sideways_scrolling_and_controls_have_names(page: 
         assert found.violations_count == 0, found.generate_report()
 
 
-def test_page_of_a_server_with_keys_asks_for_one(browser: Browser) -> None:
-    serve = Command("penstock.tools.main", "serve", "--forward-pass", "fake", "--port", "0", "--api-key", "sk-right")
-    with running(serve):
-        url = serve.wait_for(r"^Ready: (http://\S+)/v1$").group(1)
-        page = browser.new_page()
-        page.goto(url)
-        for key, notice in (("sk-wrong", "missing or wrong"), ("sk-right", "")):
-            expect(page.locator("#key-form")).to_be_visible()
-            page.fill("#key", key)
-            page.keyboard.press("Enter")
-            expect(page.locator("#notice")).to_have_text(re.compile(f".*{notice}.*"))
-        page.locator("#model option").wait_for(state="attached")
-        expect(page.locator("#key-form")).to_be_hidden()
-        page.close()
+@pytest.mark.parametrize(("path", "shown"), [("/", "#model option"), ("/engine", "#figures tr >> nth=0")])
+def test_page_of_a_server_with_keys_asks_for_one(browser: Browser, locked_server: str, path: str, shown: str) -> None:
+    page = browser.new_page()
+    page.goto(locked_server + path)
+    for key, notice in (("sk-wrong", "missing or wrong"), ("sk-right", "")):
+        expect(page.locator("#key-form")).to_be_visible()
+        page.fill("#key", key)
+        page.keyboard.press("Enter")
+        expect(page.locator("#notice")).to_have_text(re.compile(f".*{notice}.*"))
+    page.locator(shown).wait_for(state="attached")
+    expect(page.locator("#key-form")).to_be_hidden()
+    page.close()

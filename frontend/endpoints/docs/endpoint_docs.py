@@ -128,3 +128,14 @@ PAGE = EndpointDoc("Server", "This document as a page.", HTML)
 PAGE_FILE = EndpointDoc("Server", "The page's script or style.", SCRIPT, can_be_missing=True)
 CHAT_PAGE = EndpointDoc("Server", "A page to chat with the model.", HTML)
 CHAT_PAGE_FILE = EndpointDoc("Server", "The chat page's scripts and style.", SCRIPT, can_be_missing=True)
+ENGINE_PAGE = EndpointDoc("Server", "A page that shows what the scheduler does.", HTML)
+ENGINE_PAGE_FILE = EndpointDoc("Server", "The engine page's scripts and style.", SCRIPT, can_be_missing=True)
+ENGINE_EVENTS = EndpointDoc(
+    "Server",
+    "Streams the engine's steps, sequences and pages, for the engine page. No text, and no other tenant's names.",
+    "text/event-stream",
+    query=(
+        ("model", str, "The model whose engine is shown; the first one by default."),
+        ("replica", str, "The replica whose engine is shown, by its label in /metrics; the first one by default."),
+    ),
+)

@@ -20,6 +20,7 @@ from tests.frontend.pooled_backend import PooledBackend, encoder, encoder_card
 
 PAGE = Path(__file__).parents[3] / "frontend" / "endpoints" / "docs" / "page"
 CHAT_PAGE = PAGE.parents[1] / "chat_page"
+ENGINE_PAGE = PAGE.parents[1] / "engine_view" / "page"
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
@@ -208,7 +209,12 @@ async def test_document_needs_no_key_and_says_which_routes_do(connect: Callable[
 
 PAGES = {
     "/docs": (PAGE, "/docs/", {"/docs/page.css", "/docs/page.js", "/openapi.json"}),
-    "/": (CHAT_PAGE, "/page/", {"/page/page.css", "/page/chat.js", "/docs", "/metrics", "/openapi.json"}),
+    "/": (CHAT_PAGE, "/page/", {"/page/page.css", "/page/chat.js", "/engine", "/docs", "/metrics", "/openapi.json"}),
+    "/engine": (
+        ENGINE_PAGE,
+        "/engine/",
+        {"/page/page.css", "/engine/engine.css", "/engine/engine.js", "/", "/engine", "/docs", "/metrics"},
+    ),
 }
 KINDS = {"css": "text/css", "js": "text/javascript", "html": "text/html"}
 
@@ -234,8 +240,8 @@ async def test_page_loads_only_from_this_server(connection: ClientConnection, pa
 
 
 def test_page_names_no_other_site_and_writes_no_markup() -> None:
-    paths = [*PAGE.glob("*.*"), *CHAT_PAGE.glob("*.*")]
-    assert len(paths) >= 10
+    paths = [*PAGE.glob("*.*"), *CHAT_PAGE.glob("*.*"), *ENGINE_PAGE.glob("*.*")]
+    assert len(paths) >= 20
     for path in paths:
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"https?://|//[a-z]|@import|url\(", text.replace("// ", "")), path

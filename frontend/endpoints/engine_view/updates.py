@@ -1,0 +1,221 @@
+"""The events of the engine view's stream: what all viewers of a backend receive, and what only one tenant does."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+from msgspec import Struct, field
+
+from penstock.shm.memory.board import BackendBoard, Board, FrontendBoard
+from penstock.shm.recording.live_state import EngineEvent, StepColumn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from penstock.shm.memory.board import Histogram
+    from penstock.shm.recording.live import LiveEngine
+    from penstock.shm.recording.live_state import LiveRequest, LiveSequence
+
+MAX_STEPS = 1000
+"""Steps in one event. Of more the last ones are sent, and the others are counted as lost."""
+MAX_EVENTS = 500
+MAX_WAITING = 200
+_MAX_KEYS = 16
+_US_PER_S = 1e6
+
+_COUNTERS = (
+    "pid",
+    "running",
+    "waiting",
+    "max_waiting",
+    "steps",
+    "pages_used",
+    "pages_idle",
+    "pages_total",
+    "page_size_tokens",
+    "host_pages_used",
+    "pages_saved",
+    "pages_restored",
+    "requests_accepted",
+    "requests_finished",
+    "requests_cancelled",
+    "requests_rejected",
+    "requests_failed",
+    "requests_expired",
+    "requests_coalesced",
+    "prompt_tokens",
+    "cached_tokens",
+    "generated_tokens",
+    "wasted_tokens",
+    "preemptions",
+    "draining",
+)
+
+
+class ShownSequence(NamedTuple):
+    """A sequence that runs or is preempted. It belongs to one tenant."""
+
+    number: int
+    tenant: int
+    """-1 if it started before the flight recorder's first record."""
+    is_running: bool
+    num_computed: int
+    num_prompt_tokens: int
+    max_tokens: int
+    num_cached: int
+    num_listeners: int
+    num_preemptions: int
+    started_s: float
+    arrived_s: float
+    requests: list[int]
+    """Keys of the first requests that listen to it."""
+
+
+class ShownWaiting(NamedTuple):
+    key: int
+    tenant: int
+    arrived_s: float
+    num_tokens: int
+    max_tokens: int
+    reason: str
+
+
+class TenantPages(NamedTuple):
+    """Pages that a tenant's sequences fill. A page that several sequences share counts for each."""
+
+    tenant: int
+    num_pages: int
+    num_full: int
+    """Of them, those whose tokens have a name in the prefix cache."""
+
+
+class ShownHistogram(Struct):
+    bounds_s: list[float]
+    counts: list[int]
+    """One more than the bounds: the last one is of values above them all."""
+    sum_s: float
+
+
+class EngineUpdate(Struct, tag="engine"):
+    """The state of one backend, the same for every viewer. Times are in seconds of the machine's monotonic clock."""
+
+    time_s: float
+    model: str
+    problem: str | None = None
+    """Why there are no steps and sequences: the backend is away, or has no flight recorder that can be read."""
+    has_gap: bool = False
+    """Steps are missing, because the reader was stopped for longer than the flight recorder lasts."""
+    max_running: int = 0
+    max_batch_tokens: int = 0
+    """The budget of a step."""
+    page_size: int = 0
+    num_pages: int = 0
+    steps: list[StepColumn] = field(default_factory=list)
+    events: list[EngineEvent] = field(default_factory=list)
+    sequences: list[ShownSequence] = field(default_factory=list)
+    waiting: list[ShownWaiting] = field(default_factory=list)
+    num_waiting: int = 0
+    """More than are listed, if there are many."""
+    tenants: list[TenantPages] = field(default_factory=list)
+    counters: dict[str, int] = field(default_factory=dict)
+    histograms: dict[str, ShownHistogram] = field(default_factory=dict)
+    """Time to first token, between tokens, in the queue, and of steps, since the backend began."""
+
+
+class OwnUpdate(Struct, tag="own"):
+    """What only the viewer's tenant receives, after each engine event."""
+
+    lost_steps: int
+    """Steps since the engine event before that this viewer was too slow to receive."""
+    tenant: int
+    """The viewer's own number among the tenants; -1 if it has no request."""
+    requests: list[tuple[int, str]]
+    """Keys of the viewer's own requests in the engine event, with their names: frontend.request."""
+
+
+_Name = TypeVar("_Name", bound=Hashable)
+
+
+class Numbers(Generic[_Name]):
+    """Small numbers for tenants and frontends, whose own names are long, and secret."""
+
+    _MAX = 1 << 16
+
+    def __init__(self) -> None:
+        self._numbers: dict[_Name, int] = {}
+
+    def number(self, name: _Name) -> int:
+        if len(self._numbers) >= self._MAX:
+            self._numbers.clear()
+        return self._numbers.setdefault(name, len(self._numbers))
+
+    def find(self, name: _Name) -> int:
+        """-1 for one that has no number."""
+        return self._numbers.get(name, -1)
+
+
+def describe_engine(update: EngineUpdate, live: LiveEngine, tenants: Numbers[str]) -> list[LiveRequest]:
+    """Fill in what is open; return the open requests that are shown."""
+    if (started := live.started) is not None:
+        update.max_running, update.max_batch_tokens = started.max_running, started.max_batch_tokens
+        update.page_size, update.num_pages = started.page_size, started.num_pages
+    shown: list[LiveRequest] = []
+    for sequence in live.sequences.values():
+        update.sequences.append(_shown_sequence(sequence, tenants))
+        shown += list(sequence.requests.values())[:_MAX_KEYS]
+    waiting = [request for request in live.waiting() if request.sequence is None]
+    update.num_waiting = len(waiting)
+    for request in waiting[:MAX_WAITING]:
+        reason = live.why_it_waits(request).value
+        number = tenants.number(request.tenant)
+        update.waiting.append(
+            ShownWaiting(request.key, number, request.arrived_s, request.num_tokens, max(0, request.max_tokens), reason)
+        )
+        shown.append(request)
+    update.tenants = _tenant_pages(update.sequences, update.page_size)
+    return shown
+
+
+def _shown_sequence(sequence: LiveSequence, tenants: Numbers[str]) -> ShownSequence:
+    requests = list(sequence.requests.values())
+    first = requests[0] if requests else None
+    return ShownSequence(
+        sequence.number,
+        -1 if first is None else tenants.number(first.tenant),
+        sequence.is_running,
+        max(0, sequence.num_computed),
+        sequence.num_tokens if first is None else first.num_prompt_tokens,
+        0 if first is None else max(0, *(request.max_tokens for request in requests)),
+        sequence.num_cached,
+        len(requests),
+        sequence.num_preemptions,
+        sequence.started_s,
+        sequence.started_s if first is None else first.arrived_s,
+        [request.key for request in requests[:_MAX_KEYS]],
+    )
+
+
+def _tenant_pages(sequences: Iterable[ShownSequence], page_size: int) -> list[TenantPages]:
+    pages: dict[int, tuple[int, int]] = {}
+    for sequence in sequences:
+        if sequence.is_running and page_size:
+            num_pages, num_full = pages.get(sequence.tenant, (0, 0))
+            num_full += sequence.num_computed // page_size
+            pages[sequence.tenant] = num_pages + -(-sequence.num_computed // page_size), num_full
+    return [TenantPages(tenant, *counts) for tenant, counts in sorted(pages.items())]
+
+
+def describe_counters(update: EngineUpdate, board: Mapping[str, int]) -> None:
+    update.counters = {name: board[name] for name in _COUNTERS}
+    update.histograms = {
+        "ttft": _histogram(FrontendBoard.ttft_us, board, Board.TOTALS),
+        "itl": _histogram(FrontendBoard.itl_us, board, Board.TOTALS),
+        "queue": _histogram(FrontendBoard.queue_us, board, Board.TOTALS),
+        "step": _histogram(BackendBoard.step_us, board),
+    }
+
+
+def _histogram(histogram: Histogram, board: Mapping[str, int], prefix: str = "") -> ShownHistogram:
+    counts, total = histogram.read(board, prefix)
+    return ShownHistogram([bound / _US_PER_S for bound in histogram.bounds], counts, total / _US_PER_S)
