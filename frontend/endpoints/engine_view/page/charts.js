@@ -52,6 +52,9 @@ export function drawFigures(table, { counters }, lost) {
     ["Pages saved to host memory, restored", `${counters.pages_saved}, ${counters.pages_restored}`],
     ["Steps this page was too slow to receive", lost],
   ];
-  table.tBodies[0].replaceChildren(...rows.map(([name, value]) =>
-    element("tr", "", element("td", "", name), element("td", "", String(value)))));
+  table.tBodies[0].replaceChildren(...rows.map(([name, value]) => {
+    const heading = element("th", "", name);
+    heading.scope = "row";
+    return element("tr", "", heading, element("td", "", String(value)));
+  }));
 }
