@@ -9,7 +9,7 @@ from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR
 from tests.cuda_emulator.launcher import EmulatedLauncher
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from penstock.backend.passes.decoder.cuda.device.launcher import Argument, Grid, Kernel
@@ -61,6 +61,9 @@ class PlantedLauncher(EmulatedLauncher):
         for name, text in texts.items():
             whole = text.replace("#include", f"{_SWITCH}#include", 1) if name in sources else text
             (directory / name).write_text(whole)
+
+    def prepare(self, kernels: Iterable[Kernel]) -> None:
+        super().prepare(kernel for kernel in kernels if kernel.source in self._sources)
 
     def launch(self, kernel: Kernel, grid: Grid, *arguments: Argument) -> None:
         if kernel.source in self._sources:
