@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -58,6 +60,18 @@ def decode_json_object(data: bytes | memoryview, where: object) -> dict[str, Any
         raise StartupError(f"{where} is not a JSON object: {error}") from None
 
 
+def decode_without_twins(data: bytes, where: object) -> dict[str, Any]:
+    """As `decode_json_object`. Refuses an object, at any depth, with a key twice: which of the values counts, no
+    standard says."""
+    values = decode_json_object(data, where)
+    try:
+        # The default parse_int raises for thousands of digits.
+        json.loads(data, object_pairs_hook=partial(_refuse_twins, where=where), parse_int=float)
+    except (ValueError, RecursionError) as error:
+        raise StartupError(f"{where} is not a JSON object: {error}") from None
+    return values
+
+
 def convert(values: dict[str, Any], into: type[T], where: object) -> T:
     """Convert to the Struct `into`, checking types and bounds. Raises StartupError naming the field and its value."""
     try:
@@ -76,6 +90,15 @@ def shorten(value: object) -> str:
     """value's repr, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _refuse_twins(pairs: list[tuple[str, object]], where: object) -> None:
+    """Keeps nothing of the object."""
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise StartupError(f"{where}: {shorten(key)} occurs twice")
+        seen.add(key)
 
 
 def _look_up(values: Any, path: str) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from msgspec import Meta, Struct
 
-from penstock.backend.checkpoint.json_file import convert, read_json_object, shorten
+from penstock.backend.checkpoint.json_file import convert, decode_without_twins, read_bytes, shorten
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def read_index(path: Path) -> dict[str, str]:
 
     Names are those of `as_text_names`.
     """
-    weight_map = convert(read_json_object(path), _Index, path).weight_map
+    weight_map = convert(decode_without_twins(read_bytes(path), path), _Index, path).weight_map
     names = set(weight_map.values())
     for name in names:
         if not _SHARD_NAME.fullmatch(name):

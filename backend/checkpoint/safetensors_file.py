@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from msgspec import Meta, Struct
 
 from penstock.backend.checkpoint.formats.tensor_file import ITEM_BYTES, StoredTensor, TensorFile, check_apart, open_file
-from penstock.backend.checkpoint.json_file import convert, decode_json_object
+from penstock.backend.checkpoint.json_file import convert, decode_without_twins
 from penstock.backend.checkpoint.layout import as_text_names
 from penstock.backend.errors import StartupError
 
@@ -62,7 +62,7 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, StoredTensor], o
     data_start = _LENGTH_BYTES + header_bytes
     if file_bytes < data_start:
         raise StartupError(f"{path} is truncated: expected at least {data_start} bytes, found {file_bytes}")
-    header = decode_json_object(file.read(header_bytes), f"{path}: the header")
+    header = decode_without_twins(file.read(header_bytes), f"{path}: the header")
     metadata = header.pop("__metadata__", None)
     tensors = {name: _stored(name, entry, data_start, path) for name, entry in header.items()}
     expected_bytes = max((t.first_byte + t.num_bytes for t in tensors.values()), default=data_start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import torch
 
 from penstock.backend.checkpoint.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE
-from penstock.backend.checkpoint.weights import choose_dtype
+from penstock.backend.checkpoint.weights import choose_dtype, open_tensor_files
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.decoder.cpu.torch_cache.paged_cache import KvShape
 from penstock.backend.passes.transformers_model.attention import (
@@ -124,6 +125,8 @@ def load_model(model_dir: Path, facts: ModelFacts, device: torch.device) -> Modu
     StartupError."""
     transformers = _import_transformers()
     register()
+    with ExitStack() as files:
+        open_tensor_files(model_dir, files)  # checks headers, in which the library lets a tensor have two places
     transformers.utils.logging.disable_progress_bar()
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(

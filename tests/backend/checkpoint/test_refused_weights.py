@@ -17,7 +17,7 @@ from penstock.backend.checkpoint.hub import resolve_model
 from penstock.backend.checkpoint.tokenizer_file import count_token_ids
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
-from tests.backend.checkpoint.weight_files import INDEX, SHARDED, open_checkpoint, rewrite
+from tests.backend.checkpoint.weight_files import INDEX, SHARDED, name_twice, open_checkpoint, rewrite
 from tests.checkpoints import make_checkpoint
 
 if TYPE_CHECKING:
@@ -70,6 +70,14 @@ def test_tensor_missing_from_its_shard_is_refused(tmp_path: Path) -> None:
     assert "tensor model.norm.weight, expected with shape [64], is missing from the files of" in refusal(model_dir)
 
 
+@pytest.mark.parametrize("sharding", [{}, SHARDED], ids=["single", "sharded"])
+def test_tensor_named_twice_is_refused(sharding: dict[str, str], tmp_path: Path) -> None:
+    model_dir = make_checkpoint("llama2", tmp_path, **sharding)
+    path = next(path for path in model_dir.glob("model*.safetensors") if "model.norm.weight" in load_file(path))
+    name_twice(path, "model.norm.weight")
+    assert refusal(model_dir) == f"{path}: the header: 'model.norm.weight' occurs twice"
+
+
 def test_wrong_shape_is_refused_with_both_shapes(tmp_path: Path) -> None:
     model_dir = make_checkpoint("llama2", tmp_path)
     rewrite(model_dir / "model.safetensors", {"model.layers.1.mlp.up_proj.weight": torch.zeros(95, 64)})
@@ -108,7 +116,12 @@ def test_file_truncated_in_its_header_is_refused(size: int, tmp_path: Path) -> N
     assert message.endswith(f"found {size}")
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', "[" * 100_000])
+TWICE = '{"weight_map": {"a": "b.safetensors", "a": "c.safetensors"}}'
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', "[" * 100_000, TWICE]
+)
 def test_malformed_index_is_refused(content: str, tmp_path: Path) -> None:
     model_dir = make_checkpoint("llama2", tmp_path, **SHARDED)
     (model_dir / INDEX).write_text(content)

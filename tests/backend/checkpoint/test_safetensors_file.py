@@ -38,6 +38,9 @@ def entry(shape: Any = (2,), offsets: Any = (0, 8), dtype: Any = "F32") -> dict[
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
+ENTRY = json.dumps(entry()).encode()
+
+
 @pytest.mark.parametrize(
     ("header", "message"),
     [
@@ -45,6 +48,11 @@ def entry(shape: Any = (2,), offsets: Any = (0, 8), dtype: Any = "F32") -> dict[
         (b"{", "is not a JSON object"),
         (b"\xff\xff", "is not a JSON object"),
         (b"[" * 100_000, "is not a JSON object"),
+        (b'{"t": %b, "t": %b}' % (ENTRY, ENTRY), "the header: 't' occurs twice"),
+        (b'{"t": %b, "\\u0074": %b}' % (ENTRY, ENTRY), "the header: 't' occurs twice"),
+        (b'{"t": {"dtype": "F32", "dtype": "I32", "shape": [2], "data_offsets": [0, 8]}}', "'dtype' occurs twice"),
+        (b'{"__metadata__": {"format": "pt", "format": "np"}}', "'format' occurs twice"),
+        (b'{"t": %b}' % (b"9" * 5000), "is not a JSON object|tensor t is not described"),
         ({"t": 3}, "tensor t is not described by an object"),
         ({"t": {}}, "missing required field"),
         ({"t": entry(shape=[3])}, r"dtype F32 and shape \[3\] does not fit its data_offsets 0 to 8"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,3 +29,12 @@ def rewrite(path: Path, change: dict[str, torch.Tensor | None]) -> None:
     """Replace tensors of a safetensors file; None removes one."""
     tensors: dict[str, Any] = {name: tensor.clone() for name, tensor in load_file(path).items()} | change
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+
+
+def name_twice(path: Path, name: str) -> None:
+    """Give a tensor of a safetensors file a second entry in the header, the same as the first."""
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    entry = json.dumps({name: json.loads(content[8:end])[name]}).encode()
+    header = content[8:end].rstrip().removesuffix(b"}") + b"," + entry.removeprefix(b"{")
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])

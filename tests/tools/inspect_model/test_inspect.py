@@ -23,6 +23,7 @@ from penstock.tools.main import app
 from penstock.tools.random_model import ModelDims, write_random_model
 from tests.backend.checkpoint.formats.test_fused_experts import write_pair
 from tests.backend.checkpoint.gguf.writer import byte_level_vocabulary, from_model
+from tests.backend.checkpoint.weight_files import INDEX, name_twice
 from tests.backend.passes.transformers_model.families import make_family
 from tests.checkpoints import load_oracle, make_model
 from tests.encoder_checkpoints import make_encoder
@@ -141,6 +142,13 @@ def test_hybrid_model_has_keys_and_values_of_its_attention_layers_only(
     linear = [layer for layer in cache.layers if hasattr(layer, "conv_states")]
     states = [state for layer in linear for state in (layer.conv_states[0], layer.recurrent_states[0])]
     assert described.state_bytes_per_sequence == sum(state.nbytes for state in states)
+
+
+def test_tensor_named_twice_is_refused(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shard = json.loads((sharded / INDEX).read_text())["weight_map"]["model.norm.weight"]
+    name_twice(sharded / shard, "model.norm.weight")
+    assert run(str(sharded)) == 1
+    assert capsys.readouterr().err.strip().endswith("the header: 'model.norm.weight' occurs twice")
 
 
 def test_wrong_shape_is_the_reason(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.transformers_model import model as loading
 from penstock.backend.passes.transformers_model.forward_pass import TransformersPass
+from tests.backend.checkpoint.weight_files import name_twice
 from tests.backend.passes.decoder.driver import Driver
 from tests.backend.passes.decoder.test_scored_prompts import assert_scores, score
 from tests.backend.passes.transformers_model.families import FAMILIES, REFUSED, make_family
@@ -129,6 +130,13 @@ def test_bad_configuration_is_one_line(changes: dict[str, Any], reason: str, tmp
     with pytest.raises(StartupError, match=reason) as refused:
         TransformersPass.load(edited("arcee", tmp_path, **changes), FP32)
     assert "\n" not in str(refused.value)
+
+
+def test_tensor_named_twice_is_refused(tmp_path: Path) -> None:
+    """The library takes the last place."""
+    name_twice(edited("arcee", tmp_path) / "model.safetensors", "model.norm.weight")
+    with pytest.raises(StartupError, match=r"the header: 'model\.norm\.weight' occurs twice"):
+        TransformersPass.load(tmp_path, FP32)
 
 
 def test_options_that_it_cannot_meet_are_refused() -> None:
