@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.backend.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -55,26 +59,39 @@ def host_memory(proc: Path = _PROC, cgroup: Path = _CGROUP) -> MemoryInfo:
     return MemoryInfo(total.total_bytes, free.free_bytes, free.name)
 
 
-def _group_limits(proc: Path, cgroup: Path) -> list[tuple[int, int]]:
-    """(limit, use) of every control group around this process that has a limit, versions 2 and 1.
+def control_groups(controller: str, proc: Path, cgroup: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield the directory of every control group around this process, and whether it is one of version 2.
 
-    Inactive cached file pages do not count as used, as in the machine's own MemAvailable. Inside a container, /proc may
-    name a path that is not mounted; its own group is then the root of the mount, so the root is read as well.
+    Inside a container, /proc may name a path that is not mounted; its own group is then the root of the mount, so the
+    root is among them.
     """
-    limits: list[tuple[int, int]] = []
     for line in (proc / "self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            mount, names = cgroup, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            mount, names = cgroup / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
+        is_version_2 = controllers == ""
+        if not is_version_2 and controller not in controllers.split(","):
             continue
+        mount = cgroup if is_version_2 else cgroup / controller
         relative = Path(os.path.normpath(path.lstrip("/")))
         if ".." in relative.parts:  # a group outside this one's namespace
             relative = Path()
-        groups = [_group_limit(mount / group, *names) for group in (relative, *relative.parents)]
-        limits += [limit for limit in groups if limit is not None]
+        for group in (relative, *relative.parents):
+            yield mount / group, is_version_2
+
+
+def _group_limits(proc: Path, cgroup: Path) -> list[tuple[int, int]]:
+    """(limit, use) of every control group around this process that has a limit, versions 2 and 1.
+
+    Inactive cached file pages do not count as used, as in the machine's own MemAvailable.
+    """
+    limits = []
+    for group, is_version_2 in control_groups("memory", proc, cgroup):
+        if is_version_2:
+            names = "memory.max", "memory.current", "inactive_file"
+        else:
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        limit = _group_limit(group, *names)
+        if limit is not None:
+            limits.append(limit)
     return limits
 
 

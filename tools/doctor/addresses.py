@@ -6,6 +6,8 @@ import errno
 import socket
 from typing import TYPE_CHECKING
 
+import httpx2
+
 from penstock.shm.link.listening_address import AddressInUse, CannotListen, check_free
 from penstock.shm.process.cache_directory import cache_directory
 from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
@@ -14,6 +16,9 @@ from penstock.tools.doctor.finding import Finding, Level
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+_ANSWER_TIMEOUT_S = 2.0
+_MAX_MESSAGE = 200
 
 
 def examine_addresses(socket_path: Path, host: str, port: int) -> Iterator[Finding]:
@@ -43,11 +48,27 @@ def http_port(host: str, port: int) -> Finding:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             remedy = f"end the program (ss -ltnp 'sport = {port}' names it), or give --port another number"
-            return Finding(Level.ERROR, subject, f"in use on {host}", remedy)
+            return Finding(Level.ERROR, subject, f"in use on {host}{whose(str(address[0]), port)}", remedy)
         return Finding(
             Level.ERROR, subject, f"cannot be used on {host}: {error.strerror}", "give --port another number"
         )
     return Finding(Level.OK, subject, f"free on {host}")
+
+
+def whose(address: str, port: int) -> str:
+    """Return how a Penstock that listens there is, to follow "in use"; nothing for another program, or behind TLS."""
+    try:
+        ready = httpx2.get(
+            f"http://{f'[{address}]' if ':' in address else address}:{port}/ready",
+            timeout=_ANSWER_TIMEOUT_S,
+            trust_env=False,
+        )
+        answer = ready.json()
+        if ready.status_code == httpx2.codes.OK:
+            return " by a Penstock that is ready" if answer["status"] == "ready" else ""
+        return f" by a Penstock that is not ready: {' '.join(str(answer['error']['message']).split())[:_MAX_MESSAGE]}"
+    except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, KeyError, TypeError):
+        return ""
 
 
 def cache() -> Finding:

@@ -16,11 +16,13 @@ from rich.table import Table
 from penstock.shm.process.socket_path import default_socket_path
 from penstock.tools.doctor.addresses import examine_addresses
 from penstock.tools.doctor.cpu import examine_cpu
+from penstock.tools.doctor.cuda import examine_cuda, read_cuda_versions
 from penstock.tools.doctor.finding import Finding, Level
 from penstock.tools.doctor.gpu import examine_gpu
-from penstock.tools.doctor.limits import examine_limits
+from penstock.tools.doctor.memory import examine_memory
 from penstock.tools.doctor.model import examine_model
 from penstock.tools.doctor.software import examine_software
+from penstock.tools.doctor.ulimits import examine_ulimits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,8 +74,10 @@ def doctor(*, options: DoctorOptions = DoctorOptions()) -> int:
 def examine(options: DoctorOptions) -> Iterator[Finding]:
     """Yield each finding as soon as it is known."""
     yield from examine_software()
-    yield from examine_limits()
+    yield from examine_memory()
+    yield from examine_ulimits()
     yield from examine_cpu(is_quick=options.quick)
+    yield from examine_cuda(options.gpu, read_cuda_versions())
     yield from examine_gpu(options.gpu)
     yield from examine_addresses(options.socket, options.host, options.port)
     if options.model is not None:

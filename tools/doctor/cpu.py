@@ -18,6 +18,8 @@ from penstock.tools.doctor.finding import Finding, Level
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from penstock.backend.passes.decoder.cpu.cpu_paths import CpuInfo, CpuPath
+
 _HIDDEN_SIZE = 2048
 _NUM_HEADS = 1024
 """A product of 2,048 inputs and 131,072 outputs: 537 MB of bf16, more than the caches of most CPUs hold."""
@@ -31,18 +33,17 @@ _SLOW_SHARE = 0.7
 def examine_cpu(*, is_quick: bool) -> Iterator[Finding]:
     """Without is_quick the kernels are timed, which needs 1.2 GB of memory for some seconds."""
     yield cores(num_usable_cores())
+    cpu = read_cpu_info()
+    yield features(cpu, machine_paths())
     try:
-        kernels = open_fastest(read_cpu_info())
+        kernels = open_fastest(cpu)
     except LibraryUnavailableError as error:
         yield without_kernels(str(error), find_compiler())
         return
-    best = machine_paths()[0].name
-    others = ", ".join(path.name for path in supported_paths(read_cpu_info()) if path != kernels.path)
-    yield Finding(
-        Level.OK,
-        "CPU kernels",
-        f"path {kernels.path.name}{f', also possible: {others}' if others else ''}; best of this architecture: {best}",
-    )
+    yield compiler(find_compiler())
+    others = ", ".join(path.name for path in supported_paths(cpu) if path != kernels.path)
+    chosen = f"path {kernels.path.name}{f', also possible: {others}' if others else ''}"
+    yield Finding(Level.OK, "CPU kernels", chosen)
     if not is_quick:
         yield bandwidth(*measure_bandwidth(kernels, num_usable_cores()), num_usable_cores())
 
@@ -56,6 +57,28 @@ def cores(count: int) -> Finding:
             "give it two or more: the HTTP processes and the backend otherwise wait for each other",
         )
     return Finding(Level.OK, "cores", f"this process may use {count}")
+
+
+def features(cpu: CpuInfo, paths: Sequence[CpuPath]) -> Finding:
+    """paths are those of this architecture, best first. What the best one needs and the CPU lacks is named."""
+    subject = "CPU features"
+    known = sorted(frozenset[str]().union(*(path.cpu_flags for path in paths)) & cpu.flags)
+    if not any(path.cpu_flags <= cpu.flags for path in paths):
+        remedy = "take a CPU with AVX2 and FMA, or any of ARM's 64-bit CPUs; a virtual machine may hide its features"
+        return Finding(Level.WARNING, subject, f"not enough for our kernels: {', '.join(known) or 'none'}", remedy)
+    best = paths[0]
+    missing = ", ".join(sorted(best.cpu_flags - cpu.flags))
+    return Finding(
+        Level.OK, subject, ", ".join(known) + (f"; path {best.name} would need {missing}" if missing else "")
+    )
+
+
+def compiler(path: str | None) -> Finding:
+    """For a machine whose kernels are compiled already."""
+    if path is None:
+        remedy = "apt-get install g++, before an update compiles its kernels"
+        return Finding(Level.NOTE, "C++ compiler", "none; the kernels that are used were compiled before", remedy)
+    return Finding(Level.OK, "C++ compiler", path)
 
 
 def without_kernels(reason: str, compiler: str | None) -> Finding:

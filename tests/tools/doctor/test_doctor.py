@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import json
-import resource
 import socket
-from pathlib import Path
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import TYPE_CHECKING
 
 import pytest
 
 from penstock.backend.errors import StartupError
 from penstock.backend.kv_cache.memory import MemoryInfo
 from penstock.backend.passes.decoder.cpu import path_choice
+from penstock.backend.passes.decoder.cpu.cpu_paths import PATHS, CpuInfo
 from penstock.backend.passes.decoder.cpu.native_library import LibraryUnavailableError
 from penstock.backend.passes.decoder.cuda.device.device_choice import Gpu
 from penstock.shm.link.listening_address import ListeningAddress
 from penstock.tools.chaos.proxies import free_port
 from penstock.tools.doctor.addresses import backend_socket, http_port
-from penstock.tools.doctor.cpu import bandwidth, cores, examine_cpu, measure_bandwidth
+from penstock.tools.doctor.cpu import bandwidth, compiler, cores, examine_cpu, features, measure_bandwidth
 from penstock.tools.doctor.finding import Finding, Level
 from penstock.tools.doctor.gpu import examine_gpu
-from penstock.tools.doctor.limits import huge_pages, memory, open_files
+from penstock.tools.doctor.memory import free_memory, huge_pages
 from penstock.tools.doctor.model import examine_model, fits
 from penstock.tools.doctor.software import packages
 from penstock.tools.main import app
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 GPU = Gpu(0, "GPU-1234", "NVIDIA H200", (9, 0))
 OLD_GPU = Gpu(1, "GPU-5678", "Tesla T4", (7, 5))
@@ -78,17 +85,28 @@ def test_missing_and_old_packages_are_named() -> None:
     assert packages(["torch", "numpy"]).level is Level.OK
 
 
-def test_memory_files_and_pages_below_what_is_needed_are_warned_of(tmp_path: Path) -> None:
-    assert memory(MemoryInfo(64 * GB, GB, "this machine")).level is Level.WARNING
-    assert memory(MemoryInfo(64 * GB, 60 * GB, "this machine")).found == "60.00 GB of 64.00 GB are free on this machine"
-    assert open_files(1024).level is Level.WARNING
-    assert open_files(resource.RLIM_INFINITY).level is open_files(65_536).level is Level.OK
+def test_memory_and_pages_below_what_is_needed_are_warned_of(tmp_path: Path) -> None:
+    assert free_memory(MemoryInfo(64 * GB, GB, "this machine")).level is Level.WARNING
+    enough = free_memory(MemoryInfo(64 * GB, 60 * GB, "this machine"))
+    assert enough.found == "60.00 GB of 64.00 GB are free on this machine"
     setting = tmp_path / "enabled"
     assert huge_pages(setting).found.endswith("unknown")
     setting.write_text("always madvise [never]\n")
     assert (huge_pages(setting).level, huge_pages(setting).found[-5:]) == (Level.NOTE, "never")
     setting.write_text("always [madvise] never\n")
     assert huge_pages(setting).level is Level.OK
+
+
+def test_cpu_features_are_those_of_the_kernels_and_the_missing_ones_are_named() -> None:
+    paths = PATHS["x86_64"]
+    best, least = paths[0], paths[-1]
+    old = features(CpuInfo("old", frozenset({"sse4_2", "avx2"})), paths)
+    assert (old.level, old.found) == (Level.WARNING, "not enough for our kernels: avx2")
+    some = features(CpuInfo("some", least.cpu_flags | {"sse4_2"}), paths)
+    assert (some.level, some.found.startswith("avx2, f16c, fma; path amx would need amx_bf16")) == (Level.OK, True)
+    assert "would need" not in features(CpuInfo("new", best.cpu_flags), paths).found
+    assert features(CpuInfo("of another architecture", frozenset()), ()).level is Level.WARNING
+    assert [compiler(path).level for path in (None, "/usr/bin/g++")] == [Level.NOTE, Level.OK]
 
 
 def test_one_core_is_warned_of() -> None:
@@ -170,6 +188,44 @@ def test_used_port_is_an_error() -> None:
         assert http_port("127.0.0.1", port).found == "in use on 127.0.0.1"
     assert http_port("127.0.0.1", free_port()).level is Level.OK
     assert http_port("no.such.host.invalid", 80).level is Level.ERROR
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "found"),
+    [
+        (200, b'{"status": "ready", "running": 1}', "in use on 127.0.0.1 by a Penstock that is ready"),
+        (
+            503,
+            b'{"error": {"message": "the backend is not connected"}}',
+            "in use on 127.0.0.1 by a Penstock that is not ready: the backend is not connected",
+        ),
+        (200, b"<html>", "in use on 127.0.0.1"),
+        (200, b"[]", "in use on 127.0.0.1"),
+    ],
+)
+def test_penstock_at_the_port_is_asked_for_its_health(status: int, answer: bytes, found: str) -> None:
+    with answering(status, answer) as port:
+        assert http_port("127.0.0.1", port).found == found
+
+
+@contextmanager
+def answering(status: int, answer: bytes) -> Iterator[int]:
+    """A server that answers each GET so."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
 
 
 def test_model_is_described_and_its_size_compared(tmp_path: Path) -> None:

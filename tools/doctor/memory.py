@@ -1,8 +1,7 @@
-"""What the system allows this process: memory and open files."""
+"""Memory that this process may have, and its pages."""
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,35 +15,20 @@ if TYPE_CHECKING:
     from penstock.backend.kv_cache.memory import MemoryInfo
 
 _MIN_FREE_BYTES = 2_000_000_000
-_MIN_OPEN_FILES = 8192
-"""A connection needs one, and a stream of a local client needs some more for its buffers."""
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def examine_limits() -> Iterator[Finding]:
-    yield memory(host_memory())
-    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+def examine_memory() -> Iterator[Finding]:
+    yield free_memory(host_memory())
     yield huge_pages(_HUGE_PAGES)
 
 
-def memory(found: MemoryInfo) -> Finding:
+def free_memory(found: MemoryInfo) -> Finding:
     text = f"{format_size(found.free_bytes)} of {format_size(found.total_bytes)} are free on {found.name}"
     if found.free_bytes < _MIN_FREE_BYTES:
         remedy = "end other programs, or raise the container's limit: weights and KV cache must fit into what is free"
         return Finding(Level.WARNING, "memory", text, remedy)
     return Finding(Level.OK, "memory", text)
-
-
-def open_files(hard_limit: int) -> Finding:
-    if hard_limit == resource.RLIM_INFINITY:
-        return Finding(Level.OK, "open files", "no limit")
-    text = f"at most {hard_limit:,}"
-    if hard_limit < _MIN_OPEN_FILES:
-        remedy = (
-            f"raise it (ulimit -Hn, LimitNOFILE= of systemd) to {_MIN_OPEN_FILES:,} or more: each connection needs one"
-        )
-        return Finding(Level.WARNING, "open files", text, remedy)
-    return Finding(Level.OK, "open files", text)
 
 
 def huge_pages(setting: Path) -> Finding:
