@@ -54,7 +54,7 @@ def open_path(name: str) -> ctypes.CDLL:
         return _open(supported[name], machine_builds())
     if platform.machine() != "x86_64" or name not in EMULATED:
         pytest.skip(f"this CPU does not support {name}")
-    _require_simde()
+    require_simde()
     return _open(EMULATED[name], (EMULATED[name],))
 
 
@@ -80,7 +80,7 @@ def _open(build: KernelBuild, builds: tuple[KernelBuild, ...]) -> ctypes.CDLL:
 
 
 @cache
-def _require_simde() -> None:
+def require_simde() -> None:
     """Skip the test without SIMDe's headers; in CI, which sets TESTS_REQUIRE_ROOT, fail it."""
     compiler = find_compiler()
     if compiler is None:

@@ -20,7 +20,7 @@ from penstock.backend.passes.decoder.cpu.cpu_paths import (
     supported_paths,
 )
 from penstock.backend.passes.decoder.cpu.native_library import ABI, SOURCE, find_compiler
-from tests.backend.passes.decoder.cpu.path_libraries import open_path
+from tests.backend.passes.decoder.cpu.path_libraries import EMULATED, open_path, require_simde
 
 OPENED = ("avx2", "avx512", "avx512_bf16", "neon", "neon_bf16")
 HASWELL = "sse4_2 avx f16c fma avx2 bmi1 bmi2"
@@ -118,3 +118,20 @@ def test_avx2_library_has_no_avx512_instructions() -> None:
     code = subprocess.run([objdump, "-d", library], capture_output=True, text=True, check=True).stdout
     assert code.count("vfmadd") > 100
     assert re.findall(r"%zmm\d+|%k[0-7]\b|%[xy]mm(?:1[6-9]|2\d|3[01])\b", code) == []
+
+
+def test_every_avx512_instruction_of_the_kernels_is_emulated_on_a_cpu_without_them() -> None:
+    """Holds on every CPU, so that a new instruction is noticed on machines that have it too."""
+    if platform.machine() != "x86_64":
+        pytest.skip("SIMDe's functions stand beside those of an x86-64 compiler")
+    require_simde()
+    compiler = find_compiler()
+    assert compiler
+    command = [compiler, "-E", "-dM", "-xc++", *EMULATED["avx512_bf16"].compiler_flags, "-"]
+    header = "#include <immintrin.h>\n"
+    macros = subprocess.run(command, input=header, capture_output=True, text=True, check=True).stdout
+    emulated = set(re.findall(r"^#define (_mm\w+)", macros, re.MULTILINE))
+    kernels = (SOURCE.parent / "vectors_avx512.h").read_text()
+    used = set(re.findall(r"\b_mm512_\w+|\b_mm256_maskz?_\w+", kernels))
+    assert len(used) > 40
+    assert used <= emulated

@@ -104,6 +104,8 @@ template <int Mode> __m512 round_halves(const __m512& x) {
 #define _mm512_maddubs_epi16(a, b) missing::sum_byte_pairs(a, b)
 #define _mm512_mullo_epi16(a, b) missing::multiply_shorts(a, b)
 #define _mm512_dpbusd_epi32(sums, a, b) missing::sum_quads(sums, a, b)
+#define _mm512_cvtepi16_epi32(x) \
+    missing::each_lane<__m512i, std::int32_t, std::int16_t>(x, [](std::int16_t n) { return n; })
 #define _mm512_cvtepu16_epi32(x) \
     missing::each_lane<__m512i, std::uint32_t, std::uint16_t>(x, [](std::uint16_t n) { return n; })
 #define _mm512_cvtepi32_epi16(x) \
