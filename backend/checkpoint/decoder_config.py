@@ -132,6 +132,8 @@ class DecoderConfig:
     has_lm_head: bool = True
     """False: the model ends with the final norm, or with a head that the checkpoint does not call lm_head. Then
     tie_embeddings is False too."""
+    head_width: int = 1
+    """Outputs of such a head."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -171,6 +173,11 @@ class DecoderConfig:
     def has_own_lm_head(self) -> bool:
         """The output layer has a tensor of its own."""
         return self.has_lm_head and not self.tie_embeddings
+
+    @property
+    def logits_width(self) -> int:
+        """Outputs of the last layer; a buffer for them is never empty."""
+        return self.vocab_size if self.has_lm_head else self.head_width
 
     @property
     def score_scale(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,10 @@ JUDGE_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 """As the model card of Qwen3-Reranker has them."""
 
 
+BROKEN = "~"
+"""The models' weights for this character are NaN."""
+
+
 @dataclass
 class Server:
     client: httpx.Client
@@ -50,7 +55,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     pooling = {"pooling_mode_mean_tokens": True}
     embedder = make_sentence_encoder("bert", folders[0], pooling, vocab_size=VOCAB_SIZE)
     reranker = make_encoder("bert", "ForSequenceClassification", folders[1], vocab_size=VOCAB_SIZE, num_labels=1)
-    for folder in folders[:2]:
+    for model, folder in zip((embedder, reranker), folders, strict=False):
+        with torch.no_grad():
+            model.get_input_embeddings().weight[ENCODER_TOKENIZER.token_to_id(BROKEN)] = torch.nan
+        model.save_pretrained(folder)
         ENCODER_TOKENIZER.save(str(folder / "tokenizer.json"))
     judge_tokenizer = byte_level_tokenizer()
     judge_tokenizer.add_tokens(["yes", "no"])
@@ -148,3 +156,26 @@ def test_each_model_does_what_it_can_and_says_what_the_others_cannot(server: Ser
     assert "202 tokens, but the limit of this model is 160 tokens" in long.json()["error"]["message"]
     page = server.client.get("/metrics").text
     assert 'penstock_streams_total{model="embedder",outcome="stop"}' in page
+
+
+def test_a_nan_of_the_model_is_the_endpoints_own_error_and_leaves_others_alone(server: Server) -> None:
+    reason = "the model computed a value that is not a number"
+    mixed = [*TEXTS, f"a {BROKEN}"]
+    openai = {"error": {"message": reason}}
+    cases = [
+        ("/v1/embeddings", {"input": mixed}, 500, openai),
+        ("/pooling", {"input": mixed, "task": "embed"}, 500, openai),
+        ("/v2/embed", {"texts": mixed, "model": "embedder", "input_type": "search_query"}, 500, {"message": reason}),
+        ("/v2/rerank", {"query": "cats", "documents": mixed}, 500, {"message": reason}),
+        ("/embed", {"inputs": mixed}, 424, {"error": reason, "error_type": "backend"}),
+        ("/rerank", {"query": "cats", "texts": mixed}, 424, {"error": reason, "error_type": "backend"}),
+    ]
+    with ThreadPoolExecutor(2 * len(cases)) as threads:
+        broken = [threads.submit(server.client.post, path, json=body) for path, body, _, _ in cases]
+        others = [threads.submit(server.post, "/embed", {"inputs": TEXTS}) for _ in cases]
+        found = [response.result() for response in broken]
+        expected = torch.stack([embedding(server.embedder, text) for text in TEXTS])
+        for other in others:
+            torch.testing.assert_close(torch.tensor(other.result()), expected)
+    for response, (path, _, status, body) in zip(found, cases, strict=True):
+        print(path, response.status_code, response.json())

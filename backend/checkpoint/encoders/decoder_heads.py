@@ -36,11 +36,15 @@ _SUFFIXES = ("Model", "ForSequenceClassification", "ForCausalLM")
 @dataclass(frozen=True, slots=True)
 class PooledDecoder:
     config: DecoderConfig
-    """Without lm_head."""
+    """Without lm_head; head_width is that of "yes or no" and "score"."""
     head: HeadKind
-    width: int
     normalizes: bool = False
     """The model's files say that "embed" is normalised. The pass leaves it as it is."""
+
+    @property
+    def width(self) -> int:
+        """Values of a vector."""
+        return self.config.hidden_size if self.head == "embed" else self.config.head_width
 
     @property
     def kind(self) -> str:
@@ -74,14 +78,13 @@ def read_pooled_decoder(model_dir: Path, task: str, max_context_tokens: int | No
         max_context_tokens=min(limit, config.max_context_tokens),
     )
     if chosen == "embed":
-        return PooledDecoder(config, "embed", config.hidden_size, normalizes=_check_modules(model_dir))
+        return PooledDecoder(config, "embed", normalizes=_check_modules(model_dir))
     if suffix == "ForSequenceClassification":
         labels = values.get("id2label")
-        return PooledDecoder(
-            config, "score", len(labels) if isinstance(labels, dict) and labels else _num_labels(values)
-        )
+        count = len(labels) if isinstance(labels, dict) and labels else _num_labels(values)
+        return PooledDecoder(replace(config, head_width=count), "score")
     if chosen == "rerank":
-        return PooledDecoder(config, "yes or no", 1)
+        return PooledDecoder(config, "yes or no")
     raise StartupError(f"--task is {task}; {name} has no head that classifies: it needs ForSequenceClassification")
 
 

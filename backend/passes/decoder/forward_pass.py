@@ -1,15 +1,16 @@
-"""DecoderPass: decoders behind `IBatchedForwardPass`. Chooses the implementation for the device."""
+"""DecoderPass: decoders behind `IBatchedForwardPass`. Chooses the implementation for device and task."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from penstock.backend.checkpoint.encoders.decoder_heads import PooledDecoder, read_pooled_decoder
+from penstock.backend.checkpoint.encoders.decoder_heads import read_pooled_decoder
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cuda.device.cuda_device import open_gpu
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+from penstock.backend.passes.decoder.cuda.pooled_pass import PooledCudaPass
 from penstock.backend.passes.decoder.pooled_pass import PooledDecoderPass
 
 if TYPE_CHECKING:
@@ -17,36 +18,38 @@ if TYPE_CHECKING:
 
 
 class DecoderPass(IBatchedForwardPass):
-    """The registered pass. It has no instances: `load` returns a CpuDecoderPass or a CudaDecoderPass."""
+    """The registered pass. It has no instances: `load` returns a pass for the device, and for what the model gives."""
 
     @classmethod
     def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
-        pooled = _find_pooled(_require(model_dir), options)
+        model_dir = _require(model_dir)
+        pooled = read_pooled_decoder(model_dir, options.task, options.max_context_tokens)
         if pooled is not None:
-            return PooledDecoderPass.describe_pooled(_require(model_dir), options, pooled)
+            of_pooled = PooledDecoderPass if options.device == "cpu" else PooledCudaPass
+            return of_pooled.describe_pooled(model_dir, options, pooled)
         implementation = CpuDecoderPass if options.device == "cpu" else CudaDecoderPass
-        return implementation.describe(_require(model_dir), options)
+        return implementation.describe(model_dir, options)
 
     @classmethod
     def load(cls, model_dir: Path | None, options: PassOptions) -> IBatchedForwardPass:
         model_dir = _require(model_dir)
         loaded: CpuDecoderPass | CudaDecoderPass
-        pooled = _find_pooled(model_dir, options)
-        if pooled is not None:
-            loaded = PooledDecoderPass.load_pooled(model_dir, options, pooled)
-        elif options.device == "cpu":
-            loaded = CpuDecoderPass.load(model_dir, options)
+        pooled = read_pooled_decoder(model_dir, options.task, options.max_context_tokens)
+        if options.device == "cpu":
+            loaded = (
+                CpuDecoderPass.load(model_dir, options)
+                if pooled is None
+                else PooledDecoderPass.load_pooled(model_dir, options, pooled)
+            )
         else:
-            loaded = CudaDecoderPass.load(model_dir, options, open_gpu(options.device))
+            device = open_gpu(options.device)
+            loaded = (
+                CudaDecoderPass.load(model_dir, options, device)
+                if pooled is None
+                else PooledCudaPass.load_pooled(model_dir, options, pooled, device)
+            )
         # They differ from the interface only in what their own class methods take.
         return cast("IBatchedForwardPass", loaded)
-
-
-def _find_pooled(model_dir: Path, options: PassOptions) -> PooledDecoder | None:
-    pooled = read_pooled_decoder(model_dir, options.task, options.max_context_tokens)
-    if pooled is not None and options.device != "cpu":
-        raise StartupError("decoders that give vectors or scores do not run on a GPU yet: use the CPU (--gpu none)")
-    return pooled
 
 
 def _require(model_dir: Path | None) -> Path:

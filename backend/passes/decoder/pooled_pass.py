@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,40 +19,18 @@ from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass, mak
 from penstock.backend.passes.decoder.cpu.path_choice import check_cpu_path
 from penstock.backend.passes.decoder.memory_trimming import return_freed_memory
 from penstock.backend.passes.decoder.ops import CPU_KV_DTYPES
+from penstock.backend.passes.decoder.pooled_weights import WeightsWithHead, pooled_spec
 from penstock.backend.passes.decoder.spec import make_spec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from penstock.backend.checkpoint.encoders.decoder_heads import PooledDecoder
-    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
-    from penstock.backend.checkpoint.tensors import LayerWeights
     from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch, TokenMasks
     from penstock.backend.passes.decoder.model import Weights
     from penstock.backend.passes.decoder.ops import CpuOps
-
-
-@dataclass(frozen=True, slots=True)
-class _WithHead:
-    """A decoder's weights with another output layer, or none."""
-
-    weights: Weights
-    head: Tensor | None
-
-    def embedding(self, dtype: torch.dtype) -> Tensor | QuantizedWeight:
-        return self.weights.embedding(dtype)
-
-    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Tensor | QuantizedWeight]:
-        return self.weights.layer(index, dtype)
-
-    def final_norm(self, dtype: torch.dtype) -> Tensor:
-        return self.weights.final_norm(dtype)
-
-    def lm_head(self, dtype: torch.dtype) -> Tensor | None:
-        return None if self.head is None else self.head.to(dtype)
 
 
 class PooledDecoderPass(CpuDecoderPass):
@@ -79,7 +57,7 @@ class PooledDecoderPass(CpuDecoderPass):
             check_sizes(quantization, pooled.config)
         dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16)
         spec = make_spec(pooled.config, dtype, CPU_KV_DTYPES, quantization, read_stored_formats(model_dir))
-        return replace(spec, pooled={pooled.kind: pooled.width}, generates=False, scores_prompts=False)
+        return pooled_spec(spec, pooled)
 
     @classmethod
     def load_pooled(cls, model_dir: Path, options: PassOptions, pooled: PooledDecoder) -> PooledDecoderPass:
@@ -87,15 +65,14 @@ class PooledDecoderPass(CpuDecoderPass):
         quantization = find_quantization(options.quantize)
         with return_freed_memory(), open_served_weights(model_dir, pooled.config, quantization) as weights:
             dtype = weights.choose_dtype(options.dtype)
-            # Logits are as wide as the head.
             ops = make_cpu_ops(
-                replace(pooled.config, vocab_size=1 if pooled.head == "embed" else pooled.width),
+                pooled.config,
                 dtype,
                 options.max_batch_tokens,
                 options.cpu_path,
                 deterministic=options.deterministic,
             )
-            headed = _WithHead(weights, read_head(model_dir, pooled))
+            headed = WeightsWithHead(weights, read_head(model_dir, pooled))
             return cls(pooled, headed, ops, dtype, options.max_running, spec)
 
     def forward(self, batch: StepBatch) -> tuple[NDArray[np.float32], ...]:  # type: ignore[override]

@@ -153,7 +153,7 @@ class NativeOps:
         self._router_logits = Buffer(0 if config.experts is None else config.experts.count, torch.float32)
         self._added = Buffer(config.hidden_size, torch.float32)
         """The result of attention or MLP before its norm, which is then added to the residual stream."""
-        self._logits = Buffer(config.vocab_size, torch.float32)
+        self._logits = Buffer(config.logits_width, torch.float32)
         norms = config.names.attention_output_norm, config.names.mlp_output_norm
         added = () if norms == (None, None) else (self._added,)
         buffers = (self._residual, self._hidden, self._qkv, self._attended, self._gated, self._router_logits)

@@ -16,11 +16,10 @@ import numpy as np
 import torch
 
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
-from penstock.backend.checkpoint.quantization.modes import find_quantization
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import DeviceRows, SamplingParams, SlotInit, StepBatch
 from penstock.backend.passes.decoder.cuda.cuda_graphs import DecodeGraphs
-from penstock.backend.passes.decoder.cuda.device.device import annotate_faults
+from penstock.backend.passes.decoder.cuda.device.device import annotate_faults, first_line
 from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed
 from penstock.backend.passes.decoder.cuda.device.link_probe import LinkSpeed, measure_link
 from penstock.backend.passes.decoder.cuda.device.transfers import Uplink
@@ -28,7 +27,6 @@ from penstock.backend.passes.decoder.cuda.kv_cache import page_copies
 from penstock.backend.passes.decoder.cuda.kv_cache.host_pool import HostPool, TokenCosts, open_pool
 from penstock.backend.passes.decoder.cuda.kv_cache.page_moves import PageMoves
 from penstock.backend.passes.decoder.cuda.ops.cuda_ops import CudaOps
-from penstock.backend.passes.decoder.cuda.ops.packed_weights import has_kernels
 from penstock.backend.passes.decoder.cuda.step import step_buffers
 from penstock.backend.passes.decoder.cuda.step.device_sampler import (
     DeviceSampler,
@@ -37,7 +35,7 @@ from penstock.backend.passes.decoder.cuda.step.device_sampler import (
     SlotArrays,
 )
 from penstock.backend.passes.decoder.cuda.step.step_buffers import StepBuffers
-from penstock.backend.passes.decoder.cuda.step.step_results import PendingTokens, ResultBuffers
+from penstock.backend.passes.decoder.cuda.step.step_results import ResultBuffers
 from penstock.backend.passes.decoder.cuda.step.step_rows import CudaStep
 from penstock.backend.passes.decoder.cuda.workspace_plan import (
     StepSizes,
@@ -49,9 +47,7 @@ from penstock.backend.passes.decoder.cuda.workspace_plan import (
     plan_spec,
     rounds_rows,
     step_limits,
-    step_sizes,
 )
-from penstock.backend.passes.decoder.memory_trimming import return_freed_memory
 from penstock.backend.passes.decoder.model import DecoderModel
 from penstock.backend.passes.decoder.rope_table import RopeTable
 
@@ -64,7 +60,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
     from penstock.backend.checkpoint.quantization.modes import Quantization
-    from penstock.backend.forward_pass import EmbeddedTokens, PassOptions, PassSpec, TokenMasks
+    from penstock.backend.forward_pass import EmbeddedTokens, PassOptions, PassSpec, PendingOutput, TokenMasks
     from penstock.backend.passes.decoder.cuda.device.device import Device
     from penstock.backend.passes.decoder.cuda.device.transfers import Ints
     from penstock.backend.passes.decoder.model import Weights
@@ -126,29 +122,19 @@ class CudaDecoderPass:
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
         # Imported here, as in `load`: given weights by its caller, the pass needs no package that reads checkpoints.
-        from penstock.backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
-        from penstock.backend.checkpoint.formats.declared import read_stored_formats
-        from penstock.backend.checkpoint.weights import choose_dtype
+        from penstock.backend.checkpoint.config_json import read_decoder_config
+        from penstock.backend.passes.decoder.cuda.loading import describe_checkpoint
 
-        config = read_decoder_config(model_dir, options.max_context_tokens)
-        dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16, torch.float16)
-        quantization = find_quantization(options.quantize)
-        return plan_spec(config, dtype, step_sizes(config, options), quantization, read_stored_formats(model_dir))
+        return describe_checkpoint(model_dir, read_decoder_config(model_dir, options.max_context_tokens), options)
 
     @classmethod
     def load(cls, model_dir: Path, options: PassOptions, device: Device) -> CudaDecoderPass:
         from penstock.backend.checkpoint.config_json import read_decoder_config
-        from penstock.backend.checkpoint.formats.declared import read_stored_formats
-        from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
+        from penstock.backend.passes.decoder.cuda.loading import open_checkpoint
 
         config = read_decoder_config(model_dir, options.max_context_tokens)
-        sizes, quantization = step_sizes(config, options), find_quantization(options.quantize)
-        with return_freed_memory(), open_served_weights(model_dir, config, quantization, has_kernels) as weights:
-            dtype, formats = weights.choose_dtype(options.dtype, torch.float16), read_stored_formats(model_dir)
-            try:
-                return cls(config, weights, device, dtype, sizes, options.host_kv_bytes, quantization, formats)
-            except torch.OutOfMemoryError as error:
-                raise StartupError(f"the weights and workspace do not fit the GPU: {_first_line(error)}") from error
+        with open_checkpoint(model_dir, config, options) as (weights, settings):
+            return cls(config, weights, device, *settings)
 
     @property
     def spec(self) -> PassSpec:
@@ -168,7 +154,7 @@ class CudaDecoderPass:
             )
         except ValueError as error:
             raise StartupError(f"the GPU kernels do not support this cache: {error}") from error
-        slots = SlotArrays(sizes.max_rows, config.vocab_size, device.torch_device)
+        slots = SlotArrays(sizes.max_rows, config.logits_width, device.torch_device)
         self._sampler = DeviceSampler(device.launcher, slots, self._dtype)
         self._buffers = StepBuffers(device, step_limits(config, sizes, page_size_tokens, num_pages))
         self._masks = Uplink(device, mask_ints(config, sizes))
@@ -188,10 +174,10 @@ class CudaDecoderPass:
             self._graphs = DecodeGraphs(device, sizes.max_graph_rows, self._run_padding)
             token_s = self._warm_up(min(sizes.max_tokens, longest))
         except torch.OutOfMemoryError as error:
-            reason = f"a step does not fit into GPU memory beside the KV cache: {_first_line(error)}"
+            reason = f"a step does not fit into GPU memory beside the KV cache: {first_line(error)}"
             raise StartupError(f"{reason} (last launch: {device.last_launch}); lower --kv-budget") from error
         except (KernelFailed, RuntimeError) as error:
-            reason = f"the GPU kernels do not run: {_first_line(error)} (last launch: {device.last_launch})"
+            reason = f"the GPU kernels do not run: {first_line(error)} (last launch: {device.last_launch})"
             raise StartupError(reason) from error
         self.token_costs = TokenCosts(self.link.copy_s(self._spec.kv_bytes_per_token[kv_dtype]), token_s)
         self._moves.pool = open_pool(device, layout, self.link, self.token_costs, self._host_kv_bytes)
@@ -208,12 +194,12 @@ class CudaDecoderPass:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
-        with annotate_faults(self._device, _name(batch)):
+        with annotate_faults(self._device, step_name(batch)):
             return self._forward(batch)
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, batch: StepBatch, masks: TokenMasks | None = None) -> PendingTokens:
-        with annotate_faults(self._device, f"sampling {_name(batch)}"):
+    def sample(self, logits: Tensor, batch: StepBatch, masks: TokenMasks | None = None) -> PendingOutput:
+        with annotate_faults(self._device, f"sampling {step_name(batch)}"):
             return self._sample(logits, batch, masks)
 
     def host_logits(self, logits: Tensor) -> NDArray[np.float32]:
@@ -287,7 +273,7 @@ class CudaDecoderPass:
         self._model.forward(step, needs_logits=num_logits > 0 or step.is_scored)
         return self._ops.last_logits(num_logits)
 
-    def _sample(self, logits: Tensor, batch: StepBatch, masks: TokenMasks | None) -> PendingTokens:
+    def _sample(self, logits: Tensor, batch: StepBatch, masks: TokenMasks | None) -> PendingOutput:
         num_rows = len(logits)
         features, rows = self._sampling.features, self._buffers.logit_rows.cut(num_rows)
         results = self._results
@@ -302,7 +288,7 @@ class CudaDecoderPass:
             self._sampler.logprobs(logits, tokens, self._sampling.logprob_rows, results.logprobs(layout.sampled))
         if batch.scored is not None:
             self._score(results.logprobs(layout.scored))
-        return results.fetch(layout, features.logprob_rows, _name(batch))
+        return results.fetch(layout, features.logprob_rows, step_name(batch))
 
     def _score(self, out: LogprobBuffers) -> None:
         """Compute log probabilities of the scored tokens in blocks, in the memory of the step's logits."""
@@ -378,9 +364,5 @@ def _count_decode_rows(batch: StepBatch) -> int:
     return num_decode
 
 
-def _name(batch: StepBatch) -> str:
+def step_name(batch: StepBatch) -> str:
     return f"a step of {batch.num_tokens} tokens in {batch.num_rows} rows"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -95,7 +95,7 @@ def plan_spec(
         quantized_linear.scratch_bytes(sizes.max_tokens, matmul) if packed and takes_packed(dtype) else 0,
         sizes.max_tokens * row_of_8_bits,
         StepBuffers.num_bytes(step_limits(config, sizes, smallest, num_pages=1)),
-        SlotArrays.num_bytes(sizes.max_rows, config.vocab_size),
+        SlotArrays.num_bytes(sizes.max_rows, config.logits_width),
         ResultBuffers.num_bytes(sizes.max_rows, sizes.max_tokens),
         4 * mask_ints(config, sizes),
         4 * sizes.max_context_tokens * config.rope.rotary_dim * len(config.ropes),
@@ -147,8 +147,8 @@ def check_model_supported(config: DecoderConfig, sizes: StepSizes) -> None:
     reason = elementwise.unsupported_reason(
         config.hidden_size, config.intermediate_size, config.head_dim, config.rope.rotary_dim, "bf16"
     )
-    if config.vocab_size > MAX_VOCAB:
-        reason = f"vocab_size is {config.vocab_size}; the sampler supports at most {MAX_VOCAB}"
+    if config.logits_width > MAX_VOCAB:
+        reason = f"the output layer has {config.logits_width} values; the sampler supports at most {MAX_VOCAB}"
     if reason is None and config.experts is not None:
         reason = expert_ops.unsupported_reason(config.experts)
     if reason is None:
@@ -207,12 +207,12 @@ def attention_by_window(
 
 def max_update_ints(config: DecoderConfig, sizes: StepSizes) -> int:
     """Ints of `DeviceSampler.pack` for the largest single slot, which are also reserved for all slots of a step."""
-    return 64 + 2 * MAX_BIASES + min(config.vocab_size, sizes.max_context_tokens)
+    return 64 + 2 * MAX_BIASES + min(config.logits_width, sizes.max_context_tokens)
 
 
 def mask_ints(config: DecoderConfig, sizes: StepSizes) -> int:
     """Ints of one mask per row, and of the table from row to mask."""
-    return sizes.max_rows * (-(-config.vocab_size // 32) + 1) + 8
+    return sizes.max_rows * (-(-config.logits_width // 32) + 1) + 8
 
 
 def step_limits(config: DecoderConfig, sizes: StepSizes, page_size_tokens: int, num_pages: int) -> StepLimits:

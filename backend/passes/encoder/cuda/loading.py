@@ -11,6 +11,7 @@ import torch
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.decoder.cuda.attention.encoder_attention import ENCODER_HEAD_DIMS
 from penstock.backend.passes.decoder.cuda.attention.prefill_attention import MAX_TILES
+from penstock.backend.passes.decoder.cuda.device.device import first_line
 from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed
 from penstock.backend.passes.decoder.cuda.ops.matmul import BlockedMatmul
 from penstock.backend.passes.decoder.cuda.workspace_plan import LIBRARY_BYTES
@@ -79,9 +80,9 @@ def load(
         model.run(_largest_step(config, options.max_batch_tokens))
         device.synchronize()
     except torch.OutOfMemoryError as error:
-        raise StartupError(f"the weights and a step do not fit the GPU: {_first_line(error)}") from error
+        raise StartupError(f"the weights and a step do not fit the GPU: {first_line(error)}") from error
     except (KernelFailed, RuntimeError) as error:
-        reason = f"the GPU kernels do not run: {_first_line(error)} (last launch: {device.last_launch})"
+        reason = f"the GPU kernels do not run: {first_line(error)} (last launch: {device.last_launch})"
         raise StartupError(reason) from error
     return ops, model
 
@@ -103,7 +104,3 @@ def _workspace_bytes(config: EncoderConfig, dtype: torch.dtype, max_tokens: int)
     logits = BLOCK_ROWS * config.vocab_size * (item + 4) if config.vocab_size in head_widths else 0
     ropes = 4 * config.max_context_tokens * config.head_dim * len(config.ropes)
     return matmul.padded_rows(max_tokens) * (products + in_fp32 + results) + logits + ropes + LIBRARY_BYTES
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]

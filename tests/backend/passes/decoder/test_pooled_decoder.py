@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,49 +11,16 @@ import torch
 import transformers
 
 from penstock.backend.errors import StartupError
-from penstock.backend.forward_pass import PassOptions, PooledRows, StepBatch
+from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
+from tests.backend.passes.decoder.pooled_driver import NO, PAGE, YES, last_hidden, run, write_words
 from tests.backend.passes.encoder.driver import cosine, random_rows
 from tests.checkpoints import make_config, make_model
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from numpy.typing import NDArray
-
     from penstock.backend.forward_pass import IBatchedForwardPass
-
-PAGE = 16
-
-
-def run(
-    forward_pass: IBatchedForwardPass, rows: list[NDArray[np.int32]], kind: str, chunk: int = 1000
-) -> list[NDArray[np.float32]]:
-    """Each row in its own pages; in steps of at most chunk tokens a row."""
-    results: dict[int, NDArray[np.float32]] = {}
-    done = [0] * len(rows)
-    while len(results) < len(rows):
-        active = [i for i in range(len(rows)) if done[i] < len(rows[i])]
-        active.sort(key=lambda i: min(chunk, len(rows[i]) - done[i]) > 1)  # rows of one token come first
-        parts = [rows[i][done[i] : done[i] + chunk] for i in active]
-        ends = [place for place, i in enumerate(active) if done[i] + len(parts[place]) == len(rows[i])]
-        batch = StepBatch(
-            input_ids=np.concatenate(parts),
-            query_starts=np.cumsum([0, *map(len, parts)]).astype(np.int32),
-            context_lens=np.array([done[i] for i in active], np.int32),
-            page_table=np.array([[i * 8 + page for page in range(8)] for i in active], np.int32),
-            slots=np.array(active, np.int32),
-            logit_rows=np.empty(0, np.int32),
-            pooled=PooledRows(np.array(ends, np.int32), (kind,) * len(ends), np.zeros(len(ends), np.int32))
-            if ends
-            else None,
-        )
-        pooled = forward_pass.sample(forward_pass.forward(batch), batch).wait().pooled or ()
-        results |= {active[place]: vector.copy() for place, vector in zip(ends, pooled, strict=True)}
-        for i, part in zip(active, parts, strict=True):
-            done[i] += len(part)
-    return [results[i] for i in range(len(rows))]
-
 
 def load(path: Path, **options: Any) -> IBatchedForwardPass:
     settings = replace(PassOptions(dtype="fp32"), **options)
@@ -63,12 +29,6 @@ def load(path: Path, **options: Any) -> IBatchedForwardPass:
     assert (forward_pass.spec.pooled, forward_pass.spec.generates) == (spec.pooled, False)
     forward_pass.create_cache(64, PAGE, "fp32")
     return forward_pass
-
-
-@torch.no_grad()
-def last_hidden(model: Any, row: NDArray[np.int32]) -> NDArray[np.float32]:
-    hidden: NDArray[np.float32] = model(input_ids=torch.from_numpy(row.astype(np.int64))[None])[0][0, -1].numpy()
-    return hidden
 
 
 @pytest.mark.parametrize("preset", ["qwen3", "mistral"])
@@ -107,17 +67,14 @@ def test_any_decoder_embeds_if_asked_to(tmp_path: Path) -> None:
 def test_a_reranker_compares_yes_with_no(tied: bool, tmp_path: Path) -> None:
     model = make_model("qwen3", tie_word_embeddings=tied)
     model.save_pretrained(tmp_path)
-    words = {"yes": 17, "no": 200, "maybe": 3}
-    (tmp_path / "tokenizer.json").write_text(
-        json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": words, "unk_token": "maybe"}})
-    )
+    write_words(tmp_path)
     forward_pass = load(tmp_path, task="rerank")
     assert forward_pass.spec.pooled == {"classify": 1}
     rows = random_rows((3, 60))
     for row, result in zip(rows, run(forward_pass, rows, "classify"), strict=True):
         with torch.no_grad():
             logits = model(input_ids=torch.from_numpy(row.astype(np.int64))[None]).logits[0, -1]
-        np.testing.assert_allclose(result, [(logits[17] - logits[200]).item()], rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(result, [(logits[YES] - logits[NO]).item()], rtol=1e-3, atol=1e-4)
     forward_pass.close()
 
 
@@ -142,8 +99,6 @@ def test_what_a_decoder_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
         DecoderPass.describe(tmp_path, options)
     with pytest.raises(StartupError, match="json does not exist; a reranker"):
         DecoderPass.load(tmp_path, replace(options, task="rerank"))
-    with pytest.raises(StartupError, match="do not run on a GPU yet"):
-        DecoderPass.describe(tmp_path, replace(options, task="embed", device="cuda:0"))
     with pytest.raises(StartupError, match="--task is 'sing'; it must be one of auto"):
         DecoderPass.describe(tmp_path, replace(options, task="sing"))
     (tmp_path / "1_Pooling").mkdir()

@@ -122,3 +122,8 @@ def annotate_faults(device: Device, doing: str) -> Iterator[None]:
         device.check(doing)
         error.add_note(f"in {doing}; last launch: {device.last_launch}")
         raise
+
+
+def first_line(error: Exception) -> str:
+    """What an error of the driver or of torch says, without the traces that follow."""
+    return str(error).strip().partition("\n")[0]

@@ -90,7 +90,7 @@ def activation_bytes(config: DecoderConfig, dtype: torch.dtype, max_tokens: int,
     widths, heads = activation_widths(config), head_shape(config)
     per_token = sum(widths.values()) * dtype.itemsize + widths["residual"] * (4 - dtype.itemsize)
     per_row = widths["residual"] * 4 + widths["qkv"] * dtype.itemsize
-    logits = matmul.padded_rows(max_rows) * (config.vocab_size + config.hidden_size) * dtype.itemsize
+    logits = matmul.padded_rows(max_rows) * (config.logits_width + config.hidden_size) * dtype.itemsize
     per_layer = (4 * config.hidden_size + heads.qkv_size) * 2  # in fp32; the factor is a layer norm's bias
     norms = config.num_layers * per_layer + 2 * config.hidden_size
     return matmul.padded_rows(max_tokens) * per_token + max_rows * per_row + logits + 4 * norms + 16

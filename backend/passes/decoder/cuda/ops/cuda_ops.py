@@ -88,7 +88,7 @@ class CudaOps(DeviceWeights):
         self._last_residual = zeros(max_rows, config.hidden_size, torch.float32)
         self._last_qkv = zeros(max_rows, widths["qkv"])
         self._last_hidden = zeros(matmul.padded_rows(max_rows), config.hidden_size)
-        self._logits = zeros(matmul.padded_rows(max_rows), config.vocab_size)
+        self._logits = zeros(matmul.padded_rows(max_rows), config.logits_width)
         self._no_sinks = torch.full((config.num_heads,), -torch.inf, device=device.torch_device)
         self.experts = None
         if config.experts is not None:

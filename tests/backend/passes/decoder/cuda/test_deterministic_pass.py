@@ -35,20 +35,7 @@ MODELS = [
 
 Model = tuple[str, str, str]
 
-
-@pytest.fixture(autouse=True)
-def choosy_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a product's bits depend on its number of rows."""
-
-    def choosy(multiply: Any) -> Any:
-        def by_rows(*operands: torch.Tensor, out: torch.Tensor, **factors: float) -> torch.Tensor:
-            multiply(*operands, out=out, **factors)
-            return out.mul_(1 + len(out) % 101 / 128)
-
-        return by_rows
-
-    for name in ("mm", "addmm"):
-        monkeypatch.setattr(torch, name, choosy(getattr(torch, name)))
+pytestmark = pytest.mark.usefixtures("choosy_library")
 
 
 def make(model: Model, seed: int = 0, *, deterministic: bool = True) -> Driver:

@@ -34,21 +34,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> EmulatedDevice:
     return device
 
 
-@pytest.fixture
-def choosy_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a product's bits depend on its number of rows."""
-
-    def choosy(multiply: Any) -> Any:
-        def by_rows(*operands: torch.Tensor, out: torch.Tensor, **factors: float) -> torch.Tensor:
-            multiply(*operands, out=out, **factors)
-            return out.mul_(1 + len(out) % 101 / 128)
-
-        return by_rows
-
-    for name in ("mm", "addmm"):
-        monkeypatch.setattr(torch, name, choosy(getattr(torch, name)))
-
-
 def make(preset: str, suffix: str, path: Path, **settings: Any) -> Any:
     heads = {"n_heads": 2} if PRESETS[preset].family == "DistilBert" else PLACES
     return make_encoder(preset, suffix, path, **heads, **settings)

@@ -1,0 +1,41 @@
+"""What decoders that give vectors or scores have in common on all devices: their weights and their `PassSpec`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.encoders.decoder_heads import PooledDecoder
+    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+    from penstock.backend.checkpoint.tensors import LayerWeights
+    from penstock.backend.forward_pass import PassSpec
+    from penstock.backend.passes.decoder.model import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsWithHead:
+    """A decoder's weights with another output layer, or none."""
+
+    weights: Weights
+    head: Tensor | None
+
+    def embedding(self, dtype: torch.dtype) -> Tensor | QuantizedWeight:
+        return self.weights.embedding(dtype)
+
+    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Tensor | QuantizedWeight]:
+        return self.weights.layer(index, dtype)
+
+    def final_norm(self, dtype: torch.dtype) -> Tensor:
+        return self.weights.final_norm(dtype)
+
+    def lm_head(self, dtype: torch.dtype) -> Tensor | None:
+        return None if self.head is None else self.head.to(dtype)
+
+
+def pooled_spec(spec: PassSpec, pooled: PooledDecoder) -> PassSpec:
+    """spec: that of the decoder."""
+    return replace(spec, pooled={pooled.kind: pooled.width}, generates=False, scores_prompts=False)
