@@ -4,12 +4,13 @@ and ForSequenceClassification. What they give is computed from the last token's 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from penstock.backend.checkpoint.config_json import parse_decoder_config
+from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
 from penstock.backend.checkpoint.encoders.sentence_transformers import read_max_tokens, read_modules
 from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.formats.stored_weight import find_weight
@@ -24,32 +25,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from penstock.backend.checkpoint.decoder_config import DecoderConfig
-
-HeadKind: TypeAlias = Literal["embed", "yes or no", "score"]
 TASKS = ("auto", "generate", "embed", "rerank", "classify")
 ANSWERS = ("yes", "no")
 """The words whose logits a reranker without a head of its own compares (arXiv 2506.05176)."""
 _SUFFIXES = ("Model", "ForSequenceClassification", "ForCausalLM")
-
-
-@dataclass(frozen=True, slots=True)
-class PooledDecoder:
-    config: DecoderConfig
-    """Without lm_head; head_width is that of "yes or no" and "score"."""
-    head: HeadKind
-    normalizes: bool = False
-    """The model's files say that "embed" is normalised. The pass leaves it as it is."""
-
-    @property
-    def width(self) -> int:
-        """Values of a vector."""
-        return self.config.hidden_size if self.head == "embed" else self.config.head_width
-
-    @property
-    def kind(self) -> str:
-        """As in `PooledRows`."""
-        return "embed" if self.head == "embed" else "classify"
 
 
 def read_pooled_decoder(model_dir: Path, task: str, max_context_tokens: int | None) -> PooledDecoder | None:

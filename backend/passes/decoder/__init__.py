@@ -1,6 +1,7 @@
 """Decoders behind `IBatchedForwardPass`.
 
 Start with forward_pass.py, which chooses the device, then model.py, the order of operations, and ops.py, the operations
-that a device implements. cpu/ and cuda/ implement them, each with its own kernels; neither imports the other. This
-package may import `checkpoint`, `sampling`, `errors` and `forward_pass`, and nothing of the engine.
+that a device implements. cpu/ and cuda/ implement them, each with its own kernels; neither imports the other.
+pooled_pass.py, and cuda/'s, give vectors instead of tokens. This package may import `checkpoint`, `sampling`, `errors`
+and `forward_pass`, and nothing of the engine.
 """

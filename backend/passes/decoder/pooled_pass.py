@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.backend.checkpoint.encoders.decoder_heads import PooledDecoder
+    from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
     from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch, TokenMasks
     from penstock.backend.passes.decoder.model import Weights
     from penstock.backend.passes.decoder.ops import CpuOps

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from penstock.backend.checkpoint.encoders.decoder_heads import PooledDecoder
+    from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
     from penstock.backend.checkpoint.tensors import LayerWeights
     from penstock.backend.forward_pass import PassSpec

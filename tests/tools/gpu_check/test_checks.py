@@ -79,6 +79,7 @@ def test_cuda_pass_agrees_with_the_cpu_pass(record: Record) -> None:
     assert findings["pass.qwen3.int4"].passed
     assert findings["pass.qwen3.embeddings"].passed
     assert findings["pass.qwen3.scores"].passed
+    assert findings["pass.qwen3.vectors"].passed
 
 
 def test_another_token_is_a_mismatch_unless_it_ties(monkeypatch: pytest.MonkeyPatch) -> None:

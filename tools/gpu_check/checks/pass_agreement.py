@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from penstock.backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens, ScoredTokens
+from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
+from penstock.backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens, PooledRows, ScoredTokens
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
-from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
+from penstock.backend.passes.decoder.cuda.pooled_pass import PooledCudaPass
+from penstock.backend.passes.decoder.cuda.workspace_plan import PassSettings, StepSizes
+from penstock.backend.passes.decoder.pooled_weights import WeightsWithHead
 from penstock.tools.gpu_check.cases.comparing import require, require_within
 from penstock.tools.gpu_check.devices.models import TINY_FAMILY, QuantizedRandomWeights, RandomWeights
 from penstock.tools.gpu_check.devices.steps import Steps, generate, launch
@@ -30,6 +33,7 @@ _ROWS, _PROMPT_TOKENS, _NEW_TOKENS, _PAGE_TOKENS, _PAGES = 5, 37, 24, 16, 5
 _SIZES = StepSizes(max_rows=_ROWS, max_tokens=256, max_context_tokens=_PAGE_TOKENS * _PAGES)
 _NUM_TOP = 4
 _SCORE_ERROR = 1e-3
+_VECTOR_ERROR = 1e-3
 _TIE = 1e-4
 """Largest gap of two logits, relative to the largest logit, that kernels of fp32 may turn around."""
 _LOGIT_ERROR = {"bf16": 3e-2, "fp16": 1e-2}
@@ -63,6 +67,7 @@ def check_passes(results: Results, context: DeviceContext, names: tuple[str, ...
         results.attempt(f"pass.{name}.tokens", partial(_compare_tokens, results, context, name))
     results.attempt(f"pass.{names[0]}.scores", partial(_compare_scores, results, context, names[0]))
     results.attempt(f"pass.{names[0]}.embeddings", partial(_compare_embeddings, results, context, names[0]))
+    results.attempt(f"pass.{names[0]}.vectors", partial(_compare_vectors, results, context, names[0]))
     for stored in _STORED:
         work = partial(_compare_quantized, results, context, names[0], stored)
         results.attempt(f"pass.{names[0]}.{stored}", work)
@@ -142,6 +147,30 @@ def _scores(forward_pass: Any, config: DecoderConfig) -> NDArray[np.float32]:
         parts.append(np.concatenate([scored.chosen[:, None], scored.top], axis=1))
     forward_pass.close()
     return np.concatenate(parts)
+
+
+def _compare_vectors(results: Results, context: DeviceContext, name: str) -> None:
+    """Compare last hidden states in fp32: prompts as a whole, and prompts whose last token comes alone, in a graph."""
+    config = replace(TINY_FAMILY[name], tie_embeddings=False, has_lm_head=False)
+    weights = RandomWeights(config, torch.float32, torch.device("cpu"))
+    cpu = _on_cpu(config, weights=weights)
+    expected = cpu.host_hidden_states(cpu.forward(Steps(_ROWS, _PAGES).prefill(_prompts(config))))
+    cpu.close()
+    settings = PassSettings(torch.float32, _SIZES)
+    made = PooledCudaPass(PooledDecoder(config, "embed"), WeightsWithHead(weights, None), context.device, settings)
+    made.create_cache(_ROWS * _PAGES, _PAGE_TOKENS, "fp32")
+    rows = np.arange(_ROWS, dtype=np.int32)
+    for chunk in (_PROMPT_TOKENS, _PROMPT_TOKENS - 1):
+        steps = Steps(_ROWS, _PAGES)
+        for first in range(0, _PROMPT_TOKENS, chunk):
+            batch = steps.prefill([tokens[first : first + chunk] for tokens in _prompts(config)], samples=False)
+            if first + chunk >= _PROMPT_TOKENS:
+                batch = replace(batch, pooled=PooledRows(rows, ("embed",) * _ROWS, np.zeros_like(rows)))
+            output = launch(made, batch).wait()
+        error = float(np.abs(np.stack(output.pooled or ()) - expected).max())
+        require_within(f"error of the vectors, in chunks of {chunk}", error, _VECTOR_ERROR)
+    made.close()
+    results.check(f"pass.{name}.vectors", True, f"{_ROWS} vectors are the CPU pass's; error", error)
 
 
 def _compare_embeddings(results: Results, context: DeviceContext, name: str) -> None:

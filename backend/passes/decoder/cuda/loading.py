@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,7 +15,7 @@ from penstock.backend.checkpoint.weights import choose_dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.decoder.cuda.device.device import first_line
 from penstock.backend.passes.decoder.cuda.ops.packed_weights import has_kernels
-from penstock.backend.passes.decoder.cuda.workspace_plan import plan_spec, step_sizes
+from penstock.backend.passes.decoder.cuda.workspace_plan import PassSettings, plan_spec, step_sizes
 from penstock.backend.passes.decoder.memory_trimming import return_freed_memory
 
 if TYPE_CHECKING:
@@ -23,21 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
-    from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
-    from penstock.backend.checkpoint.quantization.modes import Quantization
     from penstock.backend.forward_pass import PassOptions, PassSpec
-    from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
     from penstock.backend.passes.decoder.model import Weights
-
-
-class PassSettings(NamedTuple):
-    """Arguments of `CudaDecoderPass`, in its order."""
-
-    dtype: torch.dtype
-    sizes: StepSizes
-    host_kv_bytes: int
-    quantization: Quantization | None
-    formats: StoredFormats
 
 
 def describe_checkpoint(model_dir: Path, config: DecoderConfig, options: PassOptions) -> PassSpec:

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from penstock.backend.checkpoint.encoders.decoder_heads import PooledDecoder
+    from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
     from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch, TokenMasks
     from penstock.backend.passes.decoder.cuda.device.device import Device
     from penstock.backend.passes.decoder.cuda.device.transfers import PendingCopy
-    from penstock.backend.passes.decoder.cuda.loading import PassSettings
+    from penstock.backend.passes.decoder.cuda.workspace_plan import PassSettings
     from penstock.backend.passes.decoder.model import Weights
 
 

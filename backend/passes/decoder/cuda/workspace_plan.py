@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.quantization.modes import check_sizes, packed_linears
@@ -60,6 +60,16 @@ class StepSizes:
     @property
     def max_graph_rows(self) -> int:
         return min(self.max_rows, self.max_tokens)
+
+
+class PassSettings(NamedTuple):
+    """Arguments of `CudaDecoderPass`, in its order."""
+
+    dtype: torch.dtype
+    sizes: StepSizes
+    host_kv_bytes: int = 0
+    quantization: Quantization | None = None
+    formats: StoredFormats = PLAIN
 
 
 def step_sizes(config: DecoderConfig, options: PassOptions) -> StepSizes:

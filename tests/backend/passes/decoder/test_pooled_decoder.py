@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.forward_pass import IBatchedForwardPass
 
+
 def load(path: Path, **options: Any) -> IBatchedForwardPass:
     settings = replace(PassOptions(dtype="fp32"), **options)
     spec = DecoderPass.describe(path, settings)

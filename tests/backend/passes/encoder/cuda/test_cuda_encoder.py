@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import DeviceLost, PassOptions

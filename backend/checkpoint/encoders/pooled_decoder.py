@@ -1,0 +1,30 @@
+"""PooledDecoder: a decoder that gives vectors or scores. Reads nothing, so a pass can be made without a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+
+HeadKind: TypeAlias = Literal["embed", "yes or no", "score"]
+
+
+@dataclass(frozen=True, slots=True)
+class PooledDecoder:
+    config: DecoderConfig
+    """Without lm_head; head_width is that of "yes or no" and "score"."""
+    head: HeadKind
+    normalizes: bool = False
+    """The model's files say that "embed" is normalised. The pass leaves it as it is."""
+
+    @property
+    def width(self) -> int:
+        """Values of a vector."""
+        return self.config.hidden_size if self.head == "embed" else self.config.head_width
+
+    @property
+    def kind(self) -> str:
+        """As in `PooledRows`."""
+        return "embed" if self.head == "embed" else "classify"
