@@ -1,4 +1,4 @@
-"""Qdrant: vectors of OpenAI's endpoint, as its documentation does it. Its client has no embedder that calls a server."""
+"""Qdrant: vectors of OpenAI's endpoint, as its documentation does it. Its client has no embedder that calls one."""
 
 from __future__ import annotations
 

@@ -158,24 +158,26 @@ def test_each_model_does_what_it_can_and_says_what_the_others_cannot(server: Ser
     assert 'penstock_streams_total{model="embedder",outcome="stop"}' in page
 
 
-def test_a_nan_of_the_model_is_the_endpoints_own_error_and_leaves_others_alone(server: Server) -> None:
-    reason = "the model computed a value that is not a number"
+def test_a_nan_of_the_model_is_an_error_of_the_endpoints_own_shape_and_leaves_others_alone(server: Server) -> None:
     mixed = [*TEXTS, f"a {BROKEN}"]
-    openai = {"error": {"message": reason}}
-    cases = [
-        ("/v1/embeddings", {"input": mixed}, 500, openai),
-        ("/pooling", {"input": mixed, "task": "embed"}, 500, openai),
-        ("/v2/embed", {"texts": mixed, "model": "embedder", "input_type": "search_query"}, 500, {"message": reason}),
-        ("/v2/rerank", {"query": "cats", "documents": mixed}, 500, {"message": reason}),
-        ("/embed", {"inputs": mixed}, 424, {"error": reason, "error_type": "backend"}),
-        ("/rerank", {"query": "cats", "texts": mixed}, 424, {"error": reason, "error_type": "backend"}),
+    reason = "an internal error ended the answer"
+    openai = {"message": reason, "type": "server_error", "param": None, "code": "internal_error"}
+    tei = {"error": reason, "error_type": "Backend"}
+    cases: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
+        ("/v1/embeddings", {"input": mixed}, 500, {"error": openai}),
+        ("/v2/embed", {"texts": mixed, "input_type": "search_query"}, 500, {"message": reason, "error": openai}),
+        ("/v2/rerank", {"query": "cats", "documents": mixed}, 500, {"message": reason, "error": openai}),
+        ("/score", {"text_1": "cats", "text_2": mixed}, 500, {"error": openai}),
+        ("/embed", {"inputs": mixed}, 424, tei),
+        ("/rerank", {"query": "cats", "texts": mixed}, 424, tei),
     ]
     with ThreadPoolExecutor(2 * len(cases)) as threads:
         broken = [threads.submit(server.client.post, path, json=body) for path, body, _, _ in cases]
         others = [threads.submit(server.post, "/embed", {"inputs": TEXTS}) for _ in cases]
-        found = [response.result() for response in broken]
-        expected = torch.stack([embedding(server.embedder, text) for text in TEXTS])
-        for other in others:
-            torch.testing.assert_close(torch.tensor(other.result()), expected)
-    for response, (path, _, status, body) in zip(found, cases, strict=True):
-        print(path, response.status_code, response.json())
+    for answer, (path, _, status, body) in zip(broken, cases, strict=True):
+        response = answer.result()
+        assert (path, response.status_code) == (path, status)
+        assert response.json() | body == response.json()
+    expected = torch.stack([embedding(server.embedder, text) for text in TEXTS])
+    for other in others:
+        torch.testing.assert_close(torch.tensor(other.result()), expected)
