@@ -1,15 +1,13 @@
-"""The real anthropic SDK over real sockets."""
+"""The real anthropic SDK over real sockets. Its import takes seconds, so tests do it themselves."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
-from anthropic.types import Message
 
 from penstock.shm.client import Overloaded
 from tests.frontend.clients.test_openai_sdk import Script, over_the_link, serving, until
@@ -17,6 +15,10 @@ from tests.frontend.harness import FakeBackend, make_app, says, silent, token_id
 from tests.frontend.model_families import THINKING_HERMES, Model
 from tests.frontend.named_events import REASONED_CALLS
 from tests.shm.scripted_backend import echoed, hashed
+
+if TYPE_CHECKING:
+    import anthropic
+    from anthropic.types import Message
 
 MODEL = Model(template=THINKING_HERMES)
 HI: dict[str, Any] = {
@@ -32,6 +34,8 @@ TOOLS: Any = [
 
 @contextlib.asynccontextmanager
 async def sdk(url: str, **options: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    import anthropic
+
     defaults = {"api_key": "none", "max_retries": 0}
     async with anthropic.AsyncAnthropic(base_url=url.removesuffix("/v1"), **(defaults | options)) as client:
         yield client
@@ -45,7 +49,7 @@ async def url(backend: FakeBackend) -> AsyncIterator[str]:
 
 def strictly(message: Message) -> Message:
     """The SDK builds its objects without validating them."""
-    return Message.model_validate(message.model_dump(mode="json", exclude_unset=True))
+    return type(message).model_validate(message.model_dump(mode="json", exclude_unset=True))
 
 
 async def test_message_is_answered_and_its_tokens_counted(url: str, backend: FakeBackend) -> None:
@@ -111,6 +115,8 @@ async def test_tool_results_are_returned_to_the_model(backend: FakeBackend) -> N
 
 
 async def test_errors_raise_the_sdks_own_exceptions(url: str, backend: FakeBackend) -> None:
+    import anthropic
+
     async with sdk(url) as client:
         with pytest.raises(anthropic.BadRequestError, match=r"max_tokens: expected int >= 1, got 0"):
             await client.messages.create(**{**HI, "max_tokens": 0})
@@ -126,6 +132,8 @@ async def test_errors_raise_the_sdks_own_exceptions(url: str, backend: FakeBacke
 
 
 async def test_key_is_sent_in_anthropics_header(backend: FakeBackend) -> None:
+    import anthropic
+
     async with serving(make_app(backend, api_keys=("right",))) as url:
         async with sdk(url, api_key="wrong") as client:
             with pytest.raises(anthropic.AuthenticationError):

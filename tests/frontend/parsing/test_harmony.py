@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
-import litellm.litellm_core_utils.tokenizers
 import openai_harmony
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -29,8 +29,11 @@ _VOCABULARY = "fb374d419588a4632f3f557e76b4b70aebbca790"
 @pytest.fixture(scope="module")
 def encoding(tmp_path_factory: pytest.TempPathFactory) -> openai_harmony.HarmonyEncoding:
     directory = tmp_path_factory.mktemp("encodings")
-    (source,) = litellm.litellm_core_utils.tokenizers.__path__
-    (directory / "o200k_base.tiktoken").symlink_to(Path(source) / _VOCABULARY)
+    litellm = importlib.util.find_spec("litellm")  # importing it takes seconds
+    assert litellm is not None
+    assert litellm.origin is not None
+    tokenizers = Path(litellm.origin).parent / "litellm_core_utils" / "tokenizers"
+    (directory / "o200k_base.tiktoken").symlink_to(tokenizers / _VOCABULARY)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIKTOKEN_ENCODINGS_BASE", str(directory))
         return openai_harmony.load_harmony_encoding(openai_harmony.HarmonyEncodingName.HARMONY_GPT_OSS)

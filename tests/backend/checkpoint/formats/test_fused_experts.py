@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.quantized_weights import Mxfp4Weight, has_cpu_kernels
@@ -50,6 +49,8 @@ class Pair:
 
 def write_pair(path: Path, exponents: tuple[int, int]) -> Pair:
     """With stored exponents of a range."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # takes seconds
+
     pair = Pair(make_checkpoint("gpt-oss", path / "packed"), make_checkpoint("gpt-oss", path / "plain"))
     tensors = load_file(pair.plain / "model.safetensors")
     packed, plain = dict(tensors), dict(tensors)

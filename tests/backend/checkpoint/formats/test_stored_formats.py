@@ -11,13 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compressed_tensors.compressors import (
-    MXFP4PackedCompressor,
-    NaiveQuantizationCompressor,
-    NVFP4PackedCompressor,
-    PackedQuantizationCompressor,
-)
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
@@ -80,22 +73,21 @@ def compressed(layout: str, **weights: Any) -> dict[str, Any]:
     }
 
 
-COMPRESSORS = {
-    "pack-quantized": PackedQuantizationCompressor,
-    "mxfp4-pack-quantized": MXFP4PackedCompressor,
-    "nvfp4-pack-quantized": NVFP4PackedCompressor,
-}
-
-
 def by_library(
     layout: str, scale_shape: Callable[[int, int], tuple[int, int]], **weights: Any
 ) -> Callable[[np.random.Generator, int, int], tuple[Tensors, torch.Tensor]]:
     """Weights compressed by compressed-tensors, and what it makes of them again."""
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
-    compressor = COMPRESSORS.get(layout, NaiveQuantizationCompressor)
     span = 8 if weights["num_bits"] == 4 else 128
 
     def quantize(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[Tensors, torch.Tensor]:
+        from compressed_tensors import compressors, quantization  # takes seconds
+
+        scheme = quantization.QuantizationScheme(targets=["Linear"], weights=quantization.QuantizationArgs(**weights))
+        compressor = {
+            "pack-quantized": compressors.PackedQuantizationCompressor,
+            "mxfp4-pack-quantized": compressors.MXFP4PackedCompressor,
+            "nvfp4-pack-quantized": compressors.NVFP4PackedCompressor,
+        }.get(layout, compressors.NaiveQuantizationCompressor)
         shape = scale_shape(outputs, inputs)
         state = {
             "weight": torch.from_numpy(rng.normal(0, 1, (outputs, inputs))).to(torch.bfloat16),
