@@ -22,6 +22,7 @@ from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.docs import endpoint_docs, pooling_docs
 from penstock.frontend.endpoints.docs.served_document import Documentation
 from penstock.frontend.endpoints.engine_view.stream import EngineStreams
+from penstock.frontend.endpoints.lingering.streams import LingeringStreams
 from penstock.frontend.endpoints.operator.cancel_request import cancel_request
 from penstock.frontend.endpoints.pooling import (
     cohere_embed,
@@ -59,10 +60,20 @@ logger = logging.getLogger("penstock.app")
 
 def _routes(responses: Responses) -> dict[str, Methods]:
     docs = endpoint_docs
+    streams = LingeringStreams(
+        {
+            "/v1/chat/completions": chat_completions.create_chat_completion,
+            "/v1/completions": text_completions.create_completion,
+            "/v1/responses": responses.create,
+            "/v1/messages": messages.create_message,
+            "/invocations": invocations.invoke,
+        }
+    )
     return {
         "/v1/chat/completions": post(chat_completions.create_chat_completion, docs.CHAT),
         "/v1/completions": post(text_completions.create_completion, docs.COMPLETION),
         "/v1/responses": post(responses.create, docs.RESPONSE),
+        "/v1/streams/{stream_id}": get(streams.resume, docs.STREAM) | delete(streams.drop, docs.DROP_STREAM),
         "/v1/messages": post(messages.create_message, docs.MESSAGE),
         "/v1/responses/{response_id}": get(responses.retrieve, docs.RETRIEVE) | delete(responses.delete, docs.DELETE),
         "/v1/responses/{response_id}/cancel": post(responses.cancel, docs.CANCEL),

@@ -173,6 +173,7 @@ def _limits(options: FrontendOptions, state: StateFiles | None) -> WorkerLimits:
         keep_alive_interval_s=options.keep_alive_interval_s,
         hold_timeout_s=options.hold_timeout_s,
         max_held_requests=options.max_held_requests,
+        max_linger_s=options.max_linger_s,
         refuses_unknown_fields=options.strict,
     )
 

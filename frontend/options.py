@@ -13,6 +13,7 @@ from cyclopts.validators import Number
 
 from penstock.frontend.endpoints.responses.storage.state_files import default_state_dir
 from penstock.frontend.settings import ReasoningParserName, TenantBy, ToolParserName
+from penstock.shm.messages import MAX_LINGER_S
 from penstock.shm.process.option_groups import grouped
 from penstock.shm.process.options import ByteSize
 from penstock.shm.process.socket_path import default_socket_path
@@ -47,7 +48,8 @@ _GROUPS = {
     "Listening": "uds uds_mode ssl_certfile ssl_keyfile ssl_keyfile_password listen_fd",
     "Access": "api_key_file admin_key tenant_by cors_allow_origin allowed_host",
     "Limits of requests": "max_body max_open_requests response_store state_dir strict",
-    "Failures and restarts": "drain_timeout_s resume_timeout_s hold_timeout_s max_held_requests keep_alive_interval_s",
+    "Failures and restarts": "drain_timeout_s resume_timeout_s hold_timeout_s max_held_requests keep_alive_interval_s "
+    "max_linger_s",
     "Processes": "socket replica_socket model_socket models_fd embedding_socket rerank_socket",
     "Logs and traces": "log_level log_json otlp_endpoint trace_sample_ratio",
 }
@@ -181,6 +183,10 @@ class FrontendOptions:
 
     keep_alive_interval_s: Seconds = 10.0
     """Seconds of silence after which a stream sends a comment, so that proxies keep it open."""
+
+    max_linger_s: Annotated[int, Parameter(validator=Number(gte=0, lte=MAX_LINGER_S))] = 600
+    """Seconds that a client's header X-Penstock-Linger may ask for: so long its stream lives on without a connection.
+    0 refuses the header."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages to log."""

@@ -42,6 +42,7 @@ class WorkerLimits:
     max_open_requests: int = 1024
     keep_alive_interval_s: float = 10.0
     hold_timeout_s: float = 120.0
+    max_linger_s: int = 600
     max_held_requests: int = 256
     client_timeout_s: float = 30.0
     refuses_unknown_fields: bool = False

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.backend.passes.fake import FakePass
+from penstock.backend.passes.fake import FakePass, PacedFakePass
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,3 +72,9 @@ class UnclosableFakePass(FakePass):
 
     def close(self) -> None:
         raise RuntimeError("planted")
+
+
+class SlowFakePass(PacedFakePass):
+    """Slow enough that a hundred streams run when the last one has begun."""
+
+    STEP_S = 0.04

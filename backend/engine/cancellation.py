@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from penstock.shm.messages import Failure, FailureCode, Finish
+from penstock.backend.engine.delivery import keep_end
+from penstock.shm.messages import Failure, FailureCode, Finish, Keep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.backend.engine.delivery import Delivery
+    from penstock.backend.engine.lingering.streams import LingeringStreams
     from penstock.backend.engine.open_requests import OpenRequests
     from penstock.shm.memory.board import BackendBoard
     from penstock.shm.messages import RequestName
@@ -25,15 +27,17 @@ class Canceller:
         board: BackendBoard,
         open_requests: OpenRequests,
         delivery: Delivery,
+        lingering: LingeringStreams,
         clock: Callable[[], float],
     ) -> None:
+        self._lingering = lingering
         self._board = board
         self._open_requests = open_requests
         self._grammar_queue = open_requests.grammar_queue
         self._delivery = delivery
         self._clock = clock
 
-    def cancel(self, frontend: int, request_id: int, noticed_ns: int = 0) -> None:
+    def cancel(self, frontend: int, request_id: int, noticed_ns: int = 0, keep: Keep = Keep.NOTHING) -> None:
         """End one request. An unknown id is normal: a cancel may cross the end of its request, or come twice.
 
         noticed_ns is the CLOCK_MONOTONIC time at which the frontend noticed; 0 if unknown.
@@ -42,6 +46,11 @@ class Canceller:
             self._board.requests_accepted += 1
             self._board.requests_cancelled += 1
         elif (found := self._open_requests.find(frontend, request_id)) is not None:
+            if (kept := found.subscriber.kept) is not None and keep is Keep.ALL:
+                self._lingering.park(found, kept)
+                return
+            if keep is Keep.TOKENS:
+                keep_end(*found, Finish.LENGTH)
             self._open_requests.remove(*found)
             self._board.requests_cancelled += 1
             if noticed_ns and found.sequence.ended:
@@ -54,31 +63,36 @@ class Canceller:
             not_open = Failure(request_id, FailureCode.NOT_OPEN)
             self._delivery.answer(frontend, request_id, Finish.REJECTED, not_open)
             return
-        self._delivery.end(owner, name, Finish.FAILED, failure=Failure(name, FailureCode.CANCELLED))
-        self._remove_ended(owner, name)
+        failure = Failure(name, FailureCode.CANCELLED)
+        self._delivery.end(owner, name, Finish.FAILED, failure=failure)
+        self._remove_ended(owner, name, Finish.FAILED, failure)
         self._delivery.answer(frontend, request_id, Finish.STOP)
 
-    def _remove_ended(self, frontend: int, request_id: int) -> None:
+    def _remove_ended(self, frontend: int, request_id: int, finish: Finish, failure: Failure | None = None) -> None:
         if (found := self._open_requests.find(frontend, request_id)) is not None:
+            keep_end(*found, finish, failure)
             self._open_requests.remove(*found)
         else:
             self._grammar_queue.remove(frontend, request_id)
             self._board.requests_accepted += 1
 
     def drop_frontend(self, frontend: int) -> None:
-        """End all requests of a frontend that has died."""
+        """End all requests of a frontend that has died, but for those that linger."""
         num_removed = self._grammar_queue.remove_frontend(frontend)
         self._board.requests_accepted += num_removed
         self._board.requests_cancelled += num_removed
-        for sequence, subscriber in self._open_requests.of_frontend(frontend):
-            self._open_requests.remove(sequence, subscriber)
-            self._board.requests_cancelled += 1
+        for request in self._open_requests.of_frontend(frontend):
+            if (kept := request.subscriber.kept) is not None:
+                self._lingering.park(request, kept)
+            else:
+                self._open_requests.remove(*request)
+                self._board.requests_cancelled += 1
 
     def expire(self) -> None:
         """End the requests whose deadline has passed, in whatever state they are."""
         for frontend, request_id in self._open_requests.deadlines.passed(self._clock()):
             self._delivery.end(frontend, request_id, Finish.EXPIRED)
-            self._remove_ended(frontend, request_id)
+            self._remove_ended(frontend, request_id, Finish.EXPIRED)
 
     def next_due_s(self, at_most_s: float) -> float:
         """Seconds until the next deadline, or at_most_s if that is sooner."""

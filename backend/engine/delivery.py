@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from penstock.shm.messages import NO_TOKEN, EventLogprobs, Failure, FailureCode, Finish, Started
 
 if TYPE_CHECKING:
@@ -13,11 +15,12 @@ if TYPE_CHECKING:
     from penstock.backend.engine.open_requests import OpenRequests
     from penstock.backend.engine.quoting.quote_errors import QuoteErrors
     from penstock.backend.scheduling.step_plan import Plan
+    from penstock.backend.sequences.kept import KeptChoice
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.sequences.subscribers import Subscriber
     from penstock.shm.link.backend_link import BackendLink
     from penstock.shm.memory.board import BackendBoard
-    from penstock.shm.messages import Quote
+    from penstock.shm.messages import Quote, Submit
 
 
 class Delivery:
@@ -117,9 +120,11 @@ class Delivery:
         frontend, request_id = subscriber.frontend, subscriber.request_id
         if token_id in subscriber.stop_token_ids:
             self._note_end(sequence, subscriber, index, is_cut=False)
+            keep_end(sequence, subscriber, Finish.STOP, num_tokens=index + 1)
             self.end(frontend, request_id, Finish.STOP, token_id, started=started, logprobs=own_logprobs)
         elif index + 1 >= subscriber.max_total_tokens:
             self._note_end(sequence, subscriber, index, is_cut=True)
+            keep_end(sequence, subscriber, Finish.LENGTH, num_tokens=index + 1)
             self.end(frontend, request_id, Finish.LENGTH, token_id, started=started, logprobs=own_logprobs)
         else:
             self._link.push(frontend, request_id, token_id, started=started, logprobs=own_logprobs)
@@ -133,6 +138,9 @@ class Delivery:
     def start(self, sequence: Sequence, subscriber: Subscriber) -> Started:
         """Return the message that accompanies a subscriber's first token, or its vector."""
         subscriber.is_started, subscriber.resumed = True, None
+        kept = subscriber.kept
+        if kept is not None and kept.started is not None:  # another reader
+            return msgspec.structs.replace(kept.started, request_id=subscriber.request_id)
         if self._quote_errors is not None:
             self._quote_errors.note_first_token(subscriber)
         queue_s = 0.0 if subscriber.has_joined or sequence.queue_s is None else sequence.queue_s
@@ -140,7 +148,10 @@ class Delivery:
         num_cached = min(sequence.kv.num_cached, sequence.num_prompt_tokens)
         if not subscriber.has_joined:
             self._board.cached_tokens += num_cached
-        return Started(subscriber.request_id, num_cached, queue_s, subscriber.has_joined)
+        started = Started(subscriber.request_id, num_cached, queue_s, subscriber.has_joined)
+        if kept is not None:
+            kept.started = started
+        return started
 
     def fail(self, sequence: Sequence, code: FailureCode = FailureCode.INTERNAL, text: str = "") -> None:
         """End the sequence and all its requests, for a bug of ours or a fault of its constraints."""
@@ -152,6 +163,7 @@ class Delivery:
     ) -> None:
         """End one request; the sequence goes on for its other subscribers."""
         failure = Failure(subscriber.request_id, code, text=text)
+        keep_end(sequence, subscriber, Finish.FAILED, failure)
         self.end(subscriber.frontend, subscriber.request_id, Finish.FAILED, failure=failure)
         self._open_requests.remove(sequence, subscriber)
 
@@ -184,13 +196,31 @@ class Delivery:
             case _:
                 self._board.requests_failed += 1
 
+    def repeat(self, frontend: int, submit: Submit, kept: KeptChoice, num_received: int) -> None:
+        """Send a request that has ended to another reader, after the tokens that it has received. It is not counted
+        again."""
+        request_id, width, tokens = submit.request_id, submit.sampling.num_logprobs, kept.tokens
+        failure = None if kept.failure is None else msgspec.structs.replace(kept.failure, request_id=request_id)
+        started = None if kept.started is None else msgspec.structs.replace(kept.started, request_id=request_id)
+        entries = kept.logprobs if width >= 0 else None
+        brings_end = failure is None and num_received < len(tokens)  # the last token does
+        for index in range(num_received, len(tokens)):
+            finish = kept.finish if brings_end and index + 1 == len(tokens) else Finish.NONE
+            logprobs = None if entries is None else _narrowed(entries[index], 0, width)
+            self._link.push(frontend, request_id, tokens[index], finish, started=started, logprobs=logprobs)
+            started = None
+        if not brings_end:
+            self._link.push(frontend, request_id, NO_TOKEN, kept.finish, failure=failure)
+        if (recorder := self._open_requests.recorder) is not None:
+            recorder.note_end(frontend, request_id, kept.finish, failure)
+
     def answer(self, frontend: int, request_id: int, finish: Finish, failure: Failure | None = None) -> None:
         """Answer a request that does not run. It is neither counted nor recorded."""
         self._link.push(frontend, request_id, NO_TOKEN, finish, failure=failure)
 
     def end_with_quote(self, frontend: int, quote: Quote, failure: Failure | None = None) -> None:
         """End a request that is not in the table with its quote, and with the failure that follows from it."""
-        self._link.push_quote(frontend, quote)
+        self._link.push_answer(frontend, quote)
         finish = Finish.QUOTED if failure is None else Finish.REJECTED
         self.end(frontend, quote.request_id, finish, failure=failure)
 
@@ -202,6 +232,25 @@ class Delivery:
     def note_preemption(self, sequence: Sequence) -> None:
         for subscriber in sequence.subscribers:
             self._link.note_preemption(subscriber.frontend, subscriber.request_id)
+
+
+def keep_end(
+    sequence: Sequence,
+    subscriber: Subscriber,
+    finish: Finish,
+    failure: Failure | None = None,
+    *,
+    num_tokens: int | None = None,
+) -> None:
+    """Keep the result of a request that lingers. It is then removed from the table of open requests. num_tokens are the
+    sequence's first tokens that belong to it; None for all."""
+    if subscriber.kept is not None:
+        first = sequence.num_prompt_tokens
+        tokens, logprobs = sequence.tokens[first:num_tokens], sequence.kept_logprobs
+        if subscriber.num_logprobs < 0 or logprobs is None:
+            subscriber.kept.end(finish, tokens, None, failure)
+        else:
+            subscriber.kept.end(finish, tokens, logprobs[: len(tokens)], failure)
 
 
 def _narrowed(logprobs: EventLogprobs, event: int, width: int) -> EventLogprobs:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.engine.delivery import Delivery
     from penstock.backend.engine.limits import EngineLimits
+    from penstock.backend.engine.lingering.streams import LingeringStreams
     from penstock.backend.engine.open_requests import OpenRequests
     from penstock.backend.engine.quoting.quoter import Quoter
     from penstock.backend.engine.vector_delivery import VectorDelivery
@@ -53,6 +54,7 @@ class Intake:
         open_requests: OpenRequests,
         delivery: Delivery,
         vector_delivery: VectorDelivery,
+        lingering: LingeringStreams,
         clock: Callable[[], float],
         quoter: Quoter,
     ) -> None:
@@ -64,6 +66,7 @@ class Intake:
         self._coalescer = open_requests.coalescer
         self._delivery = delivery
         self._vector_delivery = vector_delivery
+        self._lingering = lingering
         self._clock = clock
         self.is_draining = False
         """New requests are refused."""
@@ -110,6 +113,8 @@ class Intake:
         submit = submission.submit
         if submission.embeddings is not None:
             submission = replace(submission, tokens=_EMBEDDED * submit.num_prompt_tokens)
+        if not self.is_draining and self._lingering.resume(submission):
+            return
         if (refusal := self.find_refusal(submission)) is not None:
             self._reject(submission, refusal)
             return
@@ -139,7 +144,7 @@ class Intake:
             return Failure(request_id, FailureCode.OVERLOADED, max_open)
         if self._open_requests.is_open(submission.frontend, request_id):
             return Failure(request_id, FailureCode.INTERNAL)
-        return limits.find_fault(submission)
+        return limits.find_fault(submission) or self._lingering.find_refusal(submit)
 
     def _has_too_many_open(self, submit: Submit) -> bool:
         limits, num_open = self.limits, self._open_requests.num_open
@@ -184,8 +189,9 @@ class Intake:
             self._reject(submission, self._overloaded(submit))
             return
         sequence = self._make_sequence(submission, subscriber, sampling, rank, grammar)
-        if key is not None and sampling.num_logprobs >= 0:
+        if (key is not None or submit.linger is not None) and sampling.num_logprobs >= 0:
             sequence.kept_logprobs = []
+        self._lingering.keep(submit, sequence, subscriber)
         self._open_requests.add(sequence, subscriber)
         if not self._open_requests.settlement.hold(sequence):
             self._scheduler.add(sequence)
@@ -252,6 +258,7 @@ class Intake:
         if admitted_ns and sequence.order < 0:
             sequence.rank, sequence.admitted_ns = min(sequence.rank, rank), min(sequence.admitted_ns, admitted_ns)
             self._open_requests.settlement.note_resumed()
+        self._lingering.keep(submission.submit, sequence, subscriber)
         self._join(sequence, subscriber)
         return True
 

@@ -50,6 +50,9 @@ class EngineLimits:
         highest = int(np.maximum.reduce(tokens)) if submission.embeddings is None else 0
         if max(highest, *_named_ids(submit), 0) >= self.vocab_size:
             return Failure(request_id, FailureCode.BAD_TOKEN, self.vocab_size)
+        uses_buffers = submission.output is not None or submission.embeddings is not None
+        if submit.linger is not None and (submit.pooled is not None or submit.num_prompt_logprobs >= 0 or uses_buffers):
+            return Failure(request_id, FailureCode.INTERNAL, text="such a request cannot linger")
         if submit.pooled is not None:
             return self._find_fault_of_pooled(submission, submit.pooled, len(tokens))
         if not self.generates:

@@ -72,6 +72,7 @@ class Engine:
         self._delivery = requests.delivery
         self._vector_delivery = requests.vector_delivery
         self._canceller = requests.canceller
+        self._lingering = requests.lingering
         self._board = board
         self._clock = clock
         self._step_timing = step_timing or requests.step_timing
@@ -94,7 +95,7 @@ class Engine:
         """Seconds after which the next turn is due even if nothing happens."""
         at_most_s = _IDLE_TURN_S if self.plan_due_s is None else min(_IDLE_TURN_S, self.plan_due_s)
         at_most_s = self._open_requests.settlement.next_due_s(at_most_s)
-        return self._canceller.next_due_s(at_most_s)
+        return self._lingering.next_due_s(self._canceller.next_due_s(at_most_s))
 
     def turn(self) -> None:
         """One turn of the loop. Cancellations take effect here, before the next plan. Never blocks."""
@@ -107,14 +108,17 @@ class Engine:
             match event:
                 case Submission(frontend, request_id) if (target := event.submit.cancels) is not None:
                     self._canceller.cancel_for_operator(frontend, request_id, target)
+                case Submission() if event.submit.asks is not None:
+                    self._lingering.answer(event)
                 case Submission():
                     self._intake.submit(event)
-                case Cancellation(frontend, request_id, noticed_ns):
-                    self._canceller.cancel(frontend, request_id, noticed_ns)
+                case Cancellation(frontend, request_id, noticed_ns, keep):
+                    self._canceller.cancel(frontend, request_id, noticed_ns, keep)
                 case FrontendDeath(frontend):
                     self._canceller.drop_frontend(frontend)
         self._intake.submit_compiled()
         self._canceller.expire()
+        self._lingering.expire(is_draining=self._intake.is_draining)
         for result in self._executor.results():
             self._apply(result)
             if isinstance(result.error, DeviceLost):
@@ -339,6 +343,7 @@ class Engine:
         self._scheduler.check_integrity()
         num_scheduled = self._scheduler.num_running + self._scheduler.num_waiting
         self._open_requests.check_integrity(num_scheduled + len(self._open_requests.settlement))
+        self._lingering.check_integrity()
 
 
 def _tokens_by_row(result: StepResult) -> list[int]:

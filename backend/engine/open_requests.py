@@ -9,9 +9,12 @@ from penstock.backend.engine.coalescer import Coalescer
 from penstock.backend.engine.deadlines import Deadlines
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock.backend.engine.recording.recorder import Recorder
     from penstock.backend.scheduling.interface import ISequenceScheduler
     from penstock.backend.scheduling.settlement import Settlement
+    from penstock.backend.sequences.kept import KeptChoice
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.sequences.subscribers import Subscriber
     from penstock.backend.structured_output.grammar_queue import GrammarQueue
@@ -44,6 +47,8 @@ class OpenRequests:
         """Notes what happens to requests, for all parts that share this table."""
         self.coalescer = Coalescer()
         self.deadlines = Deadlines(self._deadline_of)
+        self.on_kept_left: Callable[[KeptChoice], None] = lambda _: None
+        """Called after a request that lingers has been taken out."""
         self._by_frontend: dict[int, dict[int, OpenRequest]] = {}
         self._num_subscribed = 0
         self._num_subscribed_of: Counter[bytes] = Counter()
@@ -94,6 +99,24 @@ class OpenRequests:
             self.coalescer.withdraw(sequence)
             self.settlement.remove(sequence)
             self._scheduler.remove(sequence)
+        if subscriber.kept is not None:
+            self.on_kept_left(subscriber.kept)
+
+    def rename(self, request: OpenRequest, frontend: int, request_id: int) -> None:
+        """Give an open request to another frontend."""
+        sequence, subscriber = request
+        if self.recorder is not None:
+            self.recorder.note_leave(sequence, subscriber)
+        by_id = self._by_frontend[subscriber.frontend]
+        del by_id[subscriber.request_id]
+        if not by_id:
+            del self._by_frontend[subscriber.frontend]
+        subscriber.frontend, subscriber.request_id = frontend, request_id
+        self._by_frontend.setdefault(frontend, {})[request_id] = request
+        sequence.note_renamed()
+        self.deadlines.note(frontend, request_id, subscriber.deadline_s)
+        if self.recorder is not None:
+            self.recorder.note_join(sequence, subscriber)
 
     def _deadline_of(self, frontend: int, request_id: int) -> float | None:
         if (found := self.find(frontend, request_id)) is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from penstock.backend.engine.cancellation import Canceller
 from penstock.backend.engine.delivery import Delivery
 from penstock.backend.engine.intake import Intake
+from penstock.backend.engine.lingering.streams import LingeringStreams
 from penstock.backend.engine.open_requests import OpenRequests
 from penstock.backend.engine.quoting.quote_errors import QuoteErrors
 from penstock.backend.engine.quoting.quoter import Quoter
@@ -37,6 +38,7 @@ class Requests:
     delivery: Delivery
     canceller: Canceller
     vector_delivery: VectorDelivery
+    lingering: LingeringStreams
     step_timing: StepTiming = field(default_factory=StepTiming)
     """Filled by the loop, read for quotes."""
 
@@ -62,5 +64,7 @@ class Requests:
         quoter = Quoter(scheduler, step_timing, quote_errors, clock)
         delivery = Delivery(link, board, table, quote_errors)
         vector_delivery = VectorDelivery(link, board, table, delivery, vector_cache)
-        intake = Intake(scheduler, board, limits, table, delivery, vector_delivery, clock, quoter)
-        return cls(table, intake, delivery, Canceller(board, table, delivery, clock), vector_delivery, step_timing)
+        lingering = LingeringStreams(link, board, table, delivery, clock)
+        intake = Intake(scheduler, board, limits, table, delivery, vector_delivery, lingering, clock, quoter)
+        canceller = Canceller(board, table, delivery, lingering, clock)
+        return cls(table, intake, delivery, canceller, vector_delivery, lingering, step_timing)

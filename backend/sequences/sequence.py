@@ -198,6 +198,10 @@ class Sequence:
             self.max_total_tokens = self.subscribers.max_total_tokens
         self.fast_path_until = 0
 
+    def note_renamed(self) -> None:
+        """A subscriber belongs to another frontend now, and may have to start again."""
+        self.subscribers.first_end = self.fast_path_until = 0
+
     def settle(self) -> None:
         """Allow the fast path after a token took the slow one.
 

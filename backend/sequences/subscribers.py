@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock.backend.sequences.kept import KeptChoice
     from penstock.shm.link.events import Submission
     from penstock.shm.messages import Pooled
 
@@ -48,6 +49,8 @@ class Subscriber:
     """The request, until the sequence has caught up with the tokens that came with it."""
     prediction: Prediction | None = None
     """Compared with what happens; None for most requests."""
+    kept: KeptChoice | None = None
+    """What outlives its reader, if the request lingers."""
 
     def contradicts(self, index: int, token_id: int) -> bool:
         """The token at index, which the sequence computed, is not the one that came with the request."""

@@ -14,6 +14,7 @@ from penstock.frontend.generation.answers import answer_stream, answer_whole
 from penstock.frontend.generation.capacity import check_capacity
 from penstock.frontend.generation.choice_runner import ChoiceRunner
 from penstock.frontend.generation.failures import finish_reason_of
+from penstock.frontend.generation.lingering import STREAM_HEADER, linger_terms, prepare_to_linger
 from penstock.frontend.generation.request_policy import read_request_policy
 from penstock.frontend.generation.served_models import check_model
 from penstock.frontend.generation.submission.sampling import is_deterministic
@@ -73,25 +74,44 @@ async def answer_chat(
 
 def refuse_if_full(exchange: Exchange, body: AnsweredBody, served: ServedModel) -> None:
     """Refuse a request that a full backend would refuse, before its prompts become tokens. Raises ApiError."""
+    if exchange.lingering is not None and exchange.lingering.is_resumed:
+        return
     policy = read_request_policy(exchange, body)
     check_capacity(served, policy, may_share=is_deterministic(body, served.card))
 
 
 async def answer_prompts(exchange: Exchange, request: PreparedRequest, served: ServedModel, style: AnswerStyle) -> None:
     """Run the prompts and answer, as a stream or whole. Raises ApiError, ClientGoneError."""
-    body, card, backend = request.body, served.card, served.backend
+    body, card, lingering = request.body, served.card, exchange.lingering
+    if lingering is not None:
+        served = prepare_to_linger(lingering, body, served)
+    backend = served.backend
     policy = read_request_policy(exchange, body)
     check_model(body.model, card)
     request = replace(request, prompts=[truncated(body, prompt, card) for prompt in request.prompts])
     usage = Usage(prompt_tokens=sum(map(len, request.prompts)))
-    response_id, created = style.begun or (style.id_prefix + secrets.token_hex(12), int(time.time()))
+    begun = style.begun or (None if lingering is None else lingering.begun)
+    response_id, created = begun or (style.id_prefix + secrets.token_hex(12), int(time.time()))
     identity = Identity(response_id, created, card.model_id, card.fingerprint or None)
     log_entry = _log_entry(exchange, identity, usage)
     answer = style.make_format(identity, usage, _stream_usage_options(body))
+    linger = None
+    if lingering is not None:
+        lingering.begun = (response_id, created)
+        linger = linger_terms(lingering, exchange.tenant)
+        exchange.more_headers = (*exchange.more_headers, (STREAM_HEADER, response_id.encode()))
     try:
-        choices = await submit(request, policy, served, exchange.claim)
+        choices = await submit(request, policy, served, exchange.claim, linger)
         log_entry.max_tokens = max(choice.prompt.max_tokens for choice in choices)
-        runner = ChoiceRunner(exchange, choices, usage, log_entry, backend, by_token=style.by_token)
+        runner = ChoiceRunner(
+            exchange,
+            choices,
+            usage,
+            log_entry,
+            backend,
+            by_token=style.by_token or lingering is not None,
+            call_ids=None if lingering is None else response_id,
+        )
         if body.return_timings or body.timings_per_token:
             usage.timings = lambda: runner.timings().as_dict()
         if isinstance(body, ChatBody) and body.return_progress:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from msgspec import Struct
 
 from penstock.frontend.generation.failures import expired
+from penstock.frontend.generation.lingering import read_linger
 from penstock.frontend.generation.request_policy import read_request_policy
 from penstock.frontend.schemas.body_structure import SMALL_BODY_BYTES, check_structure
 from penstock.frontend.schemas.generation import SchedulingBody
@@ -65,6 +66,8 @@ class EndpointContext:
         data = await self._receive_data(exchange)
         async with exchange.cancelled_on_disconnect():
             body = await run_sized(len(data), decode, data)
+        if exchange.lingering is None:
+            exchange.lingering = read_linger(exchange, body, data, self.limits.max_linger_s)
         ignored = await self.ignored_fields.check(data, type(body), exchange.key_name)
         if ignored is not None:
             exchange.more_headers = (*exchange.more_headers, (IGNORED_HEADER, ignored))
@@ -118,6 +121,11 @@ class EndpointContext:
 
     async def _receive_data(self, exchange: Exchange) -> bytes:
         """Admit the request, then read its body. Raises ApiError, ClientGoneError."""
+        if (lingering := exchange.lingering) is not None:  # it continues an answer that was admitted
+            self._check_open_requests(exchange)
+            self.admission.readmit(exchange)
+            self.exchanges.take_place(exchange)
+            return lingering.body
         self._check_capacity(exchange)
         _check_content_type(exchange)
         self.admission.admit(exchange)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Raw
@@ -12,6 +11,7 @@ from penstock.frontend.formats.base import Format, encode
 from penstock.frontend.formats.logprobs import chat_entries
 from penstock.frontend.formats.response_calls import CalledTool, custom_input
 from penstock.frontend.parsing.blocks import BlockKind, OutputBlock, OutputBlocks
+from penstock.frontend.parsing.deltas import repeatable_call_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -222,9 +222,7 @@ class ResponsesFormat(Format):
     def _call_id(self, block: OutputBlock) -> str:
         """Return an id of the same form that the response's own id determines: when another worker repeats the answer,
         its events are the same."""
-        prefix = "call_" if block.call_id.startswith("call_") else ""
-        digest = blake2b(f"{self.response_id} {block.index}".encode()).hexdigest()
-        return prefix + digest[: len(block.call_id) - len(prefix)]
+        return repeatable_call_id(block.call_id, f"{self.response_id} {block.index}")
 
     def _location(self, block: OutputBlock) -> dict[str, Any]:
         return {"item_id": self._item_id(block), "output_index": block.index}

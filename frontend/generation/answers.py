@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.frontend.parsing.choice_output import ChoiceOutput
 from penstock.frontend.transport.errors import ApiError
-from penstock.frontend.transport.sse import EventStream
+from penstock.frontend.transport.sse import EventNumbers, EventStream
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -70,7 +70,8 @@ async def answer_stream(
 
     Raises ApiError before the first event, ClientGoneError.
     """
-    events = EventStream(exchange, runner.headers)
+    lingering = exchange.lingering
+    events = EventStream(exchange, runner.headers, None if lingering is None else EventNumbers(lingering.num_received))
     opened: set[int] = set()
     # The choices of one request mostly receive their tokens in the same turn of the event loop.
     send = events.write if len(runner.choices) == 1 else events.write_together
@@ -103,7 +104,7 @@ async def answer_stream(
     last = answer_format.end() if failure is None else answer_format.failure(failure)
     if settle is not None:
         await settle(last)
-    await events.end(last + farewell)
+    await events.end(last + farewell, is_failure=failure is not None)
     return failure
 
 

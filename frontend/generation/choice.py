@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from penstock.frontend.generation.scored_tokens import score_prompt, score_token
 from penstock.frontend.generation.stop_strings import StopMatcher
 from penstock.frontend.parsing.deltas import Delta, ScoredToken, join_tool_calls
-from penstock.shm.messages import Finish
+from penstock.shm.messages import Finish, Keep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -153,7 +153,7 @@ class Choice:
                 return
             self._take_text_token(token_id, entry, pieces)
             if self._stops.matched is not None or (self._parser is not None and self._parser.is_complete):
-                self.stream.cancel()
+                self.stream.cancel(Keep.TOKENS)
                 self._end(Finish.STOP, pieces)
                 return
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.frontend.generation.failures import backend_unavailable, stream_failure, too_late
+from penstock.frontend.parsing.deltas import with_call_ids
 from penstock.frontend.telemetry.timings import Timings
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shutting_down
 from penstock.shm.client import BackendUnavailable, TokenBatch
-from penstock.shm.messages import FailureCode, Finish
+from penstock.shm.messages import FailureCode, Finish, Keep
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -39,21 +41,26 @@ class ChoiceRunner:
         backend: ServingClient,
         *,
         by_token: bool = False,
+        call_ids: str | None = None,
     ) -> None:
         """usage and log_entry are kept up to date while the choices run. by_token makes a piece of each token, also of
-        those that arrive together."""
+        those that arrive together, and takes the choices in turn. call_ids determines the ids of tool calls; None makes
+        random ones."""
         self.choices = choices
         self._exchange = exchange
         self._backend = backend
         self._usage = usage
         self._log_entry = log_entry
         self._by_token = by_token
+        self._call_ids = call_ids
         self._submitted_s = log_entry.submitted_s = time.monotonic()
 
     def cancel(self) -> None:
-        """End every stream now. Streams that have ended are left alone."""
+        """End every stream now. Streams that have ended are left alone, and the backend goes on with those that linger,
+        if the client knows their id."""
+        keep = Keep.ALL if self._exchange.started else Keep.NOTHING
         for choice in self.choices:
-            choice.stream.cancel()
+            choice.stream.cancel(keep)
 
     async def run(self, emit: Emit) -> None:
         """Run all choices, several at the same time. emit receives each piece, empty ones too.
@@ -63,6 +70,8 @@ class ChoiceRunner:
         try:
             if len(self.choices) == 1:
                 await self._run(self.choices[0], emit)
+            elif self._by_token:
+                await self._run_in_turn(emit)
             else:
                 async with asyncio.TaskGroup() as group:
                     for choice in self.choices:
@@ -90,7 +99,27 @@ class ChoiceRunner:
                         return
         except BackendUnavailable:
             raise backend_unavailable(self._backend.retry_after_s) from None
-        raise ApiError(ErrorKind.INTERNAL, "the answer ended before it was complete")
+        raise _broken_off()
+
+    async def _run_in_turn(self, emit: Emit) -> None:
+        """Pass on a piece of each choice, then the next of each, so that a repetition has the same order."""
+        unread: dict[Choice, deque[TokenBatch]] = {choice: deque() for choice in self.choices}
+        while unread:
+            for choice, pieces in unread.items():
+                while not pieces:
+                    pieces.extend(await self._next_pieces(choice))
+            for choice, pieces in list(unread.items()):
+                await self._pass_on(choice, pieces.popleft(), emit)
+                if choice.finish_reason is not None:
+                    del unread[choice]
+
+    async def _next_pieces(self, choice: Choice) -> Iterator[TokenBatch]:
+        try:
+            return _single(await anext(choice.stream))
+        except BackendUnavailable:
+            raise backend_unavailable(self._backend.retry_after_s) from None
+        except StopAsyncIteration:
+            raise _broken_off() from None
 
     async def _pass_on(self, choice: Choice, batch: TokenBatch, emit: Emit) -> None:
         if batch.token_ids and self._log_entry.first_token_s is None:
@@ -102,6 +131,8 @@ class ChoiceRunner:
         if batch.finish is Finish.CANCELLED:
             raise self._exchange.ending or shutting_down()
         delta = self._take(choice, batch)
+        if self._call_ids is not None:
+            delta = with_call_ids(delta, f"{self._call_ids} {choice.index}")
         has_failed = batch.finish in (Finish.REJECTED, Finish.FAILED, Finish.EXPIRED)
         if batch.token_ids or not has_failed:
             await emit(choice, delta)
@@ -165,6 +196,10 @@ class ChoiceRunner:
     def _first_streams(self) -> list[TokenStream]:
         """Return the stream of each prompt's first choice."""
         return list({choice.prompt.index: choice.stream for choice in reversed(self.choices)}.values())
+
+
+def _broken_off() -> ApiError:
+    return ApiError(ErrorKind.INTERNAL, "the answer ended before it was complete")
 
 
 def _single(batch: TokenBatch) -> Iterator[TokenBatch]:

@@ -65,6 +65,8 @@ def stream_failure(batch: TokenBatch, num_tokens: int, grammar_field: str | None
         case FailureCode.CANCELLED:
             message = f"the server's operator cancelled this request, after {num_tokens} tokens"
             return ApiError(ErrorKind.CANCELLED, message)
+        case FailureCode.TAKEN_OVER:
+            return ApiError(ErrorKind.TAKEN_OVER, "another connection reads this stream now, or has deleted it")
         case FailureCode.UNAVAILABLE:
             return backend_unavailable(retry_after_s)
         case _:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -30,6 +31,13 @@ def join_tool_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...
         else:
             joined.append(piece)
     return tuple(joined)
+
+
+def repeatable_call_id(call_id: str, name: str) -> str:
+    """Return an id of the same form that the name determines."""
+    prefix = "call_" if call_id.startswith("call_") else ""
+    digest = blake2b(name.encode()).hexdigest()
+    return prefix + digest[: len(call_id) - len(prefix)]
 
 
 class ScoredToken(Struct, frozen=True, gc=False):
@@ -65,3 +73,14 @@ class Delta:
 
     def __bool__(self) -> bool:
         return bool(self.text or self.reasoning or self.tool_calls or self.token_ids or self.logprobs)
+
+
+def with_call_ids(delta: Delta, name: str) -> Delta:
+    """Replace the random ids of tool calls by ones that the name and the call's index determine."""
+    if delta.tool_calls:
+        delta.tool_calls = tuple(
+            call if call.id is None else replace(call, id=repeatable_call_id(call.id, f"{name} {call.index}"))
+            for call in delta.tool_calls
+        )
+        delta.parts = tuple(with_call_ids(part, name) for part in delta.parts)
+    return delta

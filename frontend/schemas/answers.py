@@ -309,6 +309,10 @@ class ReadyAnswer(Struct):
     pages_total: int | None = None
 
 
+class DeletedStream(Struct):
+    object: Literal["stream.deleted"]
+
+
 class CancelledRequest(Struct):
     """The request was open, and is cancelled."""
 

@@ -35,6 +35,8 @@ _BACKEND_GAUGES = (
     ("kv_page_size_tokens", "Tokens of a KV cache page; 0 without a cache.", "page_size_tokens"),
     ("kv_host_pages", "KV cache pages with a copy in host memory.", "host_pages_used"),
     ("vector_cache_bytes", "Vectors kept for equal inputs.", "vector_cache_bytes"),
+    ("lingering_streams", "Streams of which something is kept for their readers.", "lingering_streams"),
+    ("lingering_bytes", "Kept requests and answers of lingering streams.", "lingering_bytes"),
     ("sequences_waiting_limit", "Sequences that may wait before new requests get 429.", "max_waiting"),
 )
 _BACKEND_COUNTERS = (
@@ -46,6 +48,7 @@ _BACKEND_COUNTERS = (
     ("vector_cache_misses_total", "Pooled requests whose vector was not in the cache.", "vector_cache_misses"),
     ("requests_accepted_total", "Requests that the backend accepted.", "requests_accepted"),
     ("requests_coalesced_total", "Requests that joined another request's sequence.", "requests_coalesced"),
+    ("streams_reattached_total", "Times that a client came back to a lingering stream.", "streams_reattached"),
     ("prompt_tokens_total", "Prompt tokens of sequences; a coalesced request adds none.", "prompt_tokens"),
     ("cached_tokens_total", "Prompt tokens served from the prefix cache.", "cached_tokens"),
     ("generated_tokens_total", "Tokens sampled; requests that share a sequence count once.", "generated_tokens"),

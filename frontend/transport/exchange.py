@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from penstock.frontend.telemetry.request_log import ReportSpans
     from penstock.frontend.transport.asgi import AsgiMessage, Headers, Receive, Scope, Send
     from penstock.frontend.transport.incomplete import IncompleteBodies
+    from penstock.frontend.transport.lingering import LingeringAnswer
 
 _JSON_TYPE = b"application/json"
 _MAX_REQUEST_ID_BYTES = 128
@@ -112,6 +113,8 @@ class Exchange(Abortable):
         """The API key's name, for logs."""
         self.report_spans: ReportSpans | None = None
         """None without tracing."""
+        self.lingering: LingeringAnswer | None = None
+        """The answer can be read again over another connection, or this connection continues one."""
         self.claim: UsageClaim | None = None
         """The request's part of its key's limits, if the key has some."""
         # Answer

@@ -19,15 +19,37 @@ _HEADERS = (
 )
 
 
+def split_events(data: bytes) -> list[bytes]:
+    return [event + b"\n\n" for event in data.split(b"\n\n") if event]
+
+
+class EventNumbers:
+    """Gives each event of a stream its id, from 0, and leaves out the events that the client has received before."""
+
+    def __init__(self, num_received: int = 0) -> None:
+        self._num_received = num_received
+        self._next = 0
+
+    def number(self, events: bytes) -> bytes:
+        """Return those of the events that the client has not received."""
+        numbered = []
+        for event in split_events(events):
+            if self._next >= self._num_received:
+                numbered.append(b"id: %d\n%b" % (self._next, event))
+            self._next += 1
+        return b"".join(numbered)
+
+
 class EventStream:
     """Sends the headers with the first event, so that an error before it still has its own status.
 
     A stream that is silent for a while sends a comment, after the headers, so that load balancers keep it open.
     """
 
-    def __init__(self, exchange: Exchange, headers: Callable[[], Headers]) -> None:
-        """headers is called when the answer starts, and adds to the stream's own."""
+    def __init__(self, exchange: Exchange, headers: Callable[[], Headers], numbers: EventNumbers | None = None) -> None:
+        """headers is called when the answer starts, and adds to the stream's own. Without numbers events have no id."""
         self._exchange = exchange
+        self._numbers = numbers
         self._headers = headers
         self._unsent = b""
         self._write_lock = asyncio.Lock()
@@ -35,10 +57,17 @@ class EventStream:
 
     async def write(self, events: bytes) -> None:
         """Write one or more whole events."""
+        await self._write(self._numbered(events))
+
+    def _numbered(self, events: bytes) -> bytes:
+        return events if self._numbers is None else self._numbers.number(events)
+
+    async def _write(self, events: bytes) -> None:
         if not self._exchange.started:
             self._exchange.is_event_stream = True
             await self._exchange.start(200, (*_HEADERS, *self._headers()))
-        await self._exchange.send(events, more=True)
+        if events:  # otherwise the client has received them
+            await self._exchange.send(events, more=True)
 
     async def write_together(self, events: bytes) -> None:
         """Write, in one piece with what other tasks write in this turn of the event loop. Returns when all is sent."""
@@ -49,12 +78,12 @@ class EventStream:
                 events, self._unsent = self._unsent, b""
                 await self.write(events)
 
-    async def end(self, events: bytes) -> None:
-        """Write the last events."""
+    async def end(self, events: bytes, *, is_failure: bool = False) -> None:
+        """Write the last events. Those of a failure have no id: a later reader may be spared them."""
         self._exchange.idle_action = None
         unsent, self._unsent = self._unsent, b""
-        await self.write(unsent + events)
+        await self._write(self._numbered(unsent) + (events if is_failure else self._numbered(events)))
         await self._exchange.send(b"", more=False)
 
     async def _keep_alive(self) -> None:
-        await self.write(_KEEP_ALIVE)
+        await self._write(_KEEP_ALIVE)

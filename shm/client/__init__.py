@@ -13,7 +13,7 @@ from penstock.shm.client.client import BackendClient
 from penstock.shm.client.pooled import PooledFailed, PooledRequest, PooledResult, PooledStream
 from penstock.shm.client.pooled_matrix import pool_into
 from penstock.shm.client.refusals import BackendUnavailable, Overloaded
-from penstock.shm.client.replicas.replica_set import ReplicaSet, backends_of
+from penstock.shm.client.replicas.replica_set import ReplicaSet, backends_of, clients_of
 from penstock.shm.client.request import GenerationRequest
 from penstock.shm.client.stream import LogprobEntry, TokenBatch, TokenStream
 from penstock.shm.messages import (
@@ -25,11 +25,15 @@ from penstock.shm.messages import (
     FailureCode,
     Finish,
     Grammar,
+    Keep,
+    Linger,
     ModelCard,
     Quote,
     QuoteTerms,
     RequestName,
     Sampling,
+    StreamName,
+    StreamQuestion,
 )
 from penstock.shm.process.socket_path import default_socket_path
 
@@ -53,6 +57,8 @@ __all__ = [
     "Finish",
     "GenerationRequest",
     "Grammar",
+    "Keep",
+    "Linger",
     "LogprobEntry",
     "ModelCard",
     "Overloaded",
@@ -67,9 +73,12 @@ __all__ = [
     "Sampling",
     "ServingClient",
     "SharedBuffer",
+    "StreamName",
+    "StreamQuestion",
     "TokenBatch",
     "TokenStream",
     "backends_of",
+    "clients_of",
     "default_socket_path",
     "open_device",
     "pool_into",

@@ -355,7 +355,7 @@ class BackendClient:
         self._streams.finish(stream, finish)
         # The outbox skips a queued stream that has ended; only a request that was sent needs a message.
         if not stream.is_queued and self._connection.session is not None:
-            self._outbox.cancel(stream.request_id)
+            self._outbox.cancel(stream.request_id, stream.keep)
             self._send_soon()  # together with others: a client that hangs up ends many streams
 
     # Called by the connection

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.shm.messages import BufferRef, FailureCode, Finish
+from penstock.shm.messages import BufferRef, FailureCode, Finish, Keep
 
 if TYPE_CHECKING:
     from array import array
@@ -42,10 +42,12 @@ class OpenStream:
         "is_coalesced",
         "is_queued",
         "is_waiting",
+        "keep",
         "num_moves",
         "num_preemptions",
         "queue_s",
         "quote",
+        "record",
         "restarts_without_progress",
         "submit",
         "submitted_ns",
@@ -76,6 +78,10 @@ class OpenStream:
         """Seconds from the backend's receipt to its first step; valid after the first batch."""
         self.quote: Quote | None = None
         """The backend's prediction, if the request asks for one and is not accepted."""
+        self.record = b""
+        """The record of the stream that the request asks for."""
+        self.keep = Keep.NOTHING
+        """What the backend keeps after `cancel`."""
         self.submit = submit
         self.submitted_ns = time.monotonic_ns()
         self.tokens = tokens
@@ -118,8 +124,11 @@ class OpenStream:
     def _has_news(self) -> bool:
         return self.finish is not Finish.NONE
 
-    def cancel(self) -> None:
-        """Idempotent; frees the request in the backend. The stream ends with finish CANCELLED."""
+    def cancel(self, keep: Keep = Keep.NOTHING) -> None:
+        """Idempotent; frees the request in the backend, but for what a lingering one keeps. The stream ends with finish
+        CANCELLED."""
+        if self.finish is Finish.NONE:
+            self.keep = keep
         self._abandon(self, Finish.CANCELLED)
 
     # Called by the client

@@ -128,6 +128,8 @@ class OpenStreams:
         for quote in outputs.quotes:
             if (stream := streams.get(quote.request_id)) is not None:
                 stream.quote = quote
+        if (record := outputs.record) is not None and (stream := streams.get(record.request_id)) is not None:
+            stream.record = record.data
         for prompt_logprobs in outputs.prompt_logprobs:
             stream = streams.get(prompt_logprobs.request_id)
             if isinstance(stream, TokenStream):

@@ -8,7 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from penstock.shm.memory.arena import ArenaFull
-from penstock.shm.messages import BufferRef, FailureCode, Finish
+from penstock.shm.messages import BufferRef, FailureCode, Finish, Keep
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -27,7 +27,7 @@ class Outbox:
 
     def __init__(self, streams: OpenStreams) -> None:
         self._streams = streams
-        self._items: deque[OpenStream | int] = deque()
+        self._items: deque[OpenStream | tuple[int, Keep]] = deque()
         self.is_blocked = False
         """The link or the arena did not take the first message."""
 
@@ -38,13 +38,13 @@ class Outbox:
         stream.is_queued = True
         self._items.append(stream)
 
-    def cancel(self, request_id: int) -> None:
+    def cancel(self, request_id: int, keep: Keep = Keep.NOTHING) -> None:
         """Call only for a request that has been sent; a stream that ends while it is queued is skipped."""
-        self._items.append(request_id)
+        self._items.append((request_id, keep))
 
     def forget(self, streams: Collection[OpenStream]) -> None:
         """Another client submits these streams."""
-        self._items = deque(item for item in self._items if isinstance(item, int) or item not in streams)
+        self._items = deque(item for item in self._items if isinstance(item, tuple) or item not in streams)
 
     def clear(self) -> None:
         self._items.clear()
@@ -57,8 +57,8 @@ class Outbox:
                 self.is_blocked = False
                 return False
             item = self._items[0]
-            if isinstance(item, int):
-                self.is_blocked = not session.send_cancel(item)
+            if isinstance(item, tuple):
+                self.is_blocked = not session.send_cancel(*item)
             elif item.finish is Finish.NONE and not self._send_stream(session, item):
                 self.is_blocked = True
             else:

@@ -15,10 +15,12 @@ from penstock.shm.messages import (
     BufferContent,
     Constraints,
     Grammar,
+    Linger,
     Pooled,
     QuoteTerms,
     RequestName,
     Sampling,
+    StreamQuestion,
     Submit,
     WireError,
     decode_to_backend,
@@ -36,6 +38,8 @@ _STRUCT_FIELDS: dict[str, type[Struct]] = {
     "pooled": Pooled,
     "quote": QuoteTerms,
     "cancels": RequestName,
+    "linger": Linger,
+    "asks": StreamQuestion,
 }
 
 
@@ -74,16 +78,21 @@ class GenerationRequest:
     """Predict the request's end, to refuse it (REJECTED, TOO_LATE) or as the only answer (QUOTED). The prediction is in
     the stream's `quote`."""
     cancels: RequestName | None = None
+    linger: Linger | None = None
+    asks: StreamQuestion | None = None
+    """The answer is in the stream's `record`."""
 
     @property
     def runs(self) -> bool:
         """See `Submit.runs`."""
-        return self.cancels is None and (self.quote is None or self.quote.purpose != "quote")
+        is_quote = self.quote is not None and self.quote.purpose == "quote"
+        return self.cancels is None and self.asks is None and not is_quote
 
     @property
     def is_shareable(self) -> bool:
         """The backend may serve it without a sequence of its own, so even while its wait queue is full."""
-        return self.cancels is not None or (self.may_share and self.output is None and not self._has_embeddings)
+        is_answer = self.cancels is not None or self.asks is not None
+        return is_answer or (self.may_share and self.output is None and not self._has_embeddings)
 
     @property
     def _has_embeddings(self) -> bool:
@@ -116,6 +125,8 @@ class GenerationRequest:
                 batch_delivery=self.batch_delivery,
                 quote=self.quote,
                 cancels=self.cancels,
+                linger=self.linger,
+                asks=self.asks,
             )
         )
 

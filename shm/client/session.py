@@ -16,7 +16,16 @@ from penstock.shm.link.frontend_link import FrontendLink
 from penstock.shm.link.join import join
 from penstock.shm.memory.arena import Arena
 from penstock.shm.memory.board import BackendBoard, FrontendBoard
-from penstock.shm.messages import MAX_INLINE_PROMPT_TOKENS, ArenaRef, BuffersClosed, Cancel, Credit, Submit, encode
+from penstock.shm.messages import (
+    MAX_INLINE_PROMPT_TOKENS,
+    ArenaRef,
+    BuffersClosed,
+    Cancel,
+    Credit,
+    Keep,
+    Submit,
+    encode,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -111,8 +120,8 @@ class Session:
         """Like `send_submit`, for tokens in a shared buffer."""
         return self._link.send(msgspec.structs.replace(submit, timeout_ms=timeout_ms))
 
-    def send_cancel(self, request_id: int) -> bool:
-        return self._link.send(Cancel(request_id, time.monotonic_ns()))
+    def send_cancel(self, request_id: int, keep: Keep = Keep.NOTHING) -> bool:
+        return self._link.send(Cancel(request_id, time.monotonic_ns(), keep))
 
     def receive(self, max_messages: int | None = None) -> list[StepOutputs]:
         """See `FrontendLink.drain`. Handle the messages before `return_credits`. Raises LinkBroken."""

@@ -30,6 +30,7 @@ from penstock.shm.messages import (
     Finish,
     Quote,
     Started,
+    StreamRecord,
     Submit,
     VectorPart,
     WireError,
@@ -203,10 +204,10 @@ class BackendLink:
         match message:
             case Submit():
                 self._take_submit(frontend, message)
-            case Cancel(request_id=request_id, noticed_ns=noticed_ns):
+            case Cancel(request_id, noticed_ns, keep):
                 if request_id in frontend.open_requests:
                     self._close_request(frontend, request_id)
-                    self._events.append(Cancellation(frontend.epoch, request_id, noticed_ns))
+                    self._events.append(Cancellation(frontend.epoch, request_id, noticed_ns, keep))
             case Credit(count=count):
                 if frontend.credit + count > self._credit:
                     raise WireError(f"{count} credits returned; {self._credit - frontend.credit} were outstanding")
@@ -298,17 +299,16 @@ class BackendLink:
         ignored; the link sets it.
         """
         target = self._frontends.get(frontend)
-        if target is None or request_id not in target.open_requests:
-            return
-        if finish:
-            self._close_request(target, request_id)
-        self._pending[frontend] = target
-        target.add(request_id, token_id, finish, started, failure, logprobs)
+        if target is not None and request_id in target.open_requests:
+            if finish:
+                self._close_request(target, request_id)
+            self._pending[frontend] = target
+            target.add(request_id, token_id, finish, started, failure, logprobs)
 
-    def push_quote(self, frontend: int, quote: Quote) -> None:
-        """Add a quote. The end of its request, if that is open, comes next."""
-        if (target := self._frontends.get(frontend)) is not None and quote.request_id in target.open_requests:
-            target.add_quote(quote)
+    def push_answer(self, frontend: int, answer: Quote | StreamRecord) -> None:
+        """Add a quote or a record. The end of its request, if that is open, comes next."""
+        if (target := self._frontends.get(frontend)) is not None and answer.request_id in target.open_requests:
+            target.add_answer(answer)
 
     def push_prompt_logprobs(self, frontend: int, request_id: int, entry: EventLogprobs) -> None:
         """Add an entry for the prompt token at index entry.event. Does nothing for a request that is not open."""

@@ -28,6 +28,7 @@ from penstock.shm.messages import (
     Quote,
     Started,
     StepOutputs,
+    StreamRecord,
     VectorPart,
     WireError,
 )
@@ -90,6 +91,8 @@ class ConnectedFrontend:
         self._started: list[Started] = []
         self._failures: list[Failure] = []
         self._quotes: list[Quote] = []
+        self._records: deque[tuple[int, StreamRecord]] = deque()
+        """(number of the event that ends the record's request, record)."""
         self._preempted: list[int] = []
         self._logprobs: deque[tuple[int, EventLogprobs]] = deque()
         """(number of the event since the connection began, entry)."""
@@ -194,7 +197,7 @@ class ConnectedFrontend:
     @property
     def num_unsent(self) -> int:
         """Unsent events, log probabilities of prompts, parts of vectors, returned buffers, and the note of room."""
-        num_parts = len(self._prompt_logprobs) + len(self._vectors)
+        num_parts = len(self._prompt_logprobs) + len(self._vectors) + len(self._records)
         return len(self._finishes) + num_parts + len(self._returned) + self._has_room
 
     @property
@@ -231,9 +234,12 @@ class ConnectedFrontend:
         if failure is not None:
             self._failures.append(failure)
 
-    def add_quote(self, quote: Quote) -> None:
+    def add_answer(self, answer: Quote | StreamRecord) -> None:
         """The event that ends its request is the next to be added."""
-        self._quotes.append(quote)
+        if isinstance(answer, Quote):
+            self._quotes.append(answer)
+        else:
+            self._records.append((self._num_sent + len(self._finishes), answer))
 
     def add_prompt_logprobs(self, request_id: int, entry: EventLogprobs) -> None:
         self._is_urgent = True
@@ -285,6 +291,7 @@ class ConnectedFrontend:
             prompt_logprobs=tuple(self._prompt_logprobs[:MAX_LOGPROBS_PER_MESSAGE]),
             vectors=tuple(part for _, part in islice(self._vectors, self._num_next_vectors())),
             quotes=tuple(self._quotes[:MAX_EVENTS_PER_MESSAGE]),
+            record=self._records[0][1] if self._records else None,
             has_room=self._has_room,
         )
 
@@ -308,6 +315,8 @@ class ConnectedFrontend:
             count = min(count, self._logprobs[num_left][0] - self._num_sent)
         if (num_vectors := self._num_next_vectors()) < len(self._vectors):
             count = min(count, self._vectors[num_vectors][0] - self._num_sent)
+        if len(self._records) > 1:
+            count = min(count, self._records[1][0] - self._num_sent)
         return count
 
     def sent(self) -> None:
@@ -321,6 +330,8 @@ class ConnectedFrontend:
         self._num_sent += count
         for _ in range(num_vectors):
             self._vectors.popleft()
+        if self._records:
+            self._records.popleft()
         while self._logprobs and self._logprobs[0][0] < self._num_sent:
             self._logprobs.popleft()
         for column in (self._request_ids, self._token_ids, self._finishes):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from penstock.shm.messages import Keep
+
 if TYPE_CHECKING:
     from penstock.shm.buffers.buffer_export import Loan
     from penstock.shm.messages import Submit
@@ -37,12 +39,13 @@ class Submission:
 class Cancellation:
     """The client of an open request has cancelled or disconnected. The request is closed: pushes to it do nothing.
 
-    noticed_ns is when its frontend noticed, in CLOCK_MONOTONIC; 0 if unknown.
+    noticed_ns is when its frontend noticed, in CLOCK_MONOTONIC; 0 if unknown. keep is for a request that lingers.
     """
 
     frontend: int
     request_id: int
     noticed_ns: int = 0
+    keep: Keep = Keep.NOTHING
 
 
 @dataclass(frozen=True, slots=True)

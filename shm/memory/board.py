@@ -281,6 +281,12 @@ class BackendBoard(Board, totals_of=FrontendBoard):
     """Requests that asked for a quote alone; they do not count as accepted."""
     requests_coalesced: int
     """Requests that joined a sequence of another request."""
+    lingering_streams: int
+    """Streams of which something is kept, whether or not they run or are read."""
+    lingering_bytes: int
+    """Their records, and the tokens of those that have ended."""
+    streams_reattached: int
+    """Times that another request continued a lingering stream."""
     pages_idle: int
     """Pages that no sequence holds; their content stays in the prefix cache."""
     prompt_tokens: int

@@ -13,10 +13,12 @@ MAX_STEP_EVENTS = 1 << 16
 MAX_LOGPROBS = 20
 """Top log probabilities per token."""
 MAX_GRAMMAR_CHARACTERS = 32 << 10
-MAX_TO_BACKEND_BYTES = 192 << 10
-"""Largest message to the backend: a Submit with an inline prompt, full constraints and a grammar of four-byte
-characters."""
-MAX_TO_FRONTEND_BYTES = 4 << 20
+MAX_RECORD_BYTES = 1 << 20
+"""What a frontend keeps in the backend to write a stream again."""
+MAX_TO_BACKEND_BYTES = (192 << 10) + MAX_RECORD_BYTES
+"""Largest message to the backend: a Submit with an inline prompt, full constraints, a grammar of four-byte characters
+and the record of a stream."""
+MAX_TO_FRONTEND_BYTES = (4 << 20) + MAX_RECORD_BYTES
 MAX_VECTOR_PART_BYTES = 512 << 10
 """Values of one part of a pooled result."""
 MAX_SHARED_BUFFERS = 64

@@ -18,6 +18,7 @@ from penstock.shm.messages.bounds import (
     TokenId,
 )
 from penstock.shm.messages.buffers import BufferReturn
+from penstock.shm.messages.linger import StreamRecord
 
 NO_TOKEN = -1
 """The token id of an event without a token."""
@@ -63,7 +64,9 @@ class FailureCode(enum.IntEnum):
     CANCELLED = 11
     """The operator has cancelled it."""
     NOT_OPEN = 12
-    """The request that it names is not open."""
+    """The request, or the stream, that it names is not open."""
+    TAKEN_OVER = 13
+    """Another request reads the stream now."""
 
 
 class Failure(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -166,5 +169,7 @@ class StepOutputs(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fi
     """Before or with the end of their requests, never after it."""
     vectors: Annotated[tuple[VectorPart, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
     quotes: Annotated[tuple[Quote, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
+    record: StreamRecord | None = None
+    """At most one, because it may be large."""
     has_room: bool = False
     """The wait queue has places again, after it has refused a pooled request of this frontend."""

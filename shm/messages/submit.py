@@ -18,6 +18,7 @@ from penstock.shm.messages.bounds import (
     TokenId,
 )
 from penstock.shm.messages.buffers import BufferRef
+from penstock.shm.messages.linger import Keep, Linger, StreamQuestion
 
 
 class ArenaRef(Struct, frozen=True, array_like=True, tag=20, forbid_unknown_fields=True):
@@ -157,11 +158,15 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
     cancels: RequestName | None = None
     """It does not run: it cancels that request for the operator, and ends as STOP; or as REJECTED, NOT_OPEN. That one
     ends as FAILED, CANCELLED."""
+    linger: Linger | None = None
+    """Not for pooled requests, shared buffers and log probabilities of the prompt."""
+    asks: StreamQuestion | None = None
+    """It does not run: it ends as STOP, after the stream's record if it reads; or as REJECTED, NOT_OPEN."""
 
     @property
     def runs(self) -> bool:
         """It asks for more than an answer about requests."""
-        return not self.quote_only and self.cancels is None
+        return not self.quote_only and self.cancels is None and self.asks is None
 
     @property
     def quote_only(self) -> bool:
@@ -179,6 +184,7 @@ class Cancel(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=
     request_id: U63
     noticed_ns: U63 = 0
     """When the frontend noticed, in CLOCK_MONOTONIC, which all processes of a machine share; 0 is unknown."""
+    keep: Keep = Keep.NOTHING
 
 
 class Credit(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):

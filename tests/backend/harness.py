@@ -32,6 +32,7 @@ from penstock.shm.messages import (
     Quote,
     Sampling,
     Started,
+    StreamRecord,
     Submit,
     VectorPart,
 )
@@ -80,6 +81,7 @@ class Received:
     num_preemptions: int = 0
     parts: list[VectorPart] = field(default_factory=list)
     quote: Quote | None = None
+    record: bytes = b""
 
     @property
     def values(self) -> NDArray[np.float32]:
@@ -126,10 +128,13 @@ class ScriptedLink:
         received.started = received.started or started
         received.failure = failure
 
-    def push_quote(self, frontend: int, quote: Quote) -> None:
-        received = self.received[frontend, quote.request_id]
-        assert not received.finishes, "a quote after the end"
-        received.quote = quote
+    def push_answer(self, frontend: int, answer: Quote | StreamRecord) -> None:
+        received = self.received[frontend, answer.request_id]
+        assert not received.finishes, "an answer after the end"
+        if isinstance(answer, Quote):
+            received.quote = answer
+        else:
+            received.record = answer.data
 
     def push_prompt_logprobs(self, frontend: int, request_id: int, entry: EventLogprobs) -> None:
         received = self.received[frontend, request_id]

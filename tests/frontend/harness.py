@@ -27,7 +27,7 @@ from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.frontend.transport.serving.server import server_config
 from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded, TokenBatch
 from penstock.shm.memory.board import FrontendBoard
-from penstock.shm.messages import FailureCode, Finish, ModelCard, Quote, Sampling
+from penstock.shm.messages import FailureCode, Finish, Keep, ModelCard, Quote, Sampling, StreamName
 from tests.frontend.raw_http import MockTransport, Response, ResponseReader
 
 CHAT_TEMPLATE = """\
@@ -99,6 +99,8 @@ class FakeStream:
         self.finish = Finish.NONE
         self.num_taken = 0
         self.quote: Quote | None = None
+        self.record = b""
+        self.keep = Keep.NOTHING
         self.submitted_ns = time.monotonic_ns()
         self._batches = deque(batches)
         self._more = asyncio.Event()
@@ -115,8 +117,9 @@ class FakeStream:
         self._batches.append(TokenBatch(list(token_ids), finish, failure))
         self._more.set()
 
-    def cancel(self) -> None:
+    def cancel(self, keep: Keep = Keep.NOTHING) -> None:
         if not self.ended and not self.cancelled.is_set():
+            self.keep = keep
             self.cancelled.set()
             self._batches.append(TokenBatch([], Finish.CANCELLED))
             self._more.set()
@@ -181,12 +184,18 @@ class FakeBackend:
     queue_s: float = 0.0
     num_preemptions: int = 0
     quote: Quote = Quote(0, 3, 2, False, 0.25, 1.5, 4.0, 20)  # noqa: RUF009 - frozen
+    records: dict[StreamName, bytes] = field(default_factory=dict)
+    """Of the streams that linger."""
 
     def submit(self, request: GenerationRequest) -> FakeStream:
         if self.refusal is not None:
             raise self.refusal
         if not self.ready:
             raise BackendUnavailable
+        if request.asks is not None:
+            return self._answer(request)
+        if request.linger is not None and request.linger.record:
+            self.records[request.linger.stream] = request.linger.record
         is_quote = request.quote is not None and request.quote.purpose == "quote"
         stream = FakeStream(request, [TokenBatch([], Finish.QUOTED)] if is_quote else self.script(request))
         stream.quote = self.quote if request.quote is not None else None
@@ -194,6 +203,20 @@ class FakeBackend:
         stream.queue_s, stream.num_preemptions = self.queue_s, self.num_preemptions
         self.streams.append(stream)
         self.submitted.set()
+        return stream
+
+    def _answer(self, request: GenerationRequest) -> FakeStream:
+        """Answer a question about a stream that lingers."""
+        asks = request.asks
+        assert asks is not None
+        record = self.records.get(asks.stream)
+        if record is None:
+            return FakeStream(request, [TokenBatch([], Finish.REJECTED, FailureCode.NOT_OPEN)])
+        stream = FakeStream(request, [TokenBatch([], Finish.STOP)])
+        if asks.action == "drop":
+            del self.records[asks.stream]
+        else:
+            stream.record = record
         return stream
 
     def check_capacity(self, tenant: bytes, *, may_share: bool) -> None:

@@ -220,9 +220,9 @@ class Recorder:
         """What a frontend sends, before the engine acts on it."""
         match event:
             case Submission():
-                if event.submit.cancels is None:
+                if event.submit.cancels is None and event.submit.asks is None:
                     self._note_arrival(event)
-            case Cancellation(frontend, request_id, _):
+            case Cancellation(frontend, request_id):
                 self._note(Cancelled(frontend, request_id))
             case FrontendDeath(frontend):
                 self._note(FrontendDied(frontend))
@@ -249,7 +249,7 @@ class Recorder:
         )
         if self._with_tokens and submission.embeddings is None:
             # The tokens may be in memory that the frontend uses again, so they are kept beside the message.
-            encoded = encode(msgspec.structs.replace(submit, tokens=bytes(4), output=None))
+            encoded = encode(msgspec.structs.replace(submit, tokens=bytes(4), output=None, linger=None))
             for record in pack_prompt(
                 submission.frontend, submit.request_id, encoded, submission.tokens, self._clock()
             ):

@@ -72,6 +72,15 @@ INPUT_ITEMS = EndpointDoc(
     ),
     can_be_missing=True,
 )
+STREAM = EndpointDoc(
+    "Streams",
+    "Returns the events of a stream that lingers, in its endpoint's format: those after Last-Event-ID, or all.",
+    "text/event-stream",
+    can_be_missing=True,
+)
+DROP_STREAM = EndpointDoc(
+    "Streams", "Ends a stream that lingers, and deletes what is kept of it.", answers.DeletedStream, can_be_missing=True
+)
 TOKENIZE = EndpointDoc(
     "Tokens",
     "Returns the tokens of a text or a chat, or with inputs as TEI does.",

@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 from typing import TYPE_CHECKING
 
-from penstock.frontend.generation.failures import backend_unavailable, stream_failure
+from penstock.frontend.generation.failures import backend_unavailable
+from penstock.frontend.generation.questions import ask
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
-from penstock.shm.client import (
-    BackendUnavailable,
-    FailureCode,
-    Finish,
-    GenerationRequest,
-    RequestName,
-    Sampling,
-    backends_of,
-)
+from penstock.shm.client import RequestName, backends_of
 
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.context import EndpointContext
     from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.client import BackendClient
 
 logger = logging.getLogger("penstock.admin")
 
 _PATH = re.compile(r"/admin/requests/(\d{1,19})\.(\d{1,19})/cancel")
 _MAX_NUMBER = (1 << 63) - 1
-_TIMEOUT_S = 5.0
 
 
 async def cancel_request(exchange: Exchange, context: EndpointContext) -> None:
@@ -37,7 +27,7 @@ async def cancel_request(exchange: Exchange, context: EndpointContext) -> None:
     target = _target(exchange.path)
     backends = [backend for keeper in context.models.keepers for _, backend in backends_of(keeper.backend)]
     for backend in backends:
-        if backend.ready and await _cancel(backend, target):
+        if backend.ready and await ask(backend, target) is not None:
             logger.warning("the operator cancelled request %d of frontend %d", target.request_id, target.frontend)
             await exchange.respond(200, b'{"object":"request.cancelled"}')
             return
@@ -54,23 +44,3 @@ def _target(path: str) -> RequestName:
         message = f"{shorten(path)}: a request is named FRONTEND.REQUEST, two numbers from 0 to {_MAX_NUMBER}"
         raise ApiError(ErrorKind.INVALID_VALUE, message, param="request")
     return RequestName(frontend, request_id)
-
-
-async def _cancel(backend: BackendClient, target: RequestName) -> bool:
-    """Whether the request was open there. Raises ApiError."""
-    deadline_s = time.monotonic() + _TIMEOUT_S
-    question = GenerationRequest([0], 1, Sampling(temperature=0.0), deadline_s=deadline_s, cancels=target)
-    stream = None
-    try:
-        stream = backend.submit(question)
-        async for batch in stream:
-            if batch.failure is FailureCode.NOT_OPEN:
-                return False
-            if batch.finish not in (Finish.NONE, Finish.STOP):
-                raise stream_failure(batch, 0, None, backend.retry_after_s)
-    except BackendUnavailable:
-        raise backend_unavailable(backend.retry_after_s) from None
-    finally:
-        if stream is not None:
-            stream.cancel()
-    return True

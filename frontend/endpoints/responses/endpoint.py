@@ -16,6 +16,7 @@ import msgspec
 from penstock.frontend.endpoints.answering import AnswerStyle, answer_chat
 from penstock.frontend.endpoints.chat_translation import renamed
 from penstock.frontend.endpoints.context import run_sized
+from penstock.frontend.endpoints.lingering.streams import find_stream
 from penstock.frontend.endpoints.prompts import render_chat
 from penstock.frontend.endpoints.responses.background.event_log import Followers
 from penstock.frontend.endpoints.responses.background.run import BackgroundRun
@@ -94,6 +95,8 @@ class Responses:
         """POST /v1/responses, or a turn of a WebSocket. Raises ApiError, ClientGoneError."""
         body, served, num_sent_bytes = await context.receive_body(exchange, decode_responses)
         context.report_left_out(exchange, left_out_tools(body.tools))
+        if turn is not None:  # its events are messages of the socket
+            exchange.lingering = None
         if body.background and body.seed is None:  # so that a run in another worker draws the same tokens
             body.seed = secrets.randbits(63)
         previous = await self._previous(exchange.tenant, body, turn)
@@ -218,13 +221,13 @@ class Responses:
         with renamed(RENAMED):
             await answer_chat(exchange, chat, served, AnswerStyle("resp_", make_format), num_body_bytes=num_body_bytes)
 
-    async def retrieve(self, exchange: Exchange, _context: EndpointContext) -> None:
+    async def retrieve(self, exchange: Exchange, context: EndpointContext) -> None:
         """GET /v1/responses/ID. Raises ApiError, ClientGoneError."""
         response_id, query = _path_below(exchange), _query(exchange)
         run = self._runs.find(exchange.tenant, response_id)
         if query.get("stream") == "true":
             starting_after = _number(query, "starting_after", -1, 0, (1 << 31) - 1)
-            await self._follow(exchange, response_id, starting_after)
+            await self._follow(exchange, context, response_id, starting_after)
         elif run is not None:
             await exchange.respond(200, run.snapshot())
         else:
@@ -316,15 +319,39 @@ class Responses:
             await run_sized(num_bytes, check_chat, chat)
         return chat, num_bytes
 
-    async def _follow(self, exchange: Exchange, response_id: str, starting_after: int) -> None:
-        """Send the events of a response that runs or is kept. Raises ApiError, ClientGoneError."""
+    async def _follow(
+        self, exchange: Exchange, context: EndpointContext, response_id: str, starting_after: int
+    ) -> None:
+        """Send the events of a response that runs, is kept or lingers. Raises ApiError, ClientGoneError."""
         run = self._runs.find(exchange.tenant, response_id)
         keeps_events = run.events is not None if run is not None else None
         if keeps_events is None:
-            keeps_events = (await self._kept.find(exchange.tenant, response_id)).keeps_events
+            refusal: ApiError | None = None
+            try:
+                keeps_events = (await self._kept.find(exchange.tenant, response_id)).keeps_events
+            except ApiError as error:
+                refusal = error
+            if not keeps_events and await self._follow_lingering(exchange, context, response_id, starting_after):
+                return
+            if refusal is not None:
+                raise refusal
         if not keeps_events:
-            invalid("stream", "only a response made with background and stream can be streamed again")
+            message = "only a response made with background and stream, or one that lingers, can be streamed again"
+            invalid("stream", message)
         await self._followers.follow(exchange, response_id, None if run is None else run.events, starting_after)
+
+    async def _follow_lingering(
+        self, exchange: Exchange, context: EndpointContext, response_id: str, starting_after: int
+    ) -> bool:
+        """Whether the backend has kept the response. Raises ApiError, ClientGoneError."""
+        try:
+            await find_stream(exchange, context, response_id, starting_after + 1)
+        except ApiError as error:
+            if error.kind is ErrorKind.UNKNOWN_STREAM:
+                return False
+            raise
+        await self.create(exchange, context)
+        return True
 
 
 def _path_below(exchange: Exchange) -> str:

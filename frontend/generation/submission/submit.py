@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from penstock.frontend.generation.choice import Choice, ChoicePrompt
 from penstock.frontend.generation.failures import backend_unavailable, overloaded
+from penstock.frontend.generation.lingering import terms_of_choice
 from penstock.frontend.generation.output_options import read_output_options
 from penstock.frontend.generation.submission.constraints import read_constraints
 from penstock.frontend.generation.submission.limits import check_logprobs, read_max_tokens, read_stop_token_ids
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from penstock.frontend.generation.served_model import ServedModel
     from penstock.frontend.schemas.decoding import AnsweredBody
     from penstock.frontend.transport.exchange import UsageClaim
+    from penstock.shm.client import Linger
 
 
 _groups = itertools.count(1)
@@ -89,10 +91,12 @@ async def submit(
     policy: RequestPolicy,
     served: ServedModel,
     claim: UsageClaim | None = None,
+    linger: Linger | None = None,
 ) -> list[Choice]:
     """Start one stream per prompt and candidate, the candidates of a prompt together.
 
-    The claim reserves what they may use. Raises ApiError; then no stream is left running.
+    The claim reserves what they may use. linger is for the first choice of an answer that lingers. Raises ApiError;
+    then no stream is left running.
     """
     body, backend = request.body, served.backend
     prompts, requests, options = await generation_requests(request, policy, served)
@@ -105,7 +109,8 @@ async def submit(
             for candidate in range(body.num_candidates):
                 sampling = for_candidate(of_prompt.sampling, candidate)
                 quote = None if choices else terms  # the first choice stands for all
-                stream = backend.submit(replace(of_prompt, sampling=sampling, quote=quote))
+                terms_to_linger = terms_of_choice(linger, len(choices))
+                stream = backend.submit(replace(of_prompt, sampling=sampling, quote=quote, linger=terms_to_linger))
                 choices.append(Choice(len(choices), prompt, stream, served.tokenizer, options))
             await asyncio.sleep(0)  # many prompts must not hold the event loop
     except BaseException as error:

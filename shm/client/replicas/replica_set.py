@@ -312,6 +312,11 @@ def backends_of(client: BackendClient | ReplicaSet) -> list[tuple[str, BackendCl
     return [("", client)]
 
 
+def clients_of(client: BackendClient | ReplicaSet) -> list[BackendClient]:
+    """The clients of all backends: during a takeover a path has two."""
+    return [replica.client for replica in client.replicas] if isinstance(client, ReplicaSet) else [client]
+
+
 async def _retire(replica: Replica, heir: Replica) -> None:
     """Close the client of a replica without streams. The other one of its path keeps its numbers."""
     await replica.client.close()

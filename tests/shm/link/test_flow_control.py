@@ -17,6 +17,7 @@ from penstock.shm.messages import (
     FailureCode,
     Finish,
     Started,
+    StreamRecord,
 )
 from tests.shm.link.harness import CREDIT, Backend, columns
 
@@ -48,6 +49,30 @@ def test_held_tokens_are_sent_with_the_next_urgent_event(backend: Backend) -> No
         link.push(epoch, 1, NO_TOKEN, Finish.FAILED, failure=Failure(1, FailureCode.INTERNAL))
         link.flush()
         assert columns(frontend.receive(1)) == [(1, NO_TOKEN, Finish.FAILED)]
+
+
+def test_each_record_comes_before_or_with_the_end_of_its_question(backend: Backend) -> None:
+    with backend.session() as frontend:
+        for request_id in (1, 2, 3):
+            frontend.submit(request_id, [1])
+        backend.until(Submission, 3)
+        link, epoch = backend.link, frontend.epoch
+        link.push(epoch, 3, 10)
+        for request_id in (1, 2):
+            link.push_answer(epoch, StreamRecord(request_id, b"%d" % request_id))
+            link.push(epoch, request_id, NO_TOKEN, Finish.STOP)
+        link.push(epoch, 3, 11)
+        link.flush()
+        first, second = frontend.receive(2)
+        assert columns([first]) == [(3, 10, 0), (1, NO_TOKEN, Finish.STOP)]
+        assert columns([second]) == [(2, NO_TOKEN, Finish.STOP), (3, 11, 0)]
+        assert [first.record, second.record] == [StreamRecord(1, b"1"), StreamRecord(2, b"2")]
+        link.push(epoch, 3, 12)
+        link.flush()
+        assert frontend.receive(1)[0].record is None
+        link.push_answer(epoch, StreamRecord(2, b"late"))  # it is not open
+        link.push_answer(epoch + 1, StreamRecord(2, b"nobody"))
+        assert "unsent" not in link.balance()
 
 
 def test_held_tokens_are_sent_after_a_moment(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import zmq
 from penstock.shm.link.events import FrontendDeath, Submission
 from penstock.shm.link.listening_address import connectable_path
 from penstock.shm.messages import (
+    MAX_TO_BACKEND_BYTES,
     NO_TOKEN,
     ArenaRef,
     Cancel,
@@ -119,7 +120,7 @@ def test_random_messages_never_disturb_another_frontend(backend: Backend) -> Non
 
 def test_message_over_the_limit_is_dropped_and_the_backend_goes_on(backend: Backend) -> None:
     with backend.session() as honest, backend.session() as frontend:
-        frontend.session._link._socket.send(b"x" * (1 << 20), zmq.NOBLOCK)
+        frontend.session._link._socket.send(b"x" * (MAX_TO_BACKEND_BYTES + 1), zmq.NOBLOCK)
         honest.submit(1, [1])
         assert isinstance(backend.until(Submission)[0], Submission)
         assert backend.link.counters.messages_in == 1

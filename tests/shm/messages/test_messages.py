@@ -58,6 +58,7 @@ samplings = st.builds(
     seed=u63,
 )
 refs = st.builds(ArenaRef, slot=st.integers(0, 65535), sequence=u63, num_bytes=st.integers(4, 4 * MAX_CONTEXT_TOKENS))
+names = st.builds(wire.StreamName, st.binary(max_size=16), st.text(min_size=1, max_size=128))
 submits = st.builds(
     Submit,
     request_id=u63,
@@ -66,8 +67,12 @@ submits = st.builds(
     max_tokens=st.integers(1, MAX_CONTEXT_TOKENS),
     sampling=samplings,
     stop_token_ids=st.lists(i31, max_size=64).map(tuple),
+    linger=st.none()
+    | st.builds(wire.Linger, names, st.integers(1, 3600), st.integers(0, 65535), st.binary(max_size=9)),
+    asks=st.none() | st.builds(wire.StreamQuestion, names, st.sampled_from(["read", "drop"])),
 )
-to_backend = submits | st.builds(Cancel, u63) | st.builds(Credit, st.integers(1, 1 << 16))
+cancels = st.builds(Cancel, u63, u63, st.sampled_from(wire.Keep))
+to_backend = submits | cancels | st.builds(Credit, st.integers(1, 1 << 16))
 
 
 @given(to_backend)
@@ -203,7 +208,7 @@ def test_each_field_of_a_submit_is_bounded(field: str, value: object) -> None:
 
 
 def test_unknown_fields_and_tags_are_refused() -> None:
-    for columns in ([2, 1, 1, 1], [9, 1], ["2", 1], [2], [None, 1], {"type": 2}):
+    for columns in ([2, 1, 1, 1, 1], [2, 1, 1, 3], [9, 1], ["2", 1], [2], [None, 1], {"type": 2}):
         with pytest.raises(WireError):
             decode_to_backend(msgspec.msgpack.encode(columns))
     with pytest.raises(WireError):
@@ -231,6 +236,7 @@ def test_longest_messages_fit_their_limits() -> None:
             biggest,
             (biggest,) * 8,
         ),
+        linger=wire.Linger(wire.StreamName(b"t" * 16, "\U0001f408" * 128), 3600, 65535, b"r" * wire.MAX_RECORD_BYTES),
     )
     assert decode_to_backend(encode(submit)) == submit
     assert len(encode(submit)) < MAX_TO_BACKEND_BYTES
@@ -242,6 +248,7 @@ def test_longest_messages_fit_their_limits() -> None:
         b"\x01" * events,
         (Started((1 << 63) - 1, biggest, 1.1),) * events,
         (Failure((1 << 63) - 1, 255, biggest),) * events,
+        record=wire.StreamRecord((1 << 63) - 1, b"r" * wire.MAX_RECORD_BYTES),
     )
     assert len(encode(outputs)) < MAX_TO_FRONTEND_BYTES
 

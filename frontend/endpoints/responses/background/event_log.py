@@ -6,11 +6,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from penstock.frontend.endpoints.responses.storage.stored_events import split_events
 from penstock.frontend.formats.openai_chunks import DONE
 from penstock.frontend.transport.disconnect import ClientGoneError
 from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later, shutting_down
-from penstock.frontend.transport.sse import EventStream
+from penstock.frontend.transport.sse import EventStream, split_events
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

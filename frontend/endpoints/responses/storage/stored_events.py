@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.frontend.transport.sse import split_events
+
 if TYPE_CHECKING:
     import sqlite3
     from collections.abc import Iterable, Sequence
@@ -26,10 +28,6 @@ class StoredEvents:
     """Whether more may come."""
     is_waiting: bool = False
     """Whether a worker has put the response back, and none has taken it over yet."""
-
-
-def split_events(data: bytes) -> list[bytes]:
-    return [event + b"\n\n" for event in data.split(b"\n\n") if event]
 
 
 def add_events(connection: sqlite3.Connection, key: int, first: int, events: bytes) -> None:

@@ -1,0 +1,71 @@
+"""Streams that outlive their readers: what is kept of each, whether it still runs or has ended."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock.shm.messages import Finish
+
+if TYPE_CHECKING:
+    from penstock.shm.messages import EventLogprobs, Failure, Started, StreamName
+
+_CHOICE_BYTES = 512
+_ENTRY_BYTES = 512
+"""Log probabilities of a token, at most about as many."""
+
+
+@dataclass(slots=True, eq=False)
+class KeptChoice:
+    """One request of a stream. While it runs its tokens are those of its sequence."""
+
+    stream: KeptStream
+    open_as: tuple[int, int]
+    """(frontend, request id) in the table of open requests, while it runs."""
+    has_reader: bool = True
+    started: Started | None = None
+    """Sent with the first token; a later reader receives the same."""
+    # Once it has ended
+    finish: Finish = Finish.NONE
+    failure: Failure | None = None
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    """All generated tokens."""
+    logprobs: list[EventLogprobs] | None = None
+    """One entry for each token, if the request asks for log probabilities."""
+
+    def end(
+        self, finish: Finish, tokens: array[int], logprobs: list[EventLogprobs] | None, failure: Failure | None = None
+    ) -> None:
+        self.finish, self.tokens, self.logprobs, self.failure = finish, tokens, logprobs, failure
+
+    @property
+    def num_bytes(self) -> int:
+        return _CHOICE_BYTES + 4 * len(self.tokens) + _ENTRY_BYTES * len(self.logprobs or ())
+
+
+@dataclass(slots=True, eq=False)
+class KeptStream:
+    """The requests of one client's request, by choice."""
+
+    number: int
+    name: StreamName
+    tenant: bytes
+    linger_s: int
+    record: bytes = b""
+    choices: dict[int, KeptChoice] = field(default_factory=dict)
+    expires_s: float | None = None
+    """None while a choice has a reader."""
+
+    @property
+    def is_read(self) -> bool:
+        return any(choice.has_reader for choice in self.choices.values())
+
+    @property
+    def has_ended(self) -> bool:
+        """Nothing of it runs or is read."""
+        return all(choice.finish is not Finish.NONE for choice in self.choices.values()) and not self.is_read
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.record) + sum(choice.num_bytes for choice in self.choices.values())
