@@ -64,7 +64,7 @@ def test_log_line_is_written_as_json(pipe: tuple[int, int]) -> None:
     handlers, level = root.handlers, root.level
     handler = set_up_logging("info", as_json=True, fd=pipe[1])
     try:
-        RequestLogEntry("r1", 10.0, "h1", 5, 2, "none", 11, 10.5, "stop", max_tokens=50).write(11.5)
+        RequestLogEntry("r1", 10.0, "h1", 5, 2, "none", 11, 10.5, "stop", max_tokens=50).write(11.5, "4bf9")
         logging.getLogger("other").warning("hello %s", "you")
     finally:
         root.handlers, root.level = handlers, level
@@ -85,6 +85,7 @@ def test_log_line_is_written_as_json(pipe: tuple[int, int]) -> None:
         "total_tps": 10.7,
         "latency_ms": 1500.0,
         "finish_reason": "stop",
+        "trace_id": "4bf9",
     }
     assert expected.items() <= request.items()
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import logging
+import subprocess
 import sys
 import threading
+from collections import Counter
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,8 @@ from penstock.shm.messages import FailureCode, Finish
 from tests.frontend.harness import ClientConnection, FakeBackend, make_app, says
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from opentelemetry.sdk.trace import ReadableSpan
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -38,10 +42,14 @@ class Tracing:
 
     def spans(self) -> dict[str, ReadableSpan]:
         """The spans by name."""
-        self.reporter.close()
-        spans = {span.name: span for span in self._exporter.get_finished_spans()}
-        assert len(spans) == len(self._exporter.get_finished_spans())
+        finished = self.finished()
+        spans = {span.name: span for span in finished}
+        assert len(spans) == len(finished)
         return spans
+
+    def finished(self) -> tuple[ReadableSpan, ...]:
+        self.reporter.close()
+        return self._exporter.get_finished_spans()
 
 
 async def ask(backend: FakeBackend, tracing: Tracing, *headers: tuple[str, str]) -> int:
@@ -95,6 +103,65 @@ async def test_caller_that_does_not_record_decides_for_its_request(backend: Fake
     tracing = Tracing()
     await ask(backend, tracing, ("traceparent", TRACEPARENT.removesuffix("01") + "00"))
     assert tracing.spans() == {}
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+def test_share_of_the_traces_is_chosen_by_their_ids(ratio: float) -> None:
+    """As TraceIdRatioBased says: the lower 64 bits of a trace's id decide, so that every service chooses the same."""
+    tracing = Tracing(ratio)
+    ids = [tracing.reporter.report(RequestLogEntry("r", 0.0, model="m"), 1.0) for _ in range(300)]
+    recorded = {format_trace_id(span.context.trace_id) for span in tracing.finished() if span.kind is SpanKind.SERVER}
+    assert len(set(ids)) == len(ids)
+    assert recorded == {trace_id for trace_id in ids if int(trace_id[16:], 16) < round(ratio * 2**64)}
+
+
+@pytest.mark.parametrize(("flags", "is_recorded"), [("00", False), ("01", True)])
+def test_callers_decision_holds_whatever_the_ratio(flags: str, is_recorded: bool) -> None:
+    trace = parse_traceparent(f"00-{TRACE_ID}-{SPAN_ID}-{flags}".encode())
+    for ratio in (0.0, 1.0):
+        tracing = Tracing(ratio)
+        assert tracing.reporter.report(RequestLogEntry("r", 0.0, trace=trace, model="m"), 1.0) == TRACE_ID
+        assert bool(tracing.finished()) is is_recorded
+
+
+def test_frontend_without_tracing_imports_nothing_of_opentelemetry() -> None:
+    code = "import sys, penstock.frontend.main, penstock.frontend.worker, penstock.frontend.app; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules = done.stdout.split()
+    assert "penstock.frontend.telemetry.tracing" in modules
+    assert not [name for name in modules if name.startswith("opentelemetry")]
+
+
+async def calls_of(backend: FakeBackend, num_tokens: int, tracing: Tracing | None) -> Counter[bool]:
+    """Function calls during a streamed answer, by whether they are of tracing."""
+    backend.script = says("x" * num_tokens)
+    connection = ClientConnection(make_app(backend, report_spans=tracing and tracing.reporter.report))
+    counts: Counter[bool] = Counter()
+
+    def count(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call":
+            file = frame.f_code.co_filename
+            counts[file.endswith("telemetry/tracing.py") or "/opentelemetry/" in file] += 1
+
+    sys.setprofile(count)
+    try:
+        body = CHAT | {"stream": True, "max_tokens": num_tokens}
+        assert (await connection.request("POST", "/v1/chat/completions", body)).status == 200
+        await connection.idle()
+    finally:
+        sys.setprofile(None)
+    await connection.end()
+    return counts
+
+
+async def test_tokens_cost_tracing_no_call_and_without_it_requests_neither(backend: FakeBackend) -> None:
+    few, many = [await calls_of(backend, num_tokens, None) for num_tokens in (20, 200)]
+    assert few[True] == many[True] == 0
+    assert many[False] > few[False] + 180  # the count sees what tokens cost otherwise
+    tracing = Tracing()
+    few, many = [await calls_of(backend, num_tokens, tracing) for num_tokens in (20, 200)]
+    tracing.reporter.close()
+    assert few[True] == many[True] > 0
 
 
 async def test_request_that_fails_has_a_span_with_an_error(backend: FakeBackend) -> None:
