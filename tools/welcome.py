@@ -70,7 +70,10 @@ class Welcome:
 
     def summary(self) -> str:
         """Return the address of the page, and each model with its context, KV cache and expected speed."""
-        rows = [] if self._socket_path else [("Page", f"{self._url()}/ (chat; {self._url()}/docs lists the endpoints)")]
+        url = self._url()
+        rows = (
+            [] if self._socket_path else [("Page", f"{url}/ (chat; {url}/engine shows the engine, {url}/docs the API)")]
+        )
         for model in self.models:
             form = "" if model.quantization == "none" else f" ({model.quantization})"
             rows.append(("Model", f"{model.name}{form}"))

@@ -9,24 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, Route, expect
+from playwright.sync_api import Page, Route, expect
 
 from tests.system.conftest import needs_chromium
-from tests.system.processes import Command, running
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = needs_chromium
-
-
-@pytest.fixture(scope="module")
-def locked_server() -> Iterator[str]:
-    """The URL of a server with a key."""
-    serve = Command("penstock.tools.main", "serve", "--forward-pass", "fake", "--port", "0", "--api-key", "sk-right")
-    with running(serve):
-        yield serve.wait_for(r"^Ready: (http://\S+)/v1$").group(1)
 
 
 @pytest.fixture
@@ -91,13 +82,14 @@ def test_answers_and_temperatures_stand_side_by_side(page: Page) -> None:
     page.get_by_role("button", name="Continue with this one").nth(2).click()
     third = page.locator(".answer").nth(2)
     expect(third).to_have_class("answer chosen")
-    set_field(page, "n", "1")
-    set_field(page, "second_temperature", "")
+    for name, value in (("n", "1"), ("second_temperature", ""), ("system", "Answer briefly."), ("top_k", "5")):
+        set_field(page, name, value)
     with page.expect_request("**/v1/chat/completions") as sent:
         ask(page, "And a queue?")
     body = sent.value.post_data_json
-    assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"]
-    assert body["messages"][1]["content"].strip() == third.locator(".body").last.inner_text().strip()
+    assert [message["role"] for message in body["messages"]] == ["system", "user", "assistant", "user"]
+    assert (body["messages"][0]["content"], body["top_k"], body["temperature"]) == ("Answer briefly.", 5, 0)
+    assert body["messages"][2]["content"].strip() == third.locator(".body").last.inner_text().strip()
     answered(page, 5)
 
 
@@ -135,24 +127,27 @@ def test_stopped_answer_frees_its_sequence(page: Page, served_demo: str) -> None
     expect(page.locator("#send")).to_be_visible()
 
 
-def events(*texts: str, **delta: Any) -> str:
-    """A stream of one choice with these texts and then the delta."""
+def events(*texts: str, usage: dict[str, Any] | None = None, **delta: Any) -> str:
+    """A stream of one choice with these texts, then the delta, then the usage."""
     deltas: list[dict[str, Any]] = [*({"content": text} for text in texts), delta]
     chunks = [{"choices": [{"index": 0, "delta": each, "finish_reason": None}]} for each in deltas]
+    chunks += [] if usage is None else [{"choices": [], "usage": usage}]
     return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
 
 
-def test_reasoning_is_folded_and_calls_are_shown(page: Page) -> None:
+def test_reasoning_is_folded_and_calls_and_coalescing_are_shown(page: Page) -> None:
     call = {"index": 0, "id": "c", "type": "function", "function": {"name": "look_up", "arguments": '{"word": "heap"}'}}
 
+    usage = {"prompt_tokens": 9, "completion_tokens": 4, "penstock": {"coalesced": True}}
+
     def answer(route: Route) -> None:
-        route.fulfill(
-            content_type="text/event-stream", body=events("Done.", reasoning_content="I think.", tool_calls=[call])
-        )
+        body = events("Done.", usage=usage, reasoning_content="I think.", tool_calls=[call])
+        route.fulfill(content_type="text/event-stream", body=body)
 
     page.route("**/v1/chat/completions", answer)
     ask(page, "Think")
     expect(page.locator(".calls")).to_have_text('look_up({"word": "heap"})')
+    expect(page.locator(".stats")).to_contain_text("9 prompt tokens, 0 cached · 4 tokens, coalesced")
     reasoning = page.locator(".reasoning")
     assert reasoning.get_attribute("open") is None
     reasoning.locator("summary").click()
@@ -248,17 +243,3 @@ def test_small_screen_needs_no_sideways_scrolling_and_controls_have_names(page: 
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         found = Axe().run(page)
         assert found.violations_count == 0, found.generate_report()
-
-
-@pytest.mark.parametrize(("path", "shown"), [("/", "#model option"), ("/engine", "#figures tr >> nth=0")])
-def test_page_of_a_server_with_keys_asks_for_one(browser: Browser, locked_server: str, path: str, shown: str) -> None:
-    page = browser.new_page()
-    page.goto(locked_server + path)
-    for key, notice in (("sk-wrong", "missing or wrong"), ("sk-right", "")):
-        expect(page.locator("#key-form")).to_be_visible()
-        page.fill("#key", key)
-        page.keyboard.press("Enter")
-        expect(page.locator("#notice")).to_have_text(re.compile(f".*{notice}.*"))
-    page.locator(shown).wait_for(state="attached")
-    expect(page.locator("#key-form")).to_be_hidden()
-    page.close()

@@ -8,17 +8,24 @@ export class ApiError extends Error {
   }
 }
 
+// An empty key forgets the one before it.
 export function setKey(key) {
-  sessionStorage.setItem(KEY, key);
+  if (key) sessionStorage.setItem(KEY, key);
+  else sessionStorage.removeItem(KEY);
+}
+
+// Sends the body, a text, with the tab's key. Returns the answer, whatever its status.
+export function send(path, { method, headers = {}, body, signal }) {
+  const key = sessionStorage.getItem(KEY);
+  const sent = { ...headers };
+  if (key) sent.Authorization = `Bearer ${key}`;
+  if (body !== undefined) sent["Content-Type"] = "application/json";
+  return fetch(path, { method, headers: sent, body, signal });
 }
 
 export async function request(path, { body, signal } = {}) {
-  const headers = {};
-  const key = sessionStorage.getItem(KEY);
-  if (key) headers.Authorization = `Bearer ${key}`;
-  if (body !== undefined) headers["Content-Type"] = "application/json";
   const method = body === undefined ? "GET" : "POST";
-  const answer = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
+  const answer = await send(path, { method, signal, body: body === undefined ? undefined : JSON.stringify(body) });
   if (!answer.ok) {
     const error = await answer.json().catch(() => null);
     throw new ApiError(answer.status, error?.error?.message ?? `the server answered with status ${answer.status}`);

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
+from penstock.frontend.endpoints.docs.body_examples import BODY_EXAMPLES
 from penstock.frontend.endpoints.docs.field_docs import FIELD_DOCS, effective_fields
 from penstock.frontend.endpoints.health import READY_PATH
 from penstock.frontend.schemas import messages, responses
@@ -203,4 +204,5 @@ def _schemas(docs: Iterable[EndpointDoc]) -> dict[str, Any]:
                 del properties[name]
             elif name in FIELD_DOCS:
                 properties[name]["description"] = FIELD_DOCS[name]
+        schemas[body.__name__]["examples"] = [BODY_EXAMPLES[body]]
     return {name: schemas[name] for name in sorted(schemas)}

@@ -1,5 +1,7 @@
 // Renders /openapi.json. All text of the document is inserted as text, never as markup.
-"use strict";
+import { request, setKey } from "/page/api.js";
+import { element } from "/docs/element.js";
+import { TryForm } from "/docs/try.js";
 
 const BOUNDS = [
   ["minimum", "≥ "], ["exclusiveMinimum", "> "], ["maximum", "≤ "], ["exclusiveMaximum", "< "],
@@ -7,12 +9,11 @@ const BOUNDS = [
   ["maxProperties", "entries ≤ "], ["pattern", "matches "],
 ];
 
-function element(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.append(...children);
-  return made;
-}
+const CAN = { Embeddings: ["embeddings", "sparse_embeddings"], "Reranking and classification": ["rerank", "classify"] };
+
+const at = (id) => document.getElementById(id);
+const searched = new Map(); // endpoint → its text
+let models = []; // of this server, once they are known
 
 function resolve(schema, components) {
   return schema.$ref ? { name: schema.$ref.split("/").pop(), ...components[schema.$ref.split("/").pop()] } : schema;
@@ -83,6 +84,13 @@ function contents(content, components) {
   });
 }
 
+// The model that an endpoint's examples name: one that can do what the endpoint does. "" if there is none.
+function modelFor(tag) {
+  const can = ({ capabilities = {} }) => (CAN[tag] ?? ["structured_output"]).some((each) => capabilities[each]);
+  const found = models.find(can) ?? (tag in CAN ? undefined : models[0]);
+  return found?.id ?? "";
+}
+
 function endpoint(path, method, operation, components) {
   const needsKey = operation.security.length > 0;
   const inside = element("div", { class: "inside" });
@@ -106,13 +114,20 @@ function endpoint(path, method, operation, components) {
   inside.append(element("table", {}, ...rows));
   const summary = element("summary", {},
     element("span", { class: "method" }, method.toUpperCase()), element("code", {}, path),
-    element("span", {}, operation.summary), element("span", { class: "key" }, needsKey ? "key" : ""));
-  return element("details", { id: operation.operationId }, summary, inside);
+    element("span", {}, operation.summary), element("span", { class: "needs-key" }, needsKey ? "key" : ""));
+  const made = element("details", { id: operation.operationId, class: "endpoint" }, summary);
+  searched.set(made, `${summary.textContent} ${inside.textContent}`.toLowerCase());
+  made.addEventListener("toggle", async () => {
+    if (!made.open) return;
+    made.append(inside); // what is closed costs the browser nothing
+    await modelsLoaded; // the example names one
+    if (!inside.querySelector(".try")) inside.prepend(new TryForm(path, method, operation, components, modelFor(operation.tags[0]), askForKey).node);
+  });
+  return made;
 }
 
 function render(openapi) {
   const components = openapi.components.schemas;
-  const main = document.getElementById("endpoints");
   for (const { name } of openapi.tags) {
     const section = element("section", {}, element("h2", {}, name));
     for (const [path, methods] of Object.entries(openapi.paths)) {
@@ -120,24 +135,60 @@ function render(openapi) {
         if (operation.tags.includes(name)) section.append(endpoint(path, method, operation, components));
       }
     }
-    main.append(section);
+    at("endpoints").append(section);
   }
-  document.getElementById("about").replaceChildren(
+  at("about").replaceChildren(
     `${openapi.info.description} Version ${openapi.info.version}, `, element("a", { href: "/openapi.json" }, "/openapi.json"));
-  const target = location.hash && document.getElementById(location.hash.slice(1));
+  const target = location.hash && at(location.hash.slice(1));
   if (target) {
     target.open = true;
     target.querySelector("summary").scrollIntoView({ block: "nearest" });
   }
 }
 
-document.getElementById("filter").addEventListener("input", (event) => {
-  const query = event.target.value.trim().toLowerCase();
-  for (const each of document.querySelectorAll("details")) {
-    each.hidden = query !== "" && !each.textContent.toLowerCase().includes(query);
+// Models and the key
+
+function notify(text) {
+  at("notice").textContent = text;
+  at("notice").hidden = !text;
+}
+
+function askForKey() {
+  notify("This server needs an API key: it is missing or wrong.");
+  at("key").focus();
+}
+
+async function loadModels() {
+  try {
+    models = (await (await request("/v1/models")).json()).data;
+    at("model").textContent = models.map(({ id }) => id).join(", ");
+    notify("");
+  } catch (error) {
+    if (error.status === 401) askForKey();
+    else notify(error.message);
+  }
+}
+
+// Events of the page
+
+at("filter").addEventListener("input", () => {
+  const query = at("filter").value.trim().toLowerCase();
+  for (const section of document.querySelectorAll("section")) {
+    const shown = [...section.querySelectorAll(".endpoint")].filter((each) => {
+      each.hidden = query !== "" && !searched.get(each).includes(query);
+      return !each.hidden;
+    });
+    section.hidden = !shown.length;
   }
 });
+at("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  setKey(at("key").value);
+  at("key").value = "";
+  modelsLoaded = loadModels();
+});
 
+let modelsLoaded = loadModels();
 fetch("/openapi.json").then((answer) => answer.json()).then(render).catch((error) => {
-  document.getElementById("about").textContent = `/openapi.json could not be loaded: ${error.message}`;
+  at("about").textContent = `/openapi.json could not be loaded: ${error.message}`;
 });

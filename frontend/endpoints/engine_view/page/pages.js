@@ -3,23 +3,34 @@ import { colour, legend, prepare } from "/engine/draw.js";
 
 const MOST_SQUARES = 3000;
 
-// How many pages are of each kind, in the order of the map. Pages that sequences share count once.
+const MOST_TENANTS = 6; // others that are shown one by one
+const NUM_COLOURS = 4; // of them
+
+// How many pages are of each kind, in the order of the map: colour, words, count. Pages that sequences share count once.
 export function parts(state, own) {
   const { pages_used: held = 0, pages_idle: idle = 0, pages_total: total = 0 } = state.counters;
   const filled = state.tenants.reduce((sum, [, pages]) => sum + pages, 0);
   const scale = filled > held ? held / filled : 1;
-  const sums = { ownNamed: 0, own: 0, othersNamed: 0, others: 0 };
-  for (const [tenant, pages, full] of state.tenants) {
-    const whose = tenant === own ? "own" : "others";
-    sums[`${whose}Named`] += full * scale;
-    sums[whose] += (pages - full) * scale;
-  }
-  const rounded = Object.fromEntries(Object.entries(sums).map(([name, count]) => [name, Math.round(count)]));
-  const rest = Math.max(0, held - Object.values(rounded).reduce((sum, count) => sum + count, 0));
+  const heldBy = (named, notFull, whose, tenants) => {
+    const count = (value) => Math.round(scale * tenants.reduce((sum, each) => sum + value(each), 0));
+    return [
+      [named, `${whose}, held and named`, count(([, , full]) => full)],
+      [notFull, `${whose}, held, not full`, count(([, pages, full]) => pages - full)],
+    ];
+  };
+  const others = state.tenants.filter(([tenant]) => tenant !== own).sort(([, one], [, other]) => other - one);
+  const shown = others.filter(([tenant]) => tenant >= 0).slice(0, MOST_TENANTS).sort(([one], [other]) => one - other);
+  const kinds = [
+    ...heldBy("decode", "prefill", "yours", state.tenants.filter(([tenant]) => tenant === own)),
+    ...shown.flatMap((each) => {
+      const name = `other-${1 + (each[0] % NUM_COLOURS)}`;
+      return heldBy(name, `${name}-part`, `other ${each[0] + 1}`, [each]);
+    }),
+    ...heldBy("others", "restored", "further others", others.filter((each) => !shown.includes(each))),
+  ];
+  const rest = Math.max(0, held - kinds.reduce((sum, [, , count]) => sum + count, 0));
   return [
-    ["decode", "yours, held and named", rounded.ownNamed], ["prefill", "yours, held, not full", rounded.own],
-    ["others", "others', held and named", rounded.othersNamed], ["restored", "others', held, not full", rounded.others],
-    ["budget", "held otherwise", rest], ["idle", "idle, named, found again", idle],
+    ...kinds, ["budget", "held otherwise", rest], ["idle", "idle, named, found again", idle],
     ["free", "free", Math.max(0, total - held - idle)],
   ];
 }

@@ -122,6 +122,26 @@ async def test_slow_viewer_loses_steps_and_is_told_how_many(recorded: Recorded, 
     assert len(recorded.plans) - num_seen - num_lost in (0, 1)  # the last result may not be written yet
 
 
+async def test_viewer_that_does_not_read_holds_up_no_other(recorded: Recorded, backend: FakeBackend) -> None:
+    app = make_app(backend)
+    stalled, reading = ClientConnection(app), ClientConnection(app)
+    for connection in (stalled, reading):
+        connection.send(request_bytes("GET", PATH))
+        await events(connection)
+    stalled.transport.block()
+    steps: list[list[Any]] = []
+    count = 2
+    for number in range(3):
+        run_requests(recorded, first_id=10 * number)
+        recorded.bench.run_dry()
+        while len(steps) < len(recorded.plans) - 1:  # the last result is written with the next plan
+            count += 2
+            steps = [step for event in await events(reading, count) for step in event.get("steps", ())]
+    assert stalled.transport.output.count(b"data: ") <= 4  # the first update, and one that waits in the socket
+    await stalled.end()
+    await reading.end()
+
+
 @pytest.mark.parametrize("counters", [None, {"pid": 1 << 22}, {}])
 async def test_without_a_recorder_the_stream_says_why(counters: dict[str, int] | None) -> None:
     connection = connect(FakeBackend(backend_counters=counters))

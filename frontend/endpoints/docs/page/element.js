@@ -1,0 +1,7 @@
+// Makes an element with attributes. Children that are text stay text, whatever is in them.
+export function element(name, attributes = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.append(...children);
+  return made;
+}
