@@ -25,8 +25,31 @@ _FIRST_SEEDS = {
     "resumed requests that are behind start a sequence of their own": 130,
     "embeddings stay behind when a row before theirs is dropped": 130,
     "pages with bad logits stay findable": 110,
+    "log probabilities are kept twice": 90,
+    "tokens are copied before their step is applied": 85,
+    "different numbers of log probabilities share a sequence": 60,
+    "a resumed stream repeats its tokens": 45,
+    "a new subscriber does not end the fast path": 45,
+    "a full queue refuses resumed requests": 35,
+    "one token too many is taken from a copied page": 20,
+    "tokens are computed for a subscriber that has left": 15,
+    "deadlines are ignored in the grammar queue": 15,
+    "rows that build on a failed step are launched": 90,
+    "a page restore outlives its row": 90,
+    "what was scored before a preemption is scored again": 65,
+    "scored tokens stay where they were when a row is dropped": 55,
+    "a page copy outlives its row": 55,
+    "bad logits fail the whole step": 45,
+    "a refused frontend never learns that there is room": 35,
+    "inputs that a client drops keep their rounds": 35,
+    "pages of embeddings are found by their token ids": 35,
+    "a page is evicted while it is to be copied": 30,
+    "a state goes on after a rewind": 25,
+    "late masks are those of the token before": 15,
+    "masks do not wait for the previous step": 20,
+    "tokens sampled without their mask count": 15,
 }
-"""Where the search for a rare bug begins, if not at 0: it takes seconds to minutes from there."""
+"""The world where the search for a bug begins, if not at 0: from 0 it takes seconds to minutes."""
 
 
 @pytest.mark.parametrize("name", _PLANTED)

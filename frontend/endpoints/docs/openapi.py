@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -184,7 +185,9 @@ def _any_of(kinds: list[Any]) -> dict[str, Any]:
     return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
+@cache
 def _reference(kind: Any) -> dict[str, Any]:
+    """Most kinds occur on many routes, and msgspec takes milliseconds for each."""
     (schema,), _ = msgspec.json.schema_components((kind,), ref_template=_REF)
     return schema
 

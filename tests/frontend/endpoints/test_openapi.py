@@ -61,12 +61,12 @@ COMMANDS = ("/v1/models/load", "/v1/models/unload")
 GENERATING = [path for path in BODIES if path in list(BODIES)[:4]]
 
 
-@pytest.fixture
-def routes(backend: FakeBackend) -> dict[str, dict[str, Route]]:
-    return make_app(backend).routes
+@pytest.fixture(scope="module")
+def routes() -> dict[str, dict[str, Route]]:
+    return make_app(FakeBackend()).routes
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def api(routes: dict[str, dict[str, Route]]) -> dict[str, Any]:
     """The document as a client receives it."""
     decoded: dict[str, Any] = json.loads(json.dumps(document(routes, "1.2.3")))

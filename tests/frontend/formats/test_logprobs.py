@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -22,11 +23,16 @@ def backend() -> ScoringBackend:
     return ScoringBackend()
 
 
-def raw(token_id: int) -> bytes:
-    """Return a token's bytes in this tokenizer, whose tokens are in GPT-2's alphabet."""
+@cache
+def gpt2_alphabet() -> dict[str, int]:
     alphabet = {chr(byte): byte for byte in [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]}
     others = (byte for byte in range(256) if byte not in alphabet.values())
-    alphabet |= {chr(256 + index): byte for index, byte in enumerate(list(others))}
+    return alphabet | {chr(256 + index): byte for index, byte in enumerate(list(others))}
+
+
+def raw(token_id: int) -> bytes:
+    """Return a token's bytes in this tokenizer, whose tokens are in GPT-2's alphabet."""
+    alphabet = gpt2_alphabet()
     token = TOKENIZER.id_to_token(token_id)
     return token.encode() if token.startswith("<|") else bytes(alphabet[character] for character in token)
 

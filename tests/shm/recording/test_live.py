@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.shm.link.events import FrontendDeath
-from penstock.shm.memory.ring import RingReader, RingWriter
+from penstock.shm.memory.ring import BLOCK_BYTES, RingReader, RingWriter
 from penstock.shm.recording.events import BackendStarted, pack_event
 from penstock.shm.recording.live import LiveEngine
 from penstock.shm.recording.live_state import EventKind, Wait
@@ -110,7 +110,7 @@ def test_overwritten_records_and_a_new_backend_are_told() -> None:
     live.poll()
     assert list(live.requests) == [(1, 0)]
     start, request_ids = ring.written, count(1)
-    while ring.written < start + 2 * ring.num_bytes:
+    while ring.written < start + ring.num_bytes + BLOCK_BYTES:
         bench.submit([5, 6], 3, request_id=next(request_ids))
         bench.turn()
         bench.turn()
