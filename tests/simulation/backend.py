@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.engine.cancellation import Canceller
 from penstock.backend.engine.limits import EngineLimits
+from penstock.backend.engine.lingering.streams import LingeringStreams
 from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.open_requests import OpenRequests
 from penstock.backend.engine.quoting.quote_errors import QuoteErrors
@@ -69,9 +70,8 @@ class Backend:
                 keeps_state=setup.keeps_state,
             )
         )
-        self.link = SimulatedLink(world)
+        self.link, self.pool = SimulatedLink(world), PagePool(setup.num_pages, setup.num_host_pages)
         self.executor = SimulatedExecutor(world, self.forward_pass, setup.capacity, setup.page_size)
-        self.pool = PagePool(setup.num_pages, setup.num_host_pages)
         self.board = BackendBoard.create()
         self.scheduler = FaultyScheduler(
             world,
@@ -94,9 +94,11 @@ class Backend:
         cache = VectorCache(setup.vector_cache_bytes) if setup.vector_cache_bytes else None
         vectors = VectorDelivery(self.link, self.board, table, delivery, cache)  # type: ignore[arg-type]
         quoter = Quoter(self.scheduler, step_timing, quote_errors, world.clock)
-        intake = FaultyIntake(world, self.scheduler, self.board, limits, table, delivery, vectors, world.clock, quoter)
-        canceller = Canceller(self.board, table, delivery, world.clock)
-        self.requests = Requests(table, intake, delivery, canceller, vectors, step_timing)
+        lingering = LingeringStreams(self.link, self.board, table, delivery, world.clock)  # type: ignore[arg-type]
+        parts = (table, delivery, vectors, lingering, world.clock, quoter)
+        intake = FaultyIntake(world, self.scheduler, self.board, limits, *parts)
+        canceller = Canceller(self.board, table, delivery, lingering, world.clock)
+        self.requests = Requests(table, intake, delivery, canceller, vectors, lingering, step_timing)
         self.engine = Engine(
             self.link,  # type: ignore[arg-type]
             self.executor,  # type: ignore[arg-type]
@@ -106,8 +108,7 @@ class Backend:
             self.board,
             world.clock,
         )
-        self.is_draining = False
-        self.num_joined = 0
+        self.is_draining, self.num_joined = False, 0
         self.places: dict[Sequence, tuple[float, int, int]] = {}
         """Place of each sequence in the queue by the policy: lower is sooner."""
         self.firsts: set[Sequence] = set()
