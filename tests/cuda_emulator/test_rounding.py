@@ -103,7 +103,7 @@ def test_draws_are_the_same_with_device_rounding() -> None:
 def test_passes_agree_with_the_cpu_pass_with_device_rounding(tmp_path: Path) -> None:
     context = DeviceContext(EmulatedDevice("device"), HostClock(), NoMemoryCounter(), lambda: EmulatedDevice("device"))
     record = Record(tmp_path)
-    check_passes(record.results, context, ("qwen3",))
+    check_passes(record.results, context, ("qwen3",), ("int4",))
     assert {"pass.qwen3.tokens", "pass.qwen3.bf16", "pass.qwen3.fp16"} <= set(record.findings())
 
 

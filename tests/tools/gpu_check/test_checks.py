@@ -71,12 +71,16 @@ def test_checks_stop_when_only_the_reserve_is_left(tmp_path: Path) -> None:
 
 def test_cuda_pass_agrees_with_the_cpu_pass(record: Record) -> None:
     pass_agreement.check_passes(
-        record.results, make_device_context(), ("qwen3", "phi3-partial", "qwen3-moe", "gpt-oss", "gemma2")
+        record.results,
+        make_device_context(),
+        ("qwen3", "phi3-partial", "qwen3-moe", "gpt-oss", "gemma2"),
+        ("mxfp4",),  # the other forms: tests/backend/passes/decoder/cuda/test_quantized_pass.py
     )
     findings = record.findings()
     assert findings["pass.qwen3.tokens"].passed
     assert findings["pass.gpt-oss.tokens"].passed
-    assert findings["pass.qwen3.int4"].passed
+    assert findings["pass.qwen3.mxfp4"].passed
+    assert findings["pass.experts.mxfp4"].passed
     assert findings["pass.qwen3.embeddings"].passed
     assert findings["pass.qwen3.scores"].passed
     assert findings["pass.qwen3.vectors"].passed

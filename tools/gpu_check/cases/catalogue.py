@@ -26,6 +26,7 @@ from penstock.tools.gpu_check.cases import (
     quantized,
     rounded,
     sampling,
+    stored_forms,
 )
 from penstock.tools.gpu_check.cases.comparing import require, require_same_bits, require_within
 from penstock.tools.gpu_check.cases.paged_rows import Row
@@ -208,7 +209,7 @@ def _quantized() -> Iterator[Check]:
             yield Check("quantised", f"table.{name}.{form}", partial(quantized.check_embedding, case=table))
             widened = quantized.LinearCase(form, 2048, 4096, 65, dtype)
             yield Check("quantised", f"widened.{name}.{form}", partial(quantized.check_widened, case=widened))
-        for stored in experts.STORED_FORMS:
+        for stored in stored_forms.STORED_FORMS:
             kind = Experts(16, 4, 768, normalises=True)
             case_of_experts = experts.ExpertsCase(kind, 2048, 90, dtype, stored=stored)
             run = partial(experts.check_experts, case=case_of_experts)

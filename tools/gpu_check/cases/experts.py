@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,14 +12,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.backend.checkpoint.decoder_config import Experts
-from penstock.backend.checkpoint.quantization.quantizer import quantize
-from penstock.backend.checkpoint.quantized_weights import (
-    INT4_GROUP_SIZES,
-    MXFP4_GROUP_SIZE,
-    GroupedForm,
-    GroupedWeight,
-    Mxfp4Weight,
-)
 from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Kernel
 from penstock.backend.passes.decoder.cuda.ops.activations import Residual
 from penstock.backend.passes.decoder.cuda.ops.expert_ops import CudaExpertOps, expert_kernels
@@ -29,9 +20,9 @@ from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedP
 from penstock.backend.passes.decoder.ops import ExpertWeights
 from penstock.tools.gpu_check.cases.comparing import require, require_close, require_same_bits, require_within
 from penstock.tools.gpu_check.cases.elementwise import check_close, make, poisoned
+from penstock.tools.gpu_check.cases.stored_forms import STORED_FORMS
 
 if TYPE_CHECKING:
-    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
     from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -113,40 +104,6 @@ class ExpertsCase:
             return functional.silu(gate) * up
         gate, up = gate.clamp(max=clamped.limit), up.clamp(-clamped.limit, clamped.limit)
         return gate * torch.sigmoid(clamped.alpha * gate) * (up + 1)
-
-
-def _int4(weight: Tensor) -> QuantizedWeight:
-    return quantize([weight.float()], (len(weight), weight.shape[1]), INT4_GROUP_SIZES[0])
-
-
-def _random_mxfp4(weight: Tensor) -> QuantizedWeight:
-    """Other numbers of about the same size."""
-    outputs, inputs = weight.shape
-    generator = torch.Generator().manual_seed(outputs)
-    values = torch.randint(0, 256, (outputs, inputs // 2), generator=generator, dtype=torch.uint8)
-    exponents = torch.randint(-2, 1, (outputs, inputs // MXFP4_GROUP_SIZE), generator=generator)
-    scales = torch.ldexp(torch.ones(exponents.shape), exponents - round(math.log2(inputs) / 2))
-    return Mxfp4Weight(values, scales)
-
-
-def _blocks(weight: Tensor) -> QuantizedWeight:
-    """Groups of 32 integers with a scale and a minimum, as Q4_1 has them; near the weight's own numbers."""
-    outputs = len(weight)
-    groups = weight.float().view(outputs, -1, 32)
-    low, high = groups.amin(dim=-1), groups.amax(dim=-1)
-    factors = torch.stack([(high - low) / 15, -low], dim=-1).half().float()
-    values = ((groups + factors[..., 1:]) / factors[..., :1]).round().clamp(0, 15).to(torch.uint8).view(outputs, -1)
-    no_multipliers = torch.empty(outputs, 0, 2, dtype=torch.int8)
-    return GroupedWeight(
-        GroupedForm(4, 32, 32, has_minima=True), values[:, ::2] | values[:, 1::2] << 4, factors, no_multipliers
-    )
-
-
-STORED_FORMS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
-    "int4": _int4,
-    "mxfp4": _random_mxfp4,
-    "q4_1": _blocks,
-}
 
 
 def check_experts(launcher: Launcher, case: ExpertsCase) -> float:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from penstock.backend.checkpoint.decoder_config import ClampedGate, Experts
 from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens, PooledRows, ScoredTokens
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
@@ -18,6 +19,7 @@ from penstock.backend.passes.decoder.cuda.pooled_pass import PooledCudaPass
 from penstock.backend.passes.decoder.cuda.workspace_plan import PassSettings, StepSizes
 from penstock.backend.passes.decoder.pooled_weights import WeightsWithHead
 from penstock.tools.gpu_check.cases.comparing import require, require_within
+from penstock.tools.gpu_check.cases.stored_forms import STORED_FORMS
 from penstock.tools.gpu_check.devices.models import TINY_FAMILY, QuantizedRandomWeights, RandomWeights
 from penstock.tools.gpu_check.devices.steps import Steps, generate, launch
 
@@ -39,8 +41,11 @@ _TIE = 1e-4
 _LOGIT_ERROR = {"bf16": 3e-2, "fp16": 1e-2}
 """Maximum error of the CUDA pass's logits with bf16 KV, relative to the norm of the fp32 logits."""
 
-_STORED: dict[str, int | None] = {"int4": 32, "int8": None}
-"""Name → inputs that share a scale. Not for experts, of which 16-bit activations choose others here and there."""
+_ALL_EXPERTS = replace(
+    TINY_FAMILY["gpt-oss"],
+    experts=Experts(4, 4, 96, normalises=True, biased=True, clamped_gate=ClampedGate(1.702, 7.0)),
+)
+"""Every token uses all experts: of fewer, 16-bit activations choose others here and there."""
 _QUANTIZED_ERROR = 6e-2
 
 
@@ -62,15 +67,21 @@ class RowsOnHost:
         raise TypeError(f"rows in host memory cannot be copied on the device, to {there}")
 
 
-def check_passes(results: Results, context: DeviceContext, names: tuple[str, ...] = tuple(TINY_FAMILY)) -> None:
+def check_passes(
+    results: Results,
+    context: DeviceContext,
+    names: tuple[str, ...] = tuple(TINY_FAMILY),
+    stored_forms: tuple[str, ...] = tuple(STORED_FORMS),
+) -> None:
     for name in names:
         results.attempt(f"pass.{name}.tokens", partial(_compare_tokens, results, context, name))
     results.attempt(f"pass.{names[0]}.scores", partial(_compare_scores, results, context, names[0]))
     results.attempt(f"pass.{names[0]}.embeddings", partial(_compare_embeddings, results, context, names[0]))
     results.attempt(f"pass.{names[0]}.vectors", partial(_compare_vectors, results, context, names[0]))
-    for stored in _STORED:
-        work = partial(_compare_quantized, results, context, names[0], stored)
-        results.attempt(f"pass.{names[0]}.{stored}", work)
+    for name, config in ((names[0], TINY_FAMILY[names[0]]), ("experts", _ALL_EXPERTS)):
+        for stored in stored_forms:
+            work = partial(_compare_quantized, results, context, f"pass.{name}.{stored}", config, stored)
+            results.attempt(f"pass.{name}.{stored}", work)
     for dtype in _LOGIT_ERROR:
         results.attempt(f"pass.{names[0]}.{dtype}", partial(_compare_logits, results, context, names[0], dtype))
 
@@ -109,15 +120,16 @@ def _compare_logits(results: Results, context: DeviceContext, name: str, dtype_n
     results.check(f"pass.{name}.{dtype_name}", True, "relative error of the logits", error)
 
 
-def _compare_quantized(results: Results, context: DeviceContext, name: str, stored: str) -> None:
+def _compare_quantized(
+    results: Results, context: DeviceContext, finding: str, config: DecoderConfig, stored: str
+) -> None:
     """Compare logits of a prompt with the same quantised weights: the CPU pass computes with their fp32 numbers."""
-    config = TINY_FAMILY[name]
-    weights = QuantizedRandomWeights(config, torch.bfloat16, torch.device("cpu"), _STORED[stored])
+    weights = QuantizedRandomWeights(config, torch.bfloat16, torch.device("cpu"), STORED_FORMS[stored])
     expected = _last_logits(_on_cpu(config, torch.bfloat16, weights), config)
     found = _last_logits(_on_gpu(context, config, torch.bfloat16, "bf16", weights), config)
     error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
     require_within("relative error of the logits", error, _QUANTIZED_ERROR)
-    results.check(f"pass.{name}.{stored}", True, "relative error of the logits", error)
+    results.check(finding, True, "relative error of the logits", error)
 
 
 def _compare_scores(results: Results, context: DeviceContext, name: str) -> None:

@@ -15,10 +15,11 @@ from penstock.backend.checkpoint.decoder_config import (
     Scales,
     TensorNames,
 )
-from penstock.backend.checkpoint.quantization.quantizer import quantize
 from penstock.backend.checkpoint.tensors import LayerWeights
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
@@ -188,22 +189,23 @@ class RandomWeights:
 
 
 class QuantizedRandomWeights(RandomWeights):
-    """The same weights in int4, in groups of 32 inputs, or in int8 without groups."""
+    """The same weights, quantised by a function of a matrix."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, group_size: int | None) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantize: Callable[[Tensor], QuantizedWeight],
+    ) -> None:
         super().__init__(config, dtype, device)
-        self._group_size = group_size
+        self._quantize = quantize
 
     def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Any]:
         layer: LayerWeights[Any] = super().layer(index, dtype)
-        matrices: dict[str, Any] = {}
-        for name in _MATRICES:
-            if (matrix := getattr(layer, name)) is not None:
-                matrices[name] = self._quantize(matrix)
+        found = {name: getattr(layer, name) for name in _MATRICES}
+        matrices: dict[str, Any] = {name: self._quantize(x) for name, x in found.items() if x is not None}
         return replace(layer, **matrices)
-
-    def _quantize(self, matrix: Tensor) -> QuantizedWeight:
-        return quantize([matrix.float()], (len(matrix), matrix.shape[1]), self._group_size)
 
 
 _MATRICES = ("qkv", "o", "gate_up", "down", "expert_gate_up", "expert_down")

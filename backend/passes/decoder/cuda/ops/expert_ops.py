@@ -148,7 +148,10 @@ class CudaExpertOps:
         quantized: QuantizedProducts,
         activate: Callable[[Tensor, Tensor], None],
     ) -> None:
-        """activate(gate_up [n, 2 width], out [n, width]) computes the gated activation."""
+        """activate(gate_up [n, 2 width], out [n, width]) computes the gated activation. Raises ValueError for experts
+        with an `unsupported_reason`."""
+        if (reason := unsupported_reason(experts)) is not None:
+            raise ValueError(reason)
         self._launcher = launcher
         self._torch_device = torch_device
         self._experts = experts

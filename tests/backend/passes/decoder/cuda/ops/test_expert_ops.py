@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +12,6 @@ from penstock.backend.checkpoint.decoder_config import ClampedGate, Experts
 from penstock.backend.passes.decoder.cuda.ops.expert_ops import unsupported_reason
 from penstock.tools.gpu_check.cases.elementwise import DTYPES
 from penstock.tools.gpu_check.cases.experts import (
-    STORED_FORMS,
     ExpertsCase,
     check_experts,
     check_large_groups,
@@ -17,6 +19,7 @@ from penstock.tools.gpu_check.cases.experts import (
     check_rows_alone,
     check_shared_gate,
 )
+from penstock.tools.gpu_check.cases.stored_forms import STORED_FORMS
 from tests.cuda_emulator import EmulatedLauncher
 
 FAST = EmulatedLauncher()
@@ -77,3 +80,11 @@ def test_widths_that_are_no_multiple_of_8_are_refused() -> None:
     assert unsupported_reason(Experts(4, 2, 24, normalises=True, shared_width=16)) is None
     reason = unsupported_reason(Experts(4, 2, 24, normalises=True, shared_width=12))
     assert reason == "the width of the shared expert is 12; it must be a multiple of 8"
+
+
+@pytest.mark.parametrize("change", [{"clamped_gate": None}, {"biased": False}], ids=str)
+def test_biases_without_a_clamped_gate_and_the_reverse_are_refused(change: dict[str, Any]) -> None:
+    """No kernel adds a bias before another activation, and none clamps without one."""
+    case = ExpertsCase(replace(GPT_OSS, **change), 72, 3, torch.bfloat16)
+    with pytest.raises(ValueError, match="its experts have biases or clamped gates, and not both"):
+        check_experts(FAST, case)
