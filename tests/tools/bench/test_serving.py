@@ -137,10 +137,15 @@ def test_static_compares_three_rounds_of_the_same_requests(bench: BenchCommand) 
 
 
 def test_frontend_cost_is_reported_for_each_process(bench: BenchCommand) -> None:
-    run = bench("frontend-cost", "--requests", "64")
+    run = bench("frontend-cost", "--requests", "8", "--rounds", "1", "--viewers", "0,2")
     assert run.status == 0, run.errors
     cost = run.report["sections"]["frontend_cost"]
     assert cost["output_tokens"] == run.report["rows"][0]["output_tokens"] > 0
+    assert [(each["viewers"], each["viewer_bytes"] > 0) for each in run.report["sections"]["viewers"]] == [
+        (0, False),
+        (2, True),
+    ]
+    assert [aim["limit"] for aim in run.report["aims"]] == [1.01]
     assert cost["frontend_cpu_us_per_token"] > 0
     assert cost["backend_cpu_us_per_token"] > 0
 

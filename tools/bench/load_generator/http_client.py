@@ -222,9 +222,12 @@ class HttpClient:
         self.give_back(connection)
         return reply
 
+    def encode_get(self, path: str) -> bytes:
+        return f"GET {self._prefix}{path} HTTP/1.1\r\n{self._common_headers}\r\n".encode()
+
     async def get(self, path: str) -> HttpReply:
         """Raises ConnectionBroken."""
-        request = f"GET {self._prefix}{path} HTTP/1.1\r\n{self._common_headers}\r\n".encode()
+        request = self.encode_get(path)
         return await self.ask(lambda connection: connection.exchange(request))
 
     def close(self) -> None:
