@@ -14,6 +14,17 @@ from penstock.tools.bench.command import app as bench
 from penstock.tools.foreign_options import explain
 from penstock.tools.serve_options import ServeOptions, one_or_several
 
+_TOP = """Shows what a running server of this user does: requests, steps, pages, tenants and rates.
+
+Keys: a, g, r, p, t and s sort by age, generated tokens, rate, prompt, tenant and state; the space bar pauses; q ends.
+With the admin key, j and k choose a request and c cancels it.
+"""
+_REPLAY = """Sends the requests of a recording through the real scheduler again, and compares both runs.
+
+Time is simulated: a step takes as long as steps of so many tokens took in the recording. Exit status 1 says that
+tokens differ.
+"""
+
 app = make_app(
     "penstock", "An LLM server for one GPU: serve a model, measure it, or write one with random weights.", explain
 )
@@ -97,15 +108,33 @@ app.command(
 
 
 # By name: its modules are of no use to the other commands. It passes the options on to the server, which checks them.
-app.command("penstock.tools.upgrade.command:upgrade", name="upgrade", help_flags=[], version_flags=[])
+app.command(
+    "penstock.tools.upgrade.command:upgrade",
+    name="upgrade",
+    help="Replaces the backends of a running `penstock serve`: by ones with the installed code, and with the options "
+    "given here changed. Streams go on.",
+    version_flags=[],
+)
 
 
 app.register_install_completion_command(help="Writes the completion of this command for your shell, and says where.")
 # By name: these modules are of no use to the other commands.
-app.command("penstock.tools.recorder.command:record", name="record")
-app.command("penstock.tools.recorder.command:timeline", name="timeline")
-app.command("penstock.tools.recorder.replay.command:replay", name="replay")
-app.command("penstock.tools.top.command:top", name="top")
+app.command(
+    "penstock.tools.recorder.command:record",
+    name="record",
+    help="Records what the loop of a running server plans and computes, from now on, into a new file.",
+)
+app.command(
+    "penstock.tools.recorder.command:timeline",
+    name="timeline",
+    help="Writes a recording, or what is left of a crash, as a trace for https://ui.perfetto.dev.",
+)
+app.command(
+    "penstock.tools.recorder.replay.command:replay",
+    name="replay",
+    help=_REPLAY,
+)
+app.command("penstock.tools.top.command:top", name="top", help=_TOP)
 
 
 def main() -> None:

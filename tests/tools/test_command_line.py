@@ -142,6 +142,16 @@ def test_missing_certificate_says_what_it_must_be(capsys: pytest.CaptureFixture[
     assert line == "penstock serve: /nowhere.pem: No such file or directory; give a file in PEM with the certificate"
 
 
+def test_help_describes_every_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        app(["--help"])
+    described = dict(re.findall(r"^│ (\S+) +(\S.*?) *│$", capsys.readouterr().out, re.MULTILINE))
+    commands = {name for name in app if not name.startswith("-")}
+    assert {"record", "replay", "serve", "timeline", "top", "upgrade"} <= commands
+    assert commands <= described.keys()
+
+
 def test_completion_for_a_shell_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(SystemExit) as ended:

@@ -25,7 +25,7 @@ def record(
     pid: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
     with_tokens: bool = False,
 ) -> None:
-    """Records what the loop of a running server plans and computes, from now on, into a new file.
+    """The command; its help is in `penstock.tools.main`.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def record(
 
 
 def timeline(file: Path, *, out: Path | None = None) -> None:
-    """Writes a recording, or what is left of a crash, as a trace for https://ui.perfetto.dev.
+    """The command; its help is in `penstock.tools.main`.
 
     Parameters
     ----------

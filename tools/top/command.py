@@ -40,10 +40,7 @@ def top(
     url: str = "http://127.0.0.1:8000",
     admin_key: Annotated[str | None, Parameter(show_default=False)] = None,
 ) -> None:
-    """Shows what a running server of this user does: requests, steps, pages, tenants and rates.
-
-    Keys: a, g, r, p, t and s sort by age, generated tokens, rate, prompt, tenant and state; the space bar pauses; q
-    ends. With the admin key, j and k choose a request and c cancels it.
+    """The command; its help is in `penstock.tools.main`.
 
     Parameters
     ----------

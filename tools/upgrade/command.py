@@ -19,8 +19,7 @@ _COMMAND = "penstock upgrade"
 def upgrade(
     *options: Annotated[str, Parameter(allow_leading_hyphen=True, show_env_var=False)],
 ) -> None:
-    """Replaces the backends of a running `penstock serve`: by ones with the installed code, and with the options given
-    here changed. Streams go on.
+    """The command; its help is in `penstock.tools.main`.
 
     Parameters
     ----------

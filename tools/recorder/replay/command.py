@@ -39,10 +39,7 @@ def replay(
     out: Path | None = None,
     options: BackendOptions = BackendOptions(),  # noqa: B008 - frozen; cyclopts reads the defaults from it
 ) -> None:
-    """Sends the requests of a recording through the real scheduler again, and compares both runs.
-
-    Time is simulated: a step takes as long as steps of so many tokens took in the recording. Exit status 1 says that
-    tokens differ.
+    """The command; its help is in `penstock.tools.main`.
 
     Parameters
     ----------
