@@ -129,6 +129,8 @@ class _LifeTrace:
             if step.plan.turn_began_s == later.plan.turn_began_s or not began_s <= step.planned_s <= ended_s:
                 continue  # one of several plans of a turn, or not the last turn before the later plan
             ended_s = min(ended_s, later.plan.turn_began_s)
+            if step.ended_s is not None:  # after it, the end may be that of a later turn, which planned nothing
+                ended_s = min(ended_s, max(step.planned_s, step.ended_s))
             args = {"step": step.plan.step, "planned after ms": round(1e3 * (step.planned_s - began_s), 3)}
             yield self._slice(self._backend, _LOOP, "turn", began_s, ended_s, args)
 

@@ -18,6 +18,7 @@ from penstock.shm.recording.records import FORMAT_VERSION
 from penstock.tools.recorder.command import timeline
 from penstock.tools.recorder.crash_files import MAX_FILES, CrashFiles
 from penstock.tools.recorder.record import record
+from penstock.tools.recorder.timeline import make_trace
 from tests.backend.recorded import Recorded
 
 
@@ -94,6 +95,22 @@ def test_trace_follows_the_formats_rules_and_shows_every_step_and_request(
     assert {"preempted", "request 6 is cancelled", "request 2/1 joins"} <= told
     decoded = sum(event["args"]["tokens"] for event in by_phase["X"] if event["name"] == "decode")
     assert decoded > 8 * 15
+
+
+def test_loop_has_no_slice_while_it_waits_for_requests(tmp_path: Path) -> None:
+    recorded = Recorded()
+    recorded.recorder._clock = recorded.bench.clock
+    for request_id in range(2):
+        recorded.bench.submit([3, 5, 7], 4, request_id=request_id)
+        recorded.bench.run_dry()
+        for _ in range(5):
+            recorded.bench.now_s += 20.0
+            recorded.bench.turn()
+    trace = make_trace([recorded.life()])
+    recorded.close()
+    turns = [event for event in trace["traceEvents"] if event["name"] == "turn"]
+    assert turns
+    assert max(event["dur"] for event in turns) < 1e6
 
 
 def test_recording_that_is_cut_off_or_of_another_kind_is_said_in_one_line(
