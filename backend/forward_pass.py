@@ -318,6 +318,8 @@ class PassOptions:
     """The model's task: "generate", "embed", "rerank" or "classify"; "auto" is what its files say."""
     cpu_path: str = "auto"
     """The instruction set of the CPU kernels; other passes ignore it."""
+    weights_fds: tuple[int, int] | None = None
+    """The fds of a `penstock.shm.memory.fd_mailbox` for `IHeldWeights`; None if weights end with the process."""
 
 
 class IBatchedForwardPass(Protocol):

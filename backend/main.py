@@ -29,7 +29,7 @@ from penstock.backend.kv_cache.whole_plan import WholePlan
 from penstock.backend.model_card import make_card
 from penstock.backend.options import BackendOptions
 from penstock.backend.pass_checks import check_first_step, check_vocabulary
-from penstock.backend.pass_extensions import IHostPages
+from penstock.backend.pass_extensions import IHeldWeights, IHostPages
 from penstock.backend.passes.decoder.cpu.thread_counts import configure_torch_threads
 from penstock.backend.passes.decoder.cuda.device.device_choice import why_no_gpu
 from penstock.backend.plugins import find_forward_pass
@@ -46,11 +46,13 @@ from penstock.backend.startup import (
     pass_name,
     pass_options,
     plan_memory,
+    with_held_weights,
 )
 from penstock.backend.structured_output.compile_pool import CompilePool
 from penstock.backend.structured_output.compiler_process import CompileLimits
 from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
+from penstock.backend.weight_watch import WeightWatch
 from penstock.shm.link.backend_link import BackendLink
 from penstock.shm.link.kv_event_publisher import CannotPublish, KvEventPublisher
 from penstock.shm.link.listening_address import CannotListen, check_free
@@ -132,6 +134,7 @@ def serve(options: BackendOptions) -> None:
     if options.dry_run:
         Console().print(plan_tables(plan, settings.host_kv_bytes))
         return
+    memory = with_held_weights(memory, pass_class, config_dir, settings)
     _check_all_memory(options, plan, memory, settings)
     logger.info(plan.describe())
     model_dir = locate_model(options, config_dir)  # downloads only what can be served
@@ -157,6 +160,7 @@ def serve(options: BackendOptions) -> None:
     manager = find_service_manager("backend")
     heartbeat = manager if options.heartbeat_fd is None else Heartbeat(options.heartbeat_fd)
     engine = Engine(link, executor, scheduler, builder, requests, board, heartbeat=heartbeat, kv_events=kv_events)
+    _watch_weights(forward_pass, settings, executor, board)
     _drain_on_signals(engine)
     _freeze_objects()
     if options.gpu == "auto" and settings.device == "cpu":
@@ -230,6 +234,23 @@ def _create_board(plan: KvPlan | WholePlan, max_waiting: int, token_step_s: floa
     board.max_waiting = max_waiting
     board.token_step_us = 0 if token_step_s is None else round(1e6 * token_step_s)
     return board
+
+
+def _watch_weights(
+    forward_pass: IBatchedForwardPass, settings: PassOptions, executor: Executor, board: BackendBoard
+) -> None:
+    """Check held weights as long as the process lives. Damaged ones end it: its successor loads them from files."""
+    weights = forward_pass.held_weights if isinstance(forward_pass, IHeldWeights) else None
+    if weights is None:
+        if settings.weights_fds is not None:
+            logger.info("the weights end with this process: its forward pass, or its operations, cannot leave them")
+        return
+    board.held_weights_bytes, board.held_weights_mapped = weights.num_bytes, int(weights.is_mapped)
+
+    def note(num_checks: int) -> None:
+        board.held_weights_checks = num_checks
+
+    WeightWatch(weights, note, executor.fail).start()
 
 
 def _create_recorder(

@@ -8,10 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     from numpy.typing import NDArray
 
-    from penstock.backend.forward_pass import DeviceRows
+    from penstock.backend.forward_pass import DeviceRows, PassOptions
 
 
 @runtime_checkable
@@ -61,4 +63,45 @@ class IDeviceHiddenStates(IHiddenStates, IDeviceLogits, Protocol):
 
     def device_hidden_states(self, logits: Any) -> DeviceRows:
         """Hidden states of the last step, on the device: as `device_logits`."""
+        ...
+
+
+class HeldWeights(Protocol):
+    """Weights in memory that outlives the process, and that other processes may use too."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def is_mapped(self) -> bool:
+        """An earlier process packed them; this one did not load them."""
+        ...
+
+    @property
+    def num_checks(self) -> int:
+        """Parts that were compared with their checksums."""
+        ...
+
+    def check_next(self) -> str | None:
+        """Compare the next part with its checksum, in milliseconds. Return what is wrong: then no later process gets
+        these weights, and this one must end. Called from one thread, which may be another one than the pass's."""
+        ...
+
+
+@runtime_checkable
+class IHeldWeights(Protocol):
+    """Optional interface of a pass that leaves its weights in the mailbox of `PassOptions.weights_fds`."""
+
+    @property
+    def held_weights(self) -> HeldWeights | None:
+        """None if they are not held; the log says why."""
+        ...
+
+
+@runtime_checkable
+class IFindsHeldWeights(Protocol):
+    """Optional interface of the class of such a pass."""
+
+    def held_bytes(self, model_dir: Path, options: PassOptions) -> int:
+        """Bytes of weights that `load` would map: they take no further memory. 0 if it would load them."""
         ...

@@ -14,6 +14,7 @@ from penstock.backend.kv_cache.attention_window import AttentionWindow
 from penstock.backend.kv_cache.budget import CPU_BUDGET_BYTES, KvBudget, KvPlan, auto_budget, host_budget, plan_kv
 from penstock.backend.kv_cache.memory import host_memory
 from penstock.backend.kv_cache.whole_plan import WholePlan, plan_whole
+from penstock.backend.pass_extensions import IFindsHeldWeights
 from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device, planned_device
 from penstock.backend.shipped_models import DEMO_MODEL, SHIPPED_MODELS
 from penstock.shm.process.options import format_size
@@ -54,7 +55,17 @@ def pass_options(options: BackendOptions) -> PassOptions:
         quantize=options.quantize,
         task=options.task,
         cpu_path=options.cpu_path,
+        weights_fds=_pair(options.weights_fds),
     )
+
+
+def _pair(fds: tuple[int, ...]) -> tuple[int, int] | None:
+    match fds:
+        case ():
+            return None
+        case (inlet, outlet):
+            return inlet, outlet
+    raise StartupError(f"--weights-fds has {len(fds)} file descriptors; a mailbox has 2")
 
 
 def locate_config(options: BackendOptions) -> Path:
@@ -134,6 +145,16 @@ def plan_cache(options: BackendOptions, spec: PassSpec, device: str, memory: Mem
         max_context_tokens=options.max_context,
         max_running=options.max_running,
     )
+
+
+def with_held_weights(
+    memory: MemoryInfo, pass_class: type[IBatchedForwardPass], config_dir: Path, settings: PassOptions
+) -> MemoryInfo:
+    """Count memory of weights that the pass will only map as free: the plan contains them."""
+    finder: object = pass_class
+    if settings.weights_fds is None or not isinstance(finder, IFindsHeldWeights):
+        return memory
+    return replace(memory, free_bytes=memory.free_bytes + finder.held_bytes(config_dir, settings))
 
 
 def check_memory(plan: KvPlan | WholePlan, memory: MemoryInfo, device: str = "cpu") -> None:

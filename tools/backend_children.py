@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.decoder.cpu.thread_counts import num_usable_cores
 from penstock.frontend.main import without_secrets
+from penstock.shm.memory.fd_mailbox import FdMailbox
 from penstock.shm.memory.ring import create_fd
 from penstock.shm.process.heartbeat import Heartbeat
 from penstock.shm.process.options import to_argv
@@ -21,6 +22,27 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.backend.options import BackendOptions
+
+
+class SharedWeights:
+    """The mailboxes in which backends leave their packed weights: one for each model, while a backend is prepared."""
+
+    def __init__(self) -> None:
+        self._users: list[tuple[object, FdMailbox]] = []
+
+    def open(self, options: BackendOptions) -> FdMailbox:
+        """The same one for all backends that pack the same weights; `release` it. Raises OSError."""
+        key = (options.model, options.revision, options.task, options.dtype, options.quantize, options.gpu)
+        mailbox = next((known for other, known in self._users if other == key), None) or FdMailbox.create()
+        self._users.append((key, mailbox))
+        return mailbox
+
+    def release(self, mailbox: FdMailbox) -> None:
+        """The last one frees the weights that are left there."""
+        index = next(index for index, (_, known) in enumerate(self._users) if known is mailbox)
+        del self._users[index]
+        if all(known is not mailbox for _, known in self._users):
+            mailbox.close()
 
 
 class CannotStart(Exception):
@@ -40,18 +62,21 @@ class BackendChildren:
     """One of many that dies again and again leaves the others running."""
     crashes: Path | None
     """Directory for the last seconds of backends that crashed."""
+    weights: SharedWeights | None = None
+    """None if weights end with their backend."""
 
     def prepare(self, options: BackendOptions) -> PreparedBackend:
         """Allocate what a backend shares with this process. Raises CannotStart for a recorder whose size is out of
         bounds, or without memory."""
         recorder_fd = None
-        if options.flight_recorder:
-            try:
+        try:
+            if options.flight_recorder:
                 options.check()
                 recorder_fd = create_fd(options.flight_recorder)
-            except (StartupError, OSError) as error:
-                raise CannotStart(str(error)) from error
-        return PreparedBackend(self, options, Heartbeat.create(), recorder_fd)
+            weights = None if self.weights is None else self.weights.open(options)
+        except (StartupError, OSError) as error:
+            raise CannotStart(str(error)) from error
+        return PreparedBackend(self, options, Heartbeat.create(), recorder_fd, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +87,19 @@ class PreparedBackend:
     options: BackendOptions
     heartbeat: Heartbeat
     recorder_fd: int | None
+    weights: FdMailbox | None = None
 
     def spec(self, name: str, **changes: Any) -> ChildSpec:
         """Return how to start it. changes replace options."""
         common = self.common
         options = dataclasses.replace(
-            self.options, heartbeat_fd=self.heartbeat.fd, recorder_fd=self.recorder_fd, **changes
+            self.options,
+            heartbeat_fd=self.heartbeat.fd,
+            recorder_fd=self.recorder_fd,
+            weights_fds=() if self.weights is None else self.weights.fds,
+            **changes,
         )
-        fds, on_crash = [self.heartbeat.fd], None
+        fds, on_crash = [self.heartbeat.fd, *(() if self.weights is None else self.weights.fds)], None
         if self.recorder_fd is not None:
             fds.append(self.recorder_fd)
             if common.crashes is not None:
@@ -86,9 +116,16 @@ class PreparedBackend:
             may_die_often=common.may_die_often,
         )
 
+    def drop_weights(self) -> None:
+        """Free the memory of its weights when no backend uses them any more."""
+        if self.weights is not None:
+            self.weights.clear()
+
     def close(self) -> None:
         """Call when its last process has ended."""
         self.heartbeat.close()
+        if self.common.weights is not None and self.weights is not None:
+            self.common.weights.release(self.weights)
         if self.recorder_fd is not None:
             os.close(self.recorder_fd)
 

@@ -33,7 +33,7 @@ from penstock.shm.link.listening_address import AddressInUse, CannotListen, chec
 from penstock.shm.process.options import ENV_PREFIX, fail, to_argv
 from penstock.shm.process.service_manager import find_service_manager
 from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv
-from penstock.tools.backend_children import BackendChildren, CannotStart, PreparedBackend
+from penstock.tools.backend_children import BackendChildren, CannotStart, PreparedBackend, SharedWeights
 from penstock.tools.model_texts import why_unusable
 from penstock.tools.models.sleepers import Sleepers
 from penstock.tools.probe import get
@@ -258,6 +258,7 @@ def _prepare(
         num_replicas=options.replicas,
         may_die_often=len(backends) > 1,
         crashes=None if options.state_dir == NO_STATE else Path(options.state_dir) / "crashes",
+        weights=SharedWeights() if options.hold_weights else None,
     )
     try:
         prepared = {

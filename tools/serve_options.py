@@ -39,7 +39,7 @@ _GROUPS = {
     "Used most": "model models",
     "Further models": "embedding_model embedding_revision embedding_quantize embedding_gpu"
     " rerank_model rerank_revision rerank_quantize rerank_gpu rerank_cache models_dir models_memory sleep_after_s",
-    "Failures and restarts": "hang_timeout_s",
+    "Failures and restarts": "hang_timeout_s hold_weights",
     "Processes": "replicas socket",
 }
 
@@ -113,6 +113,10 @@ class ServeOptions(FrontendOptions, BackendOptions):
     hang_timeout_s: Annotated[float, Parameter(validator=Number(gte=0.0, lte=86_400.0))] = 30.0
     """Seconds after which a backend whose loop stands still is killed and replaced; 0 is never. A start does not count,
     nor does a long step of the device."""
+
+    hold_weights: bool = False
+    """Keep the weights of decoders on the CPU in shared memory that outlives their backend: a restart maps them and
+    loads nothing, and replicas share them. All parts are compared with checksums again and again."""
 
     @property
     def has_names(self) -> bool:

@@ -106,6 +106,11 @@ class Executor:
         """Safe from any thread and from a signal handler."""
         os.eventfd_write(self.wake_fd, 1)
 
+    def fail(self, reason: str) -> None:
+        """Make `results` raise ExecutorFailed, though the thread still runs. Safe from any thread."""
+        self._fatal = ExecutorFailed(reason)
+        self.wake()
+
     def close(self) -> None:
         """End the thread after the running step, and close the pass. wake_fd stays open: a late signal may write to it.
 
@@ -182,6 +187,8 @@ class Executor:
 
 
 def _why_ended(fatal: BaseException) -> str:
+    if isinstance(fatal, ExecutorFailed):
+        return str(fatal)
     if isinstance(fatal, DeviceLost):  # while pages were saved, which belongs to no request
         return f"the device is lost: {fatal}"
     return "the thread that runs the forward pass has died"

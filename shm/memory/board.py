@@ -307,6 +307,12 @@ class BackendBoard(Board, totals_of=FrontendBoard):
     """Pooled requests whose vector was computed for an equal input before."""
     vector_cache_misses: int
     vector_cache_bytes: int
+    held_weights_bytes: int
+    """Packed weights in memory that outlives the backend."""
+    held_weights_mapped: int
+    """1 if it found them there; 0 if it has loaded them."""
+    held_weights_checks: int
+    """Blocks of them that were compared with their checksums."""
     frontends: int
     """Connected now."""
     token_step_us: int

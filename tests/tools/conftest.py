@@ -27,7 +27,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def start(*arguments: str, port: int | None = None, environment: Mapping[str, str] | None = None) -> Serve:
         if port is None:
             port = free_port()
-        argv = ["serve", "--forward-pass", "fake", "--port", str(port), *arguments]
+        forward_pass = () if "--forward-pass" in arguments else ("--forward-pass", "fake")
+        argv = ["serve", *forward_pass, "--port", str(port), *arguments]
         process = subprocess.Popen(
             module_argv("penstock.tools.main", argv),
             stdout=subprocess.PIPE,

@@ -95,6 +95,7 @@ class ModelAttendant:
         elif state is ModelState.FALLING_ASLEEP and child.end is not None:
             self._supervisor.remove(child)
             model.child = None
+            model.prepared.drop_weights()
             self._log(f"model {model.name} sleeps after {time.monotonic() - model.changed_s:.2f} s")
             self._change(index, ModelState.ASLEEP)
 
@@ -107,6 +108,7 @@ class ModelAttendant:
         model = self._models[index]
         self._supervisor.remove(child)
         model.child, model.wanted_s = None, None
+        model.prepared.drop_weights()
         reason = model.prepared.heartbeat.last_words or f"its backend {describe_end(end)}"
         pause_s = min(_FIRST_PAUSE_S * 2**model.num_failures, _LONGEST_PAUSE_S)
         model.num_failures = min(model.num_failures + 1, 16)

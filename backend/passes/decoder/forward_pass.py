@@ -51,6 +51,11 @@ class DecoderPass(IBatchedForwardPass):
         # They differ from the interface only in what their own class methods take.
         return cast("IBatchedForwardPass", loaded)
 
+    @classmethod
+    def held_bytes(cls, model_dir: Path, options: PassOptions) -> int:
+        """See `IFindsHeldWeights`."""
+        return CpuDecoderPass.held_bytes(model_dir, options) if options.device == "cpu" else 0
+
 
 def _require(model_dir: Path | None) -> Path:
     if model_dir is None:

@@ -12,12 +12,10 @@ from penstock.backend.checkpoint.config_json import read_declared_dtype
 from penstock.backend.checkpoint.encoders.decoder_heads import read_head
 from penstock.backend.checkpoint.formats.declared import read_stored_formats
 from penstock.backend.checkpoint.quantization.modes import check_sizes, find_quantization
-from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
 from penstock.backend.checkpoint.weights import choose_dtype
 from penstock.backend.forward_pass import StepOutput
-from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass, make_cpu_ops
+from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cpu.path_choice import check_cpu_path
-from penstock.backend.passes.decoder.memory_trimming import return_freed_memory
 from penstock.backend.passes.decoder.ops import CPU_KV_DTYPES
 from penstock.backend.passes.decoder.pooled_weights import WeightsWithHead, pooled_spec
 from penstock.backend.passes.decoder.spec import make_spec
@@ -62,18 +60,12 @@ class PooledDecoderPass(CpuDecoderPass):
     @classmethod
     def load_pooled(cls, model_dir: Path, options: PassOptions, pooled: PooledDecoder) -> PooledDecoderPass:
         spec = cls.describe_pooled(model_dir, options, pooled)
-        quantization = find_quantization(options.quantize)
-        with return_freed_memory(), open_served_weights(model_dir, pooled.config, quantization) as weights:
-            dtype = weights.choose_dtype(options.dtype)
-            ops = make_cpu_ops(
-                pooled.config,
-                dtype,
-                options.max_batch_tokens,
-                options.cpu_path,
-                deterministic=options.deterministic,
-            )
-            headed = WeightsWithHead(weights, read_head(model_dir, pooled))
-            return cls(pooled, headed, ops, dtype, options.max_running, spec)
+        head = read_head(model_dir, pooled)
+
+        def build(weights: Weights, dtype: torch.dtype, ops: CpuOps) -> PooledDecoderPass:
+            return cls(pooled, WeightsWithHead(weights, head), ops, dtype, options.max_running, spec)
+
+        return cls._load(model_dir, options, pooled.config, build)
 
     def forward(self, batch: StepBatch) -> tuple[NDArray[np.float32], ...]:  # type: ignore[override]
         """Only the last tokens of the pooled rows go through the last layer."""

@@ -10,8 +10,8 @@ from penstock.backend.errors import StartupError
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.decoder.cpu import forward_pass
 from penstock.backend.passes.decoder.cpu.native_structs import LinearOutput, Operation, OperationKind
-from penstock.backend.passes.decoder.cpu.native_weights import map_memory
 from penstock.backend.passes.decoder.cpu.path_choice import load_kernels
+from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import map_memory
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.step_parts import name_parts
 from penstock.tools.bench.load_generator.stats import ObservedRequest, Outcome

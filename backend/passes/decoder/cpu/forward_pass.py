@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -16,14 +18,18 @@ from penstock.backend.passes.decoder.cpu.native_ops import NativeOps, supports_n
 from penstock.backend.passes.decoder.cpu.path_choice import AUTO, check_cpu_path, load_kernels
 from penstock.backend.passes.decoder.cpu.thread_counts import num_usable_cores
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
+from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import AnonymousMemory
+from penstock.backend.passes.decoder.cpu.weight_memory.fingerprint import packing_fingerprint
 from penstock.backend.passes.decoder.memory_trimming import return_freed_memory
 from penstock.backend.passes.decoder.model import DecoderModel
 from penstock.backend.passes.decoder.ops import CPU_KV_DTYPES, CpuOps
 from penstock.backend.passes.decoder.prompt_embeddings import check_embeddings
 from penstock.backend.passes.decoder.spec import make_spec
 from penstock.backend.sampling.sampler import HostSampling
+from penstock.shm.memory.fd_mailbox import FdMailbox
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -31,6 +37,9 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
     from penstock.backend.checkpoint.quantization.modes import Quantization
+    from penstock.backend.passes.decoder.cpu.path_choice import NativeKernels
+    from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import WeightMemory
+    from penstock.backend.passes.decoder.cpu.weight_memory.watch import WatchedWeights
     from penstock.backend.passes.decoder.model import Weights
 
 
@@ -40,9 +49,14 @@ SPIN_S = 50e-6
 """How long a kernel thread spins for the next operation before it sleeps: longer than the gaps within a step, shorter
 than those between steps."""
 
+LoadedPass = TypeVar("LoadedPass", bound="CpuDecoderPass")
+
 
 class CpuDecoderPass(HostSampling):
     """See `IBatchedForwardPass`. Logits are numpy float32 arrays, sampled by `HostSampling`."""
+
+    held_weights: WatchedWeights | None = None
+    """See `IHeldWeights`."""
 
     def __init__(
         self,
@@ -81,23 +95,76 @@ class CpuDecoderPass(HostSampling):
     def load(cls, model_dir: Path, options: PassOptions) -> CpuDecoderPass:
         from penstock.backend.checkpoint.config_json import read_decoder_config
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
-        from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
 
         config = read_decoder_config(model_dir, options.max_context_tokens)
-        if supports_native_ops(config):
-            # It may compile for seconds; do that before the progress of the weights starts.
-            load_kernels(options.cpu_path)
-        quantization = find_quantization(options.quantize)
-        with return_freed_memory(), open_served_weights(model_dir, config, quantization) as weights:
-            dtype = weights.choose_dtype(options.dtype)
+        quantization, formats = find_quantization(options.quantize), read_stored_formats(model_dir)
+
+        def build(weights: Weights, dtype: torch.dtype, ops: CpuOps) -> CpuDecoderPass:
+            return cls(config, weights, ops, dtype, options.max_running, quantization, formats)
+
+        return cls._load(model_dir, options, config, build)
+
+    @classmethod
+    def _load(
+        cls,
+        model_dir: Path,
+        options: PassOptions,
+        config: DecoderConfig,
+        build: Callable[[Weights, torch.dtype, CpuOps], LoadedPass],
+    ) -> LoadedPass:
+        """Return build's pass. It packs the weights, in memory that outlives this process if the options give it."""
+        from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
+        from penstock.backend.passes.decoder.cpu.weight_memory.holding import load_or_map
+
+        def pack(weights: Weights, dtype: torch.dtype, memory: WeightMemory) -> LoadedPass:
             ops = make_cpu_ops(
                 config,
                 dtype,
                 options.max_batch_tokens,
                 options.cpu_path,
                 deterministic=options.deterministic,
+                memory=memory,
             )
-            return cls(config, weights, ops, dtype, options.max_running, quantization, read_stored_formats(model_dir))
+            try:
+                return build(weights, dtype, ops)
+            except BaseException:
+                ops.close()
+                raise
+
+        def load(memory: WeightMemory) -> tuple[LoadedPass, torch.dtype]:
+            with (
+                return_freed_memory(),
+                open_served_weights(model_dir, config, find_quantization(options.quantize)) as weights,
+            ):
+                dtype = weights.choose_dtype(options.dtype)
+                return pack(weights, dtype, memory), dtype
+
+        # It may compile for seconds; do that before the progress of the weights starts.
+        kernels = load_kernels(options.cpu_path) if supports_native_ops(config) else None
+        if options.weights_fds is None or kernels is None:
+            return load(AnonymousMemory())[0]
+        with contextlib.closing(FdMailbox.attach(options.weights_fds)) as mailbox:
+            fingerprint = _fingerprint(model_dir, options, kernels)
+            loaded, held = load_or_map(mailbox, fingerprint, config, pack, load)
+        loaded.held_weights = held
+        return loaded
+
+    @classmethod
+    def held_bytes(cls, model_dir: Path, options: PassOptions) -> int:
+        """See `IFindsHeldWeights`."""
+        from penstock.backend.passes.decoder.cpu.weight_memory.holding import find_held
+
+        kernels = load_kernels(options.cpu_path)
+        if options.weights_fds is None or kernels is None:
+            return 0
+        with contextlib.closing(FdMailbox.attach(options.weights_fds)) as mailbox:
+            fd = find_held(mailbox, _fingerprint(model_dir, options, kernels))
+        if fd is None:
+            return 0
+        try:
+            return os.fstat(fd).st_size
+        finally:
+            os.close(fd)
 
     @property
     def spec(self) -> PassSpec:
@@ -141,6 +208,8 @@ class CpuDecoderPass(HostSampling):
 
     def close(self) -> None:
         self._ops.close()
+        if self.held_weights is not None:
+            self.held_weights.close()
 
 
 def make_cpu_ops(
@@ -150,10 +219,12 @@ def make_cpu_ops(
     cpu_path: str = AUTO,
     *,
     deterministic: bool = False,
+    memory: WeightMemory | None = None,
 ) -> CpuOps:
     """Return the fastest operations that this machine has for the model. The native ones are always deterministic.
 
-    Raises StartupError if the kernels of cpu_path, unless it is "auto", cannot be used.
+    The native ones pack weights into memory, by default this process's own. Raises StartupError if the kernels of
+    cpu_path, unless it is "auto", cannot be used.
     """
     unsupported = unsupported_by_kernels(config)
     if unsupported is not None:
@@ -168,5 +239,12 @@ def make_cpu_ops(
             num_usable_cores(),
             SPIN_S,
             uses_tiles=kernels.path.uses_tiles,
+            memory=memory,
         )
     return DeterministicTorchOps(config, dtype) if deterministic else TorchOps(config, dtype)
+
+
+def _fingerprint(model_dir: Path, options: PassOptions, kernels: NativeKernels) -> str:
+    return packing_fingerprint(
+        model_dir, (options.task, options.dtype, options.quantize, kernels.path.name, kernels.path.uses_tiles)
+    )

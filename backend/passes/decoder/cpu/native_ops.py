@@ -34,8 +34,8 @@ from penstock.backend.passes.decoder.cpu.native_weights import (
     EmbeddingTable,
     PackedLinear,
     WeightPacker,
-    map_memory,
 )
+from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import map_memory
 from penstock.backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES
 from penstock.backend.passes.decoder.prompt_embeddings import place_embeddings
 from penstock.backend.passes.decoder.rope_table import RopeTable
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
     from penstock.backend.forward_pass import EmbeddedTokens, ScoredTokens, StepBatch, TokenLogprobs
+    from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import WeightMemory
     from penstock.backend.passes.decoder.ops import AttentionLayer, Forward
 
 
@@ -114,6 +115,7 @@ class NativeOps:
         spin_s: float,
         *,
         uses_tiles: bool,
+        memory: WeightMemory | None = None,
     ) -> None:
         declare_functions(library)
         self._library = library
@@ -126,7 +128,7 @@ class NativeOps:
         self._num_kv_heads, self._head_dim = config.num_kv_heads, config.head_dim
         shape = make_shape(config, dtype, uses_tiles=uses_tiles)
         self._engine: int | None = library.ps_create(num_threads, round(spin_s * 1e9), byref(shape))
-        self.weights = WeightPacker(library, self._engine, dtype)
+        self.weights = WeightPacker(library, self._engine, dtype, memory)
         self._layers: dict[int, Attention] = {}
         self._num_rows = 0  # tokens of the current step; after `last_tokens`, those that remain
         self._recording: list[Operation] | None = None
@@ -175,7 +177,7 @@ class NativeOps:
         return self.weights.pack(weight, bias, scale, is_gated=is_gated)
 
     def vector(self, weight: Tensor) -> Tensor:
-        return weight.float().contiguous()
+        return self.weights.vector(weight)
 
     def table(self, weight: Tensor) -> EmbeddingTable:
         return self.weights.table(weight)

@@ -1,9 +1,8 @@
-"""Weights in the packed layout of the native kernels, in memory of huge pages."""
+"""Weights in the packed layout of the native kernels."""
 
 from __future__ import annotations
 
 import ctypes
-import mmap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,15 +12,16 @@ from torch import Tensor
 from penstock.backend.checkpoint.float8_weight import Float8Weight
 from penstock.backend.checkpoint.quantized_weights import GroupedWeight, Int4Weight, Int8Weight, Mxfp4Weight
 from penstock.backend.passes.decoder.cpu.native_structs import Experts, Int4Kind, Linear, WeightForm
+from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import AnonymousMemory
+from penstock.backend.passes.decoder.cpu.weight_memory.manifest import HeldWeightsError, PackedForm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.backend.checkpoint.decoder_config import Experts as ExpertSettings
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+    from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import WeightMemory
     from penstock.backend.passes.decoder.ops import ExpertWeights
-
-_CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,25 +71,30 @@ class _Numbers:
 
 
 class WeightPacker:
-    """Packs weights for the kernels of one engine. dtype is that of weights: float32 or bfloat16."""
+    """Packs weights for the kernels of one engine. dtype is that of weights: float32 or bfloat16.
 
-    def __init__(self, library: ctypes.CDLL, engine: int | None, dtype: torch.dtype) -> None:
+    In memory that is filled it only reads how they are packed: then tensors need shapes but no content.
+    """
+
+    def __init__(
+        self, library: ctypes.CDLL, engine: int | None, dtype: torch.dtype, memory: WeightMemory | None = None
+    ) -> None:
         self._library = library
         self._engine = engine
         self._dtype = dtype
-        self._arena = _HugePageArena()
+        self._memory = AnonymousMemory() if memory is None else memory
         self.linear_bytes = 0
         """Size of all packed linears, which a step of one row reads."""
 
     def memory(self) -> list[Tensor]:
         """All packed weights and tables, as uint8: views of the memory in which they lie."""
-        return self._arena.used()
+        return self._memory.used()
 
     def pack(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float, *, is_gated: bool
     ) -> PackedLinear:
         outputs, inputs = weight.shape
-        bias = _as_bias(bias)
+        bias = self._bias(bias)
         struct = Linear(
             bias=_address(bias),
             inputs=inputs,
@@ -97,16 +102,16 @@ class WeightPacker:
             gated=is_gated,
             scale=scale,
         )
-        packed = self._fill(struct, self._numbers_of(weight, struct))
+        packed = self._fill(struct, weight)
         return PackedLinear(ctypes.addressof(struct), struct, packed[0], bias)
 
     def pack_experts(self, weights: ExpertWeights, settings: ExpertSettings, scale: float) -> PackedExperts:
         hidden = weights.router.shape[1]
-        biases = _as_bias(weights.gate_up_bias), _as_bias(weights.down_bias)
+        biases = self._bias(weights.gate_up_bias), self._bias(weights.down_bias)
         gate_up = Linear(inputs=hidden, outputs=settings.width, gated=True, scale=1.0, bias=_address(biases[0]))
         down = Linear(inputs=settings.width, outputs=hidden, scale=scale, bias=_address(biases[1]))
         packed = tuple(
-            self._fill(linear, self._numbers_of(weight, linear), settings.count, settings.per_token)
+            self._fill(linear, weight, settings.count, settings.per_token)
             for linear, weight in ((gate_up, weights.gate_up), (down, weights.down))
         )
         struct = Experts(
@@ -148,15 +153,22 @@ class WeightPacker:
     def _pack_e2m1(self, engine: int, struct: object, values: int, scales: int) -> None:
         self._library.ps_pack_int4(engine, struct, values, scales, None)
 
-    def _fill(self, struct: Linear, numbers: _Numbers, count: int = 1, num_read: int = 1) -> Tensor:
+    def _fill(self, struct: Linear, weight: Tensor | QuantizedWeight, count: int = 1, num_read: int = 1) -> Tensor:
         """Pack count linears, one after the other, of which a row reads num_read. struct becomes that of the first."""
+        known = self._memory.next_form()
+        numbers = None
+        if known is None:
+            numbers = self._numbers_of(weight, struct)
+        else:
+            _set_form(struct, known)
         num_bytes = self._library.ps_packed_bytes(self._engine, ctypes.byref(struct))
-        packed = self._arena.empty(count * num_bytes, torch.uint8).view(count, num_bytes)
+        packed = self._memory.place(count * num_bytes, _form_of(struct)).view(count, num_bytes)
         self.linear_bytes += num_read * num_bytes
-        for target, *parts in zip(packed, *(tensor.chunk(count) for tensor in numbers.tensors), strict=True):
-            struct.packed = target.data_ptr()
-            rows = [part.contiguous() for part in parts]
-            numbers.pack(self._engine, ctypes.byref(struct), *(part.data_ptr() for part in rows))
+        if numbers is not None:
+            for target, *parts in zip(packed, *(tensor.chunk(count) for tensor in numbers.tensors), strict=True):
+                struct.packed = target.data_ptr()
+                rows = [part.contiguous() for part in parts]
+                numbers.pack(self._engine, ctypes.byref(struct), *(part.data_ptr() for part in rows))
         struct.packed = packed.data_ptr()
         return packed
 
@@ -166,48 +178,35 @@ class WeightPacker:
         return total
 
     def table(self, weight: Tensor) -> EmbeddingTable:
-        rows = self._arena.empty(weight.numel(), self._dtype).view(weight.shape).copy_(weight)
+        rows = self._copy(weight, self._dtype)
         return EmbeddingTable(rows.data_ptr(), False, rows)
 
+    def vector(self, weight: Tensor) -> Tensor:
+        """float32, contiguous."""
+        return self._copy(weight, torch.float32)
 
-def _as_bias(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.float().contiguous()
+    def _bias(self, bias: Tensor | None) -> Tensor | None:
+        return None if bias is None else self.vector(bias)
+
+    def _copy(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        copy = self._memory.place(weight.numel() * dtype.itemsize).view(dtype).view(weight.shape)
+        return copy if self._memory.is_filled else copy.copy_(weight)
+
+
+def _form_of(struct: Linear) -> PackedForm:
+    return PackedForm(struct.form, struct.group_size, struct.int4_kind, struct.block_size, struct.has_minima)
+
+
+def _set_form(struct: Linear, form: PackedForm) -> None:
+    """Raises HeldWeightsError for a form that the kernels do not have for a linear of this size."""
+    groups = {WeightForm.INT4: (form.group_size,), WeightForm.GROUPED4: (form.group_size, form.block_size)}
+    groups[WeightForm.GROUPED8] = groups[WeightForm.GROUPED4]
+    for size in groups.get(WeightForm(form.form), ()):
+        if size == 0 or struct.inputs % size:
+            raise HeldWeightsError(f"groups of {size} in a linear of {struct.inputs} inputs")
+    struct.form, struct.group_size, struct.int4_kind = form.form, form.group_size, form.int4_kind
+    struct.block_size, struct.has_minima = form.block_size, form.has_minima
 
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-class _HugePageArena:
-    """Memory for weights in mappings of huge pages. With 4 KB pages, address translation limits how fast a step reads
-    the weights. Single tensors are never freed; each keeps its mapping alive."""
-
-    def __init__(self) -> None:
-        self._chunk: mmap.mmap | None = None
-        self._used_bytes = 0
-        self._full: list[Tensor] = []
-
-    def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        num_bytes = num_elements * dtype.itemsize
-        if self._chunk is None or self._used_bytes + num_bytes > len(self._chunk):
-            self._full = self.used()
-            self._chunk = map_memory(max(num_bytes, _CHUNK_BYTES))
-            self._used_bytes = 0
-        tensor = torch.frombuffer(self._chunk, dtype=dtype, count=num_elements, offset=self._used_bytes)
-        self._used_bytes += -(-num_bytes // 64) * 64
-        return tensor
-
-    def used(self) -> list[Tensor]:
-        """Return the used part of each mapping, as uint8."""
-        if self._chunk is None:
-            return []
-        return [*self._full, torch.frombuffer(self._chunk, dtype=torch.uint8, count=self._used_bytes)]
-
-
-def map_memory(num_bytes: int) -> mmap.mmap:
-    """Map zeroed anonymous memory, in huge pages where the system has them; it becomes resident when written."""
-    # Private, because shared anonymous memory, the default of mmap, gets no huge pages.
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory

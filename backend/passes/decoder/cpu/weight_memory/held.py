@@ -1,0 +1,195 @@
+"""Shared memory that one process fills with packed weights, and that later ones map."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import aligned
+from penstock.backend.passes.decoder.cpu.weight_memory.manifest import (
+    BLOCK_BYTES,
+    DATA_PLACE,
+    HeldWeightsError,
+    Manifest,
+    PackedForm,
+    PackedWeight,
+    block_sum,
+    finish,
+    read_manifest,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+logger = logging.getLogger("penstock.backend")
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_CHUNK_BYTES = 1 << 30
+"""Address space that is mapped at a time. Each mapping holds a file descriptor."""
+_MADV_POPULATE_READ = 22
+"""Linux 5.14; the mmap module lacks the constant."""
+
+
+class FilledMemory:
+    """A memfd that grows while weights are packed into it. `finish` makes it one that others can map."""
+
+    is_filled = False
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("penstock-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._weights: list[PackedWeight] = []
+        self._chunks: list[tuple[int, mmap.mmap]] = []
+        """Place of its first byte, and the mapping."""
+        self._end = 0
+
+    def next_form(self) -> None:
+        return None
+
+    def place(self, num_bytes: int, form: PackedForm | None = None) -> Tensor:
+        """Raises OSError without memory."""
+        begin, chunk = self._chunks[-1] if self._chunks else (0, None)
+        if chunk is None or self._end + num_bytes > begin + len(chunk):
+            page = mmap.ALLOCATIONGRANULARITY
+            begin = self._end = -(-self._end // page) * page
+            num_mapped = -(-max(num_bytes, _CHUNK_BYTES) // page) * page
+            os.ftruncate(self.fd, DATA_PLACE + begin + num_mapped)
+            chunk = mmap.mmap(self.fd, num_mapped, offset=DATA_PLACE + begin)
+            self._chunks.append((begin, chunk))
+        if num_bytes:
+            # Allocated now: a page that cannot be allocated when it is written would kill the process.
+            os.posix_fallocate(self.fd, DATA_PLACE + self._end, num_bytes)
+        self._weights.append(PackedWeight(self._end, num_bytes, form))
+        tensor = _tensor(chunk, self._end - begin, num_bytes)
+        self._end += aligned(num_bytes)
+        return tensor
+
+    def used(self) -> list[Tensor]:
+        ends = [begin for begin, _ in self._chunks[1:]] + [self._end]
+        return [_tensor(chunk, 0, end - begin) for (begin, chunk), end in zip(self._chunks, ends, strict=True)]
+
+    def finish(self, fingerprint: str, dtype: torch.dtype) -> HeldBlocks:
+        """Add the manifest, and make the memory read-only in all processes. Raises OSError."""
+        sums = tuple(_sum(self.fd, self._end, block) for block in range(num_blocks(self._end)))
+        name = next(name for name, known in DTYPES.items() if known is dtype)
+        manifest = Manifest(fingerprint, name, tuple(self._weights), sums)  # type: ignore[arg-type]
+        finish(self.fd, self._end, manifest)
+        for _, chunk in self._chunks:
+            _forbid_writing(chunk)
+        return HeldBlocks(self.fd, self._end, sums)
+
+    def close(self) -> None:
+        """Its tensors stay valid."""
+        os.close(self.fd)
+
+
+class HeldMemory:
+    """Weights that another process has packed, mapped for reading."""
+
+    is_filled = True
+
+    def __init__(self, fd: int) -> None:
+        """The fd stays the caller's. Raises HeldWeightsError."""
+        data_bytes, self._manifest = read_manifest(fd)
+        self._next = 0
+        self._mapping = mmap.mmap(fd, DATA_PLACE + data_bytes, prot=mmap.PROT_READ)
+        self.num_bytes = data_bytes
+        self.fingerprint = self._manifest.fingerprint
+        self.dtype = DTYPES[self._manifest.dtype]
+        self.block_sums = self._manifest.block_sums
+
+    def populate(self) -> None:
+        """Map all pages now: page by page in the first step costs several times as much."""
+        with suppress(OSError):  # an older kernel
+            self._mapping.madvise(_MADV_POPULATE_READ)
+
+    def next_form(self) -> PackedForm | None:
+        """Raises HeldWeightsError if there are no more linears."""
+        form = self._peek().form
+        if form is None:
+            raise HeldWeightsError(f"weight {self._next} is no linear")
+        return form
+
+    def place(self, num_bytes: int, form: PackedForm | None = None) -> Tensor:
+        """Raises HeldWeightsError if the next weight is another one."""
+        weight = self._peek()
+        if (weight.num_bytes, weight.form) != (num_bytes, form):
+            raise HeldWeightsError(f"weight {self._next} has {weight.num_bytes} bytes; expected are {num_bytes}")
+        self._next += 1
+        return _tensor(self._mapping, DATA_PLACE + weight.place, num_bytes)
+
+    def check_all_placed(self) -> None:
+        """Raises HeldWeightsError if weights are left over."""
+        if self._next < len(self._manifest.weights):
+            raise HeldWeightsError(f"it has {len(self._manifest.weights)} weights; the model has {self._next}")
+
+    def used(self) -> list[Tensor]:
+        return [_tensor(self._mapping, DATA_PLACE, self.num_bytes)]
+
+    def _peek(self) -> PackedWeight:
+        if self._next == len(self._manifest.weights):
+            raise HeldWeightsError(f"it has only {self._next} weights")
+        return self._manifest.weights[self._next]
+
+
+class HeldBlocks:
+    """The blocks of finished memory, and their checksums."""
+
+    def __init__(self, fd: int, num_bytes: int, sums: Sequence[int]) -> None:
+        """Has an fd of its own until it is closed."""
+        self.fd = os.dup(fd)
+        self.num_bytes = num_bytes
+        self._sums = sums
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def check(self, block: int) -> None:
+        """Raises HeldWeightsError if the block has changed."""
+        if _sum(self.fd, self.num_bytes, block) != self._sums[block]:
+            place = block * BLOCK_BYTES
+            raise HeldWeightsError(f"bytes {place} to {min(place + BLOCK_BYTES, self.num_bytes)} have changed")
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def num_blocks(data_bytes: int) -> int:
+    return -(-data_bytes // BLOCK_BYTES)
+
+
+def _sum(fd: int, data_bytes: int, block: int) -> int:
+    # Read, not mapped: pages that are mapped twice would count twice in this process's memory.
+    place = block * BLOCK_BYTES
+    content = np.empty(min(BLOCK_BYTES, data_bytes - place), np.uint8)
+    if os.preadv(fd, [content.data], DATA_PLACE + place) != len(content):
+        raise HeldWeightsError(f"bytes {place} to {place + len(content)} cannot be read")
+    return block_sum(content)
+
+
+def _address(mapping: mmap.mmap) -> int:
+    return int(np.frombuffer(mapping, np.uint8).ctypes.data)
+
+
+def _tensor(mapping: mmap.mmap, start: int, num_bytes: int) -> Tensor:
+    """A tensor that keeps the mapping alive. Torch knows no tensors that are only read, so it must not notice."""
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    array = (ctypes.c_uint8 * num_bytes).from_address(_address(mapping) + start)
+    array.mapping = mapping  # type: ignore[attr-defined]
+    return torch.frombuffer(array, dtype=torch.uint8)
+
+
+def _forbid_writing(mapping: mmap.mmap) -> None:
+    """From now on a stray write ends the process, and does not change weights that others use."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(_address(mapping)), ctypes.c_size_t(len(mapping)), mmap.PROT_READ):
+        raise OSError(ctypes.get_errno(), "mprotect failed")

@@ -1,0 +1,58 @@
+"""Compares held weights with their checksums, a block at a time."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from typing import TYPE_CHECKING
+
+from penstock.backend.passes.decoder.cpu.weight_memory.manifest import HeldWeightsError
+from penstock.shm.memory.fd_mailbox import FdMailbox
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.backend.passes.decoder.cpu.weight_memory.held import HeldBlocks
+
+
+class WatchedWeights:
+    """See `pass_extensions.HeldWeights`. Owns the blocks, and opens the mailbox for itself."""
+
+    def __init__(self, mailbox: FdMailbox, blocks: HeldBlocks, *, is_mapped: bool) -> None:
+        self._mailbox = FdMailbox.attach(mailbox.fds)
+        self._blocks = blocks
+        self._order = self._blocks_in_turn()
+        self.num_bytes = blocks.num_bytes
+        self.is_mapped = is_mapped
+        self.num_checks = 0
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def check_next(self) -> str | None:
+        """Check one block; all have their turn, in another order each time. Return what is wrong: then no later
+        backend finds the weights."""
+        with self._lock:
+            if self._is_closed:
+                return None
+            try:
+                self._blocks.check(next(self._order))
+            except HeldWeightsError as error:
+                with self._mailbox.locked():
+                    if self._mailbox.holds(self._blocks.fd):
+                        self._mailbox.clear()
+                return str(error)
+            self.num_checks += 1
+            return None
+
+    def close(self) -> None:
+        """Leave the weights to later processes. Idempotent; the mapping stays valid."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._blocks.close()
+                self._mailbox.close()
+
+    def _blocks_in_turn(self) -> Iterator[int]:
+        count = len(self._blocks)
+        return itertools.chain.from_iterable(iter(lambda: random.sample(range(count), count), None))

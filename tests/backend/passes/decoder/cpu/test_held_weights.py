@@ -1,0 +1,248 @@
+"""Packed weights that outlive the pass which packed them."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import mmap
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from penstock.backend.checkpoint.quantization import quantized_checkpoint
+from penstock.backend.forward_pass import PassOptions
+from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+from penstock.backend.passes.decoder.cpu.path_choice import load_kernels
+from penstock.backend.passes.decoder.cpu.weight_memory import manifest
+from penstock.backend.passes.decoder.cpu.weight_memory.held import FilledMemory, HeldMemory
+from penstock.backend.passes.decoder.cpu.weight_memory.manifest import (
+    DATA_PLACE,
+    HeldWeightsError,
+    Manifest,
+    PackedForm,
+    PackedWeight,
+)
+from penstock.shm.memory.fd_mailbox import FdMailbox
+from tests.backend.passes.decoder.driver import Driver
+from tests.checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.skipif(load_kernels() is None, reason="this machine has no native kernels")
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+@pytest.fixture
+def mailbox() -> Iterator[FdMailbox]:
+    made = FdMailbox.create()
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def keeps_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantised weights are made anew."""
+    monkeypatch.setattr(quantized_checkpoint, "_open_kept", lambda *_: (None, None))
+
+
+def load(model_dir: Path, mailbox: FdMailbox, **options: str) -> CpuDecoderPass:
+    return CpuDecoderPass.load(model_dir, PassOptions(weights_fds=mailbox.fds, **{"dtype": "bf16", **options}))
+
+
+def logits(loaded: CpuDecoderPass) -> np.ndarray:
+    """Of the last token; closes the pass."""
+    driver = Driver(loaded, num_pages=4, page_size=16)
+    found = driver.step([(driver.add(PROMPT), len(PROMPT))])[0]
+    loaded.close()
+    return np.array(found)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "quantize"),
+    [
+        ("qwen3", "none"),
+        ("qwen2", "int8"),
+        ("gemma2", "int4"),
+        ("qwen3-moe", "int8"),
+        ("cohere", "none"),
+        ("gpt-oss", "none"),
+    ],
+)
+def test_next_pass_maps_the_weights_and_computes_the_same_bits(
+    architecture: str, quantize: str, tmp_path: Path, mailbox: FdMailbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_dir = make_checkpoint(architecture, tmp_path)
+    alone = CpuDecoderPass.load(model_dir, PassOptions(dtype="bf16", quantize=quantize))
+    assert alone.held_weights is None
+    first = load(model_dir, mailbox, quantize=quantize)
+    assert first.held_weights is not None
+    assert not first.held_weights.is_mapped
+
+    def read_nothing(*_: object) -> None:
+        raise AssertionError("the checkpoint is read again")
+
+    monkeypatch.setattr(quantized_checkpoint, "open_served_weights", read_nothing)
+    second = load(model_dir, mailbox, quantize=quantize)
+    assert second.held_weights is not None
+    assert second.held_weights.is_mapped
+    assert second.held_weights.num_bytes == first.held_weights.num_bytes
+    assert second.spec == first.spec == alone.spec
+    expected = logits(alone)
+    np.testing.assert_array_equal(logits(first), expected)
+    np.testing.assert_array_equal(logits(second), expected)
+
+
+def test_other_weights_or_options_are_loaded_and_replace_what_is_held(
+    tmp_path: Path, mailbox: FdMailbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    model_dir = make_checkpoint("qwen3", tmp_path / "a")
+    options = PassOptions(dtype="bf16", weights_fds=mailbox.fds)
+    assert CpuDecoderPass.held_bytes(model_dir, options) == 0
+    logits(load(model_dir, mailbox))
+    assert CpuDecoderPass.held_bytes(model_dir, options) > 0
+    changed = load(model_dir, mailbox, dtype="fp32")
+    assert changed.held_weights is not None
+    assert not changed.held_weights.is_mapped
+    assert "of another checkpoint, other options or other code" in caplog.text
+    fp32 = logits(changed)
+    make_checkpoint("qwen3", tmp_path / "b", seed=1)
+    shutil.copy(tmp_path / "b" / "model.safetensors", model_dir / "model.safetensors")  # of the same size
+    assert CpuDecoderPass.held_bytes(model_dir, options) == 0
+    replaced = load(model_dir, mailbox, dtype="fp32")
+    assert replaced.held_weights is not None
+    assert not replaced.held_weights.is_mapped
+    assert not np.array_equal(logits(replaced), fp32)
+    assert CpuDecoderPass.held_bytes(model_dir, PassOptions(dtype="fp32", weights_fds=mailbox.fds)) > 0
+
+
+def test_every_changed_byte_of_the_weights_is_noticed_by_its_block() -> None:
+    block = np.random.default_rng(0).integers(0, 256, 40_000, dtype=np.uint8)
+    for size in (8, 4096, 40_000):
+        expected = manifest.block_sum(block[:size])
+        for place in np.random.default_rng(1).integers(0, size, 200).tolist():
+            changed = block[:size].copy()
+            changed[place] ^= 1 << place % 8
+            assert manifest.block_sum(changed) != expected
+
+
+def test_damaged_weights_are_noticed_by_the_schedule_dropped_and_loaded_again(
+    tmp_path: Path, mailbox: FdMailbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_dir = make_checkpoint("qwen3", tmp_path)
+    loaded = load(model_dir, mailbox)
+    weights = loaded.held_weights
+    assert weights is not None
+    assert [weights.check_next() for _ in range(3)] == [None] * 3
+    assert weights.num_checks == 3
+    damage(loaded)
+    # The next pass notices before it uses them.
+    again = load(model_dir, mailbox)
+    assert "held weights are dropped, and loaded from their files: bytes 0 to" in caplog.text
+    assert again.held_weights is not None
+    assert not again.held_weights.is_mapped
+    # The running one notices too; what its successor has left is another memory, and stays.
+    assert "have changed" in str(weights.check_next())
+    assert mailbox.find() is not None
+    damage(again)
+    assert "have changed" in str(again.held_weights.check_next())
+    assert mailbox.find() is None
+    loaded.close()
+    again.close()
+
+
+def damage(loaded: CpuDecoderPass) -> None:
+    """Change a byte, as failing hardware would: the memory is read-only for everybody."""
+    memory = loaded.ops.weights.memory()[0]  # type: ignore[attr-defined]
+    page = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    libc = ctypes.CDLL(None)
+    assert libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ | mmap.PROT_WRITE) == 0
+    memory[17] ^= 4
+
+
+def hostile(weights: tuple[PackedWeight, ...], data_bytes: int, sums: int) -> int:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, DATA_PLACE + data_bytes)
+    manifest.finish(fd, data_bytes, Manifest("", "bf16", weights, (0,) * sums))
+    return fd
+
+
+@pytest.mark.parametrize(
+    ("weights", "data_bytes", "sums", "message"),
+    [
+        ([(0, 1 << 40)], 4096, 1, "does not lie"),
+        ([(0, 128), (64, 64)], 4096, 1, "does not lie behind 128"),
+        ([(8, 64)], 4096, 1, "does not lie"),
+        ([(1 << 61, 1 << 61)], 4096, 1, "does not lie"),
+        ([(0, 64)], 4096, 2, "2 checksums for 4096 bytes"),
+        ([(0, 64)], 4090, 1, "1 checksums for 4090 bytes"),
+    ],
+)
+def test_hostile_sizes_are_refused(weights: list[tuple[int, int]], data_bytes: int, sums: int, message: str) -> None:
+    fd = hostile(tuple(PackedWeight(*weight, None) for weight in weights), data_bytes, sums)
+    with pytest.raises(HeldWeightsError, match=message):
+        HeldMemory(fd)
+    os.close(fd)
+
+
+def test_memory_that_is_not_sealed_truncated_or_not_ours_is_refused() -> None:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 1 << 16)
+    with pytest.raises(HeldWeightsError, match="seals"):
+        HeldMemory(fd)
+    os.close(fd)
+    header = manifest._HEADER.pack(manifest._MAGIC, 1 << 62, 1 << 10, 0)
+    for start in (header, bytes(100), header[:20]):
+        fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+        os.pwrite(fd, start, 0)
+        os.ftruncate(fd, 1 << 16)
+        manifest.region.seal(fd)
+        with pytest.raises(HeldWeightsError, match="65536 bytes have a header"):
+            HeldMemory(fd)
+        os.close(fd)
+
+
+@pytest.mark.parametrize("form", [(9, 0, 0, 0, 0), (2, 1 << 20, 0, 0, 0), (0, -1, 0, 0, 0)])
+def test_forms_out_of_bounds_are_refused(form: tuple[int, ...]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(list(form), PackedForm)
+
+
+def test_manifest_of_another_model_is_refused_and_the_weights_are_loaded(
+    tmp_path: Path, mailbox: FdMailbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its fingerprint is right, but its sizes are not."""
+    held = FilledMemory()
+    held.place(64, PackedForm())
+    held.finish("right", torch.bfloat16)
+    mailbox.leave(held.fd)
+    monkeypatch.setattr("penstock.backend.passes.decoder.cpu.forward_pass.packing_fingerprint", lambda *_: "right")
+    loaded = load(make_checkpoint("qwen3", tmp_path), mailbox)
+    assert "held weights are dropped" in caplog.text
+    assert loaded.held_weights is not None
+    assert not loaded.held_weights.is_mapped
+    loaded.close()
+    held.close()
+
+
+def test_weights_that_cannot_be_held_are_loaded_without(
+    tmp_path: Path, mailbox: FdMailbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = itertools.count()
+
+    def without_memory(*_: int) -> None:
+        if next(calls) == 5:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", without_memory)
+    loaded = load(make_checkpoint("qwen3", tmp_path), mailbox)
+    assert "the weights cannot be held: [Errno 28] No space left on device" in caplog.text
+    assert loaded.held_weights is None
+    assert mailbox.find() is None
+    loaded.close()

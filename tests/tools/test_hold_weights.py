@@ -1,0 +1,76 @@
+"""`penstock serve --hold-weights`: weights in memory that outlives backends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+
+from penstock.backend.options import BackendOptions
+from penstock.tools.backend_children import BackendChildren, SharedWeights
+from tests.system.processes import wait_until
+from tests.tools.serve_process import Serve, Start
+from tests.tools.streams import samples
+
+MAPPED = "of packed weights that an earlier backend left"
+
+
+def weights_memory(pid: int) -> tuple[int, int]:
+    """Resident and proportional kilobytes of a process's mappings of held weights."""
+    sums = {"Rss:": 0, "Pss:": 0}
+    is_weights = False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        word, *others = line.split()
+        if not word.endswith(":"):
+            is_weights = "memfd:penstock-weights" in line
+        elif is_weights and word in sums:
+            sums[word] += int(others[0])
+    return sums["Rss:"], sums["Pss:"]
+
+
+def check_that_both_share(serve: Serve, client: httpx.Client) -> list[int]:
+    """Wait for the next backend that maps weights, and for both to serve; return their pids."""
+    serve.errors.wait_for(MAPPED)
+    wait_until(lambda: sum(samples(client, "penstock_backend_up")) == 2, 60.0)
+    pids = serve.pids("penstock.backend.main")
+    held_bytes = samples(client, "penstock_held_weights_bytes")[0]
+    for resident_kb, proportional_kb in map(weights_memory, pids):
+        assert resident_kb * 1024 > 0.9 * held_bytes > 0
+        assert proportional_kb < 0.6 * resident_kb
+    return pids
+
+
+def test_replicas_share_weights_and_the_successor_of_a_killed_backend_maps_them(start: Start) -> None:
+    options = ("--forward-pass", "decoder", "--gpu", "none", "--kv-budget", "50MB", "--replicas", "2")
+    serve = start(*options, "--hold-weights")
+    serve.wait_until_ready()
+    serve.errors.wait_for("of packed weights are held for the next backend")
+    expected = serve.complete()
+    with httpx.Client(base_url=f"http://127.0.0.1:{serve.port}", timeout=60) as client:
+        os.kill(check_that_both_share(serve, client)[0], signal.SIGKILL)
+        check_that_both_share(serve, client)
+    assert serve.complete() == expected
+    assert serve.stop() == 0
+
+
+def test_backends_of_one_model_share_a_place_for_weights_until_the_last_is_closed() -> None:
+    children = BackendChildren(print, 30.0, 2, may_die_often=False, crashes=None, weights=SharedWeights())
+    options = BackendOptions(flight_recorder=0)
+    first, second = (children.prepare(replace(options, socket=Path(name))) for name in ("a", "b"))
+    other = children.prepare(replace(options, quantize="int8"))
+    assert first.weights is not None
+    assert second.weights is first.weights is not other.weights
+    assert set(first.weights.fds) <= set(first.spec("backend").pass_fds)
+    fd = os.memfd_create("test")
+    first.weights.leave(fd)
+    os.close(fd)
+    first.close()
+    assert not second.weights.is_empty
+    second.drop_weights()
+    assert second.weights.is_empty
+    second.close()
+    assert second.weights.fds == (-1, -1)
+    other.close()
