@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.shm.messages import NO_TOKEN, EventLogprobs, Failure, FailureCode, Finish, Started
+from penstock.shm.messages import NO_TOKEN, EventLogprobs, Failure, FailureCode, Finish, Progress, Started
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -85,6 +85,16 @@ class Delivery:
             for entry in entries:
                 self._link.push_prompt_logprobs(subscriber.frontend, subscriber.request_id, entry)
         sequence.num_scored = entries[-1].event
+
+    def report_progress(self, sequence: Sequence, num_computed: int, now_s: float) -> None:
+        """Tell those who ask for it how much of the prompt is computed."""
+        for subscriber in sequence.subscribers:
+            if subscriber.reports_progress and not subscriber.is_started:
+                spent_s = max(0.0, now_s - subscriber.arrived_s - (sequence.queue_s or 0.0))
+                num_known = min(num_computed, sequence.num_prompt_tokens)
+                num_cached = min(sequence.kv.num_cached, num_known)
+                progress = Progress(subscriber.request_id, num_cached, num_known, spent_s)
+                self._link.push(subscriber.frontend, subscriber.request_id, NO_TOKEN, progress=progress)
 
     def _separate(self, sequence: Sequence, subscriber: Subscriber) -> None:
         """Take a resumed request out of a sequence that does not continue what its stream has received: its frontend's

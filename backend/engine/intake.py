@@ -315,6 +315,7 @@ class Intake:
             submit.sampling.num_logprobs,
             tenant=submit.tenant,
             pooled=submit.pooled,
+            reports_progress=submit.reports_progress,
         )
 
     def _make_sequence(

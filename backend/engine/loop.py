@@ -295,6 +295,8 @@ class Engine:
             elif token_id != NO_SAMPLE:
                 self._board.generated_tokens += 1
                 self._delivery.deliver(sequence, token_id, logprobs)
+            else:
+                self._delivery.report_progress(sequence, plan.ends[index], self._clock())
         except Exception:  # as broad as can be: a bug in what one row sets off must not end the other rows' requests
             logger.exception("a row's token could not be delivered; its requests fail")
             self._delivery.fail(sequence)

@@ -47,6 +47,8 @@ class Subscriber:
     """How it receives the vector that is its result."""
     resumed: Submission | None = None
     """The request, until the sequence has caught up with the tokens that came with it."""
+    reports_progress: bool = False
+    """It receives how much of the prompt is computed, until its first token."""
     prediction: Prediction | None = None
     """Compared with what happens; None for most requests."""
     kept: KeptChoice | None = None

@@ -115,7 +115,7 @@ async def answer_prompts(exchange: Exchange, request: PreparedRequest, served: S
         if body.return_timings or body.timings_per_token:
             usage.timings = lambda: runner.timings().as_dict()
         if isinstance(body, ChatBody) and body.return_progress:
-            usage.progress = lambda: runner.timings().prompt_progress()
+            usage.progress = runner.prompt_progress
         exchange.on_disconnect(runner.cancel)
         if not body.stream:
             await answer_whole(

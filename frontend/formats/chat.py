@@ -39,9 +39,11 @@ class ChatFormat:
         more = b""
         if prompt_token_ids and index == 0:
             more += b',"prompt_token_ids":' + encode(prompt_token_ids)
-        if self._usage.progress is not None and index == 0:
-            more += b',"prompt_progress":' + encode(self._usage.progress())
-        return chunk[:-3] + more + chunk[-3:]
+        return chunk[:-3] + more + (self._progress() if index == 0 else b"") + chunk[-3:]
+
+    def _progress(self) -> bytes:
+        """A field of a chunk, or nothing if it is not asked for."""
+        return b"" if self._usage.progress is None else b',"prompt_progress":' + encode(self._usage.progress())
 
     def last(self, index: int, delta: Delta, finish_reason: str, stopped_by: str | int | None) -> bytes:
         if delta.reasoning or delta.tool_calls:
@@ -49,6 +51,9 @@ class ChatFormat:
         return self._piece(index, delta, _stop_reason(stopped_by), encode(finish_reason))
 
     def delta(self, index: int, delta: Delta) -> bytes:
+        if delta.has_progress:
+            chunk = self._chunk(index, b"{}")
+            return chunk[:-3] + self._progress() + chunk[-3:]
         if delta.text and not (delta.reasoning or delta.tool_calls or delta.logprobs or delta.token_ids):
             return b"".join((self._text_head(index), encode(delta.text), _TEXT_TAIL, self._chunks.after))
         return self._piece(index, delta)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.frontend.parsing.choice_output import ChoiceOutput
+from penstock.frontend.parsing.deltas import Delta
 from penstock.frontend.transport.errors import ApiError
 from penstock.frontend.transport.sse import EventNumbers, EventStream
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from penstock.frontend.formats.base import Format
     from penstock.frontend.generation.choice import Choice
     from penstock.frontend.generation.choice_runner import ChoiceRunner
-    from penstock.frontend.parsing.deltas import Delta
     from penstock.frontend.transport.exchange import Exchange
 
     Settle = Callable[[bytes], Awaitable[None]]
@@ -81,6 +81,8 @@ async def answer_stream(
         if choice.index not in opened:
             opened.add(choice.index)
             event = answer_format.opening(choice.index, choice.reported_prompt)
+            if delta.has_progress:  # the opening says it
+                delta = Delta()
         if choice.finish_reason is None:
             format_it = partial(answer_format.delta, choice.index, delta)
         elif delta:

@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.frontend.generation.failures import backend_unavailable, stream_failure, too_late
-from penstock.frontend.parsing.deltas import with_call_ids
-from penstock.frontend.telemetry.timings import Timings
+from penstock.frontend.parsing.deltas import Delta, with_call_ids
+from penstock.frontend.telemetry.timings import Timings, prompt_progress
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shutting_down
 from penstock.shm.client import BackendUnavailable, TokenBatch
 from penstock.shm.messages import FailureCode, Finish, Keep
@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 
     from penstock.frontend.formats.base import Usage
     from penstock.frontend.generation.choice import Choice
-    from penstock.frontend.parsing.deltas import Delta
     from penstock.frontend.telemetry.request_log import RequestLogEntry
     from penstock.frontend.transport.asgi import Headers
     from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.client import ServingClient, TokenStream
+    from penstock.shm.client import Progress, ServingClient, TokenStream
 
     Emit = Callable[[Choice, Delta], Awaitable[None]]
 
@@ -53,6 +52,8 @@ class ChoiceRunner:
         self._log_entry = log_entry
         self._by_token = by_token
         self._call_ids = call_ids
+        self._progress: Progress | None = None
+        """The latest, until the first token."""
         self._submitted_s = log_entry.submitted_s = time.monotonic()
 
     def cancel(self) -> None:
@@ -122,6 +123,10 @@ class ChoiceRunner:
             raise _broken_off() from None
 
     async def _pass_on(self, choice: Choice, batch: TokenBatch, emit: Emit) -> None:
+        if batch.progress is not None and batch.finish is Finish.NONE:
+            self._progress = batch.progress
+            await emit(choice, Delta(has_progress=True))
+            return
         if batch.token_ids and self._log_entry.first_token_s is None:
             self._log_entry.first_token_s = time.monotonic()
         if self._log_entry.report_spans is not None:
@@ -134,6 +139,9 @@ class ChoiceRunner:
         if self._call_ids is not None:
             delta = with_call_ids(delta, f"{self._call_ids} {choice.index}")
         has_failed = batch.finish in (Finish.REJECTED, Finish.FAILED, Finish.EXPIRED)
+        if batch.token_ids and self._progress is not None:
+            self._progress = None
+            await emit(choice, Delta(has_progress=True))
         if batch.token_ids or not has_failed:
             await emit(choice, delta)
         if has_failed and choice.finish_reason is None:
@@ -173,6 +181,13 @@ class ChoiceRunner:
             completion_tokens=usage.completion_tokens,
             num_preemptions=sum(choice.stream.num_preemptions for choice in self.choices),
         )
+
+    def prompt_progress(self) -> dict[str, Any]:
+        """Return llama.cpp's progress of the prompt. The last one, with the first token, is that of all of it."""
+        if self._progress is None:
+            return self.timings().prompt_progress()
+        known = self._progress
+        return prompt_progress(self._usage.prompt_tokens, known.cached_tokens, known.computed_tokens, known.spent_s)
 
     def headers(self, *, is_whole: bool = False) -> Headers:
         """Return the response headers with what is known so far: nothing before the first token."""

@@ -70,9 +70,13 @@ class Delta:
     logprobs: tuple[ScoredToken, ...] = ()
     parts: tuple[Delta, ...] = ()
     """The same content in order, if it mixes text, reasoning and tool calls."""
+    has_progress: bool = False
+    """There is news of how much of the prompt is computed, and nothing else."""
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.reasoning or self.tool_calls or self.token_ids or self.logprobs)
+        return bool(
+            self.text or self.reasoning or self.tool_calls or self.token_ids or self.logprobs or self.has_progress
+        )
 
 
 def with_call_ids(delta: Delta, name: str) -> Delta:

@@ -47,8 +47,7 @@ class Timings:
 
     def prompt_progress(self) -> dict[str, Any]:
         """Return llama.cpp's progress of a prompt that has been computed."""
-        total = self.prompt_tokens
-        return {"total": total, "cache": self.cached_tokens, "processed": total, "time_ms": _ms(self.prefill_s)}
+        return prompt_progress(self.prompt_tokens, self.cached_tokens, self.prompt_tokens, self.prefill_s)
 
     def as_dict(self) -> dict[str, Any]:
         """Return llama.cpp's timings, followed by ours."""
@@ -85,6 +84,11 @@ class Timings:
             entries += [] if rate is None else [f'tps;desc="{rate}"']
             entries.append(f'preemptions;desc="{self.num_preemptions}"')
         return ", ".join(entries).encode()
+
+
+def prompt_progress(num_tokens: int, num_cached: int, num_computed: int, spent_s: float) -> dict[str, Any]:
+    """Return llama.cpp's object. num_computed includes the cached tokens; spent_s is since the first step."""
+    return {"total": num_tokens, "cache": num_cached, "processed": num_computed, "time_ms": _ms(spent_s)}
 
 
 def _ms(duration_s: float) -> float:

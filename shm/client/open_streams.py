@@ -130,6 +130,9 @@ class OpenStreams:
                 stream.quote = quote
         if (record := outputs.record) is not None and (stream := streams.get(record.request_id)) is not None:
             stream.record = record.data
+        for progress in outputs.progress:
+            if isinstance(stream := streams.get(progress.request_id), TokenStream):
+                stream.note_progress(progress)
         for prompt_logprobs in outputs.prompt_logprobs:
             stream = streams.get(prompt_logprobs.request_id)
             if isinstance(stream, TokenStream):

@@ -77,6 +77,8 @@ class GenerationRequest:
     quote: QuoteTerms | None = None
     """Predict the request's end, to refuse it (REJECTED, TOO_LATE) or as the only answer (QUOTED). The prediction is in
     the stream's `quote`."""
+    reports_progress: bool = False
+    """Batches without tokens say how much of the prompt is computed, until the first token comes."""
     cancels: RequestName | None = None
     linger: Linger | None = None
     asks: StreamQuestion | None = None
@@ -124,6 +126,7 @@ class GenerationRequest:
                 num_prompt_logprobs=self.num_prompt_logprobs,
                 batch_delivery=self.batch_delivery,
                 quote=self.quote,
+                reports_progress=self.reports_progress,
                 cancels=self.cancels,
                 linger=self.linger,
                 asks=self.asks,

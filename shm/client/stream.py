@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from penstock.shm.client.reader_turns import ReaderTurns
-    from penstock.shm.messages import Submit
+    from penstock.shm.messages import Progress, Submit
 
 
 class LogprobEntry(msgspec.Struct, frozen=True, gc=False):
@@ -30,7 +30,8 @@ class LogprobEntry(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class TokenBatch:
-    """Tokens that arrived since the last batch: at least one, or none if the stream ended without a further token.
+    """Tokens that arrived since the last batch: at least one, or none if the stream ended without a further token, or
+    if the batch only has progress.
 
     finish is NONE while the stream goes on. With finish STOP the last token id is the stop token; it is not part of
     the text.
@@ -45,6 +46,8 @@ class TokenBatch:
     """With the failure OVERLOADED; 0 if the backend gives no time, see `BackendClient.retry_after_s`."""
     logprobs: list[LogprobEntry] | None = None
     """One entry per token id; None unless the request asks for log probabilities."""
+    progress: Progress | None = None
+    """The latest, before the first token of a request with reports_progress."""
 
 
 _MAX_BATCH_TOKENS = 64
@@ -55,7 +58,7 @@ _MAX_BATCH_LOGPROBS = 8
 class TokenStream(OpenStream):
     """The tokens of one request. `async for batch in stream` ends after the batch whose finish is not NONE."""
 
-    __slots__ = ("_delivered", "_ended", "last_token_ns", "pending_logprobs", "prompt_logprobs")
+    __slots__ = ("_delivered", "_ended", "last_token_ns", "pending_logprobs", "progress", "prompt_logprobs")
 
     def __init__(
         self,
@@ -74,6 +77,8 @@ class TokenStream(OpenStream):
         """CLOCK_MONOTONIC of the last token; 0 before the first."""
         self.pending_logprobs: list[LogprobEntry] | None = [] if submit.sampling.num_logprobs >= 0 else None
         """Entries of the tokens that the reader has not taken yet."""
+        self.progress: Progress | None = None
+        """What the reader has not taken yet."""
         self._delivered = len(tokens)
         self._ended = False
 
@@ -92,6 +97,7 @@ class TokenStream(OpenStream):
         if self.pending_logprobs is not None:
             batch.logprobs = self.pending_logprobs[:most]
             del self.pending_logprobs[:most]
+        batch.progress, self.progress = (None if batch.token_ids else self.progress), None
         if self.finish is not Finish.NONE and self._delivered == len(self.tokens):
             self._ended = True
             batch.finish, batch.failure, batch.failure_limit = self.finish, self._failure, self._failure_limit
@@ -100,7 +106,14 @@ class TokenStream(OpenStream):
 
     @property
     def _has_news(self) -> bool:
-        return self._delivered < len(self.tokens) or self.finish is not Finish.NONE
+        return self._delivered < len(self.tokens) or self.finish is not Finish.NONE or self.progress is not None
+
+    def note_progress(self, progress: Progress) -> None:
+        """Called by the client."""
+        if not self.has_tokens:
+            self.progress = progress
+            if self.is_waiting:
+                self.wake_reader()
 
     @property
     def num_generated(self) -> int:

@@ -28,6 +28,7 @@ from penstock.shm.messages import (
     Failure,
     FailureCode,
     Finish,
+    Progress,
     Quote,
     Started,
     StreamRecord,
@@ -292,6 +293,7 @@ class BackendLink:
         started: Started | None = None,
         failure: Failure | None = None,
         logprobs: EventLogprobs | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Add an event to what the next `flush` sends. Does nothing for a request that is not open.
 
@@ -303,7 +305,7 @@ class BackendLink:
             if finish:
                 self._close_request(target, request_id)
             self._pending[frontend] = target
-            target.add(request_id, token_id, finish, started, failure, logprobs)
+            target.add(request_id, token_id, finish, started, failure, logprobs, progress)
 
     def push_answer(self, frontend: int, answer: Quote | StreamRecord) -> None:
         """Add a quote or a record. The end of its request, if that is open, comes next."""
@@ -328,8 +330,7 @@ class BackendLink:
 
     def push_tokens(self, frontend: int, request_ids: list[int], token_ids: list[int]) -> None:
         """`push` one token for each of several requests of a frontend; no token starts or ends its request."""
-        target = self._frontends.get(frontend)
-        if target is None:
+        if (target := self._frontends.get(frontend)) is None:
             return
         if not target.open_requests.issuperset(request_ids):
             for request_id, token_id in zip(request_ids, token_ids, strict=True):
@@ -345,8 +346,7 @@ class BackendLink:
 
     def announce_room(self, frontend: int) -> None:
         """Tell a frontend, if it is still connected, that the wait queue has places again."""
-        target = self._frontends.get(frontend)
-        if target is not None:
+        if (target := self._frontends.get(frontend)) is not None:
             self._pending[frontend] = target
             target.add_room()
 

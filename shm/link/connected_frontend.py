@@ -24,6 +24,7 @@ from penstock.shm.messages import (
     EventLogprobs,
     Failure,
     Finish,
+    Progress,
     PromptLogprobs,
     Quote,
     Started,
@@ -93,6 +94,7 @@ class ConnectedFrontend:
         self._quotes: list[Quote] = []
         self._records: deque[tuple[int, StreamRecord]] = deque()
         """(number of the event that ends the record's request, record)."""
+        self._progress: list[Progress] = []
         self._preempted: list[int] = []
         self._logprobs: deque[tuple[int, EventLogprobs]] = deque()
         """(number of the event since the connection began, entry)."""
@@ -219,6 +221,7 @@ class ConnectedFrontend:
         started: Started | None,
         failure: Failure | None,
         logprobs: EventLogprobs | None,
+        progress: Progress | None = None,
     ) -> None:
         if finish or started or failure or token_id < 0 or request_id not in self._batched:
             self._is_urgent = True
@@ -233,6 +236,8 @@ class ConnectedFrontend:
             self._started.append(started)
         if failure is not None:
             self._failures.append(failure)
+        if progress is not None:
+            self._progress.append(progress)
 
     def add_answer(self, answer: Quote | StreamRecord) -> None:
         """The event that ends its request is the next to be added."""
@@ -271,7 +276,7 @@ class ConnectedFrontend:
     def next_outputs(self) -> StepOutputs:
         """The first unsent events, as many as fit one message; they stay until `sent`.
 
-        If more are left, a Started, a Failure or a Quote may travel before its event, but never after it.
+        If more are left, a Started, a Failure, a Quote or a Progress may travel before its event, but never after it.
         """
         count = self._num_next()
         return StepOutputs(
@@ -292,6 +297,7 @@ class ConnectedFrontend:
             vectors=tuple(part for _, part in islice(self._vectors, self._num_next_vectors())),
             quotes=tuple(self._quotes[:MAX_EVENTS_PER_MESSAGE]),
             record=self._records[0][1] if self._records else None,
+            progress=tuple(self._progress[:MAX_EVENTS_PER_MESSAGE]),
             has_room=self._has_room,
         )
 
@@ -337,7 +343,7 @@ class ConnectedFrontend:
         for column in (self._request_ids, self._token_ids, self._finishes):
             del column[:count]
         del self._prompt_logprobs[:MAX_LOGPROBS_PER_MESSAGE]
-        for notes in (self._started, self._failures, self._preempted, self._quotes):
+        for notes in (self._started, self._failures, self._preempted, self._quotes, self._progress):
             del notes[:MAX_EVENTS_PER_MESSAGE]
         if not self.num_unsent:
             self._is_urgent, self._held_since_s = False, None

@@ -91,6 +91,17 @@ class Started(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """It subscribes to a sequence that another request started."""
 
 
+class Progress(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Comes with an event that has no token: a step has computed a part of the request's prompt, and not the last."""
+
+    request_id: U63
+    cached_tokens: I31
+    computed_tokens: I31
+    """Of the prompt's tokens, the cached ones among them."""
+    spent_s: Annotated[float, Meta(ge=0.0)]
+    """Since its first step began."""
+
+
 class Quote(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A prediction, in seconds after the request's arrival at the backend. None is unknown: no steps, or no answers,
     have been seen yet."""
@@ -152,7 +163,7 @@ class StepOutputs(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fi
     """All that one step produced for this frontend, in columns of equal length.
 
     sequence counts the messages of this link from 0 without gaps. An event without a token (NO_TOKEN) ends its
-    request. With finish NONE it only reports that the prompt has been copied and its arena slot is free.
+    request. With finish NONE it only reports that the prompt has been copied and its arena slot is free, or a Progress.
     """
 
     sequence: U63
@@ -171,5 +182,6 @@ class StepOutputs(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fi
     quotes: Annotated[tuple[Quote, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
     record: StreamRecord | None = None
     """At most one, because it may be large."""
+    progress: Annotated[tuple[Progress, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
     has_room: bool = False
     """The wait queue has places again, after it has refused a pooled request of this frontend."""

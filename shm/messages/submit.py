@@ -155,6 +155,8 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
     """Compute this of the prompt, and generate nothing: max_tokens is 1, and what concerns generated tokens is left at
     its default."""
     quote: QuoteTerms | None = None
+    reports_progress: bool = False
+    """Answer with a Progress for each part of the prompt that is computed."""
     cancels: RequestName | None = None
     """It does not run: it cancels that request for the operator, and ends as STOP; or as REJECTED, NOT_OPEN. That one
     ends as FAILED, CANCELLED."""

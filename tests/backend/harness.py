@@ -29,6 +29,7 @@ from penstock.shm.messages import (
     Finish,
     Pooled,
     PooledKind,
+    Progress,
     Quote,
     Sampling,
     Started,
@@ -82,6 +83,7 @@ class Received:
     parts: list[VectorPart] = field(default_factory=list)
     quote: Quote | None = None
     record: bytes = b""
+    progress: list[Progress] = field(default_factory=list)
 
     @property
     def values(self) -> NDArray[np.float32]:
@@ -116,6 +118,7 @@ class ScriptedLink:
         started: Started | None = None,
         failure: Failure | None = None,
         logprobs: EventLogprobs | None = None,
+        progress: Progress | None = None,
     ) -> None:
         assert frontend not in self.dead
         received = self.received[frontend, request_id]
@@ -127,6 +130,10 @@ class ScriptedLink:
             received.finishes.append(finish)
         received.started = received.started or started
         received.failure = failure
+        if progress is not None:
+            assert token_id == NO_TOKEN
+            assert not received.token_ids, "progress after the first token"
+            received.progress.append(progress)
 
     def push_answer(self, frontend: int, answer: Quote | StreamRecord) -> None:
         received = self.received[frontend, answer.request_id]

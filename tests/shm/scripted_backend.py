@@ -26,7 +26,7 @@ from penstock.shm.buffers.buffer_export import BufferExporter
 from penstock.shm.link.backend_link import BackendLink
 from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
 from penstock.shm.memory.board import BackendBoard
-from penstock.shm.messages import NO_TOKEN, Failure, FailureCode, Finish, ModelCard, Started, VectorPart
+from penstock.shm.messages import NO_TOKEN, Failure, FailureCode, Finish, ModelCard, Progress, Started, VectorPart
 
 NextToken = Callable[["array[int]", int, int], int]
 """(tokens so far, number of prompt tokens, vocabulary size) → next token."""
@@ -169,6 +169,9 @@ class ScriptedEngine:
             return
         self.board.requests_accepted += 1
         self.running[submission.frontend, submission.request_id] = _Running(submission, tokens, time.monotonic())
+        if submission.submit.reports_progress:
+            progress = Progress(submission.request_id, 0, 1, 0.5)
+            self.link.push(submission.frontend, submission.request_id, NO_TOKEN, progress=progress)
 
     def _step(self) -> None:
         for key, running in list(self.running.items())[: self.script.max_running]:

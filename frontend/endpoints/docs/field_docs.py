@@ -95,7 +95,7 @@ FIELD_DOCS = {
     "repetition_penalty": "Above 1, makes tokens of prompt and answer less likely.",
     "response_format": "Text, any JSON object, or JSON that follows a schema.",
     "return_documents": "Whether the answer contains the documents.",
-    "return_progress": "A stream's first chunk says how much of the prompt was computed (llama.cpp's).",
+    "return_progress": "A stream's chunks say how much of the prompt is computed (llama.cpp's).",
     "return_text": "Whether the answer contains the texts.",
     "return_timings": "Report timings in the body.",
     "return_token_ids": "Return the token ids of prompt and answer.",

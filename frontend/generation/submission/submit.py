@@ -20,6 +20,7 @@ from penstock.frontend.generation.submission.sampling import (
     read_logit_bias,
     read_sampling,
 )
+from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.schemas.completion import CompletionBody
 from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded, QuoteTerms
 
@@ -46,6 +47,12 @@ class PreparedRequest:
     body: AnsweredBody
     prompts: list[list[int]]
     rules: AnswerRules
+
+    @property
+    def reports_progress(self) -> bool:
+        """A stream tells how much of the prompt is computed."""
+        body = self.body
+        return isinstance(body, ChatBody) and body.return_progress is True and body.stream is True
 
 
 async def generation_requests(
@@ -110,7 +117,10 @@ async def submit(
                 sampling = for_candidate(of_prompt.sampling, candidate)
                 quote = None if choices else terms  # the first choice stands for all
                 terms_to_linger = terms_of_choice(linger, len(choices))
-                stream = backend.submit(replace(of_prompt, sampling=sampling, quote=quote, linger=terms_to_linger))
+                # Of a stream that is taken up again, nothing is left of the prompt: its events would differ.
+                reports = request.reports_progress and linger is None and not choices
+                own = replace(of_prompt, sampling=sampling, quote=quote, linger=terms_to_linger)
+                stream = backend.submit(replace(own, reports_progress=reports))
                 choices.append(Choice(len(choices), prompt, stream, served.tokenizer, options))
             await asyncio.sleep(0)  # many prompts must not hold the event loop
     except BaseException as error:

@@ -9,8 +9,8 @@ import pytest
 
 from penstock.frontend.telemetry.timings import Timings
 from penstock.shm.client import GenerationRequest, TokenBatch
-from penstock.shm.messages import Finish
-from tests.frontend.harness import ClientConnection, FakeBackend, token_ids
+from penstock.shm.messages import FailureCode, Finish, Progress
+from tests.frontend.harness import ClientConnection, FakeBackend, says, token_ids
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PROMPTS = {CHAT: {"messages": [{"role": "user", "content": "x"}]}, COMPLETIONS: {"prompt": "the cat"}}
@@ -146,3 +146,38 @@ async def test_first_chunk_reports_the_progress_of_the_prompt(connection: Client
     assert progress["total"] == progress["processed"] >= progress["cache"]
     assert progress["time_ms"] >= 0
     assert not any("prompt_progress" in event for event in others)
+
+
+async def test_chunks_report_the_progress_of_a_long_prompt(connection: ClientConnection, backend: FakeBackend) -> None:
+    steps = [Progress(0, 3, 4, 0.5), Progress(0, 3, 8, 0.75)]
+
+    def script(request: GenerationRequest) -> list[TokenBatch]:
+        assert request.reports_progress == (len(backend.streams) == 0)  # the first choice stands for all
+        return [*(TokenBatch([], progress=step) for step in steps), *says("Hello")(request)]
+
+    backend.script = script
+    body = {**PROMPTS[CHAT], "stream": True, "return_progress": True}
+    events = (await connection.post(CHAT, body)).events()[:-1]
+    found = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+    total = found[0]["total"]
+    assert [(each["cache"], each["processed"], each["time_ms"]) for each in found[:2]] == [(3, 4, 500.0), (3, 8, 750.0)]
+    assert [(each["total"], each["processed"]) for each in found[2:]] == [(total, total)]
+    assert [event["choices"][0]["delta"] for event in events[:3]] == [{"role": "assistant", "content": ""}, {}, {}]
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == "Hello"
+
+
+async def test_failure_after_progress_is_the_last_event(connection: ClientConnection, backend: FakeBackend) -> None:
+    failed = TokenBatch([], Finish.FAILED, FailureCode.INTERNAL)
+    backend.script = lambda _: [TokenBatch([], progress=Progress(0, 0, 4, 0.5)), failed]
+    response = await connection.post(CHAT, {**PROMPTS[CHAT], "stream": True, "return_progress": True})
+    first, last = response.events()[:2]
+    assert (response.status, first["prompt_progress"]["processed"]) == (200, 4)
+    assert "error" in last
+
+
+@pytest.mark.parametrize("fields", [{"return_progress": True}, {"stream": True}, {}])
+async def test_progress_is_asked_for_only_by_a_stream_with_the_field(
+    connection: ClientConnection, backend: FakeBackend, fields: dict[str, bool]
+) -> None:
+    await connection.post(CHAT, {**PROMPTS[CHAT], **fields})
+    assert not backend.last.reports_progress

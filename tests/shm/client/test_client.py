@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,21 @@ async def test_first_batch_brings_cached_tokens_and_queue_time(socket_path: Path
             assert stream.cached_tokens == 0
             assert stream.queue_s > 0
             stream.cancel()
+
+
+async def test_progress_of_the_prompt_comes_before_the_tokens_and_only_if_asked_for(socket_path: Path) -> None:
+    with ScriptedBackend(socket_path) as backend:
+        async with connected(socket_path) as client:
+            backend.engine.paused = True
+            stream = client.submit(replace(request([1, 2], 3), reports_progress=True))
+            batch = await anext(stream)
+            assert (batch.token_ids, batch.finish) == ([], Finish.NONE)
+            assert batch.progress is not None
+            assert (batch.progress.computed_tokens, batch.progress.spent_s) == (1, 0.5)
+            plain = client.submit(request([1, 2], 3))
+            backend.engine.paused = False
+            assert await tokens_of(stream) == await tokens_of(plain) == expected_tokens([1, 2], 3)
+            assert plain.progress is stream.progress is None
 
 
 async def test_stream_learns_that_it_is_coalesced(socket_path: Path) -> None:
