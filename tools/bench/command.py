@@ -35,6 +35,7 @@ _OVER_HTTP = {
 }
 _OF_REPLICAS = {
     "failover": "One of two replicas killed under load: gaps and texts.",
+    "fleet": "Routing among 10 to 1,000 simulated backends: cache hits, waiting times, deaths.",
 }
 _OF_ENCODERS = {
     "embeddings": "Texts to vectors, beside other servers and libraries.",
@@ -62,7 +63,7 @@ app.error_formatter = _fail_in_one_line
 
 for _package, _group, _measurements in (
     ("serving", Group("Measurements of a server, over HTTP", sort_key=0), _OVER_HTTP),
-    ("replicas", Group("Measurements of several backends, over HTTP", sort_key=1), _OF_REPLICAS),
+    ("replicas", Group("Measurements of several backends", sort_key=1), _OF_REPLICAS),
     ("encoders", Group("Measurements of embedding models, over HTTP", sort_key=2), _OF_ENCODERS),
     ("components", Group("Measurements of one part, without a server", sort_key=3), _WITHOUT_SERVER),
 ):

@@ -22,8 +22,10 @@ VOCAB_SIZE = 32_000
 class SimulatedDevice:
     """Replaces Executor. Steps begin and end by the simulated clock; each binds its rows when it begins."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, token_s: float = 0.0) -> None:
+        """A step lasts STEP_S, and token_s longer for each of its tokens."""
         self._capacity = capacity
+        self._token_s = token_s
         self._plans: deque[Plan] = deque()
         self._unready: list[Plan] = []
         """Plans launched in the current turn."""
@@ -31,12 +33,15 @@ class SimulatedDevice:
         self._results: list[StepResult] = []
         self._num_in_flight = 0
         self._token_ids = itertools.cycle(range(1, VOCAB_SIZE))
+        self._step_s = STEP_S
+        """Duration of the running step."""
         self._ends_s = 0.0
         """End of the running step, or of the last one if the device is idle."""
         self.now_s = 0.0
         """Start of the current turn."""
         self.idle_s = 0.0
         """Idle time between the first step and the last."""
+        self.busy_s = 0.0
         self.num_steps = 0
         self.saved_tokens = 0
 
@@ -50,7 +55,7 @@ class SimulatedDevice:
 
     def running_s(self) -> float:
         """Time that the running step has run at `now_s`."""
-        return 0.0 if self._running is None else STEP_S - (self._ends_s - self.now_s)
+        return 0.0 if self._running is None else self._step_s - (self._ends_s - self.now_s)
 
     def clear_wake(self) -> None:
         pass
@@ -76,7 +81,7 @@ class SimulatedDevice:
         while self._running is not None and self._ends_s <= until_s:
             plan, self._running = self._running, None
             self.num_steps += 1
-            self._results.append(StepResult(plan, [next(self._token_ids) for _ in plan.logit_rows], STEP_S))
+            self._results.append(StepResult(plan, [next(self._token_ids) for _ in plan.logit_rows], self._step_s))
             self._begin(self._ends_s)
 
     def take_plans(self, now_s: float) -> None:
@@ -94,7 +99,9 @@ class SimulatedDevice:
                 self._results.append(StepResult(plan, [], 0.0))
                 continue
             self.idle_s += now_s - self._ends_s if self.num_steps else 0.0
-            self._running, self._ends_s = plan, now_s + STEP_S
+            self._step_s = STEP_S + self._token_s * sum(plan.lengths)
+            self.busy_s += self._step_s
+            self._running, self._ends_s = plan, now_s + self._step_s
 
 
 class RecordingLink(UnsentLink):
