@@ -62,7 +62,11 @@ class _Ring:
     """Consistent hashing with bounded loads (arXiv 1608.01350): a key goes to the next member that has room."""
 
     def __init__(self, num_members: int) -> None:
-        points = [(_hash(b"%d/%d" % (member, point)), member) for member in range(num_members) for point in range(_RING_POINTS)]
+        points = [
+            (_hash(b"%d/%d" % (member, point)), member)
+            for member in range(num_members)
+            for point in range(_RING_POINTS)
+        ]
         points.sort()
         self._hashes = [point for point, _ in points]
         self._members = [member for _, member in points]

@@ -58,7 +58,9 @@ class Traffic:
     def draw(self, num_backends: int, seed: int) -> list[tuple[float, array[int]]]:
         """Time and prompt of each request, in order of time."""
         draw = random.Random(seed)  # noqa: S311 - a load, not a secret
-        num_groups, num_requests = (each * num_backends for each in (self.groups_per_backend, self.requests_per_backend))
+        num_groups, num_requests = (
+            each * num_backends for each in (self.groups_per_backend, self.requests_per_backend)
+        )
         weights = list(itertools.accumulate(1 / rank for rank in range(1, num_groups + 1)))
         prefixes = [_tokens(draw, self.prefix_tokens) for _ in range(num_groups)]
         now_s, drawn = 0.0, []
@@ -265,7 +267,8 @@ class Fleet:
             self._num_moved += len(moving)
             for request_id in moving:
                 self._submit(request_id)
-        self._at(self._now_s + _OUTAGE_S, lambda: [backend.restart() for backend in backends].clear())
+        for backend in backends:
+            self._at(self._now_s + _OUTAGE_S, backend.restart)
 
     def _result(self, name: str, prompts: Sequence[array[int]]) -> FleetResult:
         self.close()
