@@ -1,4 +1,6 @@
-"""Measurements of a server with several backends of the same model: one is killed under load.
+"""Measurements of several backends of the same model.
 
-It may import `harness`, `load_generator` and `options`.
+`failover` kills one of two real ones under load. `fleet` simulates up to a thousand (`fleet_simulation`) behind a
+router (`fleet_routing`), with the simulated device of `components`. It may import `components`, `harness`,
+`load_generator` and `options`.
 """
