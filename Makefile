@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
 AGENTS := $(CLIENTS)/agents
+LOAD := $(CLIENTS)/load
 NODE := $(CLIENTS)/javascript
 
 .PHONY: serve test test-clients check bench clean
@@ -27,9 +28,10 @@ bench: $(STAMP)
 # Heavy client libraries in a virtual environment of their own, against a server of the demo models.
 test-clients: export PENSTOCK_BIN := $(CURDIR)/$(BIN)
 test-clients: export PENSTOCK_NODE_CLIENTS := $(CURDIR)/$(NODE)
-test-clients: $(STAMP) $(CLIENTS)/.installed $(AGENTS)/.installed $(NODE)/.installed
-	$(CLIENTS)/bin/pytest -c tests/clients/pytest.ini tests/clients --ignore tests/clients/agents $(ARGS)
+test-clients: $(STAMP) $(CLIENTS)/.installed $(AGENTS)/.installed $(LOAD)/.installed $(NODE)/.installed
+	$(CLIENTS)/bin/pytest -c tests/clients/pytest.ini tests/clients --ignore tests/clients/agents --ignore tests/clients/load $(ARGS)
 	$(AGENTS)/bin/pytest -c tests/clients/pytest.ini tests/clients/agents $(ARGS)
+	$(LOAD)/bin/pytest -c tests/clients/pytest.ini tests/clients/load $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -46,11 +48,11 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
 	touch $(CLIENTS)/.installed
 
-# Agents, lm-eval and LiteLLM: their versions of shared dependencies exclude those of the other clients.
-$(AGENTS)/.installed: tests/clients/agents/requirements.txt | $(CLIENTS)/.installed
-	$(PYTHON) -m venv $(AGENTS)
-	$(AGENTS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/clients/agents/requirements.txt
-	touch $(AGENTS)/.installed
+# Agents, lm-eval and LiteLLM, and load generators: their versions of shared dependencies exclude those of the other clients.
+$(AGENTS)/.installed $(LOAD)/.installed: $(CLIENTS)/%/.installed: tests/clients/%/requirements.txt | $(CLIENTS)/.installed
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	touch $@
 
 # Without npm the tests of JavaScript clients are skipped.
 $(NODE)/.installed: $(wildcard tests/clients/javascript/*) | $(CLIENTS)/.installed
