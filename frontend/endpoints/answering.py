@@ -149,4 +149,5 @@ def _stream_usage_options(body: AnsweredBody) -> StreamUsageOptions:
     in_every_chunk = body.timings_per_token is True
     if options is None:
         return StreamUsageOptions(timings_in_every_chunk=in_every_chunk)
-    return StreamUsageOptions(options.include_usage is True, options.continuous_usage_stats is True, in_every_chunk)
+    at_the_end = options.include_usage is True
+    return StreamUsageOptions(at_the_end, at_the_end and options.continuous_usage_stats is True, in_every_chunk)

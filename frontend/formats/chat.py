@@ -35,7 +35,7 @@ class ChatFormat:
         """The start of a chunk with only text, by choice."""
 
     def opening(self, index: int, prompt_token_ids: Sequence[int] = ()) -> bytes:
-        chunk = self._chunk(index, b'{"role":"assistant","content":""}')
+        chunk = self._chunk(index, b'{"role":"assistant","content":""}', after=self._chunks.after_opening)
         more = b""
         if prompt_token_ids and index == 0:
             more += b',"prompt_token_ids":' + encode(prompt_token_ids)
@@ -102,7 +102,13 @@ class ChatFormat:
         return encode(whole)
 
     def _chunk(
-        self, index: int, delta: bytes, logprobs: bytes = b"null", more: bytes = b"", finish_reason: bytes = b"null"
+        self,
+        index: int,
+        delta: bytes,
+        logprobs: bytes = b"null",
+        more: bytes = b"",
+        finish_reason: bytes = b"null",
+        after: bytes | None = None,
     ) -> bytes:
         choice = b'{"index":%d,"delta":%b,"logprobs":%b%b,"finish_reason":%b}' % (
             index,
@@ -111,7 +117,7 @@ class ChatFormat:
             more,
             finish_reason,
         )
-        return self._chunks.before + choice + self._chunks.after
+        return self._chunks.before + choice + (self._chunks.after if after is None else after)
 
 
 def _stop_reason(stopped_by: str | int | None) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.frontend.formats.base import encode
@@ -23,12 +24,26 @@ class OpenAIChunks:
         self._streamed = streamed_usage
         # If the client asks for usage, every chunk has the field; it is null in all but the last.
         self._after = b'],"usage":null}\n\n' if streamed_usage.at_the_end else b"]}\n\n"
+        self._num_reported = self._num_reported_reasoning = 0
+        """Tokens that the latest chunk with usage counts."""
 
     @property
     def after(self) -> bytes:
         if not (self._streamed.in_every_chunk or self._streamed.timings_in_every_chunk):
             return self._after
+        usage = self._usage
+        self._num_reported, self._num_reported_reasoning = usage.completion_tokens, usage.reasoning_tokens
         return self._with_usage(self._streamed.in_every_chunk, self._streamed.timings_in_every_chunk)
+
+    @property
+    def after_opening(self) -> bytes:
+        """The end of the chunk that precedes a choice's first token: nothing new is counted, and nothing timed."""
+        if not self._streamed.in_every_chunk:
+            return self._after
+        reported = replace(
+            self._usage, completion_tokens=self._num_reported, reasoning_tokens=self._num_reported_reasoning
+        )
+        return b'],"usage":' + encode(reported.as_dict()) + b"}\n\n"
 
     def _with_usage(self, has_usage: bool, has_timings: bool) -> bytes:
         fields = b"]"

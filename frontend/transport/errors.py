@@ -35,6 +35,7 @@ class ErrorKind(enum.Enum):
     TEMPLATE_REFUSED = _Answer(400, "invalid_request_error", "chat_template_error")
     WRONG_MODEL = _Answer(400, "invalid_request_error", "model_not_capable")
     BAD_HTTP = _Answer(400, "invalid_request_error", "bad_http")
+    UNKNOWN_PREVIOUS = _Answer(400, "invalid_request_error", "previous_response_not_found")
     BAD_KEY = _Answer(401, "authentication_error", "invalid_api_key")
     NO_ADMIN = _Answer(403, "permission_error", "admin_key_required")
     FOREIGN_HOST = _Answer(403, "permission_error", "host_not_allowed")

@@ -16,7 +16,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": [1, 2, 3], "max_tokens": 1},
     "/v1/responses": {"input": "x", "max_output_tokens": 1},
     "/v1/responses/input_tokens": {"input": "x"},
-    "/v1/responses/compact": {"input": "x", "max_output_tokens": 1},
+    "/v1/responses/compact": {"model": "penstock-demo", "input": "x", "max_output_tokens": 1},
     "/v1/quote": {"messages": _MESSAGES, "max_tokens": 1},
     "/invocations": {"messages": _MESSAGES, "max_tokens": 1},
     "/v1/messages": {"messages": _MESSAGES, "max_tokens": 1},

@@ -278,3 +278,11 @@ def test_instructor_makes_a_model(client: openai.OpenAI, mode: str) -> None:
     )
     assert isinstance(book, Book)
     assert json.loads(book.model_dump_json())["year"] >= 1450
+
+
+def test_instructor_calls_a_tool_although_it_asks_for_a_text_format(client: openai.OpenAI) -> None:
+    instructor = importlib.import_module("instructor")
+    patched = instructor.from_openai(client, mode=instructor.Mode.RESPONSES_TOOLS)
+    options = {"temperature": 0.8, "max_output_tokens": 400, "extra_body": {"seed": 1}}
+    book = patched.responses.create(model=MODEL, input=MESSAGES, response_model=Book, max_retries=0, **options)
+    assert isinstance(book, Book)

@@ -205,6 +205,8 @@ class Responses:
         """POST /v1/responses/compact: let the model summarize a conversation. Nothing is stored. Raises ApiError,
         ClientGoneError."""
         body, served, num_sent_bytes = await context.receive_body(exchange, decode_responses)
+        if body.model is None:
+            raise ApiError(ErrorKind.MISSING_FIELD, "model: required", param="model")
         for field in ("background", "stream", "truncation"):
             if getattr(body, field) not in (None, False, "disabled"):
                 invalid(field, "not available for a compaction")

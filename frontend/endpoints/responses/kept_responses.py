@@ -46,7 +46,8 @@ def _read_output(body: bytes) -> dict[str | None, _Referable]:
 
 
 class KeptResponses:
-    """The responses of the store, by tenant and id. Methods raise ApiError: 404, and 503 if the store fails."""
+    """The responses of the store, by tenant and id. Methods raise ApiError: 404 (400 for a `previous_response_id`), and
+    503 if the store fails."""
 
     def __init__(self, store: ResponseStore) -> None:
         self.store = store
@@ -110,4 +111,6 @@ class KeptResponses:
                 "ends. Start the server with --state-dir, or send the whole conversation as input"
             )
         message = f"no response {shorten(response_id)} is kept here: {why}"
-        return ApiError(ErrorKind.UNKNOWN_RESPONSE, message, param=param)
+        # OpenAI's own: what a request continues is one of its parameters, not the resource that it asks for.
+        kind = ErrorKind.UNKNOWN_PREVIOUS if param == "previous_response_id" else ErrorKind.UNKNOWN_RESPONSE
+        return ApiError(kind, message, param=param)

@@ -13,13 +13,13 @@ from penstock.frontend.endpoints.responses.tools import called_tools
 from penstock.frontend.formats.responses import ResponsesFormat
 from penstock.frontend.parsing.blocks import BlockKind
 from penstock.frontend.schemas.chat import ChatMessage, FunctionCall, MessageToolCall
-from penstock.frontend.schemas.response_tools import NamedToolChoice
+from penstock.frontend.schemas.response_tools import NamedToolChoice, ResponseTool
 
 if TYPE_CHECKING:
     from msgspec import Struct
 
     from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
-    from penstock.frontend.schemas.response_tools import ResponseTool
+    from penstock.frontend.schemas.response_tools import CallableTool
     from penstock.frontend.schemas.responses import ResponseItem, ResponsesBody
     from penstock.shm.messages import ModelCard
 
@@ -136,8 +136,10 @@ def _penalty(requested: float | None, default: float) -> float:
     return default if requested is None else requested
 
 
-def _tool(tool: ResponseTool) -> dict[str, Any]:
+def _tool(tool: CallableTool) -> dict[str, Any]:
     """Return a tool as the API describes it. A function has all fields, even if the request has not."""
+    if isinstance(tool, ResponseTool) and tool.tools is not None:
+        return _without_null(tool) | {"tools": [_tool(each) for each in tool.tools]}
     if tool.type != "function":
         return _without_null(tool)
     fields: dict[str, Any] = msgspec.to_builtins(tool)

@@ -269,8 +269,6 @@ class _TurnSender:
 
 
 def error_event(body: bytes, status: int) -> bytes:
-    """Return an error object as OpenAI's event of a WebSocket. A continuation of what is unknown has OpenAI's code."""
+    """Return an error object as OpenAI's event of a WebSocket."""
     error = msgspec.json.decode(body)["error"]
-    if error["param"] == "previous_response_id" and error["code"] == ErrorKind.UNKNOWN_RESPONSE.value.code:
-        error["code"], status = "previous_response_not_found", 400
     return msgspec.json.encode({"type": "error", "status": status, "error": error})

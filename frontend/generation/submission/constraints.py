@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.frontend.generation.submission.limits import check_token_id
 from penstock.frontend.transport.errors import invalid
 from penstock.shm.messages import Constraints
 
@@ -23,8 +24,7 @@ async def read_constraints(body: GenerationBody, rules: AnswerRules, served: Ser
     Raises ApiError.
     """
     for token_id in body.allowed_token_ids or ():
-        if token_id >= served.card.vocab_size:
-            invalid("allowed_token_ids", f"token id {token_id} is outside the vocabulary of {served.card.vocab_size}")
+        check_token_id("allowed_token_ids", token_id, served.card)
     constraints = Constraints(
         grammar=rules.grammar,
         grammar_after=rules.grammar_after,

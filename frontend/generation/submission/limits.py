@@ -64,8 +64,16 @@ def check_logprobs(body: AnsweredBody, prompts: list[list[int]], max_tokens: lis
             invalid(field, f"choices × tokens × ({field} + 1) is {cells}; the limit is {limit}")
 
 
+def check_token_id(field: str, token_id: int, card: ModelCard) -> None:
+    """Raises ApiError for one outside the vocabulary."""
+    if token_id >= card.vocab_size:
+        invalid(field, f"token id {token_id} is outside the vocabulary of {card.vocab_size}")
+
+
 def read_stop_token_ids(body: AnsweredBody, card: ModelCard) -> tuple[int, ...]:
     """Return the model's end tokens, unless the request ignores them, and the request's own. Raises ApiError."""
+    for token_id in body.stop_token_ids or ():
+        check_token_id("stop_token_ids", token_id, card)
     model_end = () if body.ignore_eos else card.eos_token_ids
     token_ids = tuple(dict.fromkeys((*model_end, *(body.stop_token_ids or ()))))
     if len(token_ids) > MAX_STOP_TOKENS:

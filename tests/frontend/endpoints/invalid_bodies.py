@@ -88,6 +88,7 @@ WRONG_FIELDS: list[tuple[str, Any]] = [
     *(("typical_p", value) for value in (0, -0.1, 1.01, HUGE, "1", True)),
     *(("min_tokens", value) for value in (-1, 2**24 + 1, HUGE, 1.5, "1", True, 1000)),
     *(("allowed_token_ids", value) for value in ([], [VOCAB_SIZE], list(range(4097)), 5, "5", {})),
+    ("stop_token_ids", [VOCAB_SIZE]),
     *(("bad_words", value) for value in ("x", 5, ["x"] * 65, {}, [f"{n} words" for n in range(40)])),
     *(("priority", value) for value in (-1001, 1001, HUGE, 0.5, "0", True)),
     *(("timeout_ms", value) for value in (0, -1, 86_400_001, HUGE, 0.5, "1")),

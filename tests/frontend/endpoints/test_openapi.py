@@ -29,7 +29,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "x"},
     "/v1/messages": {**CHAT, "max_tokens": 5},
     "/v1/responses/input_tokens": {"input": "x"},
-    "/v1/responses/compact": {"input": "x"},
+    "/v1/responses/compact": {"model": "test/model", "input": "x"},
     "/v1/messages/count_tokens": CHAT,
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [1]},

@@ -21,3 +21,10 @@ async def test_each_token_is_one_event_and_the_last_one_has_the_finish_reason(
     pieces = [event["choices"][0] for event in events if event["choices"][0].get("delta", {}).get("role") is None]
     assert [piece["text"] if "text" in piece else piece["delta"]["content"] for piece in pieces] == ["x"] * 50
     assert [piece["finish_reason"] for piece in pieces] == [None] * 49 + ["length"]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_usage_is_in_every_chunk_only_if_usage_is_requested(connection: ClientConnection, path: str) -> None:
+    options = {"continuous_usage_stats": True}
+    answer = await connection.post(path, {**HI, "prompt": "x", "stream": True, "stream_options": options})
+    assert not any("usage" in event for event in answer.events()[:-1])

@@ -70,7 +70,12 @@ FULL_BODIES: dict[str, dict[str, Any]] = {
         "stop_sequences": ["x"],
         "metadata": {"user_id": "u"},
     },
-    "/v1/responses/compact": {"input": [{"role": "user", "content": "a"}], "instructions": "b", "temperature": 0},
+    "/v1/responses/compact": {
+        "model": "test/model",
+        "input": [{"role": "user", "content": "a"}],
+        "instructions": "b",
+        "temperature": 0,
+    },
     "/invocations": {"prompt": "a", "max_tokens": 2, "logit_bias": {"the": 1, "5": False}, "grammar": 'root ::= "a"'},
     "/v1/quote": {"prompt": ["a", "b"], "max_tokens": 2, "n": 2, "timeout_ms": 9, "stop": "x"},
     "/tokenize": {"messages": [{"role": "user", "content": [TEXT]}], "return_token_strs": True, "model": "test/model"},

@@ -110,9 +110,10 @@ async def test_stream_has_timings_in_its_last_chunk(connection: ClientConnection
     assert set(header) == {"prepare", "queue", "prefill", "ttft"}
 
 
-async def test_timings_per_token_are_in_every_chunk(connection: ClientConnection) -> None:
+async def test_timings_per_token_are_in_every_chunk_after_the_role(connection: ClientConnection) -> None:
     body = {**PROMPTS[CHAT], "stream": True, "timings_per_token": True}
-    *chunks, done = (await connection.post(CHAT, body)).events()
+    role, *chunks, done = (await connection.post(CHAT, body)).events()
+    assert "timings" not in role
     counts = [chunk["timings"]["predicted_n"] for chunk in chunks]
     assert counts == sorted(counts)
     assert (counts[0], counts[-1], done) == (1, 14, "[DONE]")

@@ -16,13 +16,15 @@ CONVERSATION = [
     {"role": "assistant", "content": "sat"},
     {"role": "user", "content": "the mat"},
 ]
+MODEL = "test/model"
+BODY: dict[str, Any] = {"model": MODEL, "input": CONVERSATION}
 
 
 async def test_users_messages_stay_and_the_rest_becomes_a_summary(
     connection: ClientConnection, backend: FakeBackend
 ) -> None:
     backend.script = says("It sat.")
-    compact = (await connection.post(f"{URL}/compact", {"input": CONVERSATION, "instructions": "be brief"})).json()
+    compact = (await connection.post(f"{URL}/compact", BODY | {"instructions": "be brief"})).json()
     openai.types.responses.response_usage.ResponseUsage.model_validate(compact["usage"])
     assert compact["object"] == "response.compaction"
     *kept, summary = compact["output"]
@@ -41,7 +43,7 @@ async def test_stored_conversation_is_compacted_and_the_compaction_is_not_stored
     connection: ClientConnection, backend: FakeBackend
 ) -> None:
     first = (await connection.post(URL, {"input": "the cat"})).json()
-    compact = (await connection.post(f"{URL}/compact", {"previous_response_id": first["id"]})).json()
+    compact = (await connection.post(f"{URL}/compact", {"model": MODEL, "previous_response_id": first["id"]})).json()
     assert [item["type"] for item in compact["output"]] == ["message", "compaction"]
     assert "Hello, world!" in prompt(backend)
     assert (await connection.request("GET", f"{URL}/{compact['id']}")).status == 404
@@ -50,9 +52,10 @@ async def test_stored_conversation_is_compacted_and_the_compaction_is_not_stored
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        (f"{URL}/compact", {"input": "x", "stream": True}, "stream"),
-        (f"{URL}/compact", {"input": "x", "background": True}, "background"),
+        (f"{URL}/compact", BODY | {"stream": True}, "stream"),
+        (f"{URL}/compact", BODY | {"background": True}, "background"),
         (f"{URL}/compact", {}, "input"),
+        (f"{URL}/compact", {"input": "x"}, "model"),
         (URL, {"input": [{"type": "compaction", "encrypted_content": "gAAA"}]}, "input[0].encrypted_content"),
         (URL, {"input": [{"type": "compaction"}]}, "input[0].encrypted_content"),
     ],

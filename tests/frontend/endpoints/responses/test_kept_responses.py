@@ -144,7 +144,7 @@ async def test_response_that_is_not_kept_is_404(connection: ClientConnection, pa
         assert (missing.status, missing.error["code"]) == (404, "response_not_found")
         assert reason in missing.error["message"]
     previous = await connection.post(PATH, {**HI, "previous_response_id": answer["id"]})
-    assert (previous.status, previous.error["param"]) == (404, "previous_response_id")
+    assert (previous.status, previous.error["param"]) == (400, "previous_response_id")
     assert (await connection.request("DELETE", f"{PATH}/{answer['id']}")).status == 404
 
 
@@ -156,7 +156,7 @@ async def test_another_keys_response_does_not_exist(connect: Callable[..., Clien
         refused = await connection.request(method, f"{PATH}/{answer['id']}{path}", headers=keys[1])
         assert refused.status == 404
     body = {**HI, "previous_response_id": answer["id"]}
-    assert (await connection.request("POST", PATH, body, keys[1])).status == 404
+    assert (await connection.request("POST", PATH, body, keys[1])).error["code"] == "previous_response_not_found"
     assert (await connection.request("POST", PATH, body, keys[0])).status == 200
     assert (await connection.request("GET", f"{PATH}/{answer['id']}", headers=keys[0])).status == 200
 

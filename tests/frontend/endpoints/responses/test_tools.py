@@ -184,7 +184,9 @@ async def test_forced_call_wins_over_a_text_format(connection: ClientConnection,
 
 async def test_response_has_the_fields_that_open_responses_requires(connection: ClientConnection) -> None:
     bare = {"type": "function", "name": "f"}
-    answer = (await connection.post(URL, {"input": "x", "tools": [bare], "presence_penalty": 0.5})).json()
+    several = {"type": "namespace", "name": "n", "tools": [bare]}
+    answer = (await connection.post(URL, {"input": "x", "tools": [bare, several], "presence_penalty": 0.5})).json()
     assert answer.keys() >= REQUIRED
     assert (answer["presence_penalty"], answer["frequency_penalty"]) == (0.5, 0.0)
-    assert answer["tools"] == [{**bare, "description": None, "parameters": None, "strict": None}]
+    whole = {**bare, "description": None, "parameters": None, "strict": None}
+    assert answer["tools"] == [whole, {**several, "tools": [whole]}]
