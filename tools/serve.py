@@ -255,7 +255,7 @@ def _prepare(
     starts = BackendChildren(
         _log,
         hang_timeout_s=options.hang_timeout_s,
-        num_replicas=options.replicas,
+        num_replicas=options.num_replicas,
         may_die_often=len(backends) > 1,
         crashes=None if options.state_dir == NO_STATE else Path(options.state_dir) / "crashes",
         weights=SharedWeights() if options.hold_weights else None,

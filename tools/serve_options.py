@@ -26,6 +26,7 @@ from penstock.tools.models.named import (
 )
 
 COMMAND = "penstock serve"
+MAX_REPLICAS = 64
 MAIN = "backend"
 """The name of the backend of --model, when there is one."""
 
@@ -36,7 +37,7 @@ def private_socket_path() -> Path:
 
 
 _GROUPS = {
-    "Used most": "model models",
+    "Used most": "model models gpu",
     "Further models": "embedding_model embedding_revision embedding_quantize embedding_gpu"
     " rerank_model rerank_revision rerank_quantize rerank_gpu rerank_cache models_dir models_memory sleep_after_s",
     "Failures and restarts": "hang_timeout_s hold_weights",
@@ -63,10 +64,14 @@ class ServeOptions(FrontendOptions, BackendOptions):
     """Unix socket between backend and frontend. Default: one that belongs to this server alone. Those of further
     backends are beside it."""
 
-    replicas: Annotated[int, Parameter(validator=Number(gte=1, lte=64))] = 1
+    gpu: str = "auto"
+    """Index or UUID (GPU-…, or its beginning) of a GPU, "none" for the CPU, or "auto": the first supported GPU, else
+    the CPU. Several, such as 0,1: replicas of --model take them in turn."""
+
+    replicas: Annotated[int | None, Parameter(validator=Number(gte=1, lte=MAX_REPLICAS), show_default=False)] = None
     """Backends with the model of --model. Requests are spread over them; those of one that dies, drains or hangs
     continue on the others at once. Each takes memory for weights and KV cache; on the CPU they share the cores, unless
-    OMP_NUM_THREADS is set."""
+    OMP_NUM_THREADS is set. Default: one for each device of --gpu."""
 
     embedding_model: str | None = None
     """A further model, in a backend of its own, for embeddings. All other options of the backend hold for it too,
@@ -119,6 +124,15 @@ class ServeOptions(FrontendOptions, BackendOptions):
     loads nothing, and replicas share them. All parts are compared with checksums again and again."""
 
     @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices that --gpu names."""
+        return tuple(self.gpu.split(","))
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.devices) if self.replicas is None else self.replicas
+
+    @property
     def has_names(self) -> bool:
         """Whether the models have names of their own, each with a backend."""
         return bool(self.models or self.models_dir)
@@ -150,7 +164,8 @@ def one_or_several(options: ServeOptions) -> ServeOptions:
 
 def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
     """Return the options of each backend by its name. Exits with one line if two models have the same name."""
-    main = select_options(options, BackendOptions)
+    _check_devices(options)
+    main = dataclasses.replace(select_options(options, BackendOptions), gpu=options.devices[0])
     if options.has_names:
         return _named_options(options, main)
     for option, value in (("--sleep-after-s", options.sleep_after_s), ("--models-memory", options.models_memory)):
@@ -191,7 +206,7 @@ def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
 
 def _named_options(options: ServeOptions, main: BackendOptions) -> dict[str, BackendOptions]:
     single = ("replica_socket", "embedding_model", "embedding_socket", "rerank_model", "rerank_socket", "chat_template")
-    given = [name for name in single if getattr(options, name)] + (["replicas"] if options.replicas > 1 else [])
+    given = [name for name in single if getattr(options, name)] + (["replicas"] if options.num_replicas > 1 else [])
     try:
         if given:
             raise BadModels(f"--{given[0].replace('_', '-')} and several models exclude each other")
@@ -207,8 +222,28 @@ def _named_options(options: ServeOptions, main: BackendOptions) -> dict[str, Bac
 def replica_options(options: ServeOptions) -> dict[str, BackendOptions]:
     """Return the options of the second and further backends of --model, by their names."""
     main = select_options(options, BackendOptions)
-    path = options.socket
+    path, devices = options.socket, options.devices
     return {
-        f"{MAIN} {number}": dataclasses.replace(main, socket=path.with_name(f"{path.stem}-{number}{path.suffix}"))
-        for number in range(2, options.replicas + 1)
+        f"{MAIN} {number}": dataclasses.replace(
+            main,
+            socket=path.with_name(f"{path.stem}-{number}{path.suffix}"),
+            gpu=devices[(number - 1) % len(devices)],
+        )
+        for number in range(2, options.num_replicas + 1)
     }
+
+
+def _check_devices(options: ServeOptions) -> None:
+    """Exits with one line for devices that no replica would use, and for one that is named twice."""
+    devices, num_replicas = options.devices, options.num_replicas
+    for device in devices:
+        if devices.count(device) > 1 or not device:
+            fail(COMMAND, f"--gpu is {options.gpu}: the devices of several replicas are different ones, such as 0,1")
+        if len(devices) > 1 and device in ("auto", "none"):
+            fail(COMMAND, f"--gpu is {options.gpu}: {device} cannot be one of several; name GPUs, such as 0,1")
+    if len(devices) > 1 and options.has_names:
+        fail(COMMAND, f"--gpu is {options.gpu}, but only replicas of one model without a name take several devices")
+    if len(devices) > MAX_REPLICAS:
+        fail(COMMAND, f"--gpu names {len(devices)} devices; the limit is {MAX_REPLICAS} replicas")
+    if num_replicas < len(devices):
+        fail(COMMAND, f"--gpu names {len(devices)} devices, but --replicas is {num_replicas}; each device needs one")

@@ -14,6 +14,7 @@ import ssl
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -25,7 +26,13 @@ from penstock.shm.recording.rings import open_ring
 from penstock.tools.bench.harness.processes import descendants
 from penstock.tools.recorder.history import read_history
 from penstock.tools.recorder.record import record
-from penstock.tools.serve_options import ServeOptions, backend_options, private_socket_path, select_options
+from penstock.tools.serve_options import (
+    ServeOptions,
+    backend_options,
+    private_socket_path,
+    replica_options,
+    select_options,
+)
 from tests.frontend.transport.test_listening import make_certificate
 from tests.tools.serve_process import Start
 
@@ -243,6 +250,37 @@ def test_a_further_model_may_have_another_device_and_cache(capsys: pytest.Captur
     with pytest.raises(SystemExit):
         backend_options(ServeOptions(rerank_gpu="1"))
     assert "--rerank-gpu is 1, but there is no --rerank-model" in capsys.readouterr().err
+
+
+def test_replicas_take_the_devices_in_turn() -> None:
+    def devices(**options: Any) -> list[str]:
+        given = ServeOptions(model="llm", **options)
+        return [each.gpu for each in (backend_options(given) | replica_options(given)).values()]
+
+    assert devices() == ["auto"]
+    assert devices(gpu="0,GPU-12") == ["0", "GPU-12"]
+    assert devices(gpu="0,1", replicas=3) == ["0", "1", "0"]
+    assert devices(gpu="none", replicas=2) == ["none", "none"]
+    assert devices(gpu="1,0", embedding_model="e") == ["1", "1", "0"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpu": "0,1", "replicas": 1}, "--gpu names 2 devices, but --replicas is 1"),
+        ({"gpu": "0,0"}, "--gpu is 0,0: the devices of several replicas are different ones"),
+        ({"gpu": "0,"}, "--gpu is 0,: the devices of several replicas are different ones"),
+        ({"gpu": "0,auto"}, "--gpu is 0,auto: auto cannot be one of several"),
+        ({"gpu": ",".join(map(str, range(65)))}, "--gpu names 65 devices; the limit is 64 replicas"),
+        ({"gpu": "0,1", "model": None, "models": ("a=x", "b=y")}, "--gpu is 0,1, but only replicas of one model"),
+    ],
+)
+def test_devices_that_replicas_cannot_have_are_refused(
+    options: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        backend_options(ServeOptions(**{"model": "llm"} | options))
+    assert message in capsys.readouterr().err
 
 
 def test_default_socket_belongs_to_this_process() -> None:

@@ -92,10 +92,10 @@ def failover(
     server: BenchServerOptions = BenchServerOptions(replicas=2),
     report: ReportOptions = ReportOptions(),
 ) -> int:
-    server = dataclasses.replace(server, replicas=max(2, server.replicas) if options.by == "kill" else 1)
+    server = dataclasses.replace(server, replicas=max(2, server.num_replicas) if options.by == "kill" else 1)
     with measurement_run(report.json) as run:
         with run.server(server) as own, run.status(f"{options.streams} streams, twice"):
-            found = uvloop.run(_measure(own, server.replicas, options, seed.seed))
+            found = uvloop.run(_measure(own, server.num_replicas, options, seed.seed))
         run.add("failover", found, failover_table(found, options.by))
         if found.equal_answers < found.streams or not found.moved:
             run.exit_status = 1
