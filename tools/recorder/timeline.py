@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
     TraceEvent: TypeAlias = dict[str, Any]
 
-_LOOP, _EXECUTOR, _DEVICE = 1, 2, 3
+_LOOP, _DEVICE = 1, 2
+_PLAN_WAITS = "executor: plans that wait"
+"""Perfetto draws the asynchronous slices of a process that have one name together, if their ids are local to it (`id2`)."""
 _PROCESSES_PER_LIFE = 3
 
 
@@ -76,7 +78,7 @@ class _LifeTrace:
             (self._frontends, f"frontends of {backend}"),
         ):
             yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
-        for track, name in ((_LOOP, "loop"), (_EXECUTOR, "executor: plans that wait"), (_DEVICE, "device")):
+        for track, name in ((_LOOP, "loop"), (_DEVICE, "device")):
             yield self._track_name(self._backend, track, name)
         frontends = {event.frontend for _, event in self._life.events if isinstance(event, Arrived)}
         for frontend in sorted(frontends):
@@ -118,9 +120,15 @@ class _LifeTrace:
         }
         name = "failed step" if step.is_failed else "prefill step" if plan.num_chunks else "decode step"
         yield self._slice(self._backend, _DEVICE, name, began_s, step.ended_s, args)
-        queued = {"cat": "plan", "id": plan.step, "name": f"plan {plan.step}", "pid": self._backend, "tid": _EXECUTOR}
-        yield {"ph": "b", "ts": self._us(step.planned_s), **queued}
-        yield {"ph": "e", "ts": self._us(max(began_s, step.planned_s)), **queued}
+        waits = {
+            "cat": "plan",
+            "id2": {"local": str(plan.step)},
+            "name": _PLAN_WAITS,
+            "pid": self._backend,
+            "tid": _DEVICE,
+        }
+        yield {"ph": "b", "ts": self._us(step.planned_s), **waits, "args": {"step": plan.step}}
+        yield {"ph": "e", "ts": self._us(max(began_s, step.planned_s)), **waits}
 
     def _turns(self, steps: list[Step]) -> Iterator[TraceEvent]:
         """Turns that planned steps. A turn's end is in the next plan's record."""
@@ -151,12 +159,17 @@ class _LifeTrace:
             end_s, end = left_s.get(request, (died_s.get(event.frontend, 0.0), "open"))
             common = {
                 "cat": "request",
-                "id": f"{event.frontend}/{event.request_id}",
-                "name": f"request {event.request_id}",
+                "id2": {"local": f"{event.frontend}/{event.request_id}"},
+                "name": f"requests of frontend {event.frontend}",
                 "pid": self._frontends,
                 "tid": event.frontend,
             }
-            args = {"prompt tokens": event.num_prompt_tokens, "max tokens": event.max_tokens, "end": end}
+            args = {
+                "request": event.request_id,
+                "prompt tokens": event.num_prompt_tokens,
+                "max tokens": event.max_tokens,
+                "end": end,
+            }
             yield {"ph": "b", "ts": self._us(time_s), **common, "args": args}
             if end_s:
                 yield {"ph": "e", "ts": self._us(max(end_s, time_s)), **common}
@@ -186,7 +199,7 @@ class _LifeTrace:
             if isinstance(event, Started) and event.sequence == sequence
         ]
         requests = starts[0][1].requests if starts else ()
-        names = ", ".join(f"{frontend}/{request_id}" for frontend, request_id in requests[:3])
+        names = ", ".join(str(request_id) for _, request_id in requests[:3])
         yield self._track_name(self._sequences, track, f"sequence {sequence}" + (f": request {names}" if names else ""))
         if requests and requests[0] in self._arrived_s:
             time_s, event = starts[0]

@@ -66,8 +66,8 @@ def check_trace(trace: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     for slices in tracks.values():  # they follow each other: none crosses another one's end
         slices.sort()
         assert all(end <= begin + 0.01 for (_, end), (begin, _) in pairwise(slices))
-    ends = {(event["pid"], event["cat"], event["id"]): event["ts"] for event in by_phase["e"]}
-    begins = {(event["pid"], event["cat"], event["id"]): event["ts"] for event in by_phase["b"]}
+    ends = {(event["pid"], event["cat"], event["id2"]["local"]): event["ts"] for event in by_phase["e"]}
+    begins = {(event["pid"], event["cat"], event["id2"]["local"]): event["ts"] for event in by_phase["b"]}
     assert len(ends) == len(by_phase["e"])
     assert all(begins[name] <= end for name, end in ends.items())
     assert all(event["s"] in "gpt" for event in by_phase["i"])
@@ -87,8 +87,10 @@ def test_trace_follows_the_formats_rules_and_shows_every_step_and_request(
     device = [event for event in by_phase["X"] if "step" in event["name"]]
     assert sorted(event["args"]["step"] for event in device) == list(range(len(device)))
     requests = [event for event in by_phase["b"] if event["cat"] == "request"]
-    assert sorted(event["name"] for event in requests) == [f"request {number}" for number in range(10)]
-    assert [event["name"] for event in requests if event["args"]["end"] != "length"] == ["request 6"]
+    assert sorted(event["args"]["request"] for event in requests) == list(range(10))
+    assert {event["name"] for event in requests} == {"requests of frontend 1", "requests of frontend 2"}
+    assert [event["args"]["request"] for event in requests if event["args"]["end"] != "length"] == [6]
+    assert {event["name"] for event in by_phase["b"] if event["cat"] == "plan"} == {"executor: plans that wait"}
     names = [event["args"]["name"] for event in by_phase["M"]]
     assert sum(name.startswith("sequence ") for name in names) == 8  # two requests share one, and one never ran
     told = {event["name"] for event in by_phase["i"]}
@@ -149,7 +151,7 @@ def test_recording_begins_with_known_rows_and_goes_on_as_long_as_it_is_asked_to(
     assert (found.gaps, found.problem) == ([], "")
     timeline(tmp_path / "out.rec")
     trace = check_trace(json.loads((tmp_path / "out.json").read_text()))
-    assert any(event["name"] == "request 99" for event in trace["e"])
+    assert any(event["id2"]["local"].endswith("/99") for event in trace["e"])
     reader.close()
     recorded.close()
 
