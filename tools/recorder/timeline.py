@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _LOOP, _DEVICE = 1, 2
 _PLAN_WAITS = "executor: plans that wait"
-"""Perfetto draws the asynchronous slices of a process that have one name together, if their ids are local to it (`id2`)."""
+"""Perfetto draws asynchronous slices of one name and process together, if their ids are local to it (`id2`)."""
 _PROCESSES_PER_LIFE = 3
 
 
