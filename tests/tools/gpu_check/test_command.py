@@ -110,7 +110,7 @@ def test_quick_run_checks_measures_and_compares_with_a_baseline(place: Path, mon
         ("compile", "done"), ("correctness", "done"), ("kernels", "done"),
     ]  # fmt: skip
     names = {finding["name"] for section in report["sections"] for finding in section["findings"]}
-    assert {"compile.sm_90.no_spills", "correctness.norm", "attention.decode.1x1k", "sampling.256x128k.plain"} <= names
+    assert {"compile.sm_90a.no_spills", "correctness.norm", "attention.decode.1x1k", "sampling.256x128k.plain"} <= names
     assert report["environment"]["gpu"] == "NVIDIA H200"
     assert {row["finding"] for row in report["goals"] if row["met"] is not None} == {
         "attention.decode.64x1k", "attention.decode.1x1k", "attention.prefill.4k", "sampling.256x128k.plain",

@@ -18,21 +18,21 @@ from pathlib import Path
 
 from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, Kernel, KernelFailed, group_by_module
 
-ARCHITECTURES = ("sm_80", "sm_89", "sm_90")
-"""`penstock gpu-check --compile-only` compiles every kernel for all of these."""
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
+"""`penstock gpu-check --compile-only` compiles every kernel for all of these. sm_90a: sm_90 with wgmma."""
 
-SHARED_BYTES_LIMIT = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10}
+SHARED_BYTES_LIMIT = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90a": 227 << 10}
 """Limit per block, static and dynamic together."""
 
 _OPTIONS = ("--std=c++17", f"-I{KERNELS_DIR}", "-ftz=true", "--ptxas-options=-v")
-"""The options of CupyLauncher (CuPy adds -ftz itself), and one that makes ptxas print its report."""
+"""The last one makes ptxas print its report."""
 
 _ENTRY = re.compile(r"Compiling entry function '(\w+)' for '\w+'(.*?)(?=Compiling entry function|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class CompileReport:
-    """The resources of one kernel on one architecture, for example "sm_90"."""
+    """The resources of one kernel on one architecture, for example "sm_90a"."""
 
     kernel: Kernel
     arch: str
@@ -42,6 +42,8 @@ class CompileReport:
     """Bytes per thread of spill stores, spill loads and stack frame."""
     shared_bytes: int
     """Static shared memory per block; `Kernel.shared_bytes` adds to it."""
+    cubin: bytes
+    """Machine code of this kernel, and of those compiled with it."""
     log: str
 
 
@@ -65,14 +67,14 @@ def _compile_source(kernels: Iterable[Kernel], arch: str) -> list[CompileReport]
     options = (*_OPTIONS, f"-arch={arch}", *(f"-D{name}={value}" for name, value in macros))
     try:
         # Name the encoding, because NVRTC 12 leaves its thread with an ASCII locale.
-        log = _compile((KERNELS_DIR / source).read_text("utf-8"), source, options)
+        cubin, log = _compile((KERNELS_DIR / source).read_text("utf-8"), source, options)
     except (OSError, NvrtcError) as error:
         raise KernelFailed(f"{kernels[0]} of {source} for {arch}: {error}") from error
     entries = dict(_ENTRY.findall(log))
-    return [_report(kernel, arch, entries, log) for kernel in kernels]
+    return [_report(kernel, arch, entries, cubin, log) for kernel in kernels]
 
 
-def _report(kernel: Kernel, arch: str, entries: dict[str, str], log: str) -> CompileReport:
+def _report(kernel: Kernel, arch: str, entries: dict[str, str], cubin: bytes, log: str) -> CompileReport:
     if kernel.entry not in entries:
         raise KernelFailed(f"{kernel}: {kernel.source} has no such kernel for {arch}")
     entry_log = entries[kernel.entry]
@@ -88,6 +90,7 @@ def _report(kernel: Kernel, arch: str, entries: dict[str, str], log: str) -> Com
         registers=number(r"Used (\d+) registers"),
         spill_bytes=sum(map(number, spills)),
         shared_bytes=number(r"(\d+) bytes smem"),
+        cubin=cubin,
         log=log,
     )
 
@@ -106,8 +109,8 @@ class NvrtcError(Exception):
     """An error that NVRTC reported, or the reason why NVRTC cannot be loaded."""
 
 
-def _compile(text: str, name: str, options: tuple[str, ...]) -> str:
-    """Return the compiler's log. Raises NvrtcError."""
+def _compile(text: str, name: str, options: tuple[str, ...]) -> tuple[bytes, str]:
+    """Return the machine code and the compiler's log. Raises NvrtcError."""
     library = _library()
     program = ctypes.c_void_p()
     _check(library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None))
@@ -121,7 +124,10 @@ def _compile(text: str, name: str, options: tuple[str, ...]) -> str:
         text_log = log.value.decode(errors="replace")
         if result != 0:
             raise NvrtcError(text_log.strip() or _error_name(result))
-        return text_log
+        _check(library.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+        cubin = ctypes.create_string_buffer(size.value)
+        _check(library.nvrtcGetCUBIN(program, cubin))
+        return cubin.raw, text_log
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 

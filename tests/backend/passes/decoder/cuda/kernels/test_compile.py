@@ -1,4 +1,7 @@
-"""Every kernel compiles without spills, and fits on every architecture. Needs NVRTC, but no GPU."""
+"""Every kernel compiles without spills, fits on every architecture, and loses none of the figures in docs/gpu/.
+
+Needs NVRTC, and nvdisasm for the figures, but no GPU.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,17 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, TypedDict, cast
 
 import pytest
 
 from penstock.backend.passes.decoder.cuda import kernel_manifest
 from penstock.backend.passes.decoder.cuda.device import nvrtc
 from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, Kernel, KernelFailed, group_by_module
+from penstock.tools.gpu_check.machine_code import kernel_table, occupancy, sass
+from penstock.tools.gpu_check.machine_code.kernel_table import KernelRow
 from tests.tallies import COMPILED
 
 REGISTERS_OF_A_MULTIPROCESSOR = 65536
@@ -35,8 +40,10 @@ class Case:
     @property
     def digest(self) -> str:
         """A digest of all inputs of the compilation."""
-        files = (KERNELS_DIR / self.kernels[0].source, *sorted(KERNELS_DIR.glob("*.cuh")), Path(nvrtc.__file__))
-        texts = (repr(self), nvrtc.version(), *(path.read_text() for path in files))
+        modules = (nvrtc, kernel_table, occupancy, sass)
+        paths = [Path(str(module.__file__)) for module in modules]
+        paths += [KERNELS_DIR / self.kernels[0].source, *sorted(KERNELS_DIR.glob("*.cuh"))]
+        texts = (repr(self), nvrtc.version(), str(sass.find_nvdisasm()), *(path.read_text() for path in paths))
         return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:24]
 
 
@@ -52,8 +59,16 @@ def cases() -> list[Case]:
     return whole + [Case(group, arch) for group in first_of_source for arch in older]
 
 
-Resources = list[list[int]]
-"""Per kernel: registers, bytes spilled, bytes of static shared memory."""
+HELD = [tuple(group) for group in kernel_table.held_groups()]
+
+
+class Resources(TypedDict):
+    """Figures of kernels that were compiled together."""
+
+    compiled: list[list[int]]
+    """Per kernel: registers, bytes spilled, bytes of static shared memory."""
+    rows: list[list[Any]]
+    """Of kernels in the table, the fields of their rows; empty without nvdisasm."""
 
 
 class Compilations:
@@ -76,7 +91,10 @@ class Compilations:
     def _compile(self, case: Case, digest: str, known: Resources | None) -> Resources:
         if known is None:
             reports = nvrtc.compile_kernels(case.kernels, case.arch)
-            known = [[report.registers, report.spill_bytes, report.shared_bytes] for report in reports]
+            has_rows = case.kernels in HELD and case.arch == kernel_table.HELD_ARCH and sass.find_nvdisasm()
+            rows = kernel_table.make_rows(reports) if has_rows else []
+            compiled = [[report.registers, report.spill_bytes, report.shared_bytes] for report in reports]
+            known = {"compiled": compiled, "rows": [list(astuple(row)) for row in rows]}
         self.results[digest] = known
         return known
 
@@ -86,15 +104,16 @@ def compilations(request: pytest.FixtureRequest) -> Iterator[Compilations]:
     """Unchanged kernels are not compiled again: their figures are in pytest's cache."""
     cache = request.config.cache
     assert cache is not None
-    selected = [
+    used = [
         cast(Case, item.callspec.params["case"])
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.path == request.path and "compilations" in item.fixturenames
     ]
+    selected = list(dict.fromkeys(used))
     compilations = Compilations(selected, cache.get(CACHE_KEY, {}))
     yield compilations
     compilations.close()
-    if len(selected) == len(cases()):
+    if set(selected) == set(cases()):
         cache.set(CACHE_KEY, compilations.results)
 
 
@@ -104,10 +123,26 @@ def test_a_kernel_compiles_without_spills_and_fits(
 ) -> None:
     resources = compilations.of(case)
     record_property(COMPILED, [(case.arch, str(kernel)) for kernel in case.kernels])
-    for kernel, (registers, spill_bytes, shared_bytes) in zip(case.kernels, resources, strict=True):
+    for kernel, (registers, spill_bytes, shared_bytes) in zip(case.kernels, resources["compiled"], strict=True):
         assert spill_bytes == 0, kernel
         assert registers * kernel.num_threads <= REGISTERS_OF_A_MULTIPROCESSOR, kernel
         assert kernel.shared_bytes + shared_bytes <= min(nvrtc.SHARED_BYTES_LIMIT.values()), kernel
+
+
+@pytest.mark.parametrize("case", [Case(group, kernel_table.HELD_ARCH) for group in HELD], ids=str)
+def test_machine_code_is_no_worse_than_the_table(case: Case, compilations: Compilations) -> None:
+    """After a change that is meant: kernel_table --kernels NAME --save, and say why in docs/decisions."""
+    assert nvrtc.version() == "13.0", "the table is of NVRTC 13.0: save it again for another version"
+    rows = [KernelRow(*values) for values in compilations.of(case)["rows"]]
+    if not rows:
+        pytest.skip("nvdisasm is not installed")
+    held = kernel_table.read_table()
+    worse = {row.kernel: kernel_table.worse_in(held[row.kernel], row) for row in rows}
+    assert worse == {row.kernel: [] for row in rows}
+
+
+def test_table_lists_the_held_kernels_and_no_others() -> None:
+    assert list(kernel_table.read_table()) == [str(kernel) for group in HELD for kernel in group]
 
 
 def test_every_instantiation_is_listed_once() -> None:
@@ -122,8 +157,8 @@ def test_every_source_is_used_by_the_manifest() -> None:
 def test_a_compile_error_names_the_kernel_and_quotes_the_compiler(tmp_path: Path) -> None:
     source = str(tmp_path / "broken.cu")
     (tmp_path / "broken.cu").write_text('extern "C" __global__ void broken(float* x) { x[0] = nothing; }\n')
-    with pytest.raises(KernelFailed, match=r'broken\[SIZE=3\] of .* for sm_90: .*identifier "nothing" is undefined'):
-        nvrtc.compile_kernel(Kernel(source, "broken", (("SIZE", 3),), 32), "sm_90")
+    with pytest.raises(KernelFailed, match=r'broken\[SIZE=3\] of .* for sm_90a: .*identifier "nothing" is undefined'):
+        nvrtc.compile_kernel(Kernel(source, "broken", (("SIZE", 3),), 32), "sm_90a")
 
 
 def test_spills_and_static_shared_memory_are_reported(tmp_path: Path) -> None:
