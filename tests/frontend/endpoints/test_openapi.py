@@ -153,13 +153,13 @@ async def test_vectors_scores_and_their_errors_match_the_document(
 
 
 async def test_every_body_has_an_example_that_the_server_answers(api: dict[str, Any], backend: FakeBackend) -> None:
+    """Sent as the page sends it: with the name of a served model."""
     pooled = (("embed", 8), ("token_embed", 4), ("sparse", 300), ("classify", 1))
     encoding = PooledBackend(model=encoder_card("encoder", *pooled))
-    connections = [
-        ClientConnection(make_app(backend)),
-        ClientConnection(make_app(encoding, keeper=encoder(encoding))),
-    ]
-    scoring = [ClientConnection(make_app(ScoringBackend()))]
+    generating = ClientConnection(make_app(backend)), backend
+    pooling = ClientConnection(make_app(encoding, keeper=encoder(encoding))), encoding
+    scorer = ScoringBackend()
+    scoring = ClientConnection(make_app(scorer)), scorer
     operations = {path: methods["post"] for path, methods in api["paths"].items() if "post" in methods}
     answered = 0
     for path, operation in operations.items():
@@ -167,10 +167,13 @@ async def test_every_body_has_an_example_that_the_server_answers(api: dict[str, 
             continue
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
         for reference in schema.get("anyOf", [schema]):
-            (example,) = api["components"]["schemas"][reference["$ref"].rpartition("/")[2]]["examples"]
+            body = api["components"]["schemas"][reference["$ref"].rpartition("/")[2]]
+            (example,) = body["examples"]
             jsonschema.validate(example, {**reference, "components": api["components"]})
-            able = scoring if "label_token_ids" in example else connections
-            answers = [await connection.post(path, example) for connection in able]
+            answers = []
+            for connection, served in [scoring] if "label_token_ids" in example else [generating, pooling]:
+                name = {"model": served.model.model_id} if "model" in body["properties"] else {}
+                answers.append(await connection.post(path, {**example, **name}))
             assert 200 in [answer.status for answer in answers], (path, example, [answer.body for answer in answers])
             answered += 1
     assert answered > 25

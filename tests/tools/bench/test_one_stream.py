@@ -74,7 +74,9 @@ def test_profile_of_the_demo_model_accounts_for_its_step() -> None:
     profile = profiler.profile(3)
     assert {part.name for part in profile.parts} == PARTS
     assert all(0 <= part.idle_ms <= part.elapsed_ms for part in profile.parts)
-    assert profile.weight_bytes == sum(part.nbytes for part in profiler.weights.memory())  # its embeddings are tied
+    norm_bytes = 4 * 256 * (2 * 4 + 1)  # two in each of 4 layers, and the last one
+    # Embeddings are tied: the memory has linears and norms.
+    assert profile.weight_bytes + norm_bytes == sum(part.nbytes for part in profiler.weights.memory())
     assert 0 < profile.least_read_ms <= profile.read_ms
     assert 0 < profile.sampling_ms < profile.step_ms
     assert profile.ratio > 0

@@ -13,7 +13,6 @@ from penstock.backend.checkpoint.float8_weight import Float8Weight
 from penstock.backend.checkpoint.quantized_weights import GroupedWeight, Int4Weight, Int8Weight, Mxfp4Weight
 from penstock.backend.passes.decoder.cpu.native_structs import Experts, Int4Kind, Linear, WeightForm
 from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import AnonymousMemory
-from penstock.backend.passes.decoder.cpu.weight_memory.manifest import HeldWeightsError, PackedForm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -155,14 +154,10 @@ class WeightPacker:
 
     def _fill(self, struct: Linear, weight: Tensor | QuantizedWeight, count: int = 1, num_read: int = 1) -> Tensor:
         """Pack count linears, one after the other, of which a row reads num_read. struct becomes that of the first."""
-        known = self._memory.next_form()
-        numbers = None
-        if known is None:
-            numbers = self._numbers_of(weight, struct)
-        else:
-            _set_form(struct, known)
+        self._memory.give_form_to(struct)
+        numbers = None if self._memory.is_filled else self._numbers_of(weight, struct)
         num_bytes = self._library.ps_packed_bytes(self._engine, ctypes.byref(struct))
-        packed = self._memory.place(count * num_bytes, _form_of(struct)).view(count, num_bytes)
+        packed = self._memory.place(count * num_bytes, struct).view(count, num_bytes)
         self.linear_bytes += num_read * num_bytes
         if numbers is not None:
             for target, *parts in zip(packed, *(tensor.chunk(count) for tensor in numbers.tensors), strict=True):
@@ -191,21 +186,6 @@ class WeightPacker:
     def _copy(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         copy = self._memory.place(weight.numel() * dtype.itemsize).view(dtype).view(weight.shape)
         return copy if self._memory.is_filled else copy.copy_(weight)
-
-
-def _form_of(struct: Linear) -> PackedForm:
-    return PackedForm(struct.form, struct.group_size, struct.int4_kind, struct.block_size, struct.has_minima)
-
-
-def _set_form(struct: Linear, form: PackedForm) -> None:
-    """Raises HeldWeightsError for a form that the kernels do not have for a linear of this size."""
-    groups = {WeightForm.INT4: (form.group_size,), WeightForm.GROUPED4: (form.group_size, form.block_size)}
-    groups[WeightForm.GROUPED8] = groups[WeightForm.GROUPED4]
-    for size in groups.get(WeightForm(form.form), ()):
-        if size == 0 or struct.inputs % size:
-            raise HeldWeightsError(f"groups of {size} in a linear of {struct.inputs} inputs")
-    struct.form, struct.group_size, struct.int4_kind = form.form, form.group_size, form.int4_kind
-    struct.block_size, struct.has_minima = form.block_size, form.has_minima
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.backend.passes.decoder.cpu.weight_memory.manifest import PackedForm
+    from penstock.backend.passes.decoder.cpu.native_structs import Linear
 
 _CHUNK_BYTES = 64 << 20
 _ALIGNMENT = 64
@@ -22,12 +22,12 @@ class WeightMemory(Protocol):
     is_filled: bool
     """Weights are there already: callers get the same ones in the same order, and write nothing."""
 
-    def next_form(self) -> PackedForm | None:
-        """The form of the next weight; None if the memory is not filled."""
+    def give_form_to(self, linear: Linear) -> None:
+        """Set how the linear is packed to what is in filled memory; otherwise change nothing."""
         ...
 
-    def place(self, num_bytes: int, form: PackedForm | None = None) -> Tensor:
-        """uint8 [num_bytes], at a multiple of 64 bytes. form: how a linear is packed."""
+    def place(self, num_bytes: int, linear: Linear | None = None) -> Tensor:
+        """uint8 [num_bytes], at a multiple of 64 bytes. linear: says how a linear is packed."""
         ...
 
     def used(self) -> list[Tensor]:
@@ -46,10 +46,10 @@ class AnonymousMemory:
         self._used_bytes = 0
         self._full: list[Tensor] = []
 
-    def next_form(self) -> None:
-        return None
+    def give_form_to(self, linear: Linear) -> None:
+        """There is none."""
 
-    def place(self, num_bytes: int, form: PackedForm | None = None) -> Tensor:  # noqa: ARG002 - nobody asks for it again
+    def place(self, num_bytes: int, linear: Linear | None = None) -> Tensor:  # noqa: ARG002 - nobody asks for it again
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         if self._chunk is None or self._used_bytes + num_bytes > len(self._chunk):

@@ -17,8 +17,8 @@ from penstock.backend.passes.decoder.cpu.weight_memory.manifest import (
     BLOCK_BYTES,
     DATA_PLACE,
     HeldWeightsError,
+    LinearForm,
     Manifest,
-    PackedForm,
     PackedWeight,
     block_sum,
     finish,
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+    from penstock.backend.passes.decoder.cpu.native_structs import Linear
 
 logger = logging.getLogger("penstock.backend")
 
@@ -51,10 +53,10 @@ class FilledMemory:
         """Place of its first byte, and the mapping."""
         self._end = 0
 
-    def next_form(self) -> None:
-        return None
+    def give_form_to(self, linear: Linear) -> None:
+        """There is none yet."""
 
-    def place(self, num_bytes: int, form: PackedForm | None = None) -> Tensor:
+    def place(self, num_bytes: int, linear: Linear | None = None) -> Tensor:
         """Raises OSError without memory."""
         begin, chunk = self._chunks[-1] if self._chunks else (0, None)
         if chunk is None or self._end + num_bytes > begin + len(chunk):
@@ -67,7 +69,7 @@ class FilledMemory:
         if num_bytes:
             # Allocated now: a page that cannot be allocated when it is written would kill the process.
             os.posix_fallocate(self.fd, DATA_PLACE + self._end, num_bytes)
-        self._weights.append(PackedWeight(self._end, num_bytes, form))
+        self._weights.append(PackedWeight(self._end, num_bytes, _form_of(linear)))
         tensor = _tensor(chunk, self._end - begin, num_bytes)
         self._end += aligned(num_bytes)
         return tensor
@@ -111,17 +113,17 @@ class HeldMemory:
         with suppress(OSError):  # an older kernel
             self._mapping.madvise(_MADV_POPULATE_READ)
 
-    def next_form(self) -> PackedForm | None:
-        """Raises HeldWeightsError if there are no more linears."""
+    def give_form_to(self, linear: Linear) -> None:
+        """Raises HeldWeightsError if the next weight is no linear that the kernels have."""
         form = self._peek().form
         if form is None:
             raise HeldWeightsError(f"weight {self._next} is no linear")
-        return form
+        form.give_to(linear)
 
-    def place(self, num_bytes: int, form: PackedForm | None = None) -> Tensor:
+    def place(self, num_bytes: int, linear: Linear | None = None) -> Tensor:
         """Raises HeldWeightsError if the next weight is another one."""
         weight = self._peek()
-        if (weight.num_bytes, weight.form) != (num_bytes, form):
+        if (weight.num_bytes, weight.form) != (num_bytes, _form_of(linear)):
             raise HeldWeightsError(f"weight {self._next} has {weight.num_bytes} bytes; expected are {num_bytes}")
         self._next += 1
         return _tensor(self._mapping, DATA_PLACE + weight.place, num_bytes)
@@ -160,6 +162,10 @@ class HeldBlocks:
 
     def close(self) -> None:
         os.close(self.fd)
+
+
+def _form_of(linear: Linear | None) -> LinearForm | None:
+    return None if linear is None else LinearForm.of(linear)
 
 
 def num_blocks(data_bytes: int) -> int:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import msgspec
 import numpy as np
 
+from penstock.backend.passes.decoder.cpu.native_structs import WeightForm
 from penstock.shm.memory import region
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from penstock.backend.passes.decoder.cpu.native_structs import Linear
 
 DATA_PLACE = 4096
 """Where the weights begin."""
@@ -35,7 +38,7 @@ class HeldWeightsError(Exception):
     """Held memory does not hold what it should. The message is one line."""
 
 
-class PackedForm(msgspec.Struct, frozen=True, array_like=True):
+class LinearForm(msgspec.Struct, frozen=True, array_like=True):
     """The fields of `native_structs.Linear` that depend on the checkpoint's numbers or on their quantisation."""
 
     form: Annotated[int, msgspec.Meta(ge=0, le=4)] = 0
@@ -44,13 +47,27 @@ class PackedForm(msgspec.Struct, frozen=True, array_like=True):
     block_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
     has_minima: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
 
+    @classmethod
+    def of(cls, linear: Linear) -> Self:
+        return cls(linear.form, linear.group_size, linear.int4_kind, linear.block_size, linear.has_minima)
+
+    def give_to(self, linear: Linear) -> None:
+        """Raises HeldWeightsError if the kernels do not have this form for a linear of this size."""
+        groups = {WeightForm.INT4: (self.group_size,), WeightForm.GROUPED4: (self.group_size, self.block_size)}
+        groups[WeightForm.GROUPED8] = groups[WeightForm.GROUPED4]
+        for size in groups.get(WeightForm(self.form), ()):
+            if size == 0 or linear.inputs % size:
+                raise HeldWeightsError(f"groups of {size} in a linear of {linear.inputs} inputs")
+        linear.form, linear.group_size, linear.int4_kind = self.form, self.group_size, self.int4_kind
+        linear.block_size, linear.has_minima = self.block_size, self.has_minima
+
 
 class PackedWeight(msgspec.Struct, frozen=True, array_like=True):
     """Weights lie in the order in which they are packed."""
 
     place: Size
     num_bytes: Size
-    form: PackedForm | None
+    form: LinearForm | None
     """None if it is no linear."""
 
 

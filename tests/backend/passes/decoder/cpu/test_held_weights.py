@@ -19,14 +19,15 @@ import torch
 from penstock.backend.checkpoint.quantization import quantized_checkpoint
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+from penstock.backend.passes.decoder.cpu.native_structs import Linear
 from penstock.backend.passes.decoder.cpu.path_choice import load_kernels
 from penstock.backend.passes.decoder.cpu.weight_memory import manifest
 from penstock.backend.passes.decoder.cpu.weight_memory.held import FilledMemory, HeldMemory
 from penstock.backend.passes.decoder.cpu.weight_memory.manifest import (
     DATA_PLACE,
     HeldWeightsError,
+    LinearForm,
     Manifest,
-    PackedForm,
     PackedWeight,
 )
 from penstock.shm.memory.fd_mailbox import FdMailbox
@@ -211,7 +212,7 @@ def test_memory_that_is_not_sealed_truncated_or_not_ours_is_refused() -> None:
 @pytest.mark.parametrize("form", [(9, 0, 0, 0, 0), (2, 1 << 20, 0, 0, 0), (0, -1, 0, 0, 0)])
 def test_forms_out_of_bounds_are_refused(form: tuple[int, ...]) -> None:
     with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(list(form), PackedForm)
+        msgspec.convert(list(form), LinearForm)
 
 
 def test_manifest_of_another_model_is_refused_and_the_weights_are_loaded(
@@ -219,7 +220,7 @@ def test_manifest_of_another_model_is_refused_and_the_weights_are_loaded(
 ) -> None:
     """Its fingerprint is right, but its sizes are not."""
     held = FilledMemory()
-    held.place(64, PackedForm())
+    held.place(64, Linear())
     held.finish("right", torch.bfloat16)
     mailbox.leave(held.fd)
     monkeypatch.setattr("penstock.backend.passes.decoder.cpu.forward_pass.packing_fingerprint", lambda *_: "right")
