@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from penstock.tools.gpu_check.machine_code.sass import Function, Instruction
 
 HELD_ARCH = "sm_90a"
-TABLE = Path(__file__).parents[3] / "docs" / "gpu" / f"kernels-{HELD_ARCH}.tsv"
+TABLE = Path(__file__).resolve().parents[3] / "docs" / "gpu" / f"kernels-{HELD_ARCH}.tsv"
 HELD_MACROS = {"HEAD_DIM": 128, "ACT": 1}
 """The table holds kernels with these macros, or without them: heads of 128 and bf16 activations."""
 MATRIX = ("HMMA", "HGMMA", "QGMMA", "IMMA", "IGMMA")
