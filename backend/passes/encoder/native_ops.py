@@ -118,7 +118,6 @@ class NativeEncoderOps(HostVectors):
 
     def run(self, rows: EncoderRows, encode: Encode) -> NDArray[np.float32]:
         num_tokens = len(rows.input_ids)
-        self._plan(rows)
         for buffer in self._buffers:
             if buffer.reserve(num_tokens):
                 self._program = None
@@ -130,18 +129,14 @@ class NativeEncoderOps(HostVectors):
             finally:
                 self._recording = None
             self._program = (Operation * len(operations))(*operations)
-        self._library.ps_run_encoder(self._engine, ctypes.addressof(self._program), len(self._program))
-        hidden: NDArray[np.float32] = self._residual.rows[:num_tokens].numpy()
-        return hidden
-
-    def _plan(self, rows: EncoderRows) -> None:
         arrays = [np.ascontiguousarray(array, np.int32) for array in (rows.input_ids, rows.token_types, rows.starts)]
         step = self._step_rows
         step.input_ids, step.token_types, step.starts = (array.ctypes.data for array in arrays)
         step.rope = self._rope_table.cover(int(np.diff(rows.starts).max())).data_ptr() if self._config.ropes else None
-        step.num_tokens, step.num_rows = len(rows.input_ids), len(rows.starts) - 1
-        self._arrays = arrays  # the kernels read them until the step ends
-        self._library.ps_plan_encoder(self._engine, byref(step))
+        step.num_tokens, step.num_rows = num_tokens, len(rows.starts) - 1
+        self._library.ps_run_encoder_step(self._engine, byref(step), self._program, len(self._program))
+        hidden: NDArray[np.float32] = self._residual.rows[:num_tokens].numpy()
+        return hidden
 
     def _do(self, kind: EncoderOperation, weights: int | None, x: int | None, out: int, form: int = 0) -> int:
         """Run an operation, or record it. Return out."""

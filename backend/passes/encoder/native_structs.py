@@ -72,6 +72,7 @@ class EncoderStepRows(Structure):
 def declare_encoder_functions(library: CDLL) -> None:
     declare_functions(library)
     for name, arguments in (
+        ("ps_run_encoder_step", (c_void_p, c_void_p, c_void_p, c_int64)),
         ("ps_plan_encoder", (c_void_p, c_void_p)),
         ("ps_run_encoder", (c_void_p, c_void_p, c_int64)),
     ):

@@ -28,8 +28,9 @@
 //   read_speed.h        how fast the threads can read memory, for benchmarks
 //   encoder_attention.h attention of encoders
 //   encoder.h           the other operations of encoders
+//   encoder_groups.h    an encoder's step, divided into groups of rows
 
-#include "encoder.h"
+#include "encoder_groups.h"
 
 namespace {
 
@@ -39,7 +40,7 @@ Engine& as_engine(void* engine) { return *static_cast<Engine*>(engine); }
 
 extern "C" {
 
-int ps_abi() { return 13; }
+int ps_abi() { return 14; }
 
 // Asks the system for the tile registers. Returns 0 if products may use them, an errno if it refuses, and -1 if this
 // library has no code for them.
@@ -104,7 +105,12 @@ void ps_score(void* engine, const Operation* operations, i64 count, const Scored
     score(as_engine(engine), operations, count, *rows);
 }
 
-// Begins a step of an encoder. The arrays are read until it ends. Without rows its tokens are any rows of numbers.
+// Runs a step of an encoder. The operations' arrays have a row for each of its tokens.
+void ps_run_encoder_step(void* engine, const EncoderRows* rows, const Operation* operations, i64 count) {
+    run_encoder_step(as_engine(engine), *rows, operations, count);
+}
+
+// The next operations of `ps_run_encoder` are on rows->num_tokens rows of numbers.
 void ps_plan_encoder(void* engine, const EncoderRows* rows) { plan_encoder(as_engine(engine), *rows); }
 
 void ps_run_encoder(void* engine, const Operation* operations, i64 count) {

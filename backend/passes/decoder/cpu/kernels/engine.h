@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "thread_pool.h"
@@ -171,6 +172,8 @@ struct Routing {
     std::vector<CacheLine> gated;   // [pairs][width]: what the first product gives
 };
 
+struct EncoderGroup;
+
 struct Engine {
     ThreadPool pool;
     Shape shape;
@@ -179,6 +182,7 @@ struct Engine {
     Routing routing;
     std::vector<std::vector<float>> scratch;  // one per thread
     std::vector<float> partials;              // results of pieces, until they are merged
+    std::vector<std::shared_ptr<EncoderGroup>> groups;  // of an encoder's rows; kept for later steps
 
     Engine(int num_threads, i64 spin_ns, const Shape& s) : pool(num_threads, spin_ns), shape(s), scratch(num_threads) {}
 
