@@ -25,6 +25,7 @@ from penstock.backend.kv_cache.budget import KvPlan
 from penstock.backend.kv_cache.budget_table import plan_tables
 from penstock.backend.kv_cache.memory import MemoryInfo, device_memory, host_memory
 from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.kv_cache.persisted.opening import open_store
 from penstock.backend.kv_cache.whole_plan import WholePlan
 from penstock.backend.model_card import make_card
 from penstock.backend.options import BackendOptions
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
+    from penstock.backend.kv_cache.persisted.page_store import PageStore
     from penstock.backend.scheduling.interface import ISequenceScheduler
     from penstock.shm.messages import ModelCard
 
@@ -143,6 +145,7 @@ def serve(options: BackendOptions) -> None:
     check_vocabulary(spec, model_dir)
     executor = Executor(options.batch_channel_capacity)
     forward_pass, token_step_s = _load_pass(executor, pass_class, model_dir, settings, spec, plan, options)
+    store = open_store(options.persist_kv_fd, forward_pass, plan, model_dir, card.fingerprint, host_memory())
     device = open_sharing_device(settings.device)
     exporter = make_exporter(options.shared_buffers, options.shared_buffer_budget, forward_pass, device)
     board = _create_board(plan, options.max_waiting, token_step_s)
@@ -150,7 +153,7 @@ def serve(options: BackendOptions) -> None:
     compiler = _create_compiler(model_dir, card, options.grammar_timeout_s) if spec.generates else None
     grammar_queue = GrammarQueue(compiler, executor.wake, options.max_waiting)
     kv_events = _create_kv_events(options, settings, plan)
-    scheduler, builder = _create_scheduler(plan, settings, forward_pass, options.batch_channel_capacity, kv_events)
+    scheduler, builder = _create_scheduler(plan, settings, forward_pass, options, kv_events, store)
     recorder = _create_recorder(options, card, settings, plan, forward_pass)
     cache = VectorCache(options.embedding_cache) if options.embedding_cache and spec.pooled else None
     requests = Requests.make(
@@ -163,9 +166,7 @@ def serve(options: BackendOptions) -> None:
     _watch_weights(forward_pass, settings, executor, board)
     _drain_on_signals(engine)
     _freeze_objects()
-    if options.gpu == "auto" and settings.device == "cpu":
-        logger.info("on the CPU: %s", why_no_gpu())
-    logger.info("ready: %s on %s after %.1f s", card.model_id, options.socket, time.monotonic() - started_s)
+    _log_ready(options, settings, card, time.monotonic() - started_s)
     if manager is not None:
         manager.ready()
     try:
@@ -176,6 +177,12 @@ def serve(options: BackendOptions) -> None:
             compiler.close()
         executor.close()
     logger.info("drained after %d steps", board.steps)
+
+
+def _log_ready(options: BackendOptions, settings: PassOptions, card: ModelCard, seconds: float) -> None:
+    if options.gpu == "auto" and settings.device == "cpu":
+        logger.info("on the CPU: %s", why_no_gpu())
+    logger.info("ready: %s on %s after %.1f s", card.model_id, options.socket, seconds)
 
 
 def _check_all_memory(
@@ -327,8 +334,9 @@ def _create_scheduler(
     plan: KvPlan | WholePlan,
     settings: PassOptions,
     forward_pass: IBatchedForwardPass,
-    num_plans_ahead: int,
+    options: BackendOptions,
     observer: KvEventPublisher | None,
+    store: PageStore | None,
 ) -> tuple[ISequenceScheduler, BatchBuilder | WholeBatchBuilder]:
     if isinstance(plan, WholePlan):
         return WholeScheduler(plan.max_rows, plan.step_tokens), WholeBatchBuilder()
@@ -338,11 +346,11 @@ def _create_scheduler(
     if isinstance(forward_pass, IHostPages) and not (keeps_state or plan.window.is_bounded):
         num_host_pages = forward_pass.num_host_pages
     scheduler = Scheduler(
-        PagePool(plan.num_pages, num_host_pages, observer),
+        PagePool(plan.num_pages, num_host_pages, observer, store),
         plan.page_size_tokens,
         settings.max_running,
         settings.max_batch_tokens,
-        num_plans_ahead=num_plans_ahead,
+        num_plans_ahead=options.batch_channel_capacity,
         keeps_state=keeps_state,
         window_tokens=forward_pass.spec.window_tokens,
     )

@@ -46,7 +46,7 @@ _GROUPS = {
     "Memory and scheduling": "host_kv_budget kv_dtype page_size max_batch_tokens max_running max_waiting"
     " embedding_cache priority_step_s grammar_timeout_s batch_channel_capacity",
     "Processes": "socket shared_buffers shared_buffer_budget kv_events kv_events_topic heartbeat_fd weights_fds"
-    " beside_another",
+    " persist_kv_fd beside_another",
     "Logs and traces": "log_level log_json flight_recorder record_tokens recorder_fd",
 }
 
@@ -165,6 +165,9 @@ class BackendOptions:
 
     weights_fds: Annotated[tuple[int, ...], Parameter(show=False)] = ()
     """The two file descriptors of the mailbox for packed weights, which `penstock serve` keeps."""
+
+    persist_kv_fd: Annotated[int | None, Parameter(show=False, validator=Number(gte=0))] = None
+    """File descriptor of the memory for pages, which `penstock serve` keeps."""
 
     beside_another: Annotated[bool, Parameter(show=False)] = False
     """It is to replace a backend that still runs: it starts only if there is memory for both."""

@@ -36,6 +36,33 @@ class IHostPages(Protocol):
         ...
 
 
+class PagePlaces(Protocol):
+    """Host pages in memory that outlives the process."""
+
+    @property
+    def num_places(self) -> int: ...
+
+    def place(self, index: int) -> NDArray[np.uint8]:
+        """[page bytes] the memory of one, for the keys and values of a page in all layers."""
+        ...
+
+    def note_written(self, index: int) -> None:
+        """The pass has written the place. Called on its thread."""
+        ...
+
+
+@runtime_checkable
+class IPersistsPages(Protocol):
+    """Optional interface of a pass that is IHostPages: its host pages may be in memory that outlives the process.
+
+    A page's content must not depend on its number, or on anything that the model's fingerprint does not cover.
+    """
+
+    def persist_pages(self, places: PagePlaces) -> None:
+        """Have these host pages from now on. Called at most once, after `create_cache`."""
+        ...
+
+
 @runtime_checkable
 class IDeviceLogits(Protocol):
     """Optional interface of a GPU pass: clients on the same GPU receive its logits without a copy through the host."""

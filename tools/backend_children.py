@@ -64,30 +64,35 @@ class BackendChildren:
     """Directory for the last seconds of backends that crashed."""
     weights: SharedWeights | None = None
     """None if weights end with their backend."""
+    persist_kv: int = 0
+    """Bytes for pages that outlive a backend, for each."""
 
     def prepare(self, options: BackendOptions) -> PreparedBackend:
         """Allocate what a backend shares with this process. Raises CannotStart for a recorder whose size is out of
         bounds, or without memory."""
-        recorder_fd = None
+        recorder_fd = pages_fd = None
         try:
+            if self.persist_kv:
+                pages_fd = _sparse_memory(self.persist_kv)
             if options.flight_recorder:
                 options.check()
                 recorder_fd = create_fd(options.flight_recorder)
             weights = None if self.weights is None else self.weights.open(options)
         except (StartupError, OSError) as error:
             raise CannotStart(str(error)) from error
-        return PreparedBackend(self, options, Heartbeat.create(), recorder_fd, weights)
+        return PreparedBackend(self, options, Heartbeat.create(), recorder_fd, weights, pages_fd)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedBackend:
-    """A backend's options, its heartbeat and its flight recorder. These outlive each of its processes."""
+    """A backend's options, and what outlives each of its processes: heartbeat, flight recorder, weights, pages."""
 
     common: BackendChildren
     options: BackendOptions
     heartbeat: Heartbeat
     recorder_fd: int | None
     weights: FdMailbox | None = None
+    pages_fd: int | None = None
 
     def spec(self, name: str, **changes: Any) -> ChildSpec:
         """Return how to start it. changes replace options."""
@@ -97,9 +102,12 @@ class PreparedBackend:
             heartbeat_fd=self.heartbeat.fd,
             recorder_fd=self.recorder_fd,
             weights_fds=() if self.weights is None else self.weights.fds,
+            persist_kv_fd=self.pages_fd,
             **changes,
         )
         fds, on_crash = [self.heartbeat.fd, *(() if self.weights is None else self.weights.fds)], None
+        if self.pages_fd is not None:
+            fds.append(self.pages_fd)
         if self.recorder_fd is not None:
             fds.append(self.recorder_fd)
             if common.crashes is not None:
@@ -126,8 +134,16 @@ class PreparedBackend:
         self.heartbeat.close()
         if self.common.weights is not None and self.weights is not None:
             self.common.weights.release(self.weights)
-        if self.recorder_fd is not None:
-            os.close(self.recorder_fd)
+        for fd in (self.recorder_fd, self.pages_fd):
+            if fd is not None:
+                os.close(fd)
+
+
+def _sparse_memory(num_bytes: int) -> int:
+    """An fd of memory that the backend allocates, if its model can use it."""
+    fd = os.memfd_create("penstock-pages", os.MFD_CLOEXEC)
+    os.truncate(fd, num_bytes)
+    return fd
 
 
 def _share_of_cores(num_replicas: int) -> dict[str, str]:

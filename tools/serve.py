@@ -259,6 +259,7 @@ def _prepare(
         may_die_often=len(backends) > 1,
         crashes=None if options.state_dir == NO_STATE else Path(options.state_dir) / "crashes",
         weights=SharedWeights() if options.hold_weights else None,
+        persist_kv=options.persist_kv,
     )
     try:
         prepared = {

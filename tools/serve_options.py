@@ -14,7 +14,7 @@ from cyclopts.validators import Number
 from penstock.backend.options import BackendOptions, Quantize, Task
 from penstock.frontend.options import FrontendOptions
 from penstock.shm.process.option_groups import grouped
-from penstock.shm.process.options import OptionalByteSize, fail
+from penstock.shm.process.options import ByteSize, OptionalByteSize, fail, format_size
 from penstock.shm.process.socket_path import default_socket_path
 from penstock.tools.models.named import (
     BadModels,
@@ -40,7 +40,7 @@ _GROUPS = {
     "Used most": "model models gpu",
     "Further models": "embedding_model embedding_revision embedding_quantize embedding_gpu"
     " rerank_model rerank_revision rerank_quantize rerank_gpu rerank_cache models_dir models_memory sleep_after_s",
-    "Failures and restarts": "hang_timeout_s hold_weights",
+    "Failures and restarts": "hang_timeout_s hold_weights persist_kv",
     "Processes": "replicas socket",
 }
 
@@ -123,6 +123,10 @@ class ServeOptions(FrontendOptions, BackendOptions):
     """Keep the weights of decoders on the CPU in shared memory that outlives their backend: a restart maps them and
     loads nothing, and replicas share them. All parts are compared with checksums again and again."""
 
+    persist_kv: ByteSize = 0
+    """Shared memory for each backend, such as 4GB, in which pages of the KV cache outlive it: after a crash its
+    successor computes only what is not there. They are compared with checksums. Decoders on the CPU only."""
+
     @property
     def devices(self) -> tuple[str, ...]:
         """The devices that --gpu names."""
@@ -165,6 +169,7 @@ def one_or_several(options: ServeOptions) -> ServeOptions:
 def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
     """Return the options of each backend by its name. Exits with one line if two models have the same name."""
     _check_devices(options)
+    _check_persistence(options)
     main = dataclasses.replace(select_options(options, BackendOptions), gpu=options.devices[0])
     if options.has_names:
         return _named_options(options, main)
@@ -202,6 +207,12 @@ def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
                 fail(COMMAND, f"--{role}-model has the name {own.model_id()} in the API, as the model of the {name}")
         found[f"{role} backend"] = own
     return found
+
+
+def _check_persistence(options: ServeOptions) -> None:
+    """Exits with one line if pages should outlive backends that end whenever their model falls asleep."""
+    if options.persist_kv and options.may_sleep:
+        fail(COMMAND, f"--persist-kv is {format_size(options.persist_kv)}, but models that sleep give all memory back")
 
 
 def _named_options(options: ServeOptions, main: BackendOptions) -> dict[str, BackendOptions]:

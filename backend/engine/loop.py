@@ -184,6 +184,7 @@ class Engine:
     def _apply(self, result: StepResult) -> None:
         """Deliver the step's tokens. An error of a step fails the requests that caused it, no others."""
         plan, board = result.plan, self._board
+        self._scheduler.host_offload.note_step_ended()
         num_tokens = sum(plan.lengths)
         board.steps += 1
         board.computed_tokens += num_tokens

@@ -1,65 +1,138 @@
 """Pages saved to the host's memory: which content is in which host page, and what is still to be copied there.
 
 The memory itself belongs to the forward pass, see `IHostPages`; `StepBatch.page_restores` brings pages back. A host
-page keeps its content after a restore, until it is used for other content.
+page keeps its content after a restore, until it is used for other content. With a store that memory outlives the
+process: then every full page is saved, and what earlier processes saved is found.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import logging
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from penstock.backend.kv_cache.persisted.page_rows import KeptPage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+logger = logging.getLogger("penstock.backend")
+
+
+class IKeepsPages(Protocol):
+    """Remembers for later processes what lies in host pages: a `PageStore`."""
+
+    @property
+    def num_places(self) -> int: ...
+
+    @property
+    def found(self) -> Sequence[KeptPage]: ...
+
+    def publish(self, page: KeptPage) -> None: ...
+
+    def withdraw(self, index: int) -> None: ...
+
+    def is_intact(self, index: int) -> bool: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Saved:
+    """Content that is on the host, or will be when its save is copied."""
+
+    host_page: int
+    salt: bytes
+    is_unchecked: bool = False
+    """An earlier process saved it, and nobody has compared it with its sum yet."""
 
 
 class HostOffload:
     """A fixed number of host pages, which may be 0. Owned by the page pool; not shared between threads."""
 
-    def __init__(self, num_host_pages: int) -> None:
-        self._num_host_pages = num_host_pages
-        self._free = list(range(num_host_pages - 1, -1, -1))
-        self._host_page_of_hash: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
-        self._salt_of_hash: dict[bytes, bytes] = {}
+    def __init__(self, num_host_pages: int, store: IKeepsPages | None = None) -> None:
+        """With a store num_host_pages is that of its places."""
+        self._num_host_pages = num_host_pages if store is None else store.num_places
+        self._store = store
+        self._saved: OrderedDict[bytes, _Saved] = OrderedDict()
+        """By page hash, least recently used first."""
+        self._free: list[int] = []
         self._restored: set[bytes] = set()
         """Page hashes that the step being planned restores."""
         self._saves: dict[int, int] = {}
         """Host page → the page to copy there before any step writes to that page."""
+        self._uncopied: list[tuple[bytes, _Saved]] = []
+        """With a store: what the next step's saves bring there."""
+        self._copying: deque[list[tuple[bytes, _Saved]]] = deque()
+        """The same for each launched step that has not ended."""
         self.num_saved = 0
         self.num_restored = 0
+        self._take_over(() if store is None else store.found)
+
+    def _take_over(self, found: Sequence[KeptPage]) -> None:
+        """Begin with what earlier processes have saved."""
+        for page in found:
+            if (older := self._saved.pop(page.page_hash, None)) is not None and self._store is not None:
+                self._store.withdraw(older.host_page)
+            self._saved[page.page_hash] = _Saved(page.place, page.salt, is_unchecked=True)
+        used = {saved.host_page for saved in self._saved.values()}
+        self._free = [place for place in range(self._num_host_pages - 1, -1, -1) if place not in used]
 
     @property
     def num_used(self) -> int:
-        return len(self._host_page_of_hash)
+        return len(self._saved)
+
+    @property
+    def saves_all(self) -> bool:
+        """Each full page is to be saved at once, not only those that are evicted after they were used again."""
+        return self._store is not None
 
     def contains(self, page_hash: bytes) -> bool:
-        return page_hash in self._host_page_of_hash
+        """Whether it can be restored. Content of an earlier process is compared with its sum now; damaged content is
+        forgotten."""
+        saved = self._saved.get(page_hash)
+        if saved is not None and saved.is_unchecked and self._store is not None:
+            saved.is_unchecked = False
+            if not self._store.is_intact(saved.host_page):
+                logger.error("a page that an earlier backend saved is damaged; it is computed again")
+                self.discard([page_hash])
+                return False
+        return saved is not None
 
     def save(self, page: int, page_hash: bytes, salt: bytes) -> None:
-        """Save a page that is being evicted. Does nothing when every host page is used by the step being planned."""
-        if page_hash in self._host_page_of_hash:
-            self._host_page_of_hash.move_to_end(page_hash)
+        """Save a page whose content is about to go, or is to be kept for later processes.
+
+        Does nothing when every host page is used by the step being planned.
+        """
+        if page_hash in self._saved:
+            self._saved.move_to_end(page_hash)
             return
         if (host_page := self._free_host_page()) is not None:
-            self._host_page_of_hash[page_hash] = host_page
-            self._salt_of_hash[page_hash] = salt
+            saved = self._saved[page_hash] = _Saved(host_page, salt)
             self._saves[host_page] = page
             self.num_saved += 1
+            if self._store is not None:
+                self._uncopied.append((page_hash, saved))
 
     def _free_host_page(self) -> int | None:
         if self._free:
             return self._free.pop()
-        oldest = next(iter(self._host_page_of_hash), None)
+        oldest = next(iter(self._saved), None)
         if oldest is None or oldest in self._restored:  # then the step being planned restores all the others too
             return None
         return self._forget(oldest)
 
     def _forget(self, page_hash: bytes) -> int:
-        del self._salt_of_hash[page_hash]
-        return self._host_page_of_hash.pop(page_hash)
+        host_page = self._saved.pop(page_hash).host_page
+        if self._store is not None:
+            self._store.withdraw(host_page)
+        return host_page
 
     def restore(self, page_hash: bytes) -> int:
         """The host page that the step being planned copies back from. Raises KeyError."""
-        self._host_page_of_hash.move_to_end(page_hash)
+        self._saved.move_to_end(page_hash)
         self._restored.add(page_hash)
         self.num_restored += 1
-        return self._host_page_of_hash[page_hash]
+        return self._saved[page_hash].host_page
 
     def end_plan(self) -> None:
         """The step is planned. Later saves may overwrite what it restores, because they run after it."""
@@ -69,21 +142,30 @@ class HostOffload:
         """(page, host page) pairs to copy before the next step is launched. The caller must launch that step."""
         saves = tuple((page, host_page) for host_page, page in self._saves.items())
         self._saves.clear()
+        if self._store is not None:
+            self._copying.append(self._uncopied)
+            self._uncopied = []
         return saves
+
+    def note_step_ended(self) -> None:
+        """The oldest step that was launched after `take_saves` has ended: later processes may find what it saved."""
+        if self._store is None:
+            return
+        for page_hash, saved in self._copying.popleft():
+            if self._saved.get(page_hash) is saved:  # otherwise it was forgotten meanwhile
+                self._store.publish(KeptPage(saved.host_page, page_hash, saved.salt))
 
     def invalidate_tenant(self, salt: bytes) -> None:
         """Forget all content of the tenant."""
-        self.discard([page_hash for page_hash, its_salt in self._salt_of_hash.items() if its_salt == salt])
+        self.discard([page_hash for page_hash, saved in self._saved.items() if saved.salt == salt])
 
     def discard(self, page_hashes: list[bytes]) -> None:
         """Forget this content. Hashes that are not saved here are ignored."""
-        self._free += [self._forget(page_hash) for page_hash in page_hashes if page_hash in self._host_page_of_hash]
+        self._free += [self._forget(page_hash) for page_hash in page_hashes if page_hash in self._saved]
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless each host page is free or has one hash, and no step is being planned."""
-        used = list(self._host_page_of_hash.values())
-        if self._salt_of_hash.keys() != self._host_page_of_hash.keys():
-            raise RuntimeError("content on the host has no tenant, or a tenant has content that is not there")
+        used = [saved.host_page for saved in self._saved.values()]
         if len(set(used) | set(self._free)) != self._num_host_pages or len(used) + len(self._free) != (
             self._num_host_pages
         ):

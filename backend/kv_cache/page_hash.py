@@ -10,8 +10,14 @@ if TYPE_CHECKING:
     from array import array
 
 _DIGEST_BYTES = 16
-_SECRET = secrets.token_bytes(32)
+_secret = secrets.token_bytes(32)
 """Random for each process. Without it, nobody can construct two prompts with the same hash (see CVE-2025-25183)."""
+
+
+def use_secret(secret: bytes) -> None:
+    """Hash as the earlier processes did whose pages are kept. Call it before the first hash is computed."""
+    global _secret
+    _secret = secret
 
 
 def extend_page_hashes(
@@ -37,6 +43,6 @@ def is_full_page_hash(page_hash: bytes) -> bool:
 
 
 def _digest(parent_hash: bytes, content: bytes) -> bytes:
-    digest = hashlib.blake2b(parent_hash, digest_size=_DIGEST_BYTES, key=_SECRET)
+    digest = hashlib.blake2b(parent_hash, digest_size=_DIGEST_BYTES, key=_secret)
     digest.update(content)
     return digest.digest()

@@ -7,21 +7,29 @@ held again until it is evicted. The memory itself belongs to the forward pass.
 from __future__ import annotations
 
 from penstock.backend.kv_cache.eviction import IdlePages
-from penstock.backend.kv_cache.host_offload import HostOffload
+from penstock.backend.kv_cache.host_offload import HostOffload, IKeepsPages
+from penstock.backend.kv_cache.page_hash import is_full_page_hash
 from penstock.backend.kv_cache.page_index import FullPageObserver, IndexedPage, PageIndex
 
 
 class PagePool:
     """A fixed number of pages. Owned by the scheduler; not shared between threads."""
 
-    def __init__(self, num_pages: int, num_host_pages: int = 0, observer: FullPageObserver | None = None) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        num_host_pages: int = 0,
+        observer: FullPageObserver | None = None,
+        store: IKeepsPages | None = None,
+    ) -> None:
+        """store has the host pages, if they outlive this process."""
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}; at least 1 is needed")
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._num_holders = [0] * num_pages
         self._index = PageIndex(observer)
-        self.host_offload = HostOffload(num_host_pages)
+        self.host_offload = HostOffload(num_host_pages, store)
         self._idle = IdlePages(self._index, self.host_offload, num_pages)
 
     @property
@@ -90,15 +98,19 @@ class PagePool:
             raise ValueError(f"page {page} is indexed but not held")
         entry.should_offload = self.host_offload.contains(entry.page_hash)
         self._index.add(page, entry, content)
+        if self.host_offload.saves_all and is_full_page_hash(entry.page_hash):
+            self.host_offload.save(page, entry.page_hash, entry.salt)
 
     def pages_following(self, parent_hash: bytes) -> dict[int, bytes]:
         """See `PageIndex.children`."""
         return self._index.children(parent_hash)
 
     def mark_for_offload(self, page_hashes: list[bytes]) -> None:
-        """This content has been used more than once: save it to the host when its page is evicted."""
+        """This content has been used more than once: save it to the host when its page is evicted, or now."""
         for page_hash in page_hashes:
             self._index.mark_for_offload(page_hash)
+            if self.host_offload.saves_all and (page := self._index.find(page_hash)) is not None:
+                self.host_offload.save(page, page_hash, self._index.entry(page).salt)
 
     def invalidate_tenant(self, salt: bytes) -> None:
         """Invalidate all cached pages of the tenant, here and on the host. Sequences keep the pages that they hold."""

@@ -90,7 +90,7 @@ class RunningSequences:
 
     @property
     def host_offload(self) -> HostOffload:
-        """Read by metrics only."""
+        """For metrics, and to note that a step has ended."""
         return self._pool.host_offload
 
     def note_computed(self, sequence: Sequence, num_tokens: int) -> None:

@@ -5,17 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions
+from penstock.backend.pass_extensions import IPersistsPages
 from penstock.backend.plugins import find_forward_pass
-from penstock.tools.forward_pass_contract.steps import MAX_BATCH_TOKENS, MAX_RUNNING, NUM_PAGES, page_size_of
+from penstock.tools.forward_pass_contract.steps import (
+    MAX_BATCH_TOKENS,
+    MAX_RUNNING,
+    NUM_PAGES,
+    PlacesInMemory,
+    page_size_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _HOST_KV_BYTES = 64 << 20
 """Host memory for passes that keep pages on the host."""
+_NUM_PLACES = 3
+"""The same for passes that can keep them in memory which outlives the process."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,4 +61,7 @@ def load_pass(
     if kv_dtypes := list(loaded.spec.kv_bytes_per_token):
         kv_dtype = kv_dtype or ("fp32" if "fp32" in kv_dtypes else kv_dtypes[0])
         loaded.create_cache(NUM_PAGES, page_size_of(loaded), kv_dtype)
+        if isinstance(loaded, IPersistsPages):
+            page_bytes = page_size_of(loaded) * loaded.spec.kv_bytes_per_token[kv_dtype]
+            loaded.persist_pages(PlacesInMemory(np.zeros((_NUM_PLACES, page_bytes), np.uint8)))
     return loaded

@@ -64,6 +64,24 @@ class RowsOnHost:
 
 
 @dataclass
+class PlacesInMemory:
+    """`PagePlaces` in an array, uint8 [places, page bytes]."""
+
+    memory: NDArray[np.uint8]
+
+    @property
+    def num_places(self) -> int:
+        return len(self.memory)
+
+    def place(self, index: int) -> NDArray[np.uint8]:
+        content: NDArray[np.uint8] = self.memory[index]
+        return content
+
+    def note_written(self, index: int) -> None:
+        """Nobody reads it later."""
+
+
+@dataclass
 class StepRow:
     """One row of a step: token_ids from position `start` on, in a sequence that has these pages and this slot."""
 

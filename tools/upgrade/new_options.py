@@ -18,6 +18,8 @@ _FIXED = {
     "dry-run": "it starts no backend",
     "heartbeat-fd": "the server sets it",
     "recorder-fd": "the server sets it",
+    "weights-fds": "the server sets it",
+    "persist-kv-fd": "the server sets it",
     "beside-another": "the server sets it",
 }
 MAX_TOKENS = 256

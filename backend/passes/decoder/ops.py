@@ -198,8 +198,19 @@ class Ops(Protocol):
     def close(self) -> None: ...
 
 
+class PageParts(Protocol):
+    def parts(self, page: int) -> list[Tensor]:
+        """All memory of a page."""
+        ...
+
+
 class CpuOps(Ops, Protocol):
     """The operations on the CPU, which also own the KV cache and the step's form."""
+
+    @property
+    def cache(self) -> list[Tensor] | PageParts:
+        """A tensor for each layer, [num_pages, …], or a cache that knows the parts of a page."""
+        ...
 
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None: ...
 

@@ -59,7 +59,15 @@ def test_every_option_of_the_server_is_in_a_group(capsys: pytest.CaptureFixture[
     found = help_of(ServeOptions, capsys)
     found.pop("Commands", None)
     listed = [option for options in found.values() for option in options]
-    hidden = {"--beside-another", "--heartbeat-fd", "--listen-fd", "--models-fd", "--recorder-fd", "--weights-fds"}
+    hidden = {
+        "--beside-another",
+        "--heartbeat-fd",
+        "--listen-fd",
+        "--models-fd",
+        "--persist-kv-fd",
+        "--recorder-fd",
+        "--weights-fds",
+    }
     hidden.add("--models")  # it is --model, repeated
     assert sorted(listed) == sorted({f"--{item.name.replace('_', '-')}" for item in fields(ServeOptions)} - hidden)
     assert next(iter(found)) == "Used most"

@@ -17,6 +17,7 @@ from penstock.backend.passes.decoder.cpu.deterministic_torch_ops import Determin
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps, supports_native_ops, unsupported_by_kernels
 from penstock.backend.passes.decoder.cpu.path_choice import AUTO, check_cpu_path, load_kernels
 from penstock.backend.passes.decoder.cpu.thread_counts import num_usable_cores
+from penstock.backend.passes.decoder.cpu.torch_cache.page_bytes import restore_page, save_page
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import AnonymousMemory
 from penstock.backend.passes.decoder.cpu.weight_memory.fingerprint import packing_fingerprint
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
     from penstock.backend.checkpoint.quantization.modes import Quantization
+    from penstock.backend.pass_extensions import PagePlaces
     from penstock.backend.passes.decoder.cpu.path_choice import NativeKernels
     from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import WeightMemory
     from penstock.backend.passes.decoder.cpu.weight_memory.watch import WatchedWeights
@@ -53,7 +55,7 @@ LoadedPass = TypeVar("LoadedPass", bound="CpuDecoderPass")
 
 
 class CpuDecoderPass(HostSampling):
-    """See `IBatchedForwardPass`. Logits are numpy float32 arrays, sampled by `HostSampling`."""
+    """See `IBatchedForwardPass` and `IPersistsPages`. Logits are numpy float32 arrays, sampled by `HostSampling`."""
 
     held_weights: WatchedWeights | None = None
     """See `IHeldWeights`."""
@@ -72,6 +74,7 @@ class CpuDecoderPass(HostSampling):
         super().__init__(config.vocab_size, max_running)
         self._config = config
         self._ops = ops
+        self._places: PagePlaces | None = None
         with torch.inference_mode():
             self._model = DecoderModel(config, ops, weights, dtype)
         self._spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats)
@@ -178,8 +181,25 @@ class CpuDecoderPass(HostSampling):
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         self._ops.create_cache(self._config.num_layers, num_pages, page_size_tokens, kv_dtype)
 
+    def persist_pages(self, places: PagePlaces) -> None:
+        self._places = places
+
+    @property
+    def num_host_pages(self) -> int:
+        """The cache is in the host's memory itself, so only pages that are to outlive the process are copied."""
+        return 0 if self._places is None else self._places.num_places
+
+    def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        if self._places is not None:
+            for page, place in pairs:
+                save_page(self._ops.cache, page, self._places.place(place))
+                self._places.note_written(place)
+
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
         check_embeddings(batch)
+        if self._places is not None:
+            for place, page in batch.page_restores:
+                restore_page(self._ops.cache, page, self._places.place(place))
         input_ids = self.begin_step(batch)
         if batch.embeddings:
             input_ids = np.maximum(input_ids, 0)  # FROM_EMBEDDINGS is not a row of the table

@@ -74,6 +74,10 @@ class PagedCache:
         queries = QueryTiles(rows, positions, tiles, table, size, self._limits, self._device)
         return PagedStep(self, torch.from_numpy(positions).to(self._device), queries)
 
+    def parts(self, page: int) -> list[Tensor]:
+        """All memory of a page."""
+        return [tensor[:, page] for heads in (*self.keys, *self.values) for tensor in heads.tensors]
+
     def _copy_pages(self, batch: StepBatch) -> None:
         """Copies only the tokens that a row will see; the rest of a page might hold NaN."""
         if not batch.page_copies:

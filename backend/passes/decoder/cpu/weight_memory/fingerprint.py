@@ -19,7 +19,7 @@ def packing_fingerprint(model_dir: Path, settings: Iterable[object]) -> str:
 
     Of a file its place, size, inode and times count, not its content: so this takes milliseconds.
     """
-    digest = hashlib.sha256(repr((tuple(map(str, settings)), _code_hash())).encode())
+    digest = hashlib.sha256(repr((tuple(map(str, settings)), code_hash())).encode())
     for path in _files(model_dir):
         found = path.stat()
         times = found.st_mtime_ns, found.st_ctime_ns
@@ -34,7 +34,7 @@ def _files(directory: Path) -> Iterator[Path]:
 
 
 @cache
-def _code_hash() -> str:
+def code_hash() -> str:
     """A hash of the modules and kernels that read and pack weights."""
     digest = hashlib.sha256()
     for root in (_BACKEND / "checkpoint", _BACKEND / "passes" / "decoder"):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from penstock.backend.checksum import block_sum
 from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import aligned
 from penstock.backend.passes.decoder.cpu.weight_memory.manifest import (
     BLOCK_BYTES,
@@ -20,7 +21,6 @@ from penstock.backend.passes.decoder.cpu.weight_memory.manifest import (
     LinearForm,
     Manifest,
     PackedWeight,
-    block_sum,
     finish,
     read_manifest,
 )

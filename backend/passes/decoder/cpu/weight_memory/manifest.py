@@ -12,14 +12,11 @@ import zlib
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import msgspec
-import numpy as np
 
 from penstock.backend.passes.decoder.cpu.native_structs import WeightForm
 from penstock.shm.memory import region
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from penstock.backend.passes.decoder.cpu.native_structs import Linear
 
 DATA_PLACE = 4096
@@ -29,7 +26,6 @@ BLOCK_BYTES = 4 << 20
 _MAGIC = 0x50_4E_53_54_57_47_54_31
 _HEADER = struct.Struct("<QQQQ")  # magic, bytes of weights, bytes of the manifest, its crc32
 _MAX_MANIFEST_BYTES = 64 << 20
-_COLUMNS = 512
 
 Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
@@ -76,20 +72,6 @@ class Manifest(msgspec.Struct, frozen=True):
     dtype: Literal["bf16", "fp32"]
     weights: tuple[PackedWeight, ...]
     block_sums: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)], ...]
-
-
-def block_sum(block: NDArray[np.uint8]) -> int:
-    """A checksum of a block, whose size is a multiple of 8: the crc32 of the sums of its columns and rows.
-
-    It differs if any one word does. It is several times as quick as a crc32 of all bytes.
-    """
-    words = block.view(np.uint64)
-    num_whole = len(words) // _COLUMNS * _COLUMNS
-    table = words[:num_whole].reshape(-1, _COLUMNS)
-    crc = 0
-    for part in (table.sum(axis=0), table.sum(axis=1), words[num_whole:]):
-        crc = zlib.crc32(part.data, crc)
-    return crc
 
 
 def finish(fd: int, data_bytes: int, manifest: Manifest) -> None:
