@@ -47,7 +47,7 @@ def test_answer_streams_and_stays_after_a_reload(page: Page) -> None:
     ask(page, "What does os.path.join do?")
     answered(page)
     stats = page.locator(".stats").inner_text()
-    assert re.search(r"first token after \d+ ms · [\d.]+ tokens/s · \d+ prompt tokens, \d+ cached · \d+ tokens", stats)
+    assert re.search(r"first token after \d+ ms · .*\d+ prompt tokens, \d+ cached · \d+ tokens", stats)
     text = page.locator(".answer .body").last.inner_text()
     assert text.strip()
     page.reload()
@@ -79,6 +79,9 @@ def test_answers_and_temperatures_stand_side_by_side(page: Page) -> None:
         set_field(page, name, value)
     ask(page, "What is a heap?")
     answered(page, 4)
+    assert page.locator(".answer .label").all_inner_texts() == ["temperature 0"] * 2 + ["temperature 1.5"] * 2
+    for figures in page.locator(".stats").all_inner_texts():  # each answer has its own
+        assert re.search(r"first token after \d+ ms · .*[^\d]8 tokens", figures)
     page.get_by_role("button", name="Continue with this one").nth(2).click()
     third = page.locator(".answer").nth(2)
     expect(third).to_have_class("answer chosen")
@@ -101,6 +104,15 @@ def test_log_probabilities_are_shades_with_alternatives(page: Page) -> None:
     shades = page.locator(".tokens span")
     assert shades.count() == 6
     assert re.match(r'[\d.]+ %\n".*" [\d.]+ %\n', shades.first.get_attribute("title") or "")
+    detail = page.locator(".alternatives")
+    shades.nth(2).click()
+    expect(detail).to_have_text(re.compile(r'^".*": [\d.]+ % · ".*" [\d.]+ % · '))
+    third = detail.inner_text()
+    page.keyboard.press("ArrowRight")
+    expect(detail).not_to_have_text(third)
+    page.keyboard.press("ArrowLeft")
+    expect(detail).to_have_text(third)
+    expect(page.locator(".tokens .chosen")).to_have_count(1)
 
 
 def test_schema_makes_json_with_a_mark_and_a_bad_one_is_explained(page: Page) -> None:
@@ -119,8 +131,12 @@ def test_stopped_answer_frees_its_sequence(page: Page, served_demo: str) -> None
     set_field(page, "schema", '{"type": "array", "items": {"type": "string"}, "minItems": 500}')  # it does not end soon
     ask(page, "Count")
     expect(page.locator(".answer pre")).to_have_text(re.compile(r".{6,}", re.DOTALL))
+    for _ in range(3):  # tokens that arrive at once have no rate
+        expect(page.locator(".answer pre")).not_to_have_text(page.locator(".answer pre").inner_text())
     page.keyboard.press("Escape")
     expect(page.locator(".failure")).to_have_text("stopped")
+    figures = re.compile(r"^stopped · first token after \d+ ms · [\d.]+ tokens/s · \d+ tokens$")
+    expect(page.locator(".stats")).to_have_text(figures)
     load = page.context.request.get(f"{served_demo}/v1/load")
     while load.json()["running"]:
         load = page.context.request.get(f"{served_demo}/v1/load")
@@ -128,9 +144,12 @@ def test_stopped_answer_frees_its_sequence(page: Page, served_demo: str) -> None
 
 
 def events(*texts: str, usage: dict[str, Any] | None = None, **delta: Any) -> str:
-    """A stream of one choice with these texts, then the delta, then the usage."""
-    deltas: list[dict[str, Any]] = [*({"content": text} for text in texts), delta]
-    chunks = [{"choices": [{"index": 0, "delta": each, "finish_reason": None}]} for each in deltas]
+    """A stream of one choice with these texts, then the delta, then the usage. All but the first have two tokens."""
+    deltas: list[dict[str, Any]] = [{"role": "assistant"}, *({"content": text} for text in texts), delta]
+    chunks = [
+        {"choices": [{"index": 0, "delta": each, "finish_reason": None, "token_ids": [1, 2] if number else []}]}
+        for number, each in enumerate(deltas)
+    ]
     chunks += [] if usage is None else [{"choices": [], "usage": usage}]
     return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
 
@@ -235,8 +254,10 @@ def test_conversations_are_exported_and_imported(page: Page, tmp_path: Path) -> 
 
 def test_small_screen_needs_no_sideways_scrolling_and_controls_have_names(page: Page) -> None:
     set_field(page, "max_completion_tokens", "8")
+    page.check("[name=logprobs]")
     ask(page, "What is a tuple?")
     answered(page)
+    page.locator(".tokens span").first.click()
     for width, scheme in ((1280, "light"), (1280, "dark"), (360, "light")):
         page.set_viewport_size({"width": width, "height": 640})
         page.emulate_media(color_scheme=scheme)

@@ -1,8 +1,9 @@
 // One answer: what has arrived of it, and its view.
 import { renderMarkdown } from "/page/markdown.js";
 
-export function newAnswer(isJson) {
-  return { content: "", reasoning: "", calls: [], tokens: [], finish: null, failure: null, isJson, stats: null };
+// label tells answers apart that have different settings.
+export function newAnswer(isJson, label) {
+  return { content: "", reasoning: "", calls: [], tokens: [], finish: null, failure: null, isJson, label, stats: null };
 }
 
 // Adds a chunk's choice to the answer.
@@ -44,14 +45,48 @@ function percent(logprob) {
   return `${(100 * Math.exp(logprob)).toFixed(1)} %`;
 }
 
-function tokenShades(tokens) {
-  const shades = tokens.map(({ token, logprob, top }) => {
-    const shade = element("span", "", token);
-    shade.style.setProperty("--doubt", `${Math.round(60 * (1 - Math.exp(logprob)))}%`);
-    shade.title = [`${percent(logprob)}`, ...top.map(([other, its]) => `${JSON.stringify(other)} ${percent(its)}`)].join("\n");
-    return shade;
-  });
-  return element("div", "body tokens", ...shades);
+function alternatives({ logprob, top }, separator) {
+  return [percent(logprob), ...top.map(([other, its]) => `${JSON.stringify(other)} ${percent(its)}`)].join(separator);
+}
+
+// Tokens as shades. Hovering shows a token's alternatives, and so does choosing it by a click, a touch or the arrow keys.
+class TokenShades {
+  constructor(tokens) {
+    this.tokens = tokens;
+    this.chosen = -1;
+    this.shades = element("div", "body tokens");
+    this.shades.tabIndex = 0;
+    this.shades.setAttribute("role", "group");
+    this.shades.setAttribute("aria-label", "Tokens: the arrow keys show alternatives");
+    this.shades.addEventListener("click", ({ target }) => this.choose([...this.shades.children].indexOf(target)));
+    this.shades.addEventListener("keydown", (event) => {
+      const next = { ArrowLeft: this.chosen - 1, ArrowRight: this.chosen + 1, Home: 0, End: this.tokens.length - 1 }[event.key];
+      if (next === undefined) return;
+      event.preventDefault();
+      this.choose(Math.max(0, Math.min(next, this.tokens.length - 1)));
+    });
+    this.detail = element("p", "alternatives");
+    this.detail.setAttribute("role", "status");
+    this.node = element("div", "", this.shades, this.detail);
+  }
+
+  choose(index) {
+    this.shades.children[this.chosen]?.classList.remove("chosen");
+    this.chosen = index;
+    this.shades.children[index]?.classList.add("chosen");
+    const token = this.tokens[index];
+    this.detail.textContent = token ? `${JSON.stringify(token.token)}: ${alternatives(token, " · ")}` : "";
+  }
+
+  // Draws the tokens that have come since.
+  draw() {
+    for (const token of this.tokens.slice(this.shades.childElementCount)) {
+      const shade = element("span", "", token.token);
+      shade.style.setProperty("--doubt", `${Math.round(60 * (1 - Math.exp(token.logprob)))}%`);
+      shade.title = alternatives(token, "\n");
+      this.shades.append(shade);
+    }
+  }
 }
 
 function jsonMark(content) {
@@ -70,7 +105,9 @@ export class AnswerView {
     this.body = element("div", "body");
     this.calls = element("div", "calls");
     this.stats = element("p", "stats");
-    this.node = element("article", "answer", this.reasoning, this.body, this.calls, this.stats);
+    this.shades = null; // once the answer has log probabilities
+    const label = answer.label ? [element("p", "label", answer.label)] : [];
+    this.node = element("article", "answer", ...label, this.reasoning, this.body, this.calls, this.stats);
     this.isQueued = false;
     this.draw();
   }
@@ -90,9 +127,11 @@ export class AnswerView {
     this.reasoning.hidden = !reasoning;
     this.reasoning.lastChild.replaceChildren(renderMarkdown(reasoning));
     if (tokens.length) {
-      const shades = tokenShades(tokens);
-      this.body.replaceWith(shades);
-      this.body = shades;
+      if (!this.shades) {
+        this.shades = new TokenShades(tokens);
+        this.body.replaceWith(this.shades.node);
+      }
+      this.shades.draw();
     } else if (isJson) {
       this.body.replaceChildren(element("pre", "", content));
     } else {
@@ -113,8 +152,7 @@ function describe({ ttftMs, tokensPerS, promptTokens, cachedTokens, completionTo
   const parts = [];
   if (ttftMs !== null) parts.push(`first token after ${Math.round(ttftMs)} ms`);
   if (tokensPerS !== null) parts.push(`${tokensPerS.toFixed(1)} tokens/s`);
-  if (promptTokens !== null) {
-    parts.push(`${promptTokens} prompt tokens, ${cachedTokens} cached`, `${completionTokens} tokens${isCoalesced ? ", coalesced" : ""}`);
-  }
+  if (promptTokens !== null) parts.push(`${promptTokens} prompt tokens, ${cachedTokens} cached`);
+  if (completionTokens) parts.push(`${completionTokens} tokens${isCoalesced ? ", coalesced" : ""}`);
   return parts;
 }

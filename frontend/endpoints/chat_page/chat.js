@@ -123,7 +123,7 @@ async function send(text) {
   current.messages.push({ role: "user", content: text });
   const messages = history(system);
   const model = at("model").value;
-  const groups = requests.map((fields) => Array.from({ length: fields.n ?? 1 }, () => newAnswer(isJson)));
+  const groups = requests.map(({ fields, label }) => Array.from({ length: fields.n ?? 1 }, () => newAnswer(isJson, label)));
   const reply = { role: "assistant", model, chosen: 0, answers: groups.flat() };
   current.messages.push(reply);
   drawMessages();
@@ -134,7 +134,7 @@ async function send(text) {
   showRunning(true);
   const { signal } = stopper;
   let first = 0;
-  const running = requests.map((fields, index) => {
+  const running = requests.map(({ fields }, index) => {
     const own = views.slice(first, first += groups[index].length);
     return stream({ model, messages, ...fields }, own, signal);
   });
@@ -144,16 +144,16 @@ async function send(text) {
 }
 
 async function stream(body, views, signal) {
-  const started = performance.now();
-  let firstAt = null;
+  const startedMs = performance.now();
+  const arrivals = views.map(() => new Arrivals(startedMs));
   let usage = null;
   try {
     const answer = await request("/v1/chat/completions", {
-      body: { ...body, stream: true, stream_options: { include_usage: true } }, signal,
+      body: { ...body, stream: true, stream_options: { include_usage: true }, return_token_ids: true }, signal,
     });
     for await (const chunk of events(answer)) {
-      if (chunk.choices.length) firstAt ??= performance.now();
       for (const choice of chunk.choices) {
+        arrivals[choice.index].add(choice.token_ids?.length ?? 0);
         extend(views[choice.index].answer, choice);
         views[choice.index].drawSoon();
       }
@@ -163,24 +163,50 @@ async function stream(body, views, signal) {
     for (const { answer } of views) answer.failure = error.name === "AbortError" ? "stopped" : error.message;
     if (error instanceof ApiError && error.status === 401) askForKey();
   }
-  const stats = figures(started, firstAt, performance.now(), usage, views.length);
-  for (const view of views) {
-    view.answer.stats = stats;
+  views.forEach((view, index) => {
+    view.answer.stats = {
+      ...arrivals[index].figures(),
+      // of the request: its answers have one prompt
+      promptTokens: usage ? usage.prompt_tokens : null,
+      cachedTokens: usage?.prompt_tokens_details?.cached_tokens ?? 0,
+      isCoalesced: usage?.penstock?.coalesced ?? false,
+    };
     view.draw();
-  }
+  });
 }
 
-// Of one request, whose answers have their usage together.
-function figures(startedMs, firstMs, endedMs, usage, count) {
-  const tokens = usage ? usage.completion_tokens : null;
-  return {
-    ttftMs: firstMs === null ? null : firstMs - startedMs,
-    tokensPerS: tokens !== null && tokens > count ? (tokens - count) / ((endedMs - firstMs) / 1000) : null,
-    promptTokens: usage ? usage.prompt_tokens : null,
-    cachedTokens: usage?.prompt_tokens_details?.cached_tokens ?? 0,
-    completionTokens: tokens,
-    isCoalesced: usage?.penstock?.coalesced ?? false,
-  };
+// Tokens that a late page reads at once tell nothing of their rate.
+const SHORTEST_SPAN_MS = 10;
+
+// When the tokens of one answer arrive. An event has several if they come faster than events are written.
+class Arrivals {
+  constructor(startedMs) {
+    this.startedMs = startedMs;
+    this.firstMs = null;
+    this.lastMs = null;
+    this.numFirst = 0;
+    this.num = 0;
+  }
+
+  add(num) {
+    if (!num) return;
+    this.lastMs = performance.now();
+    if (this.firstMs === null) {
+      this.firstMs = this.lastMs;
+      this.numFirst = num;
+    }
+    this.num += num;
+  }
+
+  figures() {
+    const later = this.num - this.numFirst;
+    const spanMs = this.lastMs - this.firstMs;
+    return {
+      ttftMs: this.firstMs === null ? null : this.firstMs - this.startedMs,
+      tokensPerS: spanMs >= SHORTEST_SPAN_MS ? later / (spanMs / 1000) : null,
+      completionTokens: this.num,
+    };
+  }
 }
 
 function stop() {

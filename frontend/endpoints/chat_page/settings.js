@@ -27,7 +27,7 @@ function json(name, what) {
 }
 
 // Returns the system text, whether answers must be JSON, and the fields of each request to send: one, or two that are
-// compared. Throws for a field that is not valid.
+// compared, with a label each. Throws for a field that is not valid.
 export function read() {
   const wrong = [...form.elements].find((field) => !field.checkValidity());
   if (wrong) throw new Error(`${wrong.closest("label").firstChild.textContent.trim()}: ${wrong.validationMessage}`);
@@ -40,9 +40,11 @@ export function read() {
   if (schema !== undefined) fields.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
   const tools = json("tools", "Tools");
   if (tools !== undefined) fields.tools = tools;
-  const requests = [fields];
+  const requests = [{ fields, label: "" }];
   if (form.elements.second_temperature.value !== "") {
-    requests.push({ ...fields, temperature: Number(form.elements.second_temperature.value) });
+    const second = { ...fields, temperature: Number(form.elements.second_temperature.value) };
+    requests[0].label = fields.temperature === undefined ? "default temperature" : `temperature ${fields.temperature}`;
+    requests.push({ fields: second, label: `temperature ${second.temperature}` });
   }
   return { system: form.elements.system.value.trim(), isJson: schema !== undefined, requests };
 }

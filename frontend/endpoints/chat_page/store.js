@@ -8,7 +8,7 @@ function isAnswer(value) {
   return (
     value !== null && typeof value === "object" && isText(value.content) && isText(value.reasoning) &&
     Array.isArray(value.calls) && value.calls.every((call) => isText(call?.name) && isText(call.arguments)) &&
-    Array.isArray(value.tokens) && value.tokens.every((each) => isText(each?.token) && Array.isArray(each.top))
+    (value.label === undefined || isText(value.label)) && Array.isArray(value.tokens) && value.tokens.every((each) => isText(each?.token) && Array.isArray(each.top))
   );
 }
 
