@@ -17,6 +17,7 @@ from penstock.frontend.generation.failures import finish_reason_of
 from penstock.frontend.generation.lingering import STREAM_HEADER, linger_terms, prepare_to_linger
 from penstock.frontend.generation.request_policy import read_request_policy
 from penstock.frontend.generation.served_models import check_model
+from penstock.frontend.generation.submission.limits import limited_by_context
 from penstock.frontend.generation.submission.sampling import is_deterministic
 from penstock.frontend.generation.submission.submit import PreparedRequest, submit
 from penstock.frontend.schemas.chat import ChatBody
@@ -49,6 +50,8 @@ class AnswerStyle:
     """The id of an answer that another worker has begun, and when that was, in seconds since 1970."""
     farewell: bytes = b""
     """Ends a stream, after the format's last event."""
+    stops_at_context: bool = False
+    """Whether an answer whose limit is beyond the context stops at its end. Otherwise such a limit is refused."""
     by_token: bool = False
     """Whether each token is a piece of its own, however many arrive together: then a repetition has the same events."""
 
@@ -88,7 +91,10 @@ async def answer_prompts(exchange: Exchange, request: PreparedRequest, served: S
     backend = served.backend
     policy = read_request_policy(exchange, body)
     check_model(body.model, card)
-    request = replace(request, prompts=[truncated(body, prompt, card) for prompt in request.prompts])
+    prompts = [truncated(body, prompt, card) for prompt in request.prompts]
+    if style.stops_at_context and isinstance(body, ChatBody):
+        body = limited_by_context(body, len(prompts[0]), card)
+    request = replace(request, body=body, prompts=prompts)
     usage = Usage(prompt_tokens=sum(map(len, request.prompts)))
     begun = style.begun or (None if lingering is None else lingering.begun)
     response_id, created = begun or (style.id_prefix + secrets.token_hex(12), int(time.time()))

@@ -59,9 +59,9 @@ async def create_message(exchange: Exchange, context: EndpointContext) -> None:
             chat = await run_sized(num_body_bytes, checked_chat, body)
 
         def make_format(identity: Identity, usage: Usage, _: StreamUsageOptions) -> MessagesFormat:
-            return MessagesFormat(identity, usage, exchange.request_id)
+            return MessagesFormat(identity, usage, exchange.request_id, served.card.max_context_tokens)
 
-        style = AnswerStyle("msg_", make_format)
+        style = AnswerStyle("msg_", make_format, stops_at_context=True)
         await answer_chat(exchange, chat, served, style, num_body_bytes=num_body_bytes)
 
 

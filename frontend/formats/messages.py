@@ -30,11 +30,12 @@ _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 class MessagesFormat(Format):
     """See `Format`. A message has one choice."""
 
-    def __init__(self, identity: Identity, usage: Usage, request_id: str) -> None:
+    def __init__(self, identity: Identity, usage: Usage, request_id: str, max_context_tokens: int) -> None:
         """request_id is reported with an error."""
         self._identity = identity
         self._usage = usage
         self._request_id = request_id
+        self._max_context_tokens = max_context_tokens
         self._blocks = OutputBlocks(self)
         self._delta_head = b""
 
@@ -46,7 +47,7 @@ class MessagesFormat(Format):
 
     def closing(self, index: int, finish_reason: str, stopped_by: str | int | None) -> bytes:  # noqa: ARG002
         events = self._blocks.close()
-        reason, sequence = _stop(finish_reason, stopped_by)
+        reason, sequence = self._stop(finish_reason, stopped_by)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         return events + _event("message_delta", delta=delta, usage=self._usage_fields(with_output=True))
 
@@ -61,7 +62,7 @@ class MessagesFormat(Format):
         output = outputs[0]
         self._blocks = output.blocks
         self._blocks.close()
-        reason, sequence = _stop(output.finish_reason, output.stopped_by)
+        reason, sequence = self._stop(output.finish_reason, output.stopped_by)
         content = [self._content(block, block.text) for block in self._blocks.all]
         return encode(self._message(content, reason, sequence, with_output=True))
 
@@ -89,6 +90,15 @@ class MessagesFormat(Format):
             "output_tokens": usage.completion_tokens if with_output else 0,
             "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens if with_output else 0},
         }
+
+    def _stop(self, finish_reason: str, stopped_by: str | int | None) -> tuple[str, str | None]:
+        """Return Anthropic's reason for the end, and the stop sequence."""
+        usage = self._usage
+        if isinstance(stopped_by, str) and finish_reason == "stop":
+            return "stop_sequence", stopped_by
+        if finish_reason == "length" and usage.prompt_tokens + usage.completion_tokens >= self._max_context_tokens:
+            return "model_context_window_exceeded", None
+        return _STOP_REASONS[finish_reason], None
 
     # Implements `BlockEvents`
 
@@ -128,12 +138,6 @@ class MessagesFormat(Format):
 
 def _event(name: str, **fields: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), encode({"type": name, **fields}))
-
-
-def _stop(finish_reason: str, stopped_by: str | int | None) -> tuple[str, str | None]:
-    if isinstance(stopped_by, str) and finish_reason == "stop":
-        return "stop_sequence", stopped_by
-    return _STOP_REASONS[finish_reason], None
 
 
 def _arguments(text: str) -> dict[str, Any]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from penstock.frontend.schemas.generation import MAX_LOGPROB_CELLS, MAX_PROMPT_LOGPROB_CELLS
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
 
 if TYPE_CHECKING:
+    from penstock.frontend.schemas.chat import ChatBody
     from penstock.frontend.schemas.decoding import AnsweredBody
     from penstock.shm.messages import ModelCard
 
@@ -47,6 +50,14 @@ def _max_tokens(body: AnsweredBody, num_prompt_tokens: int, max_context_tokens: 
         )
         raise ApiError(ErrorKind.CONTEXT_TOO_LONG, message, param=field, numbers=numbers)
     return requested
+
+
+def limited_by_context(chat: ChatBody, num_prompt_tokens: int, card: ModelCard) -> ChatBody:
+    """Return the chat with a limit that fits the context after its prompt. Too long a prompt is refused later."""
+    num_left = card.max_context_tokens - num_prompt_tokens
+    if num_left < 1 or (chat.max_completion_tokens or 0) <= num_left:
+        return chat
+    return msgspec.structs.replace(chat, max_completion_tokens=num_left)
 
 
 def check_logprobs(body: AnsweredBody, prompts: list[list[int]], max_tokens: list[int]) -> None:

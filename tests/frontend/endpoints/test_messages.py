@@ -163,6 +163,17 @@ async def test_stop_reason_is_reported(
         assert answer["content"][0]["text"] == "Hello, "
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_limit_beyond_the_context_stops_at_its_end(stream: bool) -> None:
+    # Claude Code asks for 64,000 tokens and more, whatever the model.
+    backend = FakeBackend(script=MODEL.says("a 1 " * 4000, batch_size=500))
+    async with talking(backend) as connection:
+        response = await connection.post(PATH, {**HI, "max_tokens": 64_000, "stream": stream})
+    answer = assembled(named_events(response)) if stream else response.json()
+    assert answer["stop_reason"] == "model_context_window_exceeded"
+    assert len(backend.last.token_ids) + backend.last.max_tokens == MODEL.served(backend).card.max_context_tokens
+
+
 async def test_every_kind_of_block_reaches_the_model() -> None:
     backend = FakeBackend(script=MODEL.says("ok"))
     cached = {"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}
