@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MODULES_FILE = "modules.json"
+_TOKENIZER_FILE = "tokenizer_config.json"
 _MAX_MODULES = 16
 _PATH = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.\-]{0,100}/?)?")
 _LENGTH_FILES = (
@@ -126,12 +127,19 @@ def read_modules(model_dir: Path) -> Modules | None:
 
 
 def read_max_tokens(model_dir: Path) -> int | None:
-    """max_seq_length of the file that sentence-transformers keeps beside the transformer."""
+    """max_seq_length of the file that sentence-transformers keeps beside the transformer, or the tokenizer's
+    model_max_length, where newer versions keep it. None if neither names a limit."""
     for name in _LENGTH_FILES:
         path = model_dir / name
         if path.is_file():
-            return convert(read_json_object(path), _Lengths, path).max_seq_length
-    return None
+            stated = convert(read_json_object(path), _Lengths, path).max_seq_length
+            if stated is not None:
+                return stated
+            break
+    path = model_dir / _TOKENIZER_FILE
+    length = read_json_object(path).get("model_max_length") if path.is_file() else None
+    is_limit = type(length) is int and 1 <= length <= MAX_CONTEXT_TOKENS  # transformers writes 10^30 for none
+    return length if is_limit else None
 
 
 def _read_pooling(path: Path) -> tuple[PoolingMode, ...]:

@@ -70,15 +70,45 @@ async def test_langchain_embeds_documents_and_queries(url: str) -> None:
     assert list(array("f", await asyncio.to_thread(embeddings.embed_query, QUERY))) == expected(QUERY)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:litellm", "ignore::UserWarning:pydantic")
-async def test_litellm_embeds(url: str) -> None:
+@pytest.fixture
+def litellm() -> Any:
     litellm = importlib.import_module("litellm")
     litellm.telemetry, litellm.suppress_debug_info = False, True
+    return litellm
+
+
+LITELLM_WARNINGS = pytest.mark.filterwarnings("ignore::DeprecationWarning:litellm", "ignore::UserWarning:pydantic")
+
+
+@LITELLM_WARNINGS
+async def test_litellm_embeds_by_each_providers_api(url: str, litellm: Any) -> None:
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
-        answer = await litellm.aembedding(
-            model="openai/bert", input=TEXTS, api_base=f"{url}/v1", api_key="none", client=client
-        )
-    assert [list(array("f", item["embedding"])) for item in answer.data] == [expected(text) for text in TEXTS]
+        answers = [
+            await litellm.aembedding(
+                model=f"{provider}/bert", input=TEXTS, api_base=f"{url}{path}", api_key="none", **more
+            )
+            for provider, path, more in (
+                ("openai", "/v1", {"client": client}),
+                ("hosted_vllm", "/v1", {}),
+                ("infinity", "/v1", {}),
+                ("jina_ai", "/v1", {}),
+                ("cohere", "/v2/embed", {}),
+            )
+        ]
+    for answer in answers:
+        assert [list(array("f", item["embedding"])) for item in answer.data] == [expected(text) for text in TEXTS]
+
+
+@LITELLM_WARNINGS
+@pytest.mark.parametrize("provider", ["cohere", "jina_ai", "hosted_vllm", "infinity", "huggingface"])
+async def test_litellm_reranks_by_each_providers_api(url: str, litellm: Any, provider: str) -> None:
+    """huggingface sends TEI's body."""
+    asked = {"query": QUERY, "documents": DOCUMENTS, "api_base": url, "api_key": "none"}
+    answer = await litellm.arerank(model=f"{provider}/reranker", **asked)
+    assert [result["index"] for result in answer.results] == order()
+    scores = [result["relevance_score"] for result in answer.results]
+    assert scores == sorted(scores, reverse=True)
+    assert all(0 < score < 1 for score in scores)
 
 
 async def test_cohere_reranks_by_both_versions(url: str) -> None:

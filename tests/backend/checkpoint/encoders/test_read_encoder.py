@@ -196,3 +196,26 @@ def test_modules_decide_the_task(tmp_path: Path) -> None:
     (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_strategy": "max"}')
     (tmp_path / "modules.json").write_text('[{"path": "1_Pooling", "type": "x.SpladePooling"}]')
     assert find_task(tmp_path).task == "sparse"
+
+
+@pytest.mark.parametrize(
+    ("stated", "of_tokenizer", "limit"),
+    [
+        (None, 24, 24),  # as sentence-transformers 6 writes it
+        ({"transformer_task": "feature-extraction"}, 24, 24),
+        ({"max_seq_length": 20}, 24, 20),
+        ({"max_seq_length": 30}, 24, 30),
+        ({"max_seq_length": None}, 10**30, 160),
+        (None, 4096, 160),
+        (None, True, 160),
+        (None, -1, 160),
+    ],
+)
+def test_the_limit_of_an_input_is_that_of_the_files(
+    stated: dict[str, Any] | None, of_tokenizer: Any, limit: int, tmp_path: Path
+) -> None:
+    make_encoder("bert", "Model", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": of_tokenizer}))
+    if stated is not None:
+        (tmp_path / "sentence_bert_config.json").write_text(json.dumps(stated))
+    assert read_encoder(tmp_path).max_context_tokens == limit
