@@ -9,7 +9,8 @@ copies that are not awaited, arguments of the wrong number, size or element type
 The mode "check" is about twenty times slower and sees every memory access. It also reports races within a block (only
 block and warp barriers order accesses) and between blocks (only fences around atomics do), accesses outside an
 argument's bytes or the block's shared memory, misaligned accesses, writes through pointers to const, reads of shared
-memory before it is written, and array indices, shifts and sums out of range.
+memory before it is written, array indices, shifts and sums out of range, and in a launch that may begin before earlier
+kernels have ended, uses of their memory before the wait for them.
 
 The mode "device" rounds as a GPU may: it fuses products and sums, and approximations have the errors that the manuals
 allow.

@@ -63,6 +63,7 @@ class _Launch(ctypes.Structure):
         ("check", ctypes.c_int),
         ("order", ctypes.c_int),
         ("seed", ctypes.c_uint64),
+        ("is_dependent", ctypes.c_int),
     )
 
 
@@ -102,6 +103,7 @@ class EmulatedLauncher:
             check=self._mode == "check",
             order=self._order,
             seed=self._seed + self.num_launches,
+            is_dependent=kernel.is_dependent,
         )
         error = library.run(entry, described, arguments)
         if error is not None:

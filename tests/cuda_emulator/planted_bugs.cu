@@ -276,3 +276,34 @@ extern "C" __global__ void const_written(const float* in, float* out) {
 extern "C" __global__ void shift_too_far(int* out, int shift) { out[threadIdx.x] = 1 << (BUG ? shift : 0); }
 
 extern "C" __global__ void sum_too_large(int* out, int a, int b) { out[threadIdx.x] = a + (BUG ? b : 0); }
+
+// These begin before the kernel before them has ended.
+
+extern "C" __global__ void input_read_too_early(const float* weights, const float* in, float* out) {
+    const float weight = weights[threadIdx.x];
+    const float early = BUG ? in[threadIdx.x] : 0.0f;
+    wait_for_earlier_kernels();
+    out[threadIdx.x] = weight * in[threadIdx.x] + early;
+}
+
+extern "C" __global__ void input_copied_too_early(const float* weights, const float* in, float* out) {
+    __shared__ __align__(16) float stage[64];
+    if (threadIdx.x < 16) cp_async_16(stage + threadIdx.x * 4, (BUG ? in : weights) + threadIdx.x * 4);
+    cp_async_commit();
+    wait_for_earlier_kernels();
+    cp_async_wait<0>();
+    __syncthreads();
+    out[threadIdx.x] = stage[63 - threadIdx.x] * in[threadIdx.x];
+}
+
+extern "C" __global__ void written_too_early(const float* weights, const float* in, float* out) {
+    if (BUG) out[threadIdx.x] = 0.0f;
+    wait_for_earlier_kernels();
+    if (!BUG) out[threadIdx.x] = weights[threadIdx.x] * in[threadIdx.x];
+}
+
+extern "C" __global__ void ended_without_a_wait(const float* weights, const float* in, float* out) {
+    if (BUG && threadIdx.x > 60) return;
+    wait_for_earlier_kernels();
+    out[threadIdx.x] = weights[threadIdx.x] * in[threadIdx.x];
+}

@@ -126,6 +126,41 @@ def test_nothing_is_found_in_the_correct_version(planted: Planted, mode: Mode, o
     planted.launch(launcher(mode, order), bug=False)
 
 
+EARLY = {  # entry → finding
+    "input_read_too_early": r"read at planted_bugs.cu:\d+ of argument 1 \(in\) before the wait for earlier kernels",
+    "input_copied_too_early": r"read at planted_bugs.cu:\d+ of argument 1 \(in\) before the wait",
+    "written_too_early": r"write at planted_bugs.cu:\d+ to argument 2 \(out\) before the wait for earlier kernels",
+    "ended_without_a_wait": r"this thread ends without a wait for earlier kernels",
+}
+BEFORE = Kernel("planted_bugs.cu", "global_read_beyond", (("BUG", 0),), NUM_THREADS)
+
+
+def early(entry: str, *, bug: bool) -> Kernel:
+    return Kernel("planted_bugs.cu", entry, (("BUG", int(bug)),), NUM_THREADS, is_dependent=True)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("entry", EARLY)
+def test_a_kernel_that_begins_early_uses_nothing_of_the_kernel_before_it(entry: str, order: Order) -> None:
+    emulated, weights, produced, result = launcher("check", order), torch.ones(NUM_THREADS), out(), out()
+    emulated.launch(BEFORE, (1, 1, 1), torch.ones(NUM_THREADS), produced)
+    emulated.launch(early(entry, bug=False), (1, 1, 1), weights, produced, result)
+    assert result.equal(torch.ones(NUM_THREADS))
+    with pytest.raises(KernelFailed, match=EARLY[entry]):
+        emulated.launch(early(entry, bug=True), (1, 1, 1), weights, produced, out())
+
+
+def test_a_kernel_that_begins_early_may_use_nothing_that_an_unfinished_kernel_writes() -> None:
+    emulated, weights, first, second = launcher("check", "forward"), torch.ones(NUM_THREADS), out(), out()
+    reads_early = early("input_read_too_early", bug=True)
+    emulated.launch(BEFORE, (1, 1, 1), weights, first)
+    emulated.launch(early("input_read_too_early", bug=False), (1, 1, 1), weights, first, second)
+    with pytest.raises(KernelFailed, match=r"of argument 1 \(in\) before the wait"):
+        emulated.launch(reads_early, (1, 1, 1), weights, first, out())
+    emulated.launch(BEFORE, (1, 1, 1), second, out())  # begins when all others have ended
+    emulated.launch(reads_early, (1, 1, 1), weights, first, out())
+
+
 @pytest.mark.parametrize(("order", "arrived"), [("forward", False), ("reverse", True)])
 def test_a_copy_lands_at_the_latest_or_the_earliest_moment(order: Order, arrived: bool) -> None:
     planted = Planted("wait_too_weak", "", inner(), out(), shared_bytes=1024)

@@ -116,7 +116,7 @@ class DecoderModel:
             return None
         qkv, residual, step = ops.last_tokens(qkv, residual, step)
         self._attend_and_mix(last, qkv, residual, step)
-        self.normed = ops.norm(residual, self._final_norm)
+        self.normed = ops.final_norm(residual, self._final_norm)
         if self._lm_head is None:
             return None
         return self.logits(ops.logit_rows(self.normed, step))

@@ -165,6 +165,10 @@ class Ops(Protocol):
         """[T, hidden] in the dtype of the weights. Without a weight the numbers are only converted."""
         ...
 
+    def final_norm(self, residual: Array, weight: Array | None) -> Array:
+        """As `norm`, for the model's last one, whose result is also read by others than these operations."""
+        ...
+
     def linear(self, x: Array, weights: Linear) -> Array: ...
 
     def linear_add(self, x: Array, weights: Linear, residual: Array, norm: Array | None = None) -> None:

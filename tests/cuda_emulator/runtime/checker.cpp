@@ -6,6 +6,7 @@
 #include <memory>
 #include <unordered_map>
 
+#include "dependent_launch.h"
 #include "order.h"
 #include "scheduler.h"
 
@@ -201,6 +202,8 @@ void check_access_of(Thread& thread, const void* address, size_t bytes, Access a
     const uintptr_t first = number(address);
     const Region* region = find_region(first, bytes);
     const char* verb = access == Access::kRead ? "read" : "write";
+    if (region && region->sort != Sort::kShared && !thread.has_waited)
+        check_before_wait(first, bytes, access == Access::kRead, site_of(site), region->name.c_str());
     if (!region) {
         const bool constant = within(first, bytes, number(memory.module.image), number(memory.module.image_end)) &&
                               !within(first, 1, number(memory.module.shared), number(memory.module.shared_end));

@@ -9,6 +9,7 @@
 
 #include "async_copies.h"
 #include "checker.h"
+#include "dependent_launch.h"
 #include "scheduler.h"
 #include "waiting.h"
 
@@ -42,6 +43,7 @@ struct Launch {
     int check;
     int order;
     uint64_t seed;
+    int is_dependent;  // begins before earlier kernels have ended
 };
 
 namespace {
@@ -158,7 +160,9 @@ extern "C" bool cusim_launch(const Kernel* kernel, const Launch* launch) {
     const size_t allocated = (launch->shared_bytes / kSharedAlignment + 1) * kSharedAlignment;
     machine.dynamic_shared = static_cast<unsigned char*>(aligned_alloc(kSharedAlignment, allocated));
     const Module& module = kernel->module;
-    begin_checked_launch({regions_of(*kernel, *launch), module}, launch->check != 0);
+    const std::vector<Region> regions = regions_of(*kernel, *launch);
+    begin_checked_launch({regions, module}, launch->check != 0);
+    begin_dependent_launch(launch->is_dependent != 0);
     std::vector<void*> values;
     for (int i = 0; i < launch->num_arguments; ++i) values.push_back(launch->arguments[i].value);
 
@@ -176,6 +180,7 @@ extern "C" bool cusim_launch(const Kernel* kernel, const Launch* launch) {
         if (!error.empty()) break;
     }
     _mm_setcsr(callers_rounding);
+    end_dependent_launch(regions);
     free(machine.dynamic_shared);
     return error.empty();
 }

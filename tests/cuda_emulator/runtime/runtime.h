@@ -73,6 +73,10 @@ void async_copy(void* shared, const void* source, int bytes, int source_bytes, H
 void async_commit();
 void async_wait(int allowed_groups);
 
+// ---- Programmatic dependent launch ----
+
+void wait_for_earlier_kernels();
+
 // ---- Memory order; only the checker uses it ----
 
 void fence();

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "async_copies.h"
+#include "dependent_launch.h"
 #include "waiting.h"
 
 // Push the callee-saved registers, save the stack pointer in *save, and continue where `load` was saved.
@@ -139,6 +140,7 @@ void resume(void** save, Thread& thread) {
 
 void end_thread() {
     check_copies_awaited();
+    check_waited();
     current->status = Status::kDone;
     --num_alive;
     check_exit_leaves_no_barrier();
@@ -210,6 +212,7 @@ void run_block(const Kernel& kernel, void** arguments) {
     for (Thread& thread : threads) {
         thread.stack_pointer = nullptr;
         thread.status = Status::kReady;
+        thread.has_waited = false;
     }
     free_stacks.resize(kMaxThreads);
     for (int i = 0; i < kMaxThreads; ++i) free_stacks[size_t(i)] = kMaxThreads - 1 - i;

@@ -23,6 +23,7 @@ struct Thread {
     uint64_t value;
     int from_lane;
     uint64_t result;  // of that call
+    bool has_waited;  // for earlier kernels
 };
 
 // The order in which threads and blocks run. A kernel's results must not depend on it.

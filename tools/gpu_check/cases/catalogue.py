@@ -25,6 +25,7 @@ from penstock.tools.gpu_check.cases import (
     ptx,
     quantized,
     rounded,
+    row_products,
     sampling,
     stored_forms,
 )
@@ -59,6 +60,7 @@ def wide_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check]
     yield from _elementwise(DTYPES, PAGE_SIZES_TOKENS, (64, 80, 96, 128, 256), (8, 72, 1024, 4104, 16384))
     yield from _experts()
     yield from _quantized()
+    yield from _row_products()
     yield from _sampling()
     yield from encoder_checks()
     yield Check("decode", "plan", decode.check_plan)
@@ -106,6 +108,8 @@ def small_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check
     for form in quantized.ALL_FORMS:
         case = quantized.LinearCase(form, 40, 256, 11, torch.bfloat16, has_bias=True)
         yield Check("quantised", f"small.{form}", partial(quantized.check_linear, case=case))
+    for check in row_products.CHECKS:
+        yield Check("rows", f"small.{check.__name__}", partial(check, case=row_products.CASES["small"]))
     for form in rounded.FORMS:
         rounding = partial(rounded.check_rounding, form=form, dtype=torch.bfloat16, inputs=200)
         yield Check("rounded", f"small.{form}", rounding)
@@ -217,6 +221,16 @@ def _quantized() -> Iterator[Check]:
         for form in rounded.FORMS:
             rounding = partial(rounded.check_rounding, form=form, dtype=dtype, inputs=4104)
             yield Check("rounded", f"{name}.{form}", rounding)
+
+
+def _row_products() -> Iterator[Check]:
+    of_8b = row_products.RowCase(4096, 14336, 5, heads=HeadShape(32, 8, 128), rotary_dim=128)
+    for name, case in (row_products.CASES | {"wide": row_products.WIDE, "8b": of_8b}).items():
+        for check in row_products.CHECKS:
+            yield Check("rows", f"{name}.{check.__name__}", partial(check, case=case), case is of_8b)
+    for kv_dtype in KV_MACRO:
+        run = partial(row_products.check_store, case=row_products.small_case(kv_dtype))
+        yield Check("rows", f"store.{kv_dtype}", run)
 
 
 def encoder_checks() -> Iterator[Check]:

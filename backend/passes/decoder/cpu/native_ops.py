@@ -285,6 +285,8 @@ class NativeOps:
         address = None if weight is None else weight.data_ptr()
         return self._do(OperationKind.NORM, address, residual, self._hidden.address)
 
+    final_norm = norm
+
     def _linear(self, x: int, weights: PackedLinear, out: int, output: LinearOutput) -> int:
         return self._do(OperationKind.LINEAR, weights.address, x, out, output)
 

@@ -121,6 +121,8 @@ class TorchOps:
     def norm(self, residual: Tensor, weight: Tensor | None) -> Tensor:
         return (residual if weight is None else self._row_norm(residual, weight)).to(self._dtype)
 
+    final_norm = norm
+
     def _product(self, x: Tensor, weights: TorchLinear) -> Tensor:
         """x times the weight, plus the bias; fp32 of quantised weights. All linear layers use it."""
         return weights(x)

@@ -26,7 +26,7 @@ from penstock.backend.passes.decoder.cuda.device.transfers import Uplink
 from penstock.backend.passes.decoder.cuda.kv_cache import page_copies
 from penstock.backend.passes.decoder.cuda.kv_cache.host_pool import HostPool, TokenCosts, open_pool
 from penstock.backend.passes.decoder.cuda.kv_cache.page_moves import PageMoves
-from penstock.backend.passes.decoder.cuda.ops.cuda_ops import CudaOps
+from penstock.backend.passes.decoder.cuda.ops.fused_ops import make_ops
 from penstock.backend.passes.decoder.cuda.step import step_buffers
 from penstock.backend.passes.decoder.cuda.step.device_sampler import (
     DeviceSampler,
@@ -84,8 +84,8 @@ class _Sampling:
 class CudaDecoderPass:
     """See `IBatchedForwardPass`. Logits are a tensor on the device in the weights' dtype; the next step overwrites it.
 
-    `PassOptions.deterministic` changes matmul.py and step_attention.py only; everything else computes each row
-    independently anyway.
+    `PassOptions.deterministic` changes matmul.py and step_attention.py, and leaves out fused_ops.py; everything else
+    computes each row independently anyway.
     """
 
     link: LinkSpeed
@@ -113,7 +113,7 @@ class CudaDecoderPass:
         self._spec = plan_spec(config, dtype, sizes, quantization, formats)
         with torch.inference_mode():
             matmul = choose_matmul(sizes)
-            self._ops = CudaOps(
+            self._ops = make_ops(
                 device, config, dtype, sizes.max_tokens, sizes.max_rows, matmul,
                 rounds_rows=rounds_rows(formats, quantization, sizes, dtype),
             )  # fmt: skip

@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from penstock.backend.passes.decoder.cuda.attention import decode_attention, encoder_attention, prefill_attention
 from penstock.backend.passes.decoder.cuda.device.launcher import Kernel
 from penstock.backend.passes.decoder.cuda.kv_cache import page_copies
-from penstock.backend.passes.decoder.cuda.ops import elementwise, expert_ops, quantized_linear, rounded_rows
+from penstock.backend.passes.decoder.cuda.ops import (
+    elementwise,
+    expert_ops,
+    quantized_linear,
+    rounded_rows,
+    row_products,
+)
 from penstock.backend.passes.decoder.cuda.step import device_sampler, step_buffers
 
 FAMILIES = (
@@ -16,6 +22,7 @@ FAMILIES = (
     expert_ops,
     quantized_linear,
     rounded_rows,
+    row_products,
     page_copies,
     decode_attention,
     prefill_attention,

@@ -20,8 +20,9 @@ from penstock.backend.passes.decoder.cuda.attention.step_attention import (
 from penstock.backend.passes.decoder.cuda.cuda_graphs import graph_sizes
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.decoder.cuda.kv_cache.page_moves import MAX_PAGE_MOVES
-from penstock.backend.passes.decoder.cuda.ops import elementwise, expert_ops, quantized_linear
-from penstock.backend.passes.decoder.cuda.ops.activations import activation_bytes, max_linear_inputs
+from penstock.backend.passes.decoder.cuda.ops import elementwise, expert_ops, quantized_linear, row_products
+from penstock.backend.passes.decoder.cuda.ops.activations import activation_bytes, head_shape, max_linear_inputs
+from penstock.backend.passes.decoder.cuda.ops.fused_ops import fuses
 from penstock.backend.passes.decoder.cuda.ops.matmul import BlockedMatmul, Matmul, WholeMatmul
 from penstock.backend.passes.decoder.cuda.ops.packed_weights import has_kernels, packed_bytes, takes_packed
 from penstock.backend.passes.decoder.cuda.ops.rounded_rows import MIN_ROUNDED_ROWS, ROUNDED_FORMS, row_bytes
@@ -104,6 +105,7 @@ def plan_spec(
         expert_ops.expert_bytes(config, dtype, sizes.max_tokens, matmul),
         quantized_linear.scratch_bytes(sizes.max_tokens, matmul) if packed and takes_packed(dtype) else 0,
         sizes.max_tokens * row_of_8_bits,
+        row_products.scratch_bytes(config.hidden_size, head_shape(config)) if fuses(config, dtype, matmul) else 0,
         StepBuffers.num_bytes(step_limits(config, sizes, smallest, num_pages=1)),
         SlotArrays.num_bytes(sizes.max_rows, config.logits_width),
         ResultBuffers.num_bytes(sizes.max_rows, sizes.max_tokens),

@@ -18,6 +18,11 @@ import torch
 from torch import Tensor
 
 from penstock.backend.checkpoint.progress import GPU_KERNELS, make_progress
+from penstock.backend.passes.decoder.cuda.device.dependent_launch import (
+    MIN_COMPUTE_CAPABILITY,
+    DependentLauncher,
+    LaunchRefused,
+)
 from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, KernelFailed, group_by_module
 from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
 
@@ -70,6 +75,8 @@ class CupyLauncher:
         cuda = cupy.cuda
         self._faults = (cuda.compiler.CompileException, cuda.driver.CUDADriverError, cuda.runtime.CUDARuntimeError)
         self._functions: dict[Kernel, Any] = {}
+        self._dependent: DependentLauncher | None = None
+        """None until the first such kernel is prepared, and on GPUs that cannot launch it so."""
         self.last_launch: object = "none"
         """str() of it names the last kernel and its grid."""
 
@@ -81,6 +88,8 @@ class CupyLauncher:
             for functions in pool.map(self._load, group_by_module(missing)):
                 self._functions |= functions
                 progress.advance(len(functions))
+        if self._dependent is None and any(kernel.is_dependent for kernel in missing):
+            self._dependent = self._open_dependent()
 
     def launch(self, kernel: Kernel, grid: Grid, *arguments: Argument) -> None:
         if 0 in grid:
@@ -92,9 +101,22 @@ class CupyLauncher:
         pointers = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
         stream = _Stream(torch.cuda.current_stream(self._device_index).cuda_stream)
         try:
-            function(grid, (kernel.num_threads,), pointers, kernel.shared_bytes, stream)
-        except self._faults as error:
+            if kernel.is_dependent and self._dependent is not None:
+                self._dependent.launch(
+                    function.ptr, grid, kernel.num_threads, kernel.shared_bytes, stream.ptr, pointers
+                )
+            else:
+                function(grid, (kernel.num_threads,), pointers, kernel.shared_bytes, stream)
+        except (*self._faults, LaunchRefused) as error:
             raise KernelFailed(f"{kernel} cannot be launched with grid {grid}: {error}") from error
+
+    def _open_dependent(self) -> DependentLauncher | None:
+        if torch.cuda.get_device_capability(self._device_index) < MIN_COMPUTE_CAPABILITY:
+            return None
+        try:
+            return DependentLauncher()
+        except LaunchRefused as error:
+            raise KernelFailed(str(error)) from error
 
     def _load(self, kernels: list[Kernel]) -> dict[Kernel, Any]:
         """Compile kernels of one source with the same macros, as one module. Any thread may call it."""

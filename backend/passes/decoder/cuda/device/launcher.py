@@ -41,6 +41,8 @@ class Kernel:
     """Threads per block; blocks are one-dimensional."""
     shared_bytes: int = 0
     """Dynamic shared memory per block."""
+    is_dependent: bool = False
+    """A launch may begin before the kernels before it have ended; see `wait_for_earlier_kernels` in kernels/ptx.cuh."""
 
     def __str__(self) -> str:
         macros = " ".join(f"{name}={value}" for name, value in self.macros)

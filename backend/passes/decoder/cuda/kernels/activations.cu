@@ -1,19 +1,9 @@
 // Activations. Gated: out = f(gate) * up, where gate_up is [T, 2 * size], [gate | up] in each row, and out [T, size].
 
+#include "activations.cuh"
 #include "values.cuh"
 
 constexpr int kThreads = 128;
-
-// x / (1 + e^-x)
-struct Silu {
-    __device__ __forceinline__ float operator()(float x) const { return x / (1.0f + expf(-x)); }
-};
-// x / 2 * (1 + tanh u) with u = sqrt(2 / pi) * (x + 0.044715 x^3), and (1 + tanh u) / 2 = 1 / (1 + e^-2u).
-struct GeluTanh {
-    __device__ __forceinline__ float operator()(float x) const {
-        return x / (1.0f + expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
-    }
-};
 
 // Blocks: x rows, y chunks of 8 numbers, one chunk per thread. size: a multiple of 8.
 template <class F>

@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, 2)
     }
 #else
     __shared__ __align__(16) TileSums sums;
-    PlainWeights<Act> weights(of_expert, first_output, outputs, inputs);
+    PlainWeights<Act> weights(of_expert, {first_output, outputs, 0}, inputs);
     multiply_tile(sums, x, weights, source, tile.num_rows, inputs);
     __syncthreads();
     store_tile(sums, rows, first_output, outputs, tile.num_rows, [](float sum, int) { return sum; });

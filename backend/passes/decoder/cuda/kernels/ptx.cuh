@@ -101,6 +101,24 @@ template <int N> __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// ---- Launches that begin before the kernels before them have ended (programmatic dependent launch, from sm_90) ----
+// Every thread of such a kernel must call wait_for_earlier_kernels. Before that it may read only what no kernel of the
+// pass writes, and must not write to global memory. Such reads may go through the read-only cache; others must not be
+// marked __restrict__, or the compiler may move them before the wait.
+
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Let the next kernel begin, if it is such a launch, once all blocks have called this.
+__device__ __forceinline__ void let_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // ---- Approximations by the special function unit: within about 2 ulp; subnormals count as 0 ----
 
 __device__ __forceinline__ float ex2_approx(float x) {
@@ -200,6 +218,10 @@ inline void cp_async_4(void* shared, const void* source, int source_bytes = 4, C
 inline void cp_async_commit() { cusim::async_commit(); }
 
 template <int N> inline void cp_async_wait() { cusim::async_wait(N); }
+
+inline void wait_for_earlier_kernels() { cusim::wait_for_earlier_kernels(); }
+
+inline void let_next_kernel_begin() {}
 
 __device__ __forceinline__ float ex2_approx(float x) { return cusim::ex2_approx(x); }
 

@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, 2)
     const int first_output = blockIdx.x * kTileOutputs;
     const long long before = (long long)(tile.expert) * outputs;
     const PackedWeights packed{values, scales, zeros, inputs, blocks};
-    QuantisedWeights weights(packed, first_output, outputs, before);
+    QuantisedWeights weights(packed, {first_output, outputs, 0}, before);
     const auto source = [&](int row) { return gathers ? tokens[tile.first + row] : tile.first + row; };
     multiply_tile(sums, x, weights, source, tile.num_rows, inputs);
     __syncthreads();

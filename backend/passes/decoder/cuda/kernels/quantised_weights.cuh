@@ -26,7 +26,7 @@ using Scale = float;
 #error "WEIGHT is 4 or 8"
 #endif
 
-constexpr int kRowChunkBytes = 64;
+constexpr int kRowChunkBytes = kChunkBytes;
 constexpr int kRowChunkInputs = kRowChunkBytes * 8 / WEIGHT;
 
 // [outputs, inputs] of w = scale * (value - zero). Scales and zeros [outputs, groups], or without groups scales
@@ -134,13 +134,13 @@ struct QuantisedWeights {
     static constexpr int kStepsHeld = kRowChunkInputs / kStepInputs;
     static constexpr bool kHasGroups = GROUP != 0;
 
-    const unsigned char* rows[4];
-    uint4 held[4];
+    const unsigned char* rows[kLaneOutputs];
+    uint4 held[kLaneOutputs];
 #if BLOCKS
     const PackedWeights& weights;
     long long outputs_before;
-    int first_output, last_output;
-    float scales[4][kStepsHeld], minima[4][kStepsHeld];
+    TileColumns columns;
+    float scales[kLaneOutputs][kStepsHeld], minima[kLaneOutputs][kStepsHeld];
 #endif
 
     __device__ __forceinline__ static unsigned word(const uint4& x, int i) {
@@ -150,26 +150,25 @@ struct QuantisedWeights {
 #if GROUP
     static constexpr int kGroupsHeld = kRowChunkInputs > GROUP ? kRowChunkInputs / GROUP : 1;
 
-    const Scale* scale_rows[4];
-    float scales[4][kGroupsHeld];
+    const Scale* scale_rows[kLaneOutputs];
+    float scales[kLaneOutputs][kGroupsHeld];
 #endif
 #if HAS_ZEROS
-    const unsigned char* zero_rows[4];
-    unsigned zeros[4][kGroupsHeld];
+    const unsigned char* zero_rows[kLaneOutputs];
+    unsigned zeros[kLaneOutputs][kGroupsHeld];
 #endif
 
-    // first: the tile's first output, of `outputs`; output 0 is row `before` of the weights.
-    __device__ __forceinline__ QuantisedWeights(const PackedWeights& weights, int first, int outputs,
+    // Output 0 of the columns is row `before` of the weights.
+    __device__ __forceinline__ QuantisedWeights(const PackedWeights& weights, const TileColumns& columns,
                                                 long long before)
 #if BLOCKS
-        : weights(weights), outputs_before(before), first_output(first), last_output(outputs - 1)
+        : weights(weights), outputs_before(before), columns(columns)
 #endif
     {
-        const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const long long output = before + min(first + 8 * i + lane / 4, outputs - 1);
-            rows[i] = weights.row(output) + lane % 4 * 16;
+        for (int i = 0; i < kLaneOutputs; ++i) {
+            const long long output = before + columns.of_lane(i);
+            rows[i] = weights.row(output) + threadIdx.x % 4 * 16;
 #if GROUP
             scale_rows[i] = weights.scales + output * weights.num_groups();
 #endif
@@ -178,13 +177,19 @@ struct QuantisedWeights {
 #endif
         }
     }
+    __device__ __forceinline__ int num_bytes(int) const { return 16; }
     __device__ __forceinline__ void fetch(int chunk) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < kLaneOutputs; ++i)
             held[i] = *reinterpret_cast<const uint4*>(rows[i] + (long long)(chunk) * kRowChunkBytes);
+        fetch_scales(chunk);
+    }
+    __device__ __forceinline__ void fetch_scales([[maybe_unused]] int chunk) {
+#pragma unroll
+        for (int i = 0; i < kLaneOutputs; ++i) {
 #if BLOCKS
             const int lane = threadIdx.x % 32;
-            const long long output = outputs_before + min(first_output + 8 * i + lane / 4, last_output);
+            const long long output = outputs_before + columns.of_lane(i);
 #pragma unroll
             for (int step = 0; step < kStepsHeld; ++step) {
                 const int input = chunk * kRowChunkInputs + step * kStepInputs + lane % 4 * 8;
@@ -210,7 +215,7 @@ struct QuantisedWeights {
 #endif
     __device__ __forceinline__ void read(LaneWeights& w, int step) const {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < kLaneOutputs; ++i) {
 #if WEIGHT == 4
             widen_word(word(held[i], step), zero_of(i, step), w.pairs[i]);
 #else

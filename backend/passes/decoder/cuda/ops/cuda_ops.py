@@ -1,4 +1,4 @@
-"""The decoder's operations on a GPU: torch multiplies matrices, our kernels do the rest.
+"""The decoder's operations on a GPU: torch multiplies matrices, our kernels do the rest. See `fused_ops` for few rows.
 
 All work runs in order in the device's stream. No step allocates: an operation returns a buffer that its next call
 overwrites. The residual stream keeps its last addend separate, because one kernel does the addition and the next norm.
@@ -177,6 +177,9 @@ class CudaOps(DeviceWeights):
         add_norm(residual.values, residual.pending, weight, out)
         residual.pending = None
         return out
+
+    def final_norm(self, residual: Residual, weight: Tensor | None) -> Tensor:
+        return self.norm(residual, weight)
 
     def linear(self, x: Tensor, weights: CudaLinear | CudaQuantizedLinear) -> Tensor:
         return self._multiply(x, weights, self._now.qkv)

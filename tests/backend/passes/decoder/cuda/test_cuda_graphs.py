@@ -71,3 +71,10 @@ def test_captured_steps_of_all_sizes_have_the_same_kernels() -> None:
     # Two layers of 9 kernels: norm, qkv, RoPE and cache, attention, output, norm, gate and up, silu, down. Also the
     # step's plan, the embedding, the last norm, and the logits.
     assert lengths == {2 * 9 + 4}
+
+
+def test_captured_steps_of_few_rows_in_bf16_have_five_kernels_a_layer() -> None:
+    driver = make_driver("qwen3", "bf16", "bf16")
+    lengths = {len(graph.calls) for graph in driver.forward_pass.device.graphs}
+    # Beside the layers: the step's plan, the embedding, the first and the last norm, and the logits.
+    assert lengths == {2 * 5 + 5}

@@ -17,8 +17,10 @@ import torch
 
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
+from penstock.backend.passes.decoder.cuda.device import cupy_launcher
 from penstock.backend.passes.decoder.cuda.device.cuda_device import CudaDevice
 from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLauncher, sources_digest, use_trusted_cache
+from penstock.backend.passes.decoder.cuda.device.dependent_launch import LaunchRefused
 from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, Kernel, KernelFailed
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
 from penstock.backend.shipped_models import DEMO_MODEL_DIR
@@ -199,3 +201,59 @@ def test_kernels_that_other_users_could_change_are_not_loaded(
     assert os.environ["CUPY_CACHE_IN_MEMORY"] == "1"
     (warning,) = caplog.messages
     assert f"other users can change the directory {cache.parent}, which has mode 775" in warning
+
+
+class FakeDriver:
+    """See `DependentLauncher`."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.fault: LaunchRefused | None = None
+
+    def launch(self, *arguments: Any) -> None:
+        if self.fault is not None:
+            raise self.fault
+        self.launches.append(arguments)
+
+
+EARLY = replace(KERNEL, is_dependent=True)
+
+
+@pytest.mark.parametrize(("capability", "is_early"), [((9, 0), True), ((10, 0), True), ((8, 9), False)])
+def test_a_kernel_begins_early_where_the_gpu_can(
+    cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_early: bool
+) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(cupy_launcher, "DependentLauncher", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    cupy.function.ptr = 0xF00  # type: ignore[attr-defined]
+    launcher = CupyLauncher(0)
+    launcher.prepare([KERNEL, EARLY])
+    launcher.launch(KERNEL, (1, 1, 1), TENSOR)
+    launcher.launch(EARLY, (5, 2, 1), TENSOR, np.int32(7))
+    assert len(cupy.function.launches) == (1 if is_early else 2)
+    early = [(0xF00, (5, 2, 1), 256, 70_000, 77, (TENSOR.data_ptr(), 7))]
+    assert driver.launches == (early if is_early else [])
+
+
+def test_a_refused_early_launch_names_its_kernel(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(cupy_launcher, "DependentLauncher", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    cupy.function.ptr = 0xF00  # type: ignore[attr-defined]
+    launcher = CupyLauncher(0)
+    launcher.prepare([EARLY])
+    driver.fault = LaunchRefused("cuLaunchKernelEx: CUDA_ERROR_INVALID_VALUE (1)")
+    with pytest.raises(KernelFailed, match=r"add_rms_norm\[ACT=1\] cannot be launched with grid \(9, 1, 1\): cuL"):
+        launcher.launch(EARLY, (9, 1, 1), TENSOR)
+
+
+def test_a_driver_without_such_launches_is_reported(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise LaunchRefused("no usable CUDA driver: undefined symbol: cuLaunchKernelEx")
+
+    monkeypatch.setattr(cupy_launcher, "DependentLauncher", refuse)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    with pytest.raises(KernelFailed, match=r"^no usable CUDA driver: undefined symbol: cuLaunchKernelEx$"):
+        CupyLauncher(0).prepare([EARLY])
+    assert cupy.modules

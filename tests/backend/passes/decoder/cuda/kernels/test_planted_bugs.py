@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.backend.checkpoint.decoder_config import ClampedGate, Experts
-from penstock.tools.gpu_check.cases import decode, prefill
+from penstock.tools.gpu_check.cases import decode, prefill, row_products
 from penstock.tools.gpu_check.cases.comparing import Mismatch, require_within
 from penstock.tools.gpu_check.cases.experts import ExpertsCase, check_experts
 from penstock.tools.gpu_check.cases.quantized import LinearCase, check_embedding, check_linear
@@ -68,6 +68,13 @@ def check_stored_experts(launcher: Launcher) -> None:
     """Groups of more than one tile."""
     gpt_oss = Experts(3, 2, 32, normalises=True, biased=True, clamped_gate=ClampedGate(1.7, 0.5))
     check_experts(launcher, ExpertsCase(gpt_oss, 64, 110, BF16, stored="mxfp4"))
+
+
+def check_rows(launcher: Launcher) -> None:
+    for check in row_products.CHECKS:
+        check(launcher, row_products.CASES["small"])
+        check(launcher, replace(row_products.CASES["full"], num_rows=9))
+    row_products.check_company(launcher, replace(row_products.CASES["full"], num_rows=9))
 
 
 ITEMS, SINKS = "decode_items.cuh", "sinks.cuh"
@@ -162,6 +169,26 @@ EXPERTS = (
     Bug("experts.cu", "up + 1.0f", "up"),
     Bug("experts.cu", "places[first + rank]", "first + rank"),
 )
+STREAM, TILES, ROW_SOURCES = "product_stream.cuh", "product_tiles.cuh", ("row_products.cu", "qkv_product.cu")
+ROW_PRODUCTS = (
+    Bug(STREAM, "cp_async_wait<kRingChunks - 2>()", "cp_async_wait<kRingChunks - 1>()"),
+    Bug(STREAM, "chunk * kChunkInputs + step * kStepInputs + t * 8", "chunk * kChunkInputs + step * kStepInputs"),
+    Bug(STREAM, "row * kSumStride + column", "column"),
+    Bug(TILES, "columns.of_lane(i)", "columns.of_lane(0)"),
+    Bug("row_weights.cuh", "reduce_lanes(sum, 32, Sum{}) / float(inputs)", "sum / float(inputs)"),
+    Bug("row_weights.cuh", "(has_bias ? product + to_float(bias[output]) : product) * scale", "product * scale"),
+    Bug("row_products.cu", "y * norm[output]", "y"),
+    Bug("row_products.cu", "reduce_lanes(y * y, kTileOutputs, Sum{})", "reduce_lanes(y * y, 8, Sum{})"),
+    Bug(
+        "row_products.cu",
+        "linear.finish(sum_of(sums, row, column + kHalf), factors[row], width + output)",
+        "linear.finish(sum_of(sums, row, column + kHalf), factors[0], width + output)",
+    ),
+    Bug("row_products.cu", "width - kHalf", "width"),
+    Bug("qkv_product.cu", "unsigned(head_dim / kTileOutputs - 1)", "unsigned(head_dim / kTileOutputs - 2)"),
+    Bug("qkv_product.cu", "tickets + head", "tickets"),
+    Bug("qkv_product.cu", "slot >= 0 ? context_lens[row] : 0", "slot >= 0 ? context_lens[0] : 0"),
+)
 PLANTED = {
     "decode": Planted(("decode_plan.cu", "decode_attention.cu"), partial(check_decode, kv_dtype="bf16"), DECODE),
     "prefill": Planted((MMA,), partial(check_prefill, kv_dtype="bf16"), PREFILL),
@@ -174,6 +201,7 @@ PLANTED = {
     "q6_k": Planted((PRODUCTS,), partial(check_weights, form="q6_k"), MULTIPLIERS),
     "rounded int8": Planted((ROWS,), partial(check_rounding, form="int8"), (*ROUNDED, *ROUNDED_INT8)),
     "rounded fp8": Planted((ROWS,), partial(check_rounding, form="fp8"), ROUNDED),
+    "rows": Planted(ROW_SOURCES, check_rows, ROW_PRODUCTS),
     "experts": Planted((PRODUCTS, "experts.cu"), check_stored_experts, EXPERTS),
 }
 

@@ -1,0 +1,87 @@
+"""Launch kernels that may begin before the kernels before them have ended (programmatic dependent launch).
+
+CuPy's launches have no attributes, so this calls the driver itself, in the context that is current. Structures and
+constants: cuda.h, CUDA 12 and 13. A captured launch keeps the attribute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_int, c_uint, c_void_p
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.backend.passes.decoder.cuda.device.launcher import Grid
+
+MIN_COMPUTE_CAPABILITY = (9, 0)
+_LIBRARY = "libcuda.so.1"
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_C_TYPES: dict[type, Any] = {
+    int: ctypes.c_uint64,
+    np.int32: ctypes.c_int32,
+    np.int64: ctypes.c_int64,
+    np.float32: ctypes.c_float,
+}
+"""C type of a parameter by the argument's type; an int is an address."""
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute, with the one value that is used of a union of 64 bytes."""
+
+    _fields_ = (("id", c_int), ("padding", c_int), ("is_allowed", c_int), ("rest", ctypes.c_ubyte * 60))
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared_bytes", c_uint),
+        ("stream", c_void_p),
+        ("attributes", POINTER(LaunchAttribute)),
+        ("num_attributes", c_uint),
+    )
+
+
+class LaunchRefused(Exception):
+    """The driver is missing or refused a launch; the message says why."""
+
+
+class DependentLauncher:
+    """The driver's cuLaunchKernelEx with that attribute."""
+
+    def __init__(self, library: str = _LIBRARY) -> None:
+        """Raises LaunchRefused."""
+        try:
+            driver = ctypes.CDLL(library)
+            self._launch, self._error_name = driver.cuLaunchKernelEx, driver.cuGetErrorName
+        except (OSError, AttributeError) as error:
+            raise LaunchRefused(f"no usable CUDA driver: {error}") from error
+        self._launch.argtypes = (POINTER(LaunchConfig), c_void_p, POINTER(c_void_p), POINTER(c_void_p))
+        self._error_name.argtypes = (c_int, POINTER(c_char_p))
+        self._attribute = LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, is_allowed=1)
+
+    def launch(
+        self, function: int, grid: Grid, num_threads: int, shared_bytes: int, stream: int, arguments: Sequence[object]
+    ) -> None:
+        """Launch the driver's function. arguments: addresses as int, numpy scalars otherwise. Raises LaunchRefused."""
+        values: list[Any] = [_C_TYPES[type(argument)](argument) for argument in arguments]
+        addresses = (c_void_p * len(values))(*map(ctypes.addressof, values))
+        config = LaunchConfig(
+            grid=grid,
+            block=(num_threads, 1, 1),
+            shared_bytes=shared_bytes,
+            stream=stream,
+            attributes=ctypes.pointer(self._attribute),
+            num_attributes=1,
+        )
+        status = self._launch(ctypes.byref(config), function, addresses, None)
+        if status != 0:
+            text = c_char_p()
+            self._error_name(status, ctypes.byref(text))
+            raise LaunchRefused(f"cuLaunchKernelEx: {(text.value or b'unknown error').decode()} ({status})")
