@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
 AGENTS := $(CLIENTS)/agents
 LOAD := $(CLIENTS)/load
+RAY := $(CLIENTS)/ray
 NODE := $(CLIENTS)/javascript
 
 .PHONY: serve test test-clients check bench clean
@@ -28,10 +29,11 @@ bench: $(STAMP)
 # Heavy client libraries in a virtual environment of their own, against a server of the demo models.
 test-clients: export PENSTOCK_BIN := $(CURDIR)/$(BIN)
 test-clients: export PENSTOCK_NODE_CLIENTS := $(CURDIR)/$(NODE)
-test-clients: $(STAMP) $(CLIENTS)/.installed $(AGENTS)/.installed $(LOAD)/.installed $(NODE)/.installed
-	$(CLIENTS)/bin/pytest -c tests/clients/pytest.ini tests/clients --ignore tests/clients/agents --ignore tests/clients/load $(ARGS)
+test-clients: $(STAMP) $(CLIENTS)/.installed $(AGENTS)/.installed $(LOAD)/.installed $(RAY)/.installed $(NODE)/.installed
+	$(CLIENTS)/bin/pytest -c tests/clients/pytest.ini tests/clients $(patsubst %,--ignore tests/clients/%,agents load ray) $(ARGS)
 	$(AGENTS)/bin/pytest -c tests/clients/pytest.ini tests/clients/agents $(ARGS)
 	$(LOAD)/bin/pytest -c tests/clients/pytest.ini tests/clients/load $(ARGS)
+	PYTHONPATH=$(CURDIR)/$(RAY) $(BIN)/pytest -c tests/clients/pytest.ini --confcutdir tests/clients/ray tests/clients/ray $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -52,6 +54,11 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 $(AGENTS)/.installed $(LOAD)/.installed: $(CLIENTS)/%/.installed: tests/clients/%/requirements.txt | $(CLIENTS)/.installed
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	touch $@
+
+# Ray beside the project's own environment: its workers run our servers.
+$(RAY)/.installed: tests/clients/ray/requirements.txt constraints.txt | $(STAMP) $(CLIENTS)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --target $(RAY) -r $<
 	touch $@
 
 # Without npm the tests of JavaScript clients are skipped.

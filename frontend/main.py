@@ -84,7 +84,6 @@ def serve(options: FrontendOptions) -> int:
     if options.listen_fd is None and (warning := open_to_everyone(access, listening)) is not None:
         _log(warning)
     state = state_files(options, listening)
-    access = msgspec.structs.replace(access, usage_fd=UsageTable.create_fd(options.workers))
     settings = WorkerSettings(
         worker=0,
         num_workers=options.workers,
@@ -97,7 +96,7 @@ def serve(options: FrontendOptions) -> int:
         models_fd=-1 if options.models_fd is None else options.models_fd,
         embedding_socket_path=_text(options.embedding_socket),
         rerank_socket_path=_text(options.rerank_socket),
-        access=access,
+        access=msgspec.structs.replace(access, usage_fd=UsageTable.create_fd(options.workers)),
         tls=tls,
         limits=_limits(options, state),
         drain_timeout_s=options.drain_timeout_s,
@@ -106,6 +105,7 @@ def serve(options: FrontendOptions) -> int:
         log_json=options.log_json,
         tracing=_tracing(options),
         parsers=ParserNames(options.tool_parser, options.reasoning_parser),
+        id_mark="" if options.server_number is None else f"{options.server_number:04x}",
         starts_alone=options.listen_fd is None,
         chat_template_path=_text(options.chat_template),
     )

@@ -50,7 +50,7 @@ _GROUPS = {
     "Limits of requests": "max_body max_open_requests response_store state_dir strict",
     "Failures and restarts": "drain_timeout_s resume_timeout_s hold_timeout_s max_held_requests keep_alive_interval_s "
     "max_linger_s",
-    "Processes": "socket replica_socket model_socket models_fd embedding_socket rerank_socket",
+    "Processes": "socket replica_socket model_socket models_fd embedding_socket rerank_socket server_number",
     "Logs and traces": "log_level log_json otlp_endpoint trace_sample_ratio",
 }
 
@@ -107,6 +107,10 @@ class FrontendOptions:
 
     rerank_socket: Path | None = None
     """Unix socket of a further backend that reranks or classifies."""
+
+    server_number: Annotated[int | None, Parameter(validator=Number(gte=0, lte=65_535))] = None
+    """Number of this server among several behind a router, in the ids of its answers: four hexadecimal digits, by which
+    the router finds the server of a stream or a response. `penstock ray` sets it."""
 
     api_key: Annotated[
         tuple[str, ...], Parameter(converter=_split_keys, consume_multiple=False, negative="", show_default=False)

@@ -116,6 +116,8 @@ class WorkerSettings(Struct, frozen=True):
     log_level: str
     log_json: bool
     parsers: ParserNames = ParserNames()
+    id_mark: str = ""
+    """This server's number, in the ids of its answers."""
     starts_alone: bool = True
     """Nobody else reports that a backend has not come yet; `penstock serve` does."""
     tracing: TracingSettings | None = None

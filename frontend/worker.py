@@ -105,7 +105,9 @@ def served_models(settings: WorkerSettings) -> ServedModels:
 
     def connect(path: str, template_file: Path | None = None, name: str | None = None) -> ModelKeeper:
         client, logs = _client(settings, path), settings.starts_alone
-        keepers[path] = ModelKeeper(client, settings.parsers, template_file, name=name, reports_absence=logs)
+        keepers[path] = ModelKeeper(
+            client, settings.parsers, template_file, name=name, id_mark=settings.id_mark, reports_absence=logs
+        )
         return keepers[path]
 
     if settings.model_sockets:

@@ -117,6 +117,14 @@ app.command(
 )
 
 
+# By name: it imports the server's options; Ray itself only when it is used.
+app.command(
+    "penstock.tools.fleet.command:app",
+    name="ray",
+    help="Runs servers on the nodes of a Ray cluster, one on each, behind HAProxy or nginx.",
+)
+
+
 app.register_install_completion_command(help="Writes the completion of this command for your shell, and says where.")
 # By name: these modules are of no use to the other commands.
 app.command(

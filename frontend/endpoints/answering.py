@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -86,7 +85,10 @@ def refuse_if_full(exchange: Exchange, body: AnsweredBody, served: ServedModel) 
 async def answer_prompts(exchange: Exchange, request: PreparedRequest, served: ServedModel, style: AnswerStyle) -> None:
     """Run the prompts and answer, as a stream or whole. Raises ApiError, ClientGoneError."""
     body, card, lingering = request.body, served.card, exchange.lingering
+    begun = style.begun or (None if lingering is None else lingering.begun)
+    response_id, created = begun or (served.new_id(style.id_prefix), int(time.time()))
     if lingering is not None:
+        lingering.begun = (response_id, created)
         served = prepare_to_linger(lingering, body, served)
     backend = served.backend
     policy = read_request_policy(exchange, body)
@@ -96,14 +98,11 @@ async def answer_prompts(exchange: Exchange, request: PreparedRequest, served: S
         body = limited_by_context(body, len(prompts[0]), card)
     request = replace(request, body=body, prompts=prompts)
     usage = Usage(prompt_tokens=sum(map(len, request.prompts)))
-    begun = style.begun or (None if lingering is None else lingering.begun)
-    response_id, created = begun or (style.id_prefix + secrets.token_hex(12), int(time.time()))
     identity = Identity(response_id, created, card.model_id, card.fingerprint or None)
     log_entry = _log_entry(exchange, identity, usage)
     answer = style.make_format(identity, usage, _stream_usage_options(body))
     linger = None
     if lingering is not None:
-        lingering.begun = (response_id, created)
         linger = linger_terms(lingering, exchange.tenant)
         exchange.more_headers = (*exchange.more_headers, (STREAM_HEADER, response_id.encode()))
     try:

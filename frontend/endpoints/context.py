@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from msgspec import Struct
 
 from penstock.frontend.generation.failures import expired
-from penstock.frontend.generation.lingering import read_linger
+from penstock.frontend.generation.lingering import kept_or_anew, read_linger
 from penstock.frontend.generation.request_policy import read_request_policy
 from penstock.frontend.schemas.body_structure import SMALL_BODY_BYTES, check_structure
 from penstock.frontend.schemas.generation import SchedulingBody
@@ -67,7 +67,9 @@ class EndpointContext:
         async with exchange.cancelled_on_disconnect():
             body = await run_sized(len(data), decode, data)
         if exchange.lingering is None:
-            exchange.lingering = read_linger(exchange, body, data, self.limits.max_linger_s)
+            new = read_linger(exchange, body, data, self.limits.max_linger_s)
+            if new is not None:
+                exchange.lingering = await kept_or_anew(new, self.models.keepers, exchange.tenant)
         ignored = await self.ignored_fields.check(data, type(body), exchange.key_name)
         if ignored is not None:
             exchange.more_headers = (*exchange.more_headers, (IGNORED_HEADER, ignored))

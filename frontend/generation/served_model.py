@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,11 @@ class ServedModel:
     syntax: ModelSyntax = ModelSyntax()  # noqa: RUF009 - frozen
     pooling: PoolingFiles = PoolingFiles()  # noqa: RUF009 - frozen
     """Empty unless the model computes vectors."""
+    id_mark: str = ""
+
+    def new_id(self, prefix: str) -> str:
+        """Return the id of a new answer. A router finds this server by the mark."""
+        return prefix + self.id_mark + secrets.token_hex(12)
 
 
 def model_syntax_of(tokenizer: ModelTokenizer, parsers: ParserNames = ParserNames()) -> ModelSyntax:  # noqa: B008 - frozen
@@ -55,14 +61,17 @@ class ModelKeeper:
         template_file: Path | None = None,
         *,
         name: str | None = None,
+        id_mark: str = "",
         reports_absence: bool = True,
     ) -> None:
         """template_file replaces the model's chat template. name is the model's, if it is known before its backend has
-        come: a backend with another model is not used. reports_absence logs a line if no backend comes soon."""
+        come: a backend with another model is not used. id_mark is part of the answers' ids. reports_absence logs a line
+        if no backend comes soon."""
         self.backend = backend
         self.name = name
         self.waking: WakingModel | None = None
         """None if the model is always awake."""
+        self._id_mark = id_mark
         self._reports_absence = reports_absence
         self._parsers = parsers
         self._template_file = template_file
@@ -95,7 +104,9 @@ class ModelKeeper:
         if card.pooled:
             import_writers()
         pooling = PoolingFiles.load(directory) if card.pooled else PoolingFiles()
-        return ServedModel(card, tokenizer, self.backend, model_syntax_of(tokenizer, self._parsers), pooling)
+        return ServedModel(
+            card, tokenizer, self.backend, model_syntax_of(tokenizer, self._parsers), pooling, self._id_mark
+        )
 
     async def _load(self, card: ModelCard) -> None:
         self.settled.clear()

@@ -17,10 +17,10 @@ class LingeringAnswer:
     path: str
     """Of the endpoint that answers."""
     body: bytes
-    seed: int
-    """For a body without one."""
     begun: tuple[str, int] | None = None
     """The answer's id, which names the stream, and the second since 1970 in which it began; None until it begins."""
+    seed: int | None = None
+    """For a body without one; None until the answer begins."""
     num_received: int = 0
     """Events that the client has received over earlier connections."""
     backend: BackendClient | None = None

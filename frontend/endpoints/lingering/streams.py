@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from penstock.frontend.generation.failures import backend_unavailable
-from penstock.frontend.generation.lingering import read_record
-from penstock.frontend.generation.questions import ask
-from penstock.frontend.transport.errors import ApiError, ErrorKind, error_format_for, invalid, shorten
+from penstock.frontend.generation.lingering import ask_for_stream, last_event_id, read_record
+from penstock.frontend.transport.errors import ApiError, ErrorKind, error_format_for, shorten
 from penstock.shm.client import StreamName, StreamQuestion, clients_of
 
 if TYPE_CHECKING:
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
 _PATH = "/v1/streams/"
 _MAX_ID_CHARACTERS = 128
-_MAX_EVENT_ID = (1 << 31) - 1
 _BODY_TIMEOUT_S = 5.0
 
 
@@ -31,7 +29,7 @@ class LingeringStreams:
 
     async def resume(self, exchange: Exchange, context: EndpointContext) -> None:
         """GET /v1/streams/ID: the events after Last-Event-ID. Raises ApiError, ClientGoneError."""
-        num_received = _last_event_id(exchange) + 1
+        num_received = last_event_id(exchange) + 1
         path = await find_stream(exchange, context, exchange.path.removeprefix(_PATH), num_received)
         await self._handlers[path](exchange, context)
 
@@ -63,21 +61,9 @@ async def _ask_all(
     if not 1 <= len(stream_id) <= _MAX_ID_CHARACTERS:
         raise unknown
     question = StreamQuestion(StreamName(exchange.tenant, stream_id), action)
+    if (found := await ask_for_stream(context.models.keepers, question)) is not None:
+        return found
     backends = [backend for keeper in context.models.keepers for backend in clients_of(keeper.backend)]
-    for backend in backends:
-        if backend.ready and (answer := await ask(backend, question)) is not None:
-            return backend, answer.record
     if not any(backend.ready for backend in backends):
         raise backend_unavailable(backends[0].retry_after_s)
     raise unknown
-
-
-def _last_event_id(exchange: Exchange) -> int:
-    """Return the number of the last event that the client has received; -1 for none. Raises ApiError."""
-    value = exchange.header(b"last-event-id")
-    if value is None:
-        return -1
-    if not (value.isdigit() and len(value) <= len(str(_MAX_EVENT_ID)) and int(value) <= _MAX_EVENT_ID):
-        shown = shorten(value.decode("latin-1"))
-        invalid("Last-Event-ID", f"must be the id of an event, a number from 0 to {_MAX_EVENT_ID}, got {shown}")
-    return int(value)

@@ -168,7 +168,7 @@ class Responses:
     ) -> None:
         """Answer a turn that generates nothing: its items are at hand for the next one. Raises ApiError."""
         identity = Identity(
-            self._kept.id_prefix + secrets.token_hex(12),
+            served.new_id(self._kept.id_prefix),
             int(time.time()),
             served.card.model_id,
             served.card.fingerprint or None,

@@ -95,9 +95,9 @@ def _signal_all(pids: Iterable[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def stop_with_parent() -> None:
-    """Call it in a child as it starts: the child then ends when the benchmark is killed."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def stop_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Call it in a child as it starts: the child then gets this signal when its parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def runs_module(pid: int, module: str) -> bool:

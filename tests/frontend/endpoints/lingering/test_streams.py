@@ -206,3 +206,59 @@ async def test_failure_in_a_stream_has_no_id(connection: ClientConnection, backe
     assert all(event.startswith(b"id: ") for event in events)
     assert last.startswith(b"data: {")
     assert b"error" in last
+
+
+def sent_again(stream: str, last: int | None = None) -> list[tuple[str, str]]:
+    return [LINGER, ("x-penstock-stream", stream), *([] if last is None else [("last-event-id", str(last))])]
+
+
+def without_times(body: bytes) -> bytes:
+    return re.sub(rb'"(created|created_at|completed_at)":\d+', rb'"\1":0', body)
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+async def test_request_sent_again_to_a_server_without_the_stream_gets_the_rest(path: str, body: dict[str, Any]) -> None:
+    """As after the death of the machine that had it: the same id, the same seed, the events that are missing."""
+    body = {name: value for name, value in body.items() if "logprobs" not in name}
+    backend = FakeBackend(script=MODEL.says(TEXT if "tools" not in body else REASONED_CALLS, batch_size=1))
+    async with talking(backend) as connection:
+        whole = await connection.request("POST", path, body, [LINGER])
+        stream, events = whole.headers["x-penstock-stream"], split_events(whole.body)
+        seeds = {request.request.sampling.seed for request in backend.streams}
+        for last in (None, 0, len(events) // 2, len(events) - 1):
+            backend.records.clear()
+            rest = await connection.request("POST", path, body, sent_again(stream, last))
+            assert rest.headers["x-penstock-stream"] == stream
+            expected = b"".join(events[0 if last is None else last + 1 :])
+            assert without_times(rest.body) == without_times(expected)
+        assert {request.request.sampling.seed for request in backend.streams if request.request.linger} == seeds
+        assert None not in seeds
+
+
+async def test_request_sent_again_to_the_server_that_has_its_stream_reads_it(
+    connection: ClientConnection, backend: FakeBackend
+) -> None:
+    whole = await connection.request("POST", CHAT, HI, [LINGER])
+    stream, events = whole.headers["x-penstock-stream"], split_events(whole.body)
+    rest = await connection.request("POST", CHAT, HI, sent_again(stream, 1))
+    assert rest.body == b"".join(events[2:])
+    assert backend.streams[-1].request.linger is not None
+    other = await connection.request("POST", CHAT, {**HI, "max_tokens": 3}, sent_again(stream))
+    assert (other.status, other.error["param"]) == (400, "X-Penstock-Stream")
+    assert "another request" in other.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "param"),
+    [
+        ([("x-penstock-stream", "chatcmpl-" + 24 * "0")], "X-Penstock-Stream"),
+        (sent_again("nonsense"), "X-Penstock-Stream"),
+        (sent_again("chatcmpl-" + 41 * "0"), "X-Penstock-Stream"),
+        ([*sent_again("chatcmpl-" + 24 * "0"), ("last-event-id", "-1")], "Last-Event-ID"),
+    ],
+)
+async def test_headers_of_a_request_sent_again_are_checked(
+    connection: ClientConnection, headers: list[tuple[str, str]], param: str
+) -> None:
+    refused = await connection.request("POST", CHAT, HI, headers)
+    assert (refused.status, refused.error["param"]) == (400, param)
