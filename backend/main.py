@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from penstock.backend.buffers.options import check_shared_buffers, make_exporter, open_sharing_device
-from penstock.backend.engine.batch_builder import BatchBuilder, WholeBatchBuilder
 from penstock.backend.engine.executor import Executor, ExecutorFailed
 from penstock.backend.engine.limits import EngineLimits
 from penstock.backend.engine.loop import Engine
@@ -24,19 +23,17 @@ from penstock.backend.errors import NO_ROOM_STATUS, NoRoomBeside, StartupError
 from penstock.backend.kv_cache.budget import KvPlan
 from penstock.backend.kv_cache.budget_table import plan_tables
 from penstock.backend.kv_cache.memory import MemoryInfo, device_memory, host_memory
-from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.kv_cache.persisted.opening import open_store
 from penstock.backend.kv_cache.whole_plan import WholePlan
 from penstock.backend.model_card import make_card
 from penstock.backend.options import BackendOptions
+from penstock.backend.paging import create_kv_events, create_scheduler
 from penstock.backend.pass_checks import check_first_step, check_vocabulary
-from penstock.backend.pass_extensions import IHeldWeights, IHostPages
+from penstock.backend.pass_extensions import IHeldWeights
 from penstock.backend.passes.decoder.cpu.thread_counts import configure_torch_threads
 from penstock.backend.passes.decoder.cuda.device.device_choice import why_no_gpu
 from penstock.backend.plugins import find_forward_pass
-from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.scheduling.settlement import Settlement
-from penstock.backend.scheduling.whole_scheduler import WholeScheduler
 from penstock.backend.startup import (
     check_host_memory,
     check_memory,
@@ -55,9 +52,9 @@ from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.backend.weight_watch import WeightWatch
 from penstock.shm.link.backend_link import BackendLink
-from penstock.shm.link.kv_event_publisher import CannotPublish, KvEventPublisher
 from penstock.shm.link.listening_address import CannotListen, check_free
 from penstock.shm.memory.board import BackendBoard
+from penstock.shm.memory.page_digest import digest_bytes
 from penstock.shm.memory.region import RegionError
 from penstock.shm.memory.ring import RingWriter, create_fd
 from penstock.shm.messages import PROTOCOL_VERSION
@@ -74,8 +71,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
-    from penstock.backend.kv_cache.persisted.page_store import PageStore
-    from penstock.backend.scheduling.interface import ISequenceScheduler
     from penstock.shm.messages import ModelCard
 
 logger = logging.getLogger("penstock.backend")
@@ -152,8 +147,8 @@ def serve(options: BackendOptions) -> None:
     link = BackendLink(options.socket, card, board, exporter=exporter)
     compiler = _create_compiler(model_dir, card, options.grammar_timeout_s) if spec.generates else None
     grammar_queue = GrammarQueue(compiler, executor.wake, options.max_waiting)
-    kv_events = _create_kv_events(options, settings, plan)
-    scheduler, builder = _create_scheduler(plan, settings, forward_pass, options, kv_events, store)
+    kv_events = create_kv_events(options, settings, plan)
+    scheduler, builder = create_scheduler(plan, settings, forward_pass, options, board, kv_events, store)
     recorder = _create_recorder(options, card, settings, plan, forward_pass)
     cache = VectorCache(options.embedding_cache) if options.embedding_cache and spec.pooled else None
     requests = Requests.make(
@@ -234,7 +229,7 @@ def _load_pass(
 
 
 def _create_board(plan: KvPlan | WholePlan, max_waiting: int, token_step_s: float | None) -> BackendBoard:
-    board = BackendBoard.create()
+    board = BackendBoard.create(digest_bytes(plan.num_pages))
     board.pid = os.getpid()
     board.pages_total = plan.num_pages
     board.page_size_tokens = plan.page_size_tokens
@@ -305,21 +300,6 @@ def _create_compiler(model_dir: Path, card: ModelCard, timeout_s: float) -> Gram
     return GrammarCompiler(CompilePool(tokenizer_json, card.vocab_size, card.eos_token_ids, limits))
 
 
-def _create_kv_events(
-    options: BackendOptions, settings: PassOptions, plan: KvPlan | WholePlan
-) -> KvEventPublisher | None:
-    """Raises StartupError."""
-    if options.kv_events is None:
-        return None
-    if not plan.num_pages:
-        raise StartupError(f"--kv-events is {options.kv_events}, but this model has no KV cache; leave it out")
-    medium = "CPU" if settings.device == "cpu" else "GPU"
-    try:
-        return KvEventPublisher(options.kv_events, options.kv_events_topic, plan.page_size_tokens, medium=medium)
-    except CannotPublish as error:
-        raise StartupError(f"--kv-events {error}") from error
-
-
 def _create_settlement() -> Settlement:
     return Settlement(
         time.monotonic,
@@ -328,33 +308,6 @@ def _create_settlement() -> Settlement:
         longest_s=_SETTLE_LIMIT_S,
         later_quiet_s=_SETTLE_LATER_QUIET_S,
     )
-
-
-def _create_scheduler(
-    plan: KvPlan | WholePlan,
-    settings: PassOptions,
-    forward_pass: IBatchedForwardPass,
-    options: BackendOptions,
-    observer: KvEventPublisher | None,
-    store: PageStore | None,
-) -> tuple[ISequenceScheduler, BatchBuilder | WholeBatchBuilder]:
-    if isinstance(plan, WholePlan):
-        return WholeScheduler(plan.max_rows, plan.step_tokens), WholeBatchBuilder()
-    keeps_state = forward_pass.spec.state_bytes_per_sequence > 0
-    num_host_pages = 0
-    # Without the state of its sequence a page is of no use, and one behind a window is soon evicted.
-    if isinstance(forward_pass, IHostPages) and not (keeps_state or plan.window.is_bounded):
-        num_host_pages = forward_pass.num_host_pages
-    scheduler = Scheduler(
-        PagePool(plan.num_pages, num_host_pages, observer, store),
-        plan.page_size_tokens,
-        settings.max_running,
-        settings.max_batch_tokens,
-        num_plans_ahead=options.batch_channel_capacity,
-        keeps_state=keeps_state,
-        window_tokens=forward_pass.spec.window_tokens,
-    )
-    return scheduler, BatchBuilder(settings.max_running, plan.max_pages_per_sequence)
 
 
 def _engine_limits(options: BackendOptions, card: ModelCard, spec: PassSpec) -> EngineLimits:

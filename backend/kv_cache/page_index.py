@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.backend.kv_cache.page_hash import is_full_page_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(slots=True)
@@ -26,8 +29,8 @@ class IndexedPage:
 class FullPageObserver(Protocol):
     """Learns which full pages can be found. Partial ones change too often to tell."""
 
-    def note_stored(self, page_hash: bytes, parent_hash: bytes | None, content: bytes) -> None:
-        """parent_hash is None for a first page."""
+    def note_stored(self, page_hash: bytes, parent_hash: bytes, salt: bytes, content: bytes) -> None:
+        """content is int32 tokens. The salt is the tenant's, and the parent's hash of a first page."""
 
     def note_removed(self, page_hash: bytes) -> None: ...
 
@@ -35,8 +38,8 @@ class FullPageObserver(Protocol):
 class PageIndex:
     """A page has one hash and a hash has one page. Owned by the page pool."""
 
-    def __init__(self, observer: FullPageObserver | None = None) -> None:
-        self._observer = observer
+    def __init__(self, observers: Sequence[FullPageObserver] = ()) -> None:
+        self._observers = observers
         self._pages: dict[int, IndexedPage] = {}
         self._page_of_hash: dict[bytes, int] = {}
         self._children: dict[bytes, dict[int, bytes]] = {}
@@ -65,9 +68,9 @@ class PageIndex:
             self._pages[page] = entry
             self._page_of_hash[entry.page_hash] = page
             self._children.setdefault(entry.parent_hash, {})[page] = content
-            if self._observer is not None and is_full_page_hash(entry.page_hash):
-                parent_hash = None if entry.parent_hash == entry.salt else entry.parent_hash
-                self._observer.note_stored(entry.page_hash, parent_hash, content)
+            if self._observers and is_full_page_hash(entry.page_hash):
+                for observer in self._observers:
+                    observer.note_stored(entry.page_hash, entry.parent_hash, entry.salt, content)
 
     def mark_for_offload(self, page_hash: bytes) -> None:
         """Does nothing when no page has this hash."""
@@ -82,8 +85,9 @@ class PageIndex:
         del siblings[page]
         if not siblings:
             del self._children[entry.parent_hash]
-        if self._observer is not None and is_full_page_hash(entry.page_hash):
-            self._observer.note_removed(entry.page_hash)
+        if self._observers and is_full_page_hash(entry.page_hash):
+            for observer in self._observers:
+                observer.note_removed(entry.page_hash)
         return entry
 
     def check_integrity(self) -> None:

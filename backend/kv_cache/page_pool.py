@@ -6,10 +6,15 @@ held again until it is evicted. The memory itself belongs to the forward pass.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from penstock.backend.kv_cache.eviction import IdlePages
 from penstock.backend.kv_cache.host_offload import HostOffload, IKeepsPages
 from penstock.backend.kv_cache.page_hash import is_full_page_hash
 from penstock.backend.kv_cache.page_index import FullPageObserver, IndexedPage, PageIndex
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class PagePool:
@@ -19,7 +24,7 @@ class PagePool:
         self,
         num_pages: int,
         num_host_pages: int = 0,
-        observer: FullPageObserver | None = None,
+        observers: Sequence[FullPageObserver] = (),
         store: IKeepsPages | None = None,
     ) -> None:
         """store has the host pages, if they outlive this process."""
@@ -28,7 +33,7 @@ class PagePool:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._num_holders = [0] * num_pages
-        self._index = PageIndex(observer)
+        self._index = PageIndex(observers)
         self.host_offload = HostOffload(num_host_pages, store)
         self._idle = IdlePages(self._index, self.host_offload, num_pages)
 

@@ -71,9 +71,10 @@ class KvEventPublisher:
         """The bound one: with the port that the system chose, if it did."""
         return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
-    def note_stored(self, page_hash: bytes, parent_hash: bytes | None, content: bytes) -> None:
-        """A full page can be found. parent_hash: the page before it, None for a first page. content: int32 tokens."""
-        parent = None if parent_hash is None else _number(parent_hash)
+    def note_stored(self, page_hash: bytes, parent_hash: bytes, salt: bytes, content: bytes) -> None:
+        """A full page can be found. parent_hash: the page before it, of a first page the salt. content: int32
+        tokens."""
+        parent = None if parent_hash == salt else _number(parent_hash)
         tokens = array("i", content)
         last = self._events[-1] if self._events else None
         if isinstance(last, _Stored) and last.block_hashes[-1] == parent:

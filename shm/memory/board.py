@@ -16,6 +16,7 @@ from operator import add
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from penstock.shm.memory import region
+from penstock.shm.memory.page_digest import PageDigest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -107,22 +108,24 @@ class Board:
 
     def __init__(self, mapping: mmap.mmap, fd: int = -1) -> None:
         self._mapping = mapping
-        self._words = memoryview(mapping).cast("Q")
+        self._words = memoryview(mapping)[:_BOARD_BYTES].cast("Q")
+        self.behind = memoryview(mapping)[_BOARD_BYTES:]
+        """Further memory of the same writer."""
         self.fd = fd
         """Readers can map it for reading only; -1 except in the writer."""
 
     @classmethod
-    def create(cls) -> Self:
-        """The writer's board. Only this process can write it."""
-        fd = cls._new_fd()
-        board = cls(mmap.mmap(fd, _BOARD_BYTES), fd)
+    def create(cls, num_bytes_behind: int = 0) -> Self:
+        """The writer's board, and zeroed memory behind it. Only this process can write them."""
+        fd = cls._new_fd(num_bytes_behind)
+        board = cls(mmap.mmap(fd, _BOARD_BYTES + num_bytes_behind), fd)
         region.seal(fd, region.F_SEAL_FUTURE_WRITE)
         return board
 
     @classmethod
-    def private(cls) -> Self:
+    def private(cls, num_bytes_behind: int = 0) -> Self:
         """A board that is not shared."""
-        return cls(mmap.mmap(-1, _BOARD_BYTES))
+        return cls(mmap.mmap(-1, _BOARD_BYTES + num_bytes_behind))
 
     @classmethod
     def create_fd(cls) -> int:
@@ -134,7 +137,7 @@ class Board:
     @classmethod
     def attach(cls, fd: int, *, writable: bool = False) -> Self:
         """Map a board that another process made; the fd stays the caller's. Raises RegionError for anything else."""
-        mapping = region.attach(fd, _BOARD_BYTES, writable=writable)
+        mapping = region.attach(fd, max(_BOARD_BYTES, os.fstat(fd).st_size), writable=writable)
         board = cls(mapping)
         if (board._words[0], board._words[1]) != (_MAGIC, cls._layout):
             board.close()
@@ -142,8 +145,8 @@ class Board:
         return board
 
     @classmethod
-    def _new_fd(cls) -> int:
-        fd = region.create("penstock-board", _BOARD_BYTES)
+    def _new_fd(cls, num_bytes_behind: int = 0) -> int:
+        fd = region.create("penstock-board", _BOARD_BYTES + num_bytes_behind)
         os.pwrite(fd, struct.pack("=QQ", _MAGIC, cls._layout), 0)
         return fd
 
@@ -166,6 +169,7 @@ class Board:
         """Idempotent. Other processes keep their mappings."""
         if not self._mapping.closed:
             self._words.release()
+            self.behind.release()
             self._mapping.close()
             if self.fd >= 0:
                 os.close(self.fd)
@@ -331,6 +335,23 @@ class BackendBoard(Board, totals_of=FrontendBoard):
     """The first token's time as predicted on the request's arrival, minus the actual one."""
     quote_error_finish_us = Histogram(*_QUOTE_ERRORS_US)
     """The same for the end of the answer."""
+
+    def __init__(self, mapping: mmap.mmap, fd: int = -1) -> None:
+        super().__init__(mapping, fd)
+        self._digest: PageDigest | None = None
+
+    @property
+    def digest(self) -> PageDigest | None:
+        """Of the pages that can be found; None for a model without pages."""
+        if self._digest is None:
+            self._digest = PageDigest.read(self.behind)
+        return self._digest
+
+    def close(self) -> None:
+        if self._digest is not None:
+            self._digest.close()
+            self._digest = None
+        super().close()
 
     def observe_cancel(self, cancel_to_free_us: int) -> None:
         self.cancel_to_free_us.observe(cancel_to_free_us)

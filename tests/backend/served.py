@@ -22,6 +22,7 @@ from penstock.shm.buffers.device_api import DeviceApi
 from penstock.shm.client import BackendClient, GenerationRequest
 from penstock.shm.link.backend_link import BackendLink
 from penstock.shm.memory.board import BackendBoard
+from penstock.shm.memory.page_digest import PageDigestWriter, digest_bytes
 from penstock.shm.messages import BufferRequest, ModelCard
 
 MAX_RUNNING = 8
@@ -39,7 +40,7 @@ def served(
     """Run an engine in a thread. Yields the path of its socket."""
     executor = Executor(1)
     forward_pass = executor.start(load)
-    board = BackendBoard.create()
+    board = BackendBoard.create(digest_bytes(num_pages))
     board.max_waiting = 100
     board.beat()
     card = ModelCard("m", "", 1, forward_pass.spec.vocab_size, num_pages * page_size, 100)
@@ -47,7 +48,8 @@ def served(
         path = Path(directory) / "b.sock"
         exporter = make_exporter(choice, 64 << 20, forward_pass, device)
         link = BackendLink(path, card, board, exporter=exporter)
-        scheduler = Scheduler(PagePool(num_pages), page_size, MAX_RUNNING, 6)
+        pool = PagePool(num_pages, observers=[digest := PageDigestWriter(board.behind, page_size)])
+        scheduler = Scheduler(pool, page_size, MAX_RUNNING, 6)
         requests = Requests.make(link, scheduler, board, EngineLimits(card.vocab_size, card.max_context_tokens, 100))
         engine = Engine(link, executor, scheduler, BatchBuilder(MAX_RUNNING, num_pages), requests, board)
         thread = threading.Thread(target=engine.run)
@@ -59,6 +61,7 @@ def served(
             thread.join(30)
             link.close()
             executor.close()
+            digest.close()
             board.close()
     assert not exporter.held_bytes
 

@@ -8,6 +8,7 @@ import msgspec
 
 from penstock.shm.client.client import HEARTBEAT_LIMIT_S
 from penstock.shm.memory.board import Board
+from penstock.shm.memory.page_digest import page_names
 from penstock.shm.memory.prefix_table import Owner
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from penstock.shm.client.client import BackendClient
     from penstock.shm.client.open_stream import OpenStream
+    from penstock.shm.memory.page_digest import PageDigest
     from penstock.shm.memory.prefix_table import PrefixTable
     from penstock.shm.messages import ModelCard, Submit
 
@@ -61,6 +63,12 @@ class Replica:
         return board is not None and board.seconds_since_beat() < HEARTBEAT_LIMIT_S
 
     @property
+    def digest(self) -> PageDigest | None:
+        """Of its cached pages; None if it is not connected, or has none."""
+        board = self.client.backend_board
+        return None if board is None else board.digest
+
+    @property
     def owner(self) -> Owner:
         board = self.client.backend_board
         return Owner(self.index, 0 if board is None else board.pid & 0xFF)
@@ -77,7 +85,9 @@ class Router:
         prompt = tokens[: submit.num_prompt_tokens]
         names = self._table.names(prompt, submit.salt)
         twin = self._name_of(prompt, submit)
-        chosen = replicas[0] if len(replicas) == 1 else self._choose(replicas, names, twin)
+        chosen = replicas[0]
+        if len(replicas) > 1:
+            chosen = self._choose(replicas, prompt, submit.salt, names, twin)
         owner = chosen.owner
         for name in names:
             self._table.note(name, owner)
@@ -92,23 +102,41 @@ class Router:
     def _name_of(self, prompt: array[int], submit: Submit) -> int | None:
         return self._table.name_of(prompt, submit.salt, _settings(submit)) if submit.may_share else None
 
-    def _choose(self, replicas: Sequence[Replica], names: list[int], twin: int | None) -> Replica:
+    def _choose(
+        self, replicas: Sequence[Replica], prompt: array[int], salt: bytes, names: list[int], twin: int | None
+    ) -> Replica:
         by_owner = {replica.owner: replica for replica in replicas}
         if twin is not None and (running := self._find(twin, by_owner)) is not None:
             return running  # it adds no load: the two share one sequence
         loads = {replica: replica.load for replica in replicas}
         most = _MAX_OVER_MEAN * sum(loads.values()) / len(loads) + _SLACK
+        # Where none has a page of it, one may be computing it: the table knows to whom it was sent.
+        candidates = _longest_cached([one for one in replicas if loads[one] <= most], prompt, salt) or replicas
         for name in reversed(names):
             found = self._find(name, by_owner)
-            if found is not None and loads[found] <= most:
+            if found is not None and found in candidates and loads[found] <= most:
                 return found
         # Of equally loaded ones a prompt always takes the same, also from workers that do not know of each other yet.
         turn = names[0] if names else 0
-        return min(replicas, key=lambda replica: (loads[replica], (replica.index + turn) % len(replicas)))
+        return min(candidates, key=lambda replica: (loads[replica], (replica.index + turn) % len(replicas)))
 
     def _find(self, name: int, by_owner: dict[Owner, Replica]) -> Replica | None:
         owner = self._table.find(name)
         return None if owner is None else by_owner.get(owner)
+
+
+def _longest_cached(replicas: Sequence[Replica], prompt: array[int], salt: bytes) -> list[Replica]:
+    """Those that have the longest beginning of the prompt cached; none if no replica has a page of it."""
+    names: dict[int, list[int]] = {}
+    num_cached: dict[Replica, int] = {}
+    for replica in replicas:
+        if (digest := replica.digest) is not None:
+            size = digest.page_size_tokens
+            if size not in names:
+                names[size] = page_names(prompt, salt, size)
+            num_cached[replica] = digest.num_cached_tokens(names[size])
+    longest = max(num_cached.values(), default=0)
+    return [replica for replica, count in num_cached.items() if count == longest > 0]
 
 
 def _settings(submit: Submit) -> bytes:

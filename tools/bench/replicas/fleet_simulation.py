@@ -23,6 +23,7 @@ from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.shm.link.events import Submission
 from penstock.shm.memory.board import BackendBoard
+from penstock.shm.memory.page_digest import PageDigestWriter, digest_bytes
 from penstock.shm.memory.prefix_table import Owner
 from penstock.shm.messages import Sampling, Submit
 from penstock.tools.bench.components.simulated_device import VOCAB_SIZE, RecordingLink, SimulatedDevice
@@ -30,6 +31,7 @@ from penstock.tools.bench.components.simulated_device import VOCAB_SIZE, Recordi
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from penstock.shm.memory.page_digest import PageDigest
     from penstock.tools.bench.replicas.fleet_routing import Policy
 
 TOKEN_S = 20e-6
@@ -100,9 +102,12 @@ class _Backend:
 
     def _begin(self) -> None:
         self._generation += 1
-        self.link, self.device, self.board = RecordingLink(), SimulatedDevice(1, TOKEN_S), BackendBoard.private()
+        self.link, self.device = RecordingLink(), SimulatedDevice(1, TOKEN_S)
+        self.board = BackendBoard.private(digest_bytes(NUM_PAGES))
+        self._digest_writer = PageDigestWriter(self.board.behind, PAGE_SIZE_TOKENS)
         link, device = cast("Any", self.link), cast("Any", self.device)
-        scheduler = Scheduler(PagePool(NUM_PAGES), PAGE_SIZE_TOKENS, MAX_RUNNING, _MAX_BATCH_TOKENS)
+        pool = PagePool(NUM_PAGES, observers=[self._digest_writer])
+        scheduler = Scheduler(pool, PAGE_SIZE_TOKENS, MAX_RUNNING, _MAX_BATCH_TOKENS)
         limits = EngineLimits(VOCAB_SIZE, _CONTEXT_TOKENS, max_waiting=1 << 16)
         requests = Requests.make(link, scheduler, self.board, limits, self._clock)
         builder = BatchBuilder(MAX_RUNNING, _CONTEXT_TOKENS // PAGE_SIZE_TOKENS)
@@ -111,6 +116,10 @@ class _Backend:
     @property
     def load(self) -> int:
         return len(self.open)
+
+    @property
+    def digest(self) -> PageDigest | None:
+        return self.board.digest
 
     @property
     def owner(self) -> Owner:
@@ -123,6 +132,7 @@ class _Backend:
         self.cached_tokens += self.board.cached_tokens
         self.busy_s += self.device.busy_s
         self.link.close()
+        self._digest_writer.close()
         self.board.close()
         self.is_alive = False
 

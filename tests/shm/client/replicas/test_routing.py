@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from penstock.shm.client import BackendClient, BackendUnavailable, GenerationRequest, ReplicaSet
-from penstock.shm.client.replicas.routing import Replica
+from penstock.shm.client.replicas.routing import Replica, Router
 from penstock.shm.memory.board import BackendBoard, FrontendBoard
 from penstock.shm.memory.prefix_table import Owner, PrefixTable
 from tests.shm.client.harness import GREEDY
@@ -159,6 +159,49 @@ def test_workers_see_each_others_entries_and_another_prefix_may_replace_them() -
     assert second.find(name ^ 1 << 40) is None
     second.note(name ^ 1 << 40, Owner(1, 17))
     assert first.find(name) is None
+
+
+class DigestOf:
+    """A table that has each prompt's beginning of so many tokens."""
+
+    page_size_tokens = 64
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+
+    def num_cached_tokens(self, names: list[int]) -> int:
+        return min(self.num_tokens, 64 * len(names))
+
+    def close(self) -> None:
+        """It has no memory."""
+
+
+@pytest.mark.parametrize(
+    ("cached", "num_open", "sent_to", "expected"),
+    [
+        ((0, 64, 128), (0, 0, 0), 0, 2),  # what is cached counts, not what was sent
+        ((0, 128, 128), (0, 0, 5), 2, 2),  # of those with the same, the one that it was sent to
+        ((128, 128, 64), (3, 0, 0), 2, 1),  # and else the one with less load
+        ((64, 0, 128), (0, 0, 40), 1, 0),  # one with far too much load is none of them
+        ((0, 0, 0), (0, 0, 5), 2, 2),  # while nothing is cached, it may be computed where it was sent
+        ((0, 0, 0), (5, 0, 5), None, 1),
+    ],
+)
+def test_prompt_goes_where_most_of_it_is_cached(
+    cached: tuple[int, ...], num_open: tuple[int, ...], sent_to: int | None, expected: int
+) -> None:
+    table = PrefixTable.private(KEY)
+    replicas = [Replica(number, str(number), cast("BackendClient", FakeClient())) for number in range(NUM_REPLICAS)]
+    for replica, num_tokens, count in zip(replicas, cached, num_open, strict=True):
+        client = cast("FakeClient", replica.client)
+        client.backend_board._digest = cast("Any", DigestOf(num_tokens))
+        client.backend_board.show_totals(1, [count, *[0] * (len(FrontendBoard.fields) - 2)])
+    request = GenerationRequest([7] * 200, 8, GREEDY)
+    tokens = request.prompt_tokens()
+    if sent_to is not None:
+        for name in table.names(tokens, b""):
+            table.note(name, replicas[sent_to].owner)
+    assert Router(table).place(replicas, request.to_submit(0, len(tokens)), tokens) is replicas[expected]
 
 
 @pytest.mark.parametrize("others_open", [0, 30])

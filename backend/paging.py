@@ -1,0 +1,71 @@
+"""Builds what plans steps over the pages of a KV cache, and what tells others about them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.backend.engine.batch_builder import BatchBuilder, WholeBatchBuilder
+from penstock.backend.errors import StartupError
+from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.kv_cache.whole_plan import WholePlan
+from penstock.backend.pass_extensions import IHostPages
+from penstock.backend.scheduling.scheduler import Scheduler
+from penstock.backend.scheduling.whole_scheduler import WholeScheduler
+from penstock.shm.link.kv_event_publisher import CannotPublish, KvEventPublisher
+from penstock.shm.memory.page_digest import PageDigestWriter
+
+if TYPE_CHECKING:
+    from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions
+    from penstock.backend.kv_cache.budget import KvPlan
+    from penstock.backend.kv_cache.page_index import FullPageObserver
+    from penstock.backend.kv_cache.persisted.page_store import PageStore
+    from penstock.backend.options import BackendOptions
+    from penstock.backend.scheduling.interface import ISequenceScheduler
+    from penstock.shm.memory.board import BackendBoard
+
+
+def create_kv_events(
+    options: BackendOptions, settings: PassOptions, plan: KvPlan | WholePlan
+) -> KvEventPublisher | None:
+    """Raises StartupError."""
+    if options.kv_events is None:
+        return None
+    if not plan.num_pages:
+        raise StartupError(f"--kv-events is {options.kv_events}, but this model has no KV cache; leave it out")
+    medium = "CPU" if settings.device == "cpu" else "GPU"
+    try:
+        return KvEventPublisher(options.kv_events, options.kv_events_topic, plan.page_size_tokens, medium=medium)
+    except CannotPublish as error:
+        raise StartupError(f"--kv-events {error}") from error
+
+
+def create_scheduler(
+    plan: KvPlan | WholePlan,
+    settings: PassOptions,
+    forward_pass: IBatchedForwardPass,
+    options: BackendOptions,
+    board: BackendBoard,
+    kv_events: KvEventPublisher | None,
+    store: PageStore | None,
+) -> tuple[ISequenceScheduler, BatchBuilder | WholeBatchBuilder]:
+    """Behind the board, frontends with several backends read which one has a prompt's beginning."""
+    if isinstance(plan, WholePlan):
+        return WholeScheduler(plan.max_rows, plan.step_tokens), WholeBatchBuilder()
+    keeps_state = forward_pass.spec.state_bytes_per_sequence > 0
+    num_host_pages = 0
+    # Without the state of its sequence a page is of no use, and one behind a window is soon evicted.
+    if isinstance(forward_pass, IHostPages) and not (keeps_state or plan.window.is_bounded):
+        num_host_pages = forward_pass.num_host_pages
+    observers: list[FullPageObserver] = [PageDigestWriter(board.behind, plan.page_size_tokens)]
+    if kv_events is not None:
+        observers.append(kv_events)
+    scheduler = Scheduler(
+        PagePool(plan.num_pages, num_host_pages, observers, store),
+        plan.page_size_tokens,
+        settings.max_running,
+        settings.max_batch_tokens,
+        num_plans_ahead=options.batch_channel_capacity,
+        keeps_state=keeps_state,
+        window_tokens=forward_pass.spec.window_tokens,
+    )
+    return scheduler, BatchBuilder(settings.max_running, plan.max_pages_per_sequence)
