@@ -8,6 +8,9 @@ from pathlib import Path
 
 from penstock.shm.process.private_directory import UnsafeDirectory
 
+CUBINS_VARIABLE = "PENSTOCK_CUBINS"
+"""Environment variable: a directory of compiled GPU kernels that were made elsewhere."""
+
 
 def cache_directory() -> Path:
     """$XDG_CACHE_HOME/penstock, by default ~/.cache/penstock. Raises UnsafeDirectory for a user without a home."""

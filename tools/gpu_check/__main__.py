@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.shm.process.cache_directory import CUBINS_VARIABLE
 from penstock.tools.gpu_check.reporting.baseline import BaselineRefused, load_baseline, require_device
 from penstock.tools.gpu_check.reporting.environment import describe_environment
 from penstock.tools.gpu_check.runner import (
@@ -47,6 +49,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--compile-only", action="store_true", help="compile every kernel for every architecture; needs no GPU"
     )
     what.add_argument("--ncu", metavar="NAME", help="profile one case of the section kernels with Nsight Compute")
+    parser.add_argument(
+        "--cubins",
+        type=Path,
+        help="directory of compiled kernels, which --compile-only writes and other runs load; default: OUT/cubins",
+    )
     parser.add_argument("--peers", type=Path, help="directory of installed packages to measure beside ours")
     parser.add_argument("--commit", default="", help="name of the commit for the report, if git cannot tell")
     parser.add_argument(
@@ -76,6 +83,8 @@ def main(argv: list[str]) -> int:
     if options.peers is not None and not options.peers.is_dir():
         parser.error(f"--peers is {options.peers}, which is not a directory")
     options.out.mkdir(parents=True, exist_ok=True)
+    # Sections, and CuPy in them, are other processes.
+    os.environ.setdefault(CUBINS_VARIABLE, str((options.cubins or options.out / "cubins").absolute()))
     if options.section is not None:
         section = next(section for section in sections if section.name == options.section)
         findings = options.findings or options.out / f"{section.name}.jsonl"

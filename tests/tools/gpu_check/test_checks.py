@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from penstock.backend.passes.decoder.cuda import kernel_manifest
+from penstock.backend.passes.decoder.cuda.device.cubin_cache import cubin_name
+from penstock.backend.passes.decoder.cuda.device.cupy_launcher import LoadedKernel
+from penstock.backend.passes.decoder.cuda.device.launcher import Kernel, group_by_module
 from penstock.tools.gpu_check.cases.catalogue import Check
 from penstock.tools.gpu_check.cases.comparing import Mismatch
 from penstock.tools.gpu_check.checks import (
@@ -21,6 +25,7 @@ from penstock.tools.gpu_check.checks import (
     transformers_agreement,
 )
 from penstock.tools.gpu_check.devices.models import TINY_FAMILY
+from penstock.tools.gpu_check.machine_code.sass import find_nvdisasm
 from penstock.tools.gpu_check.reporting import environment
 from tests.cuda_emulator import EmulatedLauncher
 from tests.tools.gpu_check.device_context import Record, make_device_context
@@ -36,13 +41,35 @@ def test_environment_without_a_gpu_fails_and_says_so(record: Record) -> None:
     assert environment.describe_environment()["torch"] == torch.__version__
 
 
-def test_compilation_records_each_architecture(record: Record) -> None:
+def test_compilation_records_each_architecture_and_writes_what_a_later_run_loads(
+    record: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     kernels = [kernel for kernel in kernel_manifest.kernels() if kernel.source in ("norms.cu", "step.cu")]
-    compilation.compile_for(record.results, kernels, ["sm_80", "sm_90a"], 2)
+    cubins = tmp_path / "cubins"
+    reports = compilation.compile_for(record.results, kernels, ["sm_80", "sm_90a"], 2, cubins)
+    compilation.record_table(record.results, reports["sm_90a"])
     found = record.findings()
     assert found["compile.sm_90a.kernels"].value == len(kernels)
     assert found["compile.sm_80.no_spills"].passed
     assert "add_rms_norm" in str(found["compile.sm_90a.registers"].value)
+    names = [cubin_name(group, arch) for group in group_by_module(kernels) for arch in ("sm_80", "sm_90a")]
+    assert sorted(names) == sorted(path.name for path in cubins.iterdir())
+    assert all(path.read_bytes().startswith(b"\x7fELF") for path in cubins.iterdir())
+    if find_nvdisasm() is not None:
+        assert found["compile.table"].passed
+        assert "norm_q_and_k[ACT=1]" in capsys.readouterr().out
+
+
+def test_loading_checks_local_memory_as_the_driver_reports_it(record: Record) -> None:
+    kernels = [Kernel("step.cu", name, (), 128) for name in ("change_pages", "other")]
+    launcher: Any = SimpleNamespace(
+        prepare=lambda _kernels: None,
+        resources={kernel: LoadedKernel(32, 8 * index) for index, kernel in enumerate(kernels)},
+        cubins=SimpleNamespace(arch="sm_90a", num_compiled=0),
+    )
+    compilation.load_all(record.results, launcher, kernels)
+    with pytest.raises(AssertionError, match=r"\[\('compile.sm_90a.no_spills', 'other'\)\]"):
+        record.findings()
 
 
 def test_each_family_and_each_failed_check_is_a_finding(record: Record, tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_quick_run_checks_measures_and_compares_with_a_baseline(place: Path, mon
     }  # fmt: skip
     assert f"of {len(GOALS)} not measured" in done.stdout
     assert load_baseline(kept).figures["attention.decode.1x1k"].value == 100
-    assert sorted(path.name for path in (place / "out").iterdir()) == ["report.json", "report.md"]
+    assert sorted(path.name for path in (place / "out").iterdir()) == ["cubins", "report.json", "report.md"]
 
     monkeypatch.setenv("FIXED_US", "120")
     done = run(place, "--quick", "--only", "kernels", "--baseline", str(kept), "--budget", "200")

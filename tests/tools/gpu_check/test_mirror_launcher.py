@@ -33,7 +33,7 @@ class HostCupy:
         self.seen: list[tuple[Any, ...]] = []
         self.fault: Exception | None = None
         self.cuda = SimpleNamespace(
-            Device=lambda _index: SimpleNamespace(use=lambda: None),
+            Device=lambda _index: SimpleNamespace(use=lambda: None, compute_capability="90"),
             alloc=self.alloc,
             set_allocator=lambda allocator: setattr(self, "allocator", allocator),
             compiler=SimpleNamespace(CompileException=Fault),
@@ -47,7 +47,7 @@ class HostCupy:
         )
 
     def RawModule(self, **_options: Any) -> Any:  # noqa: N802 - CuPy's name
-        raw = SimpleNamespace(kernel=self.kernel, max_dynamic_shared_size_bytes=0)
+        raw = SimpleNamespace(kernel=self.kernel, max_dynamic_shared_size_bytes=0, num_regs=40, local_size_bytes=0)
         return SimpleNamespace(get_function=lambda _entry: raw)
 
     def alloc(self, num_bytes: int) -> Any:

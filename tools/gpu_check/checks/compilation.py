@@ -1,4 +1,7 @@
-"""Checks that every kernel compiles without spills: for this GPU, or without one for every supported architecture."""
+"""Checks that every kernel compiles without spills: for this GPU, or without one for every supported architecture.
+
+Without a GPU the cubins are written to $PENSTOCK_CUBINS, for a later run elsewhere, and the static table is printed.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,18 @@ import os
 import time
 from collections import defaultdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.backend.passes.decoder.cuda import kernel_manifest
 from penstock.backend.passes.decoder.cuda.device import nvrtc
+from penstock.backend.passes.decoder.cuda.device.cubin_cache import cubin_name, write_cubin
 from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLauncher
-from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed
+from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed, group_by_module
+from penstock.shm.process.cache_directory import CUBINS_VARIABLE
 from penstock.tools.gpu_check.cases import ptx
+from penstock.tools.gpu_check.machine_code import kernel_table
+from penstock.tools.gpu_check.machine_code.sass import DisassemblerMissing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,52 +34,83 @@ _REGISTERS_OF_A_MULTIPROCESSOR = 65_536
 
 
 def run(results: Results) -> None:
-    kernels, num_workers = list(kernel_manifest.kernels()), min(os.cpu_count() or 1, _MAX_WORKERS)
-    arch = gpu_architecture()
-    compile_for(results, kernels, nvrtc.ARCHITECTURES if arch is None else (arch,), num_workers)
-    if arch is not None:
-        wrappers = [ptx.wrapper_kernel(name) for name in ("multiply", "copy")]
-        results.attempt("compile.load", lambda: load_all(results, [*kernels, *wrappers]))
+    kernels = all_kernels()
+    if has_gpu():
+        results.attempt("compile.load", lambda: load_all(results, CupyLauncher(0), kernels))
+        return
+    num_workers, directory = min(os.cpu_count() or 1, _MAX_WORKERS), os.environ.get(CUBINS_VARIABLE)
+    reports = compile_for(results, kernels, nvrtc.ARCHITECTURES, num_workers, Path(directory) if directory else None)
+    record_table(results, reports[kernel_table.HELD_ARCH])
 
 
-def gpu_architecture() -> str | None:
-    """The first GPU's architecture, such as sm_90; None without a GPU."""
+def all_kernels() -> list[Kernel]:
+    """Those of the passes and those of the checks."""
+    return [*kernel_manifest.kernels(), *(ptx.wrapper_kernel("multiply", half=half) for half in (0, 1))]
+
+
+def has_gpu() -> bool:
     import torch
 
-    if not torch.cuda.is_available():
-        return None
-    return "sm_{}{}".format(*torch.cuda.get_device_capability(0))
+    return torch.cuda.is_available()
 
 
-def compile_for(results: Results, kernels: Sequence[Kernel], architectures: Sequence[str], num_workers: int) -> None:
+def compile_for(
+    results: Results, kernels: Sequence[Kernel], architectures: Sequence[str], num_workers: int, cubins: Path | None
+) -> dict[str, list[CompileReport]]:
+    """Compile for each architecture; write the cubins if a directory is given. Return the reports by architecture."""
     results.fact("compile.nvrtc", nvrtc.version())
+    found = {}
     for arch in architectures:
         started_s = time.monotonic()
-        reports = nvrtc.compile_kernels(kernels, arch, num_workers)
+        reports = found[arch] = nvrtc.compile_kernels(kernels, arch, num_workers)
         results.fact(f"compile.{arch}.kernels", len(reports))
         results.fact(f"compile.{arch}.wall", time.monotonic() - started_s, "s")
-        _check(results, arch, reports)
+        by_kernel = {report.kernel: report for report in reports}
+        if cubins is not None:
+            cubins.mkdir(parents=True, exist_ok=True)
+            for group in group_by_module(kernels):
+                write_cubin(cubins / cubin_name(group, arch), by_kernel[group[0]].cubin)
+        spilling = [str(report.kernel) for report in reports if report.spill_bytes]
+        _check(results, f"compile.{arch}", {report.kernel: report.registers for report in reports}, spilling)
+    return found
 
 
-def _check(results: Results, arch: str, reports: list[CompileReport]) -> None:
-    spilling = [str(report.kernel) for report in reports if report.spill_bytes]
-    results.check(f"compile.{arch}.no_spills", not spilling, ", ".join(spilling))
+def _check(results: Results, name: str, registers: dict[Kernel, int], spilling: list[str]) -> None:
+    results.check(f"{name}.no_spills", not spilling, ", ".join(spilling))
     too_wide = [
-        f"{report.kernel}: {report.registers} registers"
-        for report in reports
-        if report.registers * report.kernel.num_threads > _REGISTERS_OF_A_MULTIPROCESSOR
+        f"{kernel}: {count} registers"
+        for kernel, count in registers.items()
+        if count * kernel.num_threads > _REGISTERS_OF_A_MULTIPROCESSOR
     ]
-    results.check(f"compile.{arch}.fits", not too_wide, ", ".join(too_wide))
-    registers: defaultdict[str, list[int]] = defaultdict(list)
-    for report in reports:
-        registers[report.kernel.entry].append(report.registers)
-    shown = ", ".join(f"{entry} {min(counts)}–{max(counts)}" for entry, counts in sorted(registers.items()))
-    results.fact(f"compile.{arch}.registers", shown)
+    results.check(f"{name}.fits", not too_wide, ", ".join(too_wide))
+    by_entry: defaultdict[str, list[int]] = defaultdict(list)
+    for kernel, count in registers.items():
+        by_entry[kernel.entry].append(count)
+    shown = ", ".join(f"{entry} {min(counts)}–{max(counts)}" for entry, counts in sorted(by_entry.items()))
+    results.fact(f"{name}.registers", shown)
 
 
-def load_all(results: Results, kernels: Sequence[Kernel]) -> None:
-    """Load the kernels with CuPy, as the backend does at its start. This fills CuPy's disk cache for later sections."""
-    launcher = CupyLauncher(0)
+def record_table(results: Results, reports: Sequence[CompileReport]) -> None:
+    """Print the static table of the kernels in docs/gpu, and check that none is worse than there."""
+    by_kernel = {report.kernel: report for report in reports}
+    groups = [group for group in kernel_table.held_groups() if all(kernel in by_kernel for kernel in group)]
+    try:
+        rows = [row for group in groups for row in kernel_table.make_rows([by_kernel[kernel] for kernel in group])]
+    except DisassemblerMissing as missing:
+        results.skipped("compile.table", str(missing))
+        return
+    print("\n".join(kernel_table.table_lines(rows)), flush=True)
+    held = kernel_table.read_table()
+    worse = [
+        f"{row.kernel}: {', '.join(found)}"
+        for row in rows
+        if row.kernel in held and (found := kernel_table.worse_in(held[row.kernel], row))
+    ]
+    results.check("compile.table", not worse, "; ".join(worse) or "no worse than docs/gpu", len(rows))
+
+
+def load_all(results: Results, launcher: CupyLauncher, kernels: Sequence[Kernel]) -> None:
+    """Load the kernels as the backend does at its start. Later sections find those compiled here in the cache."""
     started_s = time.monotonic()
     try:
         launcher.prepare(kernels)
@@ -81,3 +120,8 @@ def load_all(results: Results, kernels: Sequence[Kernel]) -> None:
         raise
     results.check("compile.load", True, "", len(kernels))
     results.fact("compile.load.wall", time.monotonic() - started_s, "s")
+    results.fact("compile.load.compiled", launcher.cubins.num_compiled, "", "modules that were not in the cache")
+    loaded = launcher.resources
+    spilling = [str(kernel) for kernel in kernels if loaded[kernel].local_bytes]
+    registers = {kernel: loaded[kernel].registers for kernel in kernels}
+    _check(results, f"compile.{launcher.cubins.arch}", registers, spilling)

@@ -2,6 +2,6 @@
 
 Start with `device`, the interface, and `launcher`, which describes a kernel; `cuda_device` and `cupy_launcher`
 implement them with torch and CuPy. `transfers` packs the copies of each step, `device_choice` maps --gpu to a GPU,
-`link_probe` measures copies, and `nvrtc` compiles kernels without a GPU for tests. This package imports no other
-package of the pass.
+`link_probe` measures copies, `nvrtc` compiles kernels, with or without a GPU, and `cubin_cache` keeps them. This
+package imports no other package of the pass.
 """

@@ -1,40 +1,46 @@
-"""`Launcher` on a GPU: CuPy compiles the kernels, loads them, and launches them in torch's current stream.
+"""`Launcher` on a GPU: CuPy loads compiled kernels and launches them in torch's current stream.
 
 Only this module imports cupy, and only when a launcher is created. It supports CuPy 13 and 14.
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from functools import cache
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.backend.checkpoint.progress import GPU_KERNELS, make_progress
+from penstock.backend.passes.decoder.cuda.device import nvrtc
+from penstock.backend.passes.decoder.cuda.device.cubin_cache import CubinCache
 from penstock.backend.passes.decoder.cuda.device.dependent_launch import (
     MIN_COMPUTE_CAPABILITY,
     DependentLauncher,
     LaunchRefused,
 )
-from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, KernelFailed, group_by_module
-from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
+from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed, group_by_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from penstock.backend.passes.decoder.cuda.device.launcher import Argument, Grid, Kernel
 
-logger = logging.getLogger("penstock.backend")
-
 _LARGEST_CARVEOUT_PERCENT = 100
 """Of a multiprocessor's memory for shared memory and L1, as much as can be shared memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedKernel:
+    """A kernel's resources as the driver reports them."""
+
+    registers: int
+    """Registers per thread."""
+    local_bytes: int
+    """Local memory per thread: what registers are spilled to."""
 
 
 class _Stream:
@@ -62,11 +68,11 @@ class CupyLauncher:
 
     def __init__(self, device_index: int) -> None:
         """Raises KernelFailed if CuPy cannot be imported or cannot use the device, for example with an old driver."""
-        use_trusted_cache()
         try:
             import cupy
 
             cupy.cuda.Device(device_index).use()
+            capability = cupy.cuda.Device(device_index).compute_capability
         # CuPy's runtime errors are RuntimeErrors. OSError: importing CuPy creates its cache directory.
         except (ImportError, RuntimeError, OSError) as error:
             raise KernelFailed(f"CuPy does not work: {' '.join(str(error).split())}") from error
@@ -77,6 +83,9 @@ class CupyLauncher:
         self._functions: dict[Kernel, Any] = {}
         self._dependent: DependentLauncher | None = None
         """None until the first such kernel is prepared, and on GPUs that cannot launch it so."""
+        self.cubins = CubinCache(nvrtc.architecture((int(capability[:-1]), int(capability[-1]))))
+        self.resources: dict[Kernel, LoadedKernel] = {}
+        """Of the kernels that are loaded."""
         self.last_launch: object = "none"
         """str() of it names the last kernel and its grid."""
 
@@ -119,42 +128,21 @@ class CupyLauncher:
             raise KernelFailed(str(error)) from error
 
     def _load(self, kernels: list[Kernel]) -> dict[Kernel, Any]:
-        """Compile kernels of one source with the same macros, as one module. Any thread may call it."""
-        source, macros = kernels[0].source, kernels[0].macros
-        options = (
-            "--std=c++17",
-            f"-I{KERNELS_DIR}",
-            # CuPy's cache key does not cover included files; this macro adds them.
-            f"-DPENSTOCK_SOURCES=0x{sources_digest()}",
-            *(f"-D{name}={value}" for name, value in macros),
-        )
-        # With #include, messages name the file, and CuPy does not rewrite it in another encoding.
-        code = f'#include "{source}"\n'
+        """Load kernels of one source with the same macros, as one module. Any thread may call it."""
         try:
             self._cupy.cuda.Device(self._device_index).use()  # of this thread
-            module = self._cupy.RawModule(code=code, options=options, backend="nvrtc")
-            return {kernel: _function(module, kernel) for kernel in kernels}
-        # RuntimeError and OSError: CUDA headers or NVRTC are missing, or CuPy's cache cannot be written.
+            with self.cubins.opened(kernels) as path:
+                module = self._cupy.RawModule(path=str(path))
+                raws = {kernel: _function(module, kernel) for kernel in kernels}
+                functions = {kernel: raw.kernel for kernel, raw in raws.items()}
+        # RuntimeError and OSError: a cubin cannot be read or written, or is of another architecture.
         except (*self._faults, RuntimeError, OSError) as error:
             named = ", ".join(map(str, kernels))
-            raise KernelFailed(f"{named} of {source} cannot be compiled or loaded: {error}") from error
-
-
-def use_trusted_cache() -> None:
-    """Make CuPy keep compiled kernels in memory if other users could change those in its cache. It runs what lies there
-    without a check."""
-    directory = os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache"  # CuPy's own rule
-    try:
-        check_directory(Path(directory).expanduser(), Trust.READABLE, create=False)
-    except FileNotFoundError:
-        pass  # CuPy makes it, or reports why it cannot
-    except (UnsafeDirectory, OSError, RuntimeError) as error:
-        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
-        logger.warning(
-            "the compiled GPU kernels are not kept (%s), so every start compiles them again; CUPY_CACHE_DIR names "
-            "another directory for them",
-            error,
-        )
+            raise KernelFailed(f"{named} of {kernels[0].source} cannot be loaded: {error}") from error
+        self.resources |= {
+            kernel: LoadedKernel(int(raw.num_regs), int(raw.local_size_bytes)) for kernel, raw in raws.items()
+        }
+        return functions
 
 
 def _function(module: Any, kernel: Kernel) -> Any:
@@ -164,14 +152,4 @@ def _function(module: Any, kernel: Kernel) -> Any:
         raw.max_dynamic_shared_size_bytes = max(kernel.shared_bytes, raw.max_dynamic_shared_size_bytes)
         # Such kernels are made for several blocks per multiprocessor; a smaller share could leave room for one.
         raw.preferred_shared_memory_carveout = _LARGEST_CARVEOUT_PERCENT
-    return raw.kernel
-
-
-@cache
-def sources_digest() -> str:
-    """Return a digest of all kernel sources, 16 hexadecimal digits."""
-    digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(KERNELS_DIR.glob("*.cu*")):
-        digest.update(path.name.encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return raw

@@ -1,6 +1,6 @@
 """Compile kernels with NVRTC alone, for GPUs that need not be present, and parse the report of ptxas.
 
-The library comes from the wheel nvidia-cuda-nvrtc, or from a CUDA toolkit that the system loader finds. Several threads
+The library comes from the wheel nvidia-cuda-nvrtc, from conda, or from a CUDA toolkit. Several threads
 can compile at once; calls release the GIL.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -24,8 +25,8 @@ ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
 SHARED_BYTES_LIMIT = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90a": 227 << 10}
 """Limit per block, static and dynamic together."""
 
-_OPTIONS = ("--std=c++17", f"-I{KERNELS_DIR}", "-ftz=true", "--ptxas-options=-v")
-"""The last one makes ptxas print its report."""
+OPTIONS = ("--std=c++17", "-ftz=true", "--ptxas-options=-v")
+"""Of all kernels. The last one makes ptxas print its report."""
 
 _ENTRY = re.compile(r"Compiling entry function '(\w+)' for '\w+'(.*?)(?=Compiling entry function|\Z)", re.DOTALL)
 
@@ -47,6 +48,12 @@ class CompileReport:
     log: str
 
 
+def architecture(compute_capability: tuple[int, int]) -> str:
+    """What to compile for: a device of (8, 9) has sm_89; one of (9, 0) has sm_90a."""
+    name = "sm_{}{}".format(*compute_capability)
+    return f"{name}a" if compute_capability == (9, 0) else name
+
+
 def compile_kernel(kernel: Kernel, arch: str) -> CompileReport:
     """Raises KernelFailed with the compiler's errors, or if NVRTC is not installed."""
     (report,) = _compile_source((kernel,), arch)
@@ -64,7 +71,7 @@ def _compile_source(kernels: Iterable[Kernel], arch: str) -> list[CompileReport]
     """Compile kernels of one source with the same macros."""
     kernels = list(kernels)
     source, macros = kernels[0].source, kernels[0].macros
-    options = (*_OPTIONS, f"-arch={arch}", *(f"-D{name}={value}" for name, value in macros))
+    options = (*OPTIONS, f"-I{KERNELS_DIR}", f"-arch={arch}", *(f"-D{name}={value}" for name, value in macros))
     try:
         # Name the encoding, because NVRTC 12 leaves its thread with an ASCII locale.
         cubin, log = _compile((KERNELS_DIR / source).read_text("utf-8"), source, options)
@@ -144,10 +151,12 @@ def _error_name(result: int) -> str:
 @cache
 def _library() -> ctypes.CDLL:
     """Raises NvrtcError."""
-    for directory in (Path(path, "nvidia") for path in sys.path):
-        for path in sorted(directory.glob("*/lib/libnvrtc.so.*")):
+    wheels = (pattern for path in sys.path for pattern in sorted(Path(path, "nvidia").glob("*/lib")))
+    toolkits = (Path(root, "lib64") for root in (os.environ.get("CUDA_PATH", ""), "/usr/local/cuda") if root)
+    for directory in (*wheels, Path(sys.prefix, "lib"), *toolkits):
+        for path in sorted(directory.glob("libnvrtc.so.*")):
             # NVRTC loads this library by name and looks in system directories only.
-            for builtins in sorted(path.parent.glob("libnvrtc-builtins.so.*")):
+            for builtins in sorted(directory.glob("libnvrtc-builtins.so.*")):
                 ctypes.CDLL(str(builtins), ctypes.RTLD_GLOBAL)
             return _declare(ctypes.CDLL(str(path)))
     name = ctypes.util.find_library("nvrtc")

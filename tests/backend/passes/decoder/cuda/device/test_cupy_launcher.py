@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from dataclasses import replace
@@ -18,14 +17,17 @@ import torch
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.cuda.device import cupy_launcher
+from penstock.backend.passes.decoder.cuda.device.cubin_cache import cubin_name
 from penstock.backend.passes.decoder.cuda.device.cuda_device import CudaDevice
-from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLauncher, sources_digest, use_trusted_cache
+from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLauncher, LoadedKernel
 from penstock.backend.passes.decoder.cuda.device.dependent_launch import LaunchRefused
-from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, Kernel, KernelFailed
+from penstock.backend.passes.decoder.cuda.device.launcher import Kernel, KernelFailed
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
 from penstock.backend.shipped_models import DEMO_MODEL_DIR
+from penstock.shm.process.cache_directory import CUBINS_VARIABLE
 
 KERNEL = Kernel("norms.cu", "add_rms_norm", (("ACT", 1),), num_threads=256, shared_bytes=70_000)
+GATES = [Kernel("activations.cu", entry, (("ACT", 1),), num_threads=128) for entry in ("silu_mul", "gelu_mul")]
 TENSOR = torch.zeros(4)
 
 
@@ -54,7 +56,7 @@ class FakeCupy:
         self.compile_fault: Exception | None = None
         self.devices: list[int] = []
         self.cuda = SimpleNamespace(
-            Device=lambda index: SimpleNamespace(use=lambda: self.devices.append(index)),
+            Device=lambda index: SimpleNamespace(use=lambda: self.devices.append(index), compute_capability="90"),
             compiler=SimpleNamespace(CompileException=Fault),
             driver=SimpleNamespace(CUDADriverError=Fault),
             runtime=SimpleNamespace(CUDARuntimeError=Fault),
@@ -67,13 +69,26 @@ class FakeCupy:
         return SimpleNamespace(get_function=self.get_function)
 
     def get_function(self, entry: str) -> Any:
-        raw = SimpleNamespace(kernel=self.function, max_dynamic_shared_size_bytes=48 << 10)
+        raw = SimpleNamespace(
+            kernel=self.function, max_dynamic_shared_size_bytes=48 << 10, num_regs=40, local_size_bytes=8
+        )
         return self.raws.setdefault(entry, raw)
 
 
 @pytest.fixture
-def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
+def cupy(monkeypatch: pytest.MonkeyPatch, cubins: Path) -> FakeCupy:
     return install(monkeypatch, FakeCupy())
+
+
+@pytest.fixture
+def cubins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of brought cubins, with one for every module that these tests load."""
+    directory = tmp_path / "brought"
+    directory.mkdir()
+    monkeypatch.setenv(CUBINS_VARIABLE, str(directory))
+    for kernel in (KERNEL, GATES[0]):
+        (directory / cubin_name([kernel], "sm_90a")).write_bytes(b"machine code")
+    return directory
 
 
 def install(monkeypatch: pytest.MonkeyPatch, fake: FakeCupy) -> FakeCupy:
@@ -82,30 +97,23 @@ def install(monkeypatch: pytest.MonkeyPatch, fake: FakeCupy) -> FakeCupy:
     return fake
 
 
-def test_a_kernel_is_compiled_with_its_macros_its_headers_and_a_name_for_all_sources(cupy: FakeCupy) -> None:
+def test_a_kernel_is_loaded_by_path_and_may_use_all_shared_memory(cupy: FakeCupy, cubins: Path) -> None:
     launcher = CupyLauncher(3)
     launcher.prepare([KERNEL, KERNEL])
-    (module,) = cupy.modules
-    assert module["code"] == '#include "norms.cu"\n'
-    assert module["backend"] == "nvrtc"
-    assert set(module["options"]) == {
-        "--std=c++17",
-        f"-I{KERNELS_DIR}",
-        f"-DPENSTOCK_SOURCES=0x{sources_digest()}",
-        "-DACT=1",
-    }
+    assert cupy.modules == [{"path": str(cubins / cubin_name([KERNEL], "sm_90a"))}]
     assert cupy.raws["add_rms_norm"].max_dynamic_shared_size_bytes == 70_000
     assert cupy.raws["add_rms_norm"].preferred_shared_memory_carveout == 100
     assert set(cupy.devices) == {3}
+    assert launcher.resources == {KERNEL: LoadedKernel(registers=40, local_bytes=8)}
+    assert launcher.cubins.num_compiled == 0
 
 
 def test_kernels_of_one_source_with_the_same_macros_are_one_module(cupy: FakeCupy) -> None:
-    gates = [Kernel("activations.cu", entry, (("ACT", 1),), num_threads=128) for entry in ("silu_mul", "gelu_mul")]
     launcher = CupyLauncher(0)
-    launcher.prepare([KERNEL, *gates, *gates])
+    launcher.prepare([KERNEL, *GATES, *GATES])
     assert len(cupy.modules) == 2
     assert set(cupy.raws) == {"add_rms_norm", "silu_mul", "gelu_mul"}
-    launcher.prepare(gates)
+    launcher.prepare(GATES)
     assert len(cupy.modules) == 2
 
 
@@ -166,8 +174,8 @@ def test_a_cupy_without_a_cache_directory_is_reported_in_one_line(monkeypatch: p
         CupyLauncher(0)
 
 
-@pytest.mark.parametrize("fault", [OSError(28, "No space left"), RuntimeError("Failed to find CUDA headers")], ids=str)
-def test_errors_while_compiling_become_kernel_failed(cupy: FakeCupy, fault: Exception) -> None:
+@pytest.mark.parametrize("fault", [OSError(28, "No space left"), RuntimeError("invalid device context")], ids=str)
+def test_errors_while_loading_become_kernel_failed(cupy: FakeCupy, fault: Exception) -> None:
     cupy.compile_fault = fault
     with pytest.raises(KernelFailed, match=rf"^add_rms_norm\[ACT=1\] of norms.cu cannot .*: {re.escape(str(fault))}$"):
         CupyLauncher(0).prepare([KERNEL])
@@ -182,25 +190,8 @@ def test_a_failed_launch_names_its_kernel(cupy: FakeCupy) -> None:
     with pytest.raises(KernelFailed, match=r"add_rms_norm\[ACT=1\] cannot be launched with grid \(9, 1, 1\): CUDA_ERR"):
         launcher.launch(KERNEL, (9, 1, 1), TENSOR)
     cupy.compile_fault = Fault("line 3: no such thing")
-    with pytest.raises(KernelFailed, match=r"of norms.cu cannot be compiled or loaded: line 3"):
+    with pytest.raises(KernelFailed, match=r"of norms.cu cannot be loaded: line 3"):
         CupyLauncher(0).prepare([KERNEL])
-
-
-def test_kernels_that_other_users_could_change_are_not_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "0")
-    cache = tmp_path / "above" / "cache"
-    monkeypatch.setenv("CUPY_CACHE_DIR", str(cache))
-    for make in (lambda: None, lambda: cache.mkdir(parents=True)):
-        make()
-        use_trusted_cache()
-        assert os.environ["CUPY_CACHE_IN_MEMORY"] == "0"
-    cache.parent.chmod(0o775)
-    use_trusted_cache()
-    assert os.environ["CUPY_CACHE_IN_MEMORY"] == "1"
-    (warning,) = caplog.messages
-    assert f"other users can change the directory {cache.parent}, which has mode 775" in warning
 
 
 class FakeDriver:
