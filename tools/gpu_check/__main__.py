@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.shm.process.cache_directory import CUBINS_VARIABLE
+from penstock.tools.gpu_check.kept_findings import KeptFindings, OtherRun
 from penstock.tools.gpu_check.reporting.baseline import BaselineRefused, load_baseline, require_device
 from penstock.tools.gpu_check.reporting.environment import describe_environment
 from penstock.tools.gpu_check.runner import (
     COMPILE_ONLY_S,
+    PART_S,
+    PARTS,
     QUICK_S,
     QUICK_SECTIONS,
     SECTIONS,
     TOTAL_S,
     Run,
+    Section,
     choose_sections,
     run_all,
     run_section,
@@ -48,6 +51,11 @@ def make_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--compile-only", action="store_true", help="compile every kernel for every architecture; needs no GPU"
     )
+    what.add_argument(
+        "--part",
+        choices=PARTS,
+        help=f"one of four commands of at most nine minutes; default budget {PART_S:g} s; goes on after a kill",
+    )
     what.add_argument("--ncu", metavar="NAME", help="profile one case of the section kernels with Nsight Compute")
     parser.add_argument(
         "--cubins",
@@ -72,19 +80,20 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     parser = make_parser()
     options = parser.parse_args(argv)
-    sections = QUICK_SECTIONS if options.quick else SECTIONS
+    sections: tuple[Section, ...] = QUICK_SECTIONS if options.quick else SECTIONS
+    if options.part is not None:
+        sections = tuple(section for section in SECTIONS if section.part == options.part)
     only = frozenset(filter(None, options.only.split(",")))
     if unknown := only - {section.name for section in sections}:
         parser.error(f"--only names {', '.join(sorted(unknown))}; choose from {', '.join(s.name for s in sections)}")
-    usual_s = QUICK_S if options.quick else TOTAL_S
+    usual_s = QUICK_S if options.quick else PART_S if options.part else TOTAL_S
     budget_s = usual_s if options.budget is None else options.budget
     if not 10 <= budget_s <= 86_400:
         parser.error(f"--budget is {budget_s:g}; it must be from 10 to 86,400 s")
     if options.peers is not None and not options.peers.is_dir():
         parser.error(f"--peers is {options.peers}, which is not a directory")
     options.out.mkdir(parents=True, exist_ok=True)
-    # Sections, and CuPy in them, are other processes.
-    os.environ.setdefault(CUBINS_VARIABLE, str((options.cubins or options.out / "cubins").absolute()))
+    cubins = (options.cubins or options.out / "cubins").absolute()
     if options.section is not None:
         section = next(section for section in sections if section.name == options.section)
         findings = options.findings or options.out / f"{section.name}.jsonl"
@@ -95,10 +104,16 @@ def main(argv: list[str]) -> int:
         return _profile(parser, options.out, options.ncu, budget_s, options.commit)
     if options.compile_only:
         chosen = choose_sections(SECTIONS, frozenset({"compile"}), None)
-        return run_all(Run(options.out, COMPILE_ONLY_S, chosen, None, options.commit))
+        return run_all(Run(options.out, COMPILE_ONLY_S, chosen, cubins, None, options.commit))
     before = _baseline(parser, options.baseline)
     chosen = choose_sections(sections, only, options.peers)
-    return run_all(Run(options.out, budget_s, chosen, options.peers, options.commit, before, options.save_baseline))
+    run = Run(options.out, budget_s, chosen, cubins, options.peers, options.commit, before, options.save_baseline)
+    if options.part is not None:
+        try:
+            run = replace(run, kept=KeptFindings(options.out, describe_environment(options.commit)))
+        except (OtherRun, OSError) as error:
+            parser.error(str(error))
+    return run_all(run)
 
 
 def _profile(parser: argparse.ArgumentParser, out: Path, case: str, budget_s: float, commit: str) -> int:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.shm.process.cache_directory import CUBINS_VARIABLE
+from penstock.tools.gpu_check.prediction.predictions import predicted_values
 from penstock.tools.gpu_check.reporting import baseline
 from penstock.tools.gpu_check.reporting.environment import describe_environment
 from penstock.tools.gpu_check.reporting.report import summary_lines, write_report
@@ -29,6 +31,7 @@ from penstock.tools.gpu_check.reporting.results import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from penstock.tools.gpu_check.kept_findings import KeptFindings
     from penstock.tools.gpu_check.reporting.baseline import Baseline, FigureComparison
 
 
@@ -42,6 +45,8 @@ class Section:
     name: str
     module: str
     budget_s: float
+    part: str = ""
+    """A part of the whole check that one command of at most nine minutes runs: `PARTS`."""
     run: str = "run"
     needs_peers: bool = False
     """Skip the section without `--peers`, unless `--only` names it."""
@@ -49,28 +54,31 @@ class Section:
 
 SECTIONS = (
     # Includes the first import of torch, which reads it from the disk.
-    Section("environment", "penstock.tools.gpu_check.reporting.environment", 30),
-    Section("compile", "penstock.tools.gpu_check.checks.compilation", 35),
-    Section("ceilings", "penstock.tools.gpu_check.kernel_speed.ceilings", 20),
-    Section("correctness", "penstock.tools.gpu_check.checks.correctness", 90),
-    Section("kernels", "penstock.tools.gpu_check.kernel_speed.kernels", 70),
-    Section("end-to-end", "penstock.tools.gpu_check.engine_speed.end_to_end", 110),
-    Section("invariance", "penstock.tools.gpu_check.checks.invariance", 50),
-    Section("sharing", "penstock.tools.gpu_check.checks.sharing", 15),
-    Section("nano-vllm", "penstock.tools.gpu_check.engine_speed.nano_vllm", 80, needs_peers=True),
-    Section("peers", "penstock.tools.gpu_check.engine_speed.transformers_batching", 65),
-    Section("sanitizer", "penstock.tools.gpu_check.checks.sanitizer", 75),
+    Section("environment", "penstock.tools.gpu_check.reporting.environment", 30, "a"),
+    Section("compile", "penstock.tools.gpu_check.checks.compilation", 35, "a"),
+    Section("ceilings", "penstock.tools.gpu_check.kernel_speed.ceilings", 20, "a"),
+    Section("correctness", "penstock.tools.gpu_check.checks.correctness", 90, "a"),
+    Section("kernels", "penstock.tools.gpu_check.kernel_speed.kernels", 70, "b"),
+    Section("end-to-end", "penstock.tools.gpu_check.engine_speed.end_to_end", 110, "c"),
+    Section("invariance", "penstock.tools.gpu_check.checks.invariance", 50, "d"),
+    Section("sharing", "penstock.tools.gpu_check.checks.sharing", 15, "a"),
+    Section("nano-vllm", "penstock.tools.gpu_check.engine_speed.nano_vllm", 80, "d", needs_peers=True),
+    Section("peers", "penstock.tools.gpu_check.engine_speed.transformers_batching", 65, "d"),
+    Section("sanitizer", "penstock.tools.gpu_check.checks.sanitizer", 75, "d"),
 )
 """Most important first: a section that takes longer than its share takes time from the later ones."""
 QUICK_SECTIONS = (
     Section("compile", "penstock.tools.gpu_check.checks.compilation", 40),
-    Section("correctness", "penstock.tools.gpu_check.checks.correctness", 70, "run_quick"),
-    Section("kernels", "penstock.tools.gpu_check.kernel_speed.kernels", 40, "run_quick"),
+    Section("correctness", "penstock.tools.gpu_check.checks.correctness", 70, run="run_quick"),
+    Section("kernels", "penstock.tools.gpu_check.kernel_speed.kernels", 40, run="run_quick"),
 )
 """Sections for kernel tuning: they show whether the result is still correct, and how fast the kernel is."""
 TOTAL_S = sum(section.budget_s for section in SECTIONS if not section.needs_peers)
 QUICK_S = sum(section.budget_s for section in QUICK_SECTIONS)
 COMPILE_ONLY_S = 1800.0
+PARTS = tuple(dict.fromkeys(sorted(section.part for section in SECTIONS)))
+PART_S = 520.0
+"""Seconds of a part: with the end of its last section and the report it ends within nine minutes."""
 _GRACE_S = 8.0
 _REPORT_EVERY_S = 5.0
 """Seconds between report updates while a section runs: a killed run writes no report at its end."""
@@ -84,11 +92,15 @@ class Run:
     out: Path
     budget_s: float
     sections: tuple[Section, ...]
+    cubins: Path | None = None
+    """Directory of compiled kernels: read on a GPU, written without one."""
     peers: Path | None = None
     commit: str = ""
     before: Baseline | None = None
     save_to: Path | None = None
     """File for the next baseline, written if the run passes."""
+    kept: KeptFindings | None = None
+    """Findings of earlier commands with the same directory: sections that are done are not repeated."""
 
 
 def choose_sections(sections: tuple[Section, ...], only: frozenset[str], peers: Path | None) -> tuple[Section, ...]:
@@ -103,23 +115,30 @@ def run_all(run: Run) -> int:
     Time that a section leaves unused goes to the later ones.
     """
     ends_s = time.monotonic() + run.budget_s
-    environment = describe_environment(run.commit)
-    outcomes: list[SectionOutcome] = []
-    for index, section in enumerate(run.sections):
-        share = section.budget_s / sum(other.budget_s for other in run.sections[index:])
+    environment, predicted = describe_environment(run.commit), predicted_values()
+    ended = run.kept.load_all(section.name for section in SECTIONS) if run.kept else {}
+    left = [section for section in run.sections if section.name not in ended or ended[section.name].outcome != "done"]
+    for index, section in enumerate(left):
+        share = section.budget_s / sum(other.budget_s for other in left[index:])
         seconds = (ends_s - time.monotonic() - _GRACE_S) * share
         print(f"{section.name} ({seconds:.0f} s)", flush=True)
 
         def on_progress(found: SectionOutcome) -> None:
-            write_report(run.out, [*outcomes, found], environment)
+            ended[found.name] = found
+            write_report(run.out, _in_order(ended), environment, predicted=predicted)
 
-        outcomes.append(_run_child(section, run, seconds, on_progress))
-        write_report(run.out, outcomes, environment)
+        outcome = _run_child(section, run, seconds, on_progress)
+        if run.kept is not None:
+            run.kept.save(outcome)
+        on_progress(outcome)
+    outcomes = _in_order(ended)
+    if not left:
+        write_report(run.out, outcomes, environment, predicted=predicted)
     measured = baseline.make_baseline(outcomes, environment)
     if run.before is not None:
         compared, outcome = _compare(run.before, measured)
         outcomes.append(outcome)
-        write_report(run.out, outcomes, environment, compared)
+        write_report(run.out, outcomes, environment, compared, predicted)
     print("\n".join(summary_lines(outcomes)))
     failed = [outcome.name for outcome in outcomes if not outcome.passed]
     print(f"{len(outcomes) - len(failed)} of {len(outcomes)} sections passed; {run.out / 'report.md'}")
@@ -130,6 +149,11 @@ def run_all(run: Run) -> int:
         run.save_to, measured, [name for name in failed if name != baseline.SECTION]
     )
     return 0 if is_saved and not failed else 1
+
+
+def _in_order(outcomes: dict[str, SectionOutcome]) -> list[SectionOutcome]:
+    places = {section.name: place for place, section in enumerate(SECTIONS)}
+    return sorted(outcomes.values(), key=lambda outcome: places.get(outcome.name, len(places)))
 
 
 def run_section(section: Section, findings: Path, budget_s: float, peers: Path | None) -> int:
@@ -170,18 +194,20 @@ def _run_child(
 ) -> SectionOutcome:
     """Run a section in a child process and return what it found.
 
-    on_progress receives the findings so far every few seconds. Findings travel in a temporary file, so that the
-    report's directory holds only the report.
+    on_progress receives the findings so far every few seconds. Unless they are kept, findings travel in a temporary
+    file, so that the report's directory holds only the report.
     """
     started_s = time.monotonic()
     if budget_s <= 1:
         return SectionOutcome(section.name, "skipped", 0.0, [])
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
-        path = Path(scratch, f"{section.name}.jsonl")
+        path = run.kept.path(section.name) if run.kept else Path(scratch, f"{section.name}.jsonl")
         argv = [sys.executable, "-m", "penstock.tools.gpu_check", "--section", section.name, "--findings", str(path)]
         argv += ["--out", str(run.out)] + (["--peers", str(run.peers)] if run.peers else [])
         argv += ["--quick"] if section in QUICK_SECTIONS else []
         environment = os.environ | {DEADLINE_VARIABLE: str(started_s + budget_s), "PYTHONUNBUFFERED": "1"}
+        if run.cubins is not None:
+            environment.setdefault(CUBINS_VARIABLE, str(run.cubins))
         # A group, not a session: a signal that ends our session ends the sections too.
         child = subprocess.Popen(argv, process_group=0, env=environment)
         try:

@@ -207,3 +207,54 @@ def test_endless_section_takes_only_its_own_time(place: Path) -> None:
     outcomes = {section["name"]: section["outcome"] for section in read_report(place)["sections"]}
     assert outcomes == {"first": "done", "endless": "timed out", "last": "done"}
     assert done.stdout.endswith("failed: endless\n")
+
+
+RESUMED = """
+import os, threading
+from pathlib import Path
+def run(results):
+    results.attempt("early", lambda: results.fact("early", os.getpid()))
+    results.fact("pid", os.getpid())
+    if not Path(os.environ["GO_ON"]).exists():
+        threading.Event().wait()
+    results.attempt("late", lambda: results.fact("late", 1))
+"""
+
+
+def test_killed_part_goes_on_where_it_stopped(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "sitecustomize.py").write_text(
+        STUBS.replace("1) for name", '1, "a") for name') + "\nrunner.PARTS = ('a',)\n"
+    )
+    monkeypatch.setenv("GO_ON", str(place / "go-on"))
+    (place / "stub_first.py").write_text("import os\ndef run(results):\n    results.fact('first', os.getpid())\n")
+    (place / "stub_endless.py").write_text(RESUMED)
+    (place / "stub_last.py").write_text("def run(results):\n    results.check('last', True)\n")
+    child = subprocess.Popen(command(place, "--part", "a"), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=-3)
+    try:
+        pid = wait_for_pid(place)
+    finally:
+        child.kill()
+        child.wait()
+    assert has_ended(pid)
+    (place / "go-on").touch()
+    before = {
+        finding["name"]: finding["value"]
+        for section in read_report(place)["sections"]
+        for finding in section["findings"]
+    }
+    done = run(place, "--part", "a")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "first (" not in done.stdout
+    sections = read_report(place)["sections"]
+    assert [section["outcome"] for section in sections] == ["done"] * 3
+    after = {finding["name"]: finding["value"] for section in sections for finding in section["findings"]}
+    assert (after["first"], after["early"]) == (before["first"], before["early"])
+    assert after["pid"] != before["pid"]
+    assert after["late"] == 1
+
+    done = run(place, "--part", "a")
+    assert (done.returncode, "3 of 3 sections passed" in done.stdout) == (0, True)
+    other = [*command(place, "--part", "a"), "--commit", "def"]
+    refused = subprocess.run(other, capture_output=True, text=True, check=False, cwd=ROOT, timeout=DEADLINE_S)
+    assert refused.returncode == 2
+    assert "give another --out" in refused.stderr

@@ -136,6 +136,34 @@ def test_failed_attempt_is_recorded_and_the_next_one_runs(tmp_path: Path) -> Non
     assert results.num_failed == 1
 
 
+def test_measurement_that_ended_before_a_kill_is_not_repeated(tmp_path: Path) -> None:
+    path, made = tmp_path / "x.jsonl", []
+
+    def measure(name: str, *, fails: bool = False) -> None:
+        made.append(name)
+        if fails:
+            raise ValueError("the device is busy")
+
+    before = Results(path, 60)
+    before.attempt("a", lambda: measure("a"))
+    before.attempt("b", lambda: measure("b", fails=True))
+    before.fact("c", 1)
+    with path.open("a") as file:
+        file.write('{"name": "cut o')
+    after = Results(path, 60)
+    assert after.attempt("a", lambda: measure("a"))
+    after.attempt("b", lambda: measure("b"))
+    after.fact("c", 2)
+    assert made == ["a", "b", "b"]
+    assert [(finding.name, finding.value) for finding in read_findings(path)] == [("b", None), ("c", 2)]
+
+
+def test_every_section_is_in_one_of_four_parts_and_a_part_in_time() -> None:
+    assert runner.PARTS == ("a", "b", "c", "d")
+    assert {section.part for section in SECTIONS} == set(runner.PARTS)
+    assert runner.PART_S + runner._GRACE_S <= 9 * 60 - 10
+
+
 def test_lost_device_ends_the_section(tmp_path: Path) -> None:
     results = Results(tmp_path / "x.jsonl", 60, lambda: "an illegal memory access")
     with pytest.raises(SectionOver, match="illegal"):
@@ -183,7 +211,7 @@ def test_report_shows_each_goal_with_its_measured_value(tmp_path: Path) -> None:
     assert (rows["llama8b.decode.1x1k"]["measured"], rows["llama8b.decode.1x1k"]["met"]) == (230.5, True)
     assert rows["engine.gpu_idle"]["met"] is False
     assert (rows["invariance.cost"]["measured"], rows["invariance.cost"]["met"]) == (NOT_MEASURED, None)
-    assert "| GPU idle between steps | % | 0 | ≤ 2 | 3 | fail |" in (tmp_path / "report.md").read_text()
+    assert "| GPU idle between steps | % | 0 | ≤ 2 |  | 3 | fail |" in (tmp_path / "report.md").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md"]
     summary = "\n".join(summary_lines([outcome]))
     assert "FAIL GPU idle between steps: 3 % (goal ≤ 2)" in summary

@@ -9,8 +9,9 @@ import pytest
 
 from penstock.backend.passes.decoder.cuda.device import nvrtc
 from penstock.backend.passes.decoder.cuda.device.launcher import Kernel
-from penstock.tools.gpu_check.machine_code import kernel_table, sass
-from penstock.tools.gpu_check.machine_code.kernel_table import KernelRow, loads_in_flight, worse_in
+from penstock.tools.gpu_check.machine_code import kernel_rows, kernel_table, sass
+from penstock.tools.gpu_check.machine_code.kernel_rows import KernelRow, worse_in
+from penstock.tools.gpu_check.machine_code.kernel_table import loads_in_flight
 from penstock.tools.gpu_check.machine_code.occupancy import blocks_per_sm
 
 LISTING = """
@@ -110,10 +111,10 @@ def test_blocks_of_a_multiprocessor(arch: str, threads: int, registers: int, sha
 
 
 def test_table_survives_its_file(tmp_path: Path) -> None:
-    rows = list(kernel_table.read_table().values())
-    kernel_table.write_table(rows, tmp_path / "table.tsv")
-    assert list(kernel_table.read_table(tmp_path / "table.tsv").values()) == rows
-    assert (tmp_path / "table.tsv").read_bytes() == kernel_table.TABLE.read_bytes()
+    rows = list(kernel_rows.read_table().values())
+    kernel_rows.write_table(rows, tmp_path / "table.tsv")
+    assert list(kernel_rows.read_table(tmp_path / "table.tsv").values()) == rows
+    assert (tmp_path / "table.tsv").read_bytes() == kernel_rows.TABLE.read_bytes()
 
 
 def test_worse_machine_code_is_named() -> None:

@@ -19,7 +19,7 @@ from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLaunch
 from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed, group_by_module
 from penstock.shm.process.cache_directory import CUBINS_VARIABLE
 from penstock.tools.gpu_check.cases import ptx
-from penstock.tools.gpu_check.machine_code import kernel_table
+from penstock.tools.gpu_check.machine_code import kernel_rows, kernel_table
 from penstock.tools.gpu_check.machine_code.sass import DisassemblerMissing
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def run(results: Results) -> None:
         return
     num_workers, directory = min(os.cpu_count() or 1, _MAX_WORKERS), os.environ.get(CUBINS_VARIABLE)
     reports = compile_for(results, kernels, nvrtc.ARCHITECTURES, num_workers, Path(directory) if directory else None)
-    record_table(results, reports[kernel_table.HELD_ARCH])
+    record_table(results, reports[kernel_rows.HELD_ARCH])
 
 
 def all_kernels() -> list[Kernel]:
@@ -99,12 +99,12 @@ def record_table(results: Results, reports: Sequence[CompileReport]) -> None:
     except DisassemblerMissing as missing:
         results.skipped("compile.table", str(missing))
         return
-    print("\n".join(kernel_table.table_lines(rows)), flush=True)
-    held = kernel_table.read_table()
+    print("\n".join(kernel_rows.table_lines(rows)), flush=True)
+    held = kernel_rows.read_table()
     worse = [
         f"{row.kernel}: {', '.join(found)}"
         for row in rows
-        if row.kernel in held and (found := kernel_table.worse_in(held[row.kernel], row))
+        if row.kernel in held and (found := kernel_rows.worse_in(held[row.kernel], row))
     ]
     results.check("compile.table", not worse, "; ".join(worse) or "no worse than docs/gpu", len(rows))
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 DECODE = (("64x1k", 64, 1024), ("8x4k", 8, 4096), ("1x1k", 1, 1024))
 PREFILL = (("4k", 4096), ("8k", 8192))
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+_COLD_BYTES = 1 << 30
+"""Keys and values that are read in turn: many times what the L2 cache holds."""
 _FLEX_S = 40.0
 """Seconds that must be left to start flex attention, which is compiled first."""
 
@@ -79,7 +81,7 @@ def _sdpa(
     q = _draw(context, num_rows, heads.num_heads, num_queries, heads.head_dim)
     sets = [
         [_draw(context, num_rows, heads.num_kv_heads, num_tokens, heads.head_dim) for _ in range(2)]
-        for _ in range(max(1, (256 << 20) // int(_kv_bytes(heads, num_rows, num_tokens))) if num_queries == 1 else 1)
+        for _ in range(max(1, _COLD_BYTES // int(_kv_bytes(heads, num_rows, num_tokens))) if num_queries == 1 else 1)
     ]
     attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=num_queries > 1, enable_gqa=True)
     with sdpa_kernel(backend):
@@ -130,7 +132,7 @@ def _paged_fa3(
     q = _draw(context, num_rows, 1, heads.num_heads, heads.head_dim)
     sets = [
         [_draw(context, num_pages, page, heads.num_kv_heads, heads.head_dim) for _ in range(2)]
-        for _ in range(max(1, (256 << 20) // int(_kv_bytes(heads, num_rows, num_tokens))))
+        for _ in range(max(1, _COLD_BYTES // int(_kv_bytes(heads, num_rows, num_tokens))))
     ]
     attend = partial(module.flash_attn_with_kvcache, cache_seqlens=lengths, page_table=table, causal=True)
     return context.clock.work_us([partial(attend, q, k, v) for k, v in sets])

@@ -84,8 +84,8 @@ class KernelSizes:
     experts: Experts = QWEN3_EXPERTS
     expert_hidden: int = 2048
     expert_tokens: tuple[int, ...] = (1, 64, 2048)
-    cold_bytes: int = 256 << 20
-    """Total bytes of the caches that are read in turn: more than the L2 cache holds."""
+    cold_bytes: int = 1 << 30
+    """Total bytes that are read in turn: many times what the L2 cache holds."""
     with_peers: bool = True
 
     def describe(self) -> str:

@@ -99,6 +99,7 @@ def profile_case(out: Path, case: str, budget_s: float, commit: str = "") -> int
     results.attempt(f"ncu.{case}", lambda: profile(results, path, out, case, command))
     outcome = SectionOutcome("ncu", "done", time.monotonic() - started_s, read_findings(scratch))
     scratch.unlink()
+    scratch.with_suffix(".attempts").unlink(missing_ok=True)
     write_report(out, [outcome], describe_environment(commit))
     print("\n".join(summary_lines([outcome])))
     return 0 if outcome.passed else 1

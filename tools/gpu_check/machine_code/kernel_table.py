@@ -7,20 +7,26 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass, fields, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from penstock.backend.passes.decoder.cuda import kernel_manifest
 from penstock.backend.passes.decoder.cuda.attention.decode_attention import DecodeAttention
 from penstock.backend.passes.decoder.cuda.device import nvrtc
 from penstock.backend.passes.decoder.cuda.device.launcher import group_by_module
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
+from penstock.tools.gpu_check.machine_code.kernel_rows import (
+    HELD_ARCH,
+    TABLE,
+    KernelRow,
+    read_table,
+    table_lines,
+    write_table,
+)
 from penstock.tools.gpu_check.machine_code.occupancy import SHARED_BYTES_PER_SM, blocks_per_sm
 from penstock.tools.gpu_check.machine_code.sass import count_names, disassemble
 
@@ -31,8 +37,6 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.device.nvrtc import CompileReport
     from penstock.tools.gpu_check.machine_code.sass import Function, Instruction
 
-HELD_ARCH = "sm_90a"
-TABLE = Path(__file__).resolve().parents[3] / "docs" / "gpu" / f"kernels-{HELD_ARCH}.tsv"
 HELD_MACROS = {"HEAD_DIM": 128, "ACT": 1}
 """The table holds kernels with these macros, or without them: heads of 128 and bf16 activations."""
 MATRIX = ("HMMA", "HGMMA", "QGMMA", "IMMA", "IGMMA")
@@ -41,38 +45,6 @@ _LOADS = ("LDG",)
 _COPIES = ("LDGSTS", "UBLKCP", "UTMALDG")
 _INDIRECT = ("BRX", "JMX")
 _REGISTER = re.compile(r"\bR(\d+)\b")
-
-
-@dataclass(frozen=True, slots=True)
-class KernelRow:
-    """A tile is one turn of the loop with the most matrix instructions, or without any, with the most loads."""
-
-    kernel: str
-    threads: int
-    registers: int
-    spill_bytes: int
-    local_accesses: int
-    """Instructions that read or write local memory."""
-    shared_bytes: int
-    """Static and dynamic, per block."""
-    blocks_per_sm: int
-    instructions: int
-    tile_instructions: int
-    """Issued by a warp for a tile, on the longest way through the loop; 0 without a loop."""
-    tile_matrix: int
-    """Of these, matrix instructions, such as HMMA, HGMMA and QGMMA."""
-    tile_copies: int
-    """Of these, asynchronous copies to shared memory."""
-    tile_indirect: int
-    """Of these, indirect jumps."""
-    matrix: str
-    """Kinds of matrix instructions in the whole kernel, such as "HMMA 160"."""
-    loads_in_flight: int
-    """Most loads of a thread from global memory before the first of their values is used."""
-
-
-_COLUMNS = tuple(field.name for field in fields(KernelRow))
-_TEXTS = ("kernel", "matrix")
 
 
 def make_rows(reports: Sequence[CompileReport]) -> list[KernelRow]:
@@ -85,7 +57,8 @@ def make_row(report: CompileReport, function: Function) -> KernelRow:
     kernel = as_launched(report.kernel, report.arch)
     shared_bytes = kernel.shared_bytes + report.shared_bytes
     whole = count_names(function.instructions)
-    loop = function.loop_of(*MATRIX) or function.loop_of(*_LOADS, *_COPIES)
+    # Without matrix instructions: the loop of the copies, not one around it that also has those of its start.
+    loop = function.loop_of(*MATRIX) or function.loop_of(*_COPIES, share=0.5) or function.loop_of(*_LOADS)
     tile = count_names(loop.path) if loop else whole - whole
     kinds = ", ".join(f"{name} {whole[name]}" for name in MATRIX if whole[name])
     return KernelRow(
@@ -136,63 +109,12 @@ def loads_in_flight(instructions: Iterable[Instruction]) -> int:
     return most
 
 
-def worse_in(held: KernelRow, now: KernelRow) -> list[str]:
-    """What is worse than in the held row; more instructions by up to 2 % are the same."""
-    as_many_run = now.blocks_per_sm >= held.blocks_per_sm
-    is_worse = {
-        "registers": now.registers > held.registers and not as_many_run,
-        "spill_bytes": now.spill_bytes > held.spill_bytes,
-        "local_accesses": now.local_accesses > held.local_accesses,
-        "shared_bytes": now.shared_bytes > held.shared_bytes and not as_many_run,
-        "blocks_per_sm": not as_many_run,
-        "tile_instructions": now.tile_instructions > held.tile_instructions * 1.02,
-        "tile_matrix": now.tile_matrix < held.tile_matrix,
-        "tile_indirect": now.tile_indirect > held.tile_indirect,
-        "loads_in_flight": now.loads_in_flight < held.loads_in_flight,
-    }
-    return [f"{name} {getattr(held, name)} → {getattr(now, name)}" for name, worse in is_worse.items() if worse]
-
-
 def held_groups() -> list[list[Kernel]]:
     """The kernels of the table, by module."""
     return [
         group
         for group in group_by_module(kernel_manifest.kernels())
         if all(dict(group[0].macros).get(name, value) == value for name, value in HELD_MACROS.items())
-    ]
-
-
-def read_table(path: Path = TABLE) -> dict[str, KernelRow]:
-    """Rows by kernel. Raises ValueError or KeyError for a file that `write_table` did not write."""
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = [_read_row(line) for line in csv.DictReader(file, delimiter="\t")]
-    return {row.kernel: row for row in rows}
-
-
-def _read_row(line: dict[str, str]) -> KernelRow:
-    values: dict[str, Any] = {name: line[name] if name in _TEXTS else int(line[name]) for name in _COLUMNS}
-    return KernelRow(**values)
-
-
-def write_table(rows: Iterable[KernelRow], path: Path = TABLE) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, delimiter="\t", lineterminator="\n")
-        writer.writerow(_COLUMNS)
-        writer.writerows(map(astuple, rows))
-
-
-def table_lines(rows: Sequence[KernelRow]) -> list[str]:
-    """The table for the console, with aligned columns."""
-    cells = [[name.replace("_", " ") for name in _COLUMNS]]
-    cells += [list(map(str, astuple(row))) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in cells
     ]
 
 

@@ -74,15 +74,13 @@ class Function:
     def loops(self) -> tuple[Loop, ...]:
         return tuple(_find_loops(self.blocks))
 
-    def loop_of(self, *names: str) -> Loop | None:
-        """The smallest loop that runs the most instructions of these names; None without any in a loop."""
-
-        def count(loop: Loop) -> int:
-            return sum(instruction.name in names for instruction in loop.path)
-
-        return max(
-            (loop for loop in self.loops if count(loop)), key=lambda loop: (count(loop), -len(loop.path)), default=None
-        )
+    def loop_of(self, *names: str, share: float = 1.0) -> Loop | None:
+        """The smallest loop with at least this share of the most instructions of these names that a loop runs; None
+        without any in a loop."""
+        counts = {loop: sum(each.name in names for each in loop.path) for loop in self.loops}
+        most = max(counts.values(), default=0)
+        enough = [loop for loop, count in counts.items() if count and count >= share * most]
+        return min(enough, key=lambda loop: len(loop.path), default=None)
 
 
 def disassemble(cubin: bytes) -> dict[str, Function]:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from penstock.tools.gpu_check.reporting.goals import GOALS, Goal
 from penstock.tools.gpu_check.reporting.results import SIZES_PREFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from penstock.tools.gpu_check.reporting.baseline import FigureComparison
     from penstock.tools.gpu_check.reporting.results import SectionOutcome
 
 NOT_MEASURED = "not measured"
+MISS = 0.20
 _MOST_FAILED, _MOST_OTHERS, _MOST_COMPARED = 12, 80, 40
 """Maximum lines in report.md, per section and for the comparison; report.json has everything."""
 
@@ -29,12 +31,26 @@ def write_report(
     outcomes: list[SectionOutcome],
     environment: dict[str, str],
     compared: Sequence[FigureComparison] = (),
+    predicted: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
-    """Rewrite both files. Called after each progress, so a killed run leaves what it had measured."""
+    """Rewrite both files. Called after each progress, so a killed run leaves what it had measured.
+
+    predicted: values by finding, made before the run.
+    """
     measured = _measured(outcomes)
     document: dict[str, Any] = {
         "environment": environment,
-        "goals": [_goal_row(goal, measured) for goal in GOALS],
+        "goals": [_goal_row(goal, measured, predicted) for goal in GOALS],
+        "predictions": [
+            {
+                "finding": name,
+                "predicted": value,
+                "measured": measured[name],
+                "missed": is_missed(value, measured[name]),
+            }
+            for name, value in predicted.items()
+            if name in measured
+        ],
         "ceilings": {unit: measured[name] for unit, name in CEILINGS.items() if measured.get(name, 0) > 0},
         "compared": [{**asdict(each), "verdict": each.verdict} for each in compared],
         "sections": [{**asdict(outcome), "passed": outcome.passed} for outcome in outcomes],
@@ -47,7 +63,7 @@ def summary_lines(outcomes: list[SectionOutcome]) -> list[str]:
     """The end of the console output: measured goals, failed checks, how each section ended."""
     measured = _measured(outcomes)
     lines = ["", "goals"]
-    for row in (_goal_row(goal, measured) for goal in GOALS):
+    for row in (_goal_row(goal, measured, {}) for goal in GOALS):
         if row["met"] is not None:
             mark = "pass" if row["met"] else "FAIL"
             lines.append(f"  {mark} {row['title']}: {row['measured']:,.4g} {row['unit']} (goal {row['goal']})")
@@ -74,7 +90,12 @@ def _measured(outcomes: list[SectionOutcome]) -> dict[str, float]:
     }
 
 
-def _goal_row(goal: Goal, measured: dict[str, float]) -> dict[str, Any]:
+def is_missed(predicted: float, measured: float) -> bool:
+    """Whether the measurement is over 20 % from the prediction, on either side: something was not understood."""
+    return not (1 - MISS) * predicted <= measured <= (1 + MISS) * predicted
+
+
+def _goal_row(goal: Goal, measured: dict[str, float], predicted: Mapping[str, float]) -> dict[str, Any]:
     value = measured.get(goal.finding)
     return {
         "finding": goal.finding,
@@ -82,6 +103,7 @@ def _goal_row(goal: Goal, measured: dict[str, float]) -> dict[str, Any]:
         "unit": goal.unit,
         "goal": f"{'≥' if goal.at_least else '≤'} {goal.goal:,g}",
         "limit": goal.limit,
+        "predicted": predicted.get(goal.finding),
         "measured": NOT_MEASURED if value is None else value,
         "met": None if value is None else goal.is_met(value),
     }
@@ -90,11 +112,14 @@ def _goal_row(goal: Goal, measured: dict[str, float]) -> dict[str, Any]:
 def _markdown(document: dict[str, Any]) -> str:
     lines = ["# GPU check", ""]
     lines += [f"* {name}: {value}" for name, value in document["environment"].items()]
-    lines += ["", "| goal | unit | limit | goal | measured | |", "|---|---|---|---|---|---|"]
+    lines += ["", "| goal | unit | limit | goal | predicted | measured | |", "|---|---|---|---|---|---|---|"]
     for row in document["goals"]:
         shown = row["measured"] if isinstance(row["measured"], str) else f"{row['measured']:,.4g}"
         mark = {True: "pass", False: "fail", None: ""}[row["met"]]
-        lines.append(f"| {row['title']} | {row['unit']} | {row['limit']} | {row['goal']} | {shown} | {mark} |")
+        predicted = "" if row["predicted"] is None else f"{row['predicted']:,.3g}"
+        cells = (row["title"], row["unit"], row["limit"], row["goal"], predicted, shown, mark)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += _missed_lines(document["predictions"])
     lines += _comparison_lines(document["compared"])
     for section in document["sections"]:
         lines += ["", f"## {section['name']}: {section['outcome']}, {section['wall_s']:.0f} s", ""]
@@ -102,6 +127,21 @@ def _markdown(document: dict[str, Any]) -> str:
         lines += _at_most(_MOST_FAILED, failed)
         lines += _at_most(_MOST_OTHERS, _lines_of_others(section["findings"], document["ceilings"]))
     return "\n".join(lines) + "\n"
+
+
+def _missed_lines(predictions: list[dict[str, Any]]) -> list[str]:
+    missed = [each for each in predictions if each["missed"]]
+    if not predictions:
+        return []
+    lines = ["", f"## Missed by over 20 %: {len(missed)} of {len(predictions)} predictions", ""]
+    if missed:
+        lines += ["| figure | predicted | measured | measured / predicted |", "|---|---|---|---|"]
+    rows = [
+        f"| {each['finding']} | {each['predicted']:,.3g} | {each['measured']:,.4g} "
+        f"| {each['measured'] / each['predicted']:.2f} |"
+        for each in missed
+    ]
+    return lines + _at_most(_MOST_COMPARED, rows)
 
 
 def _comparison_lines(compared: list[dict[str, Any]]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -53,8 +54,14 @@ class Results:
     """One section's findings. Owned by the section's process, which appends whole lines to the file."""
 
     def __init__(self, path: Path, budget_s: float, device_fault: Callable[[], str | None] = lambda: None) -> None:
-        """device_fault is called after a failure; it returns the device's error, or None if the device works."""
+        """Go on where a killed run of the section stopped, if the file is there.
+
+        device_fault is called after a failure; it returns the device's error, or None if the device works."""
         self._path = path
+        self._attempts = path.with_suffix(".attempts")
+        self._ended = frozenset(_read_lines(self._attempts))
+        """Measurements that ended without an error in an earlier run, which was killed: they are not repeated."""
+        _cut_last_line(path)
         self._deadline_s = time.monotonic() + budget_s
         self._device_fault = device_fault
         self.num_failed = 0
@@ -83,8 +90,10 @@ class Results:
         """Run one measurement, which records its own findings. Returns whether it ended without an error.
 
         An error is recorded as a failed check of this name, and the section goes on. The measurement is skipped if
-        at most needs_s seconds are left. Raises SectionOver if the device is lost.
+        at most needs_s seconds are left, or if an earlier run has made it. Raises SectionOver if the device is lost.
         """
+        if name in self._ended:
+            return True
         if self.remaining_s <= needs_s:
             self.skipped(name, f"only {max(self.remaining_s, 0):.0f} s were left")
             return False
@@ -98,6 +107,8 @@ class Results:
                 self.check("device", False, fault)
                 raise SectionOver(fault) from error
             return False
+        with self._attempts.open("a", encoding="utf-8") as file:
+            file.write(f"{name}\n")
         return True
 
     def _write(self, finding: Finding) -> None:
@@ -121,14 +132,22 @@ def describe(error: Exception) -> str:
 
 
 def read_findings(path: Path) -> list[Finding]:
-    """Read the complete lines of a section's file; an absent file has none."""
-    if not path.exists():
-        return []
-    findings = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            fields: dict[str, Any] = json.loads(line)
-        except ValueError:  # cut off by a kill
-            break
-        findings.append(Finding(**fields))
-    return findings
+    """Read the complete lines of a section's file; an absent file has none. A measurement that was repeated after a
+    kill counts once, the last time."""
+    findings: dict[str, Finding] = {}
+    for line in _read_lines(path):
+        fields: dict[str, Any] = json.loads(line)
+        findings[fields["name"]] = Finding(**fields)
+    return list(findings.values())
+
+
+def _cut_last_line(path: Path) -> None:
+    """Remove a line that a kill has cut off."""
+    if path.exists():
+        content = path.read_bytes()
+        os.truncate(path, content.rfind(b"\n") + 1)
+
+
+def _read_lines(path: Path) -> list[str]:
+    """The complete lines: a kill may cut off the last one."""
+    return path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []

@@ -18,8 +18,8 @@ import pytest
 from penstock.backend.passes.decoder.cuda import kernel_manifest
 from penstock.backend.passes.decoder.cuda.device import nvrtc
 from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, Kernel, KernelFailed, group_by_module
-from penstock.tools.gpu_check.machine_code import kernel_table, occupancy, sass
-from penstock.tools.gpu_check.machine_code.kernel_table import KernelRow
+from penstock.tools.gpu_check.machine_code import kernel_rows, kernel_table, occupancy, sass
+from penstock.tools.gpu_check.machine_code.kernel_rows import KernelRow
 from tests.tallies import COMPILED
 
 REGISTERS_OF_A_MULTIPROCESSOR = 65536
@@ -40,7 +40,7 @@ class Case:
     @property
     def digest(self) -> str:
         """A digest of all inputs of the compilation."""
-        modules = (nvrtc, kernel_table, occupancy, sass)
+        modules = (nvrtc, kernel_rows, kernel_table, occupancy, sass)
         paths = [Path(str(module.__file__)) for module in modules]
         paths += [KERNELS_DIR / self.kernels[0].source, *sorted(KERNELS_DIR.glob("*.cuh"))]
         texts = (repr(self), nvrtc.version(), str(sass.find_nvdisasm()), *(path.read_text() for path in paths))
@@ -91,7 +91,7 @@ class Compilations:
     def _compile(self, case: Case, digest: str, known: Resources | None) -> Resources:
         if known is None:
             reports = nvrtc.compile_kernels(case.kernels, case.arch)
-            has_rows = case.kernels in HELD and case.arch == kernel_table.HELD_ARCH and sass.find_nvdisasm()
+            has_rows = case.kernels in HELD and case.arch == kernel_rows.HELD_ARCH and sass.find_nvdisasm()
             rows = kernel_table.make_rows(reports) if has_rows else []
             compiled = [[report.registers, report.spill_bytes, report.shared_bytes] for report in reports]
             known = {"compiled": compiled, "rows": [list(astuple(row)) for row in rows]}
@@ -129,20 +129,20 @@ def test_a_kernel_compiles_without_spills_and_fits(
         assert kernel.shared_bytes + shared_bytes <= min(nvrtc.SHARED_BYTES_LIMIT.values()), kernel
 
 
-@pytest.mark.parametrize("case", [Case(group, kernel_table.HELD_ARCH) for group in HELD], ids=str)
+@pytest.mark.parametrize("case", [Case(group, kernel_rows.HELD_ARCH) for group in HELD], ids=str)
 def test_machine_code_is_no_worse_than_the_table(case: Case, compilations: Compilations) -> None:
     """After a change that is meant: kernel_table --kernels NAME --save, and say why in docs/decisions."""
     assert nvrtc.version() == "13.0", "the table is of NVRTC 13.0: save it again for another version"
     rows = [KernelRow(*values) for values in compilations.of(case)["rows"]]
     if not rows:
         pytest.skip("nvdisasm is not installed")
-    held = kernel_table.read_table()
-    worse = {row.kernel: kernel_table.worse_in(held[row.kernel], row) for row in rows}
+    held = kernel_rows.read_table()
+    worse = {row.kernel: kernel_rows.worse_in(held[row.kernel], row) for row in rows}
     assert worse == {row.kernel: [] for row in rows}
 
 
 def test_table_lists_the_held_kernels_and_no_others() -> None:
-    assert list(kernel_table.read_table()) == [str(kernel) for group in HELD for kernel in group]
+    assert list(kernel_rows.read_table()) == [str(kernel) for group in HELD for kernel in group]
 
 
 def test_every_instantiation_is_listed_once() -> None:

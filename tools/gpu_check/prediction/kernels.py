@@ -1,0 +1,113 @@
+"""Predicts the time of each kernel, in microseconds of its own running time, without the gap to the next one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.tools.gpu_check.machine_code.kernel_rows import KernelRow, read_table
+from penstock.tools.gpu_check.prediction.machine import (
+    ENDS_US,
+    GEMM_SHARE,
+    GEMV_SHARE,
+    ISSUE_SHARE,
+    MMA_SYNC_SHARE,
+    STREAM_SHARE,
+    WARP_IPC,
+    together,
+)
+
+if TYPE_CHECKING:
+    from penstock.tools.gpu_check.prediction.machine import Machine
+
+KV_NUMBER = {"fp32": 0, "bf16": 1, "q8_0": 2, "fp8": 3}
+"""Values of the macro KV_DTYPE."""
+KV_BYTES = {"fp32": 4.0, "bf16": 2.0, "q8_0": 34 / 32, "fp8": 1.0}
+"""Bytes of a key's or value's number, scales included."""
+_TILE_TOKENS = {"fp32": 8, "bf16": 16, "q8_0": 32, "fp8": 32}
+_NUM_WARPS = 4
+_SHORTEST_CHUNK, _FEWEST_CHUNKS, _BLOCKS_TO_FILL = 256, 16, 256
+_PREFILL_MATRIX = 256
+"""Matrix instructions of a warp for 32 queries and 64 keys in heads of 128."""
+_SAMPLING_TAKEN = 0.45
+"""Of the longest way through the sampler's loop, what a row without penalties, biases and masks takes."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 128
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Times on one machine, with the machine code of docs/gpu."""
+
+    machine: Machine
+    rows: dict[str, KernelRow]
+
+    def decode_attention(self, heads: Heads, num_rows: int, num_tokens: int, kv_dtype: str) -> float:
+        """The longest of: the bytes, the issued instructions, and one block's chain of chunks; with the merge."""
+        machine = self.machine
+        row = self._row("decode_attention", kv_dtype)
+        num_bytes = num_rows * num_tokens * 2 * heads.num_kv_heads * heads.head_dim * KV_BYTES[kv_dtype]
+        most_chunks = max(_FEWEST_CHUNKS, -(-_BLOCKS_TO_FILL // heads.num_kv_heads))
+        chunk = _SHORTEST_CHUNK
+        while -(-num_tokens // chunk) > most_chunks:
+            chunk *= 2
+        chunks = -(-num_tokens // chunk)
+        tiles = num_rows * heads.num_kv_heads * -(-num_tokens // _TILE_TOKENS[kv_dtype])
+        issue_us = tiles * row.tile_instructions / (machine.issue_rate * ISSUE_SHARE) * 1e6
+        blocks = num_rows * heads.num_kv_heads * chunks
+        waves = -(-blocks // (machine.num_sms * row.blocks_per_sm))
+        tiles_of_warp = -(-min(chunk, num_tokens) // (_TILE_TOKENS[kv_dtype] * _NUM_WARPS))
+        ipc = WARP_IPC if blocks > machine.num_sms else 1.2 * WARP_IPC
+        chain_us = waves * tiles_of_warp * row.tile_instructions / (ipc * machine.clock_hz) * 1e6
+        merge_us = 1.0 if chunks > 1 else 0.0
+        stream_us = num_bytes / (machine.bandwidth * STREAM_SHARE) * 1e6
+        return ENDS_US + 2 * machine.read_latency_us + merge_us + together(stream_us, issue_us, chain_us)
+
+    def prefill_attention(self, heads: Heads, history: int, num_tokens: int, kv_dtype: str) -> float:
+        """The longer of mma.sync's rate and the issued instructions, over whole waves of blocks."""
+        machine, row = self.machine, self._row("prefill_attention", kv_dtype)
+        pairs = num_tokens * history + num_tokens * (num_tokens + 1) / 2
+        flop = 4 * pairs * heads.num_heads * heads.head_dim
+        # The table counts an inner loop once; it runs until all matrix instructions of a tile are done.
+        instructions = row.tile_instructions * max(1.0, 0.7 * _PREFILL_MATRIX / max(row.tile_matrix, 1))
+        warp_tiles = flop / (_PREFILL_MATRIX * 4096)
+        issue_us = warp_tiles * instructions / (machine.issue_rate * ISSUE_SHARE) * 1e6
+        mma_us = flop / (machine.products * MMA_SYNC_SHARE) * 1e6
+        blocks = -(-num_tokens * heads.num_heads // 128)
+        slots = machine.num_sms * row.blocks_per_sm
+        idle = max(1.0, slots / blocks)  # a short chunk leaves multiprocessors idle
+        return ENDS_US + 2 * machine.read_latency_us + idle * together(issue_us, mma_us)
+
+    def product(self, num_rows: int, outputs: int, inputs: int) -> float:
+        """cuBLAS's bf16 product."""
+        num_bytes = 2 * (outputs * inputs + num_rows * (outputs + inputs))
+        flop = 2 * max(num_rows, 16) * outputs * inputs
+        stream_us = num_bytes / (self.machine.bandwidth * GEMV_SHARE) * 1e6
+        return ENDS_US + together(stream_us, flop / (self.machine.products * GEMM_SHARE) * 1e6)
+
+    def elementwise(self, num_bytes: float) -> float:
+        """A norm, rotary embedding with the store, or activation, of few rows or many."""
+        return ENDS_US + self.machine.read_latency_us + num_bytes / (self.machine.bandwidth * STREAM_SHARE) * 1e6
+
+    def sampling(self, num_rows: int, vocab_size: int, *, filtered: bool) -> float:
+        """Reads bf16 logits once, and another 11 times with all filters; three launches, or eleven."""
+        reads, launches = (12, 11) if filtered else (1, 2)
+        row = self.rows["filter_level[ACT=1]" if filtered else "scan_rows[ACT=1]"]
+        read_us = num_rows * vocab_size * 2 / (self.machine.bandwidth * STREAM_SHARE) * 1e6
+        # A warp's turn takes 8 numbers of each lane.
+        turns = num_rows * vocab_size / 256
+        issue_us = turns * _SAMPLING_TAKEN * row.tile_instructions / (self.machine.issue_rate * ISSUE_SHARE) * 1e6
+        return launches * (ENDS_US + self.machine.node_gap_us) + reads * together(read_us, issue_us)
+
+    def _row(self, entry: str, kv_dtype: str) -> KernelRow:
+        prefix = f"{entry}[KV_DTYPE={KV_NUMBER[kv_dtype]} HEAD_DIM=128"
+        return next(row for name, row in self.rows.items() if name.startswith(prefix))
+
+
+def kernel_times(machine: Machine) -> KernelTimes:
+    return KernelTimes(machine, read_table())

@@ -1,0 +1,55 @@
+"""The constants of a GPU that predictions start from, each with its source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Machine:
+    """An H200 by default."""
+
+    bandwidth: float = 4.3e12
+    """Bytes per second of a large copy, read and written: measured on an H200 (4.8 by its data sheet)."""
+    products: float = 790e12
+    """Operations per second of a large bf16 product of random numbers: measured on an H200 (989 by its data sheet)."""
+    num_sms: int = 132
+    clock_hz: float = 1.755e9
+    """Under load; the H200's maximum is 1.98e9."""
+    node_gap_us: float = 1.3
+    """Idle time between two kernels of a graph, measured by others on an H100."""
+    launch_us: float = 8.5
+    """Host time of a launch outside a graph, CuPy's wrapping of arguments included: 290 launches take 2.5 ms."""
+    round_trip_us: float = 15.0
+    """From the end of a step on the GPU to the host's knowledge of its tokens."""
+    read_latency_us: float = 0.75
+    shared_bytes_per_sm: int = 228 << 10
+
+    @property
+    def issue_rate(self) -> float:
+        """Warp instructions per second: four schedulers in each multiprocessor, one each per cycle."""
+        return self.num_sms * 4 * self.clock_hz
+
+
+H200 = Machine()
+
+# What well-made kernels reach of a limit. Of others' kernels as published; of ours, what the review expects.
+STREAM_SHARE = 0.92
+"""Of the bandwidth, by a kernel that streams more than 100 MB (FlashAttention 3: 0.88 to 0.98 of 4.3 TB/s)."""
+GEMV_SHARE = 0.88
+"""Of the bandwidth, by cuBLAS's products of few rows."""
+GEMM_SHARE = 0.92
+"""Of `Machine.products`, by cuBLAS's products of many rows."""
+ISSUE_SHARE = 0.75
+"""Of the issue slots, by a loop of dependent instructions with two warps per scheduler."""
+MMA_SYNC_SHARE = 0.62
+"""Of the tensor cores' rate, by mma.sync instead of wgmma on Hopper."""
+WARP_IPC = 0.5
+"""Instructions per cycle of a warp that is alone on its scheduler."""
+ENDS_US = 1.5
+"""First instruction to first load, and last store to the end of the grid."""
+
+
+def together(*times: float) -> float:
+    """The time of work that overlaps: near the longest, and above it where two are close."""
+    return float(sum(time**4 for time in times) ** 0.25)

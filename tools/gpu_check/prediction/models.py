@@ -1,0 +1,81 @@
+"""Predicts whole steps of a model: the kernels of a layer, and the gaps between them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.tools.gpu_check.prediction.kernels import KV_BYTES, Heads
+
+if TYPE_CHECKING:
+    from penstock.tools.gpu_check.prediction.kernels import KernelTimes
+
+_KERNELS_OF_LAYER = 9
+_KERNELS_OF_STEP = 6
+"""Embedding, plan of the chunks, last norm, logits, and two of the sampler."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    num_layers: int
+    hidden: int
+    intermediate: int
+    vocab_size: int
+    heads: Heads
+
+
+LLAMA_8B = ModelShape(32, 4096, 14_336, 128_256, Heads(32, 8))
+QWEN3_06B = ModelShape(28, 1024, 3072, 151_936, Heads(16, 8))
+
+
+@dataclass(frozen=True)
+class ModelTimes:
+    kernels: KernelTimes
+    shape: ModelShape
+
+    def decode_step(self, num_rows: int, num_tokens: int, kv_dtype: str = "bf16") -> float:
+        """Microseconds of a captured step of num_rows sequences of num_tokens each."""
+        attention_us = self.kernels.decode_attention(self.shape.heads, num_rows, num_tokens, kv_dtype)
+        return self._step(num_rows, num_rows, attention_us, kv_dtype, is_captured=True)
+
+    def prefill_step(self, num_tokens: int, kv_dtype: str = "bf16", history: int = 0) -> float:
+        """Microseconds of a step of one sequence's tokens, launched kernel by kernel."""
+        attention_us = self.kernels.prefill_attention(self.shape.heads, history, num_tokens, kv_dtype)
+        return self._step(num_tokens, 1, attention_us, kv_dtype, is_captured=False)
+
+    def prefill(self, num_tokens: int, step_tokens: int = 2048) -> float:
+        """Microseconds of a prompt in steps of at most step_tokens."""
+        starts = range(0, num_tokens, step_tokens)
+        return sum(self.prefill_step(min(step_tokens, num_tokens - start), history=start) for start in starts)
+
+    def offline(self, count: int = 256, shortest: int = 100, longest: int = 1024) -> tuple[float, int]:
+        """Microseconds and new tokens of requests of random lengths that all start at once."""
+        draw = random.Random(0)  # noqa: S311 - fixed seed, so that the prediction does not change
+        prompts = [draw.randint(shortest, longest) for _ in range(count)]
+        outputs = [draw.randint(shortest, longest) for _ in range(count)]
+        total_us = sum(prompts) / 2048 * self.prefill_step(2048)
+        every = 8
+        for step in range(0, max(outputs), every):
+            lengths = [p + step for p, o in zip(prompts, outputs, strict=True) if o > step]
+            total_us += every * self.decode_step(len(lengths), sum(lengths) // len(lengths))
+        return total_us, sum(outputs)
+
+    def _step(self, num_tokens: int, num_rows: int, attention_us: float, kv_dtype: str, *, is_captured: bool) -> float:
+        shape, times = self.shape, self.kernels
+        heads, hidden = shape.heads, shape.hidden
+        q_size, kv_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        qkv_size = q_size + 2 * kv_size
+        products = [
+            (qkv_size, hidden), (hidden, q_size), (2 * shape.intermediate, hidden), (hidden, shape.intermediate),
+        ]  # fmt: skip
+        layer_us = attention_us + sum(times.product(num_tokens, *sizes) for sizes in products)
+        layer_us += 2 * times.elementwise(num_tokens * hidden * 12)
+        layer_us += times.elementwise(num_tokens * (2 * qkv_size + q_size * 2 + 2 * kv_size * KV_BYTES[kv_dtype]))
+        layer_us += times.elementwise(num_tokens * shape.intermediate * 6)
+        step_us = times.product(num_rows, shape.vocab_size, hidden) + 2 * times.elementwise(num_tokens * hidden * 6)
+        step_us += times.sampling(num_rows, shape.vocab_size, filtered=False)
+        count = shape.num_layers * _KERNELS_OF_LAYER + _KERNELS_OF_STEP
+        device_us = shape.num_layers * layer_us + step_us + count * times.machine.node_gap_us
+        # Outside a graph the host launches while the GPU computes; the longer of both counts.
+        return device_us if is_captured else max(device_us, count * times.machine.launch_us)
