@@ -12,6 +12,7 @@ from penstock.tools.gpu_check.prediction.machine import (
     GEMV_SHARE,
     ISSUE_SHARE,
     MMA_SYNC_SHARE,
+    ROW_PRODUCT_SHARE,
     STREAM_SHARE,
     WARP_IPC,
     together,
@@ -89,6 +90,13 @@ class KernelTimes:
         flop = 2 * max(num_rows, 16) * outputs * inputs
         stream_us = num_bytes / (self.machine.bandwidth * GEMV_SHARE) * 1e6
         return ENDS_US + together(stream_us, flop / (self.machine.products * GEMM_SHARE) * 1e6)
+
+    def row_product(self, num_rows: int, outputs: int, inputs: int) -> float:
+        """Our product of at most 32 rows, with what stands before and behind it. Blocks read the rows from L2, as many
+        bytes as of weights at 32 rows."""
+        num_bytes = 2 * (outputs * inputs * (1 + 0.2 * num_rows / 32) + num_rows * (outputs + inputs))
+        stream_us = num_bytes / (self.machine.bandwidth * ROW_PRODUCT_SHARE) * 1e6
+        return ENDS_US / 2 + stream_us
 
     def elementwise(self, num_bytes: float) -> float:
         """A norm, rotary embedding with the store, or activation, of few rows or many."""

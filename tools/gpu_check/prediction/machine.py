@@ -18,6 +18,8 @@ class Machine:
     """Under load; the H200's maximum is 1.98e9."""
     node_gap_us: float = 1.3
     """Idle time between two kernels of a graph, measured by others on an H100."""
+    dependent_gap_us: float = 0.6
+    """The same before a kernel that begins early (programmatic dependent launch): a guess."""
     launch_us: float = 8.5
     """Host time of a launch outside a graph, CuPy's wrapping of arguments included: 290 launches take 2.5 ms."""
     round_trip_us: float = 15.0
@@ -38,6 +40,8 @@ STREAM_SHARE = 0.92
 """Of the bandwidth, by a kernel that streams more than 100 MB (FlashAttention 3: 0.88 to 0.98 of 4.3 TB/s)."""
 GEMV_SHARE = 0.88
 """Of the bandwidth, by cuBLAS's products of few rows."""
+ROW_PRODUCT_SHARE = 0.90
+"""Of the bandwidth, by our products of few rows: weights are on their way before the kernel in front has ended."""
 GEMM_SHARE = 0.92
 """Of `Machine.products`, by cuBLAS's products of many rows."""
 ISSUE_SHARE = 0.75

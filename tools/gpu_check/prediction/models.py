@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from penstock.tools.gpu_check.prediction.kernels import KernelTimes
 
 _KERNELS_OF_LAYER = 9
+_FUSED_ROWS = 32
+"""Steps of up to this many rows run four products of our own and attention in each layer."""
 _KERNELS_OF_STEP = 6
 """Embedding, plan of the chunks, last norm, logits, and two of the sampler."""
 
@@ -69,13 +71,18 @@ class ModelTimes:
         products = [
             (qkv_size, hidden), (hidden, q_size), (2 * shape.intermediate, hidden), (hidden, shape.intermediate),
         ]  # fmt: skip
-        layer_us = attention_us + sum(times.product(num_tokens, *sizes) for sizes in products)
-        layer_us += 2 * times.elementwise(num_tokens * hidden * 12)
-        layer_us += times.elementwise(num_tokens * (2 * qkv_size + q_size * 2 + 2 * kv_size * KV_BYTES[kv_dtype]))
-        layer_us += times.elementwise(num_tokens * shape.intermediate * 6)
+        machine, is_fused = times.machine, is_captured and num_tokens <= _FUSED_ROWS
+        if is_fused:
+            layer_us = attention_us + sum(times.row_product(num_tokens, *sizes) for sizes in products)
+            layer_us += len(products) * machine.dependent_gap_us + machine.node_gap_us
+        else:
+            layer_us = attention_us + sum(times.product(num_tokens, *sizes) for sizes in products)
+            layer_us += 2 * times.elementwise(num_tokens * hidden * 12)
+            layer_us += times.elementwise(num_tokens * (2 * qkv_size + q_size * 2 + 2 * kv_size * KV_BYTES[kv_dtype]))
+            layer_us += times.elementwise(num_tokens * shape.intermediate * 6) + _KERNELS_OF_LAYER * machine.node_gap_us
         step_us = times.product(num_rows, shape.vocab_size, hidden) + 2 * times.elementwise(num_tokens * hidden * 6)
         step_us += times.sampling(num_rows, shape.vocab_size, filtered=False)
         count = shape.num_layers * _KERNELS_OF_LAYER + _KERNELS_OF_STEP
-        device_us = shape.num_layers * layer_us + step_us + count * times.machine.node_gap_us
+        device_us = shape.num_layers * layer_us + step_us + _KERNELS_OF_STEP * machine.node_gap_us
         # Outside a graph the host launches while the GPU computes; the longer of both counts.
-        return device_us if is_captured else max(device_us, count * times.machine.launch_us)
+        return device_us if is_captured else max(device_us, count * machine.launch_us)
