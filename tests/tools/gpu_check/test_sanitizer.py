@@ -47,6 +47,29 @@ def test_sanitizer_output_becomes_a_finding(tmp_path: Path, script: str, passed:
     assert detail in line["detail"]
 
 
+RACE = "========= Error: Race reported between Write access at {}+0x1230 in decode_stream.cuh:70"
+
+
+@pytest.mark.parametrize(
+    ("lines", "passed"),
+    [
+        ([RACE.format("decode_attention")], None),
+        ([RACE.format("decode_attention"), RACE.format("add_rms_norm")], False),
+        ([RACE.format("decode_attention"), "========= Invalid __shared__ read of size 16 bytes"], False),
+        (["========= Error: Race reported between accesses of an unknown kernel"], False),
+    ],
+)
+def test_hazards_of_warp_private_copies_are_findings_to_examine(
+    tmp_path: Path, lines: list[str], passed: bool | None
+) -> None:
+    script = "".join(f"print({line!r})\n" for line in lines) + "sys.exit(97)"
+    record = Record(tmp_path)
+    sanitizer.run_tool(record.results, fake_sanitizer(tmp_path, script), TOOL, ["true"])
+    line = json.loads((tmp_path / "findings.jsonl").read_text())
+    assert line["passed"] is passed
+    assert ("its ring belongs to a warp" in line["detail"]) == (passed is None)
+
+
 def test_sanitizer_child_launches_every_kernel_source(capsys: pytest.CaptureFixture[str]) -> None:
     sources: set[str] = set()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.shm.buffers.device_api import DeviceError
 from penstock.tools.gpu_check.cases.comparing import Mismatch
 from penstock.tools.gpu_check.checks import sharing
 from penstock.tools.gpu_check.devices import page_copier
@@ -72,6 +73,28 @@ print(json.dumps(read_sums(IpcHandles(**json.load(sys.stdin)), lambda uuid: Fake
 
 def test_failed_peer_is_reported_with_its_last_error_line(record: Record, tmp_path: Path) -> None:
     device = CopyingFakeDevice(tmp_path)
-    with pytest.raises(RuntimeError, match="no usable CUDA driver"):
+    with pytest.raises(DeviceError, match=r"in the other process: .*no usable CUDA driver"):
         sharing.check_ipc(record.results, make_device_context(), device, sharing._PEER)
+    with pytest.raises(RuntimeError, match="the peer failed: no GPU"):
+        sharing.check_ipc(
+            record.results, make_device_context(), device, [sys.executable, "-c", "raise SystemExit('no GPU')"]
+        )
     assert device.num_allocated == 0
+
+
+def test_refusal_by_the_driver_is_a_finding_and_fails_nothing(record: Record) -> None:
+    def refuse() -> None:
+        raise DeviceError("cuIpcGetMemHandle: operation not supported")
+
+    sharing.unless_refused(record.results, "sharing.ipc", refuse)
+    found = record.findings()["sharing.ipc"]
+    assert (found.value, found.passed) == ("refused", None)
+    assert "operation not supported" in found.detail
+
+
+def test_wrong_data_is_not_a_refusal(record: Record) -> None:
+    def differ() -> None:
+        raise Mismatch("3 of 4 bytes differ")
+
+    with pytest.raises(Mismatch):
+        sharing.unless_refused(record.results, "sharing.host", differ)

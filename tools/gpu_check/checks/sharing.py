@@ -19,7 +19,7 @@ from penstock.backend.passes.decoder.cuda.ops.elementwise import Elementwise
 from penstock.backend.passes.decoder.ops import HeadShape
 from penstock.shm.buffers.cuda_driver import DriverDevice
 from penstock.shm.buffers.cuda_ipc import BLOCK_BYTES, ExportedDeviceMemory
-from penstock.shm.buffers.device_api import DeviceRow
+from penstock.shm.buffers.device_api import DeviceError, DeviceRow
 from penstock.shm.buffers.host_memory import PageLock
 from penstock.shm.memory import region
 from penstock.tools.gpu_check.cases.comparing import require, require_close, require_same_bits
@@ -27,7 +27,7 @@ from penstock.tools.gpu_check.devices.device_context import open_device_context
 from penstock.tools.gpu_check.devices.page_copier import cache_shape, make_page_copier
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.shm.buffers.device_api import DeviceApi
     from penstock.tools.gpu_check.devices.device_context import DeviceContext
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _PEER = (sys.executable, "-m", "penstock.tools.gpu_check.checks.sharing_peer")
 _PEER_TIMEOUT_S = 30.0
+REFUSED_STATUS = 3
+"""The peer's exit status if the driver refuses; its output is the reason."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,18 @@ def run(results: Results) -> None:
     results.attempt("sharing.host_pages", partial(check_host_page_copies, results, context))
     # The CUDA driver API, which the backend uses for its shared buffers.
     device = DriverDevice(0)
-    results.attempt("sharing.host", partial(check_host_registration, results, context, device))
-    results.attempt("sharing.ipc", partial(check_ipc, results, context, device, _PEER))
+    host = partial(check_host_registration, results, context, device)
+    results.attempt("sharing.host", partial(unless_refused, results, "sharing.host", host))
+    ipc = partial(check_ipc, results, context, device, _PEER)
+    results.attempt("sharing.ipc", partial(unless_refused, results, "sharing.ipc", ipc))
+
+
+def unless_refused(results: Results, name: str, check: Callable[[], None]) -> None:
+    """Run a check. A driver that refuses is a finding, as virtual machines do: the backend then copies on the host."""
+    try:
+        check()
+    except DeviceError as refusal:
+        results.fact(name, "refused", "", f"the backend copies on the host: {refusal}")
 
 
 def check_graph(results: Results, context: DeviceContext) -> None:
@@ -162,6 +174,8 @@ def check_ipc(results: Results, context: DeviceContext, device: DeviceApi, comma
             command, input=json.dumps(asdict(handles)), capture_output=True, text=True, check=False,
             timeout=_PEER_TIMEOUT_S,
         )  # fmt: skip
+        if done.returncode == REFUSED_STATUS:
+            raise DeviceError(f"in the other process: {done.stdout.strip()[:300]}")
         if done.returncode != 0:
             raise RuntimeError(
                 f"the peer failed: {done.stderr.strip().splitlines()[-1][:300] if done.stderr else 'no error output'}"

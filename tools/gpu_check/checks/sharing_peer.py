@@ -11,7 +11,8 @@ import numpy as np
 
 from penstock.shm.buffers.cuda_driver import open_device
 from penstock.shm.buffers.cuda_ipc import ImportedDeviceMemory
-from penstock.tools.gpu_check.checks.sharing import IpcHandles
+from penstock.shm.buffers.device_api import DeviceError
+from penstock.tools.gpu_check.checks.sharing import REFUSED_STATUS, IpcHandles
 
 if TYPE_CHECKING:
     from penstock.shm.buffers.device_api import OpenDevice
@@ -48,5 +49,14 @@ def read_sums(handles: IpcHandles, open_peer: OpenDevice) -> list[float]:
     return sums
 
 
+def main() -> int:
+    try:
+        print(json.dumps(read_sums(IpcHandles(**json.load(sys.stdin)), open_device)))
+    except DeviceError as refusal:
+        print(refusal)
+        return REFUSED_STATUS
+    return 0
+
+
 if __name__ == "__main__":
-    print(json.dumps(read_sums(IpcHandles(**json.load(sys.stdin)), open_device)))
+    sys.exit(main())
