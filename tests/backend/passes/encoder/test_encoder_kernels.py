@@ -97,10 +97,10 @@ def test_embedding_rows_are_grouped_in_the_order_of_the_batch(tmp_path: Path) ->
 
 @pytest.mark.parametrize("preset", ["bert", "mpnet", "modernbert"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_several_groups_have_the_bits_of_one_alone(preset: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_rows_of_a_step_in_parts_have_the_bits_of_one_alone(preset: str, dtype: torch.dtype, tmp_path: Path) -> None:
     make_encoder(preset, "Model", tmp_path)
     forward_pass = load_pass(tmp_path, PATHS[0], dtype, num_threads=2)
-    rows = random_rows([*[40] * 12, 150, 1, 7, *[90] * 5])  # groups of 40 + 40 + 40, …, 150, 1 + 7 + 90, 90, …
+    rows = random_rows([*[40] * 12, 150, 1, 7, *[90] * 5])  # parts of 40 + 40 + 40, …, 150, 1 + 7 + 90, 90, …
     together = run_rows(forward_pass, rows, "token_embed")
     for row, result in zip(rows, together, strict=True):
         np.testing.assert_array_equal(run_rows(forward_pass, [row], "token_embed")[0], result)

@@ -28,9 +28,9 @@
 //   read_speed.h        how fast the threads can read memory, for benchmarks
 //   encoder_attention.h attention of encoders
 //   encoder.h           the other operations of encoders
-//   encoder_groups.h    an encoder's step, divided into groups of rows
+//   encoder_parts.h     an encoder's step, divided into parts
 
-#include "encoder_groups.h"
+#include "encoder_parts.h"
 
 namespace {
 

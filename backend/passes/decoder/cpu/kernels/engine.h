@@ -172,7 +172,7 @@ struct Routing {
     std::vector<CacheLine> gated;   // [pairs][width]: what the first product gives
 };
 
-struct EncoderGroup;
+struct EncoderPart;
 
 struct Engine {
     ThreadPool pool;
@@ -182,7 +182,7 @@ struct Engine {
     Routing routing;
     std::vector<std::vector<float>> scratch;  // one per thread
     std::vector<float> partials;              // results of pieces, until they are merged
-    std::vector<std::shared_ptr<EncoderGroup>> groups;  // of an encoder's rows; kept for later steps
+    std::vector<std::shared_ptr<EncoderPart>> parts;  // of an encoder's step; kept for later ones
 
     Engine(int num_threads, i64 spin_ns, const Shape& s) : pool(num_threads, spin_ns), shape(s), scratch(num_threads) {}
 
