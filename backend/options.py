@@ -37,7 +37,7 @@ SmallCount = Annotated[int, Parameter(validator=Number(gte=1, lte=4096))]
 HostBudget = Annotated[int | Literal["auto"], Parameter(converter=_convert_budget, metavar="SIZE|auto")]
 Budget = Annotated[int | Literal["auto"] | None, Parameter(converter=_convert_budget, metavar="SIZE|auto")]
 Task = Literal["auto", "generate", "embed", "rerank", "classify"]
-Quantize = Literal["none", "int8", "int4", "int4-128"]
+Quantize = Literal["none", "int8", "int4", "int4-128", "fp8"]
 
 
 _GROUPS = {
@@ -94,9 +94,10 @@ class BackendOptions:
     """Type of the weights; auto takes the checkpoint's."""
 
     quantize: Quantize = "none"
-    """Makes the weights of linears smaller when they are loaded: 8 bits with a scale per output, or 4 bits with a scale
-    per 32 inputs (int4) or per 128 (int4-128: smaller, less exact). They are kept under
-    $XDG_CACHE_HOME/penstock/quantized for the next start. Activations then have 8 bits in products on the CPU."""
+    """Makes the weights of linears smaller when they are loaded: 8 bits with a scale per output (int8; on a GPU
+    also fp8), or 4 bits with a scale per 32 inputs (int4) or per 128 (int4-128: smaller, less exact). They are kept
+    under $XDG_CACHE_HOME/penstock/quantized for the next start. Activations then have 8 bits in products on the
+    CPU."""
 
     deterministic: bool = False
     """Equal requests get equal tokens, whatever else is in the batch. This is always so with the CPU's native kernels;

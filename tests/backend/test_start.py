@@ -185,7 +185,10 @@ def test_auto_budget_shows_free_and_reserved_memory(
         ("--priority-step-s nan", 'Invalid value "nan" for --priority-step-s'),
         ("--kv-dtype int3", 'Invalid value "int3" for --kv-dtype. Choose from: "auto"'),
         ("--kv-dtype q8_0 --forward-pass fake", "--kv-dtype is q8_0; this forward pass has fp32: use one of these"),
-        ("--quantize int3", 'Invalid value "int3" for --quantize. Choose from: "none", "int8", "int4", "int4-128"'),
+        (
+            "--quantize int3",
+            'Invalid value "int3" for --quantize. Choose from: "none", "int8", "int4", "int4-128", "f',
+        ),
         ("--quantize int8 --forward-pass fake", 'is int8; forward pass "fake" has only none: use --quantize none'),
         ("--dtype int8", 'Invalid value "int8" for --dtype.'),
         ("--gpu first", '--gpu is "first"; write an index such as 0'),

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.backend.checkpoint.fingerprint import weights_fingerprint
+from penstock.backend.checkpoint.float8_weight import Float8Form, Float8Weight
 from penstock.backend.checkpoint.quantization.modes import linear_specs, stacked_shape
 from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight
 from penstock.backend.checkpoint.safetensors_file import SafetensorsFile
@@ -113,8 +114,12 @@ def _stored_parts(config: DecoderConfig, quantization: Quantization) -> dict[str
     parts: dict[str, StoredPart] = {}
     for name, specs in linear_specs(config).items():
         outputs, inputs = stacked_shape(specs)
-        group_size = quantization.group_size_of(name)
-        if group_size is None:
+        form = quantization.form_of(name)
+        group_size = form.group_size
+        if isinstance(form, Float8Form):
+            parts[f"{name}.scales"] = StoredPart("F32", (outputs, 1))
+            parts[f"{name}.values"] = StoredPart("U8", (outputs, inputs))
+        elif group_size is None:
             parts[f"{name}.scales"] = StoredPart("F32", (outputs,))
             parts[f"{name}.values"] = StoredPart("I8", (outputs, inputs))
         else:
@@ -158,11 +163,14 @@ class KeptFile:
         except (KeyError, TypeError, ValueError):
             raise UnusableFileError(f"{form.path} has no checksums") from None
 
-    def read(self, linear: str, advance: Callable[[int], None]) -> Int8Weight | Int4Weight:
+    def read(self, linear: str, advance: Callable[[int], None]) -> Int8Weight | Int4Weight | Float8Weight:
         """A new copy. Raises UnusableFileError."""
-        group_size = self._form.quantization.group_size_of(linear)
+        form = self._form.quantization.form_of(linear)
+        group_size = form.group_size
         try:
             values, scales = self._part(f"{linear}.values", advance), self._part(f"{linear}.scales", advance)
+            if isinstance(form, Float8Form):
+                return Float8Weight(values, scales, None)
             if group_size is None:
                 return Int8Weight(values, scales)
             return Int4Weight(values, scales.float(), self._part(f"{linear}.zeros", advance), group_size)
@@ -223,7 +231,7 @@ class KeptFileWriter:
             self._places[name] = place
             place += part.num_bytes
 
-    def write(self, linear: str, weight: Int8Weight | Int4Weight) -> None:
+    def write(self, linear: str, weight: Int8Weight | Int4Weight | Float8Weight) -> None:
         """In any order. Raises OSError; then `discard`."""
         parts = {"values": weight.values, "scales": weight.scales}
         if isinstance(weight, Int4Weight):

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.backend.checkpoint.float8_weight import Float8Form
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.quantized_weights import (
     MAX_QUANTIZED_INPUTS,
@@ -48,13 +49,21 @@ class Quantization:
     group_size: int | None
     """Inputs that share a scale in the linears of the layers, which then have 4 bits; None for 8 bits and one scale
     per output. lm_head has 8 bits in any case."""
+    is_float: bool = False
+    """The 8 bits are floats, E4M3; else all are integers."""
 
-    def group_size_of(self, linear: str) -> int | None:
-        return None if linear == LM_HEAD else self.group_size
+    def form_of(self, linear: str) -> PackedForm | Float8Form:
+        return Float8Form(None) if self.is_float else PackedForm(None if linear == LM_HEAD else self.group_size)
 
 
 QUANTIZATIONS = {
-    mode.name: mode for mode in (Quantization("int8", None), Quantization("int4", 32), Quantization("int4-128", 128))
+    mode.name: mode
+    for mode in (
+        Quantization("int8", None),
+        Quantization("int4", 32),
+        Quantization("int4-128", 128),
+        Quantization("fp8", None, is_float=True),
+    )
 }
 
 
@@ -93,9 +102,10 @@ def check_sizes(quantization: Quantization, config: DecoderConfig) -> None:
     """Raises StartupError if the groups of inputs do not fit the model's linears."""
     for name, specs in linear_specs(config).items():
         _, inputs = stacked_shape(specs)
-        group_size = quantization.group_size_of(name)
+        group_size = quantization.form_of(name).group_size
         if group_size is not None and inputs % group_size:
-            smaller = [mode.name for mode in QUANTIZATIONS.values() if inputs % (mode.group_size or 1) == 0]
+            fitting = (mode for mode in QUANTIZATIONS.values() if inputs % (mode.group_size or 1) == 0)
+            smaller = [mode.name for mode in fitting if not mode.is_float]
             raise StartupError(
                 f"--quantize is {quantization.name}; {specs[0].name} has {inputs} inputs, not a multiple of "
                 f"{group_size}: use {' or '.join(smaller)}"
@@ -105,6 +115,14 @@ def check_sizes(quantization: Quantization, config: DecoderConfig) -> None:
                 f"--quantize is {quantization.name}; {specs[0].name} has {inputs} inputs, more than the "
                 f"{MAX_QUANTIZED_INPUTS} that a quantised product adds exactly: use none"
             )
+
+
+def check_on_cpu(quantization: Quantization) -> None:
+    """Raises StartupError for a mode without kernels on the CPU."""
+    if not has_cpu_kernels(quantization.form_of(LM_HEAD)):
+        raise StartupError(
+            f"--quantize is {quantization.name}; the CPU has no products with 8-bit floats: use int8, or a GPU"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +152,8 @@ def packed_linears(
     """
     found = []
     for name, specs in linear_specs(config).items():
-        form = _stored_form(specs, formats) if quantization is None else PackedForm(quantization.group_size_of(name))
-        if form is not None and keeps(form):
+        form = _stored_form(specs, formats) if quantization is None else quantization.form_of(name)
+        if form is not None and (quantization is not None or keeps(form)):
             found.append(PackedLinear(specs, form))
     return found
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from penstock.backend.checkpoint.float8_weight import Float8Form
 from penstock.backend.checkpoint.progress import LOADING, Work, make_progress
 from penstock.backend.checkpoint.quantization.kept_file import (
     KeptFile,
@@ -31,7 +32,12 @@ from penstock.backend.checkpoint.quantization.modes import (
     linear_specs,
     stacked_shape,
 )
-from penstock.backend.checkpoint.quantization.quantizer import BLOCK_VALUES, UnquantizableError, quantize
+from penstock.backend.checkpoint.quantization.quantizer import (
+    BLOCK_VALUES,
+    UnquantizableError,
+    quantize,
+    quantize_to_float8,
+)
 from penstock.backend.checkpoint.quantized_weights import has_cpu_kernels
 from penstock.backend.checkpoint.tensors import LINEARS, LayerWeights, layer_specs
 from penstock.backend.checkpoint.weights import DecoderWeights, open_weights
@@ -46,6 +52,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.float8_weight import Float8Weight
     from penstock.backend.checkpoint.progress import Progress
     from penstock.backend.checkpoint.quantization.modes import Quantization
     from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight, WeightForm
@@ -127,11 +134,14 @@ class QuantizedCheckpoint:
             self._keep(partial(self._writer.write, name, weight))
         return weight
 
-    def _quantize(self, name: str) -> Int8Weight | Int4Weight:
+    def _quantize(self, name: str) -> Int8Weight | Int4Weight | Float8Weight:
         specs = self._specs[name]
         blocks = (block for spec in specs for block in self._plain.row_blocks(spec, BLOCK_VALUES))
         try:
-            return quantize(blocks, stacked_shape(specs), self._quantization.group_size_of(name))
+            form = self._quantization.form_of(name)
+            if isinstance(form, Float8Form):
+                return quantize_to_float8(blocks, stacked_shape(specs))
+            return quantize(blocks, stacked_shape(specs), form.group_size)
         except UnquantizableError as error:
             ends = accumulate(spec.shape[0] for spec in specs)
             tensor = next(spec.name for spec, end in zip(specs, ends, strict=True) if error.row < end)

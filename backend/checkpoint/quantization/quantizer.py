@@ -1,4 +1,4 @@
-"""The arithmetic of quantisation: rows of fp32 numbers to an int8 or int4 weight, block by block on all threads."""
+"""The arithmetic of quantisation: rows of fp32 numbers to int8, int4 or FP8, block by block on all threads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from penstock.backend.checkpoint.float8_weight import Float8Weight
 from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight
 
 BLOCK_VALUES = 1 << 17
@@ -19,10 +20,11 @@ one clips the largest numbers and is finer for all others. A wider one makes up 
 
 _MAX_INT8 = 127
 _MAX_INT4 = 15
+_MAX_E4M3 = 448.0
 
 
 class UnquantizableError(ValueError):
-    """Numbers that have no int8 or int4 form. The message says what is wrong with them."""
+    """Numbers that have no quantised form. The message says what is wrong with them."""
 
     row = 0
     """The weight's row with which the numbers' block begins."""
@@ -46,6 +48,13 @@ def quantize(blocks: Iterable[Tensor], shape: tuple[int, int], group_size: int |
     )
     _fill(int4, blocks, lambda rows: _int4_rows(rows, group_size))
     return Int4Weight(*int4, group_size)
+
+
+def quantize_to_float8(blocks: Iterable[Tensor], shape: tuple[int, int]) -> Float8Weight:
+    """As `quantize`, to E4M3 with one scale per output."""
+    parts = torch.empty(shape, dtype=torch.uint8), torch.empty(shape[0], 1)
+    _fill(parts, blocks, _float8_rows)
+    return Float8Weight(*parts, None)
 
 
 def _fill(parts: tuple[Tensor, ...], blocks: Iterable[Tensor], convert: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
@@ -81,6 +90,13 @@ def _int8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     # The quotient may be a bit above 127 where the scale is a denormal number, which has few digits.
     values = rows.div_(_divisors(scales)[:, None]).round_().clamp_(-_MAX_INT8, _MAX_INT8)
     return values.to(torch.int8), scales
+
+
+def _float8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and scales: the largest magnitude of each row becomes 448."""
+    scales = _finite(rows.abs().amax(dim=1, keepdim=True)) / _MAX_E4M3
+    values = rows.div_(_divisors(scales)).clamp_(-_MAX_E4M3, _MAX_E4M3)  # a denormal scale has few digits
+    return values.to(torch.float8_e4m3fn).view(torch.uint8), scales
 
 
 def _int4_rows(rows: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -225,7 +225,7 @@ def _quantized() -> Iterator[Check]:
 
 def _row_products() -> Iterator[Check]:
     of_8b = row_products.RowCase(4096, 14336, 5, heads=HeadShape(32, 8, 128), rotary_dim=128)
-    for name, case in (row_products.CASES | {"wide": row_products.WIDE, "8b": of_8b}).items():
+    for name, case in (row_products.CASES | row_products.STORED | {"wide": row_products.WIDE, "8b": of_8b}).items():
         for check in row_products.CHECKS:
             yield Check("rows", f"{name}.{check.__name__}", partial(check, case=case), case is of_8b)
     for kv_dtype in KV_MACRO:

@@ -9,16 +9,19 @@ import torch
 
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
 from penstock.backend.passes.decoder.cuda.ops.matmul import CudaLinear
+from penstock.backend.passes.decoder.cuda.ops.packed_weights import CudaQuantizedLinear, pack_weight
 from penstock.backend.passes.decoder.cuda.ops.row_products import ROW_DTYPE, RowProducts, WeighedRows
 from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
 from penstock.backend.passes.decoder.ops import HeadShape
 from penstock.tools.gpu_check.cases.comparing import require, require_close, require_same_bits
 from penstock.tools.gpu_check.cases.elementwise import EPS, TOLERANCE, make, poisoned, rope_rows
+from penstock.tools.gpu_check.cases.quantized import FORMS, random_weight
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
+    from penstock.backend.passes.decoder.cuda.ops.row_products import RowLinear
 
 CPU = torch.device("cpu")
 _PAGE_SIZE_TOKENS = 16
@@ -39,18 +42,33 @@ class RowCase:
     scale: float = 1.0
     rotary_dim: int = 64
     has_head_norms: bool = False
+    form: str | None = None
+    """Of the weights, one of `quantized.FORMS`; None for bf16."""
 
     def random(self, *shape: int, seed: int) -> Tensor:
         return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
-    def linear(self, outputs: int, inputs: int, seed: int) -> CudaLinear:
-        weight = (self.random(outputs, inputs, seed=seed) / inputs**0.5).to(ROW_DTYPE)
+    def linear(self, outputs: int, inputs: int, seed: int) -> RowLinear:
         bias = self.random(outputs, seed=seed + 1).to(ROW_DTYPE) if self.has_bias else None
+        if self.form is not None:
+            return pack_weight(random_weight(outputs, inputs, FORMS[self.form]), CPU, bias, self.scale, is_gated=False)
+        weight = (self.random(outputs, inputs, seed=seed) / inputs**0.5).to(ROW_DTYPE)
         return CudaLinear(weight, weight.t(), bias, self.scale)
+
+    def weights(self, linear: RowLinear, inputs: int) -> Tensor:
+        """[outputs, inputs] in float64."""
+        if not isinstance(linear, CudaQuantizedLinear):
+            return linear.weight.double()
+        return random_weight(linear.num_outputs, inputs, linear.form).dequantize().double()
+
+    def product(self, x: Tensor, linear: RowLinear) -> Tensor:
+        """In float64."""
+        y = x.double() @ self.weights(linear, x.shape[1]).T
+        return (y if linear.bias is None else y + linear.bias.double()) * linear.scale
 
     def products(self, launcher: Launcher) -> RowProducts:
         made = RowProducts(launcher, CPU, self.heads, self.hidden, self.rotary_dim, EPS, self.layout)
-        launcher.prepare(made.kernels)
+        launcher.prepare(made.kernels([None if self.form is None else FORMS[self.form]]))
         return made
 
     @property
@@ -79,12 +97,6 @@ def normed(residual: Tensor, norm: Tensor) -> Tensor:
     return x / (x.square().mean(dim=-1, keepdim=True) + EPS).sqrt() * norm.double()
 
 
-def product(x: Tensor, linear: CudaLinear) -> Tensor:
-    """In float64."""
-    y = x.double() @ linear.weight.double().T
-    return (y if linear.bias is None else y + linear.bias.double()) * linear.scale
-
-
 def finished(rows: WeighedRows) -> Tensor:
     """The norm's rows as a product sees them, in float64."""
     values = rows.values.double()
@@ -101,11 +113,11 @@ def check_add(launcher: Launcher, case: RowCase) -> float:
     """The residual stream to fp32, and the norm of the sum that the next product sees."""
     products, linear = case.products(launcher), case.linear(case.hidden, case.width, seed=4)
     residual, x = case.residual(), case.activations(case.width)
-    expected = residual.double() + product(x, linear)
+    expected = residual.double() + case.product(x, linear)
     hidden, norm = poisoned(case.num_rows, case.hidden, dtype=ROW_DTYPE), case.norm()
     products.weigh(residual, norm, hidden)  # as in a step, a launch that waits for those before it
     rows = products.add(x, linear, residual, norm, hidden)
-    require_close("the residual stream", residual, expected, 1e-5, 1e-5)
+    require_close("the residual stream", residual, expected, 1e-5, 1e-5 * max(1.0, float(expected.abs().max())))
     return _close("the norm", finished(rows), normed(residual, case.norm()))
 
 
@@ -119,14 +131,14 @@ def check_gate(launcher: Launcher, case: RowCase) -> float:
     _close("the first norm", finished(begun), normed(residual, norm))
     rows = products.add(x, down, residual, norm, hidden)
     products.gate(rows, linear, out)
-    gate, up = product(finished(rows), linear).chunk(2, dim=1)
+    gate, up = case.product(finished(rows), linear).chunk(2, dim=1)
     return _close("the gated product", out, torch.nn.functional.silu(gate) * up)
 
 
 def check_multiply(launcher: Launcher, case: RowCase) -> float:
     products, linear = case.products(launcher), case.linear(case.width, case.hidden, seed=6)
     x, out = case.begun(products).values, poisoned(case.num_rows, case.width, dtype=ROW_DTYPE)
-    return _close("the product", products.multiply(x, linear, out), product(x, linear))
+    return _close("the product", products.multiply(x, linear, out), case.product(x, linear))
 
 
 def check_store(launcher: Launcher, case: RowCase) -> float:
@@ -149,7 +161,7 @@ def check_store(launcher: Launcher, case: RowCase) -> float:
         return qkv, cache
 
     plain, _ = run(rotates=False)
-    error = _close("q, k and v", plain, product(finished(case.begun(products)), linear))
+    error = _close("q, k and v", plain, case.product(finished(case.begun(products)), linear))
     qkv, cache = run(rotates=True)
     require_same_bits("k and v beside the cache", qkv[:, q_size:], plain[:, q_size:])
     kernels = make(launcher, ROW_DTYPE, heads, case.hidden, case.rotary_dim, case.kv_dtype, _PAGE_SIZE_TOKENS)
@@ -193,6 +205,8 @@ CASES = {
     "one row": RowCase(264, 136, 1),
     "full": RowCase(328, 104, 32, heads=HeadShape(4, 2, 96), rotary_dim=32, has_head_norms=True),
 }
+STORED = {form: RowCase(200, 136, 11, has_bias=True, scale=0.02, form=form) for form in ("int8", "fp8", "fp8-128")}
+"""By the form of the weights; their inputs do not fill the last chunk."""
 WIDE = RowCase(4104, 40, 2)
 """Its outputs are cut into larger tiles."""
 

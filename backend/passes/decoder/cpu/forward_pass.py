@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
-from penstock.backend.checkpoint.quantization.modes import check_sizes, find_quantization
+from penstock.backend.checkpoint.quantization.modes import check_on_cpu, check_sizes, find_quantization
 from penstock.backend.forward_pass import PassOptions, PassSpec, ScoredTokens, StepBatch, TokenLogprobs
 from penstock.backend.passes.decoder.cpu.deterministic_torch_ops import DeterministicTorchOps
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps, supports_native_ops, unsupported_by_kernels
@@ -90,6 +90,7 @@ class CpuDecoderPass(HostSampling):
         config = read_decoder_config(model_dir, options.max_context_tokens)
         quantization = find_quantization(options.quantize)
         if quantization is not None:
+            check_on_cpu(quantization)
             check_sizes(quantization, config)
         dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16)
         return make_spec(config, dtype, CPU_KV_DTYPES, quantization, read_stored_formats(model_dir))

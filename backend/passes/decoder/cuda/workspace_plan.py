@@ -134,9 +134,9 @@ def choose_matmul(sizes: StepSizes) -> Matmul:
 def rounds_rows(
     formats: StoredFormats, quantization: Quantization | None, sizes: StepSizes, dtype: torch.dtype
 ) -> bool:
-    """Whether a step may round rows of activations to 8 bits: only such a checkpoint's, and never if a row must have
-    the same bits in a step of any size."""
-    is_declared = quantization is None and formats.rounds_rows
+    """Whether a step may round rows of activations to 8 bits: only such a checkpoint's, or with --quantize fp8, and
+    never if a row must have the same bits in a step of any size."""
+    is_declared = formats.rounds_rows if quantization is None else quantization.is_float
     return is_declared and takes_packed(dtype) and not sizes.deterministic and sizes.max_tokens >= MIN_ROUNDED_ROWS
 
 

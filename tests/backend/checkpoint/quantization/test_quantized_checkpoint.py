@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.float8_weight import Float8Weight
 from penstock.backend.checkpoint.quantization.modes import QUANTIZATIONS, check_sizes, find_quantization, weight_bytes
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
 from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight
@@ -19,8 +20,10 @@ from tests.backend.checkpoint.quantization.loading import load
 from tests.backend.checkpoint.weight_files import rewrite
 from tests.checkpoints import make_checkpoint
 
+KINDS = {"int8": Int8Weight, "int4": Int4Weight, "fp8": Float8Weight}
 
-@pytest.mark.parametrize("mode", ["int8", "int4"])
+
+@pytest.mark.parametrize("mode", KINDS)
 @pytest.mark.parametrize("architecture", ["llama-bias", "qwen3", "phi3", "qwen2-moe"])
 def test_linears_are_quantised_and_the_rest_is_exact(architecture: str, mode: str, tmp_path: Path) -> None:
     """The rest includes the router of experts, and the gate of a shared expert."""
@@ -38,18 +41,18 @@ def test_linears_are_quantised_and_the_rest_is_exact(architecture: str, mode: st
                     assert getattr(found, name) is None
                 elif name in LINEARS:
                     weight = getattr(found, name)
-                    assert isinstance(weight, Int8Weight if mode == "int8" else Int4Weight)
+                    assert isinstance(weight, KINDS[mode])
                     check_near(weight, getattr(exact, name))
                 else:
                     assert torch.equal(getattr(found, name), getattr(exact, name))
         assert torch.equal(weights.final_norm(torch.bfloat16), plain.final_norm(torch.float32))
         table, head = weights.embedding(torch.float32), weights.lm_head(torch.float32)
         if config.tie_embeddings:
-            assert isinstance(table, Int8Weight)
+            assert isinstance(table, Float8Weight if mode == "fp8" else Int8Weight)
             assert head is None
             check_near(table, plain.embedding(torch.float32))
         else:
-            assert isinstance(head, Int8Weight)
+            assert isinstance(head, Float8Weight if mode == "fp8" else Int8Weight)
             check_near(head, plain.lm_head(torch.float32))
             assert torch.equal(table, plain.embedding(torch.float32))  # type: ignore[arg-type]
 
@@ -82,7 +85,7 @@ def test_inputs_that_no_groups_divide_are_refused(tmp_path: Path) -> None:
 
 def test_unknown_mode_is_refused() -> None:
     assert find_quantization("none") is None
-    with pytest.raises(StartupError, match="--quantize is int3; it must be none, int8, int4, int4-128"):
+    with pytest.raises(StartupError, match="--quantize is int3; it must be none, int8, int4, int4-128, fp8"):
         find_quantization("int3")
 
 

@@ -175,5 +175,7 @@ def test_modes_that_do_not_fit_are_refused_before_weights_are_read(tmp_path: Pat
     (tmp_path / "config.json").write_text((make_checkpoint("llama2", tmp_path / "m") / "config.json").read_text())
     with pytest.raises(StartupError, match=r"is int4-128; .*q_proj\.weight has 64 inputs, not a multiple of 128: use"):
         CpuDecoderPass.describe(tmp_path, PassOptions(quantize="int4-128"))
-    with pytest.raises(StartupError, match="--quantize is int3; it must be none, int8, int4, int4-128"):
+    with pytest.raises(StartupError, match="--quantize is int3; it must be none, int8, int4, int4-128, fp8"):
         CpuDecoderPass.describe(tmp_path, PassOptions(quantize="int3"))
+    with pytest.raises(StartupError, match="--quantize is fp8; the CPU has no products with 8-bit floats: use int8"):
+        CpuDecoderPass.describe(tmp_path, PassOptions(quantize="fp8"))

@@ -75,20 +75,22 @@ __device__ __forceinline__ const float* stream_tile(uint4* shared, const T* x, W
 #pragma unroll
         for (int step = 0; step < Weights::kStepsHeld; ++step) {
             const int input = chunk * kChunkInputs + step * kStepInputs + t * 8;
+            const auto row_of = [&](int tile) {
+                const int row = tile * 8 + g;
+                return row < num_rows && input < inputs ? *reinterpret_cast<const uint4*>(x + row * inputs + input)
+                                                        : make_uint4(0, 0, 0, 0);
+            };
+            // Beside scales of groups there are no registers for all rows at once.
+            constexpr int kAhead = Weights::kHasGroups ? 0 : kTiles;
             uint4 of_rows[kTiles];
 #pragma unroll
-            for (int tile = 0; tile < kTiles; ++tile) {
-                const int row = tile * 8 + g;
-                of_rows[tile] = make_uint4(0, 0, 0, 0);
-                if (row < num_rows && input < inputs)
-                    of_rows[tile] = *reinterpret_cast<const uint4*>(x + row * inputs + input);
-            }
+            for (int tile = 0; tile < kAhead; ++tile) of_rows[tile] = row_of(tile);
             LaneWeights w;
             weights.read(w, step);
 #pragma unroll
             for (int tile = 0; tile < kTiles; ++tile) {
                 if (tile * 8 >= num_rows) break;
-                multiply_step<T>(acc[tile], w, weights, step, of_rows[tile]);
+                multiply_step<T>(acc[tile], w, weights, step, tile < kAhead ? of_rows[tile] : row_of(tile));
             }
         }
     }

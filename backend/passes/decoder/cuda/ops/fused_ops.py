@@ -12,13 +12,17 @@ import torch
 
 from penstock.backend.passes.decoder.cuda.ops.activations import Residual, head_shape, narrow
 from penstock.backend.passes.decoder.cuda.ops.cuda_ops import CudaOps
-from penstock.backend.passes.decoder.cuda.ops.matmul import BlockedMatmul, CudaLinear
+from penstock.backend.passes.decoder.cuda.ops.matmul import BlockedMatmul
 from penstock.backend.passes.decoder.cuda.ops.row_products import (
     HEAD_DIM_UNIT,
     MAX_ROWS,
     ROW_DTYPE,
+    ROW_FORMS,
+    RowForm,
+    RowLinear,
     RowProducts,
     WeighedRows,
+    form_of,
 )
 
 if TYPE_CHECKING:
@@ -79,7 +83,7 @@ class _Projection(NamedTuple):
     """The product of q, k and v, before its kernel is launched."""
 
     rows: WeighedRows
-    weights: CudaLinear
+    weights: RowLinear
 
 
 class _Summed(Residual):
@@ -89,20 +93,21 @@ class _Summed(Residual):
 
     def __init__(self, values: Tensor) -> None:
         super().__init__(values)
-        self.product: tuple[Tensor, CudaLinear] | None = None
+        self.product: tuple[Tensor, RowLinear] | None = None
 
 
 class FusedCudaOps(CudaOps):
     """See `Ops`; of a model that `fuses` accepts. Only models whose linears all have kernels run so."""
 
-    _has_kernels = True
+    _forms: frozenset[RowForm] = frozenset()
+    """Forms of all packed linears."""
     _fuses_step = False
 
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
-    ) -> CudaLinear | CudaQuantizedLinear:
+    ) -> RowLinear:
         packed = super().pack_linear(weight, bias, scale, is_gated=is_gated)
-        self._has_kernels &= isinstance(packed, CudaLinear)
+        self._forms = self._forms | {form_of(packed)}
         return packed
 
     def open_cache(
@@ -123,7 +128,11 @@ class FusedCudaOps(CudaOps):
     def kernels(self) -> Iterator[Kernel]:
         yield from super().kernels()
         if self._has_kernels:
-            yield from self._products.kernels
+            yield from self._products.kernels(self._forms)
+
+    @property
+    def _has_kernels(self) -> bool:
+        return self._forms.issubset(ROW_FORMS)
 
     def begin(self, step: CudaStep) -> None:
         super().begin(step)
@@ -179,7 +188,7 @@ class FusedCudaOps(CudaOps):
         self._products.gate(x, weights, out)
         return out
 
-    def _multiply(self, x: Tensor, weights: CudaLinear | CudaQuantizedLinear, out: Tensor) -> Tensor:
-        if self._fuses_step and isinstance(weights, CudaLinear):
+    def _multiply(self, x: Tensor, weights: RowLinear, out: Tensor) -> Tensor:
+        if self._fuses_step:
             return self._products.multiply(x, weights, out)
         return super()._multiply(x, weights, out)

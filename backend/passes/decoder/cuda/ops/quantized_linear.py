@@ -60,14 +60,19 @@ def kernels() -> Iterator[Kernel]:
 
 def quantized_kernels(form: KernelForm, dtype: torch.dtype) -> tuple[Kernel, Kernel, Kernel]:
     """Return multiply_quantised, dequantise_rows and embed_quantised."""
-    is_float, has_blocks = isinstance(form, Float8Form) or form == MXFP4_FORM, isinstance(form, GroupedForm)
-    macros = (
-        ("ACT", ACT_MACRO[dtype]), ("WEIGHT", value_bits(form)), ("FLOAT", int(is_float)),
-        ("GROUP", 0 if has_blocks else form.group_size or 0), ("BLOCKS", int(has_blocks)),
-    )  # fmt: skip
+    macros = (("ACT", ACT_MACRO[dtype]), *form_macros(form))
     entries = ("multiply_quantised", "dequantise_rows", "embed_quantised")
     multiply, dequantise, embed = (Kernel("quantised_products.cu", entry, macros, 128) for entry in entries)
     return multiply, dequantise, embed
+
+
+def form_macros(form: KernelForm) -> tuple[tuple[str, int], ...]:
+    """Return the macros of kernels/quantised_weights.cuh, without ACT."""
+    is_float, has_blocks = isinstance(form, Float8Form) or form == MXFP4_FORM, isinstance(form, GroupedForm)
+    return (
+        ("WEIGHT", value_bits(form)), ("FLOAT", int(is_float)),
+        ("GROUP", 0 if has_blocks else form.group_size or 0), ("BLOCKS", int(has_blocks)),
+    )  # fmt: skip
 
 
 def scratch_bytes(max_tokens: int, matmul: Matmul) -> int:

@@ -1,23 +1,28 @@
 """Products of a step of few rows with all that stands between them in a layer: five kernels a layer, with attention.
 
 Weights stream through shared memory and begin before the kernel's input exists. A row's bits do not depend on the other
-rows. Activations are bf16.
+rows. Activations are bf16; weights are too, or they have 8 bits and are widened in registers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 
+from penstock.backend.checkpoint.float8_weight import FLOAT8_GROUP_SIZE, Float8Form
+from penstock.backend.checkpoint.quantized_weights import PackedForm
 from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Kernel
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO
 from penstock.backend.passes.decoder.cuda.ops.matmul import CudaLinear
+from penstock.backend.passes.decoder.cuda.ops.packed_weights import CudaQuantizedLinear, KernelForm
+from penstock.backend.passes.decoder.cuda.ops.quantized_linear import form_macros
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch import Tensor
 
@@ -38,17 +43,27 @@ _NUM_UNUSED = 4
 _FEW_OUTPUTS = 4096
 """Below it tiles of 16 outputs: 32 would leave most of a GPU's multiprocessors without a block."""
 
-RowLinear: TypeAlias = CudaLinear
+RowLinear: TypeAlias = CudaLinear | CudaQuantizedLinear
+RowForm: TypeAlias = KernelForm | None
+"""The form of a linear's weights; None for bf16."""
+ROW_FORMS: tuple[RowForm, ...] = (None, PackedForm(None), Float8Form(None), Float8Form(FLOAT8_GROUP_SIZE))
+"""Forms with four bits are left to `QuantizedProducts`: widening them takes longer than reading them."""
 
 
 def kernels() -> Iterator[Kernel]:
     """Yield all instantiations; see `kernel_manifest`."""
-    for tile in _OUTPUT_TILES:
-        yield _product("multiply_and_add", tile)
-    for entry in ("weigh_rows", "multiply_and_gate", "multiply_rows"):
-        yield _product(entry, _OUTPUT_TILES[0])
-    for kv_dtype in KV_MACRO:
-        yield _store(kv_dtype)
+    yield _WEIGH
+    for form in ROW_FORMS:
+        for tile in _OUTPUT_TILES:
+            yield _product("multiply_and_add", tile, form)
+        for entry in ("multiply_and_gate", "multiply_rows"):
+            yield _product(entry, _OUTPUT_TILES[0], form)
+        for kv_dtype in KV_MACRO:
+            yield _store(kv_dtype, form)
+
+
+def form_of(linear: RowLinear) -> RowForm:
+    return linear.form if isinstance(linear, CudaQuantizedLinear) else None
 
 
 def scratch_bytes(hidden_size: int, heads: HeadShape) -> int:
@@ -84,26 +99,27 @@ class RowProducts:
         self._rotary_dim = rotary_dim
         self._eps = np.float32(eps)
         self._page_size_tokens = layout.page_size_tokens
-        self._add = _product("multiply_and_add", _tile(hidden_size))
-        self._weigh, self._gate, self._multiply = (
-            _product(entry, _OUTPUT_TILES[0]) for entry in ("weigh_rows", "multiply_and_gate", "multiply_rows")
-        )
-        self._store = _store(layout.kv_dtype)
+        self._tile = _tile(hidden_size)
+        self._kv_dtype = layout.kv_dtype
         num_heads = heads.num_heads + 2 * heads.num_kv_heads
         self._squares = torch.zeros(MAX_ROWS * _num_parts(hidden_size), device=device)
         self._tickets = torch.zeros(num_heads, dtype=torch.int32, device=device)
         self._unused = torch.zeros(_NUM_UNUSED, device=device)
 
-    @property
-    def kernels(self) -> tuple[Kernel, ...]:
-        """The kernels to pass to `Launcher.prepare`."""
-        return self._weigh, self._add, self._gate, self._multiply, self._store
+    def kernels(self, forms: Iterable[RowForm]) -> Iterator[Kernel]:
+        """Yield the kernels to pass to `Launcher.prepare`, for linears of these forms."""
+        yield _WEIGH
+        for form in forms:
+            yield _product("multiply_and_add", self._tile, form)
+            yield _product("multiply_and_gate", _OUTPUT_TILES[0], form)
+            yield _product("multiply_rows", _OUTPUT_TILES[0], form)
+            yield _store(self._kv_dtype, form)
 
     def weigh(self, residual: Tensor, norm: Tensor, hidden: Tensor) -> WeighedRows:
         """Begin the norm of residual [n, hidden] fp32 with the weight norm [hidden], in the memory of `hidden`."""
         squares = self._squares[: len(residual)].view(-1, 1)
         self._launcher.launch(
-            self._weigh, (len(residual), 1, 1), residual, norm, hidden, squares, np.int32(residual.shape[1])
+            _WEIGH, (len(residual), 1, 1), residual, norm, hidden, squares, np.int32(residual.shape[1])
         )
         return WeighedRows(hidden, squares)
 
@@ -112,8 +128,9 @@ class RowProducts:
         num_rows, outputs = residual.shape
         num_tiles = _num_parts(outputs)
         squares = self._squares[: num_rows * num_tiles].view(num_rows, num_tiles)
+        kernel = _product("multiply_and_add", self._tile, form_of(linear))
         self._launcher.launch(
-            self._add, (num_tiles, 1, 1), x, *self._parts(linear), residual, norm, hidden, squares,
+            kernel, (num_tiles, 1, 1), x, *self._parts(linear), residual, norm, hidden, squares,
             *map(np.int32, (num_rows, outputs, x.shape[1])), *_factors(linear),
         )  # fmt: skip
         return WeighedRows(hidden, squares)
@@ -122,16 +139,18 @@ class RowProducts:
         """out [n, width] = silu(gate) * up of the norm's rows; the linear's outputs are [gate | up]."""
         num_rows, width = out.shape
         sizes = (num_rows, width, rows.values.shape[1], rows.squares.shape[1])
+        kernel = _product("multiply_and_gate", _OUTPUT_TILES[0], form_of(linear))
         self._launcher.launch(
-            self._gate, (-(-width // (_OUTPUT_TILES[0] // 2)), 1, 1), rows.values, rows.squares, *self._parts(linear),
+            kernel, (-(-width // (_OUTPUT_TILES[0] // 2)), 1, 1), rows.values, rows.squares, *self._parts(linear),
             out, *map(np.int32, sizes), self._eps, *_factors(linear),
         )  # fmt: skip
 
     def multiply(self, x: Tensor, linear: RowLinear, out: Tensor) -> Tensor:
         """out [n, outputs] = the linear of x; return out."""
         num_rows, outputs = out.shape
+        kernel = _product("multiply_rows", _OUTPUT_TILES[0], form_of(linear))
         self._launcher.launch(
-            self._multiply, (-(-outputs // _OUTPUT_TILES[0]), 1, 1), x, *self._parts(linear), out,
+            kernel, (-(-outputs // _OUTPUT_TILES[0]), 1, 1), x, *self._parts(linear), out,
             *map(np.int32, (num_rows, outputs, x.shape[1])), *_factors(linear),
         )  # fmt: skip
         return out
@@ -160,8 +179,9 @@ class RowProducts:
             heads.num_heads, heads.num_kv_heads, heads.head_dim, 0 if rope is None else self._rotary_dim,
             norms is not None,
         )  # fmt: skip
+        kernel = _store(self._kv_dtype, form_of(linear))
         self._launcher.launch(
-            self._store, (qkv.shape[1] // _OUTPUT_TILES[0], 1, 1), rows.values, rows.squares, *self._parts(linear), qkv,
+            kernel, (qkv.shape[1] // _OUTPUT_TILES[0], 1, 1), rows.values, rows.squares, *self._parts(linear), qkv,
             q_norm, k_norm, table if query_rope is None else query_rope, table, layer_cache, page_table,
             step_rows.context_lens, step_rows.slots, self._tickets, *map(np.int32, sizes), self._eps,
             *_factors(linear),
@@ -169,12 +189,17 @@ class RowProducts:
 
     def _parts(self, linear: RowLinear) -> tuple[Tensor, ...]:
         """values, scales, zeros and bias; those that are missing are any tensor, which is not read."""
-        weight = linear.weight
-        return weight, self._unused, weight, weight if linear.bias is None else linear.bias
+        if isinstance(linear, CudaQuantizedLinear):
+            parts = linear.parts
+        else:
+            parts = linear.weight, self._unused, linear.weight
+        return *parts, parts[0] if linear.bias is None else linear.bias
 
 
 def _factors(linear: RowLinear) -> tuple[np.int32, np.float32, np.int32]:
-    return np.int32(linear.bias is not None), np.float32(linear.scale), np.int32(0)
+    """has_bias, scale and blocks."""
+    blocks = linear.blocks if isinstance(linear, CudaQuantizedLinear) else 0
+    return np.int32(linear.bias is not None), np.float32(linear.scale), np.int32(blocks)
 
 
 def _tile(outputs: int) -> int:
@@ -185,18 +210,21 @@ def _num_parts(outputs: int) -> int:
     return -(-outputs // _tile(outputs))
 
 
-def _product(entry: str, tile: int) -> Kernel:
-    is_product = entry != "weigh_rows"
-    return Kernel(
-        "row_products.cu", entry, _macros(tile), _NUM_THREADS, tile * _RING_BYTES_OF_OUTPUT * is_product, is_product
-    )
+@cache
+def _product(entry: str, tile: int, form: RowForm) -> Kernel:
+    return Kernel("row_products.cu", entry, _macros(tile, form), _NUM_THREADS, tile * _RING_BYTES_OF_OUTPUT, True)
 
 
-def _store(kv_dtype: str) -> Kernel:
+@cache
+def _store(kv_dtype: str, form: RowForm) -> Kernel:
     tile = _OUTPUT_TILES[0]
-    macros = (*_macros(tile), ("KV_DTYPE", KV_MACRO[kv_dtype]))
+    macros = (*_macros(tile, form), ("KV_DTYPE", KV_MACRO[kv_dtype]))
     return Kernel("qkv_product.cu", "multiply_and_store", macros, _NUM_THREADS, tile * _RING_BYTES_OF_OUTPUT, True)
 
 
-def _macros(tile: int) -> tuple[tuple[str, int], ...]:
-    return ("ACT", ACT_MACRO[ROW_DTYPE]), ("WEIGHT", 16), ("TILE_OUTPUTS", tile)
+def _macros(tile: int, form: RowForm) -> tuple[tuple[str, int], ...]:
+    of_form = (("WEIGHT", 16),) if form is None else form_macros(form)
+    return ("ACT", ACT_MACRO[ROW_DTYPE]), *of_form, ("TILE_OUTPUTS", tile)
+
+
+_WEIGH = Kernel("row_products.cu", "weigh_rows", _macros(_OUTPUT_TILES[0], None), _NUM_THREADS)

@@ -64,7 +64,7 @@ def oracle(model_dir: Path, mode: str) -> Any:
 
 @pytest.mark.parametrize(
     ("architecture", "mode", "is_deterministic"),
-    [("qwen3", "int8", False), ("llama3", "int4", False), ("qwen2-moe", "int8", True)],
+    [("qwen3", "int8", False), ("llama3", "int4", False), ("qwen2-moe", "int8", True), ("qwen3", "fp8", False)],
 )
 def test_logits_are_those_of_the_same_weights_in_transformers(
     architecture: str, mode: str, is_deterministic: bool

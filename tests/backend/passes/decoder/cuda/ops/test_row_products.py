@@ -12,10 +12,12 @@ from penstock.backend.passes.decoder.cuda.ops.row_products import MAX_ROWS
 from penstock.tools.gpu_check.cases.row_products import (
     CASES,
     CHECKS,
+    STORED,
     WIDE,
     RowCase,
     check_add,
     check_company,
+    check_gate,
     check_store,
     small_case,
 )
@@ -36,6 +38,13 @@ def test_products_agree_with_float64(case: RowCase, check: Callable[[Launcher, R
     check(FAST, case)
 
 
+@pytest.mark.parametrize("case", STORED.values(), ids=STORED)
+def test_products_with_weights_of_8_bits_agree_with_float64(case: RowCase) -> None:
+    for check in CHECKS:
+        check(FAST, case)
+    check_company(FAST, replace(case, num_rows=10))
+
+
 def test_a_wide_output_is_cut_into_larger_tiles() -> None:
     check_add(FAST, WIDE)
 
@@ -54,4 +63,5 @@ def test_products_have_no_races_and_use_nothing_before_their_wait(order: Order) 
     launcher = EmulatedLauncher("check", order, 3)
     for check in CHECKS:
         check(launcher, CASES["small"])
+    check_gate(launcher, replace(STORED["fp8-128"], num_rows=2))
     check_store(launcher, replace(CASES["full"], num_rows=MAX_ROWS if order == "reverse" else 9))
