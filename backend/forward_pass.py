@@ -152,7 +152,8 @@ class StepBatch:
     context_lens: NDArray[np.int32]
     """[R] tokens of the sequence whose KV was computed before this step."""
     page_table: NDArray[np.int32]
-    """[R, P] page numbers; entries beyond a row's pages, and those behind the window, are void and must not be used."""
+    """[R, P] page numbers; entries beyond a row's pages, and those behind the window, are void and must not be used.
+    With G groups of layers [R, P, G]: pages of the same tokens, one for each entry of `PassSpec.kv_windows`."""
     slots: NDArray[np.int32]
     """[R] the sequence's slot in [0, max_running): constant while it runs, reused afterwards."""
     logit_rows: NDArray[np.int32]
@@ -279,10 +280,12 @@ class PassSpec:
     embedding_size: int = 0
     """Width of prompts that are embeddings, see `StepBatch.embeddings`; 0 if the pass takes none. A pass that is
     IDeviceLogits receives them on the device and on the host, others on the host only."""
-    window_tokens: int | None = None
-    """In every layer a token attends to itself and at most the window_tokens - 1 tokens before it; None if a layer
-    attends to all. A page behind the window is given away while its sequence runs. So nothing may be read there, not
-    even what a mask hides: a pass that reads whole blocks adds their length."""
+    kv_windows: tuple[int | None, ...] = (None,)
+    """An entry for each group of layers with pages of its own, which take equal parts of kv_bytes_per_token. In the
+    group's layers a token attends to itself and at most so many tokens - 1 before it; None if a layer attends to all. A
+    page behind the window is given away while its sequence runs. So nothing may be read there, not even what a mask
+    hides: a pass that reads whole blocks adds their length. With several groups no step has page_copies or
+    page_restores."""
     state_bytes_per_sequence: int = 0
     """Memory of the state that the pass keeps for each slot beside the pages, as linear attention does; 0 for none. A
     SlotInit resets it, and comes with the row that begins at position 0; each later row of the slot goes on where the
@@ -316,6 +319,9 @@ class PassOptions:
     """The form that weights get while they are loaded: "none", or the name of a form, such as "int8"."""
     task: str = "auto"
     """The model's task: "generate", "embed", "rerank" or "classify"; "auto" is what its files say."""
+    splits_layers: bool = False
+    """Layers with other windows may be groups of their own, see `PassSpec.kv_windows`. The backend serves them so;
+    callers that have one page table do not ask for it, and then get one group."""
     cpu_path: str = "auto"
     """The instruction set of the CPU kernels; other passes ignore it."""
     weights_fds: tuple[int, int] | None = None
@@ -342,7 +348,8 @@ class IBatchedForwardPass(Protocol):
         ...
 
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
-        """Allocate exactly num_pages * page_size_tokens * spec.kv_bytes_per_token[kv_dtype] bytes. Called once."""
+        """Allocate num_pages * page_size_tokens * spec.kv_bytes_per_token[kv_dtype] bytes, no more; with G groups of
+        layers that divided by G, because any page may become any group's. Called once."""
         ...
 
     def forward(self, batch: StepBatch) -> Any:

@@ -280,7 +280,7 @@ def _create_recorder(
         options.batch_channel_capacity,
         options.priority_step_s,
         forward_pass.spec.state_bytes_per_sequence > 0,
-        forward_pass.spec.window_tokens,
+        forward_pass.spec.kv_windows,
         options.record_tokens,
         PROTOCOL_VERSION,
     )

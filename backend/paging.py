@@ -54,7 +54,7 @@ def create_scheduler(
     keeps_state = forward_pass.spec.state_bytes_per_sequence > 0
     num_host_pages = 0
     # Without the state of its sequence a page is of no use, and one behind a window is soon evicted.
-    if isinstance(forward_pass, IHostPages) and not (keeps_state or plan.window.is_bounded):
+    if isinstance(forward_pass, IHostPages) and not (keeps_state or plan.groups.has_windows):
         num_host_pages = forward_pass.num_host_pages
     observers: list[FullPageObserver] = [PageDigestWriter(board.behind, plan.page_size_tokens)]
     if kv_events is not None:
@@ -66,6 +66,6 @@ def create_scheduler(
         settings.max_batch_tokens,
         num_plans_ahead=options.batch_channel_capacity,
         keeps_state=keeps_state,
-        window_tokens=forward_pass.spec.window_tokens,
+        kv_windows=forward_pass.spec.kv_windows,
     )
-    return scheduler, BatchBuilder(settings.max_running, plan.max_pages_per_sequence)
+    return scheduler, BatchBuilder(settings.max_running, plan.max_pages_per_sequence, plan.groups.count)

@@ -45,13 +45,27 @@ def check_vocabulary(spec: PassSpec, model_dir: Path) -> None:
     )
 
 
+def check_groups(spec: PassSpec) -> None:
+    """Raises StartupError for windows that are none, and for groups of layers that have no equal parts."""
+    windows = spec.kv_windows
+    if not windows or any(window is not None and window < 1 for window in windows):
+        raise StartupError(f"the forward pass has kv_windows {windows}: make them one or more, of 1 token or more")
+    for kv_dtype, num_bytes in spec.kv_bytes_per_token.items():
+        if num_bytes % len(windows):
+            raise StartupError(
+                f"the forward pass has {num_bytes} kv_bytes_per_token in {kv_dtype} for {len(windows)} groups of "
+                "layers: make them a multiple, because each group has an equal part"
+            )
+
+
 def check_first_step(forward_pass: IBatchedForwardPass, spec: PassSpec) -> float | None:
     """Run a step of one token for each kind of result, and check what it returns. Raises StartupError.
 
     Return the duration in seconds of a second step that samples a token: the first one also loads code and allocates.
     None for a model that does not generate.
 
-    spec is what `describe` returned. The steps write to page 0 and use slot 0, before the engine gives out either.
+    spec is what `describe` returned. The steps write to the first page of each group and use slot 0, before the engine
+    gives out either.
     """
     if forward_pass.spec.vocab_size != spec.vocab_size:
         raise StartupError(
@@ -59,17 +73,22 @@ def check_first_step(forward_pass: IBatchedForwardPass, spec: PassSpec) -> float
             f"{spec.vocab_size}: make both the same"
         )
     _check_kinds(forward_pass.spec, spec)
-    has_pages = bool(spec.kv_bytes_per_token)
+    if forward_pass.spec.kv_windows != spec.kv_windows:
+        raise StartupError(
+            f"the loaded forward pass has kv_windows {forward_pass.spec.kv_windows}; its describe() said "
+            f"{spec.kv_windows}: make both the same"
+        )
+    num_groups = len(spec.kv_windows) if spec.kv_bytes_per_token else 0
     token_step_s = None
     if spec.generates:
-        batch = _one_token(None, has_pages=has_pages)
+        batch = _one_token(None, num_groups)
         _check_sampling(forward_pass, spec, batch)
         began_s = time.perf_counter()
         forward_pass.sample(forward_pass.forward(batch), batch).wait()
         token_step_s = time.perf_counter() - began_s
     for kind, width in spec.pooled.items():
         row = np.zeros(1, np.int32)
-        batch = _one_token(PooledRows(row, (kind,), row), has_pages=has_pages)
+        batch = _one_token(PooledRows(row, (kind,), row), num_groups)
         pooled = forward_pass.sample(forward_pass.forward(batch), batch).wait().pooled or ()
         shapes = [list(values.shape) for values in pooled]
         expected = [1, width] if kind in _PER_TOKEN else [width]
@@ -99,16 +118,17 @@ def _check_kinds(loaded: PassSpec, spec: PassSpec) -> None:
         raise StartupError("the forward pass has a KV cache, so inputs come in parts: it cannot give a vector a token")
 
 
-def _one_token(pooled: PooledRows | None, *, has_pages: bool) -> StepBatch:
+def _one_token(pooled: PooledRows | None, num_groups: int) -> StepBatch:
     token = np.zeros(1, np.int32)
+    pages = np.arange(num_groups, dtype=np.int32)
     return StepBatch(
         input_ids=token,
         query_starts=np.array([0, 1], np.int32),
         context_lens=np.zeros(1, np.int32),
-        page_table=np.zeros((1, int(has_pages)), np.int32),
+        page_table=pages[None, None] if num_groups > 1 else pages[None],
         slots=np.zeros(1, np.int32),
         logit_rows=np.zeros(int(pooled is None), np.int32),
-        slot_inits=(SlotInit(0, SamplingParams(temperature=0.0), token, 1),) if has_pages else (),
+        slot_inits=(SlotInit(0, SamplingParams(temperature=0.0), token, 1),) if num_groups else (),
         pooled=pooled,
     )
 

@@ -10,10 +10,11 @@ from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.errors import NoRoomBeside, StartupError
 from penstock.backend.forward_pass import PassOptions
-from penstock.backend.kv_cache.attention_window import AttentionWindow
 from penstock.backend.kv_cache.budget import CPU_BUDGET_BYTES, KvBudget, KvPlan, auto_budget, host_budget, plan_kv
+from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.kv_cache.memory import host_memory
 from penstock.backend.kv_cache.whole_plan import WholePlan, plan_whole
+from penstock.backend.pass_checks import check_groups
 from penstock.backend.pass_extensions import IFindsHeldWeights
 from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device, planned_device
 from penstock.backend.shipped_models import DEMO_MODEL, SHIPPED_MODELS
@@ -54,6 +55,7 @@ def pass_options(options: BackendOptions) -> PassOptions:
         host_kv_bytes=host_budget(options.host_kv_budget, device, host_memory()),
         quantize=options.quantize,
         task=options.task,
+        splits_layers=options.persist_kv_fd is None,  # pages of several groups are not kept
         cpu_path=options.cpu_path,
         weights_fds=_pair(options.weights_fds),
     )
@@ -101,6 +103,7 @@ def describe_pass(
             max_batch_tokens=max(step_tokens, longest),
         )
         spec = pass_class.describe(config_dir, settings)
+    check_groups(spec)
     if spec.quantization != options.quantize:
         raise StartupError(
             f'--quantize is {options.quantize}; forward pass "{name}" has only {spec.quantization}: '
@@ -130,9 +133,9 @@ def plan_cache(options: BackendOptions, spec: PassSpec, device: str, memory: Mem
     budget = options.kv_budget
     if budget is None:
         budget = CPU_BUDGET_BYTES if device == "cpu" else "auto"
-    window = AttentionWindow.of(
+    groups = KvGroups.of(
         options.page_size,
-        spec.window_tokens,
+        spec.kv_windows,
         options.step_tokens(device),
         options.batch_channel_capacity,
         keeps_state=spec.state_bytes_per_sequence > 0,
@@ -141,7 +144,7 @@ def plan_cache(options: BackendOptions, spec: PassSpec, device: str, memory: Mem
         spec,
         budget=auto_budget(spec, memory) if budget == "auto" else KvBudget(budget),
         kv_dtype=options.kv_dtype,
-        window=window,
+        groups=groups,
         max_context_tokens=options.max_context,
         max_running=options.max_running,
     )

@@ -31,10 +31,13 @@ for suite in (test_contract, test_pooling):
 
 _EMULATED = "tests.backend.passes.decoder.cuda.emulated_pass:EmulatedCudaPass"
 _TRANSFORMERS = "penstock.backend.passes.transformers_model.forward_pass:TransformersPass"
+_GROUPED = "decoder whose layers are several groups"
 _ENCODER = "encoder"
 _OWN_PASSES = [
     ("fake", None, "none"),
     ("penstock.backend.passes.fake:StatefulFakePass", None, "none"),
+    ("penstock.backend.passes.fake:WindowedFakePass", None, "none"),
+    ("penstock.backend.passes.fake:GroupedFakePass", None, "none"),
     ("penstock.backend.passes.fake_encoder:FakeEncoder", None, "none"),
     ("penstock.backend.passes.fake_encoder:PoolingFakePass", None, "none"),
     (_ENCODER, None, "none"),
@@ -42,6 +45,7 @@ _OWN_PASSES = [
     ("decoder", None, "none"),
     ("decoder", "q8_0", "none"),
     ("decoder", None, "int4"),
+    (_GROUPED, None, "none"),
     (_EMULATED, None, "none"),
     (_TRANSFORMERS, None, "none"),
 ]
@@ -66,6 +70,8 @@ def forward_pass(
     if pass_name in ("decoder", _EMULATED, _TRANSFORMERS) and model_dir is None:
         head_dim = 32 if pass_name == "decoder" else 64
         model_dir = make_checkpoint("llama3", tmp_path_factory.mktemp("contract"), head_dim=head_dim)
+    if pass_name == _GROUPED and model_dir is None:
+        model_dir, pass_name = make_checkpoint("gemma3", tmp_path_factory.mktemp("contract")), "decoder"
     if pass_name == _ENCODER and model_dir is None:
         model_dir = tmp_path_factory.mktemp("contract")
         make_encoder("bert", "Model", model_dir)

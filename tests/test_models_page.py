@@ -61,21 +61,26 @@ MODELS = {
 
 
 def decoder_rows() -> list[str]:
-    rows = ["| architecture | models | CPU | GPU | layers with a window |", "|---|---|---|---|---|"]
+    rows = ["| architecture | models | CPU | GPU | windows |", "|---|---|---|---|---|"]
     for architecture in SUPPORTED_ARCHITECTURES:
         configs = [tiny(name) for name, preset in PRESETS.items() if preset.model == architecture]
         assert configs, f"tests/checkpoints.py has no preset of {architecture}"
         is_native = all(map(supports_native_ops, configs))
-        windows = any(any(config.layer_window_tokens) for config in configs)
+        windows = {window_kinds(config) for config in configs} - {""}
         cells = (
             f"`{architecture}`",
             MODELS[architecture],
             "kernels" if is_native else "torch",
             on_gpu({unsupported_variation(config) for config in configs}),
-            "yes" if windows else "",
+            " or ".join(sorted(windows)),
         )
         rows.append(f"| {' | '.join(cells)} |")
     return rows
+
+
+def window_kinds(config: DecoderConfig) -> str:
+    windows = config.layer_window_tokens
+    return "" if not any(windows) else "all" if all(windows) else "some"
 
 
 ENCODERS = {

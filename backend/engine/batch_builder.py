@@ -41,8 +41,10 @@ class WholeBatchBuilder:
 class BatchBuilder:
     """Keeps the page table of all slots between steps: a step writes only the pages that it adds."""
 
-    def __init__(self, max_running: int, max_pages_per_sequence: int) -> None:
+    def __init__(self, max_running: int, max_pages_per_sequence: int, num_groups: int = 1) -> None:
+        """max_pages_per_sequence: of all groups."""
         self._page_table = np.zeros((max_running, max_pages_per_sequence), np.int32)
+        self._num_groups = num_groups
         self._num_pages = np.zeros(max_running, np.int32)
         self._counting = np.arange(max_running + 1, dtype=np.int32)
         self._from_slot = np.full(max_running, FROM_SLOT, np.int32)
@@ -73,7 +75,7 @@ class BatchBuilder:
             input_ids=input_ids,
             query_starts=query_starts,
             context_lens=_column(plan.ends) - lengths,
-            page_table=self._page_table[slots, : self._num_pages[slots].max()],
+            page_table=self._pages_of(slots),
             slots=slots,
             logit_rows=_column(plan.logit_rows),
             slot_inits=tuple(map(_slot_init, plan.slot_init_sequences)),
@@ -91,12 +93,16 @@ class BatchBuilder:
             input_ids=self._from_slot[:num_rows].copy(),
             query_starts=self._counting[: num_rows + 1].copy(),
             context_lens=_column(plan.ends) - np.int32(1),
-            page_table=self._page_table[slots, : self._num_pages[slots].max()],
+            page_table=self._pages_of(slots),
             slots=slots,
             logit_rows=self._counting[:num_rows].copy(),
             page_copies=tuple(plan.page_copies.values()),
             page_restores=tuple(chain.from_iterable(plan.page_restores.values())),
         )
+
+    def _pages_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        pages: NDArray[np.int32] = self._page_table[slots, : self._num_pages[slots].max()]
+        return pages if self._num_groups == 1 else pages.reshape(len(slots), -1, self._num_groups)
 
     def _clear(self, sequence: Sequence) -> None:
         self._page_table[sequence.slot, : self._num_pages[sequence.slot]] = 0

@@ -11,7 +11,7 @@ from penstock.shm.process.options import format_size
 
 if TYPE_CHECKING:
     from penstock.backend.forward_pass import PassSpec
-    from penstock.backend.kv_cache.attention_window import AttentionWindow
+    from penstock.backend.kv_cache.kv_groups import KvGroups
     from penstock.backend.kv_cache.memory import MemoryInfo
 
 CPU_BUDGET_BYTES = 2_000_000_000
@@ -79,20 +79,27 @@ class KvCapacity:
 
     kv_dtype: str
     bytes_per_token: int
-    page_size_tokens: int
+    """Over all layers, and so over all groups of layers."""
+    groups: KvGroups
     num_pages: int
+    """Of all groups."""
+
+    @property
+    def page_size_tokens(self) -> int:
+        return self.groups.page_size_tokens
 
     @property
     def num_tokens(self) -> int:
-        return self.num_pages * self.page_size_tokens
+        """Tokens with a page of each group; more fit where windows pass."""
+        return self.num_pages // self.groups.count * self.page_size_tokens
 
     @property
     def num_bytes(self) -> int:
-        return self.num_tokens * self.bytes_per_token
+        return self.num_pages * self.page_bytes
 
     @property
     def page_bytes(self) -> int:
-        return self.page_size_tokens * self.bytes_per_token
+        return self.page_size_tokens * self.bytes_per_token // self.groups.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +139,6 @@ class KvPlan(KvCapacity):
     workspace_bytes: int
     state_bytes: int
     """State of all slots; a part of the budget."""
-    window: AttentionWindow
     graph_bytes: int
     """A part of workspace_bytes."""
     budget: KvBudget
@@ -142,13 +148,13 @@ class KvPlan(KvCapacity):
 
     @property
     def max_pages_per_sequence(self) -> int:
-        """Entries of the page table."""
-        return self.window.pages_for(self.max_context_tokens)
+        """Entries of the page table, of all groups."""
+        return self.groups.pages_for(self.max_context_tokens)
 
     @property
     def num_longest_sequences(self) -> int:
         """Sequences of max_context_tokens that the pages hold at a time."""
-        return self.num_pages // self.window.most_pages(self.max_context_tokens)
+        return self.num_pages // self.groups.most_pages(self.max_context_tokens)
 
     @property
     def device_bytes(self) -> int:
@@ -190,7 +196,7 @@ def plan_kv(
     *,
     budget: KvBudget,
     kv_dtype: str,
-    window: AttentionWindow,
+    groups: KvGroups,
     max_context_tokens: int | None,
     max_running: int,
 ) -> KvPlan:
@@ -202,7 +208,7 @@ def plan_kv(
     Raises StartupError naming the value, the limit and the remedy.
     """
     check_context(spec, max_context_tokens)
-    page_size_tokens = window.page_size_tokens
+    page_size_tokens = groups.page_size_tokens
     if spec.page_sizes and page_size_tokens not in spec.page_sizes:
         offered = ", ".join(map(str, spec.page_sizes))
         raise StartupError(f"--page-size is {page_size_tokens}; this forward pass supports {offered}: use one of these")
@@ -213,20 +219,20 @@ def plan_kv(
             f"--kv-budget is {budget}; the state of --max-running {max_running} sequences takes "
             f"{format_size(state_bytes)}: {budget.remedy} or lower --max-running"
         )
-    choice = _choose_dtype(spec, page_bytes, kv_dtype, window, max_context_tokens, max_running)
+    choice = _choose_dtype(spec, page_bytes, kv_dtype, groups, max_context_tokens, max_running)
     capacity = choice.chosen
     if capacity.num_pages < 1:
         raise StartupError(
             f"--kv-budget is {budget}; one page of {page_size_tokens} tokens takes {format_size(capacity.page_bytes)}: "
             f"{budget.remedy} or lower --page-size"
         )
-    context = window.longest_sequence(capacity.num_pages, max_context_tokens or spec.max_context_tokens)
+    context = groups.longest_sequence(capacity.num_pages, max_context_tokens or spec.max_context_tokens)
     if context < (max_context_tokens or _MIN_CONTEXT_TOKENS):
         raise StartupError(
             f"--max-context is {max_context_tokens or _MIN_CONTEXT_TOKENS}; --kv-budget {budget} holds "
             f"{capacity.num_tokens} tokens: {budget.remedy} or lower --max-context"
         )
-    pages_per_sequence = window.pages_for(context)
+    pages_per_sequence = groups.pages_for(context)
     most_running = MAX_PAGE_TABLE // pages_per_sequence
     if max_running > most_running:
         raise StartupError(
@@ -236,14 +242,13 @@ def plan_kv(
     return KvPlan(
         kv_dtype=capacity.kv_dtype,
         bytes_per_token=capacity.bytes_per_token,
-        page_size_tokens=page_size_tokens,
-        num_pages=min(capacity.num_pages, max_running * window.most_pages(context)),
+        groups=groups,
+        num_pages=min(capacity.num_pages, max_running * groups.most_pages(context)),
         max_context_tokens=context,
         max_running=max_running,
         weight_bytes=spec.weight_bytes,
         workspace_bytes=spec.workspace_bytes,
         state_bytes=state_bytes,
-        window=window,
         graph_bytes=spec.graph_bytes,
         budget=budget,
         choice=choice,
@@ -255,15 +260,15 @@ def _choose_dtype(
     spec: PassSpec,
     num_bytes: int,
     kv_dtype: str,
-    window: AttentionWindow,
+    groups: KvGroups,
     max_context_tokens: int | None,
     max_running: int,
 ) -> KvDtypeChoice:
     """See `plan_kv`. Skips dtypes that are no narrower than one that held too little. Raises StartupError."""
     full_context_tokens = max_context_tokens or spec.max_context_tokens
-    held_tokens, page_size_tokens = window.most_tokens(full_context_tokens), window.page_size_tokens
+    held_tokens, set_tokens = groups.most_tokens(full_context_tokens), groups.page_size_tokens
     offered = {
-        name: KvCapacity(name, size, page_size_tokens, min(num_bytes // (size * page_size_tokens), MAX_PAGES))
+        name: KvCapacity(name, size, groups, min(groups.count * num_bytes // (size * set_tokens), MAX_PAGES))
         for name, size in spec.kv_bytes_per_token.items()
     }
     if max_context_tokens is None:

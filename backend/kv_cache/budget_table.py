@@ -47,7 +47,7 @@ def plan_rows(plan: KvPlan, host_kv_bytes: int = 0) -> list[tuple[str, str]]:
     size = format_size(plan.state_bytes)
     states = [(f"of the budget, state of {plan.max_running} sequences", size)] if plan.state_bytes else []
     held = f"{plan.choice.held_tokens:,} tokens"
-    windows = [(f"of it in pages, window {plan.window.num_tokens:,}", held)] if plan.window.is_bounded else []
+    windows = [("of it in pages, because of windows", held)] if plan.groups.has_windows else []
     quantization = [] if plan.quantization == "none" else [("of the weights, linears", plan.quantization)]
     return [
         *(auto or _taken_rows(plan)),

@@ -18,8 +18,11 @@ class NoPrefixCache:
     Has the methods of `PrefixCache`.
     """
 
+    def __init__(self, num_groups: int) -> None:
+        self._nothing = Prefix([], (0,) * num_groups)
+
     def find(self, _sequence: Sequence) -> Prefix:
-        return Prefix([])
+        return self._nothing
 
     def start(self, sequence: Sequence) -> None:
         sequence.kv.next_page_end = sys.maxsize  # no page is indexed when it is full
@@ -30,6 +33,9 @@ class NoPrefixCache:
 
     def stop(self, _sequence: Sequence) -> list[Awaited]:
         return []
+
+    def discard(self, _sequence: Sequence) -> None:
+        pass
 
     def invalidate_tenant(self, _salt: bytes) -> None:
         pass

@@ -7,6 +7,7 @@ is indexed, or a running sequence is still filling it.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -16,7 +17,7 @@ from penstock.backend.kv_cache.page_hash import extend_page_hashes, partial_page
 from penstock.backend.kv_cache.page_index import IndexedPage
 
 if TYPE_CHECKING:
-    from penstock.backend.kv_cache.attention_window import AttentionWindow
+    from penstock.backend.kv_cache.kv_groups import KvGroups
     from penstock.backend.kv_cache.page_pool import PagePool
     from penstock.backend.sequences.sequence import Sequence
 
@@ -34,9 +35,9 @@ class Prefix:
     """The part of a sequence that need not be computed. At least one token is left: its logits are needed."""
 
     pages: list[int]
-    """Full pages to hold."""
-    num_passed: int = 0
-    """Full pages before those, behind the window: nobody reads them."""
+    """Full pages to hold, set by set."""
+    passed: tuple[int, ...]
+    """By group, full pages before those, behind the window: nobody reads them."""
     num_on_host: int = 0
     """Full pages after those whose content is on the host."""
     num_copied_tokens: int = 0
@@ -48,12 +49,22 @@ class Prefix:
 
     @property
     def num_full_pages(self) -> int:
-        """Pages that need no computation at all."""
+        """Pages of a group that need no computation at all."""
         return self.num_held_or_passed + self.num_on_host
 
     @property
     def num_held_or_passed(self) -> int:
-        return self.num_passed + len(self.pages)
+        """Pages of a group."""
+        return (len(self.pages) + sum(self.passed)) // len(self.passed)
+
+    @property
+    def listed_pages(self) -> list[int]:
+        """Those to hold, and 0 for those that are passed, set by set."""
+        if not any(self.passed):
+            return self.pages
+        pages = iter(self.pages)
+        indices = range(self.num_held_or_passed)
+        return [next(pages) if index >= first else 0 for index in indices for first in self.passed]
 
 
 class PrefixCache:
@@ -62,10 +73,10 @@ class PrefixCache:
     Owned by the scheduler; not shared between threads.
     """
 
-    def __init__(self, pool: PagePool, window: AttentionWindow) -> None:
+    def __init__(self, pool: PagePool, groups: KvGroups) -> None:
         self._pool = pool
-        self._window = window
-        self._page_size = window.page_size_tokens
+        self._groups = groups
+        self._page_size = groups.page_size_tokens
         self._computing: dict[bytes, Sequence] = {}
         """Hash of a page that a running sequence is about to complete → that sequence."""
         self._filling: defaultdict[bytes, dict[Sequence, None]] = defaultdict(dict)
@@ -91,26 +102,53 @@ class PrefixCache:
         return self._find_partial_page(sequence, found) if awaited is None else found
 
     def _find_held_pages(self, page_hashes: list[bytes]) -> Prefix:
-        """The longest prefix whose pages within the window are all in the pool."""
-        pages: list[int] = []
-        num_in_a_row = num_full = 0
+        """The longest prefix whose pages within the windows are all in the pool."""
+        windows = self._groups.windows
+        if windows == (sys.maxsize,):  # most models, whose prompts may have thousands of pages
+            return Prefix(self._find_first_pages(page_hashes), (0,))
+        sets: list[list[int | None]] = []
+        in_a_row = [0] * len(windows)
+        num_full = 0
         for page_hash in page_hashes:
-            page = self._pool.find(page_hash)
-            if page is None and not self._window.is_bounded:
+            pages = [self._pool.find(unit_hash) for unit_hash in self._hashes(page_hash)]
+            if any(page is None and window == sys.maxsize for page, window in zip(pages, windows, strict=True)):
                 break
-            pages.append(-1 if page is None else page)
-            num_in_a_row = 0 if page is None else num_in_a_row + 1
-            if num_in_a_row >= len(pages) - self._window.num_passed_pages(len(pages) * self._page_size):
-                num_full = len(pages)
-        num_passed = self._window.num_passed_pages(num_full * self._page_size)
-        return Prefix(pages[num_passed:num_full], num_passed)
+            sets.append(pages)
+            in_a_row = [0 if page is None else num + 1 for page, num in zip(pages, in_a_row, strict=True)]
+            passed = self._groups.num_passed(len(sets) * self._page_size)
+            if all(num >= len(sets) - first for num, first in zip(in_a_row, passed, strict=True)):
+                num_full = len(sets)
+        passed = self._groups.num_passed(num_full * self._page_size)
+        found = enumerate(sets[:num_full])
+        held = [
+            page
+            for index, pages in found
+            for page, first in zip(pages, passed, strict=True)
+            if page is not None and index >= first
+        ]
+        return Prefix(held, passed)
+
+    def _find_first_pages(self, page_hashes: list[bytes]) -> list[int]:
+        pages: list[int] = []
+        for page_hash in page_hashes:
+            if (page := self._pool.find(page_hash)) is None:
+                break
+            pages.append(page)
+        return pages
+
+    def _hashes(self, page_hash: bytes) -> list[bytes]:
+        """The hashes of the pages of a set. page_hash is that of the first group's page."""
+        return [page_hash, *[page_hash + bytes([group]) for group in range(1, self._groups.count)]]
 
     def _is_coming(self, page_hash: bytes) -> bool:
         """A running sequence is about to complete and index this page."""
         return page_hash in self._computing and not self._computing[page_hash].kv.is_suspect
 
     def _find_partial_page(self, sequence: Sequence, found: Prefix) -> Prefix:
-        """Add the matching tokens of the page after the full ones. Only tokens of applied steps can be copied."""
+        """Add the matching tokens of the page after the full ones. Only tokens of applied steps can be copied. Pages of
+        several groups are not copied: a source would have to be found for each."""
+        if self._groups.count > 1:
+            return found
         num_full = found.num_full_pages
         first = num_full * self._page_size
         end = min(first + self._page_size - 1, sequence.num_reusable)
@@ -164,9 +202,13 @@ class PrefixCache:
         """
         kv = sequence.kv
         self._stop_filling(sequence)
-        if sequence.num_applied > kv.num_indexed_pages * self._page_size:
+        if self._groups.count == 1 and sequence.num_applied > kv.num_indexed_pages * self._page_size:
             self._index_page(sequence, kv.num_indexed_pages, sequence.num_applied)
         return [sequence, *self._end_computing(sequence, kv.page_hashes[kv.num_indexed_pages :])]
+
+    def discard(self, sequence: Sequence) -> None:
+        """Forget its pages, whose content no request can ask for again."""
+        self._pool.discard([own for page_hash in sequence.kv.page_hashes for own in self._hashes(page_hash)])
 
     def invalidate_tenant(self, salt: bytes) -> None:
         """Invalidate all pages of the tenant, because the logits of one of its sequences were not finite.
@@ -180,7 +222,7 @@ class PrefixCache:
         self._pool.invalidate_tenant(salt)
 
     def _index_page(self, sequence: Sequence, index: int, num_applied: int) -> None:
-        """Index one of its pages, full or partial, unless its KV is suspect."""
+        """Index one of its pages, full or partial, of all groups, unless its KV is suspect."""
         if sequence.kv.is_suspect:
             return
         first = index * self._page_size
@@ -188,8 +230,11 @@ class PrefixCache:
         parent_hash = _parent_hash(sequence, index)
         is_full = num_applied >= first + self._page_size
         page_hash = sequence.kv.page_hashes[index] if is_full else partial_page_hash(parent_hash, content)
-        entry = IndexedPage(page_hash, parent_hash, sequence.salt, tenant=sequence.tenant, weight=sequence.weight)
-        self._pool.index_page(sequence.kv.pages[index], content, entry)
+        place, tenant, weight = index * self._groups.count, sequence.tenant, sequence.weight
+        hashes = zip(self._hashes(page_hash), self._hashes(parent_hash), strict=True)
+        for page, (own_hash, its_parent) in enumerate(hashes, start=place):
+            entry = IndexedPage(own_hash, its_parent, sequence.salt, tenant=tenant, weight=weight)
+            self._pool.index_page(sequence.kv.pages[page], content, entry)
 
     def _stop_filling(self, sequence: Sequence) -> None:
         parent_hash = _parent_hash(sequence, sequence.kv.num_indexed_pages)

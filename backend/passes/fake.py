@@ -9,7 +9,6 @@ An embedding counts as the token that `embedded_token` derives from its bytes.
 
 from __future__ import annotations
 
-import sys
 import time
 import zlib
 from dataclasses import replace
@@ -48,11 +47,13 @@ def position_hashes(token_ids: NDArray[np.int32], positions: NDArray[np.int64]) 
     return x ^ (x >> np.uint64(31))
 
 
-def next_token(token_ids: Sequence[int], vocab_size: int, window_tokens: int = sys.maxsize) -> int:
+def next_token(token_ids: Sequence[int], vocab_size: int, kv_windows: tuple[int | None, ...] = (None,)) -> int:
     """The token that the fake pass samples greedily after token_ids: the oracle for tests of the engine."""
     tokens = np.array(token_ids, np.int32)
-    total = position_hashes(tokens, np.arange(len(tokens)))[-window_tokens:].sum(dtype=np.uint64)
-    return int(total >> np.uint64(16)) % vocab_size
+    hashes, total = position_hashes(tokens, np.arange(len(tokens))), 0
+    for group, window in enumerate(kv_windows):
+        total += (2 * group + 1) * int(hashes[-(window or len(tokens)) :].sum(dtype=np.uint64))
+    return (total % (1 << 64) >> 16) % vocab_size
 
 
 def embedded_token(row: NDArray[np.float32]) -> int:
@@ -189,6 +190,11 @@ def _with_state(spec: PassSpec) -> PassSpec:
     return replace(spec, state_bytes_per_sequence=np.dtype(np.uint64).itemsize)
 
 
+def _with_windows(spec: PassSpec, kv_windows: tuple[int | None, ...]) -> PassSpec:
+    sizes = {name: size * len(kv_windows) for name, size in spec.kv_bytes_per_token.items()}
+    return replace(spec, kv_windows=kv_windows, kv_bytes_per_token=sizes)
+
+
 class WindowedFakePass(FakePass):
     """The fake pass with a window: a token's sum is over itself and the WINDOW_TOKENS - 1 tokens before it.
 
@@ -196,25 +202,56 @@ class WindowedFakePass(FakePass):
     """
 
     WINDOW_TOKENS = 6
+    KV_WINDOWS: tuple[int | None, ...] = (WINDOW_TOKENS,)
 
     def __init__(self, vocab_size: int, max_running: int, host_kv_bytes: int = 0) -> None:
         super().__init__(vocab_size, max_running, host_kv_bytes)
-        self.spec = replace(self.spec, window_tokens=self.WINDOW_TOKENS)
+        self.spec = _with_windows(self.spec, self.KV_WINDOWS)
 
     @classmethod
     def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
-        return replace(super().describe(model_dir, options), window_tokens=cls.WINDOW_TOKENS)
+        return _with_windows(super().describe(model_dir, options), cls.KV_WINDOWS)
 
     def _add_up(
         self, batch: StepBatch, rows: NDArray[np.int64], positions: NDArray[np.int64], hashes: NDArray[np.uint64]
     ) -> NDArray[np.uint64]:
+        return self._sum_of_window(batch.page_table, self.WINDOW_TOKENS, rows, positions, hashes)
+
+    def _sum_of_window(
+        self,
+        page_table: NDArray[np.int32],
+        window_tokens: int,
+        rows: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        hashes: NDArray[np.uint64],
+    ) -> NDArray[np.uint64]:
         page_size = self._sums.shape[1]
-        self._sums[batch.page_table[rows, positions // page_size], positions % page_size] = hashes
-        seen = positions[:, None] - np.arange(self.WINDOW_TOKENS)
+        self._sums[page_table[rows, positions // page_size], positions % page_size] = hashes
+        seen = positions[:, None] - np.arange(window_tokens)
         places = np.maximum(seen, 0)
-        found = self._sums[batch.page_table[rows[:, None], places // page_size], places % page_size]
+        found = self._sums[page_table[rows[:, None], places // page_size], places % page_size]
         sums: NDArray[np.uint64] = np.where(seen >= 0, found, np.uint64(0)).sum(axis=1, dtype=np.uint64)
         return sums
+
+
+class GroupedFakePass(WindowedFakePass):
+    """The fake pass with three groups of layers: a token's sum is over all tokens, and again over two windows.
+
+    A page of any group holds the hashes of its tokens.
+    """
+
+    KV_WINDOWS = (None, WindowedFakePass.WINDOW_TOKENS, 3)
+
+    def _add_up(
+        self, batch: StepBatch, rows: NDArray[np.int64], positions: NDArray[np.int64], hashes: NDArray[np.uint64]
+    ) -> NDArray[np.uint64]:
+        total = np.zeros(len(positions), np.uint64)
+        longest = int(positions.max(initial=0)) + 1
+        for group, window in enumerate(self.KV_WINDOWS):
+            # Each group's pages hold something else, so that a page of another group gives a wrong sum.
+            salted = hashes * np.uint64(2 * group + 1)
+            total += self._sum_of_window(batch.page_table[:, :, group], window or longest, rows, positions, salted)
+        return total
 
 
 class PacedFakePass(FakePass):

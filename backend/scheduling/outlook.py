@@ -11,6 +11,7 @@ from penstock.backend.scheduling.tenants import DECODE_COST, PREFILL_COST
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from penstock.backend.kv_cache.kv_groups import KvGroups
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.sequences.tenant import TenantAccount
 
@@ -28,7 +29,7 @@ class Outlook:
     """Tokens of the sequence that need not be computed."""
     num_slots: int
     num_pages: int
-    page_size_tokens: int
+    groups: KvGroups
     max_batch_tokens: int
 
 

@@ -11,10 +11,11 @@ from penstock.backend.scheduling.tenants import Tenants
 from penstock.backend.scheduling.wait_queue import WaitQueue
 
 if TYPE_CHECKING:
-    from penstock.backend.kv_cache.attention_window import AttentionWindow
     from penstock.backend.kv_cache.host_offload import HostOffload
+    from penstock.backend.kv_cache.kv_groups import KvGroups
     from penstock.backend.kv_cache.page_pool import PagePool
     from penstock.backend.kv_cache.prefix_cache import Prefix
+    from penstock.backend.sequences.kv_state import KvState
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.sequences.tenant import TenantAccount
 
@@ -28,15 +29,15 @@ class RunningSequences:
     """
 
     def __init__(
-        self, pool: PagePool, window: AttentionWindow, max_running: int, num_plans_ahead: int, *, keeps_state: bool
+        self, pool: PagePool, groups: KvGroups, max_running: int, num_plans_ahead: int, *, keeps_state: bool
     ) -> None:
         """num_plans_ahead is the largest number of plans between a step's own plan and the end of that step.
 
         keeps_state: the pass keeps state for each slot. Pages alone do not say how a sequence goes on.
         """
         self._pool = pool
-        self._window = window
-        self._page_size = window.page_size_tokens
+        self._groups = groups
+        self._page_size = groups.page_size_tokens
         self._free_slots = list(range(max_running - 1, -1, -1))
         self.max_running = max_running
         self._num_plans_ahead = num_plans_ahead
@@ -44,7 +45,7 @@ class RunningSequences:
         self._waiting = WaitQueue(self._tenants)
         self._running: dict[Sequence, None] = {}  # in order of admission
         self._keeps_state = keeps_state
-        self._prefix_cache = NoPrefixCache() if keeps_state else PrefixCache(pool, window)
+        self._prefix_cache = NoPrefixCache(groups.count) if keeps_state else PrefixCache(pool, groups)
         self._grown: list[Sequence] = []
         """Sequences that got more pages for this step."""
         self._page_copies: dict[Sequence, tuple[int, int]] = {}
@@ -97,10 +98,15 @@ class RunningSequences:
         """The step that computed the sequence's first num_tokens has been applied. Pages that they fill can be shared,
         and sequences that wait for these pages are unparked. Pages behind the window are given back."""
         self._waiting.unpark(self._prefix_cache.note_computed(sequence, num_tokens))
-        kv, num_passed = sequence.kv, self._window.num_passed_pages(num_tokens)
-        if num_passed > kv.num_passed_pages:
-            self._pool.release(kv.pages[kv.num_passed_pages : num_passed])
-            kv.num_passed_pages = num_passed
+        if self._groups.has_windows:
+            self._pass_pages(sequence.kv, self._groups.num_passed(num_tokens))
+
+    def _pass_pages(self, kv: KvState, passed: tuple[int, ...]) -> None:
+        """Give back the first pages of each group that it has not given back yet."""
+        count = len(passed)
+        for group, (first, end) in enumerate(zip(kv.passed, passed, strict=True)):
+            self._pool.release(kv.pages[first * count + group : end * count : count])
+        kv.passed = tuple(map(max, kv.passed, passed))
 
     def rewind(self, sequence: Sequence, num_computed: int) -> None:
         """Drop the results of a running sequence's steps in flight. It goes on after its first num_computed tokens, or
@@ -124,16 +130,16 @@ class RunningSequences:
     def _is_enough(self, num_left: int, newcomer: Sequence) -> bool:
         """Whether num_left pages last for the plans that are made before the newcomer's first step is applied."""
         num_ahead = self._num_plans_ahead
-        if num_left >= num_ahead * (len(self._running) + 1):
+        if num_left >= num_ahead * (len(self._running) + 1) * self._groups.count:
             return True
         num_tokens, most = len(newcomer.tokens), newcomer.max_total_tokens
-        num_due = self._window.most_pages(min(num_tokens + max(1, num_ahead), most))
-        num_due -= self._window.most_pages(min(num_tokens + 1, most))
+        num_due = self._groups.most_pages(min(num_tokens + max(1, num_ahead), most))
+        num_due -= self._groups.most_pages(min(num_tokens + 1, most))
         for sequence in self._running:
             num_tokens = max(sequence.num_computed, sequence.num_given_tokens) + num_ahead
             last_computed = sequence.max_total_tokens - 1
             if num_tokens > sequence.capacity_tokens < last_computed:
-                num_pages = self._pages_until(min(num_tokens, last_computed), sequence.kv.num_passed_pages)
+                num_pages = self._groups.first_pages(min(num_tokens, last_computed), sequence.kv.passed)
                 num_due += max(0, num_pages - len(sequence.kv.pages))
         return num_left >= num_due
 
@@ -157,8 +163,8 @@ class RunningSequences:
             if self._pool.is_idle(prefix.copy_source):
                 self._pool.hold(prefix.copy_source)
                 self._copy_sources.append(prefix.copy_source)
-        kv.num_passed_pages = prefix.num_passed
-        self._give_pages(sequence, [0] * prefix.num_passed + prefix.pages + self._pool.allocate(num_new_pages))
+        kv.passed = prefix.passed
+        self._give_pages(sequence, prefix.listed_pages + self._pool.allocate(num_new_pages))
         if places:
             self._page_restores[sequence] = tuple(zip(places, kv.pages[num_indexed:], strict=False))
         if num_cached > prefix.num_full_pages * self._page_size:
@@ -173,7 +179,7 @@ class RunningSequences:
         itself."""
         if sequence.slot is None:
             return False
-        missing = self._window.pages_for(num_tokens) - len(sequence.kv.pages)
+        missing = self._groups.pages_for(num_tokens) - len(sequence.kv.pages)
         while missing > self._pool.num_available:
             last = self._choose_victim()
             self._preempt(last)
@@ -235,7 +241,7 @@ class RunningSequences:
 
     def _give_pages(self, sequence: Sequence, pages: list[int]) -> None:
         sequence.kv.pages += pages
-        sequence.capacity_tokens = len(sequence.kv.pages) * self._page_size
+        sequence.capacity_tokens = len(sequence.kv.pages) // self._groups.count * self._page_size
 
     def _preempt(self, sequence: Sequence, *, requeue: bool = True) -> None:
         """Put a running sequence back into the wait queue. Its pages stay cached until others need them."""
@@ -252,15 +258,21 @@ class RunningSequences:
         sequence.account.num_running -= 1
         self._waiting.unpark(self._prefix_cache.stop(sequence))
         self._pool.release(sequence.kv.held_pages)
-        sequence.kv.pages, sequence.kv.num_passed_pages = [], 0
+        sequence.kv.drop_pages()
         if sequence.slot is not None:
             self._free_slots.append(sequence.slot)
             sequence.slot = None
 
-    def _pages_until(self, num_tokens: int, num_passed: int) -> int:
-        """Return how many of the pages for num_tokens a sequence may need, counted from the first. Of these it no
-        longer holds the first num_passed."""
-        return min(self._window.pages_for(num_tokens), num_passed + self._window.most_pages(num_tokens))
+    def _num_promised(self) -> int:
+        """Pages that the running sequences' prompts will still take, of those that admission has counted."""
+        if self._groups.count == 1:
+            return 0
+        return sum(self._pages_later(sequence) for sequence in self._running)
+
+    def _pages_later(self, sequence: Sequence) -> int:
+        if sequence.num_computed >= sequence.num_given_tokens:
+            return 0
+        return self._groups.later_pages(sequence.num_given_tokens, sequence.kv.passed, len(sequence.kv.pages))
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless pages and slots are conserved and each parked sequence waits for a running one."""
@@ -274,7 +286,7 @@ class RunningSequences:
         if None in slots or len(slots) != len(self._running) or len(slots) + len(self._free_slots) != self.max_running:
             raise RuntimeError(f"{len(slots)} slots are taken and {len(self._free_slots)} free of {self.max_running}")
         for sequence in self._running:
-            if sequence.ended or self._window.pages_for(sequence.num_computed) > len(sequence.kv.pages):
+            if sequence.ended or self._groups.pages_for(sequence.num_computed) > len(sequence.kv.pages):
                 raise RuntimeError("a running sequence has ended or computed more than its pages hold")
         for sequence in self._waiting.sequences():
             if sequence.kv.pages or sequence.slot is not None or sequence.ended or sequence in self._running:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, TypeAlias
 
-from penstock.backend.kv_cache.attention_window import AttentionWindow
+from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.scheduling.outlook import Outlook, those_before
 from penstock.backend.scheduling.running import RunningSequences
 from penstock.backend.scheduling.step_budget import share_out
@@ -52,16 +52,14 @@ class Scheduler(RunningSequences):
         num_plans_ahead: int = 1,
         *,
         keeps_state: bool = False,
-        window_tokens: int | None = None,
+        kv_windows: tuple[int | None, ...] = (None,),
     ) -> None:
         """A sequence that waits for another one's prefix does so while the prefix grows within max_park_steps steps.
 
-        num_plans_ahead, keeps_state: see `RunningSequences`. window_tokens: see `PassSpec`.
+        num_plans_ahead, keeps_state: see `RunningSequences`. kv_windows: see `PassSpec`.
         """
-        window = AttentionWindow.of(
-            page_size_tokens, window_tokens, max_batch_tokens, num_plans_ahead, keeps_state=keeps_state
-        )
-        super().__init__(pool, window, max_running, num_plans_ahead, keeps_state=keeps_state)
+        groups = KvGroups.of(page_size_tokens, kv_windows, max_batch_tokens, num_plans_ahead, keeps_state=keeps_state)
+        super().__init__(pool, groups, max_running, num_plans_ahead, keeps_state=keeps_state)
         self._max_batch_tokens = max_batch_tokens
         self._max_park_steps = max_park_steps
         self._bisections: deque[list[tuple[Sequence, int]]] = deque()
@@ -113,7 +111,7 @@ class Scheduler(RunningSequences):
             sequence.account.leave_round(sequence.group, sequence.round, has_started=False)
         self._tenants.close(sequence.account)
         if sequence.embeddings is not None:  # no other sequence can find their KV
-            self._pool.discard(sequence.kv.page_hashes)
+            self._prefix_cache.discard(sequence)
 
     def plan(self) -> Plan:
         """Plan the next step; a plan without rows if there is nothing to do."""
@@ -158,7 +156,7 @@ class Scheduler(RunningSequences):
             num_cached,
             self.max_running,
             self._pool.num_pages,
-            self._page_size,
+            self._groups,
             self._max_batch_tokens,
         )
 
@@ -305,7 +303,7 @@ class Scheduler(RunningSequences):
             if num_left >= 0:
                 budget = num_left
             elif self._free_slots and self._waiting.can_pass(head):
-                num_pages = self._window.most_pages(len(head.tokens) + 1)
+                num_pages = self._groups.most_pages(len(head.tokens) + 1)
                 num_available = self._pool.num_available - num_left
                 self._waiting.pass_over(head, Passed(num_pages, num_available, self._num_plans + _LOOK_AGAIN_STEPS))
             else:
@@ -355,8 +353,10 @@ class Scheduler(RunningSequences):
         # All its known tokens and the next one must fit now, and so must the pages that others take before its
         # first step is applied. Otherwise it could be preempted before it makes progress.
         num_tokens = min(len(sequence.tokens) + 1, sequence.max_total_tokens)
-        num_new = self._pages_until(num_tokens, prefix.num_passed) - prefix.num_held_or_passed
-        num_left = self._pool.num_available - num_new - sum(map(self._pool.is_idle, prefix.pages))
+        num_listed = self._groups.first_pages(num_tokens, prefix.passed)
+        num_new = num_listed - prefix.num_held_or_passed * self._groups.count
+        num_later = self._groups.later_pages(num_tokens, prefix.passed, num_listed) + self._num_promised()
+        num_left = self._pool.num_available - num_new - num_later - sum(map(self._pool.is_idle, prefix.pages))
         num_missing = -num_left if num_left < 0 else 0 if self._is_enough(num_left, sequence) else 1
         if num_missing or not self._free_slots:
             if not self._take_from_others(sequence, num_missing):
@@ -383,7 +383,7 @@ class Scheduler(RunningSequences):
             return False
         num_held = sum(len(other.kv.held_pages) for other in self._running if other.account is account)
         num_due = self._tenants.share_of(account) * self._pool.num_pages / _PREEMPTING_PART
-        if num_pages and num_held + self._window.most_pages(len(sequence.tokens) + 1) > num_due:
+        if num_pages and num_held + self._groups.most_pages(len(sequence.tokens) + 1) > num_due:
             return False
         num_slots = 0 if self._free_slots else 1
         kept = {newcomer for newcomer, _ in self._newcomers}

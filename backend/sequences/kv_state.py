@@ -11,19 +11,19 @@ class KvState:
         "next_page_end",
         "num_cached",
         "num_indexed_pages",
-        "num_passed_pages",
         "num_prefilled",
         "page_hashes",
         "pages",
+        "passed",
     )
 
     def __init__(self) -> None:
         self.page_hashes: list[bytes] = []
         """Hashes of the first full pages; extended on demand."""
         self.pages: list[int] = []
-        """By index; void where they are passed."""
-        self.num_passed_pages = 0
-        """First pages behind the window, which the sequence does not hold any more."""
+        """Set by set, see `KvGroups`; void where they are passed."""
+        self.passed: tuple[int, ...] = (0,)
+        """By group, the first pages behind the window, which the sequence does not hold any more."""
         self.num_cached = 0
         """Tokens whose KV was found in the prefix cache at admission."""
         self.num_prefilled = 0
@@ -37,12 +37,19 @@ class KvState:
 
     @property
     def held_pages(self) -> list[int]:
-        return self.pages[self.num_passed_pages :]
+        passed = self.passed
+        if len(passed) == 1:
+            return self.pages[passed[0] :]
+        count = len(passed)
+        return [page for place, page in enumerate(self.pages) if place // count >= passed[place % count]]
+
+    def drop_pages(self) -> None:
+        self.pages = []
+        self.passed = (0,) * len(self.passed)
 
     def clear(self) -> None:
         """Forget the pages. The caller has released them."""
-        self.pages = []
-        self.num_passed_pages = 0
+        self.drop_pages()
         self.num_cached = 0
         self.num_indexed_pages = 0
         self.is_suspect = False

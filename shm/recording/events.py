@@ -33,7 +33,7 @@ class BackendStarted(Struct, frozen=True, array_like=True, tag=1):
     num_plans_ahead: int
     priority_step_s: float = 0.0
     keeps_state: bool = False
-    window_tokens: int | None = None
+    kv_windows: tuple[int | None, ...] = (None,)
     has_tokens: bool = False
     """Tokens and prompts are recorded too."""
     protocol_version: int = 0

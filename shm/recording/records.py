@@ -6,7 +6,7 @@ import enum
 import struct
 from typing import NamedTuple
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """The version of rings and files. A reader refuses another one."""
 
 FRAME = struct.Struct("<IHHd")

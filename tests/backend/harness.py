@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from penstock.backend.engine.launched_step import launch_step
 from penstock.backend.engine.limits import EngineLimits
 from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.requests import Requests
-from penstock.backend.kv_cache.attention_window import AttentionWindow
+from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.passes.fake import FakePass, next_token
 from penstock.backend.scheduling.scheduler import Scheduler
@@ -58,12 +57,16 @@ def packed(token_ids: list[int]) -> bytes:
 
 
 def expected_tokens(
-    prompt: list[int], count: int, vocab_size: int, stop_ids: tuple[int, ...] = (), window_tokens: int | None = None
+    prompt: list[int],
+    count: int,
+    vocab_size: int,
+    stop_ids: tuple[int, ...] = (),
+    kv_windows: tuple[int | None, ...] = (None,),
 ) -> list[int]:
     """The fake pass's greedy tokens by its definition, up to a stop id or count tokens."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + count:
-        tokens.append(next_token(tokens, vocab_size, window_tokens or sys.maxsize))
+        tokens.append(next_token(tokens, vocab_size, kv_windows))
         if tokens[-1] in stop_ids:
             break
     return tokens[len(prompt) :]
@@ -255,8 +258,8 @@ class Bench:
         self.vocab_size, self.page_size = vocab_size, page_size
         self.forward_pass = forward_pass or FakePass(vocab_size, max_running, 8 * page_size * num_host_pages)
         spec = self.forward_pass.spec
-        window = AttentionWindow.of(page_size, spec.window_tokens, max_batch_tokens, capacity)
-        context = window.longest_sequence(num_pages, max_context or 1 << 16)
+        groups = KvGroups.of(page_size, spec.kv_windows, max_batch_tokens, capacity)
+        context = groups.longest_sequence(num_pages, max_context or 1 << 16)
         self.executor = SteppedExecutor(self.forward_pass, capacity, late_masks)
         self.link = link or ScriptedLink()
         self.pool = PagePool(num_pages, num_host_pages)
@@ -267,8 +270,8 @@ class Bench:
             self.forward_pass.create_cache(num_pages, page_size, "fp32")
             sizes = (page_size, max_running, max_batch_tokens, max_park_steps, capacity)
             state = spec.state_bytes_per_sequence > 0
-            self.scheduler = Scheduler(self.pool, *sizes, keeps_state=state, window_tokens=spec.window_tokens)
-            builder = BatchBuilder(max_running, -(-context // page_size))
+            self.scheduler = Scheduler(self.pool, *sizes, keeps_state=state, kv_windows=spec.kv_windows)
+            builder = BatchBuilder(max_running, groups.pages_for(context), groups.count)
         else:
             self.scheduler, builder = WholeScheduler(max_running, max_batch_tokens), WholeBatchBuilder()
         self.now_s = 0.0

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.backend.errors import StartupError
-from penstock.backend.kv_cache.attention_window import AttentionWindow
 from penstock.backend.kv_cache.budget import KvBudget, plan_kv
+from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.model_card import fingerprint, make_card
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.fake import FakePass
@@ -37,7 +37,7 @@ def test_model_name_that_frontends_refuse_is_refused_at_start() -> None:
         spec,
         budget=KvBudget(10**6),
         kv_dtype="auto",
-        window=AttentionWindow(16),
+        groups=KvGroups(16),
         max_context_tokens=None,
         max_running=1,
     )
@@ -76,7 +76,7 @@ def test_card_says_how_weights_are_quantised(made: str, declared: str | None, to
         spec,
         budget=KvBudget(10**6),
         kv_dtype="auto",
-        window=AttentionWindow(16),
+        groups=KvGroups(16),
         max_context_tokens=None,
         max_running=1,
     )
@@ -93,7 +93,7 @@ def test_card_names_what_its_fingerprint_covers(tmp_path: Path) -> None:
         spec,
         budget=KvBudget(10**6),
         kv_dtype="auto",
-        window=AttentionWindow(16),
+        groups=KvGroups(16),
         max_context_tokens=None,
         max_running=1,
     )

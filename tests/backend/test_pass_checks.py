@@ -24,8 +24,8 @@ from penstock.backend.forward_pass import (
     StepOutput,
     TokenMasks,
 )
-from penstock.backend.pass_checks import check_first_step, check_vocabulary
-from penstock.backend.passes.fake import FakePass
+from penstock.backend.pass_checks import check_first_step, check_groups, check_vocabulary
+from penstock.backend.passes.fake import FakePass, GroupedFakePass
 from penstock.backend.passes.fake_encoder import FakeEncoder, PoolingFakePass
 from tests.passes import WideFakePass
 
@@ -84,6 +84,31 @@ def check(forward_pass: Any, spec: PassSpec = SPEC) -> None:
 def test_describe_that_disagrees_with_the_loaded_pass_is_refused_with_both_sizes() -> None:
     with pytest.raises(StartupError, match=r"vocab_size of 4096; its describe\(\) said 4095"):
         check(open_pass(), replace(SPEC, vocab_size=4095))
+
+
+def test_windows_that_disagree_with_the_loaded_pass_are_refused_with_both() -> None:
+    with pytest.raises(StartupError, match=r"has kv_windows \(None,\); its describe\(\) said \(None, 4\)"):
+        check(open_pass(), replace(SPEC, kv_windows=(None, 4)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_windows": ()}, r"kv_windows \(\): make them one or more"),
+        ({"kv_windows": (None, 0)}, r"kv_windows \(None, 0\): make .* of 1 token or more"),
+        ({"kv_windows": (None, 9, 9)}, "has 8 kv_bytes_per_token in fp32 for 3 groups of layers"),
+    ],
+)
+def test_groups_without_windows_or_equal_parts_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        check_groups(replace(SPEC, **changes))
+
+
+def test_pass_with_several_groups_of_layers_is_accepted() -> None:
+    grouped = GroupedFakePass(96, 1)
+    grouped.create_cache(3, PAGE, "fp32")
+    check_groups(grouped.spec)
+    check_first_step(grouped, grouped.spec)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ class Backend:
             setup.max_park_steps,
             setup.num_plans_ahead,
             keeps_state=setup.keeps_state,
-            window_tokens=self.forward_pass.spec.window_tokens,
+            kv_windows=self.forward_pass.spec.kv_windows,
         )
         sizes = (setup.model.vocab_size, setup.context, setup.max_waiting, setup.priority_step_s)
         limits = EngineLimits(*sizes, pooled=self.forward_pass.spec.pooled)

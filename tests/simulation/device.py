@@ -207,7 +207,7 @@ class SimulatedExecutor:
         if sequence.ended or not any((s.frontend, s.request_id) in listeners for s in sequence.subscribers):
             raise Violation("a row without a subscriber runs")
         first_written = row.start // size
-        for page in sequence.kv.pages[sequence.kv.num_passed_pages : -(-row.start // size)]:
+        for page in sequence.kv.pages[sequence.kv.passed[0] : -(-row.start // size)]:
             if self._salts.get(page) != sequence.salt:
                 raise Violation("a row reads a page that its tenant did not write")
         for page in sequence.kv.pages[first_written : -(-row.end // size)]:

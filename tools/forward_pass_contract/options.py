@@ -56,12 +56,13 @@ def load_pass(
         max_batch_tokens=MAX_BATCH_TOKENS,
         host_kv_bytes=_HOST_KV_BYTES,
         quantize=quantize,
+        splits_layers=True,
     )
     loaded = find_forward_pass(name).load(model_dir, options)
     if kv_dtypes := list(loaded.spec.kv_bytes_per_token):
         kv_dtype = kv_dtype or ("fp32" if "fp32" in kv_dtypes else kv_dtypes[0])
-        loaded.create_cache(NUM_PAGES, page_size_of(loaded), kv_dtype)
+        loaded.create_cache(NUM_PAGES * len(loaded.spec.kv_windows), page_size_of(loaded), kv_dtype)
         if isinstance(loaded, IPersistsPages):
-            page_bytes = page_size_of(loaded) * loaded.spec.kv_bytes_per_token[kv_dtype]
+            page_bytes = page_size_of(loaded) * loaded.spec.kv_bytes_per_token[kv_dtype] // len(loaded.spec.kv_windows)
             loaded.persist_pages(PlacesInMemory(np.zeros((_NUM_PLACES, page_bytes), np.uint8)))
     return loaded

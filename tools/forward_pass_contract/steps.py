@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     Ints: TypeAlias = NDArray[np.int32]
 
 NUM_PAGES = 256
+"""Of each group of layers."""
+NOT_ITS_OWN = NUM_PAGES - 1
 MAX_RUNNING = 20
 MAX_BATCH_TOKENS = 512
 GREEDY = SamplingParams(temperature=0.0)
@@ -38,6 +40,13 @@ TOLERANCE = 1e-3
 
 def page_size_of(forward_pass: IBatchedForwardPass) -> int:
     return min(forward_pass.spec.page_sizes, default=_PAGE_SIZE)
+
+
+def page_sets(num_groups: int) -> Ints:
+    """[NUM_PAGES, num_groups] the pages of each set. Numbers of sets are those of pages if there is one group."""
+    num_pages = NUM_PAGES * num_groups
+    order = np.arange(num_pages) if num_groups == 1 else np.random.default_rng(1).permutation(num_pages)
+    return order.reshape(NUM_PAGES, num_groups).astype(np.int32)
 
 
 def is_same(a: Floats, b: Floats) -> bool:
@@ -88,6 +97,7 @@ class StepRow:
     token_ids: list[int]
     start: int
     pages: list[int]
+    """Numbers of sets: each has one page of each group of layers."""
     slot: int
     has_logits: bool = True
     init: SlotInit | None = None
@@ -97,6 +107,8 @@ class StepRow:
     """The tokens that follow each of the first of token_ids: these are scored."""
     pooled: tuple[str, int] | None = None
     """Kind of the vector that the row completes, and the position of a second text."""
+    passed: tuple[int, ...] = ()
+    """By group, the first pages that are behind the window: those of set NOT_ITS_OWN stand in their place."""
 
 
 @dataclass
@@ -109,6 +121,10 @@ class StepRunner:
     """Top log probabilities of scored tokens."""
     scored: TokenLogprobs | None = None
     """`StepOutput.scored` of the last step."""
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.forward_pass.spec.kv_windows)
 
     def random_pages(self, num_tokens: int) -> list[int]:
         """Pages for num_tokens, in any order; two calls may return the same page."""
@@ -126,7 +142,8 @@ class StepRunner:
     ) -> tuple[Floats, Ints]:
         """Logits and sampled tokens of the rows that have logits, in the order of `rows`."""
         order = sorted(range(len(rows)), key=lambda index: len(rows[index].token_ids) > 1)
-        batch = _make_batch([rows[index] for index in order], page_copies, page_restores, self.num_top)
+        ordered = [rows[index] for index in order]
+        batch = _make_batch(ordered, page_copies, page_restores, self.num_top, self.num_groups)
         handle = self.forward_pass.forward(batch)
         logits = np.array(read_host_logits(self.forward_pass, handle), np.float32)
         output = self.forward_pass.sample(handle, batch).wait()
@@ -138,7 +155,7 @@ class StepRunner:
     def pool(self, rows: list[StepRow]) -> list[Floats]:
         """Run a step without logits. The vectors of the rows that complete one, in the order of `rows`."""
         order = sorted(range(len(rows)), key=lambda index: len(rows[index].token_ids) > 1)
-        batch = _make_batch([rows[index] for index in order], (), (), self.num_top)
+        batch = _make_batch([rows[index] for index in order], (), (), self.num_top, self.num_groups)
         handle = self.forward_pass.forward(batch)
         if batch.pooled is None:
             if self.forward_pass.spec.runs_ahead:
@@ -178,15 +195,15 @@ def _make_batch(
     page_copies: tuple[tuple[int, int], ...],
     page_restores: tuple[tuple[int, int], ...],
     num_top: int,
+    num_groups: int,
 ) -> StepBatch:
     """rows of one token come first."""
     lengths = [len(row.token_ids) for row in rows]
-    width = max(len(row.pages) for row in rows)
     return StepBatch(
         input_ids=np.array([token for row in rows for token in row.token_ids], np.int32),
         query_starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         context_lens=np.array([row.start for row in rows], np.int32),
-        page_table=np.array([row.pages + [0] * (width - len(row.pages)) for row in rows], np.int32),
+        page_table=_page_table(rows, num_groups),
         slots=np.array([row.slot for row in rows], np.int32),
         logit_rows=np.array([index for index, row in enumerate(rows) if row.has_logits], np.int32),
         slot_inits=tuple(row.init for row in rows if row.init),
@@ -200,6 +217,18 @@ def _make_batch(
         scored=_scored_tokens(rows, num_top),
         pooled=_pooled_rows(rows),
     )
+
+
+def _page_table(rows: list[StepRow], num_groups: int) -> Ints:
+    """See `StepBatch`."""
+    sets = page_sets(num_groups)
+    table = np.zeros((len(rows), max(len(row.pages) for row in rows), num_groups), np.int32)
+    for index, row in enumerate(rows):
+        if row.pages:
+            table[index, : len(row.pages)] = sets[row.pages]
+        for group, num_passed in enumerate(row.passed):
+            table[index, :num_passed, group] = sets[NOT_ITS_OWN, group]
+    return table if num_groups > 1 else table[:, :, 0]
 
 
 def _pooled_rows(rows: list[StepRow]) -> PooledRows | None:

@@ -11,6 +11,8 @@ from penstock.backend.forward_pass import FROM_EMBEDDINGS, FROM_SLOT, SamplingPa
 from penstock.backend.pass_extensions import IHostPages
 from penstock.tools.forward_pass_contract.steps import (
     GREEDY,
+    MAX_BATCH_TOKENS,
+    NOT_ITS_OWN,
     NUM_PAGES,
     TOLERANCE,
     StepRow,
@@ -75,8 +77,8 @@ def test_logits_depend_neither_on_the_order_of_pages_nor_on_their_old_content(ru
 @pytest.mark.parametrize("num_copied", [1, 2, 3])
 def test_row_continues_in_a_page_that_was_copied_for_it(runner: StepRunner, num_copied: int) -> None:
     """The source's owner writes to the source in the same step. Afterwards each sequence has its own page."""
-    if runner.forward_pass.spec.state_bytes_per_sequence:
-        pytest.skip("a pass that keeps state shares no pages")
+    if runner.forward_pass.spec.state_bytes_per_sequence or runner.num_groups > 1:
+        pytest.skip("no page is copied for a pass that keeps state or has several groups of layers")
     shuffled = runner.rng.permutation(NUM_PAGES).tolist()
     source, mine, expected_pages = shuffled[:8], shuffled[8:16], shuffled[16:24]
     page_size = page_size_of(runner.forward_pass)
@@ -100,8 +102,8 @@ def test_row_continues_in_a_page_that_was_copied_for_it(runner: StepRunner, num_
 def test_row_continues_in_pages_that_were_saved_to_the_host(runner: StepRunner) -> None:
     """Pages and host pages are overwritten as early as the engine may do it; one restored page is copied as well."""
     forward_pass = runner.forward_pass
-    keeps_state = forward_pass.spec.state_bytes_per_sequence > 0
-    if keeps_state or not isinstance(forward_pass, IHostPages) or forward_pass.num_host_pages < 3:
+    shares_pages = not forward_pass.spec.state_bytes_per_sequence and runner.num_groups == 1
+    if not (shares_pages and isinstance(forward_pass, IHostPages)) or forward_pass.num_host_pages < 3:
         pytest.skip("the pass keeps no pages on the host here")
     page_size = page_size_of(forward_pass)
     shuffled = runner.rng.permutation(NUM_PAGES).tolist()
@@ -119,6 +121,29 @@ def test_row_continues_in_pages_that_were_saved_to_the_host(runner: StepRunner) 
     again, _ = runner.step([row])
     assert is_same(logits[0], expected)
     assert is_same(again[0], expected)
+
+
+def test_pages_behind_the_windows_are_not_read(runner: StepRunner) -> None:
+    """In a step of several tokens and in one of a single token; each group's pages pass at their own time."""
+    spec, page_size = runner.forward_pass.spec, page_size_of(runner.forward_pass)
+    windows = [window for window in spec.kv_windows if window is not None]
+    length = max(windows, default=0) + 3 * page_size
+    if not windows or length + 6 > min(spec.max_context_tokens, MAX_BATCH_TOKENS, NUM_PAGES * page_size // 2):
+        pytest.skip("no window of this pass is shorter than a step")
+    prompt = runner.random_prompt(length + 6)
+    expected = [runner.prefill(prompt[:end], runner.random_pages(end))[0].copy() for end in (length + 5, length + 6)]
+    runner.prefill(runner.random_prompt(page_size), [NOT_ITS_OWN], slot=1)
+    pages = [page for page in runner.rng.permutation(NUM_PAGES).tolist() if page != NOT_ITS_OWN]
+    init = SlotInit(0, GREEDY, np.array(prompt, np.int32), len(prompt))
+    runner.step([StepRow(prompt[:length], 0, pages[: NUM_PAGES // 2], 0, False, init)])
+    found = []
+    for start, end in ((length, length + 5), (length + 5, length + 6)):
+        passed = tuple((max(0, start - (window or start + 1) + 1)) // page_size for window in spec.kv_windows)
+        row = StepRow(prompt[start:end], start, pages[: NUM_PAGES // 2], 0, passed=passed)
+        found.append(runner.step([row])[0][0].copy())
+    assert max(passed) >= 2
+    assert is_same(found[0], expected[0])
+    assert is_same(found[1], expected[1])
 
 
 def test_known_tokens_are_scored_whatever_the_chunks_and_the_other_rows_are(runner: StepRunner) -> None:

@@ -158,7 +158,6 @@ class Quoter:
     def _forecast(self, target: Target, outlook: Outlook, num_expected: int | None) -> Forecast:
         """The target has num_expected tokens, and others as many as usual. With None all have as many as they may."""
         lengths = self._lengths if num_expected is not None else None
-        page_size = outlook.page_size_tokens
 
         def work(sequence: Sequence) -> Work:
             num_known = len(sequence.tokens)
@@ -166,7 +165,7 @@ class Quoter:
             limit = sequence.max_total_tokens - sequence.num_prompt_tokens
             total = lengths.expected(num_generated, limit) if lengths is not None else None
             num_left = max(1, (limit if total is None else min(limit, total)) - num_generated)
-            num_pages = -(-(num_known + num_left) // page_size)
+            num_pages = outlook.groups.most_pages(num_known + num_left)
             if sequence.slot is None:
                 return Work(num_known, num_left, num_pages)
             return Work(
@@ -180,7 +179,7 @@ class Quoter:
         num_known = len(sequence.tokens)
         num_generated = num_known - sequence.num_prompt_tokens
         num_left = max(1, (target.limit if num_expected is None else num_expected) - num_generated)
-        num_pages = -(-(num_known + num_left) // page_size)
+        num_pages = outlook.groups.most_pages(num_known + num_left)
         if sequence.slot is not None:
             index = outlook.running.index(sequence)
             running[index] = Work(running[index].num_given, num_left, running[index].num_pages)

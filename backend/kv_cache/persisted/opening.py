@@ -43,7 +43,7 @@ def open_store(
     if not isinstance(plan, KvPlan) or not isinstance(forward_pass, IPersistsPages):
         logger.info("pages end with this process: its forward pass cannot leave them")
         return None
-    if spec.state_bytes_per_sequence or plan.window.is_bounded:
+    if spec.state_bytes_per_sequence or plan.groups.has_windows:
         logger.info("pages end with this process: they alone do not say how a sequence of this model goes on")
         return None
     size, page_bytes = os.fstat(fd), plan.page_size_tokens * plan.bytes_per_token

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
     from penstock.backend.checkpoint.tensors import LayerWeights
+    from penstock.backend.passes.decoder.layer_groups import LayerGroups
 
 
 class Weights(Protocol):
@@ -78,7 +79,9 @@ class DecoderModel:
     """[L + S, hidden] after the final norm, of the last step with logits. The buffer belongs to the operations; the
     next step overwrites it."""
 
-    def __init__(self, config: DecoderConfig, ops: Ops, weights: Weights, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: DecoderConfig, ops: Ops, weights: Weights, dtype: torch.dtype, groups: LayerGroups
+    ) -> None:
         """Packs the weights layer by layer; at most one layer is in memory unpacked."""
         self._config = config
         self._ops = ops
@@ -94,7 +97,8 @@ class DecoderModel:
         if not config.tie_embeddings:
             self._lm_head = _pack_head(config, ops, weights.lm_head(dtype))
         self._layers = [
-            _pack_layer(config, ops, _Unpacked(weights.layer(i, dtype)), i) for i in range(config.num_layers)
+            _pack_layer(config, ops, _Unpacked(weights.layer(i, dtype)), i, groups.places[i])
+            for i in range(config.num_layers)
         ]
         self._final_norm = _pack_norm(config, ops, weights.final_norm(dtype))
 
@@ -191,7 +195,7 @@ class _Unpacked:
         return self._fields.pop(name)
 
 
-def _pack_layer(config: DecoderConfig, ops: Ops, plain: _Unpacked, index: int) -> _Layer:
+def _pack_layer(config: DecoderConfig, ops: Ops, plain: _Unpacked, index: int, place: tuple[int, int]) -> _Layer:
     scale = config.scales.residual
     q_norm, k_norm, sinks = plain.take("q_norm"), plain.take("k_norm"), plain.take("sinks")
     if config.interleaved_rope:
@@ -207,6 +211,8 @@ def _pack_layer(config: DecoderConfig, ops: Ops, plain: _Unpacked, index: int) -
             q_norm=None if q_norm is None else ops.vector(_offset(config, q_norm).flatten()),
             k_norm=None if k_norm is None else ops.vector(_offset(config, k_norm).flatten()),
             sinks=None if sinks is None else ops.vector(sinks),
+            group=place[0],
+            group_index=place[1],
         ),
         attention_norm=packed["attention_norm"],
         qkv=_pack_qkv(config, ops, plain),

@@ -97,6 +97,15 @@ class AttentionLayer:
     """Index of the rope that queries have, if it is another one."""
     sinks: Array | None = None
     """[num_heads] a score for each head that takes part in the softmax and has no value."""
+    group: int = 0
+    """Whose pages have its keys and values: an entry of `PassSpec.kv_windows`."""
+    group_index: int | None = None
+    """Its index among the group's layers; None if all layers are one group."""
+
+    @property
+    def cache_index(self) -> int:
+        """Which part of its group's pages is the layer's."""
+        return self.index if self.group_index is None else self.group_index
 
     @property
     def ropes(self) -> tuple[int | None, int | None]:

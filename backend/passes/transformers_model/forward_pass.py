@@ -88,7 +88,7 @@ class TransformersPass(HostSampling):
             torch.from_numpy(array.astype(np.int64)).to(self._device)
             for array in (self.begin_step(batch), batch.logit_tokens)
         )
-        step, states = self._cache.begin_step(batch), self._states.begin_step(batch)
+        (step,), states = self._cache.begin_step(batch), self._states.begin_step(batch)
         with attention_by(paged_attention(step)), states_by(states):
             return run_model(self._model, ids, step.positions, logit_tokens)
 

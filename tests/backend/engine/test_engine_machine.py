@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from penstock.backend.passes.fake import FakePass, StatefulFakePass, WindowedFakePass
+from penstock.backend.passes.fake import FakePass, GroupedFakePass, StatefulFakePass, WindowedFakePass
 from tests.backend.engine.machine import EngineRules
 from tests.backend.harness import Bench, Received, expected_tokens
 
@@ -20,7 +20,7 @@ class EngineMachine(EngineRules[tuple[list[int], int]]):
         max_running=st.integers(1, 5),
         max_batch_tokens=st.integers(1, 12),
         capacity=st.integers(0, 3),
-        kind=st.sampled_from((FakePass, StatefulFakePass, WindowedFakePass)),
+        kind=st.sampled_from((FakePass, StatefulFakePass, WindowedFakePass, GroupedFakePass)),
     )
     def start(
         self,
@@ -32,14 +32,15 @@ class EngineMachine(EngineRules[tuple[list[int], int]]):
         kind: type[FakePass],
     ) -> None:
         self.context = num_pages * page_size
+        forward_pass = kind(97, max_running)
         self.bench = Bench(
-            num_pages=num_pages,
+            num_pages=num_pages * len(forward_pass.spec.kv_windows),
             page_size=page_size,
             max_running=max_running,
             max_batch_tokens=max_batch_tokens,
             capacity=capacity,
             max_context=self.context,
-            forward_pass=kind(97, max_running),
+            forward_pass=forward_pass,
         )
 
     @rule(data=st.data(), max_tokens=st.integers(1, 12), stop=st.integers(0, 96), is_scored=st.booleans())
@@ -55,8 +56,8 @@ class EngineMachine(EngineRules[tuple[list[int], int]]):
         )
         num_scored = len(prompt) - 1 if is_scored and len(prompt) < self.context else 0
         count = min(max_tokens, self.context - len(prompt))
-        window_tokens = self.bench.forward_pass.spec.window_tokens
-        self.expect((expected_tokens(prompt, count, 97, (stop,), window_tokens), num_scored))
+        kv_windows = self.bench.forward_pass.spec.kv_windows
+        self.expect((expected_tokens(prompt, count, 97, (stop,), kv_windows), num_scored))
 
     def check(self, received: Received, expected: tuple[list[int], int]) -> None:
         tokens, num_scored = expected

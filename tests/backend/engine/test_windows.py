@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.backend.kv_cache.attention_window import AttentionWindow
+from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.kv_cache.page_hash import extend_page_hashes
 from penstock.backend.passes.fake import WindowedFakePass
 from tests.backend.engine.test_failed_steps import PassingFault
@@ -25,7 +25,7 @@ def make_bench(num_pages: int, forward_pass: Any = None, **options: Any) -> Benc
 
 
 def expected(prompt: list[int], count: int) -> list[int]:
-    return expected_tokens(prompt, count, VOCAB, window_tokens=WINDOW)
+    return expected_tokens(prompt, count, VOCAB, kv_windows=(WINDOW,))
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -35,7 +35,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("capacity", [0, 1, 3])
 def test_sequence_holds_its_window_and_the_steps_ahead_however_long_it_is(capacity: int) -> None:
-    most_pages = AttentionWindow.of(2, WINDOW, 8, capacity).most_pages(CONTEXT)
+    most_pages = KvGroups.of(2, (WINDOW,), 8, capacity).most_pages(CONTEXT)
     bench = make_bench(most_pages, max_batch_tokens=8, capacity=capacity)
     prompt = prompt_of(150)
     bench.submit(prompt, 200)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassSpec
-from penstock.backend.kv_cache.attention_window import AttentionWindow
 from penstock.backend.kv_cache.budget import MAX_PAGES, KvBudget, KvPlan, auto_budget, host_budget, plan_kv
 from penstock.backend.kv_cache.budget_table import plan_rows, plan_tables
+from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.kv_cache.memory import MemoryInfo
 from penstock.backend.passes.fake import FakePass
 
@@ -32,8 +32,8 @@ def plan(spec: PassSpec | None = None, **changes: Any) -> KvPlan:
         settings["budget"] = KvBudget(settings["budget"])
     spec, page_size = spec or FakePass(100, 4).spec, settings.pop("page_size_tokens")
     keeps_state = spec.state_bytes_per_sequence > 0
-    window = AttentionWindow.of(page_size, spec.window_tokens, 512, 1, keeps_state=keeps_state)
-    return plan_kv(spec, window=window, **settings)
+    groups = KvGroups.of(page_size, spec.kv_windows, 512, 1, keeps_state=keeps_state)
+    return plan_kv(spec, groups=groups, **settings)
 
 
 @given(st.integers(1, 10**7), st.integers(1, 512), st.integers(1, 100))
@@ -216,17 +216,17 @@ def test_table_shows_memory_taken_and_what_it_holds() -> None:
 
 
 def test_sequence_of_a_model_with_windows_needs_room_for_its_window_and_the_steps_ahead() -> None:
-    spec = PassSpec(100, 32_768, {"bf16": 1000}, window_tokens=4096 + 63)
+    spec = PassSpec(100, 32_768, {"bf16": 1000}, kv_windows=(4096 + 63,))
     held = -(-(4158 + 2 * 512) // 16) + 2
     kv = plan(spec, budget=400 * 16_000)
     assert (kv.max_context_tokens, kv.num_pages, kv.num_longest_sequences) == (32_768, 400, 1)
     assert kv.max_pages_per_sequence == 2048
     assert plan(spec, budget=GB).num_pages == 64 * held
     rows = dict(plan_rows(kv))
-    assert rows["of it in pages, window 4,159"] == f"{16 * held:,} tokens"
+    assert rows["of it in pages, because of windows"] == f"{16 * held:,} tokens"
     assert rows["sequences of that length"] == "1"
     assert plan(spec, budget=(held - 1) * 16_000).max_context_tokens == (held - 1) * 16
-    full = replace(spec, window_tokens=None)
+    full = replace(spec, kv_windows=(None,))
     assert plan(full, budget=400 * 16_000).max_context_tokens == 6400
     assert plan(replace(spec, state_bytes_per_sequence=1), budget=400 * 16_000).max_context_tokens == 399 * 16
 

@@ -18,9 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassSpec
 from penstock.backend.kv_cache import page_hash as hashing
-from penstock.backend.kv_cache.attention_window import AttentionWindow
 from penstock.backend.kv_cache.budget import KvBudget, plan_kv
 from penstock.backend.kv_cache.host_offload import HostOffload
+from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.kv_cache.memory import MemoryInfo
 from penstock.backend.kv_cache.persisted.opening import open_store
 from penstock.backend.kv_cache.persisted.page_rows import ROW_BYTES, KeptPage
@@ -238,9 +238,9 @@ class CpuPass:
 
 
 def open_with(fd: int, found: object, free_bytes: int = 1 << 30, window_tokens: int | None = None) -> PageStore | None:
-    spec = PassSpec(8, 64, {"fp32": PAGE_BYTES // 4}, window_tokens=window_tokens)
-    window = AttentionWindow.of(4, window_tokens, 8, 1, keeps_state=False)
-    plan = plan_kv(spec, budget=KvBudget(1 << 20), kv_dtype="auto", window=window, max_context_tokens=64, max_running=1)
+    spec = PassSpec(8, 64, {"fp32": PAGE_BYTES // 4}, kv_windows=(window_tokens,))
+    groups = KvGroups.of(4, (window_tokens,), 8, 1, keeps_state=False)
+    plan = plan_kv(spec, budget=KvBudget(1 << 20), kv_dtype="auto", groups=groups, max_context_tokens=64, max_running=1)
     memory = MemoryInfo(free_bytes, free_bytes, "the host")
     return open_store(fd, found, plan, Path(__file__).parent, "fp", memory)  # type: ignore[arg-type]
 
@@ -258,7 +258,7 @@ def test_pages_that_nobody_could_use_are_not_kept(fd: int, caplog: pytest.LogCap
     caplog.set_level("INFO")
     assert open_with(fd, FakePass(8, 1)) is None
     assert "its forward pass cannot leave them" in caplog.text
-    assert open_with(fd, CpuPass(PassSpec(8, 64, {}, window_tokens=4)), window_tokens=4) is None
+    assert open_with(fd, CpuPass(PassSpec(8, 64, {}, kv_windows=(4,))), window_tokens=4) is None
     assert "they alone do not say how a sequence of this model goes on" in caplog.text
     assert os.fstat(fd).st_blocks == 0
 

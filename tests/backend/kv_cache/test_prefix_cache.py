@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.backend.forward_pass import SamplingParams
-from penstock.backend.kv_cache.attention_window import AttentionWindow
+from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.kv_cache.page_hash import extend_page_hashes, partial_page_hash
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.kv_cache.prefix_cache import Prefix, PrefixCache, count_common_tokens
@@ -49,7 +49,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @initialize(num_pages=st.integers(3, 10), page_size=st.integers(1, 4))
     def start(self, num_pages: int, page_size: int) -> None:
         self.pool, self.size, self.num_pages = PagePool(num_pages), page_size, num_pages
-        self.prefixes = PrefixCache(self.pool, AttentionWindow(page_size))
+        self.prefixes = PrefixCache(self.pool, KvGroups(page_size))
         self.running: dict[Sequence, None] = {}
         self.parked: list[tuple[Sequence, object]] = []
         self.held: list[list[tuple[bytes, tuple[int, ...]] | None]] = [[None] * page_size for _ in range(num_pages)]

@@ -75,5 +75,5 @@ def test_other_files_and_other_versions_are_refused(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[8] = 77
     path.write_bytes(data)
-    with pytest.raises(RecordingError, match="is a recording of format 77; this version of Penstock reads format 1"):
+    with pytest.raises(RecordingError, match="is a recording of format 77; this version of Penstock reads format 2"):
         read_recording(path)

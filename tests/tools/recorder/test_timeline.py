@@ -126,7 +126,7 @@ def test_recording_that_is_cut_off_or_of_another_kind_is_said_in_one_line(
     check_trace(json.loads(recording.with_suffix(".json").read_text()))
     recording.write_bytes(whole[:8] + bytes([9]) + whole[9:])
     for path, message in (
-        (recording, "is a recording of format 9; this version of Penstock reads format 1\n"),
+        (recording, "is a recording of format 9; this version of Penstock reads format 2\n"),
         (recording.with_name("missing.rec"), "missing.rec: No such file or directory\n"),
     ):
         with pytest.raises(SystemExit):

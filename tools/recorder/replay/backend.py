@@ -162,6 +162,6 @@ def _make_scheduler(started: BackendStarted) -> tuple[ISequenceScheduler, BatchB
         started.max_batch_tokens,
         num_plans_ahead=started.num_plans_ahead,
         keeps_state=started.keeps_state,
-        window_tokens=started.window_tokens,
+        kv_windows=started.kv_windows,
     )
-    return scheduler, BatchBuilder(started.max_running, pages_per_sequence(started))
+    return scheduler, BatchBuilder(started.max_running, pages_per_sequence(started), len(started.kv_windows))

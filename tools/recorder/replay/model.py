@@ -50,6 +50,11 @@ def load_pass(options: BackendOptions, started: BackendStarted) -> tuple[IBatche
             f"the recording is of {started.model}, whose vocabulary has {started.vocab_size} tokens; this model's has "
             f"{spec.vocab_size}: give the recorded one as --model"
         )
+    if spec.kv_windows != started.kv_windows:
+        raise StartupError(
+            f"the recording is of a cache with windows {started.kv_windows}; this model's has {spec.kv_windows}: give "
+            "the recorded model and --max-context"
+        )
     asks_device = not isinstance(options.kv_budget, int)
     memory = device_memory(settings.device) if asks_device else MemoryInfo(0, 0, settings.device)
     kv_dtype = plan_memory(options, spec, settings, memory).kv_dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.shm.messages import MAX_CONTEXT_TOKENS
 from penstock.shm.recording.file import RecordingError
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from penstock.shm.recording.events import BackendStarted
 
 _MAX_TABLE_ENTRIES = 1 << 26
+_MAX_GROUPS = 64
 _BOUNDS = {
     "max_running": (1, 4096),
     "max_batch_tokens": (1, 1 << 24),
@@ -31,11 +33,14 @@ def check_sizes(started: BackendStarted) -> None:
             raise RecordingError(f"the recording says {name} {value}; it is from {least} to {most}")
     if not 0.0 <= started.priority_step_s < 1e9:
         raise RecordingError(f"the recording says priority_step_s {started.priority_step_s}; it is at least 0")
-    if started.window_tokens is not None and started.window_tokens < 1:
-        raise RecordingError(f"the recording says window_tokens {started.window_tokens}; it is at least 1")
+    windows = started.kv_windows
+    if not 1 <= len(windows) <= _MAX_GROUPS or any(window is not None and window < 1 for window in windows):
+        raise RecordingError(
+            f"the recording says windows {windows}; they are from 1 to {_MAX_GROUPS}, of 1 token or more"
+        )
     if not started.num_pages:
         return
-    if started.window_tokens is None and started.num_pages * started.page_size < started.max_context:
+    if _groups(started).longest_sequence(started.num_pages, started.max_context) < started.max_context:
         raise RecordingError(
             f"the recording says {started.num_pages} pages of {started.page_size} tokens, which cannot hold its "
             f"context of {started.max_context} tokens"
@@ -46,4 +51,14 @@ def check_sizes(started: BackendStarted) -> None:
 
 def pages_per_sequence(started: BackendStarted) -> int:
     """Entries of a slot in the page table."""
-    return -(-started.max_context // started.page_size)
+    return _groups(started).pages_for(started.max_context)
+
+
+def _groups(started: BackendStarted) -> KvGroups:
+    return KvGroups.of(
+        started.page_size,
+        started.kv_windows,
+        started.max_batch_tokens,
+        started.num_plans_ahead,
+        keeps_state=started.keeps_state,
+    )

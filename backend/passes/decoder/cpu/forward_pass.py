@@ -21,6 +21,7 @@ from penstock.backend.passes.decoder.cpu.torch_cache.page_bytes import restore_p
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import AnonymousMemory
 from penstock.backend.passes.decoder.cpu.weight_memory.fingerprint import packing_fingerprint
+from penstock.backend.passes.decoder.layer_groups import check_groups, layer_groups, one_group
 from penstock.backend.passes.decoder.memory_trimming import return_freed_memory
 from penstock.backend.passes.decoder.model import DecoderModel
 from penstock.backend.passes.decoder.ops import CPU_KV_DTYPES, CpuOps
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cpu.path_choice import NativeKernels
     from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import WeightMemory
     from penstock.backend.passes.decoder.cpu.weight_memory.watch import WatchedWeights
+    from penstock.backend.passes.decoder.layer_groups import LayerGroups
     from penstock.backend.passes.decoder.model import Weights
 
 
@@ -69,15 +71,18 @@ class CpuDecoderPass(HostSampling):
         max_running: int,
         quantization: Quantization | None = None,
         formats: StoredFormats = PLAIN,
+        groups: LayerGroups | None = None,
     ) -> None:
-        """quantization: how the weights are quantised, if not as in the checkpoint, whose formats are the others."""
+        """quantization: how the weights are quantised, if not as in the checkpoint, whose formats are the others.
+        groups: of layers with pages of their own; None for one."""
         super().__init__(config.vocab_size, max_running)
         self._config = config
+        self._groups = groups or one_group(config)
         self._ops = ops
         self._places: PagePlaces | None = None
         with torch.inference_mode():
-            self._model = DecoderModel(config, ops, weights, dtype)
-        self._spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats)
+            self._model = DecoderModel(config, ops, weights, dtype, self._groups)
+        self._spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=self._groups)
 
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
@@ -93,7 +98,8 @@ class CpuDecoderPass(HostSampling):
             check_on_cpu(quantization)
             check_sizes(quantization, config)
         dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16)
-        return make_spec(config, dtype, CPU_KV_DTYPES, quantization, read_stored_formats(model_dir))
+        formats, groups = read_stored_formats(model_dir), layer_groups(config, options)
+        return make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=groups)
 
     @classmethod
     def load(cls, model_dir: Path, options: PassOptions) -> CpuDecoderPass:
@@ -102,9 +108,10 @@ class CpuDecoderPass(HostSampling):
 
         config = read_decoder_config(model_dir, options.max_context_tokens)
         quantization, formats = find_quantization(options.quantize), read_stored_formats(model_dir)
+        groups = layer_groups(config, options)
 
         def build(weights: Weights, dtype: torch.dtype, ops: CpuOps) -> CpuDecoderPass:
-            return cls(config, weights, ops, dtype, options.max_running, quantization, formats)
+            return cls(config, weights, ops, dtype, options.max_running, quantization, formats, groups)
 
         return cls._load(model_dir, options, config, build)
 
@@ -180,7 +187,7 @@ class CpuDecoderPass(HostSampling):
         return self._ops
 
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
-        self._ops.create_cache(self._config.num_layers, num_pages, page_size_tokens, kv_dtype)
+        self._ops.create_cache(self._groups.num_layers, num_pages, page_size_tokens, kv_dtype)
 
     def persist_pages(self, places: PagePlaces) -> None:
         self._places = places
@@ -198,6 +205,7 @@ class CpuDecoderPass(HostSampling):
 
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
         check_embeddings(batch)
+        check_groups(batch, len(self._groups.windows))
         if self._places is not None:
             for place, page in batch.page_restores:
                 restore_page(self._ops.cache, page, self._places.place(place))

@@ -204,9 +204,9 @@ class NativeOps:
         rows, num_logits = self._step_rows, len(batch.logit_rows)
         scored = () if batch.scored is None else (batch.scored.tokens,)
         rows.num_scored = sum(map(len, scored))
-        self._place_arrays(
-            (input_ids, batch.query_starts, batch.context_lens, batch.page_table, batch.logit_rows, *scored)
-        )
+        tables = batch.page_table if batch.page_table.ndim == 2 else np.moveaxis(batch.page_table, 2, 0)
+        rows.num_groups = 1 if batch.page_table.ndim == 2 else len(tables)
+        self._place_arrays((input_ids, batch.query_starts, batch.context_lens, tables, batch.logit_rows, *scored))
         rows.rope = self._rope_table.cover(max(batch.context_lens.tolist()) + batch.num_tokens).data_ptr()
         rows.num_tokens, rows.num_rows = batch.num_tokens, batch.num_rows
         rows.table_width, rows.num_logits = batch.page_table.shape[1], num_logits
@@ -370,7 +370,8 @@ class NativeOps:
         if struct is None:
             query_rope, key_rope = (-1 if rope is None else rope * self._rotary_dim for rope in layer.ropes)
             struct = self._layers[layer.index] = Attention(
-                cache=self.cache[layer.index].data_ptr(),
+                cache=self.cache[layer.cache_index].data_ptr(),
+                group=layer.group,
                 q_norm=None if layer.q_norm is None else layer.q_norm.data_ptr(),
                 k_norm=None if layer.k_norm is None else layer.k_norm.data_ptr(),
                 sinks=None if layer.sinks is None else layer.sinks.data_ptr(),

@@ -131,6 +131,7 @@ class Attention(Structure):
         ("window", c_int64),
         ("query_rope", c_int64),
         ("key_rope", c_int64),
+        ("group", c_int64),
     )
 
 
@@ -140,6 +141,7 @@ class StepRows(Structure):
         ("rope", c_void_p),
         ("num_tokens", c_int64),
         ("num_rows", c_int64),
+        ("num_groups", c_int64),
         ("table_width", c_int64),
         ("num_logits", c_int64),
         ("num_scored", c_int64),

@@ -43,7 +43,8 @@ class TorchStep:
     input_ids: Tensor
     turns: Tensor
     """[T, ropes, 2, 1, rotary_dim / 2]: cosines and sines of each rope."""
-    paged: PagedStep
+    paged: list[PagedStep]
+    """By group of layers."""
     last_tokens: Tensor
     """[L + S] `StepBatch.logit_tokens`."""
     num_logits: int
@@ -96,7 +97,7 @@ class TorchOps:
     @torch.inference_mode()
     def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> TorchStep:
         paged = self.cache.begin_step(batch)
-        positions = paged.positions
+        positions = paged[0].positions
         turns = self._rope_table.cover(int(positions.max()) + 1)[positions]
         turns = turns.view(len(positions), -1, 2, 1, self._rotary_dim // 2)
         return TorchStep(
@@ -166,15 +167,16 @@ class TorchOps:
                 x, y = part[..., : self._rotary_dim].float().chunk(2, dim=-1)
                 rotated = torch.cat([x * cos - y * sin, y * cos + x * sin], dim=-1)
                 part[..., : self._rotary_dim] = rotated
-        step.paged.store(layer.index, heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:])
+        step.paged[layer.group].store(layer.cache_index, heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:])
 
     def attention(self, qkv: Tensor, step: TorchStep, layer: AttentionLayer) -> Tensor:
         queries = qkv[:, : self._heads.output_size].view(len(qkv), self._heads.num_heads, self._heads.head_dim)
         rule = ScoreRule(self._config.score_scale, self._config.scales.scores_softcap, layer.sinks)
-        return step.paged.attend(layer.index, queries, layer.window_tokens, rule).view(len(qkv), -1)
+        paged = step.paged[layer.group]
+        return paged.attend(layer.cache_index, queries, layer.window_tokens, rule).view(len(qkv), -1)
 
     def last_tokens(self, qkv: Tensor, residual: Tensor, step: TorchStep) -> tuple[Tensor, Tensor, TorchStep]:
-        narrowed = replace(step, paged=step.paged.single(step.last_tokens.numpy()))
+        narrowed = replace(step, paged=[paged.single(step.last_tokens.numpy()) for paged in step.paged])
         return qkv[step.last_tokens], residual[step.last_tokens], narrowed
 
     def logit_rows(self, normed: Tensor, step: TorchStep) -> Tensor:

@@ -48,6 +48,7 @@ from penstock.backend.passes.decoder.cuda.workspace_plan import (
     rounds_rows,
     step_limits,
 )
+from penstock.backend.passes.decoder.layer_groups import one_group
 from penstock.backend.passes.decoder.model import DecoderModel
 from penstock.backend.passes.decoder.rope_table import RopeTable
 
@@ -117,7 +118,7 @@ class CudaDecoderPass:
                 device, config, dtype, sizes.max_tokens, sizes.max_rows, matmul,
                 rounds_rows=rounds_rows(formats, quantization, sizes, dtype),
             )  # fmt: skip
-            self._model = DecoderModel(config, self._ops, weights, dtype)
+            self._model = DecoderModel(config, self._ops, weights, dtype, one_group(config))
 
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:

@@ -16,7 +16,7 @@ from penstock.backend.forward_pass import (
     StepBatch,
     TokenLogprobs,
 )
-from penstock.backend.kv_cache.attention_window import AttentionWindow
+from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.tools.gpu_check.checks.pass_agreement import RowsOnHost
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass
 class DriverRow:
-    """One sequence: its tokens, how many of them are computed, and its pages."""
+    """One sequence: its tokens, how many of them are computed, and its pages, set by set (see `KvGroups`)."""
 
     slot: int
     tokens: list[int]
@@ -47,13 +47,15 @@ class DriverRow:
 
 
 class Driver:
-    """Runs sequences through a pass step by step. Takes pages from the end of `free_pages`."""
+    """Runs sequences through a pass step by step. Takes pages from the end of `free_pages`, num_pages of each group."""
 
     def __init__(
         self, forward_pass: Any, num_pages: int, page_size: int, kv_dtype: str = "fp32", seed: int = 0
     ) -> None:
         self.forward_pass = forward_pass
         self.page_size = page_size
+        self.num_groups = len(forward_pass.spec.kv_windows)
+        num_pages *= self.num_groups
         self.free_pages = np.random.default_rng(seed).permutation(num_pages).tolist()
         self.rows: list[DriverRow] = []
         self.read: Callable[[Any], NDArray[np.float32]] = forward_pass.host_logits
@@ -87,8 +89,8 @@ class Driver:
         parts = sorted(parts, key=lambda part: part[1] != 1)
         inits = []
         for row, count in parts:
-            while len(row.pages) * self.page_size < row.computed + count:
-                row.pages.append(self.free_pages.pop())
+            while len(row.pages) // self.num_groups * self.page_size < row.computed + count:
+                row.pages += [self.free_pages.pop() for _ in range(self.num_groups)]
             if not row.announced:
                 row.announced = True
                 inits.append(SlotInit(row.slot, row.sampling, np.array(row.tokens, np.int32), row.num_prompt_tokens))
@@ -101,7 +103,7 @@ class Driver:
             ),
             query_starts=np.cumsum([0, *(count for _, count in parts)]).astype(np.int32),
             context_lens=np.array([row.computed for row, _ in parts], np.int32),
-            page_table=table,
+            page_table=table if self.num_groups == 1 else table.reshape(len(parts), -1, self.num_groups),
             slots=np.array([row.slot for row, _ in parts], np.int32),
             logit_rows=np.array(
                 [i for i, (row, count) in enumerate(parts) if row.computed + count == len(row.tokens)], np.int32
@@ -187,15 +189,17 @@ def run_past_window(driver: Driver, *, is_poisoned: bool) -> NDArray[np.float32]
     last token of a block. If it is poisoned, a page that was never written stands for each page behind the window.
     """
     prompt = np.random.default_rng(0).integers(0, 200, 150).tolist()
-    window = AttentionWindow.of(driver.page_size, driver.forward_pass.spec.window_tokens, 0, 0)
+    groups = KvGroups.of(driver.page_size, driver.forward_pass.spec.kv_windows, 0, 0)
     logits: list[NDArray[np.float32]] = []
     num_passed = []
     for counts in ((110, 1, 31, 1, 7, 1, 1), (100, 42, 8, 1, 1)):
         row = driver.add(prompt)
         for count in counts:
-            num_passed.append(window.num_passed_pages(row.computed))
+            passed = groups.num_passed(row.computed)
+            num_passed.append(max(passed))
             if is_poisoned:
-                row.pages[: num_passed[-1]] = driver.free_pages[:1] * num_passed[-1]
+                for group, end in enumerate(passed):
+                    row.pages[group : end * groups.count : groups.count] = driver.free_pages[:1] * end
             logits += driver.step([(row, count)]).values()
     assert num_passed[3] * driver.page_size == num_passed[9] * driver.page_size == 64
     return np.array(logits)

@@ -17,11 +17,12 @@ from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
-from penstock.backend.kv_cache.attention_window import AttentionWindow
 from penstock.backend.kv_cache.budget import KvBudget, plan_kv
+from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.passes.decoder.cpu import forward_pass
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass, make_cpu_ops
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
+from penstock.backend.passes.decoder.layer_groups import split_groups
 from tests.backend.passes.decoder.conftest import MakeOps, make_native_ops
 from tests.backend.passes.decoder.driver import Driver
 from tests.checkpoints import PRESETS, load_oracle, make_checkpoint
@@ -40,17 +41,8 @@ RAGGED = (1, 7, 16, 17, 45, 70)
 SHORT = (1, 7, 16, 17, 35)
 """Token by token: across pages, and twice the windows."""
 ON_ALL_PATHS = (
-    "llama3",
-    "llama-bias",
-    "mistral",
-    "qwen3",
-    "phi3-partial",
-    "gemma2",
-    "cohere-qk-norm",
-    "starcoder2",
-    "olmo3",
-    "qwen2-moe",
-    "gpt-oss",
+    *("llama3", "llama-bias", "mistral", "qwen3", "phi3-partial", "gemma2"),
+    *("cohere-qk-norm", "starcoder2", "olmo3", "qwen2-moe", "gpt-oss"),
 )
 """Presets that together use every operation, with every variation."""
 KV_DTYPES = ("fp32", "bf16", "q8_0")
@@ -83,7 +75,8 @@ def make_pass(
     model_dir = checkpoint(architecture)
     config = read_decoder_config(model_dir, max_context_tokens)
     with open_weights(model_dir, config) as weights:
-        return CpuDecoderPass(config, weights, make_ops(config, dtype), dtype, max_running=32)
+        ops, groups = make_ops(config, dtype), split_groups(config)
+        return CpuDecoderPass(config, weights, ops, dtype, max_running=32, groups=groups)
 
 
 def prompts(lengths: tuple[int, ...] = RAGGED, seed: int = 0) -> list[Prompt]:
@@ -374,7 +367,7 @@ def test_heads_without_whole_blocks_have_no_q8_0() -> None:
     assert set(spec.kv_bytes_per_token) == {"fp32", "bf16"}
     settings: Any = {"max_context_tokens": None, "max_running": 4, "budget": KvBudget(1 << 30)}
     with pytest.raises(StartupError, match="--kv-dtype is q8_0; this forward pass has fp32, bf16"):
-        plan_kv(spec, kv_dtype="q8_0", window=AttentionWindow(16), **settings)
+        plan_kv(spec, kv_dtype="q8_0", groups=KvGroups(16), **settings)
 
 
 def test_step_without_logit_rows_returns_no_logits_and_writes_its_keys(make_ops: MakeOps) -> None:

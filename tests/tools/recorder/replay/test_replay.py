@@ -187,7 +187,7 @@ def test_what_cannot_be_replayed_is_said_in_one_line(
     assert "requests that finished" in said.out
     for content, with_tokens, message in (
         (whole, True, "it has no tokens; record with --with-tokens, from a server that runs with --record-tokens\n"),
-        (whole[:8] + bytes([9]) + whole[9:], False, "this version of Penstock reads format 1\n"),
+        (whole[:8] + bytes([9]) + whole[9:], False, "this version of Penstock reads format 2\n"),
         (whole[:4], False, "is not a recording of Penstock\n"),
         (whole[:16], False, "has no records\n"),
     ):
@@ -250,7 +250,9 @@ def test_requests_with_missing_token_records_are_counted_and_not_compared() -> N
         ("page_size", 0, "page_size 0; it is from 1 to 4096"),
         ("max_context", 1 << 20, "64 pages of 4 tokens, which cannot hold its context of 1048576 tokens"),
         ("vocab_size", 2, "vocab_size 2; it is from 64 to"),
-        ("window_tokens", 0, "window_tokens 0; it is at least 1"),
+        ("kv_windows", (None, 0), r"windows \(None, 0\); they are from 1 to 64, of 1 token or more"),
+        ("kv_windows", (), r"windows \(\); they are from 1 to 64"),
+        ("kv_windows", (None, 8), "64 pages of 4 tokens, which cannot hold its context of 256 tokens"),
     ],
 )
 def test_sizes_out_of_bounds_are_refused(life: Life, field: str, value: int, message: str) -> None:

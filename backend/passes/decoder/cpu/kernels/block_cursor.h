@@ -44,8 +44,8 @@ class Scratch {
 // Finds a block's positions in their pages. Pages of another layout are first gathered into the micro-kernels' layout.
 template <class C> class SegmentFinder {
   public:
-    SegmentFinder(const Engine& engine, void* cache, i64 row, Scratch& scratch)
-        : engine_(engine), cache_(cache), pages_(engine.step.page_table + row * engine.step.page_table_width) {
+    SegmentFinder(const Engine& engine, const Attention& layer, i64 row, Scratch& scratch)
+        : engine_(engine), cache_(layer.cache), pages_(engine.step.pages(layer.group, row)) {
         if (engine.in_place()) return;
         const i64 dim = engine.shape.head_dim;
         keys_ = scratch.take<C>(kBlock * dim);
@@ -107,7 +107,7 @@ template <class C, int V> struct Columns {
 template <class C> class BlockCursor {
   public:
     BlockCursor(const Engine& engine, const Attention& layer, i64 row, Scratch& scratch)
-        : finder_(engine, layer.cache, row, scratch), segment_(engine.segment()), dim_(engine.shape.head_dim),
+        : finder_(engine, layer, row, scratch), segment_(engine.segment()), dim_(engine.shape.head_dim),
           head_bytes_(head_bytes<C>(engine.shape)), in_place_(engine.in_place()) {
         while (i64(1) << shift_ < segment_) ++shift_;
     }

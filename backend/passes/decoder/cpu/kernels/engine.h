@@ -46,6 +46,7 @@ struct Attention {  // mirrored by native_ops.py
     i64 window;       // tokens; 0 for none
     i64 query_rope;  // where cosines and sines for q begin in a row of Step::rope; -1 for a layer without, as the next
     i64 key_rope;
+    i64 group;  // whose pages its cache has
 };
 
 struct Experts {  // mirrored by native_structs.py
@@ -119,15 +120,16 @@ struct EncoderItem {
 
 struct Step {
     std::vector<std::int32_t> positions;
-    std::vector<i64> slot_mapping;  // page × page_size + offset, for each token
+    std::vector<i64> slot_mapping;  // [groups][tokens]: page × page_size + offset
     Work work, last_work;
     std::vector<i64> last_tokens;  // the last tokens of the logit rows, then the scored tokens
     i64 num_logits = 0;            // how many of them are the former
     i64 num_narrowed = 0;          // how many of them the step consists of, if it is narrowed
     const std::int32_t* input_ids = nullptr;
     const float* rope = nullptr;  // [position][rope][cosines, sines]
-    const std::int32_t* page_table = nullptr;
+    const std::int32_t* page_tables = nullptr;  // [groups][rows][width]
     i64 page_table_width = 0;
+    i64 num_rows = 0;
     i64 num_tokens = 0;
     bool is_narrowed = false;  // to last_tokens
     // Of an encoder: where its rows start, [rows + 1], and the type of each token.
@@ -135,6 +137,9 @@ struct Step {
     const std::int32_t* token_types = nullptr;
     std::vector<EncoderItem> encoder_items;
 
+    const std::int32_t* pages(i64 group, i64 row) const {
+        return page_tables + (group * num_rows + row) * page_table_width;
+    }
     i64 rows() const { return is_narrowed ? num_narrowed : num_tokens; }
 };
 

@@ -101,6 +101,7 @@ template <class T, class C>
 void run_rotate_and_store(Engine& engine, T* qkv, const Attention& layer) {
     const Shape& shape = engine.shape;
     const i64 dim = shape.head_dim, heads = shape.num_heads, kv_heads = shape.num_kv_heads;
+    const i64* slots = engine.step.slot_mapping.data() + layer.group * engine.step.num_tokens;
     engine.split(engine.step.num_tokens, 2, [&](i64 first, i64 last, int) {
         for (i64 t = first; t < last; ++t) {
             T* row = qkv + t * (heads + 2 * kv_heads) * dim;
@@ -116,7 +117,7 @@ void run_rotate_and_store(Engine& engine, T* qkv, const Attention& layer) {
             for (i64 h = 0; h < kv_heads; ++h) {
                 T* key = row + (heads + h) * dim;
                 norm_and_rotate(shape, key, norm_of_head(shape, layer.k_norm, h), key_turns);
-                store_token<T, C>(engine, key, key + kv_heads * dim, engine.step.slot_mapping[t], h, layer.cache);
+                store_token<T, C>(engine, key, key + kv_heads * dim, slots[t], h, layer.cache);
             }
         }
     });

@@ -49,11 +49,12 @@ inline Work split_work(const Engine& engine, const std::vector<Tile>& tiles, i64
 
 struct StepRows {  // mirrored by native_structs.py
     // Back to back, and read until the step ends: input ids [num_tokens], starts [num_rows + 1], contexts [num_rows],
-    // page table [num_rows][table_width], logit rows [num_logits], scored tokens [num_scored].
+    // page tables [num_groups][num_rows][table_width], logit rows [num_logits], scored tokens [num_scored].
     const std::int32_t* arrays;
     const float* rope;
     i64 num_tokens;
     i64 num_rows;
+    i64 num_groups;  // of layers with pages of their own
     i64 table_width;
     i64 num_logits;
     i64 num_scored;
@@ -73,22 +74,22 @@ inline void plan_scored(const StepRows& given, const std::int32_t* starts, const
 }
 
 inline void plan_step(Engine& engine, const StepRows& given) {
-    const i64 num_rows = given.num_rows, table_width = given.table_width;
+    const i64 num_rows = given.num_rows;
     const std::int32_t* starts = given.arrays + given.num_tokens;
     const std::int32_t* contexts = starts + num_rows + 1;
-    const std::int32_t* page_table = contexts + num_rows;
-    const std::int32_t* logit_rows = page_table + num_rows * table_width;
     Step& step = engine.step;
+    step.page_tables = contexts + num_rows;
+    step.page_table_width = given.table_width;
+    step.num_rows = num_rows;
+    const std::int32_t* logit_rows = step.pages(given.num_groups, 0);
     const i64 size = engine.shape.page_size;
     const i64 tile_tokens = engine.tile_rows() / engine.group();
     step.input_ids = given.arrays;
     step.rope = given.rope;
-    step.page_table = page_table;
-    step.page_table_width = table_width;
     step.num_tokens = given.num_tokens;
     step.is_narrowed = false;
     step.positions.resize(step.num_tokens);
-    step.slot_mapping.resize(step.num_tokens);
+    step.slot_mapping.resize(given.num_groups * step.num_tokens);
     step.last_tokens.clear();
     std::vector<Tile> tiles, last_tiles;
     for (i64 row = 0; row < num_rows; ++row) {
@@ -96,8 +97,10 @@ inline void plan_step(Engine& engine, const StepRows& given) {
         for (i64 i = 0; i < length; ++i) {
             const i64 position = contexts[row] + i;
             step.positions[starts[row] + i] = std::int32_t(position);
-            const i64 page = page_table[row * table_width + position / size];
-            step.slot_mapping[starts[row] + i] = page * size + position % size;
+            for (i64 group = 0; group < given.num_groups; ++group) {
+                const i64 page = step.pages(group, row)[position / size];
+                step.slot_mapping[group * step.num_tokens + starts[row] + i] = page * size + position % size;
+            }
         }
         for (i64 i = 0; i < length; i += tile_tokens) {
             const i64 token = starts[row] + i;

@@ -63,16 +63,18 @@ class PagedCache:
         self.keys = [make_kv_pages((shape.kv_heads, *outer, shape.key_dim), kv_dtype, device) for shape in shapes]
         self.values = [make_kv_pages((shape.kv_heads, *outer, shape.value_dim), kv_dtype, device) for shape in shapes]
 
-    def begin_step(self, batch: StepBatch) -> PagedStep:
-        """Copy batch.page_copies, and prepare the rows."""
+    def begin_step(self, batch: StepBatch) -> list[PagedStep]:
+        """Copy batch.page_copies, and prepare the rows for each group of layers."""
         self._copy_pages(batch)
         lengths = np.diff(batch.query_starts)
         rows = np.repeat(np.arange(batch.num_rows), lengths)
         positions = np.arange(batch.num_tokens) - np.repeat(batch.query_starts[:-1] - batch.context_lens, lengths)
         tiles = cut_rows(batch.query_starts, self._limits.tile_tokens)
         table, size = batch.page_table, self._page_size_tokens
-        queries = QueryTiles(rows, positions, tiles, table, size, self._limits, self._device)
-        return PagedStep(self, torch.from_numpy(positions).to(self._device), queries)
+        tables = [table] if table.ndim == 2 else [table[:, :, group] for group in range(table.shape[2])]
+        queries = [QueryTiles(rows, positions, tiles, own, size, self._limits, self._device) for own in tables]
+        on_device = torch.from_numpy(positions).to(self._device)
+        return [PagedStep(self, on_device, own) for own in queries]
 
     def parts(self, page: int) -> list[Tensor]:
         """All memory of a page."""

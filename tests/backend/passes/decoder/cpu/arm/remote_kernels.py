@@ -178,7 +178,8 @@ class RemoteKernels:
         own, state = rows._obj, self._engines[engine]
         state.num_tokens, state.num_logits, state.is_narrowed = own.num_tokens, own.num_logits, False
         state.num_last = own.num_logits + own.num_scored
-        sizes = (own.num_tokens, own.num_rows + 1, own.num_rows, own.num_rows * own.table_width, state.num_last)
+        num_pages = own.num_groups * own.num_rows * own.table_width
+        sizes = (own.num_tokens, own.num_rows + 1, own.num_rows, num_pages, state.num_last)
         input_ids, starts, contexts, page_table, _ = np.split(_int32s(own.arrays, sum(sizes)), np.cumsum(sizes[:-1]))
         state.num_pages, state.largest_id = int(page_table.max()) + 1, int(input_ids.max())
         num_positions = int((contexts + np.diff(starts)).max())
