@@ -32,6 +32,13 @@ _PASSED_ON = (f"{ENV_PREFIX}API_KEY", f"{ENV_PREFIX}ADMIN_KEY", "HF_TOKEN", "HF_
 
 app = App(name="ray", help="Runs servers on the nodes of a Ray cluster, one on each, behind HAProxy or nginx.")
 
+# By name: it imports the benchmarks.
+app.command(
+    "penstock.tools.fleet.measurement:measure",
+    name="bench",
+    help="Measures routers in front of the same servers: what is computed twice, and what the hop costs.",
+)
+
 
 @app.command
 def up(

@@ -33,7 +33,7 @@ BEGINNING = r'"(?:content|prompt|input|instructions|system|query|inputs|text)" *
 NUM_BEGINNING_BYTES = 1024
 """About 256 tokens. Requests whose prompts agree so far go to one server."""
 BALANCE_FACTOR_PERCENT = 150
-SLACK_REQUESTS = 8
+SLACK_REQUESTS = 32
 """Open requests that no bound applies to."""
 _COMMAND_TIMEOUT_S = 30.0
 _ASK_EVERY_S = 0.05
