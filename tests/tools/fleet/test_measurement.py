@@ -20,7 +20,7 @@ def test_prompts_of_a_group_are_computed_once(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         app(["ray", "bench", *few, "--json", str(report)])
     assert not ended.value.code
-    one, round_robin, *shipped = json.loads(report.read_text())["results"]["routers"]
+    one, round_robin, *shipped = json.loads(report.read_text())["sections"]["routers"]
     assert [row["router"] for row in shipped] == ["HAProxy", "nginx"]
     # 8 prefixes, computed once by one server and twice by two that take turns.
     assert round_robin["computed_tokens"] > 1.4 * one["computed_tokens"]
