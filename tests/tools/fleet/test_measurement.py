@@ -16,7 +16,7 @@ def test_prompts_of_a_group_are_computed_once(tmp_path: Path) -> None:
     if find_program("haproxy") is None or find_program("nginx") is None:
         pytest.skip("not installed: apt-get install haproxy nginx-light")
     report = tmp_path / "report.json"
-    few = ["--servers", "2", "--requests", "48", "--sequential", "5", "--stream-tokens", "16", "--clients", "4"]
+    few = ["--servers", "2", "--requests", "40", "--sequential", "5", "--stream-tokens", "16"]
     with pytest.raises(SystemExit) as ended:
         app(["ray", "bench", *few, "--json", str(report)])
     assert not ended.value.code
