@@ -58,7 +58,7 @@ $(AGENTS)/.installed $(LOAD)/.installed: $(CLIENTS)/%/.installed: tests/clients/
 
 # Ray beside the project's own environment: its workers run our servers.
 $(RAY)/.installed: tests/clients/ray/requirements.txt constraints.txt | $(STAMP) $(CLIENTS)/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --target $(RAY) -r $<
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade --target $(RAY) -r $<
 	touch $@
 
 # Without npm the tests of JavaScript clients are skipped.
