@@ -128,7 +128,7 @@ def test_nothing_is_found_in_the_correct_version(planted: Planted, mode: Mode, o
 
 EARLY = {  # entry → finding
     "input_read_too_early": r"read at planted_bugs.cu:\d+ of argument 1 \(in\) before the wait for earlier kernels",
-    "input_copied_too_early": r"read at planted_bugs.cu:\d+ of argument 1 \(in\) before the wait",
+    "input_copied_too_early": r"read at (ptx.cuh:\d+ in )?planted_bugs.cu:\d+ of argument 1 \(in\) before the wait",
     "written_too_early": r"write at planted_bugs.cu:\d+ to argument 2 \(out\) before the wait for earlier kernels",
     "ended_without_a_wait": r"this thread ends without a wait for earlier kernels",
 }
