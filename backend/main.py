@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
+    from penstock.backend.kv_cache.persisted.page_store import PageStore
     from penstock.shm.messages import ModelCard
 
 logger = logging.getLogger("penstock.backend")
@@ -140,7 +141,7 @@ def serve(options: BackendOptions) -> None:
     check_vocabulary(spec, model_dir)
     executor = Executor(options.batch_channel_capacity)
     forward_pass, token_step_s = _load_pass(executor, pass_class, model_dir, settings, spec, plan, options)
-    store = open_store(options.persist_kv_fd, forward_pass, plan, model_dir, card.fingerprint, host_memory())
+    store = _open_store(options, forward_pass, plan, model_dir, card)
     device = open_sharing_device(settings.device)
     exporter = make_exporter(options.shared_buffers, options.shared_buffer_budget, forward_pass, device)
     board = _create_board(plan, options.max_waiting, token_step_s)
@@ -226,6 +227,18 @@ def _load_pass(
 
     forward_pass = executor.start(load)
     return forward_pass, token_step_s
+
+
+def _open_store(
+    options: BackendOptions,
+    forward_pass: IBatchedForwardPass,
+    plan: KvPlan | WholePlan,
+    model_dir: Path,
+    card: ModelCard,
+) -> PageStore | None:
+    beside = options.beside_another
+    fd, memory = options.persist_kv_fd, host_memory()
+    return open_store(fd, forward_pass, plan, model_dir, card.fingerprint, memory, beside_another=beside)
 
 
 def _create_board(plan: KvPlan | WholePlan, max_waiting: int, token_step_s: float | None) -> BackendBoard:

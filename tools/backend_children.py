@@ -67,13 +67,16 @@ class BackendChildren:
     persist_kv: int = 0
     """Bytes for pages that outlive a backend, for each."""
 
-    def prepare(self, options: BackendOptions) -> PreparedBackend:
-        """Allocate what a backend shares with this process. Raises CannotStart for a recorder whose size is out of
-        bounds, or without memory."""
+    def prepare(self, options: BackendOptions, before: PreparedBackend | None = None) -> PreparedBackend:
+        """Allocate what a backend shares with this process. before has ended, and leaves its pages to this one.
+
+        Raises CannotStart for a recorder whose size is out of bounds, or without memory.
+        """
         recorder_fd = pages_fd = None
         try:
             if self.persist_kv:
-                pages_fd = _sparse_memory(self.persist_kv)
+                left = None if before is None else before.pages_fd
+                pages_fd = _sparse_memory(self.persist_kv) if left is None else os.dup(left)
             if options.flight_recorder:
                 options.check()
                 recorder_fd = create_fd(options.flight_recorder)

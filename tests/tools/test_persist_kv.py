@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.backend.options import BackendOptions
+from penstock.tools.backend_children import BackendChildren
 from penstock.tools.serve_options import ServeOptions, backend_options
 from tests.tools.serve_process import Serve, Start
 
@@ -46,6 +48,19 @@ def test_successor_of_a_killed_backend_finds_each_tenants_pages(start: Start) ->
         assert cached >= len(PROMPT) // PAGE_TOKENS * PAGE_TOKENS
         assert complete(client, "two", PROMPT) == (0, text)
     assert serve.stop() == 0
+
+
+def test_backends_have_memory_of_their_own_and_one_that_ends_first_leaves_it_to_its_successor() -> None:
+    children = BackendChildren(print, 30.0, 1, may_die_often=False, crashes=None, persist_kv=1 << 20)
+    first = children.prepare(BackendOptions(flight_recorder=0))
+    other, successor = children.prepare(first.options), children.prepare(first.options, first)
+    fds = [prepared.pages_fd for prepared in (first, other, successor)]
+    files = [os.fstat(fd) for fd in fds if fd is not None]
+    assert [found.st_size for found in files] == [1 << 20] * 3
+    assert files[0].st_ino == files[2].st_ino != files[1].st_ino
+    assert first.pages_fd in first.spec("backend").pass_fds
+    for prepared in (first, other, successor):
+        prepared.close()
 
 
 def test_models_that_sleep_keep_no_pages(capsys: pytest.CaptureFixture[str]) -> None:

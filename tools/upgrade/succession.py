@@ -105,7 +105,7 @@ class Succession:
     def _replace_in_place(self, running: Running, options: BackendOptions) -> Iterator[None]:
         """Raises CannotUpgrade if the new one does not start; then the old options hold again."""
         yield from self._end(running.child, is_quick=True)
-        prepared = self._children.prepare(options)
+        prepared = self._children.prepare(options, running.prepared)
         new = self._supervisor.add(prepared.spec(running.name))
         while new.end is None and (visit := _visit(options.socket)) is None:
             yield

@@ -6,7 +6,7 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from penstock.backend.errors import StartupError
+from penstock.backend.errors import NoRoomBeside, StartupError
 from penstock.backend.kv_cache.budget import KvPlan
 from penstock.backend.kv_cache.page_hash import use_secret
 from penstock.backend.kv_cache.persisted.page_store import PageStore, PageStoreError
@@ -31,11 +31,14 @@ def open_store(
     model_dir: Path,
     fingerprint: str,
     memory: MemoryInfo,
+    *,
+    beside_another: bool,
 ) -> PageStore | None:
     """Give the pass host pages in the memory of the fd; None, and a line in the log, if its pages cannot be kept.
     Without an fd pages are not to be kept.
 
-    fingerprint is the model's, memory the host's. Call it before a page is hashed. Raises StartupError.
+    fingerprint is the model's, memory the host's. Call it before a page is hashed. Raises StartupError; NoRoomBeside if
+    memory is missing beside another backend.
     """
     if fd is None:
         return None
@@ -48,7 +51,8 @@ def open_store(
         return None
     size, page_bytes = os.fstat(fd), plan.page_size_tokens * plan.bytes_per_token
     if (missing := size.st_size - 512 * size.st_blocks) > memory.free_bytes:
-        raise StartupError(
+        no_memory = NoRoomBeside if beside_another else StartupError
+        raise no_memory(
             f"--persist-kv is {format_size(size.st_size)}; {format_size(max(0, memory.free_bytes))} are free on "
             f"{memory.name}, {format_size(missing)} are needed: lower --persist-kv"
         )

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from penstock.backend.errors import StartupError
+from penstock.backend.errors import NoRoomBeside, StartupError
 from penstock.backend.forward_pass import PassSpec
 from penstock.backend.kv_cache import page_hash as hashing
 from penstock.backend.kv_cache.budget import KvBudget, plan_kv
@@ -237,12 +237,20 @@ class CpuPass:
         self.places = places
 
 
-def open_with(fd: int, found: object, free_bytes: int = 1 << 30, window_tokens: int | None = None) -> PageStore | None:
+def open_with(
+    fd: int,
+    found: object,
+    free_bytes: int = 1 << 30,
+    window_tokens: int | None = None,
+    *,
+    beside_another: bool = False,
+) -> PageStore | None:
     spec = PassSpec(8, 64, {"fp32": PAGE_BYTES // 4}, kv_windows=(window_tokens,))
     groups = KvGroups.of(4, (window_tokens,), 8, 1, keeps_state=False)
     plan = plan_kv(spec, budget=KvBudget(1 << 20), kv_dtype="auto", groups=groups, max_context_tokens=64, max_running=1)
     memory = MemoryInfo(free_bytes, free_bytes, "the host")
-    return open_store(fd, found, plan, Path(__file__).parent, "fp", memory)  # type: ignore[arg-type]
+    model_dir = Path(__file__).parent
+    return open_store(fd, found, plan, model_dir, "fp", memory, beside_another=beside_another)  # type: ignore[arg-type]
 
 
 def test_pass_gets_the_store_and_pages_are_hashed_with_its_secret(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,5 +274,7 @@ def test_pages_that_nobody_could_use_are_not_kept(fd: int, caplog: pytest.LogCap
 def test_more_than_the_free_memory_is_refused_unless_it_is_allocated_already(fd: int) -> None:
     with pytest.raises(StartupError, match=r"--persist-kv is 4\.86 KB; 100 B are free on the host"):
         open_with(fd, CpuPass(PassSpec(8, 64, {})), free_bytes=100)
+    with pytest.raises(NoRoomBeside):  # an upgrade then lets requests wait
+        open_with(fd, CpuPass(PassSpec(8, 64, {})), free_bytes=100, beside_another=True)
     open_with(fd, CpuPass(PassSpec(8, 64, {})))
     assert open_with(fd, CpuPass(PassSpec(8, 64, {})), free_bytes=100) is not None
