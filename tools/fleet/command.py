@@ -62,6 +62,7 @@ def up(
     # A port of 0: several servers may run on one machine, as in a rehearsal.
     environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     cluster = _connect(options, options.needs, (*server, "--port", "0"), environment)
+    _claim(cluster)
 
     def publish(servers: Sequence[Server]) -> None:
         if router is not None:
@@ -135,6 +136,7 @@ def down(*, options: FleetOptions = FleetOptions(), timeout_s: float = 60.0) -> 
         Seconds after which a server that still drains is killed.
     """
     router, cluster = _router(options), _connect(options, {})
+    _claim(cluster)
     try:
         if router is not None and options.router_reload is None:
             router.stop()
@@ -185,6 +187,14 @@ def _connect(
         fail(COMMAND, "Ray is not installed: pip install 'penstock[ray]', on all nodes with the same version")
     try:
         return RayCluster(options.name, options.address, needs, server_options, environment)
+    except ClusterError as error:
+        fail(COMMAND, str(error))
+
+
+def _claim(cluster: RayCluster) -> None:
+    """Two keepers would place servers twice, and one would restart what another ends. Exits with one line."""
+    try:
+        cluster.claim()
     except ClusterError as error:
         fail(COMMAND, str(error))
 

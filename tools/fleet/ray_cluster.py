@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,7 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _ANSWER_TIMEOUT_S = 2.0
+_ASK_AGAIN_S = 0.2
 _ALWAYS = -1
+_KEEPER = "keeper"
+_KEEPER_GONE_TIMEOUT_S = 10.0
+"""Ray notices within this time that the last one has ended."""
 
 
 class _Actor(ServerProcess):
@@ -27,6 +32,10 @@ class _Actor(ServerProcess):
     def __init__(self, number: int, options: Sequence[str], environment: Mapping[str, str]) -> None:
         node_id = ray.get_runtime_context().get_node_id()
         super().__init__(number, options, environment, host=ray.util.get_node_ip_address(), node_id=node_id)
+
+
+class _KeeperMark:
+    """An actor that lives as long as the keeper's process."""
 
 
 class RayCluster:
@@ -49,6 +58,17 @@ class RayCluster:
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ClusterError(f"no Ray cluster at {address or 'this machine'}: {_line(error)}") from error
+
+    def claim(self) -> None:
+        """Be the only keeper of these servers, or find that there is none, until this process ends. Raises
+        ClusterError."""
+        deadline_s = time.monotonic() + _KEEPER_GONE_TIMEOUT_S
+        with _translated():
+            while _find(_KEEPER) is not None:
+                if time.monotonic() > deadline_s:
+                    raise ClusterError("`penstock ray up` runs for these servers already: stop it first")
+                time.sleep(_ASK_AGAIN_S)
+            self._mark = ray.remote(_KeeperMark).options(name=_KEEPER, num_cpus=0).remote()
 
     def nodes(self) -> Sequence[str]:
         with _translated():
@@ -124,9 +144,9 @@ class _translated:  # noqa: N801 - used as a function
             raise ClusterError(f"Ray: {_line(error)}") from error
 
 
-def _find(number: int) -> Any:
+def _find(name: int | str) -> Any:
     try:
-        return ray.get_actor(str(number))
+        return ray.get_actor(str(name))
     except ValueError:
         return None
 

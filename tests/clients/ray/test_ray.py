@@ -192,6 +192,8 @@ def test_killed_node_costs_no_stream_and_no_later_request(fleet: Fleet) -> None:
 def test_servers_and_router_outlive_the_command_and_down_ends_them(fleet: Fleet) -> None:
     fleet.start()
     before = fleet.reports()
+    refused = fleet.run("down")  # while a keeper would restart what it ends
+    assert (refused.returncode, "stop it first" in refused.stderr) == (1, True)
     assert fleet.stop() == 0
     assert fleet.complete("nobody keeps it").status_code == 200
     fleet.start(replicas=1)  # it finds both, and sends one away
