@@ -30,6 +30,11 @@ _DEFAULTS: dict[str, frozenset[object]] = {
 }
 """Values of unsupported fields that ask for the default behavior."""
 
+_INSTEAD = {
+    "logprob_token_ids": "; POST /v1/score with label_token_ids scores given tokens, and top_logprobs the likeliest",
+}
+"""Where what an unsupported field asks for is found."""
+
 _MAX_NOTHING_BYTES = 64
 
 _completion = msgspec.json.Decoder(CompletionBody)
@@ -111,7 +116,8 @@ def _refuse_unsupported(prefix: str, struct: Struct) -> None:
         if asks_for_nothing(raw) or _is_default(field, bytes(raw)):
             continue
         path = prefix + field
-        raise ApiError(ErrorKind.UNSUPPORTED_FIELD, f"{path}: not supported by this server", param=path)
+        message = f"{path}: not supported by this server{_INSTEAD.get(field, '')}"
+        raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param=path)
 
 
 @cache

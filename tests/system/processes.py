@@ -115,6 +115,11 @@ def descendants(pid: int) -> list[int]:
     return [pid for child in found for pid in (child, *descendants(child))]
 
 
+def backends_of(serve: Command) -> list[int]:
+    pids = descendants(serve.process.pid)
+    return [pid for pid in pids if b"penstock.backend.main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
 class Frontend(Command):
     """`frontend` on a free port."""
 

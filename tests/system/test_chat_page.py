@@ -47,7 +47,7 @@ def test_answer_streams_and_stays_after_a_reload(page: Page) -> None:
     ask(page, "What does os.path.join do?")
     answered(page)
     stats = page.locator(".stats").inner_text()
-    assert re.search(r"first token after \d+ ms · .*\d+ prompt tokens, \d+ cached · \d+ tokens", stats)
+    assert re.search(r"first token after \d+ ms · [\d.]+ tokens/s · \d+ prompt tokens, \d+ cached · \d+ tokens", stats)
     text = page.locator(".answer .body").last.inner_text()
     assert text.strip()
     page.reload()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,7 +12,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from tests.system.conftest import needs_chromium
-from tests.system.processes import Command, running
+from tests.system.processes import Command, backends_of, running
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -122,6 +124,21 @@ def test_small_screen_needs_no_sideways_scrolling_and_controls_have_names(page: 
     page.get_by_role("button", name="Pause").click()
     check_small_screen_and_axe(page)
     page.evaluate(HANG_UP)
+
+
+def test_restart_of_the_backend_is_an_event_and_the_page_goes_on(browser: Browser) -> None:
+    serve = Command("penstock.tools.main", "serve", "--forward-pass", "fake", "--port", "0", "--state-dir", "none")
+    with running(serve):
+        page = browser.new_page()
+        page.goto(serve.wait_for(r"^Ready: (http://\S+)/v1$").group(1) + "/engine")
+        expect(figure(page, "Generated tokens")).to_have_text("0")
+        (backend,) = backends_of(serve)
+        os.kill(backend, signal.SIGKILL)
+        expect(page.locator("#events")).to_contain_text(re.compile(r"backend \d+ began"))
+        page.evaluate(LOAD)
+        expect(figure(page, "Generated tokens")).to_have_text(re.compile(r"[1-9]\d*"))
+        page.evaluate(HANG_UP)
+        page.close()
 
 
 # The API page

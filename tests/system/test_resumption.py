@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from tests.system.completions import PACED, body, client, metric, read_stream
-from tests.system.processes import Command, Frontend, descendants, running, start_backend, wait_until
+from tests.system.processes import Command, Frontend, backends_of, descendants, running, start_backend, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,11 +24,6 @@ NUM_LISTENERS = 20
 def running_at(url: str) -> int:
     running: int = httpx.get(f"{url}/ready", verify=False).json().get("running", 0)  # noqa: S501
     return running
-
-
-def backends_of(serve: Command) -> list[int]:
-    pids = descendants(serve.process.pid)
-    return [pid for pid in pids if b"penstock.backend.main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -146,11 +146,11 @@ async function send(text) {
 async function stream(body, views, signal) {
   const startedMs = performance.now();
   const arrivals = views.map(() => new Arrivals(startedMs));
+  const reported = { stream_options: { include_usage: true }, return_token_ids: true, return_timings: true };
   let usage = null;
+  let timings = null;
   try {
-    const answer = await request("/v1/chat/completions", {
-      body: { ...body, stream: true, stream_options: { include_usage: true }, return_token_ids: true }, signal,
-    });
+    const answer = await request("/v1/chat/completions", { body: { ...body, stream: true, ...reported }, signal });
     for await (const chunk of events(answer)) {
       for (const choice of chunk.choices) {
         arrivals[choice.index].add(choice.token_ids?.length ?? 0);
@@ -158,14 +158,16 @@ async function stream(body, views, signal) {
         views[choice.index].drawSoon();
       }
       usage = chunk.usage ?? usage;
+      timings = chunk.timings ?? timings;
     }
   } catch (error) {
     for (const { answer } of views) answer.failure = error.name === "AbortError" ? "stopped" : error.message;
     if (error instanceof ApiError && error.status === 401) askForKey();
   }
+  const serversRate = timings?.predicted_per_second ? timings.predicted_per_second / views.length : null;
   views.forEach((view, index) => {
     view.answer.stats = {
-      ...arrivals[index].figures(),
+      ...arrivals[index].figures(serversRate),
       // of the request: its answers have one prompt
       promptTokens: usage ? usage.prompt_tokens : null,
       cachedTokens: usage?.prompt_tokens_details?.cached_tokens ?? 0,
@@ -198,12 +200,13 @@ class Arrivals {
     this.num += num;
   }
 
-  figures() {
+  // serversRate stands in where all tokens were read at once.
+  figures(serversRate) {
     const later = this.num - this.numFirst;
     const spanMs = this.lastMs - this.firstMs;
     return {
       ttftMs: this.firstMs === null ? null : this.firstMs - this.startedMs,
-      tokensPerS: spanMs >= SHORTEST_SPAN_MS ? later / (spanMs / 1000) : null,
+      tokensPerS: spanMs >= SHORTEST_SPAN_MS ? later / (spanMs / 1000) : serversRate,
       completionTokens: this.num,
     };
   }
