@@ -39,7 +39,9 @@ _NUM_WARPS = 4
 _PLAN_THREADS = 512
 _BLOCKS_TO_FILL_A_DEVICE = 256
 _FEWEST_CHUNKS = 16
-_RING_TILES = range(2, 9)
+_MAX_RING_TILES = 8
+SM_SHARED_BYTES = (100 << 10, 164 << 10, 228 << 10)
+"""Shared memory of a multiprocessor: sm_86, sm_89 and sm_120; sm_80; sm_90 and sm_100."""
 _RESERVED_SHARED_BYTES = 1024
 """Shared memory that CUDA reserves in each block."""
 _ACTS = {dtype: np.int32(value) for dtype, value in ACT_MACRO.items()}
@@ -49,12 +51,13 @@ PLAN = Kernel("decode_plan.cu", "plan_decode", (("NUM_THREADS", _PLAN_THREADS),)
 
 
 def kernels() -> Iterator[Kernel]:
-    """Yield every instantiation, with the minimum of shared memory."""
+    """Yield every instantiation for devices with SM_SHARED_BYTES."""
     yield PLAN
     for kv_dtype in KV_MACRO:
         for head_dim in HEAD_DIMS:
             if kv_dtype != "q8_0" or supports_q8_0(head_dim):
-                yield _attention(kv_dtype, head_dim, _RING_TILES[0])
+                rings = (_ring(kv_dtype, head_dim, shared_bytes)[0] for shared_bytes in SM_SHARED_BYTES)
+                yield from (_attention(kv_dtype, head_dim, ring_tiles) for ring_tiles in dict.fromkeys(rings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,6 @@ class DecodeAttention:
             np.int32(layout.num_kv_heads),
             np.int32(layout.page_size_tokens.bit_length() - 1),
             *self._plan_scalars,
-            np.int32(ring_tiles),
             np.float32(scale),
             np.float32(softcap),
         )
@@ -230,7 +232,12 @@ def _static_shared_bytes(kv_dtype: str, head_dim: int) -> int:
 def _attention(kv_dtype: str, head_dim: int, ring_tiles: int) -> Kernel:
     rings = _NUM_WARPS * ring_tiles * _tile_bytes(kv_dtype, head_dim)
     merge = _NUM_WARPS * MAX_GROUP * (head_dim + 8) * 4
-    macros = (("KV_DTYPE", KV_MACRO[kv_dtype]), ("HEAD_DIM", head_dim), ("NUM_WARPS", _NUM_WARPS))
+    macros = (
+        ("KV_DTYPE", KV_MACRO[kv_dtype]),
+        ("HEAD_DIM", head_dim),
+        ("NUM_WARPS", _NUM_WARPS),
+        ("RING_TILES", ring_tiles),
+    )
     return Kernel("decode_attention.cu", "decode_attention", macros, 32 * _NUM_WARPS, max(rings, merge))
 
 
@@ -239,7 +246,7 @@ def _ring(kv_dtype: str, head_dim: int, shared_bytes_per_sm: int) -> tuple[int, 
     static_bytes = _static_shared_bytes(kv_dtype, head_dim)
     for num_blocks in (2, 1):
         free_bytes = shared_bytes_per_sm // num_blocks - _RESERVED_SHARED_BYTES - static_bytes
-        ring_tiles = min(free_bytes // (_NUM_WARPS * _tile_bytes(kv_dtype, head_dim)), _RING_TILES[-1])
+        ring_tiles = min(free_bytes // (_NUM_WARPS * _tile_bytes(kv_dtype, head_dim)), _MAX_RING_TILES)
         if ring_tiles >= (3 if num_blocks == 2 else 2):
             return ring_tiles, num_blocks
     raise ValueError(

@@ -5,10 +5,11 @@
 // row of one chunk is then finished. The chunks of a longer row write their peaks, sums and unnormalised outputs to the
 // workspace, and the block that finishes last merges them in chunk order. So a row's output depends only on the row.
 //
-// Macros: KV_DTYPE, HEAD_DIM, NUM_WARPS. Dynamic shared memory: NUM_WARPS rings of ring_tiles tiles, or the rows of the
-// merge if they are larger.
+// Macros: KV_DTYPE, HEAD_DIM, NUM_WARPS, RING_TILES. Dynamic shared memory: NUM_WARPS rings of RING_TILES tiles, or the
+// rows of the merge if they are larger.
 
 #include "decode_stream.cuh"
+#include "reduce.cuh"
 #include "sinks.cuh"
 #if KV_DTYPE == 0
 #include "decode_heads_fp32.cuh"
@@ -42,8 +43,8 @@ __device__ __forceinline__ void add_scaled(float4& acc, float factor, float4 x) 
     acc.w = fmaf(factor, x.w, acc.w);
 }
 
-__device__ __forceinline__ float4 divide(float4 x, float by) {
-    return make_float4(x.x / by, x.y / by, x.z / by, x.w / by);
+__device__ __forceinline__ float4 scaled(float4 x, float factor) {
+    return make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
 }
 
 __device__ __forceinline__ void load_queries(WarpHeads& heads, const void* qkv, long long at, int act, int group) {
@@ -52,23 +53,10 @@ __device__ __forceinline__ void load_queries(WarpHeads& heads, const void* qkv, 
     else heads.load_queries(static_cast<const Fp16*>(qkv) + at, group);
 }
 
-// Merges four dimensions of a head from `count` pieces, which are stride floats and peak_stride peaks apart: their
-// common peak, sum of weights, and sum of outputs.
+// Four dimensions of a head, merged from several pieces of the context.
 struct Merged {
-    float peak, sum;
-    float4 out;
-
-    __device__ __forceinline__ Merged(const float* outs, int stride, const float2* peaks, int peak_stride, int count)
-        : peak(kNoPeak), sum(0.0f), out(make_float4(0.0f, 0.0f, 0.0f, 0.0f)) {
-        for (int i = 0; i < count; ++i) peak = fmaxf(peak, peaks[i * peak_stride].x);
-#pragma unroll 4
-        for (int i = 0; i < count; ++i) {
-            const float2 own = peaks[i * peak_stride];
-            const float factor = ex2_approx(own.x - peak);
-            sum = fmaf(factor, own.y, sum);
-            add_scaled(out, factor, *reinterpret_cast<const float4*>(outs + static_cast<long long>(i) * stride));
-        }
-    }
+    float peak = kNoPeak, sum = 0.0f;  // common greatest logit, and the sum of the weights relative to it
+    float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 };
 
 // The output, and the partial results of chunks in the workspace.
@@ -84,8 +72,16 @@ struct Results {
                                                 const float2 (*row_peaks)[kMaxGroup]) const {
         for (int i = 4 * threadIdx.x; i < group * HEAD_DIM; i += 4 * kThreads) {
             const int head = i / HEAD_DIM, dim = i % HEAD_DIM;
-            const Merged merged(rows + head * kMergeStride + dim, group * kMergeStride, &row_peaks[0][head], kMaxGroup,
-                                NUM_WARPS);
+            Merged merged;
+#pragma unroll
+            for (int w = 0; w < NUM_WARPS; ++w) merged.peak = fmaxf(merged.peak, row_peaks[w][head].x);
+#pragma unroll
+            for (int w = 0; w < NUM_WARPS; ++w) {
+                const float factor = ex2_approx(row_peaks[w][head].x - merged.peak);
+                merged.sum = fmaf(factor, row_peaks[w][head].y, merged.sum);
+                const float* row = rows + (w * group + head) * kMergeStride + dim;
+                add_scaled(merged.out, factor, *reinterpret_cast<const float4*>(row));
+            }
             if (work.num_chunks == 1) {
                 store(work, head, dim, merged);
             } else {
@@ -96,12 +92,39 @@ struct Results {
         }
     }
 
+    // A warp merges a head: each lane reads the peak of one chunk of 32, then four dimensions of all of them in order.
     __device__ __forceinline__ void merge_chunks(const Work& work) const {
-        for (int i = 4 * threadIdx.x; i < group * HEAD_DIM; i += 4 * kThreads) {
-            const int head = i / HEAD_DIM, dim = i % HEAD_DIM;
+        const int lane = threadIdx.x % 32;
+        for (int head = threadIdx.x / 32; head < group; head += NUM_WARPS) {
             const long long place = head_of(work, head) * max_chunks;
-            const Merged merged(chunks + place * HEAD_DIM + dim, HEAD_DIM, peaks + place, 1, work.num_chunks);
-            store(work, head, dim, merged);
+            const float2* own_peak = peaks + place + lane;
+            float peak = kNoPeak;
+#pragma unroll 4
+            for (int first = 0; first < work.num_chunks; first += 32) {
+                if (first + lane < work.num_chunks) peak = fmaxf(peak, own_peak[first].x);
+            }
+            peak = reduce_lanes(peak, 32, Largest{});
+#pragma unroll 1
+            for (int from = 0; from < HEAD_DIM; from += 128) {
+                const int dim = from + 4 * lane;
+                const float* row = chunks + place * HEAD_DIM + min(dim, HEAD_DIM - 4);
+                Merged merged;
+#pragma unroll 1
+                for (int first = 0; first < work.num_chunks; first += 32) {
+                    const int count = min(work.num_chunks - first, 32);
+                    const float2 own = lane < count ? own_peak[first] : make_float2(kNoPeak, 0.0f);
+                    const float own_factor = ex2_approx(own.x - peak);
+                    merged.sum = fmaf(own_factor, own.y, merged.sum);
+#pragma unroll 8
+                    for (int i = 0; i < count; ++i, row += HEAD_DIM) {
+                        const float factor = __shfl_sync(kWholeWarp, own_factor, i);
+                        add_scaled(merged.out, factor, *reinterpret_cast<const float4*>(row));
+                    }
+                }
+                merged.peak = peak;
+                merged.sum = reduce_lanes(merged.sum, 32, Sum{});
+                if (dim < HEAD_DIM) store(work, head, dim, merged);
+            }
         }
     }
 
@@ -111,19 +134,19 @@ struct Results {
     }
     __device__ __forceinline__ void store(const Work& work, int head, int dim, const Merged& merged) const {
         const float divisor = sum_with_sink(merged.peak, merged.sum, sinks[work.kv_head * group + head]);
-        store4(out, head_of(work, head) * HEAD_DIM + dim, act, divide(merged.out, divisor));
+        store4(out, head_of(work, head) * HEAD_DIM + dim, act, scaled(merged.out, 1.0f / divisor));
     }
 };
 
 // qkv [rows, (num_heads + 2 num_kv_heads) * HEAD_DIM] and out [rows, num_heads * HEAD_DIM] have the type that act
-// names. cache: the layer's pages. sinks: see Results. page_table: [slots, max_pages]. items, num_items: written by plan_decode with the
-// same window and max_chunks. chunks, peaks: see Results. tickets: [rows * num_kv_heads], 0 before and after.
+// names. cache: the layer's pages. sinks: see Results. page_table: [slots, max_pages]. items, num_items: written by
+// plan_decode with the same window and max_chunks. chunks, peaks: see Results. tickets: [rows * num_kv_heads], 0 before and after.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     decode_attention(const void* __restrict__ qkv, unsigned char* __restrict__ cache,
                      const int* __restrict__ page_table, const Item* __restrict__ items,
                      const int* __restrict__ num_items, float* chunks, float2* peaks, unsigned* tickets,
-                     const float* __restrict__ sinks, void* __restrict__ out, int act, int max_pages, int num_heads, int num_kv_heads, int page_shift,
-                     int window, int max_chunks, int ring_tiles, float scale, float softcap) {
+                     const float* __restrict__ sinks, void* __restrict__ out, int act, int max_pages, int num_heads,
+                     int num_kv_heads, int page_shift, int window, int max_chunks, float scale, float softcap) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ WarpHeads::Shared heads_shared;
     __shared__ float2 warp_peaks[NUM_WARPS][kMaxGroup];
@@ -137,8 +160,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     const Results results{out, chunks, peaks, sinks, act, num_heads, group, max_chunks};
     const Scorer scorer(scale, softcap);
     WarpHeads heads(heads_shared);
-    TileStream stream(shared + warp * ring_tiles * kTileBytes, ring_tiles, cache, page_table, max_pages, page_shift,
-                      num_kv_heads);
+    TileStream stream(shared + warp * RING_TILES * kTileBytes, cache, page_table, max_pages, page_shift, num_kv_heads);
     Item item = items[next / num_kv_heads];
     Span span(item.length, window, max_chunks);
     stream.open(item, span, next % num_kv_heads);

@@ -6,47 +6,36 @@
 #include "decode_items.cuh"
 #include "decode_tiles.cuh"
 
-constexpr int kMaxRingTiles = 8;
-
-// Wait until at most `pending` of this thread's cp.async groups are still in flight.
-__device__ __forceinline__ void wait_for_copies(int pending) {
-    switch (pending) {
-        case 0: cp_async_wait<0>(); break;
-        case 1: cp_async_wait<1>(); break;
-        case 2: cp_async_wait<2>(); break;
-        case 3: cp_async_wait<3>(); break;
-        case 4: cp_async_wait<4>(); break;
-        case 5: cp_async_wait<5>(); break;
-        default: cp_async_wait<kMaxRingTiles - 2>();
-    }
-}
-
 struct TileStream {
     // The same for all items.
-    unsigned char* ring;  // of this warp
-    int ring_tiles;
+    unsigned char* ring;  // of this warp, RING_TILES tiles
     unsigned char* layer;
     const int* page_table;
     int max_pages, page_shift, num_kv_heads;
 
     // Of the chunk: tokens in [begin, end) are visible; the warp's tiles begin at tokens first, first + stride, …
     const int* row_pages;
-    int begin, end, first, num_tiles, kv_head;
+    int begin, end, first, num_tiles;
+    const unsigned char* keys;  // of the head, in page 0
+    int half_page_bytes;        // from a page's keys to its values, and on to the next page's keys
     int pages;             // lane i: the page of run i of the 32 runs that find_pages looked up last
     int copied;            // tiles copied; keys and values count separately
     int copy_at, read_at;  // indices into the ring
 
     static constexpr int kStride = NUM_WARPS * kTileTokens;
 
-    __device__ __forceinline__ TileStream(unsigned char* ring, int ring_tiles, unsigned char* layer,
-                                          const int* page_table, int max_pages, int page_shift, int num_kv_heads)
-        : ring(ring), ring_tiles(ring_tiles), layer(layer), page_table(page_table), max_pages(max_pages),
-          page_shift(page_shift), num_kv_heads(num_kv_heads) {}
+    __device__ __forceinline__ TileStream(unsigned char* ring, unsigned char* layer, const int* page_table,
+                                          int max_pages, int page_shift, int num_kv_heads)
+        : ring(ring), layer(layer), page_table(page_table), max_pages(max_pages), page_shift(page_shift),
+          num_kv_heads(num_kv_heads) {}
 
     // Set the chunk and load its page numbers.
     __device__ __forceinline__ void open(const Item& item, const Span& span, int head) {
         row_pages = page_table + static_cast<long long>(item.slot) * max_pages;
-        kv_head = head;
+        const KvBlock key_block(layer, 0, 0, head, num_kv_heads, 1 << page_shift, HEAD_DIM);
+        const KvBlock value_block(layer, 0, 1, head, num_kv_heads, 1 << page_shift, HEAD_DIM);
+        keys = reinterpret_cast<const unsigned char*>(key_block.numbers);
+        half_page_bytes = int(reinterpret_cast<const unsigned char*>(value_block.numbers) - keys);
         begin = span.begin;
         const int start = span.start(item.chunk);
         end = min(start + span.chunk_tokens, item.length);
@@ -57,16 +46,16 @@ struct TileStream {
 
     __device__ __forceinline__ void start() {
         copied = copy_at = read_at = 0;
-        for (int i = 0; i < ring_tiles - 1; ++i) copy();
+        for (int i = 0; i < RING_TILES - 1; ++i) copy();
     }
 
     // Return the next tile, valid until the next call. The whole warp calls.
     __device__ __forceinline__ const unsigned char* next() {
-        wait_for_copies(ring_tiles - 2);
+        cp_async_wait<RING_TILES - 2>();
         __syncwarp();  // all lanes' copies have arrived, and all lanes have read the tile that is overwritten next
         copy();
         const unsigned char* tile = ring + read_at * kTileBytes;
-        read_at = read_at + 1 == ring_tiles ? 0 : read_at + 1;
+        read_at = read_at + 1 == RING_TILES ? 0 : read_at + 1;
         return tile;
     }
 
@@ -88,13 +77,12 @@ struct TileStream {
 #pragma unroll
             for (int run = 0; run < kTileRuns; ++run) {
                 const int page = __shfl_sync(0xffffffffu, pages, tile % kTilesOfPages * kTileRuns + run);
-                const KvBlock block(layer, page, which, kv_head, num_kv_heads, 1 << page_shift, HEAD_DIM);
-                copy_run(target, run, reinterpret_cast<const unsigned char*>(block.numbers), 1 << page_shift,
-                         token(tile) + run * kRunTokens, end);
+                const unsigned char* block = keys + static_cast<long long>(2 * page + which) * half_page_bytes;
+                copy_run(target, run, block, 1 << page_shift, token(tile) + run * kRunTokens, end);
             }
         }
         cp_async_commit();
         ++copied;
-        copy_at = copy_at + 1 == ring_tiles ? 0 : copy_at + 1;
+        copy_at = copy_at + 1 == RING_TILES ? 0 : copy_at + 1;
     }
 };

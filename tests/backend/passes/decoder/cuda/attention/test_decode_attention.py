@@ -10,7 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.backend.passes.decoder.cuda.attention.decode_attention import DecodeWorkspace, kernels
+from penstock.backend.passes.decoder.cuda.attention.decode_attention import (
+    SM_SHARED_BYTES,
+    DecodeWorkspace,
+    kernels,
+)
 from penstock.backend.passes.decoder.cuda.attention.kernel_limits import HEAD_DIMS
 from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO
@@ -94,6 +98,13 @@ def test_long_ragged_batches_have_the_same_bits_in_any_order_of_threads(kv_dtype
     batch = Batch.of(attention, rows_of(4096, 1, 700, 33, 1500))
     first, *others = (batch.check(launcher) for launcher in ORDERS)
     assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("head_dim", [80, 256])
+def test_more_chunks_than_a_warp_has_lanes_equal_float64(head_dim: int) -> None:
+    """Chunks are merged 32 at a time."""
+    attention = attention_of(head_dim, kv_heads=1, group=2, page_size=64, max_context=1 << 17)
+    Batch.of(attention, rows_of(256 * 33 + 1)).check()
 
 
 @pytest.mark.parametrize("length", [4096, 4097])
@@ -231,8 +242,12 @@ def test_more_rows_than_the_workspace_has_are_refused() -> None:
         batch.run()
 
 
-def test_the_manifest_lists_every_head_size_and_cache_once() -> None:
-    macros = [dict(kernel.macros) for kernel in kernels() if kernel.entry == "decode_attention"]
-    assert sorted((m["HEAD_DIM"], m["KV_DTYPE"]) for m in macros) == sorted(
-        (head_dim, KV_MACRO[kv_dtype]) for head_dim, kv_dtype in ALL_CACHES
-    )
+def test_the_manifest_lists_what_every_device_uses_once() -> None:
+    listed = [kernel for kernel in kernels() if kernel.entry == "decode_attention"]
+    used = {
+        attention_of(head_dim, kv_dtype, shared_bytes=shared_bytes).kernel
+        for head_dim, kv_dtype in ALL_CACHES
+        for shared_bytes in SM_SHARED_BYTES
+    }
+    assert len(listed) == len(used)
+    assert set(listed) == used

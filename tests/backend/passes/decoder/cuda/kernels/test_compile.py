@@ -48,13 +48,18 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """All kernels for the newest architecture; for the others, one variant of each source.
+    """All kernels for the newest architecture, but one of those that differ in RING_TILES only; for the others, one
+    variant of each source.
 
     `penstock gpu-check --compile-only` compiles all of them.
     """
     *older, newest = nvrtc.ARCHITECTURES
-    groups = [tuple(group) for group in group_by_module(kernel_manifest.kernels())]
-    first_of_source = {group[0].source: group for group in reversed(groups)}.values()
+    by_ring: dict[tuple[str, frozenset[tuple[str, int]]], tuple[Kernel, ...]] = {}
+    for group in group_by_module(kernel_manifest.kernels()):
+        others = frozenset(macro for macro in group[0].macros if macro[0] != "RING_TILES")
+        by_ring.setdefault((group[0].source, others), tuple(group))
+    groups = by_ring.values()
+    first_of_source = {group[0].source: group for group in reversed(list(groups))}.values()
     whole = [Case(group, newest) for group in groups]
     return whole + [Case(group, arch) for group in first_of_source for arch in older]
 

@@ -13,6 +13,7 @@ from penstock.backend.checkpoint.decoder_config import ClampedGate, Experts
 from penstock.tools.gpu_check.cases import decode, prefill, row_products
 from penstock.tools.gpu_check.cases.comparing import Mismatch, require_within
 from penstock.tools.gpu_check.cases.experts import ExpertsCase, check_experts
+from penstock.tools.gpu_check.cases.paged_rows import Row
 from penstock.tools.gpu_check.cases.quantized import LinearCase, check_embedding, check_linear
 from penstock.tools.gpu_check.cases.rounded import check_rounded
 from tests.cuda_emulator.planting import VARIABLE, Bug, PlantedLauncher
@@ -39,10 +40,14 @@ class Planted:
 
 
 def check_decode(launcher: Launcher, kv_dtype: str) -> float:
-    """Windows that begin within a page and a chunk, and a context so short that the sink has much of the weight."""
-    attention = decode.attention_of(64, kv_dtype, kv_heads=1, group=2, window=300)
-    case = decode.DecodeCase.of(attention, decode.rows_of(301, 617, 2))
-    return require_within("an output", case.error(case.run(launcher)), decode.TOLERANCE[decode.ACT_OF[kv_dtype]])
+    """Windows that begin within a page and a chunk, and a context so short that the sink has much of the weight; then a
+    context of more chunks than a warp has lanes, with peaks that differ."""
+    worst = 0.0
+    for window, rows in ((300, decode.rows_of(301, 617, 2)), (0, [Row(256 * 33, 1, 3, is_steep=True)])):
+        attention = decode.attention_of(64, kv_dtype, kv_heads=1, group=2, window=window, max_context=1 << 17)
+        case = decode.DecodeCase.of(attention, rows)
+        worst = max(worst, case.error(case.run(launcher)))
+    return require_within("an output", worst, decode.TOLERANCE[decode.ACT_OF[kv_dtype]])
 
 
 def check_prefill(launcher: Launcher, kv_dtype: str) -> float:
@@ -86,6 +91,10 @@ DECODE = (
     Bug(ITEMS, "(length - first + chunk_tokens - 1) / chunk_tokens", "max((length - first) / chunk_tokens, 1)"),
     Bug(SINKS, _SINK, "0.0f"),
     Bug(SINKS, _SINK, "ex2_approx(sink - peak)"),
+    Bug("decode_attention.cu", "reduce_lanes(peak, 32, Largest{})", "peak"),
+    Bug("decode_attention.cu", "reduce_lanes(merged.sum, 32, Sum{})", "merged.sum"),
+    Bug("decode_attention.cu", "__shfl_sync(kWholeWarp, own_factor, i)", "own_factor"),
+    Bug("decode_attention.cu", "fmaf(own_factor, own.y, merged.sum)", "own_factor * own.y"),
 )
 PREFILL_SINKS = (Bug(SINKS, _SINK, "0.0f"), Bug(SINKS, _SINK, "ex2_approx(sink - peak)"))
 MMA, FP32 = "prefill_attention.cu", "prefill_attention_fp32.cu"

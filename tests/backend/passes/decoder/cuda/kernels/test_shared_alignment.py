@@ -66,8 +66,8 @@ def compile_to_ptx(source: Path, *macros: str) -> str:
 @pytest.mark.parametrize(
     ("source", "macros", "widest"),
     [
-        ("decode_attention.cu", ("KV_DTYPE=0", "HEAD_DIM=64", "NUM_WARPS=4"), 16),
-        ("decode_attention.cu", ("KV_DTYPE=1", "HEAD_DIM=256", "NUM_WARPS=4"), 16),
+        ("decode_attention.cu", ("KV_DTYPE=0", "HEAD_DIM=64", "NUM_WARPS=4", "RING_TILES=4"), 16),
+        ("decode_attention.cu", ("KV_DTYPE=1", "HEAD_DIM=256", "NUM_WARPS=4", "RING_TILES=3"), 16),
         ("prefill_attention_fp32.cu", ("KV_DTYPE=0", "HEAD_DIM=64"), 16),
         ("expert_products.cu", ("ACT=1",), 16),
         ("sampling.cu", ("ACT=1",), 16),
