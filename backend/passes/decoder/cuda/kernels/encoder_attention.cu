@@ -53,12 +53,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     if (threadIdx.x < kQueryRows) positions[threadIdx.x] = tile.position(int(threadIdx.x));
     const int begin = max(0, tile.position(0) - side);
     const int end = min(length, tile.position(kQueryRows - 1) + side + 1);
-    Stream stream(shared + kQueryRows * (kChunks * 16 + 4), PackedPlaces(qkv, tile.first_token), begin, end);
+    Stream stream(shared + kQueryRows * (kChunks * 16 + 4), PackedPlaces(qkv, tile.first_token, begin, end));
 
     Sums sums = {};
-    PerRow largest, totals = {};
+    PerRow references, totals = {};
 #pragma unroll
-    for (int block = 0; block < kWarpBlocks; ++block) largest[block][0] = largest[block][1] = -infinity();
+    for (int block = 0; block < kWarpBlocks; ++block) references[block][0] = references[block][1] = -infinity();
     const float to_log2 = reach > 0 ? kLog2E : scale * kLog2E;
     for (int first = begin / kTokens * kTokens; first < end; first += kTokens) {
         const int last = first + kTokens - 1;
@@ -79,10 +79,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
                     if (token >= length || distance > side || distance < -side) x = -infinity();
                 });
             }
-            softmax(weights, scores, sums, largest, totals, to_log2);
+            softmax(weights, scores, sums, references, totals, to_log2);
         }
         const unsigned char* values = stream.next<kValues>(first);
         if (sees_some) accumulate(sums, weights, values);
     }
-    store_outputs(out, tile, KV_DTYPE, sums, largest, totals, to_log2, nullptr);
+    store_outputs(out, tile, KV_DTYPE, sums, references, totals, to_log2, nullptr);
 }

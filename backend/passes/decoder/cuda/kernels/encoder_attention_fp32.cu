@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     load_queries(queries, tile, qkv, KV_DTYPE);
     const int begin = max(0, tile.position(0) - side);
     const int end = min(length, tile.position(kQueryRows - 1) + side + 1);
-    Stream stream(shared + kQueryRows * HEAD_DIM * 4, PackedPlaces(qkv, tile.first_token), begin, end);
+    Stream stream(shared + kQueryRows * HEAD_DIM * 4, PackedPlaces(qkv, tile.first_token, begin, end));
 
     float sums[kWarpRows][kLaneValues] = {}, totals[kWarpRows] = {}, largest[kWarpRows];
 #pragma unroll

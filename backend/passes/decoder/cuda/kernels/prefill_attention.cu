@@ -76,13 +76,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     if (threadIdx.x < kQueryRows) positions[threadIdx.x] = tile.position(int(threadIdx.x));
     const int begin = max(0, tile.position(0) - step.window + 1);
     const int end = tile.position(kQueryRows - 1) + 1;
-    const KvPlaces places(layer, tile.pages, page_bits);
-    Stream stream(shared + kQueryRows * (kChunks * 16 + 4), places, begin, end);
+    Stream stream(shared + kQueryRows * (kChunks * 16 + 4), KvPlaces(layer, tile.pages, page_bits, begin, end));
 
     Sums sums = {};
-    PerRow largest, totals = {};
+    PerRow references, totals = {};
 #pragma unroll
-    for (int block = 0; block < kWarpBlocks; ++block) largest[block][0] = largest[block][1] = -infinity();
+    for (int block = 0; block < kWarpBlocks; ++block) references[block][0] = references[block][1] = -infinity();
     const float to_log2 = soft_cap > 0.0f ? kLog2E : scale * kLog2E;
     for (int first = begin / kTokens * kTokens; first < end; first += kTokens) {
         const int last = first + kTokens - 1;
@@ -95,11 +94,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
             score(scores, queries, keys);
             if (soft_cap > 0.0f) cap_scores(scores, scale, soft_cap);
             if (!sees_all) mask(scores, positions, first, step.window);
-            softmax(weights, scores, sums, largest, totals, to_log2);
+            softmax(weights, scores, sums, references, totals, to_log2);
         }
         const unsigned char* values = stream.next<kValues>(first);
         if (sees_some) accumulate(sums, weights, values);
     }
     // Construct the tile again, so that it uses no registers in the loop.
-    store_outputs(out, QueryTile<kQueryRows>(step, int(blockIdx.y)), act, sums, largest, totals, to_log2, sinks);
+    store_outputs(out, QueryTile<kQueryRows>(step, int(blockIdx.y)), act, sums, references, totals, to_log2, sinks);
 }

@@ -82,23 +82,36 @@ __device__ __forceinline__ void score(Scores& scores, const unsigned char* queri
     }
 }
 
-// weights = 2^((scores - largest) · to_log2). Updates largest and totals with this tile (a lane's totals cover its own
-// columns) and scales sums for the new largest: by exactly 1 if it does not change.
-__device__ __forceinline__ void softmax(Weights& weights, const Scores& scores, Sums& sums, PerRow& largest,
+constexpr float kSlack = 8.0f;  // in powers of 2
+
+// weights = 2^((scores - reference) · to_log2), up to 2^kSlack. A row's reference is its largest score so far, or an
+// earlier one that is at most kSlack lower, so that most tiles scale no sums. Updates references and totals with this
+// tile; a lane's totals cover its own columns. Rows whose reference stays are scaled by exactly 1.
+__device__ __forceinline__ void softmax(Weights& weights, const Scores& scores, Sums& sums, PerRow& references,
                                         PerRow& totals, float to_log2) {
 #pragma unroll
     for (int block = 0; block < kWarpBlocks; ++block) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float top = largest[block][half];
+            float& reference = references[block][half];
+            float top = reference;
 #pragma unroll
             for (int j = 0; j < kTokens / 8; ++j) {
                 top = fmaxf(top, fmaxf(scores[block][j][2 * half], scores[block][j][2 * half + 1]));
             }
             top = reduce_lanes(top, 4, Largest{});
-            const float base = top == -infinity() ? 0.0f : top;  // -infinity: the row has seen no token yet
-            const float shrink = ex2_approx((largest[block][half] - base) * to_log2);
-            const float offset = base * to_log2;
+            const bool rises = (top - reference) * to_log2 > kSlack;  // not if both are -infinity: no token seen yet
+            if (__any_sync(kWholeWarp, rises)) {
+                const float shrink = rises ? ex2_approx((reference - top) * to_log2) : 1.0f;
+                if (rises) reference = top;
+                totals[block][half] *= shrink;
+#pragma unroll
+                for (int c = 0; c < kChunks; ++c) {
+                    sums[block][c][2 * half] *= shrink;
+                    sums[block][c][2 * half + 1] *= shrink;
+                }
+            }
+            const float offset = reference == -infinity() ? 0.0f : reference * to_log2;
             float total = 0.0f;
 #pragma unroll
             for (int j = 0; j < kTokens / 8; ++j) {
@@ -107,13 +120,7 @@ __device__ __forceinline__ void softmax(Weights& weights, const Scores& scores, 
                 total += a + b;
                 weights[block][j / 2][2 * (j & 1) + half] = pack(Factor{}, a, b);
             }
-            largest[block][half] = top;
-            totals[block][half] = totals[block][half] * shrink + total;
-#pragma unroll
-            for (int c = 0; c < kChunks; ++c) {
-                sums[block][c][2 * half] *= shrink;
-                sums[block][c][2 * half + 1] *= shrink;
-            }
+            totals[block][half] += total;
         }
     }
 }
@@ -147,7 +154,7 @@ __device__ __forceinline__ void store_pair(void* array, long long index, int act
 
 // sinks [q heads] or nullptr.
 __device__ __forceinline__ void store_outputs(void* out, const QueryTile<kQueryRows>& tile, int act, const Sums& sums,
-                                              const PerRow& largest, const PerRow& totals, float to_log2,
+                                              const PerRow& references, const PerRow& totals, float to_log2,
                                               const float* sinks) {
     const int lane = int(threadIdx.x & 31), warp_row = int(threadIdx.x / 32 * kWarpRows);
     const int heads_per_token = tile.group * int(gridDim.x), first_head = int(blockIdx.x) * tile.group;
@@ -159,7 +166,7 @@ __device__ __forceinline__ void store_outputs(void* out, const QueryTile<kQueryR
             const int row = warp_row + block * 16 + half * 8 + (lane >> 2);
             if (row >= tile.num_rows) continue;
             const float sink = sinks == nullptr ? -infinity() : sinks[first_head + tile.head_of_group(row)];
-            const float factor = 1.0f / sum_with_sink(largest[block][half] * to_log2, total, sink);
+            const float factor = 1.0f / sum_with_sink(references[block][half] * to_log2, total, sink);
             const long long start = tile.head(row, heads_per_token, first_head) * HEAD_DIM + 2 * (lane & 3);
 #pragma unroll
             for (int c = 0; c < kChunks; ++c) {

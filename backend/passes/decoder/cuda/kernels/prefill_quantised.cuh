@@ -28,11 +28,10 @@ template <int THREADS, int TOKENS> struct QuantisedKvStream {
 
     unsigned char* shared;  // two tiles, then the bytes of two items, then their scales: keys first, then values
     KvPlaces places;
-    int begin, end;
 
-    __device__ __forceinline__ QuantisedKvStream(unsigned char* shared, const KvPlaces& places, int begin, int end)
-        : shared(shared), places(places), begin(begin), end(end) {
-        const int first = begin / TOKENS * TOKENS;
+    __device__ __forceinline__ QuantisedKvStream(unsigned char* shared, const KvPlaces& places)
+        : shared(shared), places(places) {
+        const int first = places.begin / TOKENS * TOKENS;
         copy(kKeys, first);
         copy(kValues, first);
     }
@@ -54,23 +53,22 @@ template <int THREADS, int TOKENS> struct QuantisedKvStream {
     }
 
     __device__ __forceinline__ void copy(int which, int first) {
-        if (first < end) {
+        if (first < places.end) {
+            if (which == kKeys) places.move_to(first);
 #pragma unroll
             for (int i = 0; i < kPerThread; ++i) {
                 const unsigned chunk_index = threadIdx.x + i * THREADS;
                 if (kItemChunks % THREADS != 0 && chunk_index >= kItemChunks) break;
                 const unsigned chunk = chunk_index % kRawChunks;
                 const int position = first + int(chunk_index / kRawChunks);
-                const bool exists = position >= begin && position < end;
-                const unsigned char *numbers = places.first, *scale = places.first;
-                if (exists) {
-                    const unsigned char* block = places.block(position, which);
-                    const int place = places.place(position);
-                    numbers = block + place * HEAD_DIM + chunk * 16;
-                    scale = block + (HEAD_DIM << places.page_bits) + (scale_index(place, chunk) & ~1) * 2;
+                const bool exists = position >= places.begin && position < places.end;
+                const unsigned char* block = places.block(position, which);
+                const int place = places.place(position);
+                cp_async_16(raw(which, chunk_index), block + place * HEAD_DIM + chunk * 16, exists ? 16 : 0);
+                if (kKvHasScales) {
+                    const int scale = (HEAD_DIM << places.page_bits) + (scale_index(place, chunk) & ~1) * 2;
+                    cp_async_4(raw_scale(which, chunk_index), block + scale, exists ? 4 : 0);
                 }
-                cp_async_16(raw(which, chunk_index), numbers, exists ? 16 : 0);
-                if (kKvHasScales) cp_async_4(raw_scale(which, chunk_index), scale, exists ? 4 : 0);
             }
         }
         cp_async_commit();

@@ -80,26 +80,42 @@ __device__ __forceinline__ void load8_act(const void* array, long long index, in
     }
 }
 
-// Finds the keys and values of one sequence's tokens in the cache of one layer, for one kv head.
+// Finds the keys and values of one sequence's tokens in the cache of one layer, for one kv head. Tokens in [begin, end)
+// are found. A lane of each warp holds the page of every 32nd run of 16 tokens, which lie in one page; the pages of the
+// next 512 tokens are loaded before they are needed.
 struct KvPlaces {
+    static constexpr int kRun = 16, kSpan = 32 * kRun;  // tokens
+
     const unsigned char* first;  // the keys of page 0
-    const int* pages;            // of the sequence
+    const int* table;            // the sequence's pages
     int page_bits;               // 2^page_bits tokens in a page
     int half_page_bytes;         // from a page's keys to its values
+    int begin, end;
+    int pages, next_pages;  // of the lane's run in the span of 512 tokens that copies have reached, and in the next one
 
-    __device__ __forceinline__ KvPlaces(unsigned char* layer, const int* pages, int page_bits)
-        : pages(pages), page_bits(page_bits) {
+    __device__ __forceinline__ KvPlaces(unsigned char* layer, const int* table, int page_bits, int begin, int end)
+        : table(table), page_bits(page_bits), begin(begin), end(end) {
         const int num_kv_heads = int(gridDim.x), page_size = 1 << page_bits;
         const KvBlock keys(layer, 0, 0, int(blockIdx.x), num_kv_heads, page_size, HEAD_DIM);
         const KvBlock values(layer, 0, 1, int(blockIdx.x), num_kv_heads, page_size, HEAD_DIM);
         first = reinterpret_cast<const unsigned char*>(keys.numbers);
         half_page_bytes = int(reinterpret_cast<const unsigned char*>(values.numbers) - first);
+        pages = find_pages(begin / kSpan * kSpan);
+        next_pages = find_pages(begin / kSpan * kSpan + kSpan);
     }
 
-    // The block that contains the position; which: 0 keys, 1 values.
+    // Call before copies of keys of the tile whose tokens begin at `position`, with tiles in order.
+    __device__ __forceinline__ void move_to(int position) {
+        if (position % kSpan != 0 || position <= begin) return;
+        pages = next_pages;
+        next_pages = find_pages(position + kSpan);
+    }
+
+    // The block that contains a position of that span; page 0 if the position is not in [begin, end). which: 0 keys, 1
+    // values. All lanes call together.
     __device__ __forceinline__ const unsigned char* block(int position, int which) const {
-        const int half = 2 * __ldg(pages + (position >> page_bits)) + which;
-        return first + (long long)(half)*half_page_bytes;
+        const int page = __shfl_sync(kWholeWarp, pages, position / kRun);
+        return first + (long long)(2 * page + which) * half_page_bytes;
     }
     __device__ __forceinline__ int place(int position) const { return position & ((1 << page_bits) - 1); }
 
@@ -107,18 +123,27 @@ struct KvPlaces {
     __device__ __forceinline__ const unsigned char* numbers(int position, int which) const {
         return block(position, which) + place(position) * HEAD_DIM * int(sizeof(Kv));
     }
+
+  private:
+    __device__ __forceinline__ int find_pages(int span) const {
+        const int run = span + int(threadIdx.x & 31) * kRun;
+        return run + kRun > begin && run < end ? __ldg(table + (run >> page_bits)) : 0;
+    }
 };
 
 // Finds them for one head and the tokens of one row in qkv [tokens, 3, heads, HEAD_DIM].
 struct PackedPlaces {
     const unsigned char* first;  // the row's first query
     long long stride;            // bytes of a token's heads
+    int begin, end;              // positions that may be read
 
-    __device__ __forceinline__ PackedPlaces(const void* qkv, int first_token)
-        : stride((long long)(gridDim.x) * HEAD_DIM * int(sizeof(Kv))) {
+    __device__ __forceinline__ PackedPlaces(const void* qkv, int first_token, int begin, int end)
+        : stride((long long)(gridDim.x) * HEAD_DIM * int(sizeof(Kv))), begin(begin), end(end) {
         first = static_cast<const unsigned char*>(qkv) + first_token * 3 * stride +
                 blockIdx.x * HEAD_DIM * int(sizeof(Kv));
     }
+
+    __device__ __forceinline__ void move_to(int) {}
 
     __device__ __forceinline__ const unsigned char* numbers(int position, int which) const {
         return first + (position * 3ll + 1 + which) * stride;
@@ -127,20 +152,19 @@ struct PackedPlaces {
 
 constexpr int kKeys = 0, kValues = 1;
 
-// Keys and values of one sequence in turn, each a swizzled tile [TOKENS, HEAD_DIM]. Shared memory holds SLOTS tiles;
-// copies of up to SLOTS - 1 tiles run ahead of the tile in use.
+// Keys and values of the sequence's positions that `places` finds, in turn, each a swizzled tile [TOKENS, HEAD_DIM] in
+// which other positions are 0. Shared memory holds SLOTS tiles; copies of up to SLOTS - 1 tiles run ahead of the tile in
+// use.
 template <int THREADS, int TOKENS, int SLOTS, class Places> struct KvStream {
     static constexpr int kChunks = HEAD_DIM * int(sizeof(Kv)) / 16;
     static constexpr int kTileBytes = TOKENS * kChunks * 16;
 
     unsigned char* shared;
     Places places;
-    int begin, end;  // positions outside are not read, and 0 in the tile
     int slot = 0;
 
-    __device__ __forceinline__ KvStream(unsigned char* shared, const Places& places, int begin, int end)
-        : shared(shared), places(places), begin(begin), end(end) {
-        const int first = begin / TOKENS * TOKENS;
+    __device__ __forceinline__ KvStream(unsigned char* shared, const Places& places) : shared(shared), places(places) {
+        const int first = places.begin / TOKENS * TOKENS;
         copy(kKeys, first, 0);
         if (SLOTS > 2) copy(kValues, first, 1);
     }
@@ -162,16 +186,16 @@ template <int THREADS, int TOKENS, int SLOTS, class Places> struct KvStream {
   private:
     __device__ __forceinline__ void copy(int which, int first, int to) {
         unsigned char* tile = shared + to * kTileBytes;
-        if (first < end) {
+        if (first < places.end) {
+            if (which == kKeys) places.move_to(first);
 #pragma unroll
             for (int i = 0; i < (TOKENS * kChunks + THREADS - 1) / THREADS; ++i) {
                 const unsigned chunk_index = threadIdx.x + i * THREADS;
                 if (TOKENS * kChunks % THREADS != 0 && chunk_index >= TOKENS * kChunks) break;
                 const unsigned row = chunk_index / kChunks, chunk = chunk_index % kChunks;
                 const int position = first + int(row);
-                const bool exists = position >= begin && position < end;
-                const unsigned char* source = places.first;
-                if (exists) source = places.numbers(position, which) + chunk * 16;
+                const bool exists = position >= places.begin && position < places.end;
+                const unsigned char* source = places.numbers(position, which) + chunk * 16;
                 cp_async_16(tile + swizzled<kChunks>(row, chunk) * 16, source, exists ? 16 : 0);
             }
         }
