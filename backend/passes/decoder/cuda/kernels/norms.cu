@@ -6,75 +6,73 @@
 constexpr int kChunksHeld = 2;  // chunks of 8 numbers in each thread's registers
 constexpr int kSpanThreads = 256;
 
-// The norm of a row that the block holds in registers: chunk i * blockDim.x + threadIdx.x in x[i]. weight [hidden]; of a
-// layer norm [weight | bias].
-template <bool kIsLayerNorm>
-__device__ __forceinline__ void norm_row(float (&x)[kChunksHeld][8], const float* weight, int hidden, float eps) {
-    __shared__ float one_per_warp[2][kMaxWarps];
-    const int num_chunks = hidden / 8;
-    float mean = 0.0f;
-    if (kIsLayerNorm) {
-        float total = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kChunksHeld; ++i) {
-            if (int(i * blockDim.x + threadIdx.x) >= num_chunks) break;
-#pragma unroll
-            for (int j = 0; j < 8; ++j) total += x[i][j];
-        }
-        mean = reduce_block(total, one_per_warp[0], Sum{}) / float(hidden);
-    }
-    float squares = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kChunksHeld; ++i) {
-        if (int(i * blockDim.x + threadIdx.x) >= num_chunks) break;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            if (kIsLayerNorm) x[i][j] -= mean;
-            squares += x[i][j] * x[i][j];
-        }
-    }
-    const float scale = 1.0f / sqrtf(reduce_block(squares, one_per_warp[1], Sum{}) / float(hidden) + eps);
+using Row = float[kChunksHeld][8];  // chunk i * blockDim.x + threadIdx.x in [i]
+
+// Call function(i, first number of the chunk) for each of the thread's chunks.
+template <class F> __device__ __forceinline__ void for_each_chunk(int hidden, const F& function) {
 #pragma unroll
     for (int i = 0; i < kChunksHeld; ++i) {
         const int chunk = i * blockDim.x + threadIdx.x;
-        if (chunk >= num_chunks) break;
-        float weights[8];
-        load8(weight + chunk * 8, weights);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) x[i][j] = x[i][j] * scale * weights[j];
-        if (!kIsLayerNorm) continue;
-        load8(weight + hidden + chunk * 8, weights);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) x[i][j] += weights[j];
+        if (chunk < hidden / 8) function(i, chunk * 8);
     }
 }
 
-// residual += delta, and the norm of the sum.
+template <class T> __device__ __forceinline__ void load_row(const T* row, int hidden, Row& x) {
+    for_each_chunk(hidden, [&](int i, int at) { load8(row + at, x[i]); });
+}
+
+// The norm of a row. bias: of a layer norm only. The caller loads the weights before, so that their loads do not wait
+// for the sum over the row.
+template <bool kIsLayerNorm>
+__device__ __forceinline__ void norm_row(Row& x, const Row& weights, const float* bias, int hidden, float eps) {
+    __shared__ float one_per_warp[2][kMaxWarps];
+    Row biases;
+    if (kIsLayerNorm) {
+        float total = 0.0f;
+        for_each_chunk(hidden, [&](int i, int) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) total += x[i][j];
+        });
+        const float mean = reduce_block(total, one_per_warp[0], Sum{}) / float(hidden);
+        for_each_chunk(hidden, [&](int i, int) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) x[i][j] -= mean;
+        });
+        load_row(bias, hidden, biases);
+    }
+    float squares = 0.0f;
+    for_each_chunk(hidden, [&](int i, int) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) squares += x[i][j] * x[i][j];
+    });
+    const float scale = 1.0f / sqrtf(reduce_block(squares, one_per_warp[1], Sum{}) / float(hidden) + eps);
+    for_each_chunk(hidden, [&](int i, int) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            x[i][j] = x[i][j] * scale * weights[i][j];
+            if (kIsLayerNorm) x[i][j] += biases[i][j];
+        }
+    });
+}
+
+// residual += delta, and the norm of the sum. All loads come before the first store, which they would wait for.
 template <bool kIsLayerNorm>
 __device__ __forceinline__ void add_and_norm(float* residual, const Act* delta, const float* weight, Act* out,
                                              int hidden, int has_delta, float eps) {
     const long long row = (long long)(blockIdx.x) * hidden;
-    const int num_chunks = hidden / 8;
-    float x[kChunksHeld][8];
+    Row x, added, weights;
+    load_row(residual + row, hidden, x);
+    if (has_delta) load_row(delta + row, hidden, added);
+    load_row(weight, hidden, weights);
+    if (has_delta) {
+        for_each_chunk(hidden, [&](int i, int at) {
 #pragma unroll
-    for (int i = 0; i < kChunksHeld; ++i) {
-        const int chunk = i * blockDim.x + threadIdx.x;
-        if (chunk >= num_chunks) break;
-        load8(residual + row + chunk * 8, x[i]);
-        if (!has_delta) continue;
-        float added[8];
-        load8(delta + row + chunk * 8, added);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) x[i][j] += added[j];
-        store8(residual + row + chunk * 8, x[i]);
+            for (int j = 0; j < 8; ++j) x[i][j] += added[i][j];
+            store8(residual + row + at, x[i]);
+        });
     }
-    norm_row<kIsLayerNorm>(x, weight, hidden, eps);
-#pragma unroll
-    for (int i = 0; i < kChunksHeld; ++i) {
-        const int chunk = i * blockDim.x + threadIdx.x;
-        if (chunk >= num_chunks) break;
-        store8(out + row + chunk * 8, x[i]);
-    }
+    norm_row<kIsLayerNorm>(x, weights, weight + hidden, hidden, eps);
+    for_each_chunk(hidden, [&](int i, int at) { store8(out + row + at, x[i]); });
 }
 
 // residual [T, hidden] fp32, delta and out [T, hidden], weight [hidden]. hidden: a multiple of 8, at most
@@ -97,25 +95,16 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     rms_norm_added(float* __restrict__ residual, const Act* __restrict__ added, const float* __restrict__ weight,
                    int hidden, float eps) {
     const long long row = (long long)(blockIdx.x) * hidden;
-    const int num_chunks = hidden / 8;
-    float x[kChunksHeld][8];
+    Row x, weights, sum;
+    load_row(added + row, hidden, x);
+    load_row(weight, hidden, weights);
+    load_row(residual + row, hidden, sum);
+    norm_row<false>(x, weights, nullptr, hidden, eps);
+    for_each_chunk(hidden, [&](int i, int at) {
 #pragma unroll
-    for (int i = 0; i < kChunksHeld; ++i) {
-        const int chunk = i * blockDim.x + threadIdx.x;
-        if (chunk >= num_chunks) break;
-        load8(added + row + chunk * 8, x[i]);
-    }
-    norm_row<false>(x, weight, hidden, eps);
-#pragma unroll
-    for (int i = 0; i < kChunksHeld; ++i) {
-        const int chunk = i * blockDim.x + threadIdx.x;
-        if (chunk >= num_chunks) break;
-        float sum[8];
-        load8(residual + row + chunk * 8, sum);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) sum[j] += x[i][j];
-        store8(residual + row + chunk * 8, sum);
-    }
+        for (int j = 0; j < 8; ++j) sum[i][j] += x[i][j];
+        store8(residual + row + at, sum[i]);
+    });
 }
 
 // The RMS norms of all heads of q together, and of all heads of k, in place. qkv [T, q_size + 2 * k_size]; weights

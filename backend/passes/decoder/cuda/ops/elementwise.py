@@ -28,6 +28,7 @@ _VALUES = 8
 _UNIT_BYTES = 16
 _MAX_NORM_SIZE = 1024 * 2 * _VALUES
 """The widest row that a block of 1024 threads holds in registers."""
+_THREADS_OF_ONE_CHUNK = 512
 _MAX_HEAD_DIM = 32 * _VALUES
 
 _ROW_NORMS = ("add_rms_norm", "add_layer_norm", "rms_norm_added")
@@ -85,7 +86,7 @@ class Elementwise:
         self._embedding_scale = np.float32(embedding_scale)
         self._embed = _embed(act)
         self._embed_blocks = _blocks(hidden_size // _VALUES, self._embed)
-        norm_threads = min(1024, -(-hidden_size // (2 * _VALUES * 32)) * 32)
+        norm_threads = _norm_threads(hidden_size)
         self._add_rms_norm, self._add_layer_norm, self._rms_norm_added = (
             _norm(act, entry, norm_threads) for entry in _ROW_NORMS
         )
@@ -214,6 +215,13 @@ def _blocks(num_threads: int, kernel: Kernel) -> int:
 
 def _embed(act: int) -> Kernel:
     return Kernel("embed.cu", "embed", (("ACT", act),), num_threads=128)
+
+
+def _norm_threads(hidden_size: int) -> int:
+    """Return the threads of a row's block: 8 values each in up to 512 threads, or 16 values in more."""
+    num_chunks = -(-hidden_size // _VALUES)
+    chunks_each = 1 if num_chunks <= _THREADS_OF_ONE_CHUNK else 2
+    return -(-num_chunks // (32 * chunks_each)) * 32
 
 
 def _norm(act: int, entry: str, num_threads: int) -> Kernel:

@@ -12,6 +12,7 @@ import torch
 from penstock.backend.checkpoint.decoder_config import ClampedGate, Experts
 from penstock.tools.gpu_check.cases import decode, prefill, row_products
 from penstock.tools.gpu_check.cases.comparing import Mismatch, require_within
+from penstock.tools.gpu_check.cases.elementwise import check_added_norm, check_layer_norm, check_norm
 from penstock.tools.gpu_check.cases.experts import ExpertsCase, check_experts
 from penstock.tools.gpu_check.cases.paged_rows import Row
 from penstock.tools.gpu_check.cases.quantized import LinearCase, check_embedding, check_linear
@@ -80,6 +81,12 @@ def check_rows(launcher: Launcher) -> None:
         check(launcher, row_products.CASES["small"])
         check(launcher, replace(row_products.CASES["full"], num_rows=9))
     row_products.check_company(launcher, replace(row_products.CASES["full"], num_rows=9))
+
+
+def check_norms(launcher: Launcher) -> None:
+    """Rows of which some threads hold two chunks, and others one."""
+    for check in (check_norm, check_layer_norm, check_added_norm):
+        check(launcher, BF16, hidden=4360)
 
 
 ITEMS, SINKS = "decode_items.cuh", "sinks.cuh"
@@ -198,7 +205,15 @@ ROW_PRODUCTS = (
     Bug("qkv_product.cu", "tickets + head", "tickets"),
     Bug("qkv_product.cu", "slot >= 0 ? context_lens[row] : 0", "slot >= 0 ? context_lens[0] : 0"),
 )
+NORMS = (
+    Bug("norms.cu", "weights[i][j]", "weights[0][j]"),
+    Bug("norms.cu", "biases[i][j]", "biases[0][j]"),
+    Bug("norms.cu", "added[i][j]", "added[0][j]"),
+    Bug("norms.cu", "chunk < hidden / 8", "chunk < hidden / 8 - 1"),
+    Bug("norms.cu", "sum[i]);", "x[i]);"),
+)
 PLANTED = {
+    "norms": Planted(("norms.cu",), check_norms, NORMS),
     "decode": Planted(("decode_plan.cu", "decode_attention.cu"), partial(check_decode, kv_dtype="bf16"), DECODE),
     "prefill": Planted((MMA,), partial(check_prefill, kv_dtype="bf16"), PREFILL),
     "prefill in fp32": Planted((FP32,), partial(check_prefill, kv_dtype="fp32"), PREFILL_FP32),
