@@ -11,7 +11,6 @@ import os
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.backend.passes.decoder.cuda import kernel_manifest
@@ -54,7 +53,7 @@ def make_rows(reports: Sequence[CompileReport]) -> list[KernelRow]:
 
 
 def make_row(report: CompileReport, function: Function) -> KernelRow:
-    kernel = as_launched(report.kernel, report.arch)
+    kernel = report.kernel
     shared_bytes = kernel.shared_bytes + report.shared_bytes
     whole = count_names(function.instructions)
     # Without matrix instructions: the loop of the copies, not one around it that also has those of its start.
@@ -79,18 +78,18 @@ def make_row(report: CompileReport, function: Function) -> KernelRow:
     )
 
 
-def as_launched(kernel: Kernel, arch: str) -> Kernel:
-    """The kernel with the shared memory that it is launched with: rings of decode attention fill the multiprocessor."""
+def is_launched(kernel: Kernel, arch: str) -> bool:
+    """Return whether the architecture uses the kernel: rings of decode attention are as large as its shared memory."""
     macros = dict(kernel.macros)
     if kernel.entry != "decode_attention":
-        return kernel
+        return True
     kv_dtype = next(name for name, value in KV_MACRO.items() if value == macros["KV_DTYPE"])
     layout = CacheLayout(1, 1, 32, 8, macros["HEAD_DIM"], kv_dtype)
     attention = DecodeAttention(
         layout, 32, 1.0, max_rows=1, max_context_tokens=1 << 17, num_sms=132,
         shared_bytes_per_sm=SHARED_BYTES_PER_SM[arch],
     )  # fmt: skip
-    return replace(kernel, shared_bytes=attention.kernel.shared_bytes)
+    return kernel == attention.kernel
 
 
 def loads_in_flight(instructions: Iterable[Instruction]) -> int:
@@ -114,7 +113,8 @@ def held_groups() -> list[list[Kernel]]:
     return [
         group
         for group in group_by_module(kernel_manifest.kernels())
-        if all(dict(group[0].macros).get(name, value) == value for name, value in HELD_MACROS.items())
+        if is_launched(group[0], HELD_ARCH)
+        and all(dict(group[0].macros).get(name, value) == value for name, value in HELD_MACROS.items())
     ]
 
 
