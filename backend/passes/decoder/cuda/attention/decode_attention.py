@@ -115,7 +115,7 @@ class DecodeAttention:
         self._grid: Grid = (num_blocks, 1, 1)
         self._plan_scalars = (np.int32(window_tokens), np.int32(self.max_chunks))
         self._scalars = (
-            np.int32(num_heads),
+            np.int32(num_heads // layout.num_kv_heads),
             np.int32(layout.num_kv_heads),
             np.int32(layout.page_size_tokens.bit_length() - 1),
             *self._plan_scalars,

@@ -65,7 +65,7 @@ struct Results {
     float* chunks;  // [row][head][max_chunks][HEAD_DIM], unnormalised
     float2* peaks;  // [row][head][max_chunks]: greatest logit, and sum of the weights relative to it
     const float* sinks;  // [head]: a score that takes part in the softmax and has no value; -infinity for none
-    int act, num_heads, group, max_chunks;
+    int act, num_kv_heads, group, max_chunks;
 
     // Merge the warps' results, rows [NUM_WARPS][group][kMergeStride], into the chunk's.
     __device__ __forceinline__ void merge_warps(const Work& work, const float* rows,
@@ -130,7 +130,7 @@ struct Results {
 
   private:
     __device__ __forceinline__ long long head_of(const Work& work, int head) const {
-        return static_cast<long long>(work.row) * num_heads + work.kv_head * group + head;
+        return (static_cast<long long>(work.row) * num_kv_heads + work.kv_head) * group + head;
     }
     __device__ __forceinline__ void store(const Work& work, int head, int dim, const Merged& merged) const {
         const float divisor = sum_with_sink(merged.peak, merged.sum, sinks[work.kv_head * group + head]);
@@ -138,26 +138,25 @@ struct Results {
     }
 };
 
-// qkv [rows, (num_heads + 2 num_kv_heads) * HEAD_DIM] and out [rows, num_heads * HEAD_DIM] have the type that act
+// qkv [rows, (group + 2) * num_kv_heads * HEAD_DIM] and out [rows, group * num_kv_heads * HEAD_DIM] have the type that act
 // names. cache: the layer's pages. sinks: see Results. page_table: [slots, max_pages]. items, num_items: written by
 // plan_decode with the same window and max_chunks. chunks, peaks: see Results. tickets: [rows * num_kv_heads], 0 before and after.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     decode_attention(const void* __restrict__ qkv, unsigned char* __restrict__ cache,
                      const int* __restrict__ page_table, const Item* __restrict__ items,
                      const int* __restrict__ num_items, float* chunks, float2* peaks, unsigned* tickets,
-                     const float* __restrict__ sinks, void* __restrict__ out, int act, int max_pages, int num_heads,
+                     const float* __restrict__ sinks, void* __restrict__ out, int act, int max_pages, int group,
                      int num_kv_heads, int page_shift, int window, int max_chunks, float scale, float softcap) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ WarpHeads::Shared heads_shared;
     __shared__ float2 warp_peaks[NUM_WARPS][kMaxGroup];
     __shared__ int is_last;
-    const int warp = threadIdx.x / 32, group = num_heads / num_kv_heads;
-    const int num_works = *num_items * num_kv_heads;
+    const int warp = threadIdx.x / 32;
     int next = blockIdx.x;
-    if (next >= num_works) return;
+    if (next >= *num_items * num_kv_heads) return;
 
     float* rows = reinterpret_cast<float*>(shared);
-    const Results results{out, chunks, peaks, sinks, act, num_heads, group, max_chunks};
+    const Results results{out, chunks, peaks, sinks, act, num_kv_heads, group, max_chunks};
     const Scorer scorer(scale, softcap);
     WarpHeads heads(heads_shared);
     TileStream stream(shared + warp * RING_TILES * kTileBytes, cache, page_table, max_pages, page_shift, num_kv_heads);
@@ -168,15 +167,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     for (bool more = true; more;) {
         const Work work{item.row, item.chunk, span.num_chunks, next % num_kv_heads};
         next += gridDim.x;
-        more = next < num_works;
-        if (more) item = items[next / num_kv_heads];
+        constexpr bool kLooksLate = HEAD_DIM > 128;  // for the next item: the outputs need the registers
+        const auto look = [&] {
+            more = next < *static_cast<const volatile int*>(num_items) * num_kv_heads;
+            if (more) item = items[next / num_kv_heads];
+        };
+        if (!kLooksLate) look();
 
-        const long long qkv_row = static_cast<long long>(work.row) * (num_heads + 2 * num_kv_heads);
+        const long long qkv_row = static_cast<long long>(work.row) * (group + 2) * num_kv_heads;
         load_queries(heads, qkv, (qkv_row + work.kv_head * group) * HEAD_DIM, act, group);
-        for (int tile = 0; tile < stream.num_tiles; ++tile) {
+        for (int tile = 0; stream.token(tile) < stream.end; ++tile) {
             heads.add_keys(stream.next(), scorer, stream.token(tile), stream.begin, stream.end, group);
             heads.add_values(stream.next(), group);
         }
+        if (kLooksLate) look();
         if (more) {
             span = Span(item.length, window, max_chunks);
             stream.open(item, span, next % num_kv_heads);

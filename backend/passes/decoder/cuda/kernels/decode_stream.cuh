@@ -15,12 +15,10 @@ struct TileStream {
 
     // Of the chunk: tokens in [begin, end) are visible; the warp's tiles begin at tokens first, first + stride, …
     const int* row_pages;
-    int begin, end, first, num_tiles;
-    const unsigned char* keys;  // of the head, in page 0
-    int half_page_bytes;        // from a page's keys to its values, and on to the next page's keys
+    int begin, end, first, kv_head;
     int pages;             // lane i: the page of run i of the 32 runs that find_pages looked up last
-    int copied;            // tiles copied; keys and values count separately
-    int copy_at, read_at;  // indices into the ring
+    int copied;   // tiles copied; keys and values count separately
+    int copy_at;  // index into the ring of the next tile to copy; the one after it is the next to read
 
     static constexpr int kStride = NUM_WARPS * kTileTokens;
 
@@ -32,20 +30,17 @@ struct TileStream {
     // Set the chunk and load its page numbers.
     __device__ __forceinline__ void open(const Item& item, const Span& span, int head) {
         row_pages = page_table + static_cast<long long>(item.slot) * max_pages;
-        const KvBlock key_block(layer, 0, 0, head, num_kv_heads, 1 << page_shift, HEAD_DIM);
-        const KvBlock value_block(layer, 0, 1, head, num_kv_heads, 1 << page_shift, HEAD_DIM);
-        keys = reinterpret_cast<const unsigned char*>(key_block.numbers);
-        half_page_bytes = int(reinterpret_cast<const unsigned char*>(value_block.numbers) - keys);
+        kv_head = head;
         begin = span.begin;
         const int start = span.start(item.chunk);
         end = min(start + span.chunk_tokens, item.length);
         first = start + static_cast<int>(threadIdx.x / 32) * kTileTokens;
-        num_tiles = max(end - first + kStride - 1, 0) / kStride;
         pages = find_pages(0);
     }
 
     __device__ __forceinline__ void start() {
-        copied = copy_at = read_at = 0;
+        copied = copy_at = 0;
+#pragma unroll 1
         for (int i = 0; i < RING_TILES - 1; ++i) copy();
     }
 
@@ -54,14 +49,15 @@ struct TileStream {
         cp_async_wait<RING_TILES - 2>();
         __syncwarp();  // all lanes' copies have arrived, and all lanes have read the tile that is overwritten next
         copy();
-        const unsigned char* tile = ring + read_at * kTileBytes;
-        read_at = read_at + 1 == RING_TILES ? 0 : read_at + 1;
-        return tile;
+        return ring + copy_at * kTileBytes;
     }
 
     __device__ __forceinline__ int token(int tile) const { return first + tile * kStride; }
 
   private:
+    // See KvBlock.
+    __device__ __forceinline__ int block_bytes() const { return (kRowBytes + kScaleRowBytes) << page_shift; }
+
     __device__ __forceinline__ int find_pages(int first_tile) const {
         const int lane = threadIdx.x % 32;
         const int at = token(first_tile + lane / kTileRuns) + lane % kTileRuns * kRunTokens;
@@ -70,15 +66,16 @@ struct TileStream {
 
     __device__ __forceinline__ void copy() {
         constexpr int kTilesOfPages = 32 / kTileRuns;
-        const int tile = copied / 2, which = copied % 2;
-        if (tile < num_tiles) {
+        const int tile = copied >> 1, which = copied & 1;
+        if (token(tile) < end) {
             if (which == 0 && tile > 0 && tile % kTilesOfPages == 0) pages = find_pages(tile);
             unsigned char* target = ring + copy_at * kTileBytes;
 #pragma unroll
             for (int run = 0; run < kTileRuns; ++run) {
                 const int page = __shfl_sync(0xffffffffu, pages, tile % kTilesOfPages * kTileRuns + run);
-                const unsigned char* block = keys + static_cast<long long>(2 * page + which) * half_page_bytes;
-                copy_run(target, run, block, 1 << page_shift, token(tile) + run * kRunTokens, end);
+                const int block = (2 * page + which) * num_kv_heads + kv_head;
+                const unsigned char* source = layer + block * static_cast<long long>(block_bytes());
+                copy_run(target, run, source, 1 << page_shift, token(tile) + run * kRunTokens, end);
             }
         }
         cp_async_commit();
