@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
@@ -10,9 +13,12 @@ from penstock.backend.checkpoint.decoder_config import Experts
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
 from penstock.backend.passes.decoder.ops import HeadShape
 from penstock.tools.gpu_check.devices.random_caches import fill_cache
-from penstock.tools.gpu_check.kernel_speed import attention_peers, ceilings, kernel_cases
+from penstock.tools.gpu_check.kernel_speed import attention_peers, ceilings, kernel_cases, variants
 from penstock.tools.gpu_check.kernel_speed import kernels as kernel_speed
 from tests.tools.gpu_check.device_context import Record, make_device_context
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 HEADS = HeadShape(4, 2, 64)
 
@@ -59,6 +65,32 @@ def test_each_kernel_has_a_figure(record: Record) -> None:
         "elementwise.rope_and_store.q8_0.5",
     } <= set(found)
     assert [found[name].unit for name in ("product.int4.1", "product.int8.3", "experts.3")] == ["us", "TB/s", "us"]
+
+
+def test_fastest_variant_is_named_with_what_the_others_cost(record: Record) -> None:
+    sizes = kernel_cases.KernelSizes(heads=HEADS, decode=(("a", 2, 40, "bf16"), ("b", 1, 70, "bf16")), cold_bytes=1)
+
+    class Steps:
+        """The second choice is the fastest in both cases."""
+
+        times_us = iter((8.0, 30.0, 4.0, 20.0, 5.0, 22.0))
+
+        def work_us(self, variants: list[Callable[[], object]]) -> float:
+            variants[0]()
+            return next(self.times_us)
+
+        def once_us(self, _work: Callable[[], object]) -> float:
+            raise NotImplementedError
+
+    chosen, choices = next(iter(variants.variants(sizes).items()))
+    context = replace(make_device_context(), clock=Steps())
+    variants._compare(record.results, context, chosen, choices)
+    found = record.findings()
+    assert found["variant.page_tokens"].value == "32"
+    assert found["variant.page_tokens"].detail == (
+        "16: 75.0 % slower than the best, 32: 0.0 % slower than the best, 64: 17.5 % slower than the best"
+    )
+    assert found["variant.page_tokens.64.attention.decode.b"].value == 22.0
 
 
 def test_attention_peers_are_measured_or_skipped_with_a_reason(record: Record) -> None:
