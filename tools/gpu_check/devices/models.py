@@ -66,6 +66,23 @@ QWEN3_06B = DecoderConfig(
     qk_norm="head",
 )
 
+QWEN2_05B = DecoderConfig(
+    architecture="Qwen2ForCausalLM",
+    vocab_size=151_936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_layers=24,
+    num_heads=14,
+    num_kv_heads=2,
+    head_dim=64,
+    norm_eps=1e-6,
+    max_context_tokens=32_768,
+    rope=make_rope(64, 1_000_000.0),
+    tie_embeddings=True,
+    qkv_bias=True,
+)
+"""The product of q, k and v has a bias, for which the library may take another workspace."""
+
 TINY = DecoderConfig(
     architecture="LlamaForCausalLM",
     vocab_size=200,

@@ -14,7 +14,7 @@ import torch
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes, make_layout, plan_spec
 from penstock.tools.gpu_check.devices.device_context import open_device_context
-from penstock.tools.gpu_check.devices.models import LLAMA_8B, QWEN3_06B, RandomWeights
+from penstock.tools.gpu_check.devices.models import LLAMA_8B, QWEN2_05B, QWEN3_06B, RandomWeights
 from penstock.tools.gpu_check.devices.random_caches import fill_cache
 from penstock.tools.gpu_check.devices.steps import Steps, launch, step_us
 from penstock.tools.gpu_check.engine_speed.engine_runs import LLAMA_ENGINE, QWEN_ENGINE, EnginePlan, measure_engine
@@ -75,11 +75,20 @@ QWEN_PLAN = ModelPlan(
     (("1k", 1024),),
     QWEN_ENGINE,
 )
+BIASED_PLAN = ModelPlan(
+    "qwen2",
+    QWEN2_05B,
+    tuple(("bf16", f"{rows}x1k", rows, 1024) for rows in (1, 64)),
+    (("1k", 1024),),
+    EnginePlan(num_concurrent=0),
+)
+"""Above all for its memory, with a bias."""
 
 
 def run(results: Results) -> None:
     context = open_device_context()
-    for plan, reserve_s in ((LLAMA_PLAN, 0.35 * results.remaining_s), (QWEN_PLAN, 0.0)):
+    total_s = results.remaining_s
+    for plan, reserve_s in ((LLAMA_PLAN, 0.35 * total_s), (QWEN_PLAN, 0.05 * total_s), (BIASED_PLAN, 0.0)):
         results.attempt(plan.name, partial(measure_model, results, context, plan, reserve_s))
 
 
