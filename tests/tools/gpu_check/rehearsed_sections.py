@@ -74,8 +74,11 @@ def run_sharing(results: Results) -> None:
 
 
 def run_kernels(results: Results) -> None:
+    kernels.measure(results, make_device_context(), KERNEL_SIZES)
+
+
+def run_variants(results: Results) -> None:
     context = make_device_context()
-    kernels.measure(results, context, KERNEL_SIZES)
     sizes = weight_products.WeightSizes((("o", 48, 32),), (1, 3), 10_000)
     weight_products.measure(results, context, LaunchProfiler(context), sizes)
 

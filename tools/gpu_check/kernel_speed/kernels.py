@@ -6,8 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.tools.gpu_check.devices.device_context import open_device_context
-from penstock.tools.gpu_check.devices.profiling import GpuProfiler
-from penstock.tools.gpu_check.kernel_speed import attention_peers, variants, weight_products
+from penstock.tools.gpu_check.kernel_speed import attention_peers
 from penstock.tools.gpu_check.kernel_speed.kernel_cases import KernelSizes, kernel_cases
 
 if TYPE_CHECKING:
@@ -17,10 +16,7 @@ if TYPE_CHECKING:
 
 
 def run(results: Results) -> None:
-    context = open_device_context()
-    measure(results, context, KernelSizes())
-    variants.measure(results, context, KernelSizes())
-    weight_products.measure(results, context, GpuProfiler(), weight_products.WeightSizes())
+    measure(results, open_device_context(), KernelSizes())
 
 
 def run_quick(results: Results) -> None:

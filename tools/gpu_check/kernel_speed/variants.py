@@ -1,4 +1,4 @@
-"""Times decode attention with other page sizes and shorter rings, and names the fastest."""
+"""The section "variants": decode attention with other page sizes and shorter rings, and torch's products by rows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from penstock.tools.gpu_check.devices.device_context import open_device_context
+from penstock.tools.gpu_check.devices.profiling import GpuProfiler
+from penstock.tools.gpu_check.kernel_speed import weight_products
 from penstock.tools.gpu_check.kernel_speed.kernel_cases import KernelSizes, kernel_cases
 
 if TYPE_CHECKING:
@@ -14,6 +17,12 @@ if TYPE_CHECKING:
 
 _CASES = 2
 """The first cases of decode attention: many rows, and few rows of long contexts."""
+
+
+def run(results: Results) -> None:
+    context = open_device_context()
+    measure(results, context, KernelSizes())
+    weight_products.measure(results, context, GpuProfiler(), weight_products.WeightSizes())
 
 
 def variants(sizes: KernelSizes) -> dict[str, dict[str, KernelSizes]]:
