@@ -22,6 +22,7 @@ from penstock.tools.fleet.scaling import Bounds, Scaling
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from penstock.tools.fleet.cluster import Cluster
     from penstock.tools.fleet.ray_cluster import RayCluster
     from penstock.tools.fleet.servers import Server
 
@@ -76,9 +77,12 @@ def up(
     try:
         _keep(keeper, options, stopped)
     except CannotStart as error:
-        _end(cluster, 0.0)
-        if router is not None and options.router_reload is None:
-            router.stop()
+        try:
+            _end(cluster, 0.0)
+            if router is not None and options.router_reload is None:
+                router.stop()
+        except (ClusterError, RouterError) as left:
+            _log(f"{left}; `penstock ray down` ends what is left")
         fail(COMMAND, f"a server does not start: {error}")
     except RouterError as error:  # of the first turn: a later one is logged and tried again
         fail(COMMAND, str(error))
@@ -146,12 +150,15 @@ def down(*, options: FleetOptions = FleetOptions(), timeout_s: float = 60.0) -> 
         fail(COMMAND, str(error))
 
 
-def _end(cluster: RayCluster, timeout_s: float) -> None:
+def _end(cluster: Cluster, timeout_s: float) -> None:
     """Drain all servers, and kill those that have not ended in time. Raises ClusterError."""
     numbers = cluster.numbers()
     deadline_s = time.monotonic() + timeout_s
     for number in numbers:
-        cluster.drain(number)
+        try:
+            cluster.drain(number)
+        except ClusterError as error:  # of this server: it is killed if it has not ended in time
+            _log(f"server {number} cannot be told to end: {error}")
     while numbers:
         reports = cluster.reports(sorted(numbers))
         is_late = time.monotonic() >= deadline_s

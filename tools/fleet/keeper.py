@@ -50,6 +50,7 @@ class Keeper:
     _places: dict[int, _Place] = field(default_factory=dict)
     _published: Sequence[Server] | None = None
     _num_asked_nodes: int = 0
+    _has_looked: bool = False
     _has_been_up: bool = False
     _num_waiting: int = 0
     """Servers that wait for a node, as last logged."""
@@ -84,6 +85,7 @@ class Keeper:
         alive = set(self.cluster.nodes())
         placed = [number for number, place in self._places.items() if place.is_placed]
         reports = self.cluster.reports(placed)
+        self._has_been_up |= any(report is not None and report.phase is Phase.UP for report in reports.values())
         for number in placed:
             place, report = self._places[number], reports.get(number)
             if place.node_id is not None and place.node_id not in alive:
@@ -102,13 +104,19 @@ class Keeper:
                 del self._places[number]
             else:
                 self._note(place, report)
+        if not self._has_looked:  # servers that the load brought under an earlier keeper
+            self.scaling.start_from(1 + max((number for number in placed if self._stays(number)), default=-1))
+            self._has_looked = True
+
+    def _stays(self, number: int) -> bool:
+        place = self._places.get(number)
+        return place is not None and place.is_placed and not place.is_leaving
 
     def _note(self, place: _Place, report: Report) -> None:
         place.node_id, place.num_open = report.node_id, report.num_open
         if report.phase is Phase.DRAINING:
             place.is_leaving = place.is_told = True
         elif report.phase is Phase.UP:
-            self._has_been_up = True
             place.server, place.num_failures = report.server, 0
 
     def _lose(self, number: int, place: _Place, why: str, now_s: float) -> None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -99,13 +100,17 @@ class Router:
         """Route to these servers from now on. Open streams go on. Raises RouterError; then the proxy goes on as before,
         or it does not run."""
         generation = secrets.token_hex(_GENERATION_BYTES)
-        draft = self._path.with_suffix(".new")
-        draft.write_text(render(self._settings, servers, generation), encoding="utf-8")
-        self._run(self._check_argv(draft), f"{self._settings.kind} refuses {draft}")
-        draft.replace(self._path)
-        targets = self._directory / TARGETS
-        (draft := targets.with_suffix(".new")).write_bytes(as_targets(servers))
-        draft.replace(targets)
+        configuration = render(self._settings, servers, generation).encode()
+        try:
+            draft = self._path.with_suffix(".new")
+            draft.write_bytes(configuration)
+            self._run(self._check_argv(draft), f"{self._settings.kind} refuses {draft}")
+            draft.replace(self._path)
+            targets = self._directory / TARGETS
+            (draft := targets.with_suffix(".new")).write_bytes(as_targets(servers))
+            draft.replace(targets)
+        except OSError as error:
+            raise RouterError(f"the router's files cannot be written: {error}") from error
         if self._settings.reload_command is not None:
             self._run(shlex.split(self._settings.reload_command), "the command of --router-reload failed")
         elif self.pid is None:
@@ -149,7 +154,8 @@ class Router:
         """HAProxy's main process loses signals while it executes itself again, so it may need a second one."""
         deadline_s = time.monotonic() + _COMMAND_TIMEOUT_S
         while (pid := self.pid) is not None:
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):  # it has ended since
+                os.kill(pid, number)
             again_s = time.monotonic() + _SIGNAL_AGAIN_S
             while time.monotonic() < again_s:
                 if is_done():
@@ -190,8 +196,8 @@ class Router:
     def _run(self, argv: list[str], failed: str) -> None:
         """Output goes to a file: a daemon keeps it open."""
         log = self._directory / f"{self._settings.kind}.log"
-        begin = log.stat().st_size if log.exists() else 0
         try:
+            begin = log.stat().st_size if log.exists() else 0
             with log.open("ab") as output:
                 status = subprocess.run(
                     argv,

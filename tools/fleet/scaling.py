@@ -28,6 +28,10 @@ class Scaling:
         """When, and the number that the load at that moment asked for. A window's length, oldest first."""
         self.wanted = bounds.least
 
+    def start_from(self, num_servers: int) -> None:
+        """Begin with so many, within the bounds."""
+        self.wanted = min(max(num_servers, self._bounds.least), self._bounds.most)
+
     def note(self, num_open: int, now_s: float) -> int:
         """Take the open requests of all servers in; return how many servers there should be."""
         bounds = self._bounds

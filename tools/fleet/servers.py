@@ -27,7 +27,9 @@ class Server:
             raise ValueError(f"a server has the number {self.number}; the limit is {MAX_SERVERS - 1}")
         if not 1 <= self.port <= 65_535:
             raise ValueError(f"a server has the port {self.port}; it must be from 1 to 65535")
-        ipaddress.ip_address(self.host)  # it goes into configurations as it is
+        if "%" in self.host:  # any text may follow it, and the address goes into configurations as it is
+            raise ValueError(f"a server has the address {self.host!r}; one with a zone cannot be routed to")
+        ipaddress.ip_address(self.host)
 
     @property
     def name(self) -> str:

@@ -14,6 +14,8 @@ class FakeCluster:
         self.known: dict[int, Report | None] = {}
         self.silent: set[int] = set()
         """Servers that do not answer."""
+        self.deaf: set[int] = set()
+        """Servers that cannot be told to end."""
         self.is_away = False
         self.asked_nodes: list[int] = []
         self.removed: list[int] = []
@@ -37,6 +39,8 @@ class FakeCluster:
         self.known[number] = Report(Phase.STARTING, node_id)
 
     def drain(self, number: int) -> None:
+        if number in self.deaf:
+            raise ClusterError(f"actor {number} does not answer")
         self._change(number, Phase.DRAINING)
 
     def remove(self, number: int) -> None:

@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
+from penstock.tools.fleet import command
 from penstock.tools.fleet.options import FleetOptions, UpOptions, check_server_options
 from penstock.tools.main import app
+from tests.tools.fleet.fake_cluster import FakeCluster
 
 
 @pytest.mark.parametrize(
@@ -65,3 +67,14 @@ def test_each_set_of_servers_has_a_router_directory() -> None:
     assert second is not None
     assert first.directory != second.directory
     assert FleetOptions(router="none").router_settings() is None
+
+
+def test_servers_end_although_one_cannot_be_told(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = FakeCluster("a", "b", "c")
+    for number, node in enumerate("abc"):
+        cluster.place(number, node)
+    cluster.deaf = {0}
+    cluster.comes_up(1)
+    command._end(cluster, 0.0)
+    assert cluster.known == {}
+    assert "server 0 cannot be told to end: actor 0 does not answer" in capsys.readouterr().err

@@ -152,6 +152,28 @@ def test_second_keeper_goes_on_where_the_first_has_ended(world: World) -> None:
     assert world.cluster.removed == []
 
 
+def test_second_keeper_replaces_a_server_that_failed_meanwhile_beside_one_that_is_up(world: World) -> None:
+    world.cluster.fails(0, "no memory")
+    world.start_keeper()
+    world.turn()
+    assert world.published[-1] == [1]
+    assert world.cluster.phase_of(1) is Phase.UP
+    world.turn(3)
+    assert world.cluster.phase_of(0) is Phase.STARTING
+
+
+def test_second_keeper_keeps_the_servers_that_the_load_brought() -> None:
+    world = World(FakeCluster("a", "b", "c"), Bounds(3, 3))
+    world.turn()
+    world.cluster.comes_up(0, 1, 2, num_open=3)
+    world.bounds = Bounds(1, 3, open_requests=10)
+    world.start_keeper()
+    world.turn(int(DOWN_WINDOW_S) - int(UP_WINDOW_S) - 1)
+    assert world.published[-1] == [0, 1, 2]
+    world.turn(5)
+    assert world.published[-1] == [0]  # they were not needed for so long
+
+
 def test_second_keeper_with_fewer_servers_drains_the_others(world: World) -> None:
     world.bounds = Bounds(1, 1)
     world.start_keeper()

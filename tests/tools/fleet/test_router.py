@@ -15,7 +15,15 @@ from pathlib import Path
 import pytest
 
 from penstock.tools.chaos.proxies import find_program, free_port
-from penstock.tools.fleet.router import BEGINNING, NUM_BEGINNING_BYTES, Router, RouterError, RouterKind, RouterSettings
+from penstock.tools.fleet.router import (
+    BEGINNING,
+    FILES,
+    NUM_BEGINNING_BYTES,
+    Router,
+    RouterError,
+    RouterKind,
+    RouterSettings,
+)
 from penstock.tools.fleet.servers import Server, as_targets
 from tests.system.processes import descendants, wait_until
 from tests.tools.fleet.upstreams import Upstream, ask, upstreams
@@ -162,6 +170,14 @@ def test_a_configuration_that_is_refused_changes_nothing(running: Running, tmp_p
     assert ask(running.port, "/")[0] == 200
 
 
+def test_files_that_cannot_be_written_are_the_routers_error(running: Running) -> None:
+    draft = (running.settings.directory / FILES[running.settings.kind]).with_suffix(".new")
+    draft.mkdir()
+    with pytest.raises(RouterError, match="cannot be written"):
+        Router(running.settings).apply(running.servers)
+    assert ask(running.port, "/")[0] == 200
+
+
 def test_the_next_command_finds_the_running_router(running: Running) -> None:
     again = Router(running.settings)
     assert again.pid == running.router.pid is not None
@@ -201,4 +217,6 @@ def test_servers_are_checked_before_they_reach_a_configuration() -> None:
     for number, host, port in ((-1, "::1", 80), (1024, "::1", 80), (0, "::1", 0), (0, "::1", 65536), (0, "a b", 80)):
         with pytest.raises(ValueError, match=r"limit is 1023|from 1 to 65535|does not appear to be an IPv4 or IPv6"):
             Server(number, host, port)
+    with pytest.raises(ValueError, match="one with a zone cannot be routed to"):
+        Server(0, "::1%x\n listen", 80)
     assert json.loads(as_targets([])) == []
