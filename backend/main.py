@@ -238,7 +238,8 @@ def _open_store(
 ) -> PageStore | None:
     beside = options.beside_another
     fd, memory = options.persist_kv_fd, host_memory()
-    return open_store(fd, forward_pass, plan, model_dir, card.fingerprint, memory, beside_another=beside)
+    fingerprint = f"{card.fingerprint} {options.max_context}"  # LongRoPE rotates keys by the longest context
+    return open_store(fd, forward_pass, plan, model_dir, fingerprint, memory, beside_another=beside)
 
 
 def _create_board(plan: KvPlan | WholePlan, max_waiting: int, token_step_s: float | None) -> BackendBoard:

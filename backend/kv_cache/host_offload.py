@@ -101,23 +101,27 @@ class HostOffload:
     def save(self, page: int, page_hash: bytes, salt: bytes) -> None:
         """Save a page whose content is about to go, or is to be kept for later processes.
 
-        Does nothing when every host page is used by the step being planned.
+        Does nothing when the step being planned restores the least recently used content.
         """
         if page_hash in self._saved:
-            self._saved.move_to_end(page_hash)
-            return
-        if (host_page := self._free_host_page()) is not None:
+            self.touch(page_hash)
+        elif (host_page := self._free_host_page()) is not None:
             saved = self._saved[page_hash] = _Saved(host_page, salt)
             self._saves[host_page] = page
             self.num_saved += 1
             if self._store is not None:
                 self._uncopied.append((page_hash, saved))
 
+    def touch(self, page_hash: bytes) -> None:
+        """Let other content make room first. Does nothing if it is not saved here."""
+        if page_hash in self._saved:
+            self._saved.move_to_end(page_hash)
+
     def _free_host_page(self) -> int | None:
         if self._free:
             return self._free.pop()
         oldest = next(iter(self._saved), None)
-        if oldest is None or oldest in self._restored:  # then the step being planned restores all the others too
+        if oldest is None or oldest in self._restored:
             return None
         return self._forget(oldest)
 

@@ -89,6 +89,8 @@ class PagePool:
             if not self._num_holders[page]:
                 if page in self._index:
                     self._idle.add(page)
+                    if self.host_offload.saves_all:  # there too the beginning stays the longest
+                        self.host_offload.touch(self._index.entry(page).page_hash)
                 else:
                     self._free.append(page)
 
@@ -114,7 +116,12 @@ class PagePool:
         """This content has been used more than once: save it to the host when its page is evicted, or now."""
         for page_hash in page_hashes:
             self._index.mark_for_offload(page_hash)
-            if self.host_offload.saves_all and (page := self._index.find(page_hash)) is not None:
+        if not self.host_offload.saves_all:
+            return
+        for page_hash in reversed(page_hashes):  # all before the first save: none of them makes room for another
+            self.host_offload.touch(page_hash)
+        for page_hash in reversed(page_hashes):
+            if (page := self._index.find(page_hash)) is not None:
                 self.host_offload.save(page, page_hash, self._index.entry(page).salt)
 
     def invalidate_tenant(self, salt: bytes) -> None:

@@ -154,8 +154,9 @@ class RunningSequences:
         for page in prefix.pages:
             self._pool.hold(page)
         num_indexed = prefix.num_held_or_passed
-        self._pool.mark_for_offload(kv.page_hashes[:num_indexed])
+        # Restored first: what is saved now must not take the place of what comes back.
         places = list(map(self._pool.host_offload.restore, kv.page_hashes[num_indexed : prefix.num_full_pages]))
+        self._pool.mark_for_offload(kv.page_hashes[:num_indexed])
         kv.num_prefilled = num_indexed * self._page_size
         num_cached = prefix.num_full_pages * self._page_size
         if prefix.num_copied_tokens and may_copy:

@@ -22,6 +22,8 @@ from penstock.backend.kv_cache.budget import KvBudget, plan_kv
 from penstock.backend.kv_cache.host_offload import HostOffload
 from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.kv_cache.memory import MemoryInfo
+from penstock.backend.kv_cache.page_index import IndexedPage
+from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.kv_cache.persisted.opening import open_store
 from penstock.backend.kv_cache.persisted.page_rows import ROW_BYTES, KeptPage
 from penstock.backend.kv_cache.persisted.page_store import KEY_BYTES, PageStore, PageStoreError
@@ -278,3 +280,50 @@ def test_more_than_the_free_memory_is_refused_unless_it_is_allocated_already(fd:
         open_with(fd, CpuPass(PassSpec(8, 64, {})), free_bytes=100, beside_another=True)
     open_with(fd, CpuPass(PassSpec(8, 64, {})))
     assert open_with(fd, CpuPass(PassSpec(8, 64, {})), free_bytes=100) is not None
+
+
+class Keeper:
+    """A pool over a store, with held pages of content."""
+
+    def __init__(self, fd: int) -> None:
+        self.pool = PagePool(8, store=PageStore(fd, KEY, PAGE_BYTES))
+        self.offload = self.pool.host_offload
+
+    def index(self, page_hash: bytes) -> int:
+        (page,) = self.pool.allocate(1)
+        self.pool.index_page(page, page_hash, IndexedPage(page_hash, b"parent", b"salt"))
+        return page
+
+
+def test_prefix_that_is_used_again_makes_no_room_from_its_own_pages(fd: int) -> None:
+    keeper = Keeper(fd)
+    prefix, others = HASHES[:3], HASHES[3:5]
+    for page_hash in (*prefix, *others):  # the store has four places: the first page makes room for the last one
+        keeper.index(page_hash)
+    assert not keeper.offload.contains(prefix[0])
+    keeper.pool.mark_for_offload(prefix)
+    assert all(keeper.offload.contains(page_hash) for page_hash in prefix)
+    assert keeper.offload.num_saved == 6
+    keeper.offload.check_integrity()
+
+
+def test_page_that_is_about_to_be_restored_makes_no_room_for_the_prefix_before_it(fd: int) -> None:
+    keeper = Keeper(fd)
+    prefix = HASHES[:2]
+    pages = [keeper.index(page_hash) for page_hash in prefix]
+    keeper.offload.discard(prefix)
+    tail = [keeper.index(page_hash) for page_hash in HASHES[2:6]]
+    keeper.pool.release(tail)
+    places = [keeper.offload.restore(page_hash) for page_hash in HASHES[2:6]]
+    keeper.pool.mark_for_offload(prefix)
+    assert sorted(places) == [0, 1, 2, 3]
+    assert all(keeper.offload.contains(page_hash) for page_hash in HASHES[2:6])
+    keeper.offload.end_plan()
+    keeper.pool.release(pages)
+
+
+def test_released_sequence_keeps_its_beginning_in_the_store_the_longest(fd: int) -> None:
+    keeper = Keeper(fd)
+    keeper.pool.release([keeper.index(page_hash) for page_hash in HASHES[:4]])
+    keeper.index(HASHES[4])
+    assert [keeper.offload.contains(page_hash) for page_hash in HASHES[:4]] == [True, True, True, False]
