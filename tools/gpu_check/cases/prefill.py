@@ -8,10 +8,12 @@ import torch
 
 from penstock.backend.passes.decoder.cuda.attention.prefill_attention import PrefillAttention
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
-from penstock.tools.gpu_check.cases.comparing import require_within
+from penstock.tools.gpu_check.cases.comparing import require, require_within
 from penstock.tools.gpu_check.cases.paged_rows import STEEP_TOLERANCE, Heads, PagedRows, Row
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
@@ -45,12 +47,26 @@ def prepare(attention: PrefillAttention, rows: list[Row], act: torch.dtype | Non
     return PagedRows.of(heads, rows, act or ACT_OF[attention.layout.kv_dtype], seed, attention.window_tokens)
 
 
-def run(attention: PrefillAttention, step: PagedRows, launcher: Launcher, first_row: int = 0) -> Tensor:
-    """Run the kernel. Returns [T, H, D], NaN in rows before first_row."""
+def run(
+    attention: PrefillAttention,
+    step: PagedRows,
+    launcher: Launcher,
+    first_row: int = 0,
+    tiles: NDArray[np.int32] | None = None,
+) -> Tensor:
+    """Run the kernel. Returns [T, H, D], NaN in rows before first_row. tiles: the attention's own, if None."""
     arrays = step.arrays
     out = torch.full((len(step.qkv), attention.num_heads, attention.layout.head_dim), torch.nan, dtype=step.qkv.dtype)
-    tiles = torch.from_numpy(attention.tiles(arrays.query_starts.numpy(), arrays.context_lens.numpy(), first_row))
-    attention.attend(launcher, step.qkv, step.layer_cache, step.page_table, arrays, tiles, step.sinks, out)
+    if tiles is None:
+        tiles = attention.tiles(arrays.query_starts.numpy(), arrays.context_lens.numpy(), first_row)
+    workspace = attention.workspace_sizes(len(out), max(row.end for row in step.rows)).make("cpu")
+    for tensor in (workspace.merged_sums, workspace.merged_peaks, workspace.part_sums, workspace.part_peaks):
+        tensor.fill_(torch.nan)
+    attention.attend(
+        launcher, workspace, step.qkv, step.layer_cache, step.page_table, arrays, torch.from_numpy(tiles), step.sinks,
+        out,
+    )  # fmt: skip
+    require("the kernel left tickets that are not zero", not workspace.tickets.any())
     return out
 
 

@@ -246,7 +246,8 @@ def _prefill(sizes: KernelSizes, history: int, num_tokens: int, kv_dtype: str, c
     page_table = _shuffled_pages(context, 1, num_pages)
     (cache,) = _caches(context, layout, 1)
     pairs = num_tokens * history + num_tokens * (num_tokens + 1) / 2
-    attend = partial(attention.attend, device.launcher, qkv, cache, page_table, rows, tiles, sinks, out)
+    workspace = attention.workspace_sizes(num_tokens, history + num_tokens).make(context.torch_device)
+    attend = partial(attention.attend, device.launcher, workspace, qkv, cache, page_table, rows, tiles, sinks, out)
     return PreparedCase([attend], 4 * pairs * heads.output_size, "TFLOP/s")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.backend.passes.decoder.cuda.attention.prefill_segments import ENOUGH_BLOCKS, longest_segment
 from penstock.tools.gpu_check.machine_code.kernel_rows import KernelRow, read_table
 from penstock.tools.gpu_check.prediction.machine import (
     ENDS_US,
@@ -79,9 +80,10 @@ class KernelTimes:
         warp_tiles = flop / (_PREFILL_MATRIX * 4096)
         issue_us = warp_tiles * instructions / (machine.issue_rate * ISSUE_SHARE) * 1e6
         mma_us = flop / (machine.products * MMA_SYNC_SHARE) * 1e6
-        blocks = -(-num_tokens * heads.num_heads // 128)
-        slots = machine.num_sms * row.blocks_per_sm
-        idle = max(1.0, slots / blocks)  # a short chunk leaves multiprocessors idle
+        blocks, context = -(-num_tokens * heads.num_heads // 128), history + num_tokens
+        # A short chunk leaves multiprocessors idle, until the block of the longest segment has ended.
+        longest = longest_segment(context) if blocks < ENOUGH_BLOCKS else context
+        idle = max(1.0, machine.num_sms / blocks * longest / context)
         return ENDS_US + 2 * machine.read_latency_us + idle * together(issue_us, mma_us)
 
     def product(self, num_rows: int, outputs: int, inputs: int) -> float:

@@ -11,6 +11,7 @@ from penstock.backend.errors import StartupError
 from penstock.backend.passes.decoder.cuda.attention.decode_attention import DecodeAttention
 from penstock.backend.passes.decoder.cuda.attention.kernel_limits import PAGE_SIZES_TOKENS
 from penstock.backend.passes.decoder.cuda.attention.prefill_attention import PrefillAttention
+from penstock.backend.passes.decoder.cuda.attention.prefill_segments import max_parts
 from penstock.backend.passes.decoder.cuda.attention.step_attention import (
     OneKernelAttention,
     StepAttention,
@@ -196,10 +197,10 @@ def attention_by_window(
     scale, softcap = config.score_scale, config.scales.scores_softcap or 0.0
 
     def make_attention(window_tokens: int) -> StepAttention:
+        prefill = PrefillAttention(layout, config.num_heads, scale, window_tokens, softcap)
+        prefill_sizes = prefill.workspace_sizes(sizes.max_tokens, sizes.max_context_tokens)
         if sizes.deterministic:
-            return OneKernelAttention(
-                PrefillAttention(layout, config.num_heads, scale, window_tokens, softcap), sizes.max_rows
-            )
+            return OneKernelAttention(prefill, prefill_sizes, sizes.max_rows)
         return TwoKernelAttention(
             DecodeAttention(
                 layout,
@@ -211,7 +212,9 @@ def attention_by_window(
                 shared_bytes_per_sm=shared_bytes_per_sm,
                 window_tokens=window_tokens,
                 softcap=softcap,
-            )
+            ),
+            prefill,
+            prefill_sizes,
         )
 
     return {window: make_attention(window or 0) for window in dict.fromkeys(layer_windows(config))}
@@ -229,7 +232,7 @@ def mask_ints(config: DecoderConfig, sizes: StepSizes) -> int:
 
 def step_limits(config: DecoderConfig, sizes: StepSizes, page_size_tokens: int, num_pages: int) -> StepLimits:
     group = config.num_heads // config.num_kv_heads
-    tile_ints = 2 * (sizes.max_tokens * group // 32 + sizes.max_rows)
+    tile_ints = 4 * (sizes.max_tokens * group // 32 + sizes.max_rows + max_parts(config.num_kv_heads))
     return StepLimits(
         max_rows=sizes.max_rows,
         max_tokens=sizes.max_tokens,

@@ -14,6 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.backend.passes.decoder.cuda.attention.kernel_limits import HEAD_DIMS, check_logits, check_shape
+from penstock.backend.passes.decoder.cuda.attention.prefill_segments import (
+    SHORTEST_SEGMENT_TOKENS,
+    PrefillWorkspace,
+    WorkspaceSizes,
+    cut_segments,
+    max_parts,
+    whole_tiles,
+)
 from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Kernel, Launcher
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.decoder.ops import supports_q8_0
@@ -77,21 +85,46 @@ class PrefillAttention:
     def _group(self) -> int:
         return self.num_heads // self.layout.num_kv_heads
 
+    def workspace_sizes(self, max_tokens: int, max_context_tokens: int) -> WorkspaceSizes:
+        """Return the sizes of the workspace for steps of max_tokens and contexts of max_context_tokens."""
+        layout, is_cut = self.layout, self._has_segments and max_context_tokens > SHORTEST_SEGMENT_TOKENS
+        return WorkspaceSizes(
+            max_tokens if is_cut else 0,
+            max_parts(layout.num_kv_heads) if is_cut else 0,
+            self.num_heads,
+            layout.num_kv_heads,
+            self._tile_rows,
+            layout.head_dim,
+        )
+
     def tiles(
         self, query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], first_row: int = 0
     ) -> NDArray[np.int32]:
-        """Return the tiles [n, 2] of first_row and the rows after it: (row, first query of the tile within its row).
+        """Return the blocks [n, 4] of first_row and the rows after it: (row, first query of the tile within its row,
+        first position of its segment of the context or -1, slot of the workspace).
 
-        n is at most R + T * group // 32. Tiles with the most keys come first. The tiles are the same for all layers of
-        a model. query_starts [R + 1] and context_lens [R] describe the step. A row of k tokens has k * group queries
-        per KV head, token by token. Raises ValueError if a launch cannot have that many tiles.
+        n is at most R + T * group // 32 + max_parts. Blocks with the most keys come first. They serve all layers of a
+        model: a windowed layer's go through all of a tile's keys, and skip all segments but the first. query_starts
+        [R + 1] and context_lens [R] describe the step. A row of k tokens has k * group queries per KV head, token by
+        token. Raises ValueError if a launch cannot have that many tiles.
         """
-        rows_per_tile = query_rows(self.layout.kv_dtype, self.layout.head_dim)
-        return cut_tiles(query_starts, context_lens, self._group, rows_per_tile, first_row)
+        tiles, last_positions = _tiles_and_ends(query_starts, context_lens, self._group, self._tile_rows, first_row)
+        if not self._has_segments:
+            return whole_tiles(tiles)
+        return cut_segments(tiles, last_positions, self.layout.num_kv_heads)
+
+    @property
+    def _tile_rows(self) -> int:
+        return query_rows(self.layout.kv_dtype, self.layout.head_dim)
+
+    @property
+    def _has_segments(self) -> bool:
+        return self.window_tokens == 0 and self.layout.kv_dtype != "fp32"
 
     def attend(
         self,
         launcher: Launcher,
+        workspace: PrefillWorkspace,
         qkv: Tensor,
         layer_cache: Tensor,
         page_table: Tensor,
@@ -104,14 +137,14 @@ class PrefillAttention:
 
         qkv [T, (num_heads + 2 num_kv_heads) * head_dim] and out [T, num_heads * head_dim] have the same dtype: fp32,
         bf16 or fp16. layer_cache: uint8, the layer's pages, which already hold the rows' own keys and values.
-        page_table: int32 [max_slots, max_pages]. tiles: int32 in any shape, the result of `tiles` for these rows.
-        sinks: as of `DecodeAttention.attend`.
+        page_table: int32 [max_slots, max_pages]. workspace: of `workspace_sizes`. tiles: int32 in any shape, the result
+        of `tiles` for these rows. sinks: as of `DecodeAttention.attend`.
         """
         if out.dtype != qkv.dtype:
             raise ValueError(f"queries are {qkv.dtype}, but the output is {out.dtype}; they must be the same")
         launcher.launch(
             self.kernel,
-            (self.layout.num_kv_heads, tiles.numel() // 2, 1),
+            (self.layout.num_kv_heads, tiles.numel() // 4, 1),
             out,
             qkv,
             layer_cache,
@@ -121,16 +154,32 @@ class PrefillAttention:
             rows.slots,
             tiles,
             sinks,
+            *self._results(workspace),
             _ACTS[qkv.dtype],
             np.int32(page_table.shape[1]),
             *self._scalars,
         )
 
+    def _results(self, workspace: PrefillWorkspace) -> tuple[Tensor, ...]:
+        if self.layout.kv_dtype == "fp32":
+            return ()
+        parts = workspace.part_sums, workspace.part_peaks, workspace.tickets
+        return workspace.merged_sums, workspace.merged_peaks, *parts
+
 
 def cut_tiles(
-    query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], group: int, rows_per_tile: int, first_row: int = 0
+    query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], group: int, rows_per_tile: int
 ) -> NDArray[np.int32]:
-    """See `PrefillAttention.tiles`."""
+    """Return tiles [n, 2] of all rows of a step: (row, first query of the tile within its row), those with the most
+    keys first. Raises ValueError if a launch cannot have that many.
+    """
+    return _tiles_and_ends(query_starts, context_lens, group, rows_per_tile, 0)[0]
+
+
+def _tiles_and_ends(
+    query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], group: int, rows_per_tile: int, first_row: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Return the tiles of first_row and the rows after it, and the position of each tile's last query."""
     num_queries = np.diff(query_starts[first_row:]).astype(np.int64) * group
     num_tiles = -(-num_queries // rows_per_tile)
     total = int(num_tiles.sum())
@@ -141,7 +190,7 @@ def cut_tiles(
     last = np.minimum(first + rows_per_tile, num_queries[rows]) - 1
     last_position = context_lens[first_row:][rows] + last // group
     order = np.argsort(-last_position, kind="stable")
-    return np.stack([rows + first_row, first], axis=1).astype(np.int32)[order]
+    return np.stack([rows + first_row, first], axis=1).astype(np.int32)[order], last_position[order]
 
 
 def query_rows(kv_dtype: str, head_dim: int) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from penstock.backend.passes.decoder.cuda.attention.kernel_limits import require
 from penstock.backend.passes.decoder.cuda.attention.prefill_attention import MAX_TILES, PrefillAttention
+from penstock.backend.passes.decoder.cuda.attention.prefill_segments import whole_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.passes.decoder.cuda.attention.decode_attention import DecodeAttention
+    from penstock.backend.passes.decoder.cuda.attention.prefill_segments import WorkspaceSizes
     from penstock.backend.passes.decoder.cuda.device.device import Device
     from penstock.backend.passes.decoder.cuda.device.launcher import Kernel
     from penstock.backend.passes.decoder.cuda.step.step_rows import CudaStep, RowArrays
@@ -61,15 +63,14 @@ class TwoKernelAttention:
     A token's last bits may therefore differ between a row of one token and a longer row.
     """
 
-    def __init__(self, decode: DecodeAttention) -> None:
+    def __init__(self, decode: DecodeAttention, prefill: PrefillAttention, sizes: WorkspaceSizes) -> None:
         self._decode = decode
-        self.prefill = PrefillAttention(
-            decode.layout, decode.num_heads, decode.scale, decode.window_tokens, decode.softcap
-        )
+        self.prefill = prefill
+        self._prefill_sizes = sizes
 
     @property
     def workspace_bytes(self) -> int:
-        return self._decode.workspace_bytes
+        return self._decode.workspace_bytes + self._prefill_sizes.num_bytes
 
     def kernels(self) -> Iterator[Kernel]:
         yield from self._decode.kernels()
@@ -78,6 +79,7 @@ class TwoKernelAttention:
     def open(self, device: Device) -> None:
         self._launcher = device.launcher
         self._workspace = self._decode.make_workspace(device.torch_device)
+        self._prefill_workspace = self._prefill_sizes.make(device.torch_device)
 
     def begin(self, rows: RowArrays, num_decode: int) -> None:
         self._decode.plan(self._launcher, self._workspace, rows.context_lens, rows.slots, num_decode)
@@ -88,8 +90,10 @@ class TwoKernelAttention:
         if step.num_decode:
             self._decode.attend(self._launcher, self._workspace, qkv, layer_cache, page_table, sinks, out)
         if step.prefill_tiles is not None:
-            tiles = step.prefill_tiles
-            self.prefill.attend(self._launcher, qkv, layer_cache, page_table, step.rows, tiles, sinks, out)
+            self.prefill.attend(
+                self._launcher, self._prefill_workspace, qkv, layer_cache, page_table, step.rows, step.prefill_tiles,
+                sinks, out,
+            )  # fmt: skip
 
 
 class OneKernelAttention:
@@ -98,15 +102,16 @@ class OneKernelAttention:
     A row of one token is one tile, so the tiles of these rows are the same in every step.
     """
 
-    def __init__(self, prefill: PrefillAttention, max_rows: int) -> None:
+    def __init__(self, prefill: PrefillAttention, sizes: WorkspaceSizes, max_rows: int) -> None:
         """Raises ValueError if a launch cannot have max_rows tiles."""
         require("max_rows", max_rows, 1, MAX_TILES)
         self.prefill = prefill
+        self._sizes = sizes
         self._max_rows = max_rows
 
     @property
     def workspace_bytes(self) -> int:
-        return 2 * 4 * self._max_rows
+        return 4 * 4 * self._max_rows + self._sizes.num_bytes
 
     def kernels(self) -> Iterator[Kernel]:
         yield from self.prefill.kernels()
@@ -114,8 +119,9 @@ class OneKernelAttention:
     def open(self, device: Device) -> None:
         self._launcher = device.launcher
         rows = np.arange(self._max_rows, dtype=np.int32)
-        tiles = torch.from_numpy(np.stack([rows, np.zeros_like(rows)], axis=1))
+        tiles = torch.from_numpy(whole_tiles(np.stack([rows, np.zeros_like(rows)], axis=1)))
         self._one_token_tiles = tiles.to(device.torch_device)
+        self._workspace = self._sizes.make(device.torch_device)
 
     def begin(self, rows: RowArrays, num_decode: int) -> None:
         """Do nothing: the layers share no work."""
@@ -125,4 +131,6 @@ class OneKernelAttention:
     ) -> None:
         for tiles in (self._one_token_tiles[: step.num_decode], step.prefill_tiles):
             if tiles is not None and len(tiles):
-                self.prefill.attend(self._launcher, qkv, layer_cache, page_table, step.rows, tiles, sinks, out)
+                self.prefill.attend(
+                    self._launcher, self._workspace, qkv, layer_cache, page_table, step.rows, tiles, sinks, out
+                )

@@ -55,10 +55,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     const int end = min(length, tile.position(kQueryRows - 1) + side + 1);
     Stream stream(shared + kQueryRows * (kChunks * 16 + 4), PackedPlaces(qkv, tile.first_token, begin, end));
 
-    Sums sums = {};
-    PerRow references, totals = {};
-#pragma unroll
-    for (int block = 0; block < kWarpBlocks; ++block) references[block][0] = references[block][1] = -infinity();
+    Sums sums;
+    PerRow references, totals;
+    reset(sums, references, totals);
     const float to_log2 = reach > 0 ? kLog2E : scale * kLog2E;
     for (int first = begin / kTokens * kTokens; first < end; first += kTokens) {
         const int last = first + kTokens - 1;

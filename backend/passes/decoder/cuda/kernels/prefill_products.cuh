@@ -35,6 +35,20 @@ using Weights = unsigned[kWarpBlocks][kTokens / 16][4];  // the softmax of score
 using Sums = float[kWarpBlocks][kChunks][4];
 using PerRow = float[kWarpBlocks][2];
 
+// The state of rows that have seen no token.
+__device__ __forceinline__ void reset(Sums& sums, PerRow& references, PerRow& totals) {
+#pragma unroll
+    for (int block = 0; block < kWarpBlocks; ++block) {
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[block][c][i] = 0.0f;
+        }
+        references[block][0] = references[block][1] = -infinity();
+        totals[block][0] = totals[block][1] = 0.0f;
+    }
+}
+
 // Load the tile's queries, swizzled; rows that do not exist become 0.
 __device__ __forceinline__ void load_queries(unsigned char* target, const QueryTile<kQueryRows>& tile, const void* qkv,
                                              int act) {

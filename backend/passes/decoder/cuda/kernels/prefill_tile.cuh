@@ -23,13 +23,13 @@ struct PrefillStep {
     const int* context_lens;
     const int* query_starts;
     const int* slots;
-    const int* tiles;  // [tiles, 2]: step row, first query row
+    const int* tiles;  // [tiles, 4]: step row, first query row; the last two: see prefill_attention.cu
     int max_pages;     // in a row of page_table
     int group;
     int window;  // 2^30 for none
 
     // Whether the tile's row has no slot. It then has no sequence, and its output does not change.
-    __device__ __forceinline__ bool is_padding(int tile) const { return slots[tiles[2 * tile]] < 0; }
+    __device__ __forceinline__ bool is_padding(int tile) const { return slots[tiles[4 * tile]] < 0; }
 };
 
 template <int NUM_ROWS> struct QueryTile {
@@ -41,15 +41,15 @@ template <int NUM_ROWS> struct QueryTile {
     const int* pages;  // of its sequence
 
     __device__ __forceinline__ QueryTile(const PrefillStep& step, int tile) : group(step.group) {
-        const int row = step.tiles[2 * tile];
-        first = step.tiles[2 * tile + 1];
+        const int row = step.tiles[4 * tile];
+        first = step.tiles[4 * tile + 1];
         first_token = step.query_starts[row];
         context = step.context_lens[row];
         pages = step.page_table + (long long)(step.slots[row]) * step.max_pages;
         num_rows = min(NUM_ROWS, (step.query_starts[row + 1] - first_token) * group - first);
     }
 
-    // Of rows that are computed whole: a token's position is its place in its row. tile: of an array as PrefillStep's.
+    // Of rows that are computed whole: a token's position is its place in its row. tile: step row, first query row.
     __device__ __forceinline__ QueryTile(const int* row_starts, const int* tile)
         : first(tile[1]), group(1), first_token(row_starts[tile[0]]), context(0), pages(nullptr) {
         num_rows = min(NUM_ROWS, row_starts[tile[0] + 1] - first_token - first);

@@ -144,7 +144,8 @@ class CudaOps(DeviceWeights):
 
     def prefill_tiles(self, batch: StepBatch, first_row: int) -> NDArray[np.int32]:
         """Return the contents of `CudaStep.prefill_tiles` for first_row and the rows after it."""
-        attention = next(iter(self._attention.values()))
+        # A layer without a window, if there is one: its contexts are the longest.
+        attention = self._attention.get(None) or next(iter(self._attention.values()))
         return attention.prefill.tiles(batch.query_starts, batch.context_lens, first_row)
 
     def begin(self, step: CudaStep) -> None:

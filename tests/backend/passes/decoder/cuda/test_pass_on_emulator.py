@@ -224,6 +224,29 @@ def test_memory_of_other_sequences_is_never_read() -> None:
     assert results[1][1] == results[0][1]
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("architecture", ["llama3", "ministral"])
+def test_a_short_chunk_after_a_long_history_equals_the_cpu_pass(architecture: str, deterministic: bool) -> None:
+    """Its history has two segments, whose pages repeat those of two short prompts. ministral has a window too."""
+    model_dir = checkpoint(architecture, max_position_embeddings=4096)
+    on_cpu = CpuDecoderPass.load(model_dir, options())
+    emulated = EmulatedCudaPass.load(model_dir, replace(options(), deterministic=deterministic))
+    tokens = prompts((2533,), seed=3)[0]
+    logits = []
+    for made in (on_cpu, emulated):
+        driver = Driver(made, num_pages=160, page_size=16, kv_dtype="bf16")
+        repeated = [driver.add(prompt) for prompt in prompts((32, 48), seed=4)]
+        driver.prefill()
+        first, second = (np.reshape(row.pages, (-1, driver.num_groups)) for row in repeated)
+        history = [np.resize(first, (128, driver.num_groups)), np.resize(second, (30, driver.num_groups))]
+        row = driver.add(tokens)
+        row.pages, row.computed = np.concatenate(history).ravel().tolist(), 2528
+        logits.append(driver.step([(row, 5)])[row.slot])
+    row.computed = 2528
+    assert emulated._ops.prefill_tiles(driver.build([(row, 5)]), 0)[:, 2].tolist() == [0, 2048]
+    assert np.sqrt(np.mean((logits[1] - logits[0]) ** 2) / np.mean(logits[0] ** 2)) < 3e-3
+
+
 def test_a_copied_page_equals_its_source() -> None:
     driver = make_driver()
     prompt = prompts((40,))[0]

@@ -57,9 +57,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 @cache
-def checkpoint(architecture: str) -> Path:
+def checkpoint(architecture: str, **more_settings: int) -> Path:
     """Make the smallest checkpoint that the kernels support; head_dim is at least 64."""
-    settings = {"num_hidden_layers": 2, "vocab_size": VOCAB_SIZE, "head_dim": 64} | ARCHITECTURES[architecture]
+    smallest = {"num_hidden_layers": 2, "vocab_size": VOCAB_SIZE, "head_dim": 64}
+    settings = smallest | ARCHITECTURES[architecture] | more_settings
     if architecture.startswith(("phi3", "olmo", "cohere")):  # their configs have no head_dim
         del settings["head_dim"]
     return make_checkpoint(architecture, Path(mkdtemp()), **settings)

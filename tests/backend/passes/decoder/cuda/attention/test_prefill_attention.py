@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.backend.passes.decoder.cuda.attention.prefill_attention import PrefillAttention, kernels
+from penstock.backend.passes.decoder.cuda.attention.prefill_attention import (
+    PrefillAttention,
+    cut_tiles,
+    kernels,
+    query_rows,
+)
+from penstock.backend.passes.decoder.cuda.attention.prefill_segments import whole_tiles
 from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
 from penstock.tools.gpu_check.cases import prefill
 from penstock.tools.gpu_check.cases.paged_rows import PagedRows, Row
@@ -22,8 +31,14 @@ KV_DTYPES = tuple(TOLERANCE)
 SHAPES = [(dict(kernel.macros)["HEAD_DIM"], KV_DTYPES[dict(kernel.macros)["KV_DTYPE"]]) for kernel in kernels()]
 
 
-def run(attention: PrefillAttention, step: PagedRows, launcher: Launcher = FAST, first_row: int = 0) -> Tensor:
-    return prefill.run(attention, step, launcher, first_row)
+def run(
+    attention: PrefillAttention,
+    step: PagedRows,
+    launcher: Launcher = FAST,
+    first_row: int = 0,
+    tiles: NDArray[np.int32] | None = None,
+) -> Tensor:
+    return prefill.run(attention, step, launcher, first_row, tiles)
 
 
 def check(
@@ -88,6 +103,86 @@ def test_activations_of_any_dtype_equal_float64(kv_dtype: str, act: torch.dtype)
 def test_long_histories_and_long_chunks_equal_float64(head_dim: int, kv_dtype: str) -> None:
     attention = attention_of(head_dim, kv_dtype, group=4, page_size=32)
     check(attention, rows_of((2000, 30), (0, 300), (777, 129)))
+
+
+@pytest.mark.parametrize(("head_dim", "kv_dtype"), [(64, "bf16"), (128, "q8_0"), (96, "fp8"), (256, "bf16")])
+def test_contexts_of_several_segments_equal_float64_in_one_block_or_several(head_dim: int, kv_dtype: str) -> None:
+    """The bits are the same in both, in other chunks, and whatever rows are beside."""
+    attention = attention_of(head_dim, kv_dtype, group=3, page_size=32)
+    rows = [Row(2035, 30), Row(4096, 1, 2), Row(0, 90, 3)]
+    step = prepare(attention, rows)
+    cut = check(attention, rows)
+    whole = run(attention, step, REVERSE, tiles=whole_tiles_of(attention, step))
+    assert torch.equal(whole, cut)
+    parts = [Row(2035, 12), Row(2047, 1), Row(2048, 17)]
+    alone = [run(attention, prepare(attention, [part], seed=part.length), RANDOM) for part in parts]
+    assert torch.equal(torch.cat(alone), cut[:30])
+
+
+def test_segments_grow_with_the_position() -> None:
+    """The host's and the kernel's positions of segments agree, also of those that are longer than the first."""
+    attention = attention_of(64, group=1, page_size=64)
+    step = prepare(attention, [Row(21_000, 2)])
+    tiles = attention.tiles(step.arrays.query_starts.numpy(), step.arrays.context_lens.numpy())
+    assert sorted(tiles[:, 2].tolist()) == [*range(0, 16384, 2048), 16384, 20480]
+    assert tiles[0].tolist() == [0, 0, 16384, 8]
+    out = check(attention, step.rows)
+    assert torch.equal(run(attention, step, tiles=whole_tiles_of(attention, step)), out)
+
+
+@pytest.mark.parametrize("launcher", CHECKED[1:], ids=["reverse", "random"])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_segments_have_no_races(is_cut: bool, launcher: Launcher) -> None:
+    attention = attention_of(64, group=1, page_size=64)
+    step = prepare(attention, [Row(2040, 10)])
+    out = run(attention, step, launcher, tiles=None if is_cut else whole_tiles_of(attention, step))
+    assert prefill.error_of(attention, step, out) <= TOLERANCE["bf16"]
+
+
+def test_layers_with_a_window_skip_other_layers_segments() -> None:
+    everywhere, local = attention_of(64, window=0), attention_of(64, window=50)
+    step = prepare(local, [Row(2100, 20)])
+    tiles = everywhere.tiles(step.arrays.query_starts.numpy(), step.arrays.context_lens.numpy())
+    assert len(tiles) == 2
+    assert torch.equal(run(local, step, tiles=tiles), run(local, step))
+
+
+def whole_tiles_of(attention: PrefillAttention, step: PagedRows) -> NDArray[np.int32]:
+    starts, contexts = step.arrays.query_starts.numpy(), step.arrays.context_lens.numpy()
+    layout = attention.layout
+    group = attention.num_heads // layout.num_kv_heads
+    return whole_tiles(cut_tiles(starts, contexts, group, query_rows(layout.kv_dtype, layout.head_dim)))
+
+
+def test_a_step_with_many_tiles_is_not_cut_into_segments() -> None:
+    starts, contexts = np.array([0, 100, 8292], np.int32), np.array([30_000, 30_000], np.int32)
+    few, many = attention_of(group=4, kv_heads=8), attention_of(group=4, kv_heads=8)
+    tiles = few.tiles(starts[:2], contexts[:1])
+    assert len(tiles) == 4 * 12
+    assert sorted(tiles[:, 3].tolist()) == list(range(48))
+    assert (many.tiles(starts, contexts)[:, 2] == -1).all()
+
+
+def test_as_many_tiles_are_cut_as_the_workspace_has_slots_for() -> None:
+    attention = attention_of(group=4, kv_heads=16)
+    tiles = attention.tiles(np.array([0, 300], np.int32), np.array([100_000], np.int32))
+    sizes = attention.workspace_sizes(300, 1 << 17)
+    cut = tiles[tiles[:, 2] >= 0]
+    assert sizes.max_parts == 64
+    assert sorted(cut[:, 3].tolist()) == list(range(len(cut)))
+    assert 0 < len(cut) <= 64
+    assert len(tiles) - len(cut) + len(np.unique(cut[:, 1])) == 10
+
+
+def test_the_prefill_workspace_has_the_announced_size_and_is_bounded() -> None:
+    sizes = attention_of(128, kv_heads=8, group=4).workspace_sizes(2048, 1 << 17)
+    workspace = sizes.make("meta")
+    tensors = [getattr(workspace, field.name) for field in fields(workspace)]
+    assert sum(tensor.numel() * tensor.element_size() for tensor in tensors) == sizes.num_bytes
+    assert sizes.num_bytes < 105e6
+    for attention in (attention_of(window=4000), attention_of(64, "fp32")):
+        assert attention.workspace_sizes(2048, 1 << 17).num_bytes == 0
+    assert attention_of().workspace_sizes(2048, 2048).num_bytes == 0
 
 
 SEQUENCE_TOKENS = 150
@@ -164,11 +259,12 @@ def test_tiles_cover_each_query_once_longest_first() -> None:
     starts, contexts = np.array([0, 1, 2, 102, 302], np.int32), np.array([5, 9, 1000, 0], np.int32)
     tiles = attention.tiles(starts, contexts, first_row=1)
     assert tiles.dtype == np.int32
-    assert sorted(map(tuple, tiles.tolist())) == [
+    assert sorted(map(tuple, tiles[:, :2].tolist())) == [
         (1, 0), *((2, first) for first in range(0, 300, 128)), *((3, first) for first in range(0, 600, 128))
     ]  # fmt: skip
-    assert tiles[:4].tolist() == [[2, 256], [2, 128], [2, 0], [3, 512]]
-    assert attention.tiles(starts, contexts, first_row=4).shape == (0, 2)
+    assert tiles[:4, :2].tolist() == [[2, 256], [2, 128], [2, 0], [3, 512]]
+    assert (tiles[:, 2] == -1).all()
+    assert attention.tiles(starts, contexts, first_row=4).shape == (0, 4)
 
 
 def test_a_step_without_tiles_launches_nothing() -> None:

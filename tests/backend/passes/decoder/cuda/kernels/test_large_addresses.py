@@ -56,7 +56,8 @@ def attend(kv_dtype: str, num_pages: int, pages: list[int], slot: int) -> list[T
     sinks, outputs = torch.zeros(HEADS.num_heads), torch.zeros(40, HEADS.output_size)
     prefill = PrefillAttention(layout, HEADS.num_heads, 0.125)
     tiles = torch.from_numpy(prefill.tiles(np.array([0, 40], np.int32), np.zeros(1, np.int32)))
-    prefill.attend(LAUNCHER, qkv, cache, page_table, chunk, tiles, sinks, outputs)
+    results = prefill.workspace_sizes(40, 40).make("cpu")
+    prefill.attend(LAUNCHER, results, qkv, cache, page_table, chunk, tiles, sinks, outputs)
 
     last = torch.zeros(1, HEADS.output_size)
     decode = DecodeAttention(

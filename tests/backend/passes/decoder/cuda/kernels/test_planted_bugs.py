@@ -6,15 +6,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 
 from penstock.backend.checkpoint.decoder_config import ClampedGate, Experts
+from penstock.backend.passes.decoder.cuda.attention.prefill_segments import whole_tiles
 from penstock.tools.gpu_check.cases import decode, prefill, row_products
 from penstock.tools.gpu_check.cases.comparing import Mismatch, require_within
 from penstock.tools.gpu_check.cases.elementwise import check_added_norm, check_layer_norm, check_norm
 from penstock.tools.gpu_check.cases.experts import ExpertsCase, check_experts
-from penstock.tools.gpu_check.cases.paged_rows import Row
+from penstock.tools.gpu_check.cases.paged_rows import STEEP_TOLERANCE, Row
 from penstock.tools.gpu_check.cases.quantized import LinearCase, check_embedding, check_linear
 from penstock.tools.gpu_check.cases.rounded import check_rounded
 from tests.cuda_emulator.planting import VARIABLE, Bug, PlantedLauncher
@@ -52,10 +54,23 @@ def check_decode(launcher: Launcher, kv_dtype: str) -> float:
 
 
 def check_prefill(launcher: Launcher, kv_dtype: str) -> float:
-    attention = prefill.attention_of(64, kv_dtype, group=2, window=70)
-    step = prefill.prepare(attention, prefill.rows_of((208, 70), (0, 75)))
-    error = prefill.error_of(attention, step, prefill.run(attention, step, launcher))
-    return require_within("of a query", error, prefill.TOLERANCE[kv_dtype])
+    worst = 0.0
+    for window, shapes in ((70, ((208, 70), (0, 75))), (0, ((2040, 20),))):
+        attention = prefill.attention_of(64, kv_dtype, group=2, window=window)
+        step = prefill.prepare(attention, prefill.rows_of(*shapes))
+        worst = max(worst, prefill.error_of(attention, step, prefill.run(attention, step, launcher)))
+    return require_within("of a query", worst, prefill.TOLERANCE[kv_dtype])
+
+
+def check_segments(launcher: Launcher) -> None:
+    """A context of several segments in one block, and in a block for each."""
+    attention = prefill.attention_of(64, group=2)
+    steep = Row(2100, 1, 5, is_steep=True)
+    for row, tolerance in ((Row(4095, 3, 1), prefill.TOLERANCE), (steep, STEEP_TOLERANCE)):
+        step = prefill.prepare(attention, [row])
+        for tiles in (None, whole_tiles(np.array([[0, 0]], np.int32))):
+            error = prefill.error_of(attention, step, prefill.run(attention, step, launcher, tiles=tiles))
+            require_within("of a query", error, tolerance["bf16"])
 
 
 def check_weights(launcher: Launcher, form: str) -> None:
@@ -114,6 +129,19 @@ PREFILL = (
     Bug(MMA, _BEGIN, "max(0, tile.position(0) - step.window + 2)"),
     *PREFILL_SINKS,
 )
+SEGMENTS = (
+    Bug("prefill_segments.cuh", "__fmaf_rn(older, older_factor, __fmul_rn(newer, newer_factor))",
+        "__fmaf_rn(older, newer_factor, __fmul_rn(newer, older_factor))"),
+    Bug("prefill_segments.cuh", "ex2_approx((older - base) * to_log2)", "1.0f"),
+    Bug("prefill_segments.cuh", "lane & 28", "0"),
+    Bug("prefill_segments.cuh", "has_older ? pair[4 * c] : make_float2(0.0f, 0.0f)", "make_float2(0.0f, 0.0f)"),
+    Bug("prefill_segments.cuh", "results.peaks[first + segment * stride]", "results.peaks[first]"),
+    Bug(MMA, "stop > kShortestSegment", "false"),
+    Bug(MMA, "slot - segment_number(part)", "slot"),
+    Bug("prefill_products.cuh", "(top - reference) * to_log2 > kSlack", "top > reference && reference == -infinity()"),
+    Bug("prefill_tile.cuh", "position / kRun", "position / kRun / 2"),
+    Bug("prefill_tile.cuh", "position % kSpan != 0 || position <= begin", "position % kSpan != 0"),
+)  # fmt: skip
 PREFILL_FP32 = (
     Bug(FP32, "token <= positions[r] - step.window", "token < positions[r] - step.window"),
     Bug(FP32, "token <= positions[r] - step.window", "token <= positions[r] - step.window + 1"),
@@ -216,6 +244,7 @@ PLANTED = {
     "norms": Planted(("norms.cu",), check_norms, NORMS),
     "decode": Planted(("decode_plan.cu", "decode_attention.cu"), partial(check_decode, kv_dtype="bf16"), DECODE),
     "prefill": Planted((MMA,), partial(check_prefill, kv_dtype="bf16"), PREFILL),
+    "prefill segments": Planted((MMA,), check_segments, SEGMENTS),
     "prefill in fp32": Planted((FP32,), partial(check_prefill, kv_dtype="fp32"), PREFILL_FP32),
     "int4": Planted((PRODUCTS,), partial(check_weights, form="int4"), INT4),
     "int8": Planted((PRODUCTS,), partial(check_weights, form="int8"), INT8),
