@@ -61,10 +61,10 @@ def test_run_reports_the_kernels_that_were_compiled_and_emulated(tmp_path: Path)
         f"{ELEMENTWISE}::test_rows_are_gathered_and_padding_is_not_changed",
         f"{ELEMENTWISE}::test_rows_of_odd_bytes_are_refused",
         f"{COMPILES}[sm_80-step-]",
-        f"{COMPILES}[sm_90-copies-]",
+        f"{COMPILES}[sm_90a-copies-]",
     )
     lines = run_pytest("-o", f"cache_dir={tmp_path}", *tests)
-    assert "compiled: 3 cases, 3 kernels for sm_80, sm_90" in lines
+    assert "compiled: 3 cases, 3 kernels for sm_80, sm_90a" in lines
     assert 'emulated: 9 cases, 2 kernels; launches: 6 in the mode "check", 3 in the mode "fast"' in lines
 
 

@@ -270,11 +270,11 @@ async def test_fifty_frontends_at_once_are_all_welcomed(socket_path: Path) -> No
         assert backend.engine.link.balance() == {}
 
 
-async def test_join_raises_different_errors_without_a_backend_and_for_a_refusal(
-    rendezvous: Rendezvous, socket_path: Path
-) -> None:
+async def test_join_raises_different_errors_without_a_backend_and_for_a_refusal(socket_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         await join(socket_path.with_name("none"))
+    # A long time for a Hello: if the places of these peers became free, nobody would answer the next one.
+    rendezvous = Rendezvous(socket_path, max_connections=4, handshake_timeout_s=60.0)
     peers = [connect(socket_path) for _ in range(4)]
     loop = asyncio.get_running_loop()
     loop.add_reader(rendezvous.fileno(), rendezvous.turn)
@@ -282,5 +282,6 @@ async def test_join_raises_different_errors_without_a_backend_and_for_a_refusal(
         with pytest.raises(Refused, match="4 frontends are connected already"):
             await join(socket_path)
     loop.remove_reader(rendezvous.fileno())
+    rendezvous.close()
     for peer in peers:
         peer.close()
