@@ -82,7 +82,7 @@ class KvCapacity:
     """Over all layers, and so over all groups of layers."""
     groups: KvGroups
     num_pages: int
-    """Of all groups."""
+    """All groups share them."""
 
     @property
     def page_size_tokens(self) -> int:

@@ -55,8 +55,8 @@ class KvGroups:
         return sum([self._most_sets(window, num_tokens) for window in self.windows])
 
     def first_pages(self, num_tokens: int, passed: tuple[int, ...]) -> int:
-        """Of the pages for num_tokens, as many as a sequence may list now, counted from the first: in no group more
-        than it ever holds, behind those that are passed."""
+        """How many of the pages for num_tokens a sequence may list now, counted from the first. Behind the pages that
+        are passed, no group lists more than it ever holds."""
         ends = [first + self._most_sets(window, num_tokens) for first, window in zip(passed, self.windows, strict=True)]
         return self.count * min(self._sets_for(num_tokens), *ends)
 

@@ -59,7 +59,7 @@ class Prefix:
 
     @property
     def listed_pages(self) -> list[int]:
-        """Those to hold, and 0 for those that are passed, set by set."""
+        """The pages to hold, set by set, with 0 in place of each passed page."""
         if not any(self.passed):
             return self.pages
         pages = iter(self.pages)

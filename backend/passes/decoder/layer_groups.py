@@ -26,13 +26,13 @@ class LayerGroups:
     windows: tuple[int | None, ...]
     """See `PassSpec.kv_windows`."""
     num_layers: int
-    """Of each group; the last one of a window may have fewer."""
+    """Layers in each group; the last group of a window may have fewer."""
     places: tuple[tuple[int, int], ...]
     """By layer: its group, and its index there."""
 
 
 def layer_groups(config: DecoderConfig, options: PassOptions) -> LayerGroups:
-    """Those of a pass that can split its layers."""
+    """Return the groups of a pass that can split its layers."""
     return split_groups(config) if options.splits_layers else one_group(config)
 
 

@@ -85,7 +85,7 @@ class CupyLauncher:
         """None until the first such kernel is prepared, and on GPUs that cannot launch it so."""
         self.cubins = CubinCache(nvrtc.architecture((int(capability[:-1]), int(capability[-1]))))
         self.resources: dict[Kernel, LoadedKernel] = {}
-        """Of the kernels that are loaded."""
+        """What each loaded kernel uses."""
         self.last_launch: object = "none"
         """str() of it names the last kernel and its grid."""
 

@@ -26,7 +26,7 @@ SHARED_BYTES_LIMIT = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90a": 227 << 10
 """Limit per block, static and dynamic together."""
 
 OPTIONS = ("--std=c++17", "-ftz=true", "--ptxas-options=-v")
-"""Of all kernels. The last one makes ptxas print its report."""
+"""Every kernel is compiled with them. The last one makes ptxas print its report."""
 
 _ENTRY = re.compile(r"Compiling entry function '(\w+)' for '\w+'(.*?)(?=Compiling entry function|\Z)", re.DOTALL)
 
@@ -49,7 +49,7 @@ class CompileReport:
 
 
 def architecture(compute_capability: tuple[int, int]) -> str:
-    """What to compile for: a device of (8, 9) has sm_89; one of (9, 0) has sm_90a."""
+    """Return the name of the architecture to compile for: a device of (8, 9) has sm_89; one of (9, 0) has sm_90a."""
     name = "sm_{}{}".format(*compute_capability)
     return f"{name}a" if compute_capability == (9, 0) else name
 
