@@ -74,7 +74,7 @@ class ModelTimes:
         machine, is_fused = times.machine, is_captured and num_tokens <= _FUSED_ROWS
         if is_fused:
             layer_us = attention_us + sum(times.row_product(num_tokens, *sizes) for sizes in products)
-            layer_us += len(products) * machine.dependent_gap_us + machine.node_gap_us
+            layer_us += (len(products) + 1) * machine.dependent_gap_us
         else:
             layer_us = attention_us + sum(times.product(num_tokens, *sizes) for sizes in products)
             layer_us += 2 * times.elementwise(num_tokens * hidden * 12)

@@ -238,7 +238,7 @@ def _attention(kv_dtype: str, head_dim: int, ring_tiles: int) -> Kernel:
         ("NUM_WARPS", _NUM_WARPS),
         ("RING_TILES", ring_tiles),
     )
-    return Kernel("decode_attention.cu", "decode_attention", macros, 32 * _NUM_WARPS, max(rings, merge))
+    return Kernel("decode_attention.cu", "decode_attention", macros, 32 * _NUM_WARPS, max(rings, merge), True)
 
 
 def _ring(kv_dtype: str, head_dim: int, shared_bytes_per_sm: int) -> tuple[int, int]:

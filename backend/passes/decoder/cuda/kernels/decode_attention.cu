@@ -142,17 +142,19 @@ struct Results {
 // names. cache: the layer's pages. sinks: see Results. page_table: [slots, max_pages]. items, num_items: written by
 // plan_decode with the same window and max_chunks. chunks, peaks: see Results. tickets: [rows * num_kv_heads], 0 before and after.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
-    decode_attention(const void* __restrict__ qkv, unsigned char* __restrict__ cache,
-                     const int* __restrict__ page_table, const Item* __restrict__ items,
-                     const int* __restrict__ num_items, float* chunks, float2* peaks, unsigned* tickets,
-                     const float* __restrict__ sinks, void* __restrict__ out, int act, int max_pages, int group,
-                     int num_kv_heads, int page_shift, int window, int max_chunks, float scale, float softcap) {
+    decode_attention(const void* qkv, unsigned char* cache, const int* page_table, const Item* items,
+                     const int* num_items, float* chunks, float2* peaks, unsigned* tickets,
+                     const float* __restrict__ sinks, void* out, int act, int max_pages, int group, int num_kv_heads,
+                     int page_shift, int window, int max_chunks, float scale, float softcap) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ WarpHeads::Shared heads_shared;
     __shared__ float2 warp_peaks[NUM_WARPS][kMaxGroup];
     __shared__ int is_last;
     const int warp = threadIdx.x / 32;
     int next = blockIdx.x;
+    // All blocks run at once, so the next product begins to fetch its weights beside those that have no item left.
+    let_next_kernel_begin();
+    wait_for_earlier_kernels();
     if (next >= *num_items * num_kv_heads) return;
 
     float* rows = reinterpret_cast<float*>(shared);
