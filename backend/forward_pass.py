@@ -49,6 +49,15 @@ class SamplingParams:
     seed: int = 0
     num_logprobs: int = -1
     """Top log probabilities to report per token, beside the token's own; -1 for none at all."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Distinct tokens to report instead of the top ones. Without effect if num_logprobs is -1."""
+
+    @property
+    def num_reported(self) -> int:
+        """Tokens to report beside the sampled one; -1 for none at all."""
+        if self.num_logprobs < 0:
+            return -1
+        return len(self.logprob_token_ids) or self.num_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +221,8 @@ class TokenLogprobs:
     ranks: NDArray[np.int32]
     """[K] number of tokens that are at least as likely as that one, itself included."""
     top_ids: NDArray[np.int32]
-    """[K, N] the most likely tokens, most likely first, equal ones by id; N is the largest num_logprobs, or num_top."""
+    """[K, N] the most likely tokens, most likely first, equal ones by id, or a row's logprob_token_ids in their order;
+    N is the largest num_reported, or num_top. Entries behind a row's own num_reported are void."""
     top: NDArray[np.float32]
     """[K, N] log probabilities of top_ids."""
 

@@ -43,8 +43,8 @@ class ShareKey:
     ) -> ShareKey:
         """The key of a request. Stop ids count only if constraints forbid them; otherwise each subscriber has its own.
 
-        At temperature 0 filters and seed change nothing, penalties and bias do. The number of log probabilities counts,
-        because the sequence computes them once for all.
+        At temperature 0 filters and seed change nothing, penalties and bias do. Which log probabilities are reported
+        counts, because the sequence computes them once for all.
         """
         if sampling.temperature == 0.0:
             sampling = SamplingParams(
@@ -54,6 +54,7 @@ class ShareKey:
                 frequency_penalty=sampling.frequency_penalty,
                 logit_bias=sampling.logit_bias,
                 num_logprobs=sampling.num_logprobs,
+                logprob_token_ids=sampling.logprob_token_ids,
             )
         forbids_stop = constraints is not None and (constraints.min_tokens or constraints.grammar_after)
         excluded_stop_ids = tuple(sorted(stop_ids)) if forbids_stop else ()

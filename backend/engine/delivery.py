@@ -209,7 +209,7 @@ class Delivery:
     def repeat(self, frontend: int, submit: Submit, kept: KeptChoice, num_received: int) -> None:
         """Send a request that has ended to another reader, after the tokens that it has received. It is not counted
         again."""
-        request_id, width, tokens = submit.request_id, submit.sampling.num_logprobs, kept.tokens
+        request_id, width, tokens = submit.request_id, submit.sampling.num_reported, kept.tokens
         failure = None if kept.failure is None else msgspec.structs.replace(kept.failure, request_id=request_id)
         started = None if kept.started is None else msgspec.structs.replace(kept.started, request_id=request_id)
         entries = kept.logprobs if width >= 0 else None

@@ -312,7 +312,7 @@ class Intake:
             num_tokens,
             arrived_s,
             deadline_s,
-            submit.sampling.num_logprobs,
+            submit.sampling.num_reported,
             tenant=submit.tenant,
             pooled=submit.pooled,
             reports_progress=submit.reports_progress,

@@ -76,6 +76,7 @@ class EngineLimits:
 def _named_ids(submit: Submit) -> Iterator[int]:
     """Token ids in the request's options. Stop ids are left out: one outside the vocabulary is never sampled."""
     yield from (token_id for token_id, _ in submit.sampling.logit_bias)
+    yield from submit.sampling.logprob_token_ids
     if (constraints := submit.constraints) is not None:
         yield from constraints.allowed_token_ids
         yield from constraints.thinking_end

@@ -361,12 +361,12 @@ def _tokens_by_row(result: StepResult) -> list[int]:
 
 
 def _logprobs_by_row(plan: Plan, logprobs: TokenLogprobs) -> dict[int, EventLogprobs]:
-    """Row → its log probabilities, with as many top tokens as its sequence asks for."""
+    """Row → its log probabilities, with as many further tokens as its sequence asks for."""
     columns = zip(logprobs.rows.tolist(), logprobs.chosen.tolist(), logprobs.ranks.tolist(), strict=True)
     entries = {}
     for place, (row, chosen, rank) in enumerate(columns):
         index = plan.logit_rows[row]
-        width = plan.sequences[index].sampling.num_logprobs
+        width = plan.sequences[index].sampling.num_reported
         top_ids, top = logprobs.top_ids[place, :width].tolist(), logprobs.top[place, :width].tolist()
         entries[index] = EventLogprobs(0, chosen, rank, tuple(top_ids), tuple(top))
     return entries

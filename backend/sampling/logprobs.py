@@ -9,7 +9,7 @@ import numpy as np
 from penstock.backend.forward_pass import TokenLogprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -20,9 +20,16 @@ _BLOCK_ROWS = 32
 
 
 def token_logprobs(
-    logits: NDArray[np.float32], tokens: NDArray[np.int32], rows: NDArray[np.int64], width: int
+    logits: NDArray[np.float32],
+    tokens: NDArray[np.int32],
+    rows: NDArray[np.int64],
+    width: int,
+    named: Sequence[tuple[int, ...]] = (),
 ) -> TokenLogprobs:
-    """Log probabilities for these rows of logits [L, V]; tokens [L] are the sampled ones, width the top to report."""
+    """Log probabilities for these rows of logits [L, V]; tokens [L] are the sampled ones, width the top to report.
+
+    named: for each of the rows the tokens that are reported instead of the top ones, if any.
+    """
     values = logits[rows].astype(np.float64)
     peaks = values.max(axis=1, keepdims=True)
     with np.errstate(invalid="ignore"):  # NaN where a row of scored tokens is not finite
@@ -38,12 +45,19 @@ def token_logprobs(
             candidates[row] = np.argsort(-values[row], kind="stable")[:width]
     order = np.argsort(-np.take_along_axis(values, candidates, axis=1), axis=1, kind="stable")
     top_ids = np.take_along_axis(candidates, order, axis=1)
+    top = np.take_along_axis(values, top_ids, axis=1)
+    if any(named):
+        wider = (0, 0), (0, max(0, max(map(len, named)) - width))
+        top_ids, top = np.pad(top_ids, wider, constant_values=-1), np.pad(top, wider, constant_values=np.nan)
+        for place, ids in enumerate(named):
+            if ids:
+                top_ids[place, : len(ids)], top[place, : len(ids)] = ids, values[place, list(ids)]
     return TokenLogprobs(
         rows=rows.astype(np.int32),
         chosen=chosen[:, 0].astype(np.float32),
         ranks=(values >= chosen).sum(axis=1).astype(np.int32),
         top_ids=top_ids.astype(np.int32),
-        top=np.take_along_axis(values, top_ids, axis=1).astype(np.float32),
+        top=top.astype(np.float32),
     )
 
 

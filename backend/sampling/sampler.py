@@ -60,6 +60,7 @@ class HostSampling:
         # Only for slots that have penalties or a bias, which are few.
         self._penalties: dict[int, Penalties] = {}
         self._bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
+        self._logprob_token_ids: dict[int, tuple[int, ...]] = {}
 
     def begin_step(self, batch: StepBatch) -> NDArray[np.int32]:
         """Return the step's token ids, [T] int32, with FROM_SLOT resolved; FROM_EMBEDDINGS stays.
@@ -128,7 +129,8 @@ class HostSampling:
         if not len(reporting):
             return StepOutput(tokens)
         width = int(self._num_logprobs[slots[reporting]].max())
-        return StepOutput(tokens, token_logprobs(raw_logits, tokens, reporting, width))
+        named = [self._logprob_token_ids.get(slot_list[row], ()) for row in reporting.tolist()]
+        return StepOutput(tokens, token_logprobs(raw_logits, tokens, reporting, width, named))
 
     def host_logits(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         return logits
@@ -150,6 +152,9 @@ class HostSampling:
         self._min_p[slot] = params.min_p
         self._typical_p[slot] = params.typical_p
         self._num_logprobs[slot] = params.num_logprobs
+        self._logprob_token_ids.pop(slot, None)
+        if params.logprob_token_ids:
+            self._logprob_token_ids[slot] = params.logprob_token_ids
         self._seed[slot] = params.seed
         self._special_slots.discard(slot)
         self._bias.pop(slot, None)

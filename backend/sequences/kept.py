@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from penstock.shm.messages import EventLogprobs, Failure, Started, StreamName
 
 _CHOICE_BYTES = 512
-_ENTRY_BYTES = 512
-"""Log probabilities of a token, at most about as many."""
+_ENTRY_BYTES = 256
+"""Log probability of a token, about."""
+_TOP_BYTES = 72
+"""Each further log probability with it: an id and a value with their references."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +43,10 @@ class KeptChoice:
 
     @property
     def num_bytes(self) -> int:
-        return _CHOICE_BYTES + 4 * len(self.tokens) + _ENTRY_BYTES * len(self.logprobs or ())
+        if not self.logprobs:
+            return _CHOICE_BYTES + 4 * len(self.tokens)
+        entry_bytes = _ENTRY_BYTES + _TOP_BYTES * len(self.logprobs[0].top_ids)  # all have as many
+        return _CHOICE_BYTES + 4 * len(self.tokens) + entry_bytes * len(self.logprobs)
 
 
 @dataclass(slots=True, eq=False)

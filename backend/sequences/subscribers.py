@@ -36,7 +36,7 @@ class Subscriber:
     arrived_s: float
     deadline_s: float | None = None
     num_logprobs: int = -1
-    """Top log probabilities per generated token; -1 for none."""
+    """Log probabilities per generated token beside its own; -1 for none."""
     has_joined: bool = False
     """The sequence existed before this subscriber came."""
     is_started: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.frontend.generation.scored_tokens import score_prompt, score_token
+from penstock.frontend.generation.scored_tokens import score_prompt, score_token, with_own_first
 from penstock.frontend.generation.stop_strings import StopMatcher
 from penstock.frontend.parsing.deltas import Delta, ScoredToken, join_tool_calls
 from penstock.shm.messages import Finish, Keep
@@ -203,6 +203,8 @@ class Choice:
             pieces.deltas.append(delta)
 
     def _scored(self, token_id: int, entry: LogprobEntry, offset: int) -> ScoredToken:
+        if self._options.names_logprob_tokens:
+            entry = with_own_first(token_id, entry)
         return score_token(self._tokenizer.token_bytes, token_id, entry, offset)
 
 

@@ -30,6 +30,8 @@ class OutputOptions:
     """Special tokens that are never skipped, because the parser needs them."""
     returns_token_ids: bool = False
     returns_logprobs: bool = False
+    names_logprob_tokens: bool = False
+    """The tokens that log probabilities are reported of are the request's, and before them the generated one."""
     returns_prompt_logprobs: bool = False
     echoes_prompt: bool = False
     """The text begins with the prompt."""
@@ -66,6 +68,7 @@ def read_output_options(body: AnsweredBody, rules: AnswerRules) -> OutputOptions
         kept_token_ids=rules.kept_token_ids,
         returns_token_ids=body.return_token_ids is True,
         returns_logprobs=body.num_logprobs >= 0,
+        names_logprob_tokens=bool(body.logprob_token_ids),
         returns_prompt_logprobs=body.prompt_logprobs is not None,
         echoes_prompt=isinstance(body, CompletionBody) and body.echo is True,
         ranks_choices=body.ranks_candidates,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import codecs
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from penstock.frontend.parsing.deltas import ScoredToken
 
 if TYPE_CHECKING:
@@ -25,6 +27,12 @@ def score_token(token_bytes: TokenBytes, token_id: int, entry: LogprobEntry, off
     )
     text, raw = text_and_bytes(token_id)
     return ScoredToken(token_id, text, raw, entry.logprob, entry.rank, top, offset)
+
+
+def with_own_first(token_id: int, entry: LogprobEntry) -> LogprobEntry:
+    """Return the entry with the token itself before the others, as vLLM answers a request that names tokens."""
+    values = {token_id: entry.logprob} | dict(zip(entry.top_ids, entry.top_logprobs, strict=True))
+    return msgspec.structs.replace(entry, top_ids=tuple(values), top_logprobs=tuple(values.values()))
 
 
 def score_prompt(

@@ -30,11 +30,6 @@ _DEFAULTS: dict[str, frozenset[object]] = {
 }
 """Values of unsupported fields that ask for the default behavior."""
 
-_INSTEAD = {
-    "logprob_token_ids": "; POST /v1/score with label_token_ids scores given tokens, and top_logprobs the likeliest",
-}
-"""Where what an unsupported field asks for is found."""
-
 _MAX_NOTHING_BYTES = 64
 
 _completion = msgspec.json.Decoder(CompletionBody)
@@ -116,7 +111,7 @@ def _refuse_unsupported(prefix: str, struct: Struct) -> None:
         if asks_for_nothing(raw) or _is_default(field, bytes(raw)):
             continue
         path = prefix + field
-        message = f"{path}: not supported by this server{_INSTEAD.get(field, '')}"
+        message = f"{path}: not supported by this server"
         raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param=path)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct, field
 
-from penstock.shm.messages import MAX_CONTEXT_TOKENS, MAX_LOGPROBS, TokenId
+from penstock.shm.messages import MAX_CONTEXT_TOKENS, MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, TokenId
 
 MAX_TIMEOUT_MS = 86_400_000
 MAX_CHOICES = 128
@@ -108,6 +108,8 @@ class GenerationBody(SchedulingBody, kw_only=True):
     bad_words: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=64)] | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] | None = None
+    """vLLM's: tokens whose log probabilities are reported instead of the likeliest ones; empty is not given."""
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_CONTEXT_TOKENS)] | None = None
     truncation_side: Literal["left", "right"] | None = None
@@ -147,7 +149,6 @@ class GenerationBody(SchedulingBody, kw_only=True):
     dry_multiplier: Raw = ABSENT
     dynatemp_range: Raw = ABSENT
     guided_whitespace_pattern: Raw = ABSENT
-    logprob_token_ids: Raw = ABSENT
     lora: Raw = ABSENT
     lora_path: Raw = ABSENT
     mirostat: Raw = ABSENT

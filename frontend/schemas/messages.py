@@ -118,6 +118,7 @@ UNSUPPORTED_FIELDS = {
     "stop": ([],),
     "response_format": (),
     "prompt_logprobs": (),
+    "logprob_token_ids": ([],),
     "stream_options": (),
     "return_token_ids": (False,),
     "return_timings": (False,),

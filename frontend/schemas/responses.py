@@ -131,6 +131,7 @@ UNSUPPORTED_FIELDS = {
     "n": (1,),
     "response_format": (),
     "prompt_logprobs": (),
+    "logprob_token_ids": ([],),
     "return_token_ids": (False,),
     "return_timings": (False,),
     "timings_per_token": (False,),
@@ -174,7 +175,7 @@ def _check(body: ResponsesBody) -> None:
 
 
 def _shown(value: object) -> str:
-    return shorten(value) if isinstance(value, int | bool) else "an object"
+    return shorten(value) if isinstance(value, int | bool | list) else "an object"
 
 
 def check_items(items: list[ResponseItem]) -> None:

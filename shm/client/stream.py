@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class LogprobEntry(msgspec.Struct, frozen=True, gc=False):
-    """One token's log probability and rank, and the most likely tokens at its position, in falling order. The garbage
-    collector does not visit it: answers have many."""
+    """One token's log probability and rank, and the most likely tokens at its position, in falling order, or those that
+    the request names. The garbage collector does not visit it: answers have many."""
 
     logprob: float
     rank: int

@@ -17,6 +17,7 @@ from penstock.shm.buffers.buffer_export import LoanError
 from penstock.shm.memory import arena
 from penstock.shm.memory.board import FrontendBoard
 from penstock.shm.messages import (
+    MAX_LOGPROBS,
     MAX_VECTOR_PART_BYTES,
     ArenaRef,
     BufferContent,
@@ -45,8 +46,8 @@ MAX_EVENTS_PER_MESSAGE = 1 << 14
 _MAX_HOLD_S = 0.25
 """Events of requests with batch_delivery are held this long; the engine's next turn after that sends them."""
 MAX_LOGPROBS_PER_MESSAGE = 1 << 13
-"""Entries of prompts and of generated tokens together. Each has at most 20 top tokens of 14 bytes, so with the events
-and vectors they stay below a message's limit."""
+"""Entries of prompts and of generated tokens together. Each has at most 20 top tokens of 14 bytes, and one with more
+counts as several, so with the events and vectors they stay below a message's limit."""
 _MAX_VECTOR_BYTES_PER_MESSAGE = MAX_VECTOR_PART_BYTES
 _PART_OVERHEAD_BYTES = 64
 """Bytes of a part beside its values, at most."""
@@ -317,8 +318,11 @@ class ConnectedFrontend:
         if num_left <= 0:
             return 0
         count = min(len(self._finishes), MAX_EVENTS_PER_MESSAGE)
-        if len(self._logprobs) > num_left:
-            count = min(count, self._logprobs[num_left][0] - self._num_sent)
+        for number, entry in self._logprobs:
+            num_left -= max(1, -(-len(entry.top_ids) // MAX_LOGPROBS))
+            if num_left < 0:
+                count = min(count, number - self._num_sent)
+                break
         if (num_vectors := self._num_next_vectors()) < len(self._vectors):
             count = min(count, self._vectors[num_vectors][0] - self._num_sent)
         if len(self._records) > 1:

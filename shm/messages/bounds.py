@@ -12,6 +12,8 @@ MAX_INLINE_PROMPT_TOKENS = 4096
 MAX_STEP_EVENTS = 1 << 16
 MAX_LOGPROBS = 20
 """Top log probabilities per token."""
+MAX_LOGPROB_TOKEN_IDS = 128
+"""Tokens whose log probabilities a request names itself; vLLM's limit."""
 MAX_GRAMMAR_CHARACTERS = 32 << 10
 MAX_RECORD_BYTES = 1 << 20
 """What a frontend keeps in the backend to write a stream again."""

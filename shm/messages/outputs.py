@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 from penstock.shm.messages.bounds import (
     I31,
     MAX_CONTEXT_TOKENS,
-    MAX_LOGPROBS,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_SHARED_BUFFERS,
     MAX_STEP_EVENTS,
     MAX_VECTOR_PART_BYTES,
@@ -123,14 +123,15 @@ class Quote(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class EventLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Comes with an event that has a token: its log probability and rank, and the top tokens at its position."""
+    """Comes with an event that has a token: its log probability and rank, and the top tokens at its position, or those
+    that the request names."""
 
     event: Annotated[int, Meta(ge=0, lt=MAX_STEP_EVENTS)]
     """Index in the columns."""
     logprob: float
     rank: I31
-    top_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_LOGPROBS)] = ()
-    top_logprobs: Annotated[tuple[float, ...], Meta(max_length=MAX_LOGPROBS)] = ()
+    top_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] = ()
+    top_logprobs: Annotated[tuple[float, ...], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] = ()
 
 
 class PromptLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -11,6 +11,7 @@ from penstock.shm.messages.bounds import (
     MAX_CONTEXT_TOKENS,
     MAX_GRAMMAR_CHARACTERS,
     MAX_INLINE_PROMPT_TOKENS,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
     MAX_WEIGHT,
     MIN_WEIGHT,
@@ -46,6 +47,15 @@ class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     seed: U63 = 0
     num_logprobs: Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)] = -1
     """Top log probabilities per generated token; -1 for none."""
+    logprob_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] = ()
+    """Report these tokens instead of the top ones. Without effect if num_logprobs is -1."""
+
+    @property
+    def num_reported(self) -> int:
+        """Tokens beside the generated one whose log probabilities are reported; -1 for none at all."""
+        if self.num_logprobs < 0:
+            return -1
+        return len(self.logprob_token_ids) or self.num_logprobs
 
 
 class Grammar(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

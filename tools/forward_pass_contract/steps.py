@@ -121,6 +121,8 @@ class StepRunner:
     """Top log probabilities of scored tokens."""
     scored: TokenLogprobs | None = None
     """`StepOutput.scored` of the last step."""
+    logprobs: TokenLogprobs | None = None
+    """`StepOutput.logprobs` of the last step; its rows are those that have logits, decode rows first."""
 
     @property
     def num_groups(self) -> int:
@@ -147,7 +149,7 @@ class StepRunner:
         handle = self.forward_pass.forward(batch)
         logits = np.array(read_host_logits(self.forward_pass, handle), np.float32)
         output = self.forward_pass.sample(handle, batch).wait()
-        self.scored, tokens = output.scored, np.array(output.token_ids)
+        self.scored, self.logprobs, tokens = output.scored, output.logprobs, np.array(output.token_ids)
         logits = logits[: len(batch.logit_rows)]
         back = np.argsort([order[row] for row in batch.logit_rows])
         return logits[back], tokens[back]

@@ -236,6 +236,30 @@ def test_greedy_takes_the_largest_logit_and_from_slot_repeats_it(runner: StepRun
     assert is_same(by_slot[0], by_id[0])
 
 
+def test_log_probabilities_are_those_of_the_top_tokens_or_of_the_named_ones(runner: StepRunner) -> None:
+    named = tuple(range(runner.forward_pass.spec.vocab_size - 1, -1, -3))[:128]
+    params = [
+        SamplingParams(temperature=0.0, num_logprobs=2),
+        GREEDY,
+        SamplingParams(temperature=0.8, top_k=3, seed=5, num_logprobs=0, logprob_token_ids=named),
+    ]
+    pages = runner.rng.permutation(NUM_PAGES).tolist()
+    inits = [SlotInit(slot, sampling, np.zeros(1, np.int32), 1) for slot, sampling in enumerate(params)]
+    prompts = [runner.random_prompt(5) for _ in params]
+    rows = [StepRow(prompts[slot], 0, pages[8 * slot : 8 * slot + 8], slot, True, inits[slot]) for slot in range(3)]
+    logits, tokens = runner.step(rows)
+    exact = logits.astype(np.float64)
+    exact -= exact.max(axis=1, keepdims=True)
+    exact -= np.log(np.exp(exact).sum(axis=1, keepdims=True))
+    found = runner.logprobs
+    assert found is not None
+    assert found.rows.tolist() == [0, 2]
+    assert np.abs(found.chosen - exact[[0, 2], tokens[[0, 2]]]).max() <= TOLERANCE
+    assert np.abs(found.top[0, :2] + np.sort(-exact[0])[:2]).max() <= TOLERANCE
+    assert found.top_ids[1, : len(named)].tolist() == list(named)
+    assert np.abs(found.top[1, : len(named)] - exact[2, list(named)]).max() <= TOLERANCE
+
+
 def test_seeded_draw_depends_neither_on_slot_nor_pages_nor_chunks(runner: StepRunner) -> None:
     sampling = SamplingParams(temperature=1.5, top_p=0.95, seed=4242)
     prompt = runner.random_prompt(18)

@@ -58,6 +58,7 @@ FIELD_DOCS = {
     "json_schema": f"{_SCHEMA[:-1]} (llama.cpp's and SGLang's name).",
     "label_token_ids": "The tokens whose probability of being next is the score.",
     "logit_bias": "Added to the logits of tokens, by id or by text; false forbids them.",
+    "logprob_token_ids": "Tokens to report log probabilities of, instead of the likeliest ones.",
     "logprobs": "Log probabilities of the generated tokens.",
     "max_completion_tokens": "Maximum tokens of the answer; overrides max_tokens.",
     "max_output_tokens": "Maximum tokens of the answer.",

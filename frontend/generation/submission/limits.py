@@ -60,19 +60,29 @@ def limited_by_context(chat: ChatBody, num_prompt_tokens: int, card: ModelCard) 
     return msgspec.structs.replace(chat, max_completion_tokens=num_left)
 
 
-def check_logprobs(body: AnsweredBody, prompts: list[list[int]], max_tokens: list[int]) -> None:
-    """Bound the size of the answer before it is generated. Raises ApiError."""
+def check_logprobs(body: AnsweredBody, prompts: list[list[int]], max_tokens: list[int], card: ModelCard) -> None:
+    """Check the named tokens, and bound the size of the answer before it is generated. Raises ApiError."""
+    _check_logprob_token_ids(body, card)
     if body.prompt_logprobs is not None and body.stream:
         invalid("prompt_logprobs", "not available in a stream; leave stream out")
     prompt_field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
     counts = (
-        ("logprobs", max_tokens, body.num_logprobs, MAX_LOGPROB_CELLS),
+        ("logprobs", max_tokens, max(body.num_logprobs, len(body.logprob_token_ids or ())), MAX_LOGPROB_CELLS),
         (prompt_field, map(len, prompts), body.num_prompt_logprobs, MAX_PROMPT_LOGPROB_CELLS),
     )
     for field, num_tokens, width, limit in counts:
         cells = body.num_candidates * sum(num_tokens) * (width + 1)
         if cells > limit:
             invalid(field, f"choices × tokens × ({field} + 1) is {cells}; the limit is {limit}")
+
+
+def _check_logprob_token_ids(body: AnsweredBody, card: ModelCard) -> None:
+    if body.logprob_token_ids and body.num_logprobs < 0:
+        invalid("logprob_token_ids", "needs logprobs")
+    if body.logprob_token_ids and body.is_prompt_only:
+        invalid("logprob_token_ids", "not available with max_tokens 0: they are those of generated tokens")
+    for token_id in body.logprob_token_ids or ():
+        check_token_id("logprob_token_ids", token_id, card)
 
 
 def check_token_id(field: str, token_id: int, card: ModelCard) -> None:

@@ -56,6 +56,7 @@ def read_sampling(body: AnsweredBody, card: ModelCard, logit_bias: tuple[tuple[i
     default = card.default_sampling
     temperature = _given(body.temperature, default.temperature)
     is_greedy = temperature == 0.0
+    named = tuple(dict.fromkeys(body.logprob_token_ids or ()))
     return Sampling(
         temperature=temperature,
         top_p=1.0 if is_greedy else _given(body.top_p, default.top_p),
@@ -68,7 +69,8 @@ def read_sampling(body: AnsweredBody, card: ModelCard, logit_bias: tuple[tuple[i
         logit_bias=logit_bias,
         seed=0 if is_greedy else _seed(body.seed),
         # Ranking candidates needs the log probabilities of their tokens.
-        num_logprobs=max(body.num_logprobs, 0 if body.ranks_candidates else -1),
+        num_logprobs=0 if named else max(body.num_logprobs, 0 if body.ranks_candidates else -1),
+        logprob_token_ids=named,
     )
 
 

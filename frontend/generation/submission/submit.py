@@ -61,7 +61,7 @@ async def generation_requests(
     """Return the prompts, the request of each one's first candidate, and what is reported. Raises ApiError."""
     body, rules = request.body, request.rules
     max_tokens = read_max_tokens(body, request.prompts, served.card)
-    check_logprobs(body, request.prompts, max_tokens)
+    check_logprobs(body, request.prompts, max_tokens, served.card)
     sampling = read_sampling(body, served.card, await read_logit_bias(body, served))
     stop_token_ids = read_stop_token_ids(body, served.card)
     constraints = await read_constraints(body, rules, served)

@@ -111,6 +111,7 @@ OTHER = {
     "logit_bias": ((3, 1.0),),
     "seed": 9,
     "num_logprobs": 3,
+    "logprob_token_ids": (3, 1),
 }
 OF_NO_EFFECT_WHEN_GREEDY = {"top_p", "top_k", "min_p", "typical_p", "seed"}
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from penstock.backend.forward_pass import SamplingParams
-from penstock.shm.messages import FailureCode, Finish, Sampling
+from penstock.shm.messages import Failure, FailureCode, Finish, Sampling
 from tests.backend.harness import Bench, expected_tokens
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -32,6 +33,29 @@ def test_each_token_has_logprobs_also_for_late_subscribers() -> None:
         assert (entry.top_ids[0], entry.rank) == (token_id, 1)
         assert entry.top_logprobs[0] == entry.logprob > entry.top_logprobs[1]
         assert len(entry.top_ids) == 3
+
+
+def test_named_tokens_are_reported_to_all_subscribers_of_their_sequence() -> None:
+    bench = Bench()
+    named = Sampling(temperature=0.0, num_logprobs=0, logprob_token_ids=(9, 4, 7))
+    for request_id, sampling in enumerate((named, named, msgspec.structs.replace(named, logprob_token_ids=(9,)))):
+        bench.submit(PROMPT, 4, request_id=request_id, sampling=sampling, may_share=True)
+    bench.submit(PROMPT, 4, request_id=3, sampling=Sampling(temperature=0.0, num_logprobs=20), may_share=True)
+    bench.run_dry()
+    first, shared, other, top = (bench.received(request_id).logprobs for request_id in range(4))
+    assert first == shared
+    for mine, few, likeliest in zip(first, other, top, strict=True):
+        assert mine is not None
+        assert few is not None
+        assert likeliest is not None
+        assert (mine.top_ids, few.top_ids) == ((9, 4, 7), (9,))
+        known = dict(zip(likeliest.top_ids, likeliest.top_logprobs, strict=True))
+        assert known.keys() & set(mine.top_ids)
+        for token_id, value in zip(mine.top_ids, mine.top_logprobs, strict=True):
+            assert value == known[token_id] if token_id in known else value <= min(known.values())
+    bench.submit(PROMPT, 4, request_id=4, sampling=msgspec.structs.replace(named, logprob_token_ids=(1 << 30,)))
+    bench.run_dry()
+    assert (bench.received(4).failure or Failure(0, 255)).code == FailureCode.BAD_TOKEN
 
 
 def test_each_request_receives_its_own_number_of_top_logprobs() -> None:

@@ -337,6 +337,35 @@ def test_logprobs_are_the_log_softmax_of_raw_logits_for_rows_that_request_them()
     np.testing.assert_allclose(output.logprobs.top[0], oracle[0].topk(4).values, rtol=1e-5)
 
 
+def test_named_tokens_are_reported_in_their_order_instead_of_the_top_ones() -> None:
+    logits = np.random.default_rng(5).normal(size=(4, VOCAB)).astype(np.float32) * 4
+    logits[1, 3] = -np.inf
+    named = [(7, 2, 5, 11), (3,), (), (1, 2)]
+    bias = ((2, 100.0),)  # log probabilities are those before the bias
+    inits = [
+        slot_init(0, temperature=0.0, num_logprobs=0, logprob_token_ids=named[0], logit_bias=bias),
+        slot_init(1, temperature=0.9, num_logprobs=2, logprob_token_ids=named[1]),
+        slot_init(2, temperature=0.0, num_logprobs=3),
+        slot_init(3, temperature=0.0, logprob_token_ids=named[3]),
+    ]
+    sampler = HostSampling(VOCAB, 4)
+    batch = decode_batch([0, 1, 2, 3], inits=tuple(inits))
+    sampler.begin_step(batch)
+    found = sampler.sample(logits, batch).logprobs
+    assert found is not None
+    oracle = torch.log_softmax(torch.from_numpy(logits).double(), dim=-1).numpy()
+    assert found.rows.tolist() == [0, 1, 2]
+    expected = [*named[:2], tuple(np.argsort(-oracle[2])[:3].tolist())]
+    for row, ids in enumerate(expected):
+        assert found.top_ids[row, : len(ids)].tolist() == list(ids)
+        np.testing.assert_allclose(found.top[row, : len(ids)], oracle[row, list(ids)], rtol=1e-5)
+    again = decode_batch([0], inits=(slot_init(0, temperature=0.0, num_logprobs=1),))  # the slot's next owner
+    sampler.begin_step(again)
+    found = sampler.sample(logits[:1], again).logprobs
+    assert found is not None
+    assert found.top_ids.tolist() == [[int(oracle[0].argmax())]]
+
+
 @pytest.mark.parametrize("width", [1, 3])
 def test_top_logprobs_with_ties_report_the_lowest_ids(width: int) -> None:
     logits = np.zeros((1, VOCAB), np.float32)

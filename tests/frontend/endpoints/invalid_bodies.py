@@ -182,7 +182,6 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("xtc_probability", 0.5),
     ("top_n_sigma", 1),
     ("dynatemp_range", 0.5),
-    ("logprob_token_ids", [1]),
     ("repetition_detection", {"x": 1}),
     ("return_tokens_as_token_ids", True),
     ("guided_whitespace_pattern", " "),

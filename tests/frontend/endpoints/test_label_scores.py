@@ -68,10 +68,3 @@ async def test_vllms_body_at_the_same_path_needs_a_model_that_scores(backend: Sc
     refused = await connection.post(URL, {"text_1": "a", "text_2": "b"})
     assert (refused.status, refused.error["code"]) == (400, "model_not_capable")
     await connection.end()
-
-
-async def test_vllms_field_for_given_tokens_is_refused_with_the_way_to_score_them(connection: ClientConnection) -> None:
-    body = {"prompt": "the cat", "logprobs": 1, "logprob_token_ids": [7, 9]}
-    refused = await connection.post("/v1/completions", body)
-    assert (refused.status, refused.error["param"]) == (400, "logprob_token_ids")
-    assert "/v1/score with label_token_ids" in refused.error["message"]

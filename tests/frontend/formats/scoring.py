@@ -18,6 +18,10 @@ def entry(token_id: int, position: int, width: int) -> LogprobEntry:
     return LogprobEntry(-0.5 - position, 2, top_ids, top_logprobs)
 
 
+def named_logprob(token_id: int, position: int) -> float:
+    return -0.125 * token_id - position
+
+
 @dataclass
 class ScoringBackend(FakeBackend):
     """Answers every request with one text, or with of(request), followed by an end token."""
@@ -50,6 +54,11 @@ def _batches(request: GenerationRequest, ids: list[int], size: int, lowered: flo
             break
     width = request.sampling.num_logprobs
     entries = [entry(token, position, max(0, width)) for position, token in enumerate(ids)]
+    if named := request.sampling.logprob_token_ids:
+        entries = [
+            LogprobEntry(each.logprob, each.rank, named, tuple(named_logprob(token, position) for token in named))
+            for position, each in enumerate(entries)
+        ]
     entries = [LogprobEntry(t.logprob - lowered, t.rank, t.top_ids, t.top_logprobs) for t in entries]
     batches = [
         TokenBatch(ids[start : start + size], logprobs=entries[start : start + size] if width >= 0 else None)

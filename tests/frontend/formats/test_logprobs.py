@@ -10,8 +10,8 @@ import pytest
 
 from penstock.frontend.schemas.generation import MAX_LOGPROB_CELLS, MAX_PROMPT_LOGPROB_CELLS
 from penstock.shm.messages import MAX_LOGPROBS
-from tests.frontend.formats.scoring import ScoringBackend, entry
-from tests.frontend.harness import END_TOKEN, TOKENIZER, ClientConnection, model_card, token_ids
+from tests.frontend.formats.scoring import ScoringBackend, entry, named_logprob
+from tests.frontend.harness import END_TOKEN, TOKENIZER, VOCAB_SIZE, ClientConnection, model_card, token_ids
 from tests.frontend.schemas.test_parameters import CHAT, COMPLETIONS, PATHS, STREAMS, ask
 
 TEXTS = ["Hello, world!", "été 猫 🐈", "猫猫"]
@@ -89,6 +89,34 @@ async def test_completion_has_logprobs(
         assert top == {legacy(token): one.logprob} | likeliest | {legacy(token): one.logprob}
     ends = [len(TOKENIZER.decode(ids[:count]).rstrip("\ufffd")) for count in range(len(ids) + 1)]
     assert reported["text_offset"] == ends[:-1]
+
+
+@STREAMS
+@PATHS
+async def test_named_tokens_are_reported_after_the_generated_one(
+    connection: ClientConnection, backend: ScoringBackend, path: str, stream: bool
+) -> None:
+    backend.text = "a cat"
+    ids = token_ids(backend.text)
+    named = [9, ids[0], 4, 9]
+    fields = {"logprobs": True, "top_logprobs": 1} if path == CHAT else {"logprobs": 1}
+    (choice,) = (await ask(connection, path, stream=stream, **fields, logprob_token_ids=named))["choices"]
+    sampling = backend.last.sampling
+    assert (sampling.num_logprobs, sampling.logprob_token_ids, sampling.num_reported) == (0, (9, ids[0], 4), 3)
+    logprobs = choice["logprobs"]
+    tops = logprobs["top_logprobs"] if path == COMPLETIONS else [each["top_logprobs"] for each in logprobs["content"]]
+    for position, (token, top) in enumerate(zip(ids, tops, strict=True)):
+        own = entry(token, position, 0).logprob
+        values = {token: own} | {each: named_logprob(each, position) for each in (9, ids[0], 4)}
+        if path == COMPLETIONS:
+            assert top == {legacy(each): value for each, value in (values | {token: own}).items()}
+        else:
+            assert [(each["token"], each["logprob"]) for each in top] == [
+                (shown(each), value) for each, value in values.items()
+            ]
+    for empty in ([], None):
+        await ask(connection, path, stream=stream, **fields, logprob_token_ids=empty)
+        assert (backend.last.sampling.num_logprobs, backend.last.sampling.logprob_token_ids) == (1, ())
 
 
 @STREAMS
@@ -219,6 +247,18 @@ async def test_minus_infinity_is_reported_as_a_number(connection: ClientConnecti
         (CHAT, {"prompt_logprobs": -1}, "prompt_logprobs", "-1"),
         (CHAT, {"prompt_logprobs": True}, "prompt_logprobs", "true"),
         (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
+        (CHAT, {"logprob_token_ids": [3]}, "logprob_token_ids", "needs logprobs"),
+        (CHAT, {"logprobs": False, "logprob_token_ids": [3]}, "logprob_token_ids", "needs logprobs"),
+        (COMPLETIONS, {"logprobs": 1, "logprob_token_ids": [3, VOCAB_SIZE]}, "logprob_token_ids", "vocabulary"),
+        (COMPLETIONS, {"logprobs": 1, "logprob_token_ids": [-1]}, "logprob_token_ids[0]", "-1"),
+        (COMPLETIONS, {"logprobs": 1, "logprob_token_ids": [3] * 129}, "logprob_token_ids", "128"),
+        (COMPLETIONS, {"logprobs": 1, "logprob_token_ids": 3}, "logprob_token_ids", "3"),
+        (
+            COMPLETIONS,
+            {"logprobs": 1, "logprob_token_ids": [3], "echo": True, "max_tokens": 0},
+            "logprob_token_ids",
+            "max_tokens 0",
+        ),
     ],
     ids=lambda value: str(value)[:50],
 )

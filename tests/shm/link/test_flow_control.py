@@ -8,6 +8,7 @@ from penstock.shm.link import backend_link, connected_frontend
 from penstock.shm.link.connected_frontend import MAX_EVENTS_PER_MESSAGE, MAX_LOGPROBS_PER_MESSAGE
 from penstock.shm.link.events import FrontendDeath, Submission
 from penstock.shm.messages import (
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
     MAX_TO_FRONTEND_BYTES,
     NO_TOKEN,
@@ -139,9 +140,16 @@ def test_many_events_are_split_into_messages_in_order(backend: Backend, monkeypa
         assert [failure.request_id for output in outputs for failure in output.failures] == list(range(25))
 
 
-def test_log_probabilities_of_prompts_and_tokens_together_fit_a_message(backend: Backend) -> None:
+@pytest.mark.parametrize(
+    ("num_named", "num_tokens", "num_messages"),
+    [(MAX_LOGPROBS, MAX_LOGPROBS_PER_MESSAGE - 1, 2), (MAX_LOGPROB_TOKEN_IDS, 3000, 4)],
+)
+def test_log_probabilities_of_prompts_and_tokens_together_fit_a_message(
+    backend: Backend, num_named: int, num_tokens: int, num_messages: int
+) -> None:
     """As many entries as possible wait, each of maximal length, and all of them arrive."""
     num_each = MAX_LOGPROBS_PER_MESSAGE - 1
+    named = tuple(range((1 << 31) - num_named, 1 << 31)), (-1.5,) * num_named
     top_ids, top = tuple(range((1 << 31) - MAX_LOGPROBS, 1 << 31)), (-1.5,) * MAX_LOGPROBS
     with backend.session() as frontend:
         frontend.submit((1 << 63) - 1, [1])
@@ -150,7 +158,8 @@ def test_log_probabilities_of_prompts_and_tokens_together_fit_a_message(backend:
         for index in range(num_each):
             entry = EventLogprobs(index + 1, -1.5, 1 << 30, top_ids, top)
             backend.link.push_prompt_logprobs(*names, entry)
-            backend.link.push(*names, index, logprobs=entry)
+        for index in range(num_tokens):
+            backend.link.push(*names, index, logprobs=EventLogprobs(0, -1.5, 1 << 30, *named))
         sizes = []
         original = backend_link.encode
         with pytest.MonkeyPatch.context() as patch:
@@ -158,13 +167,13 @@ def test_log_probabilities_of_prompts_and_tokens_together_fit_a_message(backend:
                 backend_link, "encode", lambda message: sizes.append(len(original(message))) or original(message)
             )
             backend.link.flush()
-        outputs = frontend.receive(2)
+        outputs = frontend.receive(num_messages)
         assert max(sizes) <= MAX_TO_FRONTEND_BYTES
         prompt_events = [
             entry.event for output in outputs for scored in output.prompt_logprobs for entry in scored.entries
         ]
         assert prompt_events == list(range(1, num_each + 1))
-        assert [event[1] for event in columns(outputs)] == list(range(num_each))
+        assert [event[1] for event in columns(outputs)] == list(range(num_tokens))
         assert [entry.event for output in outputs for entry in output.logprobs] == [
             event for output in outputs for event in range(len(output.finishes))
         ]

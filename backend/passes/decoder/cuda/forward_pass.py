@@ -77,6 +77,8 @@ class _Sampling:
 
     features: SamplerFeatures
     logprob_rows: Tensor
+    named: Tensor
+    """int32, as in `SamplerFeatures`."""
     scored_tokens: Tensor
     """int32 [S], as scored_next_ids; empty if nothing is scored."""
     scored_next_ids: Tensor
@@ -247,7 +249,7 @@ class CudaDecoderPass:
         tiles = self._ops.prefill_tiles(batch, num_decode) if num_decode < batch.num_rows else _NO_INTS
         features = self._sampler.features(batch.slots[batch.logit_rows])
         scored = (_NO_INTS, _NO_INTS) if batch.scored is None else (batch.scored.tokens, batch.scored.next_ids)
-        parts = [updates, restores, copies, tiles, features.logprob_rows, *scored]
+        parts = [updates, restores, copies, tiles, features.logprob_rows, features.named, *scored]
         sent = self._buffers.load(batch, num_padded or 0, parts)
         device_updates, device_restores, device_copies, device_tiles, *sampling_parts = sent
         self._sampling = _Sampling(features, *sampling_parts)
@@ -286,7 +288,8 @@ class CudaDecoderPass:
         placed = None if masks is None else self._send_masks(masks, num_rows)
         self._sampler.sample(logits, rows.slots, rows.context_lens, features, tokens, placed)
         if len(features.logprob_rows):
-            self._sampler.logprobs(logits, tokens, self._sampling.logprob_rows, results.logprobs(layout.sampled))
+            out, sent = results.logprobs(layout.sampled), self._sampling
+            self._sampler.logprobs(logits, tokens, sent.logprob_rows, out, sent.named, features.num_likeliest)
         if batch.scored is not None:
             self._score(results.logprobs(layout.scored))
         return results.fetch(layout, features.logprob_rows, step_name(batch))
@@ -297,7 +300,8 @@ class CudaDecoderPass:
         for first in range(0, len(tokens), max_rows):
             part = slice(first, first + max_rows)
             logits = self._model.logits(self._ops.gather_normed(tokens[part]))
-            self._sampler.logprobs(logits, next_ids[part], self._results.row_numbers[: len(logits)], out.cut(part))
+            rows, own = self._results.row_numbers[: len(logits)], out.cut(part)
+            self._sampler.logprobs(logits, next_ids[part], rows, own, tokens[:0], own.top_ids.shape[1])
 
     def _run_padding(self, num_rows: int) -> None:
         """Launch a decode step of num_rows padding rows, for a graph to capture."""

@@ -29,7 +29,7 @@ from penstock.backend.passes.decoder.cuda.ops.packed_weights import has_kernels,
 from penstock.backend.passes.decoder.cuda.ops.rounded_rows import MIN_ROUNDED_ROWS, ROUNDED_FORMS, row_bytes
 from penstock.backend.passes.decoder.cuda.step.device_sampler import MAX_BIASES, MAX_VOCAB, SlotArrays
 from penstock.backend.passes.decoder.cuda.step.step_buffers import StepBuffers, StepLimits
-from penstock.backend.passes.decoder.cuda.step.step_results import ResultBuffers
+from penstock.backend.passes.decoder.cuda.step.step_results import MAX_NAMED_LOGPROBS, ResultBuffers
 from penstock.backend.passes.decoder.spec import make_spec
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def step_limits(config: DecoderConfig, sizes: StepSizes, page_size_tokens: int, 
         tail_ints=max_update_ints(config, sizes)
         + tile_ints
         + 4 * MAX_PAGE_MOVES
-        + sizes.max_rows
+        + sizes.max_rows * (1 + MAX_NAMED_LOGPROBS)
         + 2 * sizes.max_tokens  # scored tokens, and those that follow them
         + 24,
     )

@@ -1,4 +1,4 @@
-// Log probabilities of the sampled token and of the most likely tokens, from the raw logits.
+// Log probabilities of the sampled token and of the most likely or given tokens, from the raw logits.
 
 #include "logits.cuh"
 #include "reduce.cuh"
@@ -21,12 +21,14 @@ __device__ __forceinline__ unsigned long long best_below(const Act* row, int voc
 }
 
 // One block per row that reports log probabilities. logits [L, logits_stride], tokens [L]; rows [K], -1 is padding.
-// chosen and ranks [K]; top_ids and top [K, width], width at most vocab_size. A row without a token gets NaN, rank 0
-// and ids of -1.
+// chosen and ranks [K]; top_ids and top [K, width]. named [K, width] are tokens to report, -1 is padding; a row that
+// begins with -1, or any if has_named is 0, gets its num_likeliest most likely tokens, at most width and vocab_size.
+// Unused columns, and those of a row without a token, get NaN and ids of -1; such a row has rank 0.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     log_probabilities(const Act* __restrict__ logits, long long logits_stride, int vocab_size,
                       const int* __restrict__ tokens, const int* __restrict__ rows, float* __restrict__ chosen,
-                      int* __restrict__ ranks, int* __restrict__ top_ids, float* __restrict__ top, int width) {
+                      int* __restrict__ ranks, int* __restrict__ top_ids, float* __restrict__ top, int width,
+                      const int* __restrict__ named, int has_named, int num_likeliest) {
     __shared__ unsigned long long best_of_warp[2][kMaxWarps];
     __shared__ float sum_of_warp[kMaxWarps];
     __shared__ int rank_of_warp[kMaxWarps];
@@ -35,8 +37,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int token = tokens[row_index];
     top_ids += (long long)(blockIdx.x) * width;
     top += (long long)(blockIdx.x) * width;
+    const float nan = __uint_as_float(0x7fc00000u);
     if (token < 0) {
-        const float nan = __uint_as_float(0x7fc00000u);
         for (int i = threadIdx.x; i < width; i += kThreads) top_ids[i] = -1, top[i] = nan;
         if (threadIdx.x == 0) chosen[blockIdx.x] = nan, ranks[blockIdx.x] = 0;
         return;
@@ -62,8 +64,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     rank = reduce_block(rank, rank_of_warp, Sum{});
     const float log_sum = logf(sum);
     if (threadIdx.x == 0) chosen[blockIdx.x] = own - peak - log_sum, ranks[blockIdx.x] = rank;
+    if (has_named) named += (long long)(blockIdx.x) * width;
+    const bool names_tokens = has_named && named[0] >= 0;
+    for (int i = threadIdx.x + (names_tokens ? 0 : num_likeliest); i < width; i += kThreads) {
+        const int id = names_tokens ? named[i] : -1;
+        top_ids[i] = id, top[i] = id < 0 ? nan : to_float(row[id]) - peak - log_sum;
+    }
+    if (names_tokens) return;
     // A tournament: each thread enters the best candidate of its share, and the winner then enters its next one.
-    for (int i = 0; i < width; ++i) {
+    for (int i = 0; i < num_likeliest; ++i) {
         best = reduce_block(mine, best_of_warp[i % 2], Largest{});
         if (threadIdx.x == 0) top_ids[i] = token_of(best), top[i] = score_of(best) - peak - log_sum;
         if (mine == best) mine = best_below(row, vocab_size, best);

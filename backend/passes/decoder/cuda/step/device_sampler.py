@@ -114,8 +114,12 @@ class SamplerFeatures:
     """Whether some row has any filter, min_p included."""
     logprob_rows: Ints
     """Rows that report log probabilities, [K] ascending."""
-    num_top: int
+    num_likeliest: int
     """The largest num_logprobs of these rows."""
+    named: Ints
+    """[K × num_top] tokens that each of these rows names instead, -1 is padding; empty if none does."""
+    num_top: int
+    """The largest num_reported of these rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,7 @@ class LogprobBuffers:
     ranks: Tensor
     """int32 [K]"""
     top_ids: Tensor
-    """int32 [K, N], contiguous; N is at most the vocabulary size."""
+    """int32 [K, N], contiguous"""
     top: Tensor
     """fp32 [K, N], contiguous"""
 
@@ -174,6 +178,8 @@ class DeviceSampler:
         self._has_filter = np.zeros((max_slots, len(Filter)), np.bool_)
         self._is_filtered = np.zeros(max_slots, np.bool_)
         self._num_logprobs = np.full(max_slots, -1, np.int32)
+        self._named: dict[int, tuple[int, ...]] = {}
+        """logprob_token_ids of the slots that have some."""
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -207,11 +213,18 @@ class DeviceSampler:
         """Return the features of a step whose logit rows have these slots, [L]."""
         has_filter: list[bool] = np.any(self._has_filter[slots], axis=0).tolist()
         num_logprobs = self._num_logprobs[slots]
+        logprob_rows = np.flatnonzero(num_logprobs >= 0).astype(np.int32)
+        num_likeliest = max(int(num_logprobs.max(initial=-1)), 0)
+        named = [self._named.get(slot, ()) for slot in slots[logprob_rows].tolist()] if self._named else []
+        num_top = max([num_likeliest, *map(len, named)])
+        padded = [(*ids, *[-1] * (num_top - len(ids))) for ids in named] if any(named) else []
         return SamplerFeatures(
             tuple(kind for kind in Filter if has_filter[kind]),
             bool(self._is_filtered[slots].any()),
-            np.flatnonzero(num_logprobs >= 0).astype(np.int32),
-            max(int(num_logprobs.max(initial=-1)), 0),
+            logprob_rows,
+            num_likeliest,
+            np.array(padded, np.int32).ravel(),
+            num_top,
         )
 
     def take_slots(self, updates: Tensor, num_slots: int) -> None:
@@ -258,14 +271,18 @@ class DeviceSampler:
         if features.is_filtered:
             launch(kernels.draw_rows, grid, *step)
 
-    def logprobs(self, logits: Tensor, tokens: Tensor, rows: Tensor, out: LogprobBuffers) -> None:
+    def logprobs(
+        self, logits: Tensor, tokens: Tensor, rows: Tensor, out: LogprobBuffers, named: Tensor, num_likeliest: int
+    ) -> None:
         """Compute the log probabilities of rows int32 [K] of logits [L, vocab_size] and of the sampled tokens.
 
-        They are fp32, of the raw logits. A row of -1 is padding. A row without a token gets NaN, rank 0 and ids of -1.
+        They are fp32, of the raw logits. named and num_likeliest: see `SamplerFeatures`. A row of -1 is padding. A row
+        without a token gets NaN, rank 0 and ids of -1, as unused columns do.
         """
         self._launcher.launch(
             self._kernels.log_probabilities, (len(rows), 1, 1), logits, np.int64(logits.stride(0)), self._vocab_size,
             tokens, rows, out.chosen, out.ranks, out.top_ids, out.top, np.int32(out.top_ids.shape[1]),
+            named, np.int32(len(named) > 0), np.int32(num_likeliest),
         )  # fmt: skip
 
     def _note(self, update: np.void, init: SlotInit) -> None:
@@ -288,6 +305,10 @@ class DeviceSampler:
         update["is_filtered"] = is_filtered
         self._has_filter[slot], self._is_filtered[slot] = has_filter, is_filtered
         self._num_logprobs[slot] = min(params.num_logprobs, int(self._vocab_size))
+        self._named.pop(slot, None)
+        if ids := params.logprob_token_ids:
+            self._check_tokens(min(ids), max(ids))
+            self._named[slot] = ids
 
     def _packed_biases(self, params: SamplingParams) -> Ints:
         """Return [n, 2] tokens and the bits of their biases; several biases of one token are added."""

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_TOP_LOGPROBS = 20
 """Most top log probabilities per token; the API's limit."""
+MAX_NAMED_LOGPROBS = 128
+"""Most log probabilities per sampled token, whose request names the tokens; the API's limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +69,16 @@ class ResultBuffers:
     @staticmethod
     def num_bytes(max_rows: int, max_tokens: int) -> int:
         """Return the bytes of device memory."""
-        num_columns = 2 + 2 * MAX_TOP_LOGPROBS
-        return 4 * (aligned(max_rows) + aligned(max_rows * num_columns) + max_tokens * num_columns + max_rows)
+        sampled = max_rows * (2 + 2 * MAX_NAMED_LOGPROBS)
+        scored = max_tokens * (2 + 2 * MAX_TOP_LOGPROBS)
+        return 4 * (aligned(max_rows) + aligned(sampled) + scored + max_rows)
 
     def lay_out(self, num_rows: int, sampled: tuple[int, int], scored: tuple[int, int]) -> ResultLayout:
-        """sampled and scored: the number of tokens, and of top log probabilities for each. Raises ValueError for too
-        many of these."""
-        for _, top in (sampled, scored):
-            if top > MAX_TOP_LOGPROBS:
-                raise ValueError(f"{top} top log probabilities are requested; at most {MAX_TOP_LOGPROBS} are allowed")
+        """sampled and scored: the number of tokens, and of further log probabilities for each. Raises ValueError for
+        too many of these."""
+        for (_, top), most in ((sampled, MAX_NAMED_LOGPROBS), (scored, MAX_TOP_LOGPROBS)):
+            if top > most:
+                raise ValueError(f"{top} log probabilities are requested; at most {most} are allowed")
         of_sampled = LogprobPlace(aligned(num_rows), *sampled)
         return ResultLayout(num_rows, of_sampled, LogprobPlace(aligned(of_sampled.end), *scored))
 

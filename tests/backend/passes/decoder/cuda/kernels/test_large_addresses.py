@@ -135,6 +135,6 @@ def test_rows_of_logits_that_lie_far_apart_are_sampled() -> None:
     )
     assert device.sample(logits, [0, 1, 2]) == expected
     out = LogprobBuffers(torch.zeros(3), ints(0, 0, 0), torch.zeros(3, 1, dtype=torch.int32), torch.zeros(3, 1))
-    device.sampler.logprobs(logits, ints(*expected), ints(0, 1, 2), out)
+    device.sampler.logprobs(logits, ints(*expected), ints(0, 1, 2), out, ints(), out.top_ids.shape[1])
     assert out.top_ids.flatten().tolist() == expected
     assert out.ranks.tolist() == [1, 1, 1]

@@ -312,7 +312,12 @@ def test_only_kernels_that_rows_need_are_launched() -> None:
         device.sample(logits, slots)
         assert launcher.num_launches - before == num_launches
     features = device.sampler.features(np.array([0, 1, 3], np.int32))
-    assert (features.logprob_rows.tolist(), features.num_top) == ([1, 2], 7)
+    assert (features.logprob_rows.tolist(), features.num_top, features.named.tolist()) == ([1, 2], 7, [])
+    device.take(slot_init(5, num_logprobs=0, logprob_token_ids=tuple(range(9))))
+    features = device.sampler.features(np.array([3, 5], np.int32))
+    assert (features.num_likeliest, features.num_top) == (7, 9)
+    assert features.named.tolist() == [*[-1] * 9, *range(9)]
+    assert not device.sampler.features(np.array([3], np.int32)).named.size
 
 
 def test_the_slot_arrays_have_the_planned_size() -> None:
@@ -327,6 +332,7 @@ def test_the_slot_arrays_have_the_planned_size() -> None:
     [
         (slot_init(4), "slot is 4; there are 4"),
         (slot_init(0, logit_bias=((50, 1.0),)), "token ids are 50"),
+        (slot_init(0, logprob_token_ids=(3, 50)), "token ids are 3 … 50"),
         (slot_init(0, [3, 50], presence_penalty=1.0), "token ids are 3 … 50"),
         (slot_init(0, logit_bias=((1, 1.0),) * (MAX_BIASES + 1)), "301 biases; at most 300"),
     ],
