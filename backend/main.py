@@ -32,6 +32,7 @@ from penstock.backend.pass_checks import check_first_step, check_vocabulary
 from penstock.backend.pass_extensions import IHeldWeights
 from penstock.backend.passes.decoder.cpu.thread_counts import configure_torch_threads
 from penstock.backend.passes.decoder.cuda.device.device_choice import why_no_gpu
+from penstock.backend.passes.decoder.cuda.device.kernel_choices import adopted_choices
 from penstock.backend.plugins import find_forward_pass
 from penstock.backend.scheduling.settlement import Settlement
 from penstock.backend.startup import (
@@ -136,7 +137,8 @@ def serve(options: BackendOptions) -> None:
     _check_all_memory(options, plan, memory, settings)
     logger.info(plan.describe())
     model_dir = locate_model(options, config_dir)  # downloads only what can be served
-    numerics = options.numerics(name)
+    choices, _ = adopted_choices(settings.device)
+    numerics = options.numerics(name) | choices.numerics()
     card = make_card(options.model_id(), model_dir, spec, plan, options.max_waiting, numerics, options.aliases())
     check_vocabulary(spec, model_dir)
     executor = Executor(options.batch_channel_capacity)

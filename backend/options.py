@@ -31,7 +31,8 @@ MAX_RECORDER_BYTES = 4_000_000_000
 _CPU_STEP_TOKENS = 192
 _CPU_WHOLE_STEP_TOKENS = 512
 """Tokens of a step of a pass without a KV cache: no stream waits for the step's end."""
-_GPU_STEP_TOKENS = 2048
+GPU_STEP_TOKENS = 2048
+PAGE_TOKENS = 32
 Count = Annotated[int, Parameter(validator=Number(gte=1, lte=1 << 24))]
 SmallCount = Annotated[int, Parameter(validator=Number(gte=1, lte=4096))]
 HostBudget = Annotated[int | Literal["auto"], Parameter(converter=_convert_budget, metavar="SIZE|auto")]
@@ -107,16 +108,16 @@ class BackendOptions:
     """Instruction set of the CPU's native kernels: amx, avx512_bf16, avx512_vnni, avx512 or avx2; on ARM
     neon_bf16 or neon. auto takes the fastest that the CPU supports. Paths differ in the last bits of their results."""
 
-    page_size: SmallCount = 32
-    """Tokens per page of the KV cache."""
+    page_size: SmallCount | None = None
+    """Tokens per page of the KV cache. Default: 32, or what was measured for the GPU."""
 
     max_context: Annotated[int | None, Parameter(validator=Number(gte=2, lte=1 << 24))] = None
     """Tokens of one sequence, prompt and output. Default: the model's limit, or less if the KV budget holds less."""
 
     max_batch_tokens: Annotated[int | None, Parameter(validator=Number(gte=1, lte=1 << 16))] = None
     """Tokens per step, at least --max-running. Long prompts are prefilled in chunks beside running decodes. An encoder
-    computes an input whole, and a longer one in a step of its own. Default: 192 on the CPU, 512 of an encoder, 2048
-    on a GPU."""
+    computes an input whole, and a longer one in a step of its own. Default: 192 on the CPU, 512 of an encoder; on a
+    GPU 2048, or what was measured for it."""
 
     max_running: SmallCount = 64
     """Sequences that run at once; further ones wait. A step of an encoder has more if its tokens are eight times as
@@ -229,11 +230,14 @@ class BackendOptions:
             "cpu path": self.cpu_path,
         }
 
-    def step_tokens(self, device: str, *, has_cache: bool = True) -> int:
-        """--max-batch-tokens, or its default for the device and for a pass with or without a KV cache. Raises
-        StartupError if it is less than --max-running."""
+    def page_tokens(self, default: int = PAGE_TOKENS) -> int:
+        return default if self.page_size is None else self.page_size
+
+    def step_tokens(self, device: str, *, has_cache: bool = True, gpu_tokens: int = GPU_STEP_TOKENS) -> int:
+        """--max-batch-tokens, or its default for the device and for a pass with or without a KV cache; gpu_tokens on a
+        GPU. Raises StartupError if it is less than --max-running."""
         cpu_default = _CPU_STEP_TOKENS if has_cache else _CPU_WHOLE_STEP_TOKENS
-        default = cpu_default if device == "cpu" else _GPU_STEP_TOKENS
+        default = cpu_default if device == "cpu" else gpu_tokens
         num_tokens = default if self.max_batch_tokens is None else self.max_batch_tokens
         if num_tokens < self.max_running:
             raise StartupError(

@@ -17,6 +17,7 @@ from penstock.backend.kv_cache.whole_plan import WholePlan, plan_whole
 from penstock.backend.pass_checks import check_groups
 from penstock.backend.pass_extensions import IFindsHeldWeights
 from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device, planned_device
+from penstock.backend.passes.decoder.cuda.device.kernel_choices import adopted_choices
 from penstock.backend.shipped_models import DEMO_MODEL, SHIPPED_MODELS
 from penstock.shm.process.options import format_size
 
@@ -49,7 +50,7 @@ def pass_options(options: BackendOptions) -> PassOptions:
         device,
         options.dtype,
         options.max_running,
-        options.step_tokens(device),
+        _step_tokens(options, device),
         options.max_context,
         options.deterministic,
         host_kv_bytes=host_budget(options.host_kv_budget, device, host_memory()),
@@ -68,6 +69,11 @@ def _pair(fds: tuple[int, ...]) -> tuple[int, int] | None:
         case (inlet, outlet):
             return inlet, outlet
     raise StartupError(f"--weights-fds has {len(fds)} file descriptors; a mailbox has 2")
+
+
+def _step_tokens(options: BackendOptions, device: str) -> int:
+    choices, _ = adopted_choices(device)
+    return options.step_tokens(device, gpu_tokens=choices.step_tokens)
 
 
 def locate_config(options: BackendOptions) -> Path:
@@ -133,10 +139,11 @@ def plan_cache(options: BackendOptions, spec: PassSpec, device: str, memory: Mem
     budget = options.kv_budget
     if budget is None:
         budget = CPU_BUDGET_BYTES if device == "cpu" else "auto"
+    choices, _ = adopted_choices(device)
     groups = KvGroups.of(
-        options.page_size,
+        options.page_tokens(choices.page_size_tokens),
         spec.kv_windows,
-        options.step_tokens(device),
+        _step_tokens(options, device),
         options.batch_channel_capacity,
         keeps_state=spec.state_bytes_per_sequence > 0,
     )

@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.backend.passes.decoder.cuda.device.kernel_choices import DIRECTORY, ChoicesRefused, read_choices
 from penstock.tools.gpu_check.kept_findings import KeptFindings, OtherRun
 from penstock.tools.gpu_check.reporting.baseline import BaselineRefused, load_baseline, require_device
+from penstock.tools.gpu_check.reporting.choices import adopt
 from penstock.tools.gpu_check.reporting.environment import describe_environment
 from penstock.tools.gpu_check.runner import (
     COMPILE_ONLY_S,
@@ -56,6 +58,9 @@ def make_parser() -> argparse.ArgumentParser:
         choices=PARTS,
         help=f"one of four commands of at most nine minutes; default budget {PART_S:g} s; goes on after a kill",
     )
+    what.add_argument(
+        "--adopt", type=Path, metavar="DIR", help="take the choices of the report in DIR as defaults on its GPU model"
+    )
     what.add_argument("--ncu", metavar="NAME", help="profile one case of the section kernels with Nsight Compute")
     parser.add_argument(
         "--cubins",
@@ -92,6 +97,8 @@ def main(argv: list[str]) -> int:
         parser.error(f"--budget is {budget_s:g}; it must be from 10 to 86,400 s")
     if options.peers is not None and not options.peers.is_dir():
         parser.error(f"--peers is {options.peers}, which is not a directory")
+    if options.adopt is not None:
+        return _adopt(parser, options.adopt)
     options.out.mkdir(parents=True, exist_ok=True)
     cubins = (options.cubins or options.out / "cubins").absolute()
     if options.section is not None:
@@ -124,6 +131,15 @@ def _profile(parser: argparse.ArgumentParser, out: Path, case: str, budget_s: fl
     if case not in (names := case_names()):
         parser.error(f"--ncu is {case}, which is not a case; choose from {', '.join(names)}")
     return profile_case(out, case, budget_s, commit)
+
+
+def _adopt(parser: argparse.ArgumentParser, report: Path) -> int:
+    try:
+        path = adopt(report, DIRECTORY)
+    except ChoicesRefused as refusal:
+        parser.error(f"--adopt: {refusal}")
+    print(f"{path}: {read_choices(path)}")
+    return 0
 
 
 def _baseline(parser: argparse.ArgumentParser, path_given: Path | None) -> Baseline | None:

@@ -1,4 +1,4 @@
-"""The comparisons of cases, and the invariance checks on the emulator.
+"""The comparisons of cases, and the checks of invariance and of settings on the emulator.
 
 The other cases run in tests/backend/passes/decoder/cuda.
 """
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from penstock.tools.gpu_check.cases.catalogue import Check, invariance_checks, small_checks, wide_checks
+from penstock.tools.gpu_check.cases.choices import choice_checks
 from penstock.tools.gpu_check.cases.comparing import Mismatch, require_close, require_same_bits, require_within
 from tests.cuda_emulator import EmulatedLauncher
 
@@ -17,6 +18,11 @@ LAUNCHER = EmulatedLauncher()
 
 @pytest.mark.parametrize("check", list(invariance_checks()), ids=lambda check: f"{check.family}.{check.name}")
 def test_invariance_check_passes(check: Check) -> None:
+    check.run(LAUNCHER)
+
+
+@pytest.mark.parametrize("check", list(choice_checks()), ids=lambda check: check.name)
+def test_results_are_right_with_every_setting_that_may_be_chosen(check: Check) -> None:
     check.run(LAUNCHER)
 
 

@@ -10,15 +10,18 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from penstock.backend.checkpoint.decoder_config import Experts
+from penstock.backend.passes.decoder.cuda.device.kernel_choices import ALLOWED, CONSTANTS
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
 from penstock.backend.passes.decoder.ops import HeadShape
+from penstock.tools.gpu_check.cases.choices import DECODE_VARIANTS
 from penstock.tools.gpu_check.devices.random_caches import fill_cache
 from penstock.tools.gpu_check.kernel_speed import attention_peers, ceilings, kernel_cases, variants
 from penstock.tools.gpu_check.kernel_speed import kernels as kernel_speed
+from penstock.tools.gpu_check.reporting.choices import record_choice, record_smallest
 from tests.tools.gpu_check.device_context import Record, make_device_context
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 HEADS = HeadShape(4, 2, 64)
 
@@ -67,30 +70,56 @@ def test_each_kernel_has_a_figure(record: Record) -> None:
     assert [found[name].unit for name in ("product.int4.1", "product.int8.3", "experts.3")] == ["us", "TB/s", "us"]
 
 
+class TimesInOrder:
+    """A clock that runs each work once and returns the next of the given times."""
+
+    def __init__(self, *times_us: float) -> None:
+        self._times_us = iter(times_us)
+
+    def work_us(self, variants: Sequence[Callable[[], object]]) -> float:
+        variants[0]()
+        return next(self._times_us)
+
+    def once_us(self, _work: Callable[[], object]) -> float:
+        raise NotImplementedError
+
+
 def test_fastest_variant_is_named_with_what_the_others_cost(record: Record) -> None:
+    """The second choice is the fastest in both cases."""
     sizes = kernel_cases.KernelSizes(heads=HEADS, decode=(("a", 2, 40, "bf16"), ("b", 1, 70, "bf16")), cold_bytes=1)
-
-    class Steps:
-        """The second choice is the fastest in both cases."""
-
-        times_us = iter((8.0, 30.0, 4.0, 20.0, 5.0, 22.0))
-
-        def work_us(self, variants: list[Callable[[], object]]) -> float:
-            variants[0]()
-            return next(self.times_us)
-
-        def once_us(self, _work: Callable[[], object]) -> float:
-            raise NotImplementedError
-
-    chosen, choices = next(iter(variants.variants(sizes).items()))
-    context = replace(make_device_context(), clock=Steps())
-    variants._compare(record.results, context, chosen, choices)
+    context = replace(make_device_context(), clock=TimesInOrder(8.0, 30.0, 4.0, 20.0, 5.0, 22.0))
+    choices, cases = DECODE_VARIANTS["chunk_tokens"], kernel_cases.kernel_cases(sizes)[:2]
+    variants._compare(record.results, context, "chunk_tokens", choices, cases)
     found = record.findings()
-    assert found["variant.page_tokens"].value == "32"
-    assert found["variant.page_tokens"].detail == (
-        "16: 75.0 % slower than the best, 32: 0.0 % slower than the best, 64: 17.5 % slower than the best"
+    assert found["variant.chunk_tokens"].value == 256
+    assert found["variant.chunk_tokens"].detail == (
+        "128: 75.0 % slower than the best, 256: 0.0 % slower than the best, 512: 17.5 % slower than the best"
     )
-    assert found["variant.page_tokens.64.attention.decode.b"].value == 22.0
+    assert found["variant.chunk_tokens.512.attention.decode.b"].value == 22.0
+
+
+def test_every_variant_of_attention_is_timed(record: Record) -> None:
+    """No clock: each runs once on the emulator, and all take equally long, so the constants stay."""
+    sizes = kernel_cases.KernelSizes(
+        heads=HEADS, decode=(("1x1k", 1, 40, "bf16"),), prefill=(("1k", 0, 20, "bf16"),), cold_bytes=1
+    )
+    variants.measure(record.results, replace(make_device_context(), clock=TimesInOrder(*[1.0] * 99)), sizes)
+    found = record.findings()
+    assert {name: found[f"variant.{name}"].value for name in ALLOWED if name != "step_tokens"} == {
+        name: getattr(CONSTANTS, name) for name in ALLOWED if name != "step_tokens"
+    }
+    assert "variant.query_rows+key_tokens.64+32.attention.prefill.1k" in found
+
+
+def test_a_choice_replaces_the_constant_only_if_it_gains_enough(record: Record) -> None:
+    times = {"128+64": [100.0, 50.0], "64+64": [99.0, 49.5], "64+32": [120.0, 60.0]}
+    record_choice(record.results, "query_rows+key_tokens", "128+64", times)
+    assert record.findings()["variant.query_rows"].value == 128
+    record_choice(record.results, "query_rows+key_tokens", "128+64", times | {"64+32": [90.0, 49.0]})
+    found = record.findings()
+    assert [found[f"variant.{name}"].value for name in ("query_rows", "key_tokens")] == [64, 32]
+    record_smallest(record.results, "step_tokens", {512: 1.2, 1024: 1.04, 2048: 1.0, 4096: 1.01})
+    assert record.findings()["variant.step_tokens"].value == 1024
 
 
 def test_attention_peers_are_measured_or_skipped_with_a_reason(record: Record) -> None:

@@ -86,7 +86,7 @@ class GrowthOptions:
     @property
     def num_cached_tokens(self) -> int:
         """Tokens of the fullest cache that a point needs, in whole pages."""
-        page = BackendOptions().page_size
+        page = BackendOptions().page_tokens()
         widest = max(*self.rows, *self.vocab_rows)
         return max(_round_up(max(self.contexts) + 1, page), widest * _round_up(self.short_context + 1, page))
 
@@ -140,7 +140,7 @@ class BarePass:
 
     def __init__(self, forward_pass: IBatchedForwardPass, options: GrowthOptions) -> None:
         self._pass, self._options = forward_pass, options
-        self._page_size_tokens = BackendOptions().page_size
+        self._page_size_tokens = BackendOptions().page_tokens()
         kv_dtypes = forward_pass.spec.kv_bytes_per_token
         kv_dtype = next(iter(kv_dtypes)) if options.kv_dtype == "auto" else options.kv_dtype
         forward_pass.create_cache(options.num_cached_tokens // self._page_size_tokens, self._page_size_tokens, kv_dtype)

@@ -88,7 +88,7 @@ def main(model_dir: Path, steps: int, rows: Sequence[int]) -> LoadProfile:
     forward_pass = CpuDecoderPass.load(model_dir, options)
     load_s = time.perf_counter() - started_s
     peak_bytes, resident_bytes = _memory_bytes("VmHWM") - before, _memory_bytes("VmRSS") - before
-    page_size = BackendOptions().page_size
+    page_size = BackendOptions().page_tokens()
     pages_per_row = -(-(_CONTEXT_TOKENS + 1) // page_size)
     forward_pass.create_cache(max(rows) * pages_per_row, page_size, next(iter(forward_pass.spec.kv_bytes_per_token)))
     ops = forward_pass.ops

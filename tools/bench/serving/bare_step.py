@@ -122,7 +122,7 @@ def load_decoders(options: BackendOptions, max_batch: int, num_pages: int) -> li
             kv_dtype = (
                 next(iter(forward_pass.spec.kv_bytes_per_token)) if options.kv_dtype == "auto" else options.kv_dtype
             )
-            forward_pass.create_cache(num_pages, options.page_size, kv_dtype)
+            forward_pass.create_cache(num_pages, options.page_tokens(), kv_dtype)
             commit_cache(ops)
             decoders.append(TimedDecoder(forward_pass, timed))
     return decoders
@@ -132,11 +132,11 @@ def measure_floor(
     options: BackendOptions, batch_sizes: tuple[int, ...], context_tokens: int, num_steps: int = _STEPS
 ) -> list[BareStep]:
     """Raises StartupError."""
-    pages_per_row = -(-(context_tokens + 1) // options.page_size)
+    pages_per_row = -(-(context_tokens + 1) // options.page_tokens())
     decoders = load_decoders(options, max(batch_sizes), max(batch_sizes) * pages_per_row)
     found = []
     for batch_size in batch_sizes:
-        times = [decoder.measure(batch_size, context_tokens, options.page_size, num_steps) for decoder in decoders]
+        times = [decoder.measure(batch_size, context_tokens, options.page_tokens(), num_steps) for decoder in decoders]
         linear_ms = 1000 * min(linears for linears, _, _ in times)
         attention_ms = 1000 * min(attention for _, attention, _ in times)
         found.append(BareStep(batch_size, linear_ms, attention_ms, linear_ms + attention_ms, 1000 * times[0][2]))

@@ -170,7 +170,7 @@ def load(options: BackendOptions, num_rows: int, prompt_tokens: int, context_tok
     from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device
     from penstock.backend.plugins import find_forward_pass
 
-    pages_per_row = -(-context_tokens // options.page_size)
+    pages_per_row = -(-context_tokens // options.page_tokens())
     pass_options = PassOptions(
         choose_device(options.gpu),
         options.dtype,
@@ -182,8 +182,8 @@ def load(options: BackendOptions, num_rows: int, prompt_tokens: int, context_tok
     )
     forward_pass = find_forward_pass(options.forward_pass).load(locate_model(options), pass_options)
     kv_dtype = next(iter(forward_pass.spec.kv_bytes_per_token)) if options.kv_dtype == "auto" else options.kv_dtype
-    forward_pass.create_cache(num_rows * pages_per_row, options.page_size, kv_dtype)
-    return StaticBatch(forward_pass, options.page_size, pages_per_row)
+    forward_pass.create_cache(num_rows * pages_per_row, options.page_tokens(), kv_dtype)
+    return StaticBatch(forward_pass, options.page_tokens(), pages_per_row)
 
 
 @app.default

@@ -96,9 +96,9 @@ class Profiler:
             self._pass = CpuDecoderPass(config, weights, ops, dtype, 1, quantization)
         kv_dtypes = self._pass.spec.kv_bytes_per_token
         kv_dtype = next(iter(kv_dtypes)) if options.kv_dtype == "auto" else options.kv_dtype
-        self._pass.create_cache(-(-(context_tokens + 1) // options.page_size), options.page_size, kv_dtype)
+        self._pass.create_cache(-(-(context_tokens + 1) // options.page_tokens()), options.page_tokens(), kv_dtype)
         commit_cache(ops)
-        self._context_tokens, self._page_size_tokens = context_tokens, options.page_size
+        self._context_tokens, self._page_size_tokens = context_tokens, options.page_tokens()
         memory = ops.weights.memory()
         self._share = huge_page_share(memory)
         self._memory = [part[: len(part) // _READ_BYTES * _READ_BYTES].view(torch.float32) for part in memory]

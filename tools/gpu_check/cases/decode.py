@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.backend.passes.decoder.cuda.attention.decode_attention import DecodeAttention
+from penstock.backend.passes.decoder.cuda.device.kernel_choices import CONSTANTS, KernelChoices
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
 from penstock.tools.gpu_check.cases.comparing import require, require_within
 from penstock.tools.gpu_check.cases.paged_rows import STEEP_TOLERANCE, Heads, PagedRows, Row
@@ -49,6 +50,7 @@ def attention_of(
     max_context: int = 8192,
     window: int = 0,
     softcap: float = 0.0,
+    choices: KernelChoices = CONSTANTS,
 ) -> DecodeAttention:
     return DecodeAttention(
         CacheLayout(1, 0, page_size, kv_heads, head_dim, kv_dtype),
@@ -60,6 +62,7 @@ def attention_of(
         shared_bytes_per_sm=shared_bytes,
         window_tokens=window,
         softcap=softcap,
+        choices=choices,
     )
 
 

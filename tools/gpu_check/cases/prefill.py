@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.backend.passes.decoder.cuda.attention.prefill_attention import PrefillAttention
+from penstock.backend.passes.decoder.cuda.device.kernel_choices import CONSTANTS, KernelChoices
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
 from penstock.tools.gpu_check.cases.comparing import require, require_within
 from penstock.tools.gpu_check.cases.paged_rows import STEEP_TOLERANCE, Heads, PagedRows, Row
@@ -32,9 +33,10 @@ def attention_of(
     page_size: int = 16,
     window: int = 0,
     softcap: float = 0.0,
+    choices: KernelChoices = CONSTANTS,
 ) -> PrefillAttention:
     layout = CacheLayout(1, 0, page_size, kv_heads, head_dim, kv_dtype)
-    return PrefillAttention(layout, kv_heads * group, head_dim**-0.5, window, softcap)
+    return PrefillAttention(layout, kv_heads * group, head_dim**-0.5, window, softcap, choices)
 
 
 def rows_of(*shapes: tuple[int, int]) -> list[Row]:

@@ -18,7 +18,7 @@ from penstock.backend.passes.decoder.cuda.device.cubin_cache import cubin_name, 
 from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLauncher
 from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed, group_by_module
 from penstock.shm.process.cache_directory import CUBINS_VARIABLE
-from penstock.tools.gpu_check.cases import ptx
+from penstock.tools.gpu_check.cases import choices, ptx
 from penstock.tools.gpu_check.machine_code import kernel_rows, kernel_table
 from penstock.tools.gpu_check.machine_code.sass import DisassemblerMissing
 
@@ -49,7 +49,8 @@ def run(results: Results) -> None:
 
 def all_kernels() -> list[Kernel]:
     """Those of the passes and those of the checks."""
-    return [*kernel_manifest.kernels(), *(ptx.wrapper_kernel("multiply", half=half) for half in (0, 1))]
+    of_checks = (ptx.wrapper_kernel("multiply", half=half) for half in (0, 1))
+    return list(dict.fromkeys([*kernel_manifest.kernels(), *choices.kernels(), *of_checks]))
 
 
 def has_gpu() -> bool:

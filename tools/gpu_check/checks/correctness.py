@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.tools.gpu_check.cases.catalogue import quick_checks, wide_checks
+from penstock.tools.gpu_check.cases.choices import choice_checks
 from penstock.tools.gpu_check.checks.encoder_agreement import check_encoder
 from penstock.tools.gpu_check.checks.library_products import check_library_products
 from penstock.tools.gpu_check.checks.pass_agreement import check_passes
@@ -26,7 +27,9 @@ _RESERVE_FOR_PASSES_S = 25.0
 
 def run(results: Results) -> None:
     launcher = MirrorLauncher()
-    run_checks(results, launcher, wide_checks(launcher.shared_bytes_per_sm), reserve_s=_RESERVE_FOR_PASSES_S)
+    shared_bytes = launcher.shared_bytes_per_sm
+    checks = [*wide_checks(shared_bytes), *choice_checks(shared_bytes)]
+    run_checks(results, launcher, checks, reserve_s=_RESERVE_FOR_PASSES_S)
     context = open_device_context()
     check_library_products(results, context)
     check_passes(results, context)

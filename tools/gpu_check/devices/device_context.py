@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from penstock.backend.passes.decoder.cuda.device.cuda_device import CudaDevice
+from penstock.backend.passes.decoder.cuda.device.kernel_choices import CONSTANTS, KernelChoices, adopted_choices
 from penstock.tools.gpu_check.devices.timing import Clock, GpuClock
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class DeviceContext:
     memory: MemoryCounter
     make_device: Callable[[], Device]
     """Another `Device` on the same GPU, with a stream of its own, for the calling thread."""
+    choices: KernelChoices = CONSTANTS
+    """The kernels' settings that are measured."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -58,5 +61,6 @@ class DeviceContext:
 
 
 def open_device_context() -> DeviceContext:
-    """A context on the first GPU, for the calling thread only."""
-    return DeviceContext(CudaDevice(0), GpuClock(), GpuMemoryCounter(), lambda: CudaDevice(0))
+    """A context on the first GPU, for the calling thread only, with the settings that were adopted for it."""
+    choices, _ = adopted_choices("cuda:0")
+    return DeviceContext(CudaDevice(0), GpuClock(), GpuMemoryCounter(), lambda: CudaDevice(0), choices)

@@ -58,7 +58,8 @@ def measure(results: Results, context: DeviceContext, profiler: Profiler, plan: 
     pages_per_row = -(-(plan.tokens + 4 * plan.num_steps) // PAGE_TOKENS)
     longest = max(pages_per_row * PAGE_TOKENS, plan.prefill_tokens)
     num_pages = max(max(plan.rows) * pages_per_row, -(-longest // PAGE_TOKENS))
-    sizes = StepSizes(max(plan.rows), plan.prefill_tokens, -(-longest // PAGE_TOKENS) * PAGE_TOKENS)
+    longest = -(-longest // PAGE_TOKENS) * PAGE_TOKENS
+    sizes = StepSizes(max(plan.rows), plan.prefill_tokens, longest, choices=context.choices)
     forward_pass = CudaDecoderPass(plan.config, weights, context.device, plan.dtype, sizes)
     try:
         forward_pass.create_cache(num_pages, PAGE_TOKENS, "bf16")

@@ -18,11 +18,13 @@ from penstock.tools.gpu_check.devices.models import LLAMA_8B, QWEN2_05B, QWEN3_0
 from penstock.tools.gpu_check.devices.random_caches import fill_cache
 from penstock.tools.gpu_check.devices.steps import Steps, launch, step_us
 from penstock.tools.gpu_check.engine_speed.engine_runs import LLAMA_ENGINE, QWEN_ENGINE, EnginePlan, measure_engine
+from penstock.tools.gpu_check.reporting.choices import record_smallest
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.forward_pass import PendingOutput
     from penstock.tools.gpu_check.devices.device_context import DeviceContext
     from penstock.tools.gpu_check.reporting.results import Results
 
@@ -41,6 +43,8 @@ class ModelPlan:
     """KV dtype, name, rows, tokens per row."""
     prefill: tuple[tuple[str, int], ...]
     engine: EnginePlan
+    step_tokens: tuple[int, ...] = ()
+    """Sizes of the steps in which the longest prompt is computed, to choose one."""
     ttft_tokens: int = 1024
     num_steps: int = 24
     dtype: torch.dtype = torch.bfloat16
@@ -67,6 +71,7 @@ LLAMA_PLAN = ModelPlan(
     ),
     (("512", 512), ("1k", 1024), ("2k", 2048), ("4k", 4096), ("8k", 8192)),
     LLAMA_ENGINE,
+    (512, 1024, 2048, 4096, 8192),
 )
 QWEN_PLAN = ModelPlan(
     "qwen06b",
@@ -113,9 +118,9 @@ def _measure_cache(
     """Measure with one pass, made for the largest steps in this KV dtype."""
     cases = [(name, rows, tokens) for dtype, name, rows, tokens in plan.decode if dtype == kv_dtype]
     longest = max(max(tokens for _, _, tokens in cases) + _SPARE_TOKENS, *(tokens for _, tokens in plan.prefill))
-    sizes = StepSizes(
-        max(rows for _, rows, _ in cases), max(max(tokens for _, tokens in plan.prefill), 256), _whole_pages(longest)
-    )
+    most_tokens = max(*(tokens for _, tokens in plan.prefill), *plan.step_tokens, 256)
+    most_rows = max(rows for _, rows, _ in cases)
+    sizes = StepSizes(most_rows, most_tokens, _whole_pages(longest), choices=context.choices)
     num_pages = max(rows * _pages(tokens + _SPARE_TOKENS) for _, rows, tokens in cases)
     num_pages = max(num_pages, _pages(longest))
     started_s = time.perf_counter()
@@ -189,21 +194,46 @@ def _measure_prefill(results: Results, plan: ModelPlan, forward_pass: CudaDecode
     for name, tokens in plan.prefill:
         results.attempt(f"{plan.name}.prefill.{name}", partial(_prefill, results, plan, forward_pass, name, tokens))
     results.attempt(f"{plan.name}.ttft.1k", partial(_ttft, results, plan, forward_pass))
+    if plan.step_tokens:
+        results.attempt("variant.step_tokens", partial(_compare_steps, results, plan, forward_pass))
+
+
+def _compare_steps(results: Results, plan: ModelPlan, forward_pass: CudaDecoderPass) -> None:
+    """Time the longest prompt in steps of several sizes. The smallest that is about as fast as the best is chosen:
+    decodes wait for the end of a step."""
+    (name, tokens), times = max(plan.prefill, key=lambda case: case[1]), {}
+    for step_tokens in plan.step_tokens:
+        times[step_tokens] = _prefill_s(plan, forward_pass, tokens, step_tokens)
+        rate = tokens / times[step_tokens]
+        results.fact(f"variant.step_tokens.{step_tokens}.{plan.name}.prefill.{name}", rate, "tok/s")
+    record_smallest(results, "step_tokens", times)
+
+
+def _prefill_s(plan: ModelPlan, forward_pass: CudaDecoderPass, tokens: int, step_tokens: int) -> float:
+    """Seconds of a prompt in steps of step_tokens, launched one step ahead."""
+    prompt, repeats = _prompt(plan.config, tokens), 3
+    pending, started_s = None, 0.0
+    for repeat in range(1 + repeats):
+        if repeat == 1:  # the first one warmed up
+            _wait(pending)
+            pending, started_s = None, time.perf_counter()
+        steps = Steps(1, _pages(tokens))
+        for start in range(0, tokens, step_tokens):
+            following = launch(forward_pass, steps.prefill([prompt[start : start + step_tokens]]))
+            _wait(pending)
+            pending = following
+    _wait(pending)
+    return (time.perf_counter() - started_s) / repeats
+
+
+def _wait(pending: PendingOutput | None) -> None:
+    if pending is not None:
+        pending.wait()
 
 
 def _prefill(results: Results, plan: ModelPlan, forward_pass: CudaDecoderPass, name: str, tokens: int) -> None:
-    """Time steps of one whole prompt each, launched one step ahead."""
-    prompt = _prompt(plan.config, tokens)
-    launch(forward_pass, Steps(1, _pages(tokens)).prefill([prompt])).wait()
-    repeats = 3
-    started_s = time.perf_counter()
-    pending = launch(forward_pass, Steps(1, _pages(tokens)).prefill([prompt]))
-    for _ in range(repeats - 1):
-        following = launch(forward_pass, Steps(1, _pages(tokens)).prefill([prompt]))
-        pending.wait()
-        pending = following
-    pending.wait()
-    wall_s = (time.perf_counter() - started_s) / repeats
+    """Time steps of one whole prompt each."""
+    wall_s = _prefill_s(plan, forward_pass, tokens, tokens)
     results.fact(f"{plan.name}.prefill.{name}", tokens / wall_s, "tok/s")
     results.fact(f"{plan.name}.prefill.{name}.time", wall_s * 1e3, "ms")
 

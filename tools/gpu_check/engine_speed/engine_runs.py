@@ -190,7 +190,9 @@ class _EngineRuns:
         """Open a loop. `first` runs with the pass, on its thread, before the loop starts."""
 
         def make() -> IBatchedForwardPass:
-            steps = StepSizes(sizes.max_running, sizes.max_batch_tokens, sizes.max_context_tokens)
+            steps = StepSizes(
+                sizes.max_running, sizes.max_batch_tokens, sizes.max_context_tokens, choices=self.context.choices
+            )
             made = CudaDecoderPass(self.config, self.weights, self.context.make_device(), self.dtype, steps)
             made.create_cache(sizes.num_pages, sizes.page_tokens, "bf16")
             if first is not None:

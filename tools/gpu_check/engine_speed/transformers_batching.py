@@ -95,7 +95,7 @@ def _measure_ours(
     results: Results, context: DeviceContext, weights: RandomWeights, sizes: TransformersSizes, rate: list[float]
 ) -> None:
     pages = -(-(sizes.prompt_tokens + 64) // _PAGE_TOKENS)
-    steps = StepSizes(sizes.rows, max(sizes.rows, 256), pages * _PAGE_TOKENS)
+    steps = StepSizes(sizes.rows, max(sizes.rows, 256), pages * _PAGE_TOKENS, choices=context.choices)
     forward_pass = CudaDecoderPass(sizes.config, weights, context.device, sizes.dtype, steps)
     forward_pass.create_cache(sizes.rows * pages, _PAGE_TOKENS, "bf16")
     rows = Steps(sizes.rows, pages)

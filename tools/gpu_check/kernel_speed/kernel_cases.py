@@ -87,10 +87,6 @@ class KernelSizes:
     cold_bytes: int = 1 << 30
     """Total bytes that are read in turn: many times what the L2 cache holds."""
     with_peers: bool = True
-    page_tokens: int = PAGE_TOKENS
-    """Of decode attention."""
-    shared_share: float = 1.0
-    """Of a multiprocessor's shared memory, what decode attention may use: less makes its rings shorter."""
 
     def describe(self) -> str:
         """The sizes that the cases' names do not tell."""
@@ -199,9 +195,9 @@ def _plan(sizes: KernelSizes, num_rows: int, num_tokens: int, kv_dtype: str, con
 def _decode_step(
     sizes: KernelSizes, num_rows: int, num_tokens: int, kv_dtype: str, context: DeviceContext
 ) -> _DecodeStep:
-    heads, device = sizes.heads, context.device
-    pages_per_row = -(-num_tokens // sizes.page_tokens)
-    layout = CacheLayout(1, num_rows * pages_per_row, sizes.page_tokens, heads.num_kv_heads, heads.head_dim, kv_dtype)
+    heads, device, page_tokens = sizes.heads, context.device, context.choices.page_size_tokens
+    pages_per_row = -(-num_tokens // page_tokens)
+    layout = CacheLayout(1, num_rows * pages_per_row, page_tokens, heads.num_kv_heads, heads.head_dim, kv_dtype)
     attention = DecodeAttention(
         layout,
         heads.num_heads,
@@ -209,7 +205,8 @@ def _decode_step(
         max_rows=num_rows,
         max_context_tokens=num_tokens,
         num_sms=device.num_sms,
-        shared_bytes_per_sm=int(sizes.shared_share * device.shared_bytes_per_sm),
+        shared_bytes_per_sm=device.shared_bytes_per_sm,
+        choices=context.choices,
     )
     device.launcher.prepare(attention.kernels())
     workspace = attention.make_workspace(context.torch_device)
@@ -231,7 +228,7 @@ def _prefill(sizes: KernelSizes, history: int, num_tokens: int, kv_dtype: str, c
     heads, device = sizes.heads, context.device
     num_pages = -(-(history + num_tokens) // PAGE_TOKENS)
     layout = CacheLayout(1, num_pages, PAGE_TOKENS, heads.num_kv_heads, heads.head_dim, kv_dtype)
-    attention = PrefillAttention(layout, heads.num_heads, heads.head_dim**-0.5)
+    attention = PrefillAttention(layout, heads.num_heads, heads.head_dim**-0.5, choices=context.choices)
     device.launcher.prepare(attention.kernels())
     qkv = torch.randn(num_tokens, heads.qkv_size, device=context.torch_device).bfloat16()
     out = torch.empty(num_tokens, heads.output_size, device=context.torch_device, dtype=torch.bfloat16)

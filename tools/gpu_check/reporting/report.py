@@ -7,6 +7,8 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from penstock.backend.passes.decoder.cuda.device.kernel_choices import FILE_NAME
+from penstock.tools.gpu_check.reporting.choices import text_of_run
 from penstock.tools.gpu_check.reporting.goals import GOALS, Goal
 from penstock.tools.gpu_check.reporting.results import SIZES_PREFIX
 
@@ -57,6 +59,8 @@ def write_report(
     }
     _replace(directory / "report.json", json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     _replace(directory / "report.md", _markdown(document))
+    if (choices := text_of_run(outcomes, environment)) is not None:
+        _replace(directory / FILE_NAME, choices)
 
 
 def summary_lines(outcomes: list[SectionOutcome]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_s
 from penstock.backend.checkpoint.weights import choose_dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.decoder.cuda.device.device import first_line
+from penstock.backend.passes.decoder.cuda.device.kernel_choices import adopted_choices
 from penstock.backend.passes.decoder.cuda.ops.packed_weights import has_kernels
 from penstock.backend.passes.decoder.cuda.workspace_plan import PassSettings, plan_spec, step_sizes
 from penstock.backend.passes.decoder.memory_trimming import return_freed_memory
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.forward_pass import PassOptions, PassSpec
     from penstock.backend.passes.decoder.model import Weights
+
+logger = logging.getLogger("penstock.backend")
 
 
 def describe_checkpoint(model_dir: Path, config: DecoderConfig, options: PassOptions) -> PassSpec:
@@ -43,6 +47,8 @@ def open_checkpoint(
     with return_freed_memory(), open_served_weights(model_dir, config, quantization, has_kernels) as weights:
         dtype, formats = weights.choose_dtype(options.dtype, torch.float16), read_stored_formats(model_dir)
         settings = PassSettings(dtype, step_sizes(config, options), options.host_kv_bytes, quantization, formats)
+        choices, source = adopted_choices(options.device)
+        logger.info("kernels on %s: %s (%s)", options.device, choices.of_kernels(), source)
         try:
             yield weights, settings
         except torch.OutOfMemoryError as error:

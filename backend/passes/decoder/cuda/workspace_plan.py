@@ -19,6 +19,7 @@ from penstock.backend.passes.decoder.cuda.attention.step_attention import (
     layer_windows,
 )
 from penstock.backend.passes.decoder.cuda.cuda_graphs import graph_sizes
+from penstock.backend.passes.decoder.cuda.device.kernel_choices import CONSTANTS, KernelChoices, adopted_choices
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.decoder.cuda.kv_cache.page_moves import MAX_PAGE_MOVES
 from penstock.backend.passes.decoder.cuda.ops import elementwise, expert_ops, quantized_linear, row_products
@@ -52,12 +53,14 @@ _SM_SHARED_BYTES = 164 << 10
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """The inputs of the memory plan: the largest step, the longest sequence, and `PassOptions.deterministic`."""
+    """The inputs of the memory plan: the largest step, the longest sequence, `PassOptions.deterministic`, and what was
+    measured for the GPU."""
 
     max_rows: int
     max_tokens: int
     max_context_tokens: int
     deterministic: bool = False
+    choices: KernelChoices = CONSTANTS
 
     @property
     def max_graph_rows(self) -> int:
@@ -76,7 +79,8 @@ class PassSettings(NamedTuple):
 
 def step_sizes(config: DecoderConfig, options: PassOptions) -> StepSizes:
     longest = min(options.max_context_tokens or config.max_context_tokens, config.max_context_tokens)
-    return StepSizes(options.max_running, options.max_batch_tokens, longest, options.deterministic)
+    choices, _ = adopted_choices(options.device)
+    return StepSizes(options.max_running, options.max_batch_tokens, longest, options.deterministic, choices)
 
 
 def plan_spec(
@@ -194,10 +198,10 @@ def attention_by_window(
     config: DecoderConfig, layout: CacheLayout, sizes: StepSizes, *, num_sms: int, shared_bytes_per_sm: int
 ) -> dict[int | None, StepAttention]:
     """Return one attention per distinct window. Raises ValueError for what no kernel supports."""
-    scale, softcap = config.score_scale, config.scales.scores_softcap or 0.0
+    scale, softcap, choices = config.score_scale, config.scales.scores_softcap or 0.0, sizes.choices
 
     def make_attention(window_tokens: int) -> StepAttention:
-        prefill = PrefillAttention(layout, config.num_heads, scale, window_tokens, softcap)
+        prefill = PrefillAttention(layout, config.num_heads, scale, window_tokens, softcap, choices)
         prefill_sizes = prefill.workspace_sizes(sizes.max_tokens, sizes.max_context_tokens)
         if sizes.deterministic:
             return OneKernelAttention(prefill, prefill_sizes, sizes.max_rows)
@@ -212,6 +216,7 @@ def attention_by_window(
                 shared_bytes_per_sm=shared_bytes_per_sm,
                 window_tokens=window_tokens,
                 softcap=softcap,
+                choices=choices,
             ),
             prefill,
             prefill_sizes,

@@ -22,6 +22,7 @@ from penstock.backend.passes.decoder.cuda.attention.kernel_limits import (
     check_shape,
     require,
 )
+from penstock.backend.passes.decoder.cuda.device.kernel_choices import CONSTANTS, KernelChoices
 from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Grid, Kernel, Launcher
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.decoder.ops import supports_q8_0
@@ -29,7 +30,6 @@ from penstock.backend.passes.decoder.ops import supports_q8_0
 if TYPE_CHECKING:
     from torch import Tensor
 
-SHORTEST_CHUNK_TOKENS = 256
 _FIRST_MULTIPLE_TOKENS = 16
 """The first chunk of a window begins at a multiple of this."""
 _MAX_ROWS = (1 << 16) - 1
@@ -39,7 +39,6 @@ _NUM_WARPS = 4
 _PLAN_THREADS = 512
 _BLOCKS_TO_FILL_A_DEVICE = 256
 _FEWEST_CHUNKS = 16
-_MAX_RING_TILES = 8
 SM_SHARED_BYTES = (100 << 10, 164 << 10, 228 << 10)
 """Shared memory of a multiprocessor: sm_86, sm_89 and sm_120; sm_80; sm_90 and sm_100."""
 _RESERVED_SHARED_BYTES = 1024
@@ -47,7 +46,17 @@ _RESERVED_SHARED_BYTES = 1024
 _ACTS = {dtype: np.int32(value) for dtype, value in ACT_MACRO.items()}
 _NUMBER_BYTES = {"fp32": 4, "bf16": 2, "q8_0": 1, "fp8": 1}
 
-PLAN = Kernel("decode_plan.cu", "plan_decode", (("NUM_THREADS", _PLAN_THREADS),), _PLAN_THREADS)
+
+def _chunk_macro(chunk_tokens: int) -> tuple[tuple[str, int], ...]:
+    return () if chunk_tokens == CONSTANTS.chunk_tokens else (("CHUNK_TOKENS", chunk_tokens),)
+
+
+def _plan(chunk_tokens: int) -> Kernel:
+    macros = (("NUM_THREADS", _PLAN_THREADS), *_chunk_macro(chunk_tokens))
+    return Kernel("decode_plan.cu", "plan_decode", macros, _PLAN_THREADS)
+
+
+PLAN = _plan(CONSTANTS.chunk_tokens)
 
 
 def kernels() -> Iterator[Kernel]:
@@ -91,6 +100,7 @@ class DecodeAttention:
         shared_bytes_per_sm: int,
         window_tokens: int = 0,
         softcap: float = 0.0,
+        choices: KernelChoices = CONSTANTS,
     ) -> None:
         """scale multiplies q · k. softcap, unless 0, bounds the logits: cap · tanh(logit / cap). A token sees itself
         and the window_tokens - 1 tokens before it, or all tokens if window_tokens is 0. num_sms and shared_bytes_per_sm
@@ -107,10 +117,12 @@ class DecodeAttention:
         self.softcap = softcap
         self.max_rows = max_rows
         self.window_tokens = window_tokens
-        self.max_chunks = _max_chunks(max_context_tokens, window_tokens, layout.num_kv_heads)
-        """Most chunks per row. A chunk has 256 tokens; longer rows double that until their chunks are at most this."""
-        ring_tiles, blocks_per_sm = _ring(layout.kv_dtype, layout.head_dim, shared_bytes_per_sm)
-        self.kernel = _attention(layout.kv_dtype, layout.head_dim, ring_tiles)
+        self.max_chunks = _max_chunks(max_context_tokens, window_tokens, layout.num_kv_heads, choices.chunk_tokens)
+        """Most chunks per row. A chunk has choices.chunk_tokens; longer rows double that until their chunks are at most
+        this."""
+        ring_tiles, blocks_per_sm = _ring(layout.kv_dtype, layout.head_dim, shared_bytes_per_sm, choices.ring_tiles)
+        self.kernel = _attention(layout.kv_dtype, layout.head_dim, ring_tiles, choices)
+        self._plan_kernel = _plan(choices.chunk_tokens)
         num_blocks = min(num_sms * blocks_per_sm, max_rows * self.max_chunks * layout.num_kv_heads)
         self._grid: Grid = (num_blocks, 1, 1)
         self._plan_scalars = (np.int32(window_tokens), np.int32(self.max_chunks))
@@ -124,7 +136,7 @@ class DecodeAttention:
         )
 
     def kernels(self) -> tuple[Kernel, ...]:
-        return PLAN, self.kernel
+        return self._plan_kernel, self.kernel
 
     @property
     def workspace_bytes(self) -> int:
@@ -161,7 +173,7 @@ class DecodeAttention:
                 f"{num_rows} rows; at most {min(self.max_rows, len(context_lens), len(slots))} are allowed"
             )
         arguments = (context_lens, slots, workspace.items, workspace.num_items)
-        launcher.launch(PLAN, (1, 1, 1), *arguments, np.int32(num_rows), *self._plan_scalars)
+        launcher.launch(self._plan_kernel, (1, 1, 1), *arguments, np.int32(num_rows), *self._plan_scalars)
 
     def attend(
         self,
@@ -201,7 +213,7 @@ class DecodeAttention:
         )
 
 
-def _max_chunks(max_context_tokens: int, window_tokens: int, num_kv_heads: int) -> int:
+def _max_chunks(max_context_tokens: int, window_tokens: int, num_kv_heads: int, chunk_tokens: int) -> int:
     """Return enough chunks to fill a device with one long row, or fewer if no context is that long.
 
     The smaller number does not change how a row is cut.
@@ -210,7 +222,7 @@ def _max_chunks(max_context_tokens: int, window_tokens: int, num_kv_heads: int) 
     if window_tokens:
         longest = min(longest, window_tokens + _FIRST_MULTIPLE_TOKENS - 1)
     enough = max(_FEWEST_CHUNKS, -(-_BLOCKS_TO_FILL_A_DEVICE // num_kv_heads))
-    return min(enough, -(-longest // SHORTEST_CHUNK_TOKENS))
+    return min(enough, -(-longest // chunk_tokens))
 
 
 def _tile_bytes(kv_dtype: str, head_dim: int) -> int:
@@ -229,7 +241,7 @@ def _static_shared_bytes(kv_dtype: str, head_dim: int) -> int:
     return 1024 + (8192 if head_dim > 128 else 0)
 
 
-def _attention(kv_dtype: str, head_dim: int, ring_tiles: int) -> Kernel:
+def _attention(kv_dtype: str, head_dim: int, ring_tiles: int, choices: KernelChoices = CONSTANTS) -> Kernel:
     rings = _NUM_WARPS * ring_tiles * _tile_bytes(kv_dtype, head_dim)
     merge = _NUM_WARPS * MAX_GROUP * (head_dim + 8) * 4
     macros = (
@@ -237,16 +249,22 @@ def _attention(kv_dtype: str, head_dim: int, ring_tiles: int) -> Kernel:
         ("HEAD_DIM", head_dim),
         ("NUM_WARPS", _NUM_WARPS),
         ("RING_TILES", ring_tiles),
+        *_chunk_macro(choices.chunk_tokens),
     )
-    return Kernel("decode_attention.cu", "decode_attention", macros, 32 * _NUM_WARPS, max(rings, merge), True)
+    return Kernel(
+        "decode_attention.cu", "decode_attention", macros, 32 * _NUM_WARPS, max(rings, merge), is_dependent=True,
+        carveout_percent=choices.carveout_percent,
+    )  # fmt: skip
 
 
-def _ring(kv_dtype: str, head_dim: int, shared_bytes_per_sm: int) -> tuple[int, int]:
+def _ring(
+    kv_dtype: str, head_dim: int, shared_bytes_per_sm: int, most_tiles: int = CONSTANTS.ring_tiles
+) -> tuple[int, int]:
     """Return the tiles per ring and the blocks per SM: two blocks if both can have rings of three tiles, else one."""
     static_bytes = _static_shared_bytes(kv_dtype, head_dim)
     for num_blocks in (2, 1):
         free_bytes = shared_bytes_per_sm // num_blocks - _RESERVED_SHARED_BYTES - static_bytes
-        ring_tiles = min(free_bytes // (_NUM_WARPS * _tile_bytes(kv_dtype, head_dim)), _MAX_RING_TILES)
+        ring_tiles = min(free_bytes // (_NUM_WARPS * _tile_bytes(kv_dtype, head_dim)), most_tiles)
         if ring_tiles >= (3 if num_blocks == 2 else 2):
             return ring_tiles, num_blocks
     raise ValueError(

@@ -22,6 +22,7 @@ from penstock.backend.passes.decoder.cuda.attention.prefill_segments import (
     max_parts,
     whole_tiles,
 )
+from penstock.backend.passes.decoder.cuda.device.kernel_choices import CONSTANTS, KernelChoices
 from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Kernel, Launcher
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.decoder.ops import supports_q8_0
@@ -59,6 +60,7 @@ class PrefillAttention:
     scale: float
     window_tokens: int = 0
     softcap: float = 0.0
+    choices: KernelChoices = CONSTANTS
 
     kernel: Kernel = field(init=False)
     _scalars: tuple[np.int32 | np.float32, ...] = field(init=False)
@@ -74,7 +76,7 @@ class PrefillAttention:
             np.float32(self.scale),
             np.float32(self.softcap),
         )
-        object.__setattr__(self, "kernel", _attention(layout.kv_dtype, layout.head_dim))
+        object.__setattr__(self, "kernel", _attention(layout.kv_dtype, layout.head_dim, self.choices))
         object.__setattr__(self, "_scalars", scalars)
 
     def kernels(self) -> tuple[Kernel, ...]:
@@ -115,7 +117,7 @@ class PrefillAttention:
 
     @property
     def _tile_rows(self) -> int:
-        return query_rows(self.layout.kv_dtype, self.layout.head_dim)
+        return query_rows(self.layout.kv_dtype, self.layout.head_dim, self.choices)
 
     @property
     def _has_segments(self) -> bool:
@@ -193,19 +195,19 @@ def _tiles_and_ends(
     return np.stack([rows + first_row, first], axis=1).astype(np.int32)[order], last_position[order]
 
 
-def query_rows(kv_dtype: str, head_dim: int) -> int:
+def query_rows(kv_dtype: str, head_dim: int, choices: KernelChoices = CONSTANTS) -> int:
     """Return kQueryRows of the kernels."""
     if kv_dtype == "fp32":
         return 64 if head_dim <= 128 else 32
-    return 128 if head_dim <= 128 else 64
+    return choices.query_rows if head_dim <= 128 else 64
 
 
-def shared_bytes(kv_dtype: str, head_dim: int) -> int:
+def shared_bytes(kv_dtype: str, head_dim: int, choices: KernelChoices = CONSTANTS) -> int:
     """Return the dynamic shared memory of the kernels: queries and their positions, and a stream of keys and values."""
-    num_rows = query_rows(kv_dtype, head_dim)
+    num_rows = query_rows(kv_dtype, head_dim, choices)
     if kv_dtype == "fp32":
         return (num_rows + 2 * 32) * head_dim * 4
-    tile_values = (64 if head_dim <= 128 else 32) * head_dim
+    tile_values = (choices.key_tokens if head_dim <= 128 else 32) * head_dim
     if kv_dtype == "bf16":
         stream_bytes = 3 * tile_values * 2
     else:
@@ -214,9 +216,15 @@ def shared_bytes(kv_dtype: str, head_dim: int) -> int:
     return num_rows * (head_dim * 2 + 4) + stream_bytes
 
 
-def _attention(kv_dtype: str, head_dim: int) -> Kernel:
-    macros = (("KV_DTYPE", KV_MACRO[kv_dtype]), ("HEAD_DIM", head_dim))
-    num_bytes = shared_bytes(kv_dtype, head_dim)
+def _tile(choices: KernelChoices) -> tuple[tuple[str, int], ...]:
+    return ("QUERY_ROWS", choices.query_rows), ("KEY_TOKENS", choices.key_tokens)
+
+
+def _attention(kv_dtype: str, head_dim: int, choices: KernelChoices = CONSTANTS) -> Kernel:
+    macros: tuple[tuple[str, int], ...] = (("KV_DTYPE", KV_MACRO[kv_dtype]), ("HEAD_DIM", head_dim))
+    if _tile(choices) != _tile(CONSTANTS) and kv_dtype != "fp32" and head_dim <= 128:
+        macros = (*macros, *_tile(choices))
+    num_bytes = shared_bytes(kv_dtype, head_dim, choices)
     if kv_dtype == "fp32":
         return Kernel("prefill_attention_fp32.cu", "prefill_attention_fp32", macros, 256, num_bytes)
     return Kernel("prefill_attention.cu", "prefill_attention", macros, 128, num_bytes)

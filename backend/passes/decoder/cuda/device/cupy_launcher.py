@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
     from penstock.backend.passes.decoder.cuda.device.launcher import Argument, Grid, Kernel
 
-_LARGEST_CARVEOUT_PERCENT = 100
-"""Of a multiprocessor's memory for shared memory and L1, as much as can be shared memory."""
-
 
 @dataclass(frozen=True, slots=True)
 class LoadedKernel:
@@ -150,6 +147,5 @@ def _function(module: Any, kernel: Kernel) -> Any:
     if kernel.shared_bytes:
         # Kernels that differ only in shared_bytes are one driver function; its limit must allow the largest of them.
         raw.max_dynamic_shared_size_bytes = max(kernel.shared_bytes, raw.max_dynamic_shared_size_bytes)
-        # Such kernels are made for several blocks per multiprocessor; a smaller share could leave room for one.
-        raw.preferred_shared_memory_carveout = _LARGEST_CARVEOUT_PERCENT
+        raw.preferred_shared_memory_carveout = kernel.carveout_percent
     return raw

@@ -43,6 +43,9 @@ class Kernel:
     """Dynamic shared memory per block."""
     is_dependent: bool = False
     """A launch may begin before the kernels before it have ended; see `wait_for_earlier_kernels` in kernels/ptx.cuh."""
+    carveout_percent: int = 100
+    """Of a multiprocessor's memory for shared memory and L1, what is to be shared memory while the kernel runs; -1 is
+    the driver's choice. Of kernels without dynamic shared memory it is always the driver's."""
 
     def __str__(self) -> str:
         macros = " ".join(f"{name}={value}" for name, value in self.macros)

@@ -1,8 +1,13 @@
 // The items of decode attention. An item is one chunk of one row's context, for all KV heads.
+//
+// Macro: CHUNK_TOKENS, of the shortest chunk, if it is not 256.
 
 #pragma once
 
-constexpr int kShortestChunk = 256;  // tokens
+#ifndef CHUNK_TOKENS
+#define CHUNK_TOKENS 256
+#endif
+constexpr int kShortestChunk = CHUNK_TOKENS;
 constexpr int kFirstMultiple = 16;   // chunks begin at a multiple of this, which divides all page sizes
 
 struct __align__(16) Item {

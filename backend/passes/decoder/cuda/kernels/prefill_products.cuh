@@ -1,17 +1,25 @@
 // The products and the softmax of attention on the tensor cores, shared by the kernels over the paged cache and over a
 // step's own keys and values. A warp has its own 16 or 32 query rows.
 //
-// Macros: HEAD_DIM, KV_DTYPE (1: bf16; otherwise products are fp16).
+// Macros: HEAD_DIM, KV_DTYPE (1: bf16; otherwise products are fp16); QUERY_ROWS of a block (64 or 128) and KEY_TOKENS of
+// a tile (32 or 64), if they are not those below.
 
 #pragma once
 
 #include "prefill_tile.cuh"
 
+#ifndef QUERY_ROWS
+#define QUERY_ROWS (HEAD_DIM <= 128 ? 128 : 64)
+#endif
+#ifndef KEY_TOKENS
+#define KEY_TOKENS (HEAD_DIM <= 128 ? 64 : 32)
+#endif
+
 constexpr int kThreads = 128;
-constexpr int kWarpBlocks = HEAD_DIM <= 128 ? 2 : 1;  // of 16 query rows
-constexpr int kWarpRows = 16 * kWarpBlocks;
-constexpr int kQueryRows = kThreads / 32 * kWarpRows;
-constexpr int kTokens = HEAD_DIM <= 128 ? 64 : 32;  // of a tile of keys or values
+constexpr int kQueryRows = QUERY_ROWS;
+constexpr int kWarpRows = kQueryRows / (kThreads / 32);
+constexpr int kWarpBlocks = kWarpRows / 16;
+constexpr int kTokens = KEY_TOKENS;  // of a tile of keys or values
 constexpr int kSteps = HEAD_DIM / 16;               // of a product over a head's values
 constexpr int kChunks = HEAD_DIM / 8;               // 16-byte chunks of a head's 16-bit values
 constexpr int kScoreUnroll = KV_DTYPE == 1 ? 2 : 1;  // as much as registers allow

@@ -12,7 +12,9 @@ import torch
 
 from penstock.backend.forward_pass import SamplingParams
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+from penstock.backend.passes.decoder.cuda import loading, workspace_plan
 from penstock.backend.passes.decoder.cuda.cuda_graphs import DecodeGraphs
+from penstock.backend.passes.decoder.cuda.device.kernel_choices import CONSTANTS, KernelChoices
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
 from tests.backend.passes.decoder.cuda.emulated_pass import EmulatedCudaPass
@@ -82,6 +84,27 @@ def test_every_page_size_gives_the_same_tokens(page_size: int) -> None:
     driver.decode(8)
     for row in driver.rows:
         assert generated(row) == greedy_choices("mistral", row)
+
+
+def test_settings_of_kernels_change_no_logits_but_for_rounding(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Contexts are longer than the chunks of decode attention and the tiles of prefill attention."""
+    results = []
+    chosen = KernelChoices(ring_tiles=3, carveout_percent=50, chunk_tokens=128, query_rows=64, key_tokens=32)
+    with caplog.at_level("INFO"):
+        for choices in (CONSTANTS, chosen):
+            for module in (loading, workspace_plan):
+                monkeypatch.setattr(module, "adopted_choices", lambda _device, made=choices: (made, "for a test"))
+            driver = make_driver(kv_dtype="bf16")
+            run_prompts(driver, prompts((140, 33, 1)), chunk=90)
+            logits = driver.step([(row, 1) for row in driver.rows])
+            results.append([logits[row.slot] for row in driver.rows])
+            macros = [dict(kernel.macros) for kernel in driver.forward_pass._ops.kernels()]
+            assert any("CHUNK_TOKENS" in each for each in macros) == (choices is chosen)
+            assert any("KEY_TOKENS" in each for each in macros) == (choices is chosen)
+    np.testing.assert_allclose(*results, atol=2e-2, rtol=0)
+    assert "chunk_tokens 128, query_rows 64, key_tokens 32 (for a test)" in caplog.text
 
 
 @pytest.mark.parametrize("architecture", ["llama3", "qwen3", "mistral"])

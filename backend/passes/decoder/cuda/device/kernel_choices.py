@@ -1,0 +1,127 @@
+"""Settings of kernels and steps that a measurement chooses for a GPU model: constants, until one was adopted.
+
+`penstock gpu-check` measures them and writes choices.toml into its report; `--adopt` copies that file to DIRECTORY. A
+start reads it once, so the settings are the same as long as the process lives.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+
+from penstock.backend.errors import StartupError
+
+DIRECTORY = Path(__file__).parents[1] / "choices"
+FILE_NAME = "choices.toml"
+DRIVERS_CHOICE = -1
+"""Instead of a percentage of shared memory: the driver chooses by what a block needs."""
+_MAX_FILE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoices:
+    page_size_tokens: int = 32
+    """Default of --page-size."""
+    step_tokens: int = 2048
+    """Default of --max-batch-tokens."""
+    ring_tiles: int = 8
+    """Most tiles of keys and values that a warp of decode attention has in shared memory."""
+    carveout_percent: int = 100
+    """Of a multiprocessor's memory for shared memory and L1, what is shared memory while decode attention runs."""
+    chunk_tokens: int = 256
+    """Shortest chunk of a row's context in decode attention."""
+    query_rows: int = 128
+    """Query rows of a block of prefill attention, for heads of at most 128 values."""
+    key_tokens: int = 64
+    """Keys of a tile of prefill attention, for such heads."""
+
+    def numerics(self) -> dict[str, str]:
+        """The choices that change bits, by name, if one of them is not the constant: sums are cut elsewhere then."""
+        ours = {"chunk tokens": self.chunk_tokens, "key tokens": self.key_tokens}
+        constants = {"chunk tokens": CONSTANTS.chunk_tokens, "key tokens": CONSTANTS.key_tokens}
+        return {} if ours == constants else {name: str(value) for name, value in ours.items()}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name} {getattr(self, field.name)}" for field in fields(self))
+
+    def of_kernels(self) -> str:
+        """In words, without the defaults of options, which may be overruled."""
+        return str(self).partition(", ")[2].partition(", ")[2]
+
+
+CONSTANTS = KernelChoices()
+ALLOWED: dict[str, tuple[int, ...]] = {
+    "page_size_tokens": (16, 32, 64),
+    "step_tokens": (512, 1024, 2048, 4096, 8192),
+    "ring_tiles": (3, 4, 5, 6, 7, 8),
+    "carveout_percent": (DRIVERS_CHOICE, 50, 75, 100),
+    "chunk_tokens": (128, 256, 512),
+    "query_rows": (64, 128),
+    "key_tokens": (32, 64),
+}
+
+
+class ChoicesRefused(Exception):
+    """The file cannot be read, or a setting is unknown or out of bounds; the message says which."""
+
+
+def read_choices(path: Path) -> KernelChoices:
+    """Settings that the file does not name are the constants. Raises ChoicesRefused."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_FILE_BYTES + 1)
+        if len(text) > _MAX_FILE_BYTES:
+            raise ChoicesRefused(f"{path} has more than {_MAX_FILE_BYTES:,} bytes")
+        settings = tomllib.loads(text.decode("utf-8"))
+    except OSError as error:
+        raise ChoicesRefused(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # neither UTF-8 nor TOML
+        raise ChoicesRefused(f"{path} is not a TOML file: {error}") from error
+    for name, value in settings.items():
+        if name not in ALLOWED:
+            raise ChoicesRefused(f"{path} has the unknown setting {name}; known are {', '.join(ALLOWED)}")
+        if type(value) is not int or value not in ALLOWED[name]:
+            allowed = ", ".join(map(str, ALLOWED[name]))
+            raise ChoicesRefused(f"{path}: {name} is {value!r}; it must be one of {allowed}")
+    return KernelChoices(**settings)
+
+
+def choices_text(settings: dict[str, int], source: str) -> str:
+    """The file's text. source: one line on where the settings come from."""
+    return "\n".join([f"# {source}", *(f"{name} = {value}" for name, value in settings.items()), ""])
+
+
+def file_of(gpu: str, directory: Path = DIRECTORY) -> Path:
+    """The file of a GPU model, by its name as the driver says it."""
+    return directory / f"{re.sub('[^a-z0-9]+', '-', gpu.lower()).strip('-')}.toml"
+
+
+def find_choices(gpu: str, capability: tuple[int, int], directory: Path = DIRECTORY) -> tuple[KernelChoices, str]:
+    """The adopted settings of the GPU model, or of its architecture, else the constants; and in words, where they are
+    from. Raises ChoicesRefused."""
+    architecture = f"sm_{capability[0]}{capability[1]}"
+    for path in (file_of(gpu, directory), directory / f"{architecture}.toml"):
+        if path.exists():
+            return read_choices(path), f"adopted for {path.stem}"
+    return CONSTANTS, f"not measured on {gpu}"
+
+
+@cache
+def adopted_choices(device: str) -> tuple[KernelChoices, str]:
+    """As `find_choices`, for `PassOptions.device`; the constants for the CPU, and for a GPU that is not there, of which
+    a dry run plans. Raises StartupError."""
+    if device == "cpu" or not any(DIRECTORY.glob("*.toml")):
+        return CONSTANTS, "not measured"
+    import torch  # slow to import, and not needed while nothing was adopted
+
+    index = int(device.partition(":")[2])
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        return CONSTANTS, "the GPU is not there"
+    properties = torch.cuda.get_device_properties(index)
+    try:
+        return find_choices(properties.name, (properties.major, properties.minor), DIRECTORY)
+    except ChoicesRefused as refusal:
+        raise StartupError(f"{refusal}; remove the file, or adopt a report again") from refusal
