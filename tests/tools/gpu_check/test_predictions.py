@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,12 @@ from penstock.tools.gpu_check.prediction.predictions import PAGE, make_predictio
 from penstock.tools.gpu_check.reporting.goals import GOALS
 from penstock.tools.gpu_check.reporting.report import is_missed, write_report
 from penstock.tools.gpu_check.reporting.results import Finding, SectionOutcome
+
+
+def test_the_command_itself_does_not_import_torch() -> None:
+    """That takes seconds of each lease; the sections do it in processes of their own."""
+    code = "import sys, penstock.tools.gpu_check.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
 
 
 def test_every_goal_has_a_prediction_that_the_hardware_allows() -> None:

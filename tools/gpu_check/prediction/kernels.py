@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.backend.passes.decoder.cuda.attention.prefill_segments import ENOUGH_BLOCKS, longest_segment
+from penstock.backend.passes.decoder.cuda.attention.segment_positions import ENOUGH_BLOCKS, longest_segment
 from penstock.tools.gpu_check.machine_code.kernel_rows import KernelRow, read_table
 from penstock.tools.gpu_check.prediction.machine import (
     ENDS_US,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from penstock.backend.passes.decoder.cuda.attention.segment_positions import MAX_CONTEXT_TOKENS
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO
 from penstock.backend.passes.decoder.ops import KV_BLOCK_VALUES, supports_q8_0
 
@@ -15,7 +16,6 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_GROUP = 16
 """Most query heads that share a KV head."""
 PAGE_SIZES_TOKENS = (16, 32, 64)
-MAX_CONTEXT_TOKENS = 1 << 24
 
 
 def check_shape(layout: CacheLayout, num_heads: int) -> None:

@@ -15,13 +15,13 @@ import numpy as np
 
 from penstock.backend.passes.decoder.cuda.attention.kernel_limits import HEAD_DIMS, check_logits, check_shape
 from penstock.backend.passes.decoder.cuda.attention.prefill_segments import (
-    SHORTEST_SEGMENT_TOKENS,
     PrefillWorkspace,
     WorkspaceSizes,
     cut_segments,
     max_parts,
     whole_tiles,
 )
+from penstock.backend.passes.decoder.cuda.attention.segment_positions import SHORTEST_SEGMENT_TOKENS
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import CONSTANTS, KernelChoices
 from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Kernel, Launcher
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout

@@ -12,30 +12,20 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cuda.attention.kernel_limits import MAX_CONTEXT_TOKENS
+from penstock.backend.passes.decoder.cuda.attention.segment_positions import (
+    ENOUGH_BLOCKS,
+    MAX_CONTEXT_TOKENS,
+    segment_starts,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-SHORTEST_SEGMENT_TOKENS = 2048
-ENOUGH_BLOCKS = 1024
-"""Blocks that fill any device; a step with as many tiles is not cut further."""
 _WHOLE = -1
 """Instead of a segment's first position: the tile's block goes through all segments."""
 
-
-def _starts() -> NDArray[np.int64]:
-    starts, step = [], SHORTEST_SEGMENT_TOKENS
-    position = 0
-    while position < MAX_CONTEXT_TOKENS:
-        starts.append(position)
-        step = max(step, 1 << (position.bit_length() - 3)) if position else step
-        position += step
-    return np.array(starts)
-
-
-SEGMENT_STARTS = _starts()
+SEGMENT_STARTS = np.array(segment_starts())
 """The first positions of all segments."""
 
 
@@ -88,12 +78,6 @@ class WorkspaceSizes(NamedTuple):
 def max_parts(num_kv_heads: int) -> int:
     """Return how many segments of a step may have a block of their own."""
     return -(-ENOUGH_BLOCKS // num_kv_heads)
-
-
-def longest_segment(num_tokens: int) -> int:
-    """Return the tokens of the longest segment of a context of num_tokens."""
-    starts = SEGMENT_STARTS[num_tokens > SEGMENT_STARTS]
-    return int(np.diff(starts, append=num_tokens).max())
 
 
 def whole_tiles(tiles: NDArray[np.int32]) -> NDArray[np.int32]:

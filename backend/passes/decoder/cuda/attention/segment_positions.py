@@ -1,0 +1,27 @@
+"""Where the segments of a long context begin in prefill attention. Predictions use it without torch and numpy."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+MAX_CONTEXT_TOKENS = 1 << 24
+SHORTEST_SEGMENT_TOKENS = 2048
+ENOUGH_BLOCKS = 1024
+"""Blocks that fill any device; a step with as many tiles is not cut further."""
+
+
+def segment_starts() -> list[int]:
+    """Return the first positions of all segments: of kernels/prefill_segments.cuh."""
+    starts, step = [], SHORTEST_SEGMENT_TOKENS
+    position = 0
+    while position < MAX_CONTEXT_TOKENS:
+        starts.append(position)
+        step = max(step, 1 << (position.bit_length() - 3)) if position else step
+        position += step
+    return starts
+
+
+def longest_segment(num_tokens: int) -> int:
+    """Return the tokens of the longest segment of a context of num_tokens."""
+    starts = [start for start in segment_starts() if start < num_tokens]
+    return max(end - start for start, end in pairwise([*starts, num_tokens]))
