@@ -16,12 +16,12 @@ import torch
 
 from penstock.backend.passes.decoder.cuda.attention.kernel_limits import (
     HEAD_DIMS,
-    MAX_CONTEXT_TOKENS,
     MAX_GROUP,
     check_logits,
     check_shape,
     require,
 )
+from penstock.backend.passes.decoder.cuda.attention.segment_positions import MAX_CONTEXT_TOKENS
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import CONSTANTS, KernelChoices
 from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Grid, Kernel, Launcher
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
