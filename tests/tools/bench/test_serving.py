@@ -148,6 +148,7 @@ def test_frontend_cost_is_reported_for_each_process(bench: BenchCommand) -> None
     assert [aim["limit"] for aim in run.report["aims"]] == [1.01]
     assert cost["frontend_cpu_us_per_token"] > 0
     assert cost["backend_cpu_us_per_token"] > 0
+    assert cost["loop_cpu_us_per_step"] > 0
 
 
 def test_identical_streams_are_computed_once_while_they_overlap(bench: BenchCommand) -> None:

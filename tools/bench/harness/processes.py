@@ -40,6 +40,26 @@ def process_use(pid: int) -> ProcessUse:
     return ProcessUse(pid, ticks / _TICKS_PER_S, int(fields[21]) * os.sysconf("SC_PAGE_SIZE"))
 
 
+@dataclass(frozen=True, slots=True)
+class ThreadsUse:
+    """CPU time of a process's first thread, and of its others together, to the nanosecond."""
+
+    first_s: float
+    others_s: float
+
+
+def threads_use(pid: int) -> ThreadsUse:
+    """Threads that have ended are left out. Raises ProcessLookupError."""
+    cpu_s: dict[int, float] = {}
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            cpu_s[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
+        first_s = cpu_s.pop(pid)
+    except (FileNotFoundError, KeyError):
+        raise ProcessLookupError(f"no process {pid}, or a kernel without schedstat") from None
+    return ThreadsUse(first_s, sum(cpu_s.values()))
+
+
 def descendants(pid: int) -> list[int]:
     """Return all processes below pid, parents before children."""
     children: dict[int, list[int]] = {}

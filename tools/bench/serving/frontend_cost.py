@@ -1,6 +1,8 @@
 """`penstock bench frontend-cost`: CPU time per streamed token, with one frontend and a model that costs nothing.
 
-With `--viewers` also what viewers of the engine page cost: rounds without and with them take turns on one server.
+With `--viewers` also what viewers of the engine page cost: rounds without and with them take turns on one server. The
+engine's loop is the first thread of the backend; its CPU time is also compared with that of the backend's other threads,
+which run the forward pass: no viewer has a part in it, but it slows down with the loop when others use the core.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from penstock.tools.bench.harness.processes import process_use
+from penstock.tools.bench.errors import BenchError
+from penstock.tools.bench.harness.processes import process_use, threads_use
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.harness.run import measurement_run
 from penstock.tools.bench.load_generator.engine_viewers import engine_viewers
@@ -41,8 +44,9 @@ _PROMPT_TOKENS = Lengths(32, 32)
 _OUTPUT_TOKENS = Lengths(256, 256)
 _PACED_PASS = "penstock.backend.passes.fake:PacedFakePass"  # noqa: S105 - a pass, not a password
 """Viewers are compared over steps of 4 ms: a token's cost depends on how many share a step, which is then equal."""
+_STEPS = "penstock_steps_total"
 _VIEWERS_LIMIT = 1.01
-"""The backend's CPU time with viewers, against without."""
+"""The loop's CPU time for a step with viewers, against without."""
 
 
 @MEASUREMENT
@@ -69,6 +73,10 @@ class FrontendCost:
     """A frontend that lags behind puts several tokens into one event."""
     frontend_cpu_us_per_token: float
     backend_cpu_us_per_token: float
+    loop_cpu_us_per_step: float
+    """Of the backend's first thread, which turns the engine's loop."""
+    pass_cpu_us_per_step: float
+    """Of its other threads, which run the forward pass."""
     generator_cpu_us_per_token: float
     frontend_rss_bytes: int
     """The largest of the frontend's processes, after the run."""
@@ -76,9 +84,15 @@ class FrontendCost:
     viewer_bytes: int
     """All that the viewers received."""
 
+    @property
+    def loop_to_pass(self) -> float:
+        return self.loop_cpu_us_per_step / max(self.pass_cpu_us_per_step, 1e-9)
+
 
 _Figure = Callable[[FrontendCost], float]
 _BACKEND: _Figure = attrgetter("backend_cpu_us_per_token")
+_LOOP: _Figure = attrgetter("loop_cpu_us_per_step")
+_LOOP_TO_PASS: _Figure = attrgetter("loop_to_pass")
 _FRONTEND: _Figure = attrgetter("frontend_cpu_us_per_token")
 
 
@@ -119,8 +133,9 @@ async def _measure(
     async with server.address.connect() as target:
         workload = Workload(_PROMPT_TOKENS, _OUTPUT_TOKENS, target.vocab_size)
         await warm_up(target, workload, NUM_STREAMS, NUM_STREAMS, rounds.seed)
-        for number in range(rounds.rounds * len(options.viewers)):
-            viewers = options.viewers[number % len(options.viewers)]
+        num_counts = len(options.viewers)
+        for number in range(rounds.rounds * num_counts):
+            viewers = options.viewers[(number + number // num_counts) % num_counts]  # each count is first in turn
             found = await _measure_round(target, server, workload, options.requests, viewers, rounds.seed + number)
             costs.append(found[0])
             summaries.append(found[1])
@@ -133,10 +148,12 @@ async def _measure_round(
     frontend_pids, backend_pid = server.frontend_pids(), server.backend_pid()
     async with engine_viewers(target.http, num_viewers) as viewers:
         frontend_before = [process_use(pid) for pid in frontend_pids]
-        backend_before = process_use(backend_pid)
+        steps_before = await _num_steps(target)
+        backend_before, threads_before = process_use(backend_pid), threads_use(backend_pid)
         summary = await measure(target, workload, num_requests, NUM_STREAMS, seed)
-        backend_after = process_use(backend_pid)
+        backend_after, threads_after = process_use(backend_pid), threads_use(backend_pid)
         frontend_after = [process_use(pid) for pid in frontend_pids]
+    num_steps = max(await _num_steps(target) - steps_before, 1)
     frontend_s = sum(after.cpu_s - before.cpu_s for before, after in zip(frontend_before, frontend_after, strict=True))
     tokens = max(summary.output_tokens, 1)
     cost = FrontendCost(
@@ -147,12 +164,22 @@ async def _measure_round(
         tokens_per_event=summary.output_tokens / max(summary.events, 1),
         frontend_cpu_us_per_token=1e6 * frontend_s / tokens,
         backend_cpu_us_per_token=1e6 * (backend_after.cpu_s - backend_before.cpu_s) / tokens,
+        loop_cpu_us_per_step=1e6 * (threads_after.first_s - threads_before.first_s) / num_steps,
+        pass_cpu_us_per_step=1e6 * (threads_after.others_s - threads_before.others_s) / num_steps,
         generator_cpu_us_per_token=summary.generator_cpu_us_per_token,
         frontend_rss_bytes=max(use.rss_bytes for use in frontend_after),
         backend_rss_bytes=backend_after.rss_bytes,
         viewer_bytes=sum(viewer.num_bytes for viewer in viewers),
     )
     return cost, summary
+
+
+async def _num_steps(target: Target) -> int:
+    """Raises BenchError if the server does not report its steps."""
+    for line in (await target.http.get("/metrics")).body.decode().splitlines():
+        if line.startswith(_STEPS):
+            return int(float(line.rpartition(" ")[2]))
+    raise BenchError(f"{_STEPS} is not among the server's metrics")
 
 
 def frontend_cost_table(cost: FrontendCost) -> Table:
@@ -171,17 +198,24 @@ def frontend_cost_table(cost: FrontendCost) -> Table:
 
 def viewers_table(costs: Sequence[FrontendCost]) -> Table:
     """Show medians over the rounds. Ratios are to the round before with the first count of viewers."""
-    columns = ("viewers", "output\ntok/s", "backend\nCPU µs / token", "ratio", "frontend\nCPU µs / token", "ratio")
-    table = make_table("Viewers of the engine page", *columns, "MB to each\nviewer")
+    figures = (
+        ("loop\nCPU µs / step", _LOOP),
+        ("loop /\npass", _LOOP_TO_PASS),
+        ("backend\nCPU µs / token", _BACKEND),
+        ("frontend\nCPU µs / token", _FRONTEND),
+    )
+    columns = [column for name, _ in figures for column in (name, "ratio")]
+    table = make_table("Viewers of the engine page", "viewers", "output\ntok/s", *columns, "MB to each\nviewer")
     for count in dict.fromkeys(cost.viewers for cost in costs):
         own = [cost for cost in costs if cost.viewers == count]
         table.add_row(
             str(count),
             f"{statistics.median(cost.tokens_per_s for cost in own):,.0f}",
-            f"{statistics.median(cost.backend_cpu_us_per_token for cost in own):.2f}",
-            f"{_ratio(costs, count, _BACKEND):.3f} ×",
-            f"{statistics.median(cost.frontend_cpu_us_per_token for cost in own):.2f}",
-            f"{_ratio(costs, count, _FRONTEND):.3f} ×",
+            *(
+                text
+                for _, figure in figures
+                for text in (f"{statistics.median(map(figure, own)):.2f}", f"{_ratio(costs, count, figure):.3f} ×")
+            ),
             f"{statistics.median(cost.viewer_bytes for cost in own) / 1e6 / count:.2f}" if count else "",
         )
     return table
@@ -198,8 +232,8 @@ def viewers_aims(costs: Sequence[FrontendCost]) -> list[Aim]:
     first, *others = dict.fromkeys(cost.viewers for cost in costs)
     return [
         Aim(
-            f"backend CPU per token, {count} viewers / {first}",
-            _ratio(costs, count, _BACKEND),
+            f"the loop's CPU per step, {count} viewers / {first}",
+            _ratio(costs, count, _LOOP),
             "at most",
             _VIEWERS_LIMIT,
         )
