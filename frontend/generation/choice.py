@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.frontend.generation.scored_tokens import score_prompt, score_token, with_own_first
+from penstock.frontend.generation.scored_tokens import named_by_id, score_prompt, score_token, with_own_first
 from penstock.frontend.generation.stop_strings import StopMatcher
 from penstock.frontend.parsing.deltas import Delta, ScoredToken, join_tool_calls
 from penstock.shm.messages import Finish, Keep
@@ -97,8 +97,10 @@ class Choice:
             text = self.prompt.text
             if text is None:
                 text = self._tokenizer.decode(self.prompt.token_ids, skip_special_tokens=False)
-            logprobs = tuple(self.prompt_logprobs(text)) if self._options.returns_logprobs else ()
-            self._echo = Delta(text, logprobs=logprobs)
+            logprobs = self.prompt_logprobs(text) if self._options.returns_logprobs else []
+            if self._options.names_tokens_by_id:
+                logprobs = [named_by_id(scored) for scored in logprobs]
+            self._echo = Delta(text, logprobs=tuple(logprobs))
 
     def prompt_logprobs(self, text: str = "") -> list[ScoredToken]:
         """Return the prompt's tokens with their log probabilities, available after the first batch.
@@ -205,7 +207,8 @@ class Choice:
     def _scored(self, token_id: int, entry: LogprobEntry, offset: int) -> ScoredToken:
         if self._options.names_logprob_tokens:
             entry = with_own_first(token_id, entry)
-        return score_token(self._tokenizer.token_bytes, token_id, entry, offset)
+        scored = score_token(self._tokenizer.token_bytes, token_id, entry, offset)
+        return named_by_id(scored) if self._options.names_tokens_by_id else scored
 
 
 class _Pieces:

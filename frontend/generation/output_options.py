@@ -32,6 +32,8 @@ class OutputOptions:
     returns_logprobs: bool = False
     names_logprob_tokens: bool = False
     """The tokens that log probabilities are reported of are the request's, and before them the generated one."""
+    names_tokens_by_id: bool = False
+    """In log probabilities of the answer, and of an echoed prompt."""
     returns_prompt_logprobs: bool = False
     echoes_prompt: bool = False
     """The text begins with the prompt."""
@@ -69,6 +71,7 @@ def read_output_options(body: AnsweredBody, rules: AnswerRules) -> OutputOptions
         returns_token_ids=body.return_token_ids is True,
         returns_logprobs=body.num_logprobs >= 0,
         names_logprob_tokens=bool(body.logprob_token_ids),
+        names_tokens_by_id=body.return_tokens_as_token_ids is True,
         returns_prompt_logprobs=body.prompt_logprobs is not None,
         echoes_prompt=isinstance(body, CompletionBody) and body.echo is True,
         ranks_choices=body.ranks_candidates,

@@ -35,6 +35,12 @@ def with_own_first(token_id: int, entry: LogprobEntry) -> LogprobEntry:
     return msgspec.structs.replace(entry, top_ids=tuple(values), top_logprobs=tuple(values.values()))
 
 
+def named_by_id(scored: ScoredToken) -> ScoredToken:
+    """Return the token, and those beside it, with token_id:N for its text."""
+    name = f"token_id:{scored.token_id}"
+    return msgspec.structs.replace(scored, text=name, raw=name.encode(), top=tuple(map(named_by_id, scored.top)))
+
+
 def score_prompt(
     token_bytes: TokenBytes, token_ids: Sequence[int], entries: Sequence[LogprobEntry], text: str
 ) -> list[ScoredToken]:

@@ -116,6 +116,8 @@ class GenerationBody(SchedulingBody, kw_only=True):
     """The end of the prompt that is dropped; left by default."""
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """vLLM's: log probabilities name tokens as token_id:N, because texts of tokens may be equal."""
     return_timings: bool | None = None
     timings_per_token: bool | None = None
 
@@ -154,7 +156,6 @@ class GenerationBody(SchedulingBody, kw_only=True):
     mirostat: Raw = ABSENT
     prompt_embeds: Raw = ABSENT
     repetition_detection: Raw = ABSENT
-    return_tokens_as_token_ids: Raw = ABSENT
     stop_regex: Raw = ABSENT
     structural_tag: Raw = ABSENT
     suffix: Raw = ABSENT

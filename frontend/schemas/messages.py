@@ -121,6 +121,7 @@ UNSUPPORTED_FIELDS = {
     "logprob_token_ids": ([],),
     "stream_options": (),
     "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
     "return_timings": (False,),
     "timings_per_token": (False,),
 }

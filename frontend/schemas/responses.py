@@ -133,6 +133,7 @@ UNSUPPORTED_FIELDS = {
     "prompt_logprobs": (),
     "logprob_token_ids": ([],),
     "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
     "return_timings": (False,),
     "timings_per_token": (False,),
 }

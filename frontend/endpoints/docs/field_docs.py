@@ -98,6 +98,7 @@ FIELD_DOCS = {
     "return_documents": "Whether the answer contains the documents.",
     "return_progress": "A stream's chunks say how much of the prompt is computed (llama.cpp's).",
     "return_text": "Whether the answer contains the texts.",
+    "return_tokens_as_token_ids": "Log probabilities name tokens as token_id:N.",
     "return_timings": "Report timings in the body.",
     "return_token_ids": "Return the token ids of prompt and answer.",
     "return_token_strs": "Return the tokens' texts as well.",

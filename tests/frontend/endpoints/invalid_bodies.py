@@ -183,7 +183,6 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("top_n_sigma", 1),
     ("dynatemp_range", 0.5),
     ("repetition_detection", {"x": 1}),
-    ("return_tokens_as_token_ids", True),
     ("guided_whitespace_pattern", " "),
 ]
 

@@ -120,6 +120,24 @@ async def test_named_tokens_are_reported_after_the_generated_one(
 
 
 @STREAMS
+async def test_log_probabilities_name_tokens_by_id(
+    connection: ClientConnection, backend: ScoringBackend, stream: bool
+) -> None:
+    backend.text, prompt = TEXTS[1], token_ids("the cat")
+    ids = token_ids(backend.text)
+    fields = {"stream": stream, "return_tokens_as_token_ids": True}
+    (choice,) = (await ask(connection, CHAT, logprobs=True, top_logprobs=2, **fields))["choices"]
+    assert choice["text"] == backend.text
+    for position, (token, reported) in enumerate(zip(ids, choice["logprobs"]["content"], strict=True)):
+        names = [f"token_id:{each}" for each in (token, *entry(token, position, 2).top_ids)]
+        assert [each["token"] for each in (reported, *reported["top_logprobs"])] == names
+        assert bytes(reported["bytes"]).decode() == names[0]
+    (choice,) = (await ask(connection, COMPLETIONS, echo=True, logprobs=1, **fields))["choices"]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in (*prompt, *ids, END_TOKEN)]
+    assert set(choice["logprobs"]["top_logprobs"][-1]) == {f"token_id:{END_TOKEN}", f"token_id:{END_TOKEN + 1}"}
+
+
+@STREAMS
 async def test_echoed_prompt_comes_first_with_its_logprobs(
     connection: ClientConnection, backend: ScoringBackend, stream: bool
 ) -> None:

@@ -1,7 +1,7 @@
 """`penstock bench frontend-cost`: CPU time per streamed token, with one frontend and a model that costs nothing.
 
 With `--viewers` also what viewers of the engine page cost: rounds without and with them take turns on one server. The
-engine's loop is the first thread of the backend; its CPU time is also compared with that of the backend's other threads,
+engine's loop is the first thread of the backend; its CPU time is also compared with that of the other threads,
 which run the forward pass: no viewer has a part in it, but it slows down with the loop when others use the core.
 """
 
