@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -40,12 +41,12 @@ from penstock.backend.startup import (
     check_memory,
     check_room_beside,
     describe_pass,
+    find_held_bytes,
     locate_config,
     locate_model,
     pass_name,
     pass_options,
     plan_memory,
-    with_held_weights,
 )
 from penstock.backend.structured_output.compile_pool import CompilePool
 from penstock.backend.structured_output.compiler_process import CompileLimits
@@ -128,12 +129,13 @@ def serve(options: BackendOptions) -> None:
     spec, settings = describe_pass(options, name, pass_class, config_dir, settings)
     # A dry run may plan for a GPU that this machine does not have. Only an automatic budget asks the device.
     asks_device = not options.dry_run or (bool(spec.kv_bytes_per_token) and not isinstance(options.kv_budget, int))
+    held_bytes = find_held_bytes(pass_class, config_dir, settings)
     memory = device_memory(settings.device) if asks_device else MemoryInfo(0, 0, settings.device)
+    memory = replace(memory, free_bytes=memory.free_bytes + held_bytes)  # the plan contains these weights
     plan = plan_memory(options, spec, settings, memory)
     if options.dry_run:
         Console().print(plan_tables(plan, settings.host_kv_bytes))
         return
-    memory = with_held_weights(memory, pass_class, config_dir, settings)
     _check_all_memory(options, plan, memory, settings)
     logger.info(plan.describe())
     model_dir = locate_model(options, config_dir)  # downloads only what can be served

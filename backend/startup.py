@@ -157,14 +157,12 @@ def plan_cache(options: BackendOptions, spec: PassSpec, device: str, memory: Mem
     )
 
 
-def with_held_weights(
-    memory: MemoryInfo, pass_class: type[IBatchedForwardPass], config_dir: Path, settings: PassOptions
-) -> MemoryInfo:
-    """Count memory of weights that the pass will only map as free: the plan contains them."""
+def find_held_bytes(pass_class: type[IBatchedForwardPass], config_dir: Path, settings: PassOptions) -> int:
+    """Return the size of weights that the pass will only map. Call it before memory is measured: others are freed."""
     finder: object = pass_class
     if settings.weights_fds is None or not isinstance(finder, IFindsHeldWeights):
-        return memory
-    return replace(memory, free_bytes=memory.free_bytes + finder.held_bytes(config_dir, settings))
+        return 0
+    return finder.held_bytes(config_dir, settings)
 
 
 def check_memory(plan: KvPlan | WholePlan, memory: MemoryInfo, device: str = "cpu") -> None:

@@ -11,6 +11,7 @@ import ctypes
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import TYPE_CHECKING, Any
 
+from penstock.shm.buffers.cuda_blocks import BLOCK_SIGNATURES
 from penstock.shm.buffers.device_api import HANDLE_BYTES, UUID_BYTES, DeviceError
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuEventRecord": (_EVENT, _STREAM),
     "cuEventQuery": (_EVENT,),
     "cuEventSynchronize": (_EVENT,),
+    **BLOCK_SIGNATURES,
 }
 
 
@@ -113,11 +115,13 @@ class DriverDevice:
         self._driver.call("cuDeviceGet", ctypes.byref(device), ordinal)
         self._driver.call("cuDeviceGetUuid_v2", ctypes.byref(uuid), device)
         self.uuid = bytes(uuid.bytes)
+        self.handle: int = device.value
+        """The driver's name for the device."""
         self._context = _CONTEXT()
         self._driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
         # Reads and fills run on this stream: on the default stream they would wait for the running step.
         self._stream = _STREAM()
-        self._call("cuStreamCreate", ctypes.byref(self._stream), _STREAM_NON_BLOCKING)
+        self.call("cuStreamCreate", ctypes.byref(self._stream), _STREAM_NON_BLOCKING)
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
@@ -128,13 +132,14 @@ class DriverDevice:
         finally:
             self._driver.call("cuCtxPopCurrent_v2", ctypes.byref(_CONTEXT()))
 
-    def _call(self, name: str, *arguments: object) -> None:
+    def call(self, name: str, *arguments: object) -> None:
+        """Call a function of the driver. Raises DeviceError."""
         with self._current():
             self._driver.call(name, *arguments)
 
     def allocate(self, num_bytes: int) -> int:
         pointer = _POINTER()
-        self._call("cuMemAlloc_v2", ctypes.byref(pointer), num_bytes)
+        self.call("cuMemAlloc_v2", ctypes.byref(pointer), num_bytes)
         try:
             with self._current():
                 self._driver.call("cuMemsetD8Async", pointer, 0, num_bytes, self._stream)
@@ -145,47 +150,47 @@ class DriverDevice:
         return pointer.value
 
     def free(self, pointer: int) -> None:
-        self._call("cuMemFree_v2", pointer)
+        self.call("cuMemFree_v2", pointer)
 
     def export_memory(self, pointer: int) -> bytes:
         handle = _Handle()
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
+        self.call("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
         return bytes(handle.reserved)
 
     def open_memory(self, handle: bytes) -> tuple[int, int]:
         pointer, base, num_bytes = _POINTER(), _POINTER(), c_size_t()
-        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _handle(handle), _IPC_LAZY_ENABLE_PEER_ACCESS)
+        self.call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _handle(handle), _IPC_LAZY_ENABLE_PEER_ACCESS)
         try:
-            self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(num_bytes), pointer)
+            self.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(num_bytes), pointer)
         except DeviceError:
             self.close_memory(pointer.value)
             raise
         return pointer.value, num_bytes.value - (pointer.value - base.value)
 
     def close_memory(self, pointer: int) -> None:
-        self._call("cuIpcCloseMemHandle", pointer)
+        self.call("cuIpcCloseMemHandle", pointer)
 
     def create_event(self) -> int:
         event = _EVENT()
         flags = _EVENT_BLOCKING_SYNC | _EVENT_DISABLE_TIMING | _EVENT_INTERPROCESS
-        self._call("cuEventCreate", ctypes.byref(event), flags)
+        self.call("cuEventCreate", ctypes.byref(event), flags)
         return event.value or 0
 
     def destroy_event(self, event: int) -> None:
-        self._call("cuEventDestroy_v2", event)
+        self.call("cuEventDestroy_v2", event)
 
     def export_event(self, event: int) -> bytes:
         handle = _Handle()
-        self._call("cuIpcGetEventHandle", ctypes.byref(handle), event)
+        self.call("cuIpcGetEventHandle", ctypes.byref(handle), event)
         return bytes(handle.reserved)
 
     def open_event(self, handle: bytes) -> int:
         event = _EVENT()
-        self._call("cuIpcOpenEventHandle", ctypes.byref(event), _handle(handle))
+        self.call("cuIpcOpenEventHandle", ctypes.byref(event), _handle(handle))
         return event.value or 0
 
     def record(self, event: int, stream: int) -> None:
-        self._call("cuEventRecord", event, stream)
+        self.call("cuEventRecord", event, stream)
 
     def has_passed(self, event: int) -> bool:
         with self._current():
@@ -195,16 +200,16 @@ class DriverDevice:
         return status == 0
 
     def wait(self, event: int, stream: int) -> None:
-        self._call("cuStreamWaitEvent", stream, event, 0)
+        self.call("cuStreamWaitEvent", stream, event, 0)
 
     def synchronize(self, event: int) -> None:
-        self._call("cuEventSynchronize", event)
+        self.call("cuEventSynchronize", event)
 
     def copy(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
-        self._call("cuMemcpyDtoDAsync_v2", destination, source, num_bytes, stream)
+        self.call("cuMemcpyDtoDAsync_v2", destination, source, num_bytes, stream)
 
     def copy_from_host(self, destination: int, address: int, num_bytes: int, stream: int) -> None:
-        self._call("cuMemcpyHtoDAsync_v2", destination, address, num_bytes, stream)
+        self.call("cuMemcpyHtoDAsync_v2", destination, address, num_bytes, stream)
 
     def read(self, pointer: int, num_bytes: int) -> bytes:
         data = ctypes.create_string_buffer(num_bytes)
@@ -220,18 +225,18 @@ class DriverDevice:
         registered memory.
         """
         address = c_void_p()
-        self._call("cuMemHostAlloc", ctypes.byref(address), num_bytes, _HOST_ALLOC_DEVICE_MAP)
+        self.call("cuMemHostAlloc", ctypes.byref(address), num_bytes, _HOST_ALLOC_DEVICE_MAP)
         return address.value or 0
 
     def free_host(self, address: int) -> None:
         """Free what `allocate_host` returned."""
-        self._call("cuMemFreeHost", address)
+        self.call("cuMemFreeHost", address)
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        self._call("cuMemHostRegister_v2", address, num_bytes, _REGISTER_PORTABLE)
+        self.call("cuMemHostRegister_v2", address, num_bytes, _REGISTER_PORTABLE)
 
     def unregister_host(self, address: int) -> None:
-        self._call("cuMemHostUnregister", address)
+        self.call("cuMemHostUnregister", address)
 
 
 def _handle(data: bytes) -> _Handle:

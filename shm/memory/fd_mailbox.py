@@ -1,7 +1,7 @@
-"""A place for one file descriptor that outlives the processes that leave and find it.
+"""A place for file descriptors that outlives the processes that leave and find them.
 
-It is a message that nobody takes out of a socket pair: the kernel keeps the message, and the descriptor in it, as long
-as any process has the pair open. Finders look at the message and get a descriptor of their own.
+They are in a message that nobody takes out of a socket pair: the kernel keeps the message, and the descriptors in it,
+as long as any process has the pair open. Finders look at the message and get descriptors of their own.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import stat
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 _MESSAGE = b"fd"
+MAX_FDS = 64
+"""The kernel's limit is 253."""
 
 
 class FdMailbox:
@@ -45,37 +47,35 @@ class FdMailbox:
         """A child that inherits them opens the mailbox with them."""
         return self._inlet.fileno(), self._outlet.fileno()
 
-    def find(self) -> int | None:
-        """A new fd of what was left last, which the caller closes, or None."""
+    def find(self) -> tuple[int, ...]:
+        """New fds of what was left last, which the caller closes; none if nothing was."""
         return self._receive(socket.MSG_PEEK)
 
-    def leave(self, fd: int) -> None:
-        """Replace the content by fd, which stays the caller's too."""
+    def leave(self, fds: Sequence[int]) -> None:
+        """Replace the content by fds, which stay the caller's too. Raises OSError."""
+        if not 1 <= len(fds) <= MAX_FDS:
+            raise OSError(errno.EINVAL, f"{len(fds)} fds for a mailbox; it takes 1 to {MAX_FDS}")
         self.clear()
-        socket.send_fds(self._inlet, [_MESSAGE], [fd])
+        socket.send_fds(self._inlet, [_MESSAGE], fds)
 
     def clear(self) -> None:
         """Other processes keep what they have found."""
-        while (fd := self._receive(0)) is not None:
-            os.close(fd)
+        while fds := self._receive(0):
+            close_all(fds)
 
     def holds(self, fd: int) -> bool:
-        """Whether the content is the same file as fd."""
+        """Whether the first fd of the content is the same file as fd."""
         found = self.find()
-        if found is None:
-            return False
         try:
-            return os.path.samestat(os.fstat(found), os.fstat(fd))
+            return bool(found) and os.path.samestat(os.fstat(found[0]), os.fstat(fd))
         finally:
-            os.close(found)
+            close_all(found)
 
     @property
     def is_empty(self) -> bool:
         found = self.find()
-        if found is None:
-            return True
-        os.close(found)
-        return False
+        close_all(found)
+        return not found
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -92,16 +92,23 @@ class FdMailbox:
         self._inlet.close()
         self._outlet.close()
 
-    def _receive(self, flags: int) -> int | None:
+    def _receive(self, flags: int) -> tuple[int, ...]:
         fds = array.array("i")
         try:
             # Not socket.recv_fds: in Python 3.11 it ignores the flags.
             _, ancillary, _, _ = self._outlet.recvmsg(
-                len(_MESSAGE), socket.CMSG_LEN(fds.itemsize), flags | socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+                len(_MESSAGE),
+                socket.CMSG_LEN(MAX_FDS * fds.itemsize),
+                flags | socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC,
             )
         except BlockingIOError:
-            return None
+            return ()
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-        return fds[0] if fds else None
+        return tuple(fds)
+
+
+def close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

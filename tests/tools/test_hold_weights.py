@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import pytest
 
 from penstock.backend.options import BackendOptions
 from penstock.tools.backend_children import BackendChildren, SharedWeights
@@ -18,40 +19,48 @@ from tests.tools.streams import samples
 MAPPED = "of packed weights that an earlier backend left"
 
 
-def weights_memory(pid: int) -> tuple[int, int]:
+EMULATED = "tests.backend.passes.decoder.cuda.emulated_pass:EmulatedCudaPass"
+MEMFDS = {"decoder": "memfd:penstock-weights", EMULATED: "memfd:penstock-stub-block"}
+"""Forward pass → the memory that its backends share."""
+
+
+def weights_memory(pid: int, name: str) -> tuple[int, int]:
     """Resident and proportional kilobytes of a process's mappings of held weights."""
     sums = {"Rss:": 0, "Pss:": 0}
     is_weights = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         word, *others = line.split()
         if not word.endswith(":"):
-            is_weights = "memfd:penstock-weights" in line
+            is_weights = name in line
         elif is_weights and word in sums:
             sums[word] += int(others[0])
     return sums["Rss:"], sums["Pss:"]
 
 
-def check_that_both_share(serve: Serve, client: httpx.Client) -> list[int]:
+def check_that_both_share(serve: Serve, client: httpx.Client, name: str) -> list[int]:
     """Wait for the next backend that maps weights, and for both to serve; return their pids."""
     serve.errors.wait_for(MAPPED)
     wait_until(lambda: sum(samples(client, "penstock_backend_up")) == 2, 60.0)
     pids = serve.pids("penstock.backend.main")
     held_bytes = samples(client, "penstock_held_weights_bytes")[0]
-    for resident_kb, proportional_kb in map(weights_memory, pids):
+    for resident_kb, proportional_kb in (weights_memory(pid, name) for pid in pids):
         assert resident_kb * 1024 > 0.9 * held_bytes > 0
         assert proportional_kb < 0.6 * resident_kb
     return pids
 
 
-def test_replicas_share_weights_and_the_successor_of_a_killed_backend_maps_them(start: Start) -> None:
-    options = ("--forward-pass", "decoder", "--gpu", "none", "--kv-budget", "50MB", "--replicas", "2")
-    serve = start(*options, "--hold-weights")
+@pytest.mark.parametrize("forward_pass", MEMFDS, ids=["cpu", "emulated GPU"])
+def test_replicas_share_weights_and_the_successor_of_a_killed_backend_maps_them(
+    start: Start, forward_pass: str
+) -> None:
+    options = ("--forward-pass", forward_pass, "--gpu", "none", "--kv-budget", "4MB", "--replicas", "2")
+    serve = start(*options, "--max-running", "2", "--max-batch-tokens", "16", "--hold-weights")
     serve.wait_until_ready()
     serve.errors.wait_for("of packed weights are held for the next backend")
     expected = serve.complete()
     with httpx.Client(base_url=f"http://127.0.0.1:{serve.port}", timeout=60) as client:
-        os.kill(check_that_both_share(serve, client)[0], signal.SIGKILL)
-        check_that_both_share(serve, client)
+        os.kill(check_that_both_share(serve, client, MEMFDS[forward_pass])[0], signal.SIGKILL)
+        check_that_both_share(serve, client, MEMFDS[forward_pass])
     assert serve.complete() == expected
     assert serve.stop() == 0
 
@@ -65,7 +74,7 @@ def test_backends_of_one_model_share_a_place_for_weights_until_the_last_is_close
     assert second.weights is first.weights is not other.weights
     assert set(first.weights.fds) <= set(first.spec("backend").pass_fds)
     fd = os.memfd_create("test")
-    first.weights.leave(fd)
+    first.weights.leave([fd])
     os.close(fd)
     first.close()
     assert not second.weights.is_empty

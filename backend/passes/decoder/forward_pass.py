@@ -8,7 +8,7 @@ from penstock.backend.checkpoint.encoders.decoder_heads import read_pooled_decod
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
-from penstock.backend.passes.decoder.cuda.device.cuda_device import open_gpu
+from penstock.backend.passes.decoder.cuda.device.cuda_device import open_gpu, uuid_of
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.cuda.pooled_pass import PooledCudaPass
 from penstock.backend.passes.decoder.pooled_pass import PooledDecoderPass
@@ -54,7 +54,9 @@ class DecoderPass(IBatchedForwardPass):
     @classmethod
     def held_bytes(cls, model_dir: Path, options: PassOptions) -> int:
         """See `IFindsHeldWeights`."""
-        return CpuDecoderPass.held_bytes(model_dir, options) if options.device == "cpu" else 0
+        if options.device == "cpu":
+            return CpuDecoderPass.held_bytes(model_dir, options)
+        return CudaDecoderPass.held_bytes(model_dir, options, uuid_of(options.device))
 
 
 def _require(model_dir: Path | None) -> Path:

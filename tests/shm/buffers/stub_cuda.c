@@ -22,6 +22,16 @@ typedef struct CUevent_st *CUevent;
 typedef struct { char bytes[16]; } CUuuid;
 typedef struct { char reserved[64]; } CUipcMemHandle;
 typedef struct { char reserved[64]; } CUipcEventHandle;
+typedef unsigned long long CUmemGenericAllocationHandle;
+typedef int CUmemAllocationHandleType, CUmemAllocationGranularity_flags;
+typedef struct { int type, id; } CUmemLocation;
+typedef struct {
+    int type, requestedHandleTypes;
+    CUmemLocation location;
+    void *win32HandleMetaData;
+    struct { unsigned char compressionType, gpuDirectRDMACapable; unsigned short usage; unsigned char reserved[4]; } allocFlags;
+} CUmemAllocationProp;
+typedef struct { CUmemLocation location; int flags; } CUmemAccessDesc;
 #endif
 
 enum { OK = 0, BAD_VALUE = 1, NO_MEMORY = 2, NO_CONTEXT = 201, BAD_HANDLE = 400, NOT_READY = 600, REGISTERED = 712 };
@@ -57,10 +67,12 @@ static struct region *map(const char *name, size_t size, int own) {
     abort();
 }
 
+/* The region of the first byte; more bytes than it has lie in regions behind it. */
 static struct region *find(uint64_t pointer, size_t size) {
     for (int i = 0; i < MAX; i++) {
-        uint64_t start = (uint64_t)(uintptr_t)regions[i].start;
-        if (start && pointer >= start && pointer + size <= start + regions[i].size) return &regions[i];
+        uint64_t start = (uint64_t)(uintptr_t)regions[i].start, end = start + regions[i].size;
+        if (start && pointer >= start && pointer < end)
+            return pointer + size <= end || find(end, pointer + size - end) ? &regions[i] : NULL;
     }
     return NULL;
 }
@@ -247,4 +259,86 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags) {
     NEED_CONTEXT;
     (void)stream;
     return flags || !find((uint64_t)(uintptr_t)event, 1) ? BAD_HANDLE : OK;
+}
+
+/* Blocks with file descriptors: a block is a memfd, whose kernel object lives as the driver's does, and a handle is this
+   process's fd of it + 1000. A range is address space; $STUB_CUDA_NO_BLOCKS is a device that has none. */
+enum { GRANULE = 2 << 20, MAX_BLOCK = 64 << 20 };
+
+static int has_properties(const CUmemAllocationProp *p) {
+    return p->type == 1 && p->requestedHandleTypes == 1 && p->location.type == 1 && p->location.id >= 40 && !p->win32HandleMetaData
+        && !p->allocFlags.usage && !p->allocFlags.compressionType;
+}
+CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
+    *value = attribute == 103 && !getenv("STUB_CUDA_NO_BLOCKS");
+    return device == 40 || device == 41 ? OK : BAD_VALUE;
+}
+CUresult cuMemGetAllocationGranularity(size_t *size, const CUmemAllocationProp *p, CUmemAllocationGranularity_flags flags) {
+    NEED_CONTEXT;
+    *size = GRANULE;
+    return has_properties(p) && !flags ? OK : BAD_VALUE;
+}
+CUresult cuMemAddressReserve(CUdeviceptr *start, size_t size, size_t alignment, CUdeviceptr address, unsigned long long flags) {
+    NEED_CONTEXT;
+    if (size % GRANULE || !size || alignment || address || flags) return BAD_VALUE;
+    void *reserved = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    *start = (uint64_t)(uintptr_t)reserved;
+    return reserved == MAP_FAILED ? NO_MEMORY : OK;
+}
+CUresult cuMemAddressFree(CUdeviceptr start, size_t size) {
+    NEED_CONTEXT;
+    return find(start, 1) || munmap((void *)(uintptr_t)start, size) ? BAD_VALUE : OK;
+}
+CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *p, unsigned long long flags) {
+    NEED_CONTEXT;
+    if (size > MAX_BLOCK) return NO_MEMORY;
+    if (size % GRANULE || !has_properties(p) || flags) return BAD_VALUE;
+    int fd = memfd_create("penstock-stub-block", MFD_CLOEXEC);
+    *handle = (uint64_t)fd + 1000;
+    return fd < 0 || ftruncate(fd, (off_t)size) ? NO_MEMORY : OK;
+}
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+    NEED_CONTEXT;
+    return handle < 1000 || close((int)handle - 1000) ? BAD_VALUE : OK;
+}
+CUresult cuMemExportToShareableHandle(void *fd, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type, unsigned long long flags) {
+    NEED_CONTEXT;
+    if (type != 1 || flags) return BAD_VALUE;
+    *(int *)fd = fcntl((int)handle - 1000, F_DUPFD_CLOEXEC, 0);
+    return *(int *)fd < 0 ? BAD_VALUE : OK;
+}
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *fd, CUmemAllocationHandleType type) {
+    NEED_CONTEXT;
+    char path[64], target[64] = {0};
+    snprintf(path, sizeof path, "/proc/self/fd/%d", (int)(uintptr_t)fd);
+    if (type != 1 || readlink(path, target, sizeof target - 1) < 0 || !strstr(target, "penstock-stub-block")) return BAD_VALUE;
+    *handle = (uint64_t)fcntl((int)(uintptr_t)fd, F_DUPFD_CLOEXEC, 0) + 1000;
+    return OK;
+}
+CUresult cuMemMap(CUdeviceptr start, size_t size, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags) {
+    NEED_CONTEXT;
+    struct stat status;
+    if (fstat((int)handle - 1000, &status) || (size_t)status.st_size != size || offset || flags || find(start, 1)) return BAD_VALUE;
+    void *place = (void *)(uintptr_t)start;
+    if (mmap(place, size, PROT_NONE, MAP_SHARED | MAP_FIXED, (int)handle - 1000, 0) != place) return BAD_VALUE;
+    for (int i = 0; i < MAX; i++)
+        if (!regions[i].start) {
+            regions[i] = (struct region){place, size, "block", 2};
+            return OK;
+        }
+    abort();
+}
+CUresult cuMemSetAccess(CUdeviceptr start, size_t size, const CUmemAccessDesc *access, size_t count) {
+    NEED_CONTEXT;
+    struct region *r = find(start, size);
+    if (!r || r->own != 2 || count != 1 || access->flags != 3 || access->location.type != 1) return BAD_VALUE;
+    return mprotect(r->start, size, PROT_READ | PROT_WRITE) ? BAD_VALUE : OK;
+}
+CUresult cuMemUnmap(CUdeviceptr start, size_t size) {
+    NEED_CONTEXT;
+    struct region *r = find(start, size);
+    if (!r || r->own != 2 || r->start != (char *)(uintptr_t)start || r->size != size) return BAD_VALUE;
+    mmap(r->start, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    r->start = NULL;
+    return OK;
 }

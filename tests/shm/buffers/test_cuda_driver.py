@@ -6,27 +6,29 @@ import contextlib
 import ctypes
 import mmap
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from penstock.shm.buffers.cuda_blocks import DeviceBlocks
 from penstock.shm.buffers.cuda_driver import DriverDevice, open_device
 from penstock.shm.buffers.cuda_ipc import BLOCK_BYTES, ExportedDeviceMemory, ImportedDeviceMemory
 from penstock.shm.buffers.device_api import HANDLE_BYTES, UUID_BYTES, DeviceApi, DeviceError, DeviceRow
 from penstock.shm.buffers.host_memory import PageLock
+from penstock.shm.memory.fd_mailbox import FdMailbox, close_all
 from penstock.shm.messages import BufferGrant, BufferKind
+from tests.shm.buffers.stub_driver import COMPILER, stub_library
 
 ROOT = Path(__file__).parents[3]
-COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("g++")
 BUSY_STREAM = 0xB5
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="the stub driver needs a C compiler")
 
 OTHER_PROCESS = """
 import sys
+from penstock.shm.buffers.cuda_blocks import DeviceBlocks
 from penstock.shm.buffers.cuda_driver import open_device
 from penstock.shm.buffers.cuda_ipc import ImportedDeviceMemory
 from penstock.shm.messages import BufferGrant, BufferKind
@@ -41,13 +43,9 @@ imported.close(0)
 """
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("stub") / "libcuda-stub.so"
-    assert COMPILER is not None
-    source = Path(__file__).with_name("stub_cuda.c")
-    subprocess.run([COMPILER, "-x", "c", "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
-    return str(path)
+@pytest.fixture
+def library() -> str:
+    return stub_library()
 
 
 @pytest.fixture
@@ -140,3 +138,59 @@ def test_host_memory_is_allocated_and_freed_once(device: DriverDevice) -> None:
         device.free_host(address)
     with pytest.raises(DeviceError, match="cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY"):
         device.allocate_host(1 << 30)
+
+
+FILLS_A_BLOCK = """
+import ctypes, os, sys
+from penstock.shm.buffers.cuda_blocks import DeviceBlocks
+from penstock.shm.buffers.cuda_driver import DriverDevice
+from penstock.shm.memory.fd_mailbox import FdMailbox
+blocks = DeviceBlocks(DriverDevice(1, sys.argv[1]), 16 << 20)
+fds = [blocks.add(5), blocks.add(3 << 20)]
+ctypes.memmove(blocks.pointer + (2 << 20) - 4, b"across blocks", 13)
+FdMailbox.attach((int(sys.argv[2]), int(sys.argv[3]))).leave(fds)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_blocks_outlive_the_process_that_filled_them_until_their_last_fd_is_closed(
+    device: DriverDevice, library: str
+) -> None:
+    mailbox = FdMailbox.create()
+    argv = [sys.executable, "-c", FILLS_A_BLOCK, library, *map(str, mailbox.fds)]
+    done = subprocess.run(argv, check=False, cwd=ROOT, timeout=60, pass_fds=mailbox.fds)
+    assert done.returncode == -9
+    fds = mailbox.find()
+    mailbox.close()
+    blocks, same = DeviceBlocks(device, 6 << 20), DeviceBlocks(device, 6 << 20)
+    for memory in (blocks, same):
+        for fd, num_bytes in zip(fds, (2 << 20, 4 << 20), strict=True):
+            memory.map(fd, num_bytes)
+        assert memory.read((2 << 20) - 4, 13) == b"across blocks"
+    ctypes.memmove(blocks.pointer, b"shared", 6)
+    assert same.read(0, 6) == b"shared"
+    with pytest.raises(DeviceError, match="blocks of 8388608 bytes; 6291456 are reserved"):
+        same.add(1)
+    close_all(fds)
+    assert blocks.read(0, 6) == b"shared"
+    blocks.close()
+    same.close()
+
+
+def test_what_is_no_block_is_not_mapped_and_a_device_without_them_says_so(
+    device: DriverDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = DeviceBlocks(device, 200 << 20)
+    with open(os.devnull) as file, pytest.raises(DeviceError, match="cuMemImportFromShareableHandle: CUDA_ERROR_INV"):
+        blocks.map(file.fileno(), 2 << 20)
+    fd = blocks.add(1)
+    with pytest.raises(DeviceError, match="cuMemMap: CUDA_ERROR_INVALID_VALUE"):
+        blocks.map(fd, 4 << 20)
+    with pytest.raises(DeviceError, match="cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY"):
+        blocks.add(100 << 20)
+    assert blocks.block_bytes == [2 << 20]
+    os.close(fd)
+    blocks.close()
+    monkeypatch.setenv("STUB_CUDA_NO_BLOCKS", "1")
+    with pytest.raises(DeviceError, match="the device gives no file descriptors of its memory"):
+        DeviceBlocks(device, 1)

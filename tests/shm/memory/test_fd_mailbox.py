@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from penstock.shm.memory.fd_mailbox import FdMailbox
+from penstock.shm.memory.fd_mailbox import MAX_FDS, FdMailbox, close_all
 
 
 def memfd(content: bytes) -> int:
@@ -18,14 +18,12 @@ def memfd(content: bytes) -> int:
 
 
 def content(mailbox: FdMailbox) -> bytes | None:
-    fd = mailbox.find()
-    if fd is None:
-        return None
-    assert not os.get_inheritable(fd)
+    fds = mailbox.find()
+    assert not any(map(os.get_inheritable, fds))
     try:
-        return os.pread(fd, 100, 0)
+        return b" and ".join(os.pread(fd, 100, 0) for fd in fds) if fds else None
     finally:
-        os.close(fd)
+        close_all(fds)
 
 
 def test_last_fd_that_was_left_is_found_any_number_of_times_until_it_is_cleared() -> None:
@@ -33,17 +31,23 @@ def test_last_fd_that_was_left_is_found_any_number_of_times_until_it_is_cleared(
     assert mailbox.is_empty
     assert content(mailbox) is None
     first, second = memfd(b"first"), memfd(b"second")
-    mailbox.leave(first)
+    mailbox.leave([first])
     assert mailbox.holds(first)
     os.close(first)
     assert [content(mailbox) for _ in range(3)] == [b"first"] * 3
-    mailbox.leave(second)
-    assert content(mailbox) == b"second"
+    third = memfd(b"third")
+    mailbox.leave([second, third])
+    assert content(mailbox) == b"second and third"
     assert mailbox.holds(second)
+    assert not mailbox.holds(third)
+    os.close(third)
     assert not mailbox.is_empty
     mailbox.clear()
     assert content(mailbox) is None
     assert not mailbox.holds(second)
+    for fds in ([], [second] * (MAX_FDS + 1)):
+        with pytest.raises(OSError, match=f"{len(fds)} fds for a mailbox; it takes 1 to {MAX_FDS}"):
+            mailbox.leave(fds)
     os.close(second)
     mailbox.close()
 
@@ -60,7 +64,7 @@ except BlockingIOError:
 mailbox = FdMailbox.attach(fds)
 fd = os.memfd_create("test")
 os.write(fd, b"of a child")
-mailbox.leave(fd)
+mailbox.leave([fd])
 os.kill(os.getpid(), 9)
 """
 

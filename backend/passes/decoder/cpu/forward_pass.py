@@ -20,7 +20,7 @@ from penstock.backend.passes.decoder.cpu.thread_counts import num_usable_cores
 from penstock.backend.passes.decoder.cpu.torch_cache.page_bytes import restore_page, save_page
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import AnonymousMemory
-from penstock.backend.passes.decoder.cpu.weight_memory.fingerprint import packing_fingerprint
+from penstock.backend.passes.decoder.held_weights.fingerprint import packing_fingerprint
 from penstock.backend.passes.decoder.layer_groups import check_groups, layer_groups, one_group
 from penstock.backend.passes.decoder.memory_trimming import return_freed_memory
 from penstock.backend.passes.decoder.model import DecoderModel
@@ -28,7 +28,7 @@ from penstock.backend.passes.decoder.ops import CPU_KV_DTYPES, CpuOps
 from penstock.backend.passes.decoder.prompt_embeddings import check_embeddings
 from penstock.backend.passes.decoder.spec import make_spec
 from penstock.backend.sampling.sampler import HostSampling
-from penstock.shm.memory.fd_mailbox import FdMailbox
+from penstock.shm.memory.fd_mailbox import FdMailbox, close_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from penstock.backend.pass_extensions import PagePlaces
     from penstock.backend.passes.decoder.cpu.path_choice import NativeKernels
     from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import WeightMemory
-    from penstock.backend.passes.decoder.cpu.weight_memory.watch import WatchedWeights
+    from penstock.backend.passes.decoder.held_weights.watch import WatchedWeights
     from penstock.backend.passes.decoder.layer_groups import LayerGroups
     from penstock.backend.passes.decoder.model import Weights
 
@@ -125,7 +125,8 @@ class CpuDecoderPass(HostSampling):
     ) -> LoadedPass:
         """Return build's pass. It packs the weights, in memory that outlives this process if the options give it."""
         from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
-        from penstock.backend.passes.decoder.cpu.weight_memory.holding import load_or_map
+        from penstock.backend.passes.decoder.cpu.weight_memory.held import CpuMemories
+        from penstock.backend.passes.decoder.held_weights.holding import load_or_map
 
         def pack(weights: Weights, dtype: torch.dtype, memory: WeightMemory) -> LoadedPass:
             ops = make_cpu_ops(
@@ -156,26 +157,25 @@ class CpuDecoderPass(HostSampling):
             return load(AnonymousMemory())[0]
         with contextlib.closing(FdMailbox.attach(options.weights_fds)) as mailbox:
             fingerprint = _fingerprint(model_dir, options, kernels)
-            loaded, held = load_or_map(mailbox, fingerprint, config, pack, load)
+            loaded, held = load_or_map(mailbox, fingerprint, config, CpuMemories(), pack, load)
         loaded.held_weights = held
         return loaded
 
     @classmethod
     def held_bytes(cls, model_dir: Path, options: PassOptions) -> int:
         """See `IFindsHeldWeights`."""
-        from penstock.backend.passes.decoder.cpu.weight_memory.holding import find_held
+        from penstock.backend.passes.decoder.cpu.weight_memory.held import CpuMemories
+        from penstock.backend.passes.decoder.held_weights.holding import find_held
 
         kernels = load_kernels(options.cpu_path)
         if options.weights_fds is None or kernels is None:
             return 0
         with contextlib.closing(FdMailbox.attach(options.weights_fds)) as mailbox:
-            fd = find_held(mailbox, _fingerprint(model_dir, options, kernels))
-        if fd is None:
-            return 0
+            fds = find_held(mailbox, _fingerprint(model_dir, options, kernels), CpuMemories())
         try:
-            return os.fstat(fd).st_size
+            return sum(os.fstat(fd).st_size for fd in fds)
         finally:
-            os.close(fd)
+            close_all(fds)
 
     @property
     def spec(self) -> PassSpec:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from penstock.backend.passes.decoder.cuda.step.device_sampler import (
 from penstock.backend.passes.decoder.cuda.step.step_buffers import StepBuffers
 from penstock.backend.passes.decoder.cuda.step.step_results import ResultBuffers
 from penstock.backend.passes.decoder.cuda.step.step_rows import CudaStep
+from penstock.backend.passes.decoder.cuda.weight_memory.private import PrivateMemory
 from penstock.backend.passes.decoder.cuda.workspace_plan import (
     StepSizes,
     attention_by_window,
@@ -64,7 +65,12 @@ if TYPE_CHECKING:
     from penstock.backend.forward_pass import EmbeddedTokens, PassOptions, PassSpec, PendingOutput, TokenMasks
     from penstock.backend.passes.decoder.cuda.device.device import Device
     from penstock.backend.passes.decoder.cuda.device.transfers import Ints
+    from penstock.backend.passes.decoder.cuda.weight_memory.private import DeviceMemory
+    from penstock.backend.passes.decoder.cuda.workspace_plan import PassSettings
+    from penstock.backend.passes.decoder.held_weights.watch import WatchedWeights
     from penstock.backend.passes.decoder.model import Weights
+
+PassT = TypeVar("PassT", bound="CudaDecoderPass")
 
 logger = logging.getLogger("penstock.backend")
 
@@ -96,6 +102,9 @@ class CudaDecoderPass:
     token_costs: TokenCosts
     """Cost to copy a token's KV and to recompute it; measured by `create_cache`, which then chooses the cheaper one."""
 
+    held_weights: WatchedWeights | None = None
+    """See `IHeldWeights`."""
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -106,8 +115,11 @@ class CudaDecoderPass:
         host_kv_bytes: int = 0,
         quantization: Quantization | None = None,
         formats: StoredFormats = PLAIN,
+        memory: DeviceMemory | None = None,
     ) -> None:
-        """host_kv_bytes limits the host memory for offloaded pages. The last two are as in `make_spec`."""
+        """host_kv_bytes limits the host memory for offloaded pages. quantization and formats are as in `make_spec`.
+        memory: of the weights, by default this process's own."""
+        self._memory = memory or PrivateMemory()
         self._config = config
         self._device = device
         self._sizes = sizes
@@ -118,7 +130,7 @@ class CudaDecoderPass:
             matmul = choose_matmul(sizes)
             self._ops = make_ops(
                 device, config, dtype, sizes.max_tokens, sizes.max_rows, matmul,
-                rounds_rows=rounds_rows(formats, quantization, sizes, dtype),
+                rounds_rows=rounds_rows(formats, quantization, sizes, dtype), memory=self._memory,
             )  # fmt: skip
             self._model = DecoderModel(config, self._ops, weights, dtype, one_group(config))
 
@@ -131,13 +143,23 @@ class CudaDecoderPass:
         return describe_checkpoint(model_dir, read_decoder_config(model_dir, options.max_context_tokens), options)
 
     @classmethod
-    def load(cls, model_dir: Path, options: PassOptions, device: Device) -> CudaDecoderPass:
+    def load(cls: type[PassT], model_dir: Path, options: PassOptions, device: Device) -> PassT:
         from penstock.backend.checkpoint.config_json import read_decoder_config
-        from penstock.backend.passes.decoder.cuda.loading import open_checkpoint
+        from penstock.backend.passes.decoder.cuda.loading import load_pass
 
         config = read_decoder_config(model_dir, options.max_context_tokens)
-        with open_checkpoint(model_dir, config, options) as (weights, settings):
-            return cls(config, weights, device, *settings)
+
+        def build(weights: Weights, settings: PassSettings, memory: DeviceMemory) -> PassT:
+            return cls(config, weights, device, *settings, memory=memory)
+
+        return load_pass(model_dir, config, options, device, build)
+
+    @classmethod
+    def held_bytes(cls, model_dir: Path, options: PassOptions, device_uuid: bytes) -> int:
+        """See `IFindsHeldWeights`. Frees other weights that are held: `load` would not map them."""
+        from penstock.backend.passes.decoder.cuda.loading import find_held_bytes
+
+        return find_held_bytes(model_dir, options, device_uuid)
 
     @property
     def spec(self) -> PassSpec:
@@ -237,6 +259,9 @@ class CudaDecoderPass:
         self._ops.close()
         self._moves.close()
         del self._graphs, self._buffers, self._sampler, self._masks, self._results, self._model
+        if self.held_weights is not None:
+            self.held_weights.close()
+        self._memory.unmap()
         self._device.trim()
 
     def _forward(self, batch: StepBatch) -> Tensor:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch, TokenMasks
     from penstock.backend.passes.decoder.cuda.device.device import Device
     from penstock.backend.passes.decoder.cuda.device.transfers import PendingCopy
+    from penstock.backend.passes.decoder.cuda.weight_memory.private import DeviceMemory
     from penstock.backend.passes.decoder.cuda.workspace_plan import PassSettings
     from penstock.backend.passes.decoder.model import Weights
 
@@ -33,8 +34,15 @@ class PooledCudaPass(CudaDecoderPass):
     They are computed where logits are, so rows of one token replay the same graphs.
     """
 
-    def __init__(self, pooled: PooledDecoder, weights: Weights, device: Device, settings: PassSettings) -> None:
-        super().__init__(pooled.config, weights, device, *settings)
+    def __init__(
+        self,
+        pooled: PooledDecoder,
+        weights: Weights,
+        device: Device,
+        settings: PassSettings,
+        memory: DeviceMemory | None = None,
+    ) -> None:
+        super().__init__(pooled.config, weights, device, *settings, memory=memory)
         self._gives_hidden_states = pooled.head == "embed"
         self._spec = _with_results(self._spec, pooled, settings.sizes.max_rows)
         self._vectors = Downlink(device, settings.sizes.max_rows * pooled.width)
@@ -50,10 +58,14 @@ class PooledCudaPass(CudaDecoderPass):
         cls, model_dir: Path, options: PassOptions, pooled: PooledDecoder, device: Device
     ) -> PooledCudaPass:
         from penstock.backend.checkpoint.encoders.decoder_heads import read_head
-        from penstock.backend.passes.decoder.cuda.loading import open_checkpoint
+        from penstock.backend.passes.decoder.cuda.loading import load_pass
 
-        with open_checkpoint(model_dir, pooled.config, options) as (weights, settings):
-            return cls(pooled, WeightsWithHead(weights, read_head(model_dir, pooled)), device, settings)
+        head = read_head(model_dir, pooled)
+
+        def build(weights: Weights, settings: PassSettings, memory: DeviceMemory) -> PooledCudaPass:
+            return cls(pooled, WeightsWithHead(weights, head), device, settings, memory)
+
+        return load_pass(model_dir, pooled.config, options, device, build)
 
     def _forward(self, batch: StepBatch) -> Tensor:
         """[Q, width]. Slots need no sampler's state. Without pooled rows, batch.logit_rows are those of the warm-up."""

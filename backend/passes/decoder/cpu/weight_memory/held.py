@@ -6,6 +6,8 @@ import ctypes
 import logging
 import mmap
 import os
+import random
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -13,17 +15,15 @@ import numpy as np
 import torch
 
 from penstock.backend.checksum import block_sum
-from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import aligned
+from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import AnonymousMemory, aligned
 from penstock.backend.passes.decoder.cpu.weight_memory.manifest import (
-    BLOCK_BYTES,
-    DATA_PLACE,
-    HeldWeightsError,
     LinearForm,
     Manifest,
     PackedWeight,
-    finish,
     read_manifest,
 )
+from penstock.backend.passes.decoder.held_weights.blocks import HeldWeightsError, block_place, changed, num_blocks
+from penstock.backend.passes.decoder.held_weights.sealed_manifest import DATA_PLACE, finish
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,6 +39,23 @@ _CHUNK_BYTES = 1 << 30
 """Address space that is mapped at a time. Each mapping holds a file descriptor."""
 _MADV_POPULATE_READ = 22
 """Linux 5.14; the mmap module lacks the constant."""
+_CHECKS_AT_START_S = 0.1
+
+
+class CpuMemories:
+    """See `holding.Memories`: shared memory of the host. The first fd is all of it."""
+
+    def fingerprint_of(self, fds: Sequence[int]) -> str:
+        return read_manifest(fds[0])[1].fingerprint
+
+    def map(self, fds: Sequence[int]) -> HeldMemory:
+        return HeldMemory(fds[0])
+
+    def fill(self) -> FilledMemory:
+        return FilledMemory()
+
+    def private(self) -> AnonymousMemory:
+        return AnonymousMemory()
 
 
 class FilledMemory:
@@ -78,7 +95,11 @@ class FilledMemory:
         ends = [begin for begin, _ in self._chunks[1:]] + [self._end]
         return [_tensor(chunk, 0, end - begin) for (begin, chunk), end in zip(self._chunks, ends, strict=True)]
 
-    def finish(self, fingerprint: str, dtype: torch.dtype) -> HeldBlocks:
+    @property
+    def fds(self) -> tuple[int]:
+        return (self.fd,)
+
+    def finish(self, fingerprint: str, dtype: torch.dtype) -> CpuBlocks:
         """Add the manifest, and make the memory read-only in all processes. Raises OSError."""
         sums = tuple(_sum(self.fd, self._end, block) for block in range(num_blocks(self._end)))
         name = next(name for name, known in DTYPES.items() if known is dtype)
@@ -86,7 +107,7 @@ class FilledMemory:
         finish(self.fd, self._end, manifest)
         for _, chunk in self._chunks:
             _forbid_writing(chunk)
-        return HeldBlocks(self.fd, self._end, sums)
+        return CpuBlocks(self.fd, self._end, sums)
 
     def close(self) -> None:
         """Its tensors stay valid."""
@@ -104,14 +125,21 @@ class HeldMemory:
         self._next = 0
         self._mapping = mmap.mmap(fd, DATA_PLACE + data_bytes, prot=mmap.PROT_READ)
         self.num_bytes = data_bytes
-        self.fingerprint = self._manifest.fingerprint
         self.dtype = DTYPES[self._manifest.dtype]
-        self.block_sums = self._manifest.block_sums
+        self.blocks = CpuBlocks(fd, data_bytes, self._manifest.block_sums)
 
-    def populate(self) -> None:
-        """Map all pages now: page by page in the first step costs several times as much."""
+    def check_some(self) -> int:
+        """Also maps all pages now: page by page in the first step costs several times as much."""
+        end_s = time.monotonic() + _CHECKS_AT_START_S
+        num_checked = 0
+        for block in random.sample(range(len(self.blocks)), len(self.blocks)):
+            self.blocks.check(block)
+            num_checked += 1
+            if time.monotonic() >= end_s:
+                break
         with suppress(OSError):  # an older kernel
             self._mapping.madvise(_MADV_POPULATE_READ)
+        return num_checked
 
     def give_form_to(self, linear: Linear) -> None:
         """Raises HeldWeightsError if the next weight is no linear that the kernels have."""
@@ -136,14 +164,17 @@ class HeldMemory:
     def used(self) -> list[Tensor]:
         return [_tensor(self._mapping, DATA_PLACE, self.num_bytes)]
 
+    def unmap(self) -> None:
+        """The mapping ends with the last tensor of it."""
+
     def _peek(self) -> PackedWeight:
         if self._next == len(self._manifest.weights):
             raise HeldWeightsError(f"it has only {self._next} weights")
         return self._manifest.weights[self._next]
 
 
-class HeldBlocks:
-    """The blocks of finished memory, and their checksums."""
+class CpuBlocks:
+    """See `HeldBlocks`."""
 
     def __init__(self, fd: int, num_bytes: int, sums: Sequence[int]) -> None:
         """Has an fd of its own until it is closed."""
@@ -155,10 +186,8 @@ class HeldBlocks:
         return len(self._sums)
 
     def check(self, block: int) -> None:
-        """Raises HeldWeightsError if the block has changed."""
         if _sum(self.fd, self.num_bytes, block) != self._sums[block]:
-            place = block * BLOCK_BYTES
-            raise HeldWeightsError(f"bytes {place} to {min(place + BLOCK_BYTES, self.num_bytes)} have changed")
+            raise changed(*block_place(self.num_bytes, block))
 
     def close(self) -> None:
         os.close(self.fd)
@@ -168,14 +197,10 @@ def _form_of(linear: Linear | None) -> LinearForm | None:
     return None if linear is None else LinearForm.of(linear)
 
 
-def num_blocks(data_bytes: int) -> int:
-    return -(-data_bytes // BLOCK_BYTES)
-
-
 def _sum(fd: int, data_bytes: int, block: int) -> int:
     # Read, not mapped: pages that are mapped twice would count twice in this process's memory.
-    place = block * BLOCK_BYTES
-    content = np.empty(min(BLOCK_BYTES, data_bytes - place), np.uint8)
+    place, num_bytes = block_place(data_bytes, block)
+    content = np.empty(num_bytes, np.uint8)
     if os.preadv(fd, [content.data], DATA_PLACE + place) != len(content):
         raise HeldWeightsError(f"bytes {place} to {place + len(content)} cannot be read")
     return block_sum(content)

@@ -6,32 +6,18 @@ before it is used.
 
 from __future__ import annotations
 
-import os
-import struct
-import zlib
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import msgspec
 
 from penstock.backend.passes.decoder.cpu.native_structs import WeightForm
-from penstock.shm.memory import region
+from penstock.backend.passes.decoder.held_weights import sealed_manifest
+from penstock.backend.passes.decoder.held_weights.blocks import HeldWeightsError, num_blocks
 
 if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cpu.native_structs import Linear
 
-DATA_PLACE = 4096
-"""Where the weights begin."""
-BLOCK_BYTES = 4 << 20
-"""The weights have a checksum for each block of this size; the last block may be smaller."""
-_MAGIC = 0x50_4E_53_54_57_47_54_31
-_HEADER = struct.Struct("<QQQQ")  # magic, bytes of weights, bytes of the manifest, its crc32
-_MAX_MANIFEST_BYTES = 64 << 20
-
 Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-
-
-class HeldWeightsError(Exception):
-    """Held memory does not hold what it should. The message is one line."""
 
 
 class LinearForm(msgspec.Struct, frozen=True, array_like=True):
@@ -74,32 +60,9 @@ class Manifest(msgspec.Struct, frozen=True):
     block_sums: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)], ...]
 
 
-def finish(fd: int, data_bytes: int, manifest: Manifest) -> None:
-    """Write header and manifest behind data_bytes of weights, and forbid all changes. Raises OSError."""
-    text = msgspec.json.encode(manifest)
-    end = DATA_PLACE + data_bytes
-    os.ftruncate(fd, end)
-    os.pwrite(fd, text, end)
-    os.pwrite(fd, _HEADER.pack(_MAGIC, data_bytes, len(text), zlib.crc32(text)), 0)
-    region.seal(fd, region.F_SEAL_FUTURE_WRITE)
-
-
 def read_manifest(fd: int) -> tuple[int, Manifest]:
     """Return the bytes of weights, and the manifest. Raises HeldWeightsError."""
-    try:
-        region.attach(fd, DATA_PLACE, writable=False).close()  # sealed, so it cannot shrink later
-        magic, data_bytes, num_bytes, crc = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
-        size = os.fstat(fd).st_size
-        if magic != _MAGIC or num_bytes > _MAX_MANIFEST_BYTES or DATA_PLACE + data_bytes + num_bytes != size:
-            raise HeldWeightsError(
-                f"{size} bytes have a header for {data_bytes} of weights and {num_bytes} of manifest"
-            )
-        text = os.pread(fd, num_bytes, DATA_PLACE + data_bytes)
-        if zlib.crc32(text) != crc:
-            raise HeldWeightsError("the manifest's checksum does not match")
-        manifest = msgspec.json.decode(text, type=Manifest)
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
-        raise HeldWeightsError(str(error)) from None
+    data_bytes, manifest = sealed_manifest.read_manifest(fd, Manifest)
     _check(data_bytes, manifest)
     return data_bytes, manifest
 
@@ -113,5 +76,5 @@ def _check(data_bytes: int, manifest: Manifest) -> None:
                 f"{data_bytes} bytes"
             )
         end = weight.place + weight.num_bytes
-    if data_bytes % 64 or len(manifest.block_sums) != -(-data_bytes // BLOCK_BYTES):
+    if data_bytes % 64 or len(manifest.block_sums) != num_blocks(data_bytes):
         raise HeldWeightsError(f"{len(manifest.block_sums)} checksums for {data_bytes} bytes")

@@ -12,6 +12,7 @@ from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import DeviceLost
 from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLauncher
 from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed
+from penstock.shm.buffers.cuda_blocks import DeviceBlocks
 from penstock.shm.buffers.cuda_driver import DriverDevice
 
 if TYPE_CHECKING:
@@ -43,6 +44,30 @@ class _HostMemory:
 
     def free(self) -> None:
         self._driver.free_host(self._address)
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceBytes:
+    """Memory that torch takes over by the CUDA array interface."""
+
+    pointer: int
+    num_bytes: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        data = (self.pointer, False)
+        return {"shape": (self.num_bytes,), "typestr": "|u1", "data": data, "strides": None, "version": 3}
+
+
+class _BlockRange(DeviceBlocks):
+    """See `BlockRange`."""
+
+    def __init__(self, driver: DriverDevice, torch_device: torch.device, max_bytes: int) -> None:
+        super().__init__(driver, max_bytes)
+        self._torch_device = torch_device
+
+    def tensor(self, begin: int, num_bytes: int) -> Tensor:
+        return torch.as_tensor(_DeviceBytes(self.pointer + begin, num_bytes), device=self._torch_device)
 
 
 class CudaDevice:
@@ -78,6 +103,13 @@ class CudaDevice:
     def host_memory(self, num_bytes: int) -> _HostMemory:
         return _HostMemory(DriverDevice(self.torch_device.index), num_bytes)
 
+    @property
+    def uuid(self) -> bytes:
+        return DriverDevice(self.torch_device.index).uuid
+
+    def block_range(self, max_bytes: int) -> _BlockRange:
+        return _BlockRange(DriverDevice(self.torch_device.index), self.torch_device, max_bytes)
+
     def record(self) -> _Recorded:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
@@ -108,10 +140,19 @@ class CudaDevice:
             ) from fault
 
 
+def uuid_of(name: str) -> bytes:
+    """The identity of the GPU of `PassOptions.device`, such as "cuda:0". Raises DeviceError."""
+    return DriverDevice(_index_of(name)).uuid
+
+
 def open_gpu(name: str) -> CudaDevice:
     """Open the GPU of `PassOptions.device`, such as "cuda:0". Raises StartupError."""
-    index = int(name.partition(":")[2])
+    index = _index_of(name)
     try:
         return CudaDevice(index)
     except (KernelFailed, RuntimeError) as error:
         raise StartupError(f"GPU {index} cannot be used: {str(error).strip().splitlines()[0]}") from error
+
+
+def _index_of(name: str) -> int:
+    return int(name.partition(":")[2])

@@ -43,6 +43,28 @@ class HostMemory(Protocol):
         ...
 
 
+class BlockRange(Protocol):
+    """Consecutive addresses of the device with blocks of memory that no process owns. See `cuda_blocks.DeviceBlocks`,
+    which has all but `tensor`. Every call may raise DeviceError."""
+
+    @property
+    def block_bytes(self) -> list[int]: ...
+
+    def add(self, num_bytes: int) -> int: ...
+
+    def map(self, fd: int, num_bytes: int) -> None: ...
+
+    def read(self, begin: int, num_bytes: int) -> bytes:
+        """Any thread may call it."""
+        ...
+
+    def tensor(self, begin: int, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes], valid until `close`."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Device(Protocol):
     """One thread makes all calls, unless a docstring says otherwise."""
 
@@ -55,6 +77,11 @@ class Device(Protocol):
     @property
     def last_launch(self) -> str:
         """The most recently launched kernel and its grid, for messages."""
+        ...
+
+    @property
+    def uuid(self) -> bytes:
+        """The GPU's identity."""
         ...
 
     @property
@@ -86,6 +113,10 @@ class Device(Protocol):
 
     def host_memory(self, num_bytes: int) -> HostMemory:
         """Return a block of exactly this size (`pinned` may round up to a power of two). Raises DeviceError."""
+        ...
+
+    def block_range(self, max_bytes: int) -> BlockRange:
+        """Return an empty range for at most so many bytes. Raises DeviceError if the device has no such memory."""
         ...
 
     def record(self) -> Event:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
     from penstock.backend.passes.decoder.cuda.ops.matmul import CudaLinear, Matmul
     from penstock.backend.passes.decoder.cuda.step.step_buffers import StepBuffers
+    from penstock.backend.passes.decoder.cuda.weight_memory.private import DeviceMemory
     from penstock.backend.passes.decoder.ops import AttentionLayer
 
 
@@ -59,16 +60,17 @@ class CudaOps(DeviceWeights):
         matmul: Matmul,
         *,
         rounds_rows: bool = False,
+        memory: DeviceMemory | None = None,
     ) -> None:
-        """rounds_rows: as `workspace_plan.rounds_rows`."""
+        """rounds_rows: as `workspace_plan.rounds_rows`. memory: of the weights, by default this process's own."""
         rounded = None
         if rounds_rows:
             rounded = RoundedProducts(
                 device.launcher, device.torch_device, dtype, max_tokens, max_linear_inputs(config),
                 device.compute_capability,
             )  # fmt: skip
-        quantized = QuantizedProducts(device.launcher, device.torch_device, dtype, max_tokens, matmul, rounded)
-        super().__init__(device.torch_device, dtype, quantized)
+        quantized = QuantizedProducts(device.launcher, device.torch_device, dtype, max_tokens, matmul, rounded, memory)
+        super().__init__(device.torch_device, dtype, quantized, memory)
         self._device = device
         self._launcher = device.launcher
         self._config = config
@@ -94,7 +96,7 @@ class CudaOps(DeviceWeights):
         if config.experts is not None:
             self.experts = CudaExpertOps(
                 self._launcher, device.torch_device, config.hidden_size, config.experts, dtype, max_tokens, matmul,
-                quantized, self._activate_gated,
+                quantized, self._activate_gated, self,
             )  # fmt: skip
 
     def open_cache(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.backend.passes.decoder.cuda.ops.matmul import CudaLinear
-from penstock.backend.passes.decoder.cuda.ops.packed_weights import takes_packed
+from penstock.backend.passes.decoder.cuda.weight_memory.private import PrivateMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,12 +15,21 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
     from penstock.backend.passes.decoder.cuda.ops.packed_weights import CudaQuantizedLinear
     from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedProducts
+    from penstock.backend.passes.decoder.cuda.weight_memory.private import DeviceMemory
 
 
 class DeviceWeights:
     """The weight methods of `Ops`. Products read matrices in dtype, or quantised; norms read vectors in fp32."""
 
-    def __init__(self, torch_device: torch.device, dtype: torch.dtype, quantized: QuantizedProducts) -> None:
+    def __init__(
+        self,
+        torch_device: torch.device,
+        dtype: torch.dtype,
+        quantized: QuantizedProducts,
+        memory: DeviceMemory | None = None,
+    ) -> None:
+        """memory: where weights that are not quantised lie, by default in this process's own."""
+        self._memory = memory or PrivateMemory()
         self._torch_device = torch_device
         self._dtype = dtype
         self._quantized = quantized
@@ -29,18 +38,20 @@ class DeviceWeights:
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
     ) -> CudaLinear | CudaQuantizedLinear:
         placed_bias = None if bias is None else self.table(bias)
-        if not isinstance(weight, torch.Tensor):
-            if takes_packed(self._dtype):
-                return self._quantized.pack(weight, placed_bias, scale, is_gated=is_gated)
-            weight = weight.dequantize()
-        placed = self.table(weight)
+        packed = self._quantized.take(weight, placed_bias, scale, is_gated=is_gated)
+        if packed is not None:
+            return packed
+        placed = self.table(weight if isinstance(weight, torch.Tensor) else weight.dequantize())
         return CudaLinear(placed, placed.t(), placed_bias, scale, is_gated)
 
     def vector(self, weight: Tensor) -> Tensor:
-        return weight.to(self._torch_device, torch.float32).contiguous()
+        return self._place(weight, torch.float32)
 
     def table(self, weight: Tensor) -> Tensor:
-        return weight.to(self._torch_device, self._dtype).contiguous()
+        return self._place(weight, self._dtype)
+
+    def _place(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._memory.place(lambda: weight.to(self._torch_device, dtype).contiguous(), weight.shape, dtype)
 
     def tied_table(
         self,

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Kernel
+from penstock.backend.passes.decoder.cuda.ops.device_weights import DeviceWeights
 from penstock.backend.passes.decoder.cuda.ops.matmul import CudaLinear
-from penstock.backend.passes.decoder.cuda.ops.packed_weights import takes_packed
 from penstock.backend.passes.decoder.cuda.ops.quantized_linear import TILE_OUTPUTS, most_tiles
 
 if TYPE_CHECKING:
@@ -147,13 +147,15 @@ class CudaExpertOps:
         matmul: Matmul,
         quantized: QuantizedProducts,
         activate: Callable[[Tensor, Tensor], None],
+        weights: DeviceWeights | None = None,
     ) -> None:
-        """activate(gate_up [n, 2 width], out [n, width]) computes the gated activation. Raises ValueError for experts
+        """activate(gate_up [n, 2 width], out [n, width]) computes the gated activation. weights: packs them; by default
+        into this process's own memory. Raises ValueError for experts
         with an `unsupported_reason`."""
         if (reason := unsupported_reason(experts)) is not None:
             raise ValueError(reason)
         self._launcher = launcher
-        self._torch_device = torch_device
+        self._weights = weights or DeviceWeights(torch_device, dtype, quantized)
         self._experts = experts
         self._dtype = dtype
         self._matmul = matmul
@@ -170,20 +172,16 @@ class CudaExpertOps:
         )
 
     def pack(self, weights: ExpertWeights, scale: float) -> CudaExperts:
-        device, count = self._torch_device, self._experts.count
+        count, wide = self._experts.count, self._weights.vector
 
         def by_expert(weight: Tensor | QuantizedWeight) -> Tensor | CudaQuantizedLinear:
-            if not isinstance(weight, torch.Tensor):
-                if takes_packed(self._dtype):
-                    return self._quantized.pack(weight, None)
-                weight = weight.dequantize()
-            return weight.to(device, self._dtype).contiguous().view(count, -1, weight.shape[1])
+            packed = self._quantized.take(weight, None)
+            if packed is not None:
+                return packed
+            plain = weight if isinstance(weight, torch.Tensor) else weight.dequantize()
+            return self._weights.table(plain).view(count, -1, plain.shape[1])
 
         gate_up, down = by_expert(weights.gate_up), by_expert(weights.down)
-
-        def wide(tensor: Tensor) -> Tensor:
-            return tensor.to(device, torch.float32).contiguous()
-
         router, router_bias = wide(weights.router), weights.router_bias
         biases = None
         if weights.gate_up_bias is not None and weights.down_bias is not None:

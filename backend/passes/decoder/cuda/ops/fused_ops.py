@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.ops.packed_weights import CudaQuantizedLinear
     from penstock.backend.passes.decoder.cuda.step.step_buffers import StepBuffers
     from penstock.backend.passes.decoder.cuda.step.step_rows import CudaStep
+    from penstock.backend.passes.decoder.cuda.weight_memory.private import DeviceMemory
     from penstock.backend.passes.decoder.ops import AttentionLayer
 
 
@@ -73,10 +74,11 @@ def make_ops(
     matmul: Matmul,
     *,
     rounds_rows: bool,
+    memory: DeviceMemory | None = None,
 ) -> CudaOps:
     """Return the operations of a model; the arguments are those of `CudaOps`."""
     kind = FusedCudaOps if fuses(config, dtype, matmul) else CudaOps
-    return kind(device, config, dtype, max_tokens, max_rows, matmul, rounds_rows=rounds_rows)
+    return kind(device, config, dtype, max_tokens, max_rows, matmul, rounds_rows=rounds_rows, memory=memory)
 
 
 class _Projection(NamedTuple):

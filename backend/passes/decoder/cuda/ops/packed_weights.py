@@ -16,6 +16,7 @@ from penstock.backend.checkpoint.quantized_weights import (
     PackedForm,
     WeightForm,
 )
+from penstock.backend.passes.decoder.held_weights.blocks import HeldWeightsError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,6 +99,21 @@ class CudaQuantizedLinear:
         if not isinstance(form, GroupedForm):
             return 0
         return (form.group_size.bit_length() - 1) | (form.block_size.bit_length() - 1) << 8 | form.has_minima << 16
+
+
+def distinct_parts(packed: CudaQuantizedLinear) -> tuple[Tensor, ...]:
+    """Return `parts` without zeros that nobody reads: then scales are the last part."""
+    return packed.parts[:2] if packed.zeros is packed.scales else packed.parts
+
+
+def as_linear(
+    form: KernelForm, parts: tuple[Tensor, ...], shape: tuple[int, int], dtype: torch.dtype
+) -> CudaQuantizedLinear:
+    """Return the linear of these `distinct_parts`. Raises HeldWeightsError if they are not those of such a linear."""
+    num_bytes = sum(part.numel() * part.itemsize for part in parts)
+    if not has_kernels(form) or not 2 <= len(parts) <= 3 or num_bytes != packed_bytes(form, shape, dtype):
+        raise HeldWeightsError(f"{len(parts)} parts of {num_bytes} bytes are no linear {shape} in {form}")
+    return CudaQuantizedLinear(form, shape, parts[0], parts[1], parts[-1], None)
 
 
 def pack_weight(

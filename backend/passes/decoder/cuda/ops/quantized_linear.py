@@ -7,6 +7,7 @@ declares activations of 8 bits, many rows get such numbers: see `rounded_rows`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,9 +21,13 @@ from penstock.backend.passes.decoder.cuda.ops.packed_weights import (
     MXFP4_FORM,
     CudaQuantizedLinear,
     KernelForm,
+    as_linear,
+    distinct_parts,
     pack_weight,
+    takes_packed,
     value_bits,
 )
+from penstock.backend.passes.decoder.cuda.weight_memory.private import PrivateMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
     from penstock.backend.passes.decoder.cuda.ops.rounded_rows import RoundedProducts
     from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
+    from penstock.backend.passes.decoder.cuda.weight_memory.private import DeviceMemory
 
 TILE_ROWS, TILE_OUTPUTS = 64, 32
 """kTileRows and kTileOutputs of product_tiles.cuh."""
@@ -92,8 +98,11 @@ class QuantizedProducts:
         max_tokens: int,
         matmul: Matmul,
         rounded: RoundedProducts | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
-        """rounded: products of the rows that get 8 bits, if any may. BlockedMatmul leaves it nothing to do."""
+        """rounded: products of the rows that get 8 bits, if any may. BlockedMatmul leaves it nothing to do. memory:
+        where `take` packs to; by default this process's own."""
+        self._memory = memory or PrivateMemory()
         self._launcher = launcher
         self._torch_device = torch_device
         self._dtype = dtype
@@ -109,11 +118,29 @@ class QuantizedProducts:
         if self._rounded is not None:
             yield from self._rounded.kernels()
 
+    def take(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
+    ) -> CudaQuantizedLinear | None:
+        """Pack the weight to its place in memory, or find it there. Return None if it is not a packed one."""
+        if self._memory.is_filled:
+            found = self._memory.find_parts()
+            if found is None:
+                return None
+            packed = as_linear(*found, (weight.shape[0], weight.shape[1]), self._dtype)
+            return self._open(replace(packed, bias=bias, scale=scale, is_gated=is_gated))
+        if isinstance(weight, torch.Tensor) or not takes_packed(self._dtype):
+            return None
+        packed = pack_weight(weight, self._torch_device, bias, scale, is_gated=is_gated)
+        parts = self._memory.place_parts(packed.form, distinct_parts(packed))
+        return self._open(replace(packed, values=parts[0], scales=parts[1], zeros=parts[-1]))
+
     def pack(
         self, weight: QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
     ) -> CudaQuantizedLinear:
         """As `pack_weight`."""
-        packed = pack_weight(weight, self._torch_device, bias, scale, is_gated=is_gated)
+        return self._open(pack_weight(weight, self._torch_device, bias, scale, is_gated=is_gated))
+
+    def _open(self, packed: CudaQuantizedLinear) -> CudaQuantizedLinear:
         if not self._kernels:
             self._allocate()
         if packed.form not in self._kernels:

@@ -22,15 +22,12 @@ from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cpu.native_structs import Linear
 from penstock.backend.passes.decoder.cpu.path_choice import load_kernels
-from penstock.backend.passes.decoder.cpu.weight_memory import manifest
 from penstock.backend.passes.decoder.cpu.weight_memory.held import FilledMemory, HeldMemory
-from penstock.backend.passes.decoder.cpu.weight_memory.manifest import (
-    DATA_PLACE,
-    HeldWeightsError,
-    LinearForm,
-    Manifest,
-    PackedWeight,
-)
+from penstock.backend.passes.decoder.cpu.weight_memory.manifest import LinearForm, Manifest, PackedWeight
+from penstock.backend.passes.decoder.held_weights import sealed_manifest
+from penstock.backend.passes.decoder.held_weights.blocks import HeldWeightsError
+from penstock.backend.passes.decoder.held_weights.sealed_manifest import DATA_PLACE
+from penstock.shm.memory import region
 from penstock.shm.memory.fd_mailbox import FdMailbox
 from tests.backend.passes.decoder.driver import Driver
 from tests.checkpoints import make_checkpoint
@@ -151,10 +148,10 @@ def test_damaged_weights_are_noticed_by_the_schedule_dropped_and_loaded_again(
     assert not again.held_weights.is_mapped
     # The running one notices too; what its successor has left is another memory, and stays.
     assert "have changed" in str(weights.check_next())
-    assert mailbox.find() is not None
+    assert not mailbox.is_empty
     damage(again)
     assert "have changed" in str(again.held_weights.check_next())
-    assert mailbox.find() is None
+    assert mailbox.is_empty
     loaded.close()
     again.close()
 
@@ -171,7 +168,7 @@ def damage(loaded: CpuDecoderPass) -> None:
 def hostile(weights: tuple[PackedWeight, ...], data_bytes: int, sums: int) -> int:
     fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, DATA_PLACE + data_bytes)
-    manifest.finish(fd, data_bytes, Manifest("", "bf16", weights, (0,) * sums))
+    sealed_manifest.finish(fd, data_bytes, Manifest("", "bf16", weights, (0,) * sums))
     return fd
 
 
@@ -199,12 +196,12 @@ def test_memory_that_is_not_sealed_truncated_or_not_ours_is_refused() -> None:
     with pytest.raises(HeldWeightsError, match="seals"):
         HeldMemory(fd)
     os.close(fd)
-    header = manifest._HEADER.pack(manifest._MAGIC, 1 << 62, 1 << 10, 0)
+    header = sealed_manifest.HEADER.pack(sealed_manifest.MAGIC, 1 << 62, 1 << 10, 0)
     for start in (header, bytes(100), header[:20]):
         fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
         os.pwrite(fd, start, 0)
         os.ftruncate(fd, 1 << 16)
-        manifest.region.seal(fd)
+        region.seal(fd)
         with pytest.raises(HeldWeightsError, match="65536 bytes have a header"):
             HeldMemory(fd)
         os.close(fd)
@@ -223,7 +220,7 @@ def test_manifest_of_another_model_is_refused_and_the_weights_are_loaded(
     held = FilledMemory()
     held.place(64, Linear())
     held.finish("right", torch.bfloat16)
-    mailbox.leave(held.fd)
+    mailbox.leave(held.fds)
     monkeypatch.setattr("penstock.backend.passes.decoder.cpu.forward_pass.packing_fingerprint", lambda *_: "right")
     loaded = load(make_checkpoint("qwen3", tmp_path), mailbox)
     assert "held weights are dropped" in caplog.text
@@ -246,5 +243,5 @@ def test_weights_that_cannot_be_held_are_loaded_without(
     loaded = load(make_checkpoint("qwen3", tmp_path), mailbox)
     assert "the weights cannot be held: [Errno 28] No space left on device" in caplog.text
     assert loaded.held_weights is None
-    assert mailbox.find() is None
+    assert mailbox.is_empty
     loaded.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.backend.forward_pass import DeviceLost
+from penstock.shm.buffers.cuda_blocks import DeviceBlocks
+from penstock.shm.buffers.cuda_driver import DriverDevice
 from penstock.shm.buffers.device_api import DeviceError
 from tests.cuda_emulator.launcher import EmulatedLauncher
+from tests.shm.buffers.stub_driver import stub_library
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -106,6 +110,14 @@ class EmulatedHostMemory:
         self.is_free = True
 
 
+class EmulatedBlocks(DeviceBlocks):
+    """See `BlockRange`: the driver's stub maps memory of the host."""
+
+    def tensor(self, begin: int, num_bytes: int) -> Tensor:
+        memory = (ctypes.c_uint8 * num_bytes).from_address(self.pointer + begin)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
 @dataclass
 class EmulatedDevice:
     """Once `fault` is set, every wait for the device raises it, like a poisoned CUDA context. A block of host memory
@@ -141,6 +153,13 @@ class EmulatedDevice:
             raise DeviceError("cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY (2)")
         self.host_memories.append(EmulatedHostMemory(torch.full((num_bytes,), 0xFF, dtype=torch.uint8)))
         return self.host_memories[-1]
+
+    @property
+    def uuid(self) -> bytes:
+        return DriverDevice(0, stub_library()).uuid
+
+    def block_range(self, max_bytes: int) -> EmulatedBlocks:
+        return EmulatedBlocks(DriverDevice(0, stub_library()), max_bytes)
 
     def record(self) -> ImmediateEvent:
         assert self.launcher.recorded is None, "an event in a captured step"

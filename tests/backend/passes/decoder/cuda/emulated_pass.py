@@ -33,6 +33,10 @@ class EmulatedCudaPass(CudaDecoderPass):
         loaded.device = device
         return loaded
 
+    @classmethod
+    def held_bytes(cls, model_dir: Path, options: PassOptions) -> int:  # type: ignore[override]
+        return super().held_bytes(model_dir, options, EmulatedDevice().uuid)
+
 
 FAULT_TOKEN, OUT_OF_MEMORY_TOKEN = 13, 17
 """Tokens that make a step of `FaultyCudaPass` fail."""

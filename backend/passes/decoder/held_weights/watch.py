@@ -7,13 +7,13 @@ import random
 import threading
 from typing import TYPE_CHECKING
 
-from penstock.backend.passes.decoder.cpu.weight_memory.manifest import HeldWeightsError
+from penstock.backend.passes.decoder.held_weights.blocks import HeldWeightsError
 from penstock.shm.memory.fd_mailbox import FdMailbox
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.backend.passes.decoder.cpu.weight_memory.held import HeldBlocks
+    from penstock.backend.passes.decoder.held_weights.blocks import HeldBlocks
 
 
 class WatchedWeights:

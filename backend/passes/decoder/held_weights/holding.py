@@ -1,0 +1,178 @@
+"""Weights that outlive the process which packed them: it leaves them in a mailbox, and the next one maps them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+
+from penstock.backend.checkpoint.weight_shapes import WeightShapes
+from penstock.backend.passes.decoder.held_weights.blocks import HeldBlocks, HeldWeightsError
+from penstock.backend.passes.decoder.held_weights.watch import WatchedWeights
+from penstock.shm.buffers.device_api import DeviceError
+from penstock.shm.memory.fd_mailbox import close_all
+from penstock.shm.process.options import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.passes.decoder.model import Weights
+    from penstock.shm.memory.fd_mailbox import FdMailbox
+
+logger = logging.getLogger("penstock.backend")
+
+P = TypeVar("P")
+Memory: TypeAlias = Any
+"""Gives out places for packed weights, of the kind that a device's operations use."""
+
+
+class MappedMemory(Protocol):
+    """A `Memory` with the weights of an earlier process, mapped here."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights that are not quantised."""
+        ...
+
+    @property
+    def blocks(self) -> HeldBlocks: ...
+
+    def check_some(self) -> int:
+        """Check blocks for a moment, and return their number. Raises HeldWeightsError."""
+        ...
+
+    def check_all_placed(self) -> None:
+        """Raises HeldWeightsError if weights are left over."""
+        ...
+
+    def unmap(self) -> None:
+        """Its tensors are not used."""
+        ...
+
+
+class FilledMemory(Protocol):
+    """A `Memory` that is being filled with weights."""
+
+    def finish(self, fingerprint: str, dtype: torch.dtype) -> HeldBlocks:
+        """Make it memory that others can map. Raises OSError or DeviceError."""
+        ...
+
+    @property
+    def fds(self) -> Sequence[int]:
+        """What goes into the mailbox, after `finish`."""
+        ...
+
+    def close(self) -> None:
+        """Close the fds. Tensors in finished memory stay valid; memory that was not finished is freed."""
+        ...
+
+
+class Memories(Protocol):
+    """A kind of memory that can hold weights."""
+
+    def fingerprint_of(self, fds: Sequence[int]) -> str:
+        """Raises HeldWeightsError."""
+        ...
+
+    def map(self, fds: Sequence[int]) -> MappedMemory:
+        """The fds stay the caller's. Raises HeldWeightsError."""
+        ...
+
+    def fill(self) -> FilledMemory:
+        """Raises OSError or DeviceError."""
+        ...
+
+    def private(self) -> Memory:
+        """Memory that ends with the process."""
+        ...
+
+
+def load_or_map(
+    mailbox: FdMailbox,
+    fingerprint: str,
+    config: DecoderConfig,
+    memories: Memories,
+    build: Callable[[Weights, torch.dtype, Memory], P],
+    load: Callable[[Memory], tuple[P, torch.dtype]],
+) -> tuple[P, WatchedWeights | None]:
+    """Return build's pass over weights that are held, or load's, whose weights are held from now on.
+
+    Another process that wants the same weights waits meanwhile, and then maps them. Raises what load raises.
+    """
+    with mailbox.locked():
+        fds = find_held(mailbox, fingerprint, memories)
+        if fds:
+            try:
+                return _map(mailbox, fds, config, memories, build)
+            except HeldWeightsError as error:
+                logger.error("the held weights are dropped, and loaded from their files: %s", error)
+            finally:
+                close_all(fds)
+        elif not mailbox.is_empty:
+            logger.info("the held weights are of another checkpoint, other options or other code: they are loaded anew")
+        mailbox.clear()  # before there is memory for the next ones
+        return _fill(mailbox, fingerprint, memories, load)
+
+
+def find_held(mailbox: FdMailbox, fingerprint: str, memories: Memories) -> tuple[int, ...]:
+    """Fds of memory with these weights, which the caller closes; none if others or none are held."""
+    fds = mailbox.find()
+    if not fds:
+        return ()
+    try:
+        found = memories.fingerprint_of(fds)
+    except HeldWeightsError as error:
+        logger.error("the held weights cannot be used: %s", error)
+        found = None
+    if found == fingerprint:
+        return fds
+    close_all(fds)
+    return ()
+
+
+def _map(
+    mailbox: FdMailbox,
+    fds: Sequence[int],
+    config: DecoderConfig,
+    memories: Memories,
+    build: Callable[[Weights, torch.dtype, Memory], P],
+) -> tuple[P, WatchedWeights]:
+    """Raises HeldWeightsError."""
+    mapped = memories.map(fds)
+    blocks = mapped.blocks
+    try:
+        num_checked = mapped.check_some()
+        built = build(WeightShapes(config), mapped.dtype, mapped)
+        mapped.check_all_placed()
+    except BaseException:
+        blocks.close()
+        mapped.unmap()
+        raise
+    logger.info(
+        "mapped %s of packed weights that an earlier backend left; %d of %d blocks are checked",
+        format_size(blocks.num_bytes), num_checked, len(blocks),
+    )  # fmt: skip
+    return built, WatchedWeights(mailbox, blocks, is_mapped=True)
+
+
+def _fill(
+    mailbox: FdMailbox,
+    fingerprint: str,
+    memories: Memories,
+    load: Callable[[Memory], tuple[P, torch.dtype]],
+) -> tuple[P, WatchedWeights | None]:
+    try:
+        with contextlib.closing(memories.fill()) as filled:
+            loaded, dtype = load(filled)
+            blocks = filled.finish(fingerprint, dtype)
+            mailbox.leave(filled.fds)
+    except (OSError, DeviceError) as error:
+        logger.warning("the weights cannot be held: %s; the next start loads them again", error)
+    else:
+        logger.info("%s of packed weights are held for the next backend", format_size(blocks.num_bytes))
+        return loaded, WatchedWeights(mailbox, blocks, is_mapped=False)
+    # Only now is what the failed attempt took free: the error's frames kept it.
+    return load(memories.private())[0], None
