@@ -120,8 +120,8 @@ class ServeOptions(FrontendOptions, BackendOptions):
     nor does a long step of the device."""
 
     hold_weights: bool = False
-    """Keep the weights of decoders on the CPU in shared memory that outlives their backend: a restart maps them and
-    loads nothing, and replicas share them. All parts are compared with checksums again and again."""
+    """Keep the weights of decoders in memory, the host's or the GPU's, that outlives their backend: a restart maps them
+    and loads nothing, and replicas on one device share them. All parts are compared with checksums again and again."""
 
     persist_kv: ByteSize = 0
     """Shared memory for each backend, such as 4GB, in which pages of the KV cache outlive it: after a crash its

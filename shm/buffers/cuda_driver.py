@@ -141,13 +141,17 @@ class DriverDevice:
         pointer = _POINTER()
         self.call("cuMemAlloc_v2", ctypes.byref(pointer), num_bytes)
         try:
-            with self._current():
-                self._driver.call("cuMemsetD8Async", pointer, 0, num_bytes, self._stream)
-                self._driver.call("cuStreamSynchronize", self._stream)
+            self.fill(pointer.value, 0, num_bytes)
         except DeviceError:
             self.free(pointer.value)
             raise
         return pointer.value
+
+    def fill(self, pointer: int, value: int, num_bytes: int) -> None:
+        """Set all bytes to value and wait, without waiting for other work of the device."""
+        with self._current():
+            self._driver.call("cuMemsetD8Async", pointer, value, num_bytes, self._stream)
+            self._driver.call("cuStreamSynchronize", self._stream)
 
     def free(self, pointer: int) -> None:
         self.call("cuMemFree_v2", pointer)

@@ -23,6 +23,7 @@ from penstock.shm.buffers.device_api import DeviceError, DeviceRow
 from penstock.shm.buffers.host_memory import PageLock
 from penstock.shm.memory import region
 from penstock.tools.gpu_check.cases.comparing import require, require_close, require_same_bits
+from penstock.tools.gpu_check.checks.held_blocks import check_held_blocks
 from penstock.tools.gpu_check.devices.device_context import open_device_context
 from penstock.tools.gpu_check.devices.page_copier import cache_shape, make_page_copier
 
@@ -59,14 +60,19 @@ def run(results: Results) -> None:
     results.attempt("sharing.host", partial(unless_refused, results, "sharing.host", host))
     ipc = partial(check_ipc, results, context, device, _PEER)
     results.attempt("sharing.ipc", partial(unless_refused, results, "sharing.ipc", ipc))
+    blocks = partial(check_held_blocks, results, context)
+    otherwise = "--hold-weights loads the files each time"
+    results.attempt("sharing.blocks", partial(unless_refused, results, "sharing.blocks", blocks, otherwise))
 
 
-def unless_refused(results: Results, name: str, check: Callable[[], None]) -> None:
-    """Run a check. A driver that refuses is a finding, as virtual machines do: the backend then copies on the host."""
+def unless_refused(
+    results: Results, name: str, check: Callable[[], None], otherwise: str = "the backend copies on the host"
+) -> None:
+    """Run a check. A driver that refuses, as virtual machines do, is a finding; otherwise is what happens then."""
     try:
         check()
     except DeviceError as refusal:
-        results.fact(name, "refused", "", f"the backend copies on the host: {refusal}")
+        results.fact(name, "refused", "", f"{otherwise}: {refusal}")
 
 
 def check_graph(results: Results, context: DeviceContext) -> None:
