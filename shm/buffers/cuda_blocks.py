@@ -64,7 +64,7 @@ BLOCK_SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class Driver(Protocol):
-    """The part of `cuda_driver.DriverDevice` that is used here."""
+    """The part of `cuda_driver.DriverContext` that is used here."""
 
     @property
     def handle(self) -> int: ...

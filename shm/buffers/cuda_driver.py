@@ -101,8 +101,8 @@ class _Driver:
         return DeviceError(f"{name}: {(text.value or b'unknown error').decode()} ({status})")
 
 
-class DriverDevice:
-    """See `DeviceApi`. Retains the device's primary context until the process ends."""
+class DriverContext:
+    """The device's primary context, retained until the process ends, and calls in it."""
 
     def __init__(self, ordinal: int, library: str = _LIBRARY) -> None:
         """ordinal counts the devices that the process sees."""
@@ -137,6 +137,23 @@ class DriverDevice:
         with self._current():
             self._driver.call(name, *arguments)
 
+    def fill(self, pointer: int, value: int, num_bytes: int) -> None:
+        """Set all bytes to value and wait, without waiting for other work of the device."""
+        with self._current():
+            self._driver.call("cuMemsetD8Async", pointer, value, num_bytes, self._stream)
+            self._driver.call("cuStreamSynchronize", self._stream)
+
+    def read(self, pointer: int, num_bytes: int) -> bytes:
+        data = ctypes.create_string_buffer(num_bytes)
+        with self._current():
+            self._driver.call("cuMemcpyDtoHAsync_v2", data, pointer, num_bytes, self._stream)
+            self._driver.call("cuStreamSynchronize", self._stream)
+        return data.raw
+
+
+class DriverDevice(DriverContext):
+    """See `DeviceApi`."""
+
     def allocate(self, num_bytes: int) -> int:
         pointer = _POINTER()
         self.call("cuMemAlloc_v2", ctypes.byref(pointer), num_bytes)
@@ -146,12 +163,6 @@ class DriverDevice:
             self.free(pointer.value)
             raise
         return pointer.value
-
-    def fill(self, pointer: int, value: int, num_bytes: int) -> None:
-        """Set all bytes to value and wait, without waiting for other work of the device."""
-        with self._current():
-            self._driver.call("cuMemsetD8Async", pointer, value, num_bytes, self._stream)
-            self._driver.call("cuStreamSynchronize", self._stream)
 
     def free(self, pointer: int) -> None:
         self.call("cuMemFree_v2", pointer)
@@ -214,13 +225,6 @@ class DriverDevice:
 
     def copy_from_host(self, destination: int, address: int, num_bytes: int, stream: int) -> None:
         self.call("cuMemcpyHtoDAsync_v2", destination, address, num_bytes, stream)
-
-    def read(self, pointer: int, num_bytes: int) -> bytes:
-        data = ctypes.create_string_buffer(num_bytes)
-        with self._current():
-            self._driver.call("cuMemcpyDtoHAsync_v2", data, pointer, num_bytes, self._stream)
-            self._driver.call("cuStreamSynchronize", self._stream)
-        return data.raw
 
     def allocate_host(self, num_bytes: int) -> int:
         """Page-locked host memory that host and device read and write.
