@@ -127,11 +127,7 @@ def serve(options: BackendOptions) -> None:
     name = pass_name(options, config_dir)
     pass_class = find_forward_pass(name)
     spec, settings = describe_pass(options, name, pass_class, config_dir, settings)
-    # A dry run may plan for a GPU that this machine does not have. Only an automatic budget asks the device.
-    asks_device = not options.dry_run or (bool(spec.kv_bytes_per_token) and not isinstance(options.kv_budget, int))
-    held_bytes = find_held_bytes(pass_class, config_dir, settings)
-    memory = device_memory(settings.device) if asks_device else MemoryInfo(0, 0, settings.device)
-    memory = replace(memory, free_bytes=memory.free_bytes + held_bytes)  # the plan contains these weights
+    memory = _measure_memory(options, spec, pass_class, config_dir, settings)
     plan = plan_memory(options, spec, settings, memory)
     if options.dry_run:
         Console().print(plan_tables(plan, settings.host_kv_bytes))
@@ -177,6 +173,21 @@ def serve(options: BackendOptions) -> None:
             compiler.close()
         executor.close()
     logger.info("drained after %d steps", board.steps)
+
+
+def _measure_memory(
+    options: BackendOptions,
+    spec: PassSpec,
+    pass_class: type[IBatchedForwardPass],
+    config_dir: Path,
+    settings: PassOptions,
+) -> MemoryInfo:
+    """Held weights that the pass will only map count as free: the plan contains them."""
+    # A dry run may plan for a GPU that this machine does not have. Only an automatic budget asks the device.
+    asks_device = not options.dry_run or (bool(spec.kv_bytes_per_token) and not isinstance(options.kv_budget, int))
+    held_bytes = find_held_bytes(pass_class, config_dir, settings)
+    memory = device_memory(settings.device) if asks_device else MemoryInfo(0, 0, settings.device)
+    return replace(memory, free_bytes=memory.free_bytes + held_bytes)
 
 
 def _log_ready(options: BackendOptions, settings: PassOptions, card: ModelCard, seconds: float) -> None:
