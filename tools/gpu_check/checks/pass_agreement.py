@@ -1,9 +1,10 @@
-"""Compares the CUDA pass's tokens and logits with the CPU pass's, on tiny models of each architecture."""
+"""Compares the CUDA pass's logits with float64 and with the CPU pass's error, on tiny models of each architecture."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from penstock.backend.passes.decoder.cuda.workspace_plan import PassSettings, St
 from penstock.backend.passes.decoder.pooled_weights import WeightsWithHead
 from penstock.tools.gpu_check.cases.comparing import require, require_within
 from penstock.tools.gpu_check.cases.stored_forms import STORED_FORMS
+from penstock.tools.gpu_check.checks.float64_model import Float64Model
 from penstock.tools.gpu_check.devices.models import TINY_FAMILY, QuantizedRandomWeights, RandomWeights
 from penstock.tools.gpu_check.devices.steps import Steps, generate, launch
 
@@ -38,8 +40,14 @@ _SCORE_ERROR = 1e-3
 _VECTOR_ERROR = 1e-3
 _TIE = 1e-4
 """Largest gap of two logits, relative to the largest logit, that kernels of fp32 may turn around."""
-_LOGIT_ERROR = {"bf16": 3e-2, "fp16": 1e-2}
-"""Maximum error of the CUDA pass's logits with bf16 KV, relative to the norm of the fp32 logits."""
+_NUM_FED = 4
+"""Tokens after each prompt that are given one by one: decode steps."""
+_LEAST_ERROR = {"fp32": 1e-5, "bf16": 0.0, "fp16": 1e-2}
+"""An error of a row's logits, relative to their norm, that is allowed whatever the CPU pass's error is. fp16: the CPU
+computes with bf16, whose error is larger."""
+_TIMES_CPU = 2.0
+"""Largest error, as a multiple of the CPU pass's in the same dtype: sums in another order are no worse than that."""
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _ALL_EXPERTS = replace(
     TINY_FAMILY["gpt-oss"],
@@ -74,7 +82,17 @@ def check_passes(
     stored_forms: tuple[str, ...] = tuple(STORED_FORMS),
 ) -> None:
     for name in names:
-        results.attempt(f"pass.{name}.tokens", partial(_compare_tokens, results, context, name))
+        # With 16 bits, some tokens' experts are others than in float64, in every implementation.
+        has_choice = TINY_FAMILY[name].experts is not None
+        for dtype in ("fp32",) if has_choice else ("fp32", "bf16"):
+            work = partial(_compare_logits, results, context, f"pass.{name}.{dtype}", TINY_FAMILY[name], dtype)
+            results.attempt(f"pass.{name}.{dtype}", work)
+    for finding, config, dtype in (
+        (f"pass.{names[0]}.fp16", TINY_FAMILY[names[0]], "fp16"),
+        ("pass.experts.bf16", _ALL_EXPERTS, "bf16"),
+    ):
+        results.attempt(finding, partial(_compare_logits, results, context, finding, config, dtype))
+    results.attempt(f"pass.{names[0]}.tokens", partial(_compare_tokens, results, context, names[0]))
     results.attempt(f"pass.{names[0]}.scores", partial(_compare_scores, results, context, names[0]))
     results.attempt(f"pass.{names[0]}.embeddings", partial(_compare_embeddings, results, context, names[0]))
     results.attempt(f"pass.{names[0]}.vectors", partial(_compare_vectors, results, context, names[0]))
@@ -82,8 +100,6 @@ def check_passes(
         for stored in stored_forms:
             work = partial(_compare_quantized, results, context, f"pass.{name}.{stored}", config, stored)
             results.attempt(f"pass.{name}.{stored}", work)
-    for dtype in _LOGIT_ERROR:
-        results.attempt(f"pass.{names[0]}.{dtype}", partial(_compare_logits, results, context, names[0], dtype))
 
 
 def _compare_tokens(results: Results, context: DeviceContext, name: str) -> None:
@@ -111,23 +127,53 @@ def require_same_tokens(config: DecoderConfig, found: NDArray[np.int32], expecte
         require_within(f"row {row} has another token {first}; the gap of its logit", gap, _TIE)
 
 
-def _compare_logits(results: Results, context: DeviceContext, name: str, dtype_name: str) -> None:
-    config, dtype = TINY_FAMILY[name], {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype_name]
-    expected = _last_logits(_on_cpu(config, dtype), config)
-    found = _last_logits(_on_gpu(context, config, dtype, "bf16"), config)
-    error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
-    require_within("relative error of the logits", error, _LOGIT_ERROR[dtype_name])
-    results.check(f"pass.{name}.{dtype_name}", True, "relative error of the logits", error)
+def _compare_logits(
+    results: Results, context: DeviceContext, finding: str, config: DecoderConfig, dtype_name: str
+) -> None:
+    """Compare logits of prompts, whole and in chunks of 7, and of tokens after them with float64."""
+    dtype, kv_dtype = _DTYPES[dtype_name], "fp32" if dtype_name == "fp32" else "bf16"
+    computed = torch.float32 if dtype_name == "fp32" else torch.bfloat16
+    weights = RandomWeights(config, dtype, torch.device("cpu"))
+    reference = Float64Model(config, weights)
+    expected = np.stack([reference.logits(tokens)[_PROMPT_TOKENS - 1 :] for tokens in _sequences(config)])
+    on_cpu = largest_error(_fed_logits(_on_cpu(config, weights=weights, computed=computed), config), expected)
+    on_gpu = [
+        largest_error(_fed_logits(_on_gpu(context, config, dtype, kv_dtype, weights), config, chunk), expected)
+        for chunk in (_PROMPT_TOKENS, 7)
+    ]
+    limit = max(_TIMES_CPU * on_cpu, _LEAST_ERROR[dtype_name])
+    detail = (
+        f"error to float64 of a row's logits: {on_gpu[0]:.2g}, in chunks {on_gpu[1]:.2g}; the CPU's is {on_cpu:.2g}"
+    )
+    require_within(detail, max(on_gpu), limit)
+    results.check(finding, True, detail, max(on_gpu))
+
+
+def largest_error(found: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
+    """Of any row: its error relative to the row's norm. An average would hide a row."""
+    return float((np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1)).max())
+
+
+def _fed_logits(forward_pass: Any, config: DecoderConfig, chunk: int = _PROMPT_TOKENS) -> NDArray[np.float64]:
+    """[rows, 1 + _NUM_FED, vocab]: the logits after each prompt, and after each of the tokens behind it."""
+    steps, sequences, found = Steps(_ROWS, _PAGES), _sequences(config), []
+    ends = [*range(chunk, _PROMPT_TOKENS, chunk), *range(_PROMPT_TOKENS, _PROMPT_TOKENS + _NUM_FED + 1)]
+    for first, end in pairwise([0, *ends]):
+        logits = forward_pass.forward(steps.prefill([tokens[first:end] for tokens in sequences]))
+        if end >= _PROMPT_TOKENS:
+            found.append(forward_pass.host_logits(logits).astype(np.float64))
+    forward_pass.close()
+    return np.stack(found, axis=1)
 
 
 def _compare_quantized(
     results: Results, context: DeviceContext, finding: str, config: DecoderConfig, stored: str
 ) -> None:
-    """Compare logits of a prompt with the same quantised weights: the CPU pass computes with their fp32 numbers."""
+    """Compare logits of prompts with float64 of the numbers that the quantised weights stand for."""
     weights = QuantizedRandomWeights(config, torch.bfloat16, torch.device("cpu"), STORED_FORMS[stored])
-    expected = _last_logits(_on_cpu(config, torch.bfloat16, weights), config)
-    found = _last_logits(_on_gpu(context, config, torch.bfloat16, "bf16", weights), config)
-    error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+    reference = Float64Model(config, weights)
+    expected = np.stack([reference.logits(tokens)[-1] for tokens in _prompts(config)])
+    error = largest_error(_last_logits(_on_gpu(context, config, torch.bfloat16, "bf16", weights), config), expected)
     require_within("relative error of the logits", error, _QUANTIZED_ERROR)
     results.check(finding, True, "relative error of the logits", error)
 
@@ -225,15 +271,21 @@ def _prompts(config: DecoderConfig) -> list[NDArray[np.int32]]:
     return [rng.integers(0, config.vocab_size, _PROMPT_TOKENS).astype(np.int32) for _ in range(_ROWS)]
 
 
+def _sequences(config: DecoderConfig) -> list[NDArray[np.int32]]:
+    """The prompts, and the tokens that follow them."""
+    rng = np.random.default_rng(1)
+    fed = rng.integers(0, config.vocab_size, (_ROWS, _NUM_FED)).astype(np.int32)
+    return [np.concatenate(parts) for parts in zip(_prompts(config), fed, strict=True)]
+
+
 def _on_cpu(
-    config: DecoderConfig, dtype: torch.dtype = torch.float32, weights: RandomWeights | None = None
+    config: DecoderConfig, weights: RandomWeights | None = None, computed: torch.dtype = torch.float32
 ) -> CpuDecoderPass:
-    """A CPU pass that computes in fp32 with weights rounded to dtype."""
-    weights = weights or RandomWeights(config, dtype, torch.device("cpu"))
+    """A CPU pass that computes in a dtype."""
+    weights = weights or RandomWeights(config, computed, torch.device("cpu"))
     # Plain torch: it needs no compilation and shares no code with our kernels.
-    ops = TorchOps(config, torch.float32)
-    made = CpuDecoderPass(config, weights, ops, torch.float32, _ROWS)
-    made.create_cache(_ROWS * _PAGES, _PAGE_TOKENS, "fp32")
+    made = CpuDecoderPass(config, weights, TorchOps(config, computed), computed, _ROWS)
+    made.create_cache(_ROWS * _PAGES, _PAGE_TOKENS, "fp32" if computed == torch.float32 else "bf16")
     return made
 
 
