@@ -27,8 +27,6 @@ WEATHER = {
     "parameters": {"type": "object", "properties": {"location": {"enum": ["Oslo"]}}, "required": ["location"]},
 }
 PICTURE = "data:image/png;base64,iVBORw0KGgo="
-    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
-)
 
 
 def said(role: str, content: Any, **fields: Any) -> Body:
