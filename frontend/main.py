@@ -43,6 +43,7 @@ from penstock.frontend.transport.serving.listening import (
     unlink,
 )
 from penstock.frontend.transport.serving.tls import ServerTls, TlsError, TlsFiles
+from penstock.shm.client.replicas.socket_directory import FIRST_NAME
 from penstock.shm.memory.model_table import MAX_MODELS
 from penstock.shm.memory.prefix_table import MAX_REPLICAS, PrefixTable
 from penstock.shm.process.options import ENV_PREFIX, fail, make_app
@@ -73,7 +74,7 @@ def main() -> None:
 
 def serve(options: FrontendOptions) -> int:
     """Run until told to stop; return the exit status."""
-    check_backend_socket("--socket", options.socket)
+    main_socket = _main_socket(options)
     check_replica_sockets(options)
     models = model_sockets(options)
     check_backend_socket("--embedding-socket", options.embedding_socket)
@@ -89,9 +90,10 @@ def serve(options: FrontendOptions) -> int:
         num_workers=options.workers,
         listen_fd=listening.fileno(),
         accept_fd=AcceptTable.create_fd(options.workers),
-        socket_path=str(options.socket),
+        socket_path=str(main_socket),
         replica_socket_paths=tuple(str(path) for path in options.replica_socket),
-        prefixes_fd=PrefixTable.create_fd(secrets.token_bytes(32)) if options.replica_socket else -1,
+        replica_dir=_text(options.replica_dir),
+        prefixes_fd=_prefixes_fd(options),
         model_sockets=models,
         models_fd=-1 if options.models_fd is None else options.models_fd,
         embedding_socket_path=_text(options.embedding_socket),
@@ -217,6 +219,25 @@ def check_backend_socket(option: str, socket_path: Path | None) -> None:
         fail("frontend", f"{option} {socket_path}: {error}")
     except OSError as error:
         fail("frontend", f"{option} {socket_path} cannot be used: {error.strerror}")
+
+
+def _main_socket(options: FrontendOptions) -> Path:
+    """Return the backend's socket: in a directory of sockets one that may come. Exits with one line for an unusable
+    path, and for options that name other backends than the directory."""
+    if options.replica_dir is None:
+        check_backend_socket("--socket", options.socket)
+        return options.socket
+    for option, value in (("--replica-socket", options.replica_socket), ("--model-socket", options.model_socket)):
+        if value:
+            fail("frontend", f"{option} and --replica-dir exclude each other: the directory has all backends")
+    path = options.replica_dir / FIRST_NAME
+    check_backend_socket("--replica-dir", path)
+    return path
+
+
+def _prefixes_fd(options: FrontendOptions) -> int:
+    has_replicas = options.replica_socket or options.replica_dir is not None
+    return PrefixTable.create_fd(secrets.token_bytes(32)) if has_replicas else -1
 
 
 def check_replica_sockets(options: FrontendOptions) -> None:

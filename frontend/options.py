@@ -50,7 +50,8 @@ _GROUPS = {
     "Limits of requests": "max_body max_open_requests response_store state_dir strict",
     "Failures and restarts": "drain_timeout_s resume_timeout_s hold_timeout_s max_held_requests keep_alive_interval_s "
     "max_linger_s",
-    "Processes": "socket replica_socket model_socket models_fd embedding_socket rerank_socket server_number",
+    "Processes": "socket replica_socket replica_dir model_socket models_fd embedding_socket rerank_socket "
+    "server_number",
     "Logs and traces": "log_level log_json otlp_endpoint trace_sample_ratio",
 }
 
@@ -94,6 +95,10 @@ class FrontendOptions:
     replica_socket: Annotated[tuple[Path, ...], Parameter(negative="", consume_multiple=False, show_default=False)] = ()
     """Unix socket of a further backend with the same model; may be repeated. Requests are spread over all of them, and
     those of one that dies, drains or hangs continue on the others. A backend with another model is refused."""
+
+    replica_dir: Path | None = None
+    """Directory whose sockets (*.sock) are the backends, all with the same model; read again and again: one that
+    appears is taken up, one that vanishes is dropped when its streams continue elsewhere. Replaces --socket."""
 
     model_socket: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=False, show_default=False)] = ()
     """NAME=PATH: Unix socket of the backend of one of several models, and that model's name; may be repeated. A

@@ -99,6 +99,8 @@ class WorkerSettings(Struct, frozen=True):
     socket_path: str
     replica_socket_paths: tuple[str, ...]
     """Backends with the model of the one at socket_path."""
+    replica_dir: str | None
+    """Its sockets are these backends instead; then socket_path is the one that is waited for while there is none."""
     prefixes_fd: int
     """Table in which workers remember which replica received which prompt; -1 without replicas."""
     embedding_socket_path: str | None

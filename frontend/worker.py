@@ -29,7 +29,7 @@ from penstock.frontend.transport.serving.accept_table import AcceptTable
 from penstock.frontend.transport.serving.connections import raise_fd_limit
 from penstock.frontend.transport.serving.server import HttpServer
 from penstock.frontend.transport.serving.tls import ServerTls, TlsError
-from penstock.shm.client import ReplicaSet
+from penstock.shm.client import ReplicaSet, SocketDirectory
 from penstock.shm.memory.model_table import ModelTable
 from penstock.shm.memory.prefix_table import PrefixTable
 from penstock.shm.process.logs import set_up_logging
@@ -128,10 +128,15 @@ def _client(settings: WorkerSettings, path: str) -> ReplicaSet:
     """Return a client of the backend there, of the one that takes the path over, and of its replicas."""
     resume_s, hold_s = settings.resume_timeout_s, settings.limits.hold_timeout_s
     max_held = settings.limits.max_held_requests
-    replicas = settings.replica_socket_paths if path == settings.socket_path else ()
-    paths = [Path(path), *map(Path, replicas)]
-    table = PrefixTable.attach(settings.prefixes_fd) if replicas else None
-    return ReplicaSet(paths, resume_timeout_s=resume_s, max_held=max_held, hold_timeout_s=hold_s, prefixes=table)
+    is_main = path == settings.socket_path
+    paths = [Path(path), *map(Path, settings.replica_socket_paths if is_main else ())]
+    directory = None
+    if is_main and settings.replica_dir is not None:
+        directory = SocketDirectory(Path(settings.replica_dir))
+    table = None if directory is None and len(paths) == 1 else PrefixTable.attach(settings.prefixes_fd)
+    return ReplicaSet(
+        paths, resume_timeout_s=resume_s, max_held=max_held, hold_timeout_s=hold_s, prefixes=table, directory=directory
+    )
 
 
 def read_keys(access: AccessSettings) -> list[ApiKey]:

@@ -170,6 +170,8 @@ def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
     """Return the options of each backend by its name. Exits with one line if two models have the same name."""
     _check_devices(options)
     _check_persistence(options)
+    if options.replica_dir is not None:
+        fail(COMMAND, f"--replica-dir is {options.replica_dir}, but its backends are started apart: use `frontend`")
     main = dataclasses.replace(select_options(options, BackendOptions), gpu=options.devices[0])
     if options.has_names:
         return _named_options(options, main)

@@ -124,7 +124,7 @@ def render(worker_pid: int, sources: Sequence[Source]) -> bytes:
     engines: Counter[str] = Counter()
     page, vllm_page = MetricsPage("penstock_"), MetricsPage("vllm:")
     for source in sources:
-        page.labels = f'model="{escaped(source.model)}"' if len(sources) > 1 else ""
+        page.labels = f'model="{escaped(source.model)}"' if len(sources) > 1 or source.replica else ""
         if source.replica:
             page.labels += f',replica="{escaped(source.replica)}"'
         engine = engines[source.model]

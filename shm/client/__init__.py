@@ -14,6 +14,7 @@ from penstock.shm.client.pooled import PooledFailed, PooledRequest, PooledResult
 from penstock.shm.client.pooled_matrix import pool_into
 from penstock.shm.client.refusals import BackendUnavailable, Overloaded
 from penstock.shm.client.replicas.replica_set import ReplicaSet, backends_of, clients_of
+from penstock.shm.client.replicas.socket_directory import SocketDirectory
 from penstock.shm.client.request import GenerationRequest
 from penstock.shm.client.stream import LogprobEntry, TokenBatch, TokenStream
 from penstock.shm.messages import (
@@ -75,6 +76,7 @@ __all__ = [
     "Sampling",
     "ServingClient",
     "SharedBuffer",
+    "SocketDirectory",
     "StreamName",
     "StreamQuestion",
     "TokenBatch",

@@ -148,7 +148,7 @@ async def test_metrics_have_the_model_as_a_label(
 async def test_a_path_that_is_named_twice_is_one_backend() -> None:
     fields: dict[str, Any] = {field.name: None for field in msgspec.structs.fields(WorkerSettings)}
     fields |= {"limits": WorkerLimits(), "resume_timeout_s": 1.0, "socket_path": "/x/a", "replica_socket_paths": ()}
-    fields |= {"prefixes_fd": -1}
+    fields |= {"prefixes_fd": -1, "replica_dir": None}
     models = served_models(WorkerSettings(**fields | {"embedding_socket_path": "/x/b", "rerank_socket_path": "/x/b"}))
     assert len(models.keepers) == 2
     assert models.in_order("rerank")[0] is models.in_order("embed")[0]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from penstock.frontend.endpoints.context import EndpointContext
     from penstock.frontend.generation.served_model import ModelKeeper
     from penstock.frontend.transport.exchange import Exchange
+    from penstock.shm.client import BackendClient
 
 MAX_VIEWERS = 64
 """Streams of one worker."""
@@ -36,7 +37,7 @@ class EngineStreams:
         if exchange.method == "HEAD":
             await stream.end(b"")
             return
-        feed = self._feeds.setdefault(key, EngineFeed(lambda: dict(backends_of(key[0].backend))[key[1]]))
+        feed = self._feeds.setdefault(key, EngineFeed(lambda: _backend(*key)))
         viewer = feed.join()
         self._num_viewers += 1
         tenant = exchange.payer.hex()
@@ -55,6 +56,12 @@ class EngineStreams:
         if self._num_viewers >= MAX_VIEWERS:
             message = f"too many viewers of the engine: the limit of this worker is {MAX_VIEWERS}; retry later"
             raise retry_later(ErrorKind.OVERLOADED, message, _RETRY_AFTER_S)
+
+
+def _backend(keeper: ModelKeeper, name: str) -> BackendClient:
+    """The replica of this name; the first one if its socket has vanished."""
+    backends = dict(backends_of(keeper.backend))
+    return backends.get(name) or next(iter(backends.values()))
 
 
 def _choose(exchange: Exchange, context: EndpointContext) -> tuple[ModelKeeper, str]:

@@ -20,14 +20,16 @@ class Place:
         self.path = path
         self.replicas = [replica]
         """At most two; the last one is the path's."""
+        self.is_dropped = False
+        """The path has gone from the directory of sockets."""
 
     @property
     def newest(self) -> Replica:
         return self.replicas[-1]
 
     def is_leaving(self, replica: Replica) -> bool:
-        """Its successor is ready, so it receives nothing new."""
-        return replica is not self.newest and self.newest.client.ready
+        """It receives nothing new: its path has gone, or its successor is ready."""
+        return self.is_dropped or (replica is not self.newest and self.newest.client.ready)
 
     def was_taken_over(self) -> bool:
         """Whether the path belongs to another backend than the one that is connected."""

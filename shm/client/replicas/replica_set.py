@@ -22,6 +22,7 @@ from penstock.shm.client.refusals import BackendUnavailable, Overloaded
 from penstock.shm.client.replicas.hand_over import HandOver
 from penstock.shm.client.replicas.place import Place
 from penstock.shm.client.replicas.routing import Replica, Router
+from penstock.shm.client.replicas.socket_directory import index_of, name_of
 from penstock.shm.link.join import Refused
 from penstock.shm.memory.prefix_table import MAX_REPLICAS, PrefixTable
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from penstock.shm.client.open_stream import OpenStream
     from penstock.shm.client.pooled import PooledRequest, PooledStream
+    from penstock.shm.client.replicas.socket_directory import SocketDirectory
     from penstock.shm.client.request import GenerationRequest
     from penstock.shm.client.stream import TokenStream
     from penstock.shm.memory.board import FrontendBoard
@@ -57,9 +59,11 @@ class ReplicaSet:
         max_held: int = 0,
         hold_timeout_s: float = 120.0,
         prefixes: PrefixTable | None = None,
+        directory: SocketDirectory | None = None,
     ) -> None:
         """The other parameters are those of `BackendClient`. prefixes may be shared with other processes that have the
-        same backends in the same order. Raises ValueError."""
+        same backends in the same order. With a directory, its sockets are the backends, and socket_paths names the one
+        that holds requests while there are none. Raises ValueError."""
         if not 1 <= len(socket_paths) <= MAX_REPLICAS:
             raise ValueError(f"socket_paths has {len(socket_paths)} paths; a set has 1 to {MAX_REPLICAS} replicas")
         if len(set(socket_paths)) < len(socket_paths):
@@ -68,15 +72,22 @@ class ReplicaSet:
         self._router = Router(PrefixTable.private(secrets.token_bytes(32)) if prefixes is None else prefixes)
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_looks = 0
-        self._is_closed = False
+        self._is_started = self._is_closed = False
         self._new_client = functools.partial(
             BackendClient, resume_timeout_s=resume_timeout_s, max_held=max_held, hold_timeout_s=hold_timeout_s
         )
+        self._directory = directory
+        if directory is not None:
+            self._places = [self._make_place(index_of(path), name_of(path), path) for path in socket_paths]
+            return
         names = [""] if len(socket_paths) == 1 else [str(index + 1) for index in range(len(socket_paths))]
         self._places = [
-            Place(index, path, self._make_replica(index, name, path))
+            self._make_place(index, name, path)
             for index, (name, path) in enumerate(zip(names, socket_paths, strict=True))
         ]
+
+    def _make_place(self, index: int, name: str, path: Path) -> Place:
+        return Place(index, path, self._make_replica(index, name, path))
 
     def _make_replica(self, index: int, name: str, path: Path) -> Replica:
         membership = Membership(
@@ -89,10 +100,13 @@ class ReplicaSet:
 
     async def start(self) -> None:
         """Begin to connect, and return at once."""
+        if not self._is_started and self._directory is not None:
+            self._follow(self._directory.look())
         for replica in self.replicas:
             await replica.client.start()
-        if not self._tasks:
+        if not self._is_started:
             self._begin(self._watch(), "replica-set")
+        self._is_started = True
 
     async def close(self) -> None:
         """Open streams end CANCELLED."""
@@ -220,8 +234,38 @@ class ReplicaSet:
             self._look()
             await asyncio.sleep(_LOOK_EVERY_S)
 
+    def _follow(self, paths: Sequence[Path]) -> None:
+        """Take up the paths that have appeared, and drop those that have gone: but not the last one, which holds
+        requests until another one appears."""
+        known = {place.path: place for place in self._places}
+        for path in paths:
+            if path in known:
+                known[path].is_dropped = False
+                continue
+            place = self._make_place(index_of(path), name_of(path), path)
+            self._places.append(place)
+            if self._is_started:
+                logger.info("%s is taken up", place.newest.title)
+                self._begin(place.newest.client.start(), "replica")
+        for place in list(self._places):
+            if place.path not in paths and any(not other.is_dropped for other in self._places if other is not place):
+                place.is_dropped = True
+                if not any(replica.client.board.requests_open for replica in place.replicas):
+                    self._remove(place)
+
+    def _remove(self, place: Place) -> None:
+        """Forget a path that has gone and has no streams."""
+        self._places.remove(place)
+        if self._is_started:
+            logger.info("%s is dropped", place.newest.title)
+        for replica in place.replicas:
+            self._begin(replica.client.close(), "retirement")
+        self._show_model()
+
     def _look(self) -> None:
         self._num_looks += 1
+        if self._directory is not None and self._num_looks % _LOOKS_PER_PATH_CHECK == 0:
+            self._follow(self._directory.look())
         for place in self._places:
             for replica in place.replicas:
                 if replica.client.board.requests_open and (not replica.client.ready or place.is_leaving(replica)):
@@ -254,7 +298,9 @@ class ReplicaSet:
         if self._is_closed:
             return
         self._relieve(replica, backend_died=True)
-        place = self._places[replica.index]
+        place = next((place for place in self._places if replica in place.replicas), None)
+        if place is None or place.is_dropped:
+            return
         if place.is_leaving(replica):
             place.replicas.remove(replica)
             self._begin(_retire(replica, place.newest), "retirement")

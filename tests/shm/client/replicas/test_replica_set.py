@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -11,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded, ReplicaSet
+from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded, ReplicaSet, SocketDirectory
+from penstock.shm.client.replicas.socket_directory import FIRST_NAME
 from penstock.shm.link.listening_address import take_over
 from penstock.shm.messages import FailureCode, Finish
 from tests.shm.client.harness import GREEDY, at_base, read, request, tokens_of, until
@@ -232,3 +234,55 @@ async def test_replicas_are_checked_when_the_set_is_made(paths: list[Path]) -> N
         ReplicaSet([])
     with pytest.raises(ValueError, match="same path twice"):
         ReplicaSet([paths[0], paths[0]])
+
+
+async def test_sockets_that_appear_in_the_directory_are_taken_up_and_those_that_vanish_are_dropped(
+    socket_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    directory = socket_path.with_name("backends")
+    directory.mkdir(mode=0o700)
+    first, second = directory / "one.sock", directory / "two.sock"
+    options: dict[str, Any] = {"directory": SocketDirectory(directory), "max_held": 10}
+    with ExitStack() as backends:
+        async with connected_to([directory / FIRST_NAME], num_ready=0, **options) as replicas:
+            held = replicas.submit(request([5, 6], 10))  # there is no backend yet
+            assert [replica.name for replica in replicas.shown] == ["backend"]
+            backends.enter_context(BackendProcess(first, step_s=0.005))
+            assert await tokens_of(held) == expected_tokens([5, 6], 10)
+            await until(lambda: [replica.name for replica in replicas.shown] == ["one"])
+            streams = [replicas.submit(request([n, n], 300)) for n in range(20, 24)]
+            readers = [asyncio.create_task(tokens_of(stream)) for stream in streams]
+            backends.enter_context(BackendProcess(second, step_s=0.005))
+            await until(lambda: len(replicas.shown) == 2 and all(one.client.ready for one in replicas.shown))
+            await until(lambda: min(stream.num_generated for stream in streams) > 10)
+            first.unlink()  # its backend lives, and computes until its streams have moved
+            await until(lambda: [replica.name for replica in replicas.shown] == ["two"])
+            assert {stream.backend for stream in streams} == {"two"}
+            later = replicas.submit(request([50], 5))
+            assert await asyncio.gather(*readers) == [expected_tokens([n, n], 300) for n in range(20, 24)]
+            assert await tokens_of(later) == expected_tokens([50], 5)
+            second.unlink()
+            await asyncio.sleep(0)
+            assert [replica.name for replica in replicas.shown] == ["two"]  # the last one holds what comes
+    assert "replica one is taken up" in caplog.text
+    assert "replica one is dropped" in caplog.text
+    assert caplog.text.index("replica two is taken up") < caplog.text.index("streams of a leaving backend continue")
+
+
+async def test_socket_that_comes_back_before_its_streams_have_moved_is_kept(socket_path: Path) -> None:
+    directory = socket_path.with_name("backends")
+    directory.mkdir(mode=0o700)
+    paths = [directory / "one.sock", directory / "two.sock"]
+    with ScriptedBackend(paths[0], Script(step_s=0.005)), ScriptedBackend(paths[1], Script(step_s=0.005)):
+        async with connected_to(paths, directory=SocketDirectory(directory)) as replicas:
+            place = replicas._places[0]
+            stream = replicas.submit(request([5], 50))
+            while stream.backend != "one":
+                stream = replicas.submit(request([5], 50))
+            replicas._follow(paths[1:])
+            assert place.is_dropped
+            replicas._follow(paths)
+            assert not place.is_dropped
+            assert await tokens_of(stream) == expected_tokens([5], 50)
+            assert replicas._places[0] is place
