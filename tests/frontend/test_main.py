@@ -258,6 +258,9 @@ def test_busy_port_is_reported_in_one_line_with_status_1(directory: Path) -> Non
         (("--drain-timeout-s", "-1"), "drain-timeout-s"),
         (("--no-such-option",), "no-such-option"),
         (("--socket", "/tmp/" + "x" * 200), "the limit is 107"),  # noqa: S108 - never made
+        (("--replica-dir", "/tmp/" + "x" * 200), "--replica-dir /tmp/"),  # noqa: S108 - never made
+        (("--replica-dir", "/dev/null"), "--replica-dir /dev/null/backend.sock cannot be used: Not a directory"),
+        (("--replica-dir", "/x", "--replica-socket", "/y/z"), "--replica-socket and --replica-dir exclude each other"),
         (("--api-key", ""), "api-key"),
         (("--empty-api-key",), "empty-api-key"),
         (("--listen-fd", "0"), "--listen-fd 0"),
@@ -289,6 +292,26 @@ def test_workers_end_when_their_parent_is_killed(start: Callable[..., Frontend])
     frontend.process.kill()
     # The pipe ends when the last process that holds its write end has ended; the workers hold it too.
     assert frontend.end() == -signal.SIGKILL
+
+
+def test_backends_of_a_directory_come_and_go_while_the_server_answers(
+    directory: Path, scripted: BackendProcess, start: Callable[..., Frontend]
+) -> None:
+    frontend = start("--replica-dir", str(directory), "--workers", "2")
+    for _ in range(2):
+        frontend.wait_for("serving scripted")
+    card = {"model_dir": str(directory), "vocab_size": VOCAB_SIZE}
+    with BackendProcess(directory / "c.sock", next_token="echoed", step_s=0.002, **card):
+        for _ in range(2):
+            frontend.wait_for("replica c is taken up")
+        (directory / "b.sock").unlink()
+        for _ in range(2):
+            frontend.wait_for("replica b is dropped")
+        answer = frontend.client.post("/v1/completions", json=BODY)
+        assert answer.json()["choices"][0]["text"] == "the cat"
+        page = frontend.client.get("/metrics").text
+        assert 'penstock_backend_up{model="scripted",replica="c"} 1' in page
+        assert 'replica="b"' not in page
 
 
 def test_every_worker_reports_the_whole_systems_metrics(
