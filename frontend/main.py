@@ -74,7 +74,6 @@ def main() -> None:
 
 def serve(options: FrontendOptions) -> int:
     """Run until told to stop; return the exit status."""
-    main_socket = _main_socket(options)
     check_replica_sockets(options)
     models = model_sockets(options)
     check_backend_socket("--embedding-socket", options.embedding_socket)
@@ -90,7 +89,7 @@ def serve(options: FrontendOptions) -> int:
         num_workers=options.workers,
         listen_fd=listening.fileno(),
         accept_fd=AcceptTable.create_fd(options.workers),
-        socket_path=str(main_socket),
+        socket_path=str(_main_socket(options)),
         replica_socket_paths=tuple(str(path) for path in options.replica_socket),
         replica_dir=_text(options.replica_dir),
         prefixes_fd=_prefixes_fd(options),
