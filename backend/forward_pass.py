@@ -25,6 +25,8 @@ FROM_EMBEDDINGS = -2
 """In `StepBatch.input_ids` and in a sequence's tokens: not a token; its embedding is given directly."""
 NOT_FINITE = -1
 """In `StepOutput.token_ids`: no token, because the row's logits are not finite."""
+NO_ADAPTER = -1
+"""In `StepBatch.adapters`: the row's sequence uses the model alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +182,9 @@ class StepBatch:
     """Tokens of prompts whose log probabilities a client requests. Only for passes whose spec says scores_prompts."""
     pooled: PooledRows | None = None
     """Rows that give vectors. Only for passes whose spec has `pooled`."""
+    adapters: NDArray[np.int32] | None = None
+    """[R] index into PassOptions.adapters of the adapter that the row's sequence uses from its first token to its last,
+    or NO_ADAPTER. None if no row has one."""
 
     @property
     def num_rows(self) -> int:
@@ -305,6 +310,9 @@ class PassSpec:
     """Kind of `PooledRows` → values per vector, for each kind that the pass computes."""
     generates: bool = True
     """The pass samples tokens. One that only pools never gets logit_rows; its vocab_size bounds the token ids."""
+    adapter_ranks: tuple[int, ...] = ()
+    """The rank of each of PassOptions.adapters. Empty if the pass cannot apply adapters: the backend then refuses to
+    start with some. weight_bytes includes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +342,8 @@ class PassOptions:
     callers that have one page table do not ask for it, and then get one group."""
     cpu_path: str = "auto"
     """The instruction set of the CPU kernels; other passes ignore it."""
+    adapters: tuple[Path, ...] = ()
+    """Directories of low-rank adapters (LoRA, arXiv 2106.09685) of the model, in the layout of PEFT."""
     weights_fds: tuple[int, int] | None = None
     """The fds of a `penstock.shm.memory.fd_mailbox` for `IHeldWeights`; None if weights end with the process."""
 
@@ -391,10 +401,3 @@ class IBatchedForwardPass(Protocol):
     def close(self) -> None:
         """Free the device's memory. Called once, after the last step."""
         ...
-
-
-def read_host_logits(forward_pass: IBatchedForwardPass, logits: Any) -> NDArray[np.float32]:
-    """Call `host_logits`, or its default for a pass that neither has it nor inherits it."""
-    if hasattr(forward_pass, "host_logits"):
-        return forward_pass.host_logits(logits)
-    return IBatchedForwardPass.host_logits(forward_pass, logits)

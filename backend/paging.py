@@ -68,4 +68,6 @@ def create_scheduler(
         keeps_state=keeps_state,
         kv_windows=forward_pass.spec.kv_windows,
     )
-    return scheduler, BatchBuilder(settings.max_running, plan.max_pages_per_sequence, plan.groups.count)
+    pages, has_adapters = plan.max_pages_per_sequence, bool(settings.adapters)
+    builder = BatchBuilder(settings.max_running, pages, plan.groups.count, has_adapters=has_adapters)
+    return scheduler, builder

@@ -10,7 +10,8 @@ import numpy as np
 
 from penstock.backend.checkpoint.tokenizer_file import count_token_ids
 from penstock.backend.errors import StartupError
-from penstock.backend.forward_pass import PooledRows, SamplingParams, SlotInit, StepBatch, read_host_logits
+from penstock.backend.forward_pass import PooledRows, SamplingParams, SlotInit, StepBatch
+from penstock.backend.pass_extensions import read_host_logits
 from penstock.shm.messages import PooledKind
 
 if TYPE_CHECKING:
@@ -56,6 +57,19 @@ def check_groups(spec: PassSpec) -> None:
                 f"the forward pass has {num_bytes} kv_bytes_per_token in {kv_dtype} for {len(windows)} groups of "
                 "layers: make them a multiple, because each group has an equal part"
             )
+
+
+def check_adapters(spec: PassSpec, num_adapters: int) -> None:
+    """Raises StartupError if the pass has not as many adapters as the operator gave."""
+    if num_adapters and not spec.adapter_ranks:
+        raise StartupError(
+            "--lora-modules: this forward pass applies no adapters; the built-in decoder does on the CPU (--gpu none), "
+            "for models that generate. Or merge the adapter into its base model, and serve the result with --model"
+        )
+    if len(spec.adapter_ranks) != num_adapters:
+        raise StartupError(
+            f"the forward pass has {len(spec.adapter_ranks)} adapter_ranks for {num_adapters} adapters: give one each"
+        )
 
 
 def check_first_step(forward_pass: IBatchedForwardPass, spec: PassSpec) -> float | None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from penstock.backend.forward_pass import DeviceRows, PassOptions
+    from penstock.backend.forward_pass import DeviceRows, IBatchedForwardPass, PassOptions
 
 
 @runtime_checkable
@@ -132,3 +132,11 @@ class IFindsHeldWeights(Protocol):
     def held_bytes(self, model_dir: Path, options: PassOptions) -> int:
         """Bytes of weights that `load` would map: they take no further memory. 0 if it would load them."""
         ...
+
+
+def read_host_logits(forward_pass: IBatchedForwardPass, logits: Any) -> NDArray[np.float32]:
+    """Call `host_logits`, or its default for a pass that neither has it nor inherits it."""
+    if hasattr(forward_pass, "host_logits"):
+        return forward_pass.host_logits(logits)
+    array: NDArray[np.float32] = logits
+    return array

@@ -7,30 +7,31 @@ With --forward-pass it runs for that pass alone; with --model the pass loads tha
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-for name in ("test_contract", "test_pooling"):
+for name in ("test_contract", "test_pooling", "test_adapters"):
     pytest.register_assert_rewrite(f"penstock.tools.forward_pass_contract.{name}")
 
 from penstock.backend.checkpoint.quantization import kept_file  # noqa: E402 - as the next lines
-from penstock.tools.forward_pass_contract import test_contract, test_pooling  # noqa: E402 - after the rewrite is registered
+from penstock.tools.forward_pass_contract import test_adapters, test_contract, test_pooling  # noqa: E402 - after the rewrite is registered
 from penstock.tools.forward_pass_contract.options import load_pass  # noqa: E402
 from tests.checkpoints import make_checkpoint  # noqa: E402
 from tests.encoder_checkpoints import make_encoder  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 # The suites' tests and their fixtures, collected from this module with the fixture below.
-for suite in (test_contract, test_pooling):
-    is_theirs = ("test_", "runner", "pooling")
+for suite in (test_contract, test_pooling, test_adapters):
+    is_theirs = ("test_", "runner", "pooling", "adapted")
     globals().update({name: value for name, value in vars(suite).items() if name.startswith(is_theirs)})
 
 _EMULATED = "tests.backend.passes.decoder.cuda.emulated_pass:EmulatedCudaPass"
 _TRANSFORMERS = "penstock.backend.passes.transformers_model.forward_pass:TransformersPass"
+_FAKE_ADAPTERS = (Path("one"), Path("two"))
 _GROUPED = "decoder whose layers are several groups"
 _ENCODER = "encoder"
 _OWN_PASSES = [
@@ -77,6 +78,7 @@ def forward_pass(
         make_encoder("bert", "Model", model_dir)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kept_file, "cache_directory", lambda: tmp_path_factory.mktemp("cache"))
-        loaded = load_pass(pass_name, model_dir, kv_dtype, quantize)
+        adapters = request.config.getoption("--adapter") or (_FAKE_ADAPTERS if pass_name.startswith("fake") or ".fake:" in pass_name else ())
+        loaded = load_pass(pass_name, model_dir, kv_dtype, quantize, adapters)
     yield loaded
     loaded.close()

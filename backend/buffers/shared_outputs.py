@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from penstock.backend.forward_pass import read_host_logits
+from penstock.backend.pass_extensions import read_host_logits
 from penstock.shm.buffers.device_api import DeviceRow
 
 if TYPE_CHECKING:

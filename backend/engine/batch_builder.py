@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.backend.buffers.shared_prompts import SharedPromptRows
-from penstock.backend.forward_pass import FROM_SLOT, EmbeddedTokens, PooledRows, ScoredTokens, SlotInit, StepBatch
+from penstock.backend.forward_pass import (
+    FROM_SLOT,
+    NO_ADAPTER,
+    EmbeddedTokens,
+    PooledRows,
+    ScoredTokens,
+    SlotInit,
+    StepBatch,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,8 +49,11 @@ class WholeBatchBuilder:
 class BatchBuilder:
     """Keeps the page table of all slots between steps: a step writes only the pages that it adds."""
 
-    def __init__(self, max_running: int, max_pages_per_sequence: int, num_groups: int = 1) -> None:
+    def __init__(
+        self, max_running: int, max_pages_per_sequence: int, num_groups: int = 1, *, has_adapters: bool = False
+    ) -> None:
         """max_pages_per_sequence: of all groups."""
+        self._adapters = np.full(max_running, NO_ADAPTER, np.int32) if has_adapters else None
         self._page_table = np.zeros((max_running, max_pages_per_sequence), np.int32)
         self._num_groups = num_groups
         self._num_pages = np.zeros(max_running, np.int32)
@@ -54,6 +65,8 @@ class BatchBuilder:
         for sequence in plan.slot_init_sequences:
             self._clear(sequence)  # the slot's previous sequence
             self._add_pages(sequence)
+            if self._adapters is not None:
+                self._adapters[sequence.slot] = sequence.adapter
         for sequence in plan.grown:
             self._add_pages(sequence)
         if plan.num_decodes == len(plan):
@@ -84,6 +97,7 @@ class BatchBuilder:
             embeddings=tuple(embeddings),
             scored=_scored_tokens(plan, query_starts) if plan.scored else None,
             pooled=_pooled_rows(plan) if plan.pooled_rows else None,
+            adapters=self._adapters_of(slots),
         )
 
     def _build_decodes(self, plan: Plan) -> StepBatch:
@@ -98,7 +112,11 @@ class BatchBuilder:
             logit_rows=self._counting[:num_rows].copy(),
             page_copies=tuple(plan.page_copies.values()),
             page_restores=tuple(chain.from_iterable(plan.page_restores.values())),
+            adapters=self._adapters_of(slots),
         )
+
+    def _adapters_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32] | None:
+        return None if self._adapters is None else _unless_none(self._adapters[slots])
 
     def _pages_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
         pages: NDArray[np.int32] = self._page_table[slots, : self._num_pages[slots].max()]
@@ -113,6 +131,11 @@ class BatchBuilder:
         for index in range(self._num_pages[slot], len(pages)):
             self._page_table[slot, index] = pages[index]
         self._num_pages[slot] = len(pages)
+
+
+def _unless_none(adapters: NDArray[np.int32]) -> NDArray[np.int32] | None:
+    """None if no row has an adapter."""
+    return adapters if len(adapters) and adapters.max() > NO_ADAPTER else None
 
 
 def _column(values: list[int] | list[int | None]) -> NDArray[np.int32]:
@@ -181,6 +204,7 @@ def keep_rows(batch: StepBatch, kept: list[int], plan: Plan) -> StepBatch:
         ),
         scored=_keep_scored(batch.scored, token_kept, new_position, plan) if batch.scored and plan.scored else None,
         pooled=_pooled_rows(plan) if plan.pooled_rows else None,
+        adapters=None if batch.adapters is None else _unless_none(batch.adapters[rows]),
     )
 
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from penstock.backend.engine.coalescer import PooledKey, Presented, ShareKey
-from penstock.backend.forward_pass import FROM_EMBEDDINGS, SamplingParams
+from penstock.backend.forward_pass import FROM_EMBEDDINGS, NO_ADAPTER, SamplingParams
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.subscribers import Subscriber
 from penstock.backend.structured_output.constraints import SequenceConstraints
@@ -333,12 +333,13 @@ class Intake:
             submit.num_prompt_tokens,
             sampling,
             # The cache cannot tell embeddings apart: with a random salt no other sequence finds their KV.
-            salt=submit.salt if submission.embeddings is None else secrets.token_bytes(_SALT_BYTES),
+            salt=submit.own_salt if submission.embeddings is None else secrets.token_bytes(_SALT_BYTES),
             tenant=submit.tenant,
             weight=submit.weight,
             rank=rank,
             admitted_ns=submit.admitted_ns,
             constraints=self._make_constraints(submission, grammar),
+            adapter=self.limits.adapters.get(submit.adapter, NO_ADAPTER),
         )
         sequence.embeddings, sequence.output = submission.embeddings, submission.output
         sequence.pooled = submit.pooled
@@ -379,8 +380,8 @@ def _share_key(submission: Submission, sampling: SamplingParams) -> ShareKey | P
         return None
     prompt = submission.tokens[: 4 * submit.num_prompt_tokens]
     if pooled is not None:
-        return PooledKey(submit.salt, prompt, pooled.kind, pooled.second_start)
-    return ShareKey.of(submit.salt, prompt, sampling, submit.constraints, submit.stop_token_ids)
+        return PooledKey(submit.own_salt, prompt, pooled.kind, pooled.second_start)
+    return ShareKey.of(submit.own_salt, prompt, sampling, submit.constraints, submit.stop_token_ids)
 
 
 def _num_prompt_logprobs(submission: Submission) -> int:

@@ -40,6 +40,8 @@ class EngineLimits:
     """Kinds of vectors that the forward pass computes → values per vector."""
     generates: bool = True
     """The forward pass samples tokens."""
+    adapters: Mapping[str, int] = field(default_factory=dict)
+    """Id of each adapter → its index in the forward pass."""
 
     def find_fault(self, submission: Submission) -> Failure | None:
         """Why the model cannot serve the request, whatever else is open."""
@@ -53,6 +55,8 @@ class EngineLimits:
         uses_buffers = submission.output is not None or submission.embeddings is not None
         if submit.linger is not None and (submit.pooled is not None or submit.num_prompt_logprobs >= 0 or uses_buffers):
             return Failure(request_id, FailureCode.INTERNAL, text="such a request cannot linger")
+        if submit.adapter and submit.adapter not in self.adapters:
+            return Failure(request_id, FailureCode.NO_ADAPTER)
         if submit.pooled is not None:
             return self._find_fault_of_pooled(submission, submit.pooled, len(tokens))
         if not self.generates:

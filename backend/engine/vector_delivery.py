@@ -50,7 +50,7 @@ class VectorDelivery:
         submit, cache = submission.submit, self._cache
         if cache is None or submit.pooled is None or not submit.may_share:
             return False
-        vectors = cache.get(cache.key(submit.salt, submit.pooled, submission.tokens))
+        vectors = cache.get(cache.key(submit.own_salt, submit.pooled, submission.tokens))
         if vectors is None:
             self._board.vector_cache_misses += 1
             return False

@@ -4,7 +4,8 @@ Its "model" is a hash. The KV cache holds, for each position, the sum of the has
 token is derived from that sum. So a token depends on every token before it, read through the page table: an engine
 that mixes up pages, positions or slots gives other tokens than `next_token`.
 
-An embedding counts as the token that `embedded_token` derives from its bytes.
+An embedding counts as the token that `embedded_token` derives from its bytes. An adapter adds a number of its own to
+each token's hash.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import msgspec
 import numpy as np
 
 from penstock.backend.errors import StartupError
-from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch
+from penstock.backend.forward_pass import NO_ADAPTER, PassOptions, PassSpec, StepBatch
 from penstock.backend.sampling.sampler import HostSampling
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _DEFAULT_VOCAB_SIZE = 4096
 _MAX_CONTEXT_TOKENS = 1 << 16
 _PEAK_LOGIT = 8.0
+_ADAPTER_STEP = 0x1234567
 EMBEDDING_SIZE = 4
 
 
@@ -47,10 +49,16 @@ def position_hashes(token_ids: NDArray[np.int32], positions: NDArray[np.int64]) 
     return x ^ (x >> np.uint64(31))
 
 
-def next_token(token_ids: Sequence[int], vocab_size: int, kv_windows: tuple[int | None, ...] = (None,)) -> int:
+def next_token(
+    token_ids: Sequence[int],
+    vocab_size: int,
+    kv_windows: tuple[int | None, ...] = (None,),
+    adapter: int = NO_ADAPTER,
+) -> int:
     """The token that the fake pass samples greedily after token_ids: the oracle for tests of the engine."""
     tokens = np.array(token_ids, np.int32)
     hashes, total = position_hashes(tokens, np.arange(len(tokens))), 0
+    hashes += np.uint64(_ADAPTER_STEP * (adapter - NO_ADAPTER))
     for group, window in enumerate(kv_windows):
         total += (2 * group + 1) * int(hashes[-(window or len(tokens)) :].sum(dtype=np.uint64))
     return (total % (1 << 64) >> 16) % vocab_size
@@ -61,13 +69,14 @@ def embedded_token(row: NDArray[np.float32]) -> int:
     return zlib.crc32(row.tobytes()) >> 1
 
 
-def _spec(vocab_size: int) -> PassSpec:
+def _spec(vocab_size: int, num_adapters: int = 0) -> PassSpec:
     return PassSpec(
         vocab_size,
         _MAX_CONTEXT_TOKENS,
         {"fp32": np.dtype(np.uint64).itemsize},
         scores_prompts=True,
         embedding_size=EMBEDDING_SIZE,
+        adapter_ranks=(1,) * num_adapters,
     )
 
 
@@ -85,19 +94,19 @@ def fake_vocab_size(model_dir: Path | None) -> int:
 class FakePass(HostSampling):
     """See the module. vocab_size is that of the checkpoint's config.json, or 4096 without a checkpoint."""
 
-    def __init__(self, vocab_size: int, max_running: int, host_kv_bytes: int = 0) -> None:
+    def __init__(self, vocab_size: int, max_running: int, host_kv_bytes: int = 0, num_adapters: int = 0) -> None:
         super().__init__(vocab_size, max_running)
         self._host_kv_bytes = host_kv_bytes
-        self.spec = _spec(vocab_size)
+        self.spec = _spec(vocab_size, num_adapters)
         self._sums = self._saved_sums = np.zeros((0, 0), np.uint64)
 
     @classmethod
-    def describe(cls, model_dir: Path | None, _options: PassOptions) -> PassSpec:
-        return _spec(fake_vocab_size(model_dir))
+    def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
+        return _spec(fake_vocab_size(model_dir), len(options.adapters))
 
     @classmethod
     def load(cls, model_dir: Path | None, options: PassOptions) -> FakePass:
-        return cls(fake_vocab_size(model_dir), options.max_running, options.host_kv_bytes)
+        return cls(fake_vocab_size(model_dir), options.max_running, options.host_kv_bytes, len(options.adapters))
 
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         if kv_dtype != "fp32":
@@ -128,7 +137,10 @@ class FakePass(HostSampling):
         lengths = np.diff(batch.query_starts)
         rows = np.repeat(np.arange(batch.num_rows), lengths)
         positions = np.arange(batch.num_tokens) - batch.query_starts[rows] + batch.context_lens[rows]
-        totals = self._add_up(batch, rows, positions, position_hashes(input_ids, positions))[batch.logit_tokens]
+        hashes = position_hashes(input_ids, positions)
+        if batch.adapters is not None:
+            hashes += np.uint64(_ADAPTER_STEP) * (batch.adapters[rows] - NO_ADAPTER).astype(np.uint64)
+        totals = self._add_up(batch, rows, positions, hashes)[batch.logit_tokens]
         logits = np.zeros((len(totals), self.spec.vocab_size), np.float32)
         peaks = ((totals >> np.uint64(16)) % np.uint64(self.spec.vocab_size)).astype(np.int64)
         logits[np.arange(len(totals)), peaks] = _PEAK_LOGIT
@@ -168,8 +180,8 @@ class StatefulFakePass(FakePass):
     It samples the same tokens, if each token is added exactly once.
     """
 
-    def __init__(self, vocab_size: int, max_running: int, host_kv_bytes: int = 0) -> None:
-        super().__init__(vocab_size, max_running, host_kv_bytes)
+    def __init__(self, vocab_size: int, max_running: int, host_kv_bytes: int = 0, num_adapters: int = 0) -> None:
+        super().__init__(vocab_size, max_running, host_kv_bytes, num_adapters)
         self._states = np.zeros(max_running, np.uint64)
         self.spec = _with_state(self.spec)
 
@@ -204,8 +216,8 @@ class WindowedFakePass(FakePass):
     WINDOW_TOKENS = 6
     KV_WINDOWS: tuple[int | None, ...] = (WINDOW_TOKENS,)
 
-    def __init__(self, vocab_size: int, max_running: int, host_kv_bytes: int = 0) -> None:
-        super().__init__(vocab_size, max_running, host_kv_bytes)
+    def __init__(self, vocab_size: int, max_running: int, host_kv_bytes: int = 0, num_adapters: int = 0) -> None:
+        super().__init__(vocab_size, max_running, host_kv_bytes, num_adapters)
         self.spec = _with_windows(self.spec, self.KV_WINDOWS)
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
-from penstock.backend.forward_pass import NOT_FINITE
+from penstock.backend.forward_pass import NO_ADAPTER, NOT_FINITE
 from penstock.backend.sequences.kv_state import KvState
 from penstock.backend.sequences.parking import Parking
 from penstock.backend.sequences.subscribers import Subscribers
@@ -36,6 +36,7 @@ class Sequence:
 
     __slots__ = (
         "account",
+        "adapter",
         "admitted_ns",
         "capacity_tokens",
         "common_stop_ids",
@@ -88,6 +89,7 @@ class Sequence:
         rank: float = 0.0,
         admitted_ns: int = 0,
         constraints: SequenceConstraints | None = None,
+        adapter: int = NO_ADAPTER,
     ) -> None:
         # Tokens
         self.tokens = array("i")
@@ -95,7 +97,9 @@ class Sequence:
         self.num_prompt_tokens = num_prompt_tokens
         self.sampling = sampling
         self.salt = salt
-        """Keeps tenants apart in the prefix cache."""
+        """Keeps tenants, and sequences with other adapters, apart in the prefix cache."""
+        self.adapter = adapter
+        """As in `StepBatch.adapters`."""
         self.tenant = tenant
         """The scheduler charges this tenant for its tokens."""
         self.weight = weight

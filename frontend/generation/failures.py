@@ -60,6 +60,9 @@ def stream_failure(batch: TokenBatch, num_tokens: int, grammar_field: str | None
             return ApiError(ErrorKind.INVALID_VALUE, message)
         case FailureCode.NOT_SERVED:
             return ApiError(ErrorKind.WRONG_MODEL, "model: it cannot do what the request asks for", param="model")
+        case FailureCode.NO_ADAPTER:
+            message = f"model: this adapter is not loaded any more; {num_tokens} tokens were generated with it"
+            return ApiError(ErrorKind.UNKNOWN_MODEL, message, param="model")
         case FailureCode.SHUTTING_DOWN:
             return shutting_down()
         case FailureCode.CANCELLED:

@@ -83,6 +83,8 @@ class GenerationRequest:
     linger: Linger | None = None
     asks: StreamQuestion | None = None
     """The answer is in the stream's `record`."""
+    adapter: str = ""
+    """An `adapter_id` of the model card's adapters."""
 
     @property
     def runs(self) -> bool:
@@ -130,6 +132,7 @@ class GenerationRequest:
                 cancels=self.cancels,
                 linger=self.linger,
                 asks=self.asks,
+                adapter=self.adapter,
             )
         )
 

@@ -41,7 +41,9 @@ from penstock.shm.messages.codec import (
     encode,
 )
 from penstock.shm.messages.handshake import (
+    MAX_ADAPTERS,
     PROTOCOL_VERSION,
+    Adapter,
     BuffersClosed,
     Hello,
     ModelCard,
@@ -78,6 +80,7 @@ from penstock.shm.messages.submit import (
 )
 
 __all__ = [
+    "MAX_ADAPTERS",
     "MAX_CONTEXT_TOKENS",
     "MAX_GRAMMAR_CHARACTERS",
     "MAX_INLINE_PROMPT_TOKENS",
@@ -95,6 +98,7 @@ __all__ = [
     "MIN_WEIGHT",
     "NO_TOKEN",
     "PROTOCOL_VERSION",
+    "Adapter",
     "ArenaRef",
     "BufferContent",
     "BufferGrant",

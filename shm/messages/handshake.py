@@ -8,11 +8,12 @@ from msgspec import Meta, Struct
 
 from penstock.shm.messages.bounds import I31, MAX_CONTEXT_TOKENS, U63, TokenId
 from penstock.shm.messages.buffers import BufferGrant, BufferRequest
-from penstock.shm.messages.submit import PooledKind, Sampling
+from penstock.shm.messages.submit import AdapterId, PooledKind, Sampling
 
 PROTOCOL_VERSION = 15
 ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
 Trait = Annotated[str, Meta(max_length=512)]
+MAX_ADAPTERS = 256
 
 
 class Hello(Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=True):
@@ -27,6 +28,16 @@ class PooledWidth(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
     kind: PooledKind
     num_values: Annotated[int, Meta(ge=1, le=1 << 24)]
+
+
+class Adapter(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A low-rank adapter of the model (LoRA), which requests use by its own name."""
+
+    name: ModelName
+    adapter_id: AdapterId
+    rank: Annotated[int, Meta(ge=1, le=1 << 16)]
+    created: U63 = 0
+    """Seconds since 1970."""
 
 
 class ModelCard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -56,11 +67,20 @@ class ModelCard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
     """Further names that requests may use; "*" is any name."""
     traits: Annotated[tuple[tuple[Trait, Trait], ...], Meta(max_length=16)] = ()
     """Names and values of what the fingerprint covers, to tell how two models differ."""
+    adapters: Annotated[tuple[Adapter, ...], Meta(max_length=MAX_ADAPTERS)] = ()
+    """Not covered by the fingerprint: a request names the weights of its adapter itself."""
 
     @property
     def identity(self) -> tuple[str, str, int]:
         """The properties that a backend must share with another to continue its streams."""
         return self.model_id, self.fingerprint, self.vocab_size
+
+    def adapter_named(self, name: str) -> Adapter | None:
+        return next((adapter for adapter in self.adapters if adapter.name == name), None)
+
+    def has_adapter(self, adapter_id: str) -> bool:
+        """Requests without an adapter have an empty id."""
+        return not adapter_id or any(adapter.adapter_id == adapter_id for adapter in self.adapters)
 
     def pooled_width(self, kind: PooledKind) -> int | None:
         return next((pooled.num_values for pooled in self.pooled if pooled.kind == kind), None)

@@ -67,6 +67,8 @@ class FailureCode(enum.IntEnum):
     """The request, or the stream, that it names is not open."""
     TAKEN_OVER = 13
     """Another request reads the stream now."""
+    NO_ADAPTER = 14
+    """The backend does not have the request's adapter."""
 
 
 class Failure(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

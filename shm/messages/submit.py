@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
@@ -20,6 +21,11 @@ from penstock.shm.messages.bounds import (
 )
 from penstock.shm.messages.buffers import BufferRef
 from penstock.shm.messages.linger import Keep, Linger, StreamQuestion
+
+
+AdapterId: TypeAlias = Annotated[str, Meta(max_length=64)]
+"""Names an adapter's weights: other weights of the same name have another id."""
+_ADAPTER_CONTEXT = b"adapter"
 
 
 class ArenaRef(Struct, frozen=True, array_like=True, tag=20, forbid_unknown_fields=True):
@@ -174,6 +180,16 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
     """Not for pooled requests, shared buffers and log probabilities of the prompt."""
     asks: StreamQuestion | None = None
     """It does not run: it ends as STOP, after the stream's record if it reads; or as REJECTED, NOT_OPEN."""
+    adapter: AdapterId = ""
+    """The `Adapter.adapter_id` of the adapter that it uses; empty for the model alone. A backend without that adapter
+    refuses it: REJECTED, NO_ADAPTER."""
+
+    @property
+    def own_salt(self) -> bytes:
+        """The salt of its pages and tokens: requests with other adapters share none, whatever their salt is."""
+        if not self.adapter:
+            return self.salt
+        return blake2b(self.adapter.encode(), digest_size=16, key=self.salt, person=_ADAPTER_CONTEXT).digest()
 
     @property
     def runs(self) -> bool:

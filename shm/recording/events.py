@@ -38,6 +38,8 @@ class BackendStarted(Struct, frozen=True, array_like=True, tag=1):
     """Tokens and prompts are recorded too."""
     protocol_version: int = 0
     """PROTOCOL_VERSION of the writer: prompts are recorded as messages, which another version would misread."""
+    adapters: tuple[str, ...] = ()
+    """The ids of its adapters."""
 
 
 class Arrived(Struct, frozen=True, array_like=True, tag=2):
@@ -60,6 +62,8 @@ class Arrived(Struct, frozen=True, array_like=True, tag=2):
     has_grammar: bool
     pooled: str
     """The kind of vector that it asks for; empty for generated tokens."""
+    adapter: str = ""
+    """The id of its adapter; empty for the model alone."""
 
 
 class Joined(Struct, frozen=True, array_like=True, tag=3):

@@ -271,11 +271,13 @@ class Bench:
             sizes = (page_size, max_running, max_batch_tokens, max_park_steps, capacity)
             state = spec.state_bytes_per_sequence > 0
             self.scheduler = Scheduler(self.pool, *sizes, keeps_state=state, kv_windows=spec.kv_windows)
-            builder = BatchBuilder(max_running, groups.pages_for(context), groups.count)
+            has_adapters = bool(spec.adapter_ranks)
+            builder = BatchBuilder(max_running, groups.pages_for(context), groups.count, has_adapters=has_adapters)
         else:
             self.scheduler, builder = WholeScheduler(max_running, max_batch_tokens), WholeBatchBuilder()
         self.now_s = 0.0
-        served = {"pooled": spec.pooled, "generates": spec.generates}
+        adapters = {f"adapter-{index}": index for index in range(len(spec.adapter_ranks))}
+        served = {"pooled": spec.pooled, "generates": spec.generates, "adapters": adapters}
         limits = EngineLimits(vocab_size, context, max_waiting, priority_step_s, **served)
         self.requests = Requests.make(
             self.link,  # type: ignore[arg-type]

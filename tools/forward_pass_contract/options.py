@@ -1,4 +1,4 @@
-"""A pytest plugin: the suite's two options, and the forward pass that they name."""
+"""A pytest plugin: the suite's options, and the forward pass that they name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.tools.forward_pass_contract.steps import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 _HOST_KV_BYTES = 64 << 20
 """Host memory for passes that keep pages on the host."""
@@ -32,6 +32,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("forward pass contract")
     group.addoption("--forward-pass", help='the pass under test: an installed name or "package.module:Class"')
     group.addoption("--model", type=Path, help="the checkpoint directory that the pass loads; default: none")
+    group.addoption(
+        "--adapter",
+        type=Path,
+        action="append",
+        default=[],
+        help="the directory of a LoRA adapter of the model; give it twice",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +47,17 @@ def forward_pass(request: pytest.FixtureRequest) -> Iterator[Any]:
     name = request.config.getoption("--forward-pass")
     if name is None:
         pytest.skip("no --forward-pass is given")
-    loaded = load_pass(name, request.config.getoption("--model"))
+    loaded = load_pass(name, request.config.getoption("--model"), adapters=request.config.getoption("--adapter"))
     yield loaded
     loaded.close()
 
 
 def load_pass(
-    name: str, model_dir: Path | None, kv_dtype: str | None = None, quantize: str = "none"
+    name: str,
+    model_dir: Path | None,
+    kv_dtype: str | None = None,
+    quantize: str = "none",
+    adapters: Sequence[Path] = (),
 ) -> IBatchedForwardPass:
     """A pass with a cache of NUM_PAGES pages, unless it has none. In fp32 if it offers that: the tolerance of
     comparisons is for fp32."""
@@ -57,6 +68,7 @@ def load_pass(
         host_kv_bytes=_HOST_KV_BYTES,
         quantize=quantize,
         splits_layers=True,
+        adapters=tuple(adapters),
     )
     loaded = find_forward_pass(name).load(model_dir, options)
     if kv_dtypes := list(loaded.spec.kv_bytes_per_token):

@@ -9,6 +9,7 @@ import numpy as np
 
 from penstock.backend.forward_pass import (
     FROM_EMBEDDINGS,
+    NO_ADAPTER,
     EmbeddedTokens,
     PooledRows,
     SamplingParams,
@@ -16,8 +17,8 @@ from penstock.backend.forward_pass import (
     SlotInit,
     StepBatch,
     TokenLogprobs,
-    read_host_logits,
 )
+from penstock.backend.pass_extensions import read_host_logits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -109,6 +110,7 @@ class StepRow:
     """Kind of the vector that the row completes, and the position of a second text."""
     passed: tuple[int, ...] = ()
     """By group, the first pages that are behind the window: those of set NOT_ITS_OWN stand in their place."""
+    adapter: int = NO_ADAPTER
 
 
 @dataclass
@@ -218,7 +220,13 @@ def _make_batch(
         ),
         scored=_scored_tokens(rows, num_top),
         pooled=_pooled_rows(rows),
+        adapters=_adapters(rows),
     )
+
+
+def _adapters(rows: list[StepRow]) -> Ints | None:
+    adapters = [row.adapter for row in rows]
+    return None if max(adapters) == NO_ADAPTER else np.array(adapters, np.int32)
 
 
 def _page_table(rows: list[StepRow], num_groups: int) -> Ints:

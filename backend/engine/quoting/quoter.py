@@ -106,7 +106,7 @@ class Quoter:
                 submission.tokens,
                 submit.num_prompt_tokens,
                 sampling,
-                salt=submit.salt,
+                salt=submit.own_salt,
                 tenant=submit.tenant,
                 weight=submit.weight,
                 rank=rank,

@@ -245,6 +245,7 @@ class Recorder:
                 submit.sampling.temperature == 0.0,
                 submit.constraints is not None,
                 "" if submit.pooled is None else submit.pooled.kind,
+                submit.adapter,
             )
         )
         if self._with_tokens and submission.embeddings is None:

@@ -66,7 +66,7 @@ class HandOver:
     async def _hand_over(self, group: Sequence[OpenStream]) -> None:
         longest = max(group, key=lambda stream: len(stream.tokens))
         target = self._choose(longest, self._source)
-        if target is None:
+        if target is None or not target.has_adapter(longest.submit.adapter):
             return
         if isinstance(longest, TokenStream) and longest.has_tokens and not longest.is_queued:
             await _compute(longest, target)
@@ -92,6 +92,7 @@ async def _compute(stream: OpenStream, target: Replica) -> None:
         weight=submit.weight,
         priority=submit.priority,
         may_share=submit.may_share,
+        adapter=submit.adapter,
     )
     try:
         computing = target.client.submit(request)

@@ -25,6 +25,7 @@ from penstock.shm.client.replicas.routing import Replica, Router
 from penstock.shm.client.replicas.socket_directory import index_of, name_of
 from penstock.shm.link.join import Refused
 from penstock.shm.memory.prefix_table import MAX_REPLICAS, PrefixTable
+from penstock.shm.messages import MAX_ADAPTERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -140,7 +141,8 @@ class ReplicaSet:
 
     @property
     def model(self) -> ModelCard | None:
-        """The model of all replicas, with the shortest of their contexts. None before the first connection."""
+        """The model of all replicas, with the shortest of their contexts and the adapters of any. None before the
+        first connection."""
         return self._model
 
     @property
@@ -200,11 +202,13 @@ class ReplicaSet:
         if len(self._places) == 1:
             return submit(ready[0].client)
         tokens = request.prompt_tokens()
-        best = self._router.place(ready, request.to_submit(0, len(tokens)), tokens)
+        wanted = request.to_submit(0, len(tokens))
+        best = self._router.place(ready, wanted, tokens)
         try:
             return self._named(submit(best.client), best)
         except Overloaded:
-            for other in sorted((replica for replica in ready if replica is not best), key=lambda one: one.load):
+            others = [replica for replica in ready if replica is not best and replica.has_adapter(wanted.adapter)]
+            for other in sorted(others, key=lambda one: one.load):
                 with contextlib.suppress(Overloaded):
                     return self._named(submit(other.client), other)
             raise
@@ -345,7 +349,9 @@ class ReplicaSet:
         cards = [card for card in offers if card is not None and self._is_shown(card)]
         if cards:
             shortest = min(card.max_context_tokens for card in cards)
-            self._model = msgspec.structs.replace(cards[0], max_context_tokens=shortest)
+            by_name = {adapter.name: adapter for card in reversed(cards) for adapter in card.adapters}
+            adapters = tuple(by_name.values())[:MAX_ADAPTERS]
+            self._model = msgspec.structs.replace(cards[0], max_context_tokens=shortest, adapters=adapters)
 
     def _is_shown(self, card: ModelCard) -> bool:
         return self._model is not None and card.identity == self._model.identity

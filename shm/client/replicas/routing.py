@@ -62,6 +62,11 @@ class Replica:
         board = self.client.backend_board
         return board is not None and board.seconds_since_beat() < HEARTBEAT_LIMIT_S
 
+    def has_adapter(self, adapter_id: str) -> bool:
+        """See `ModelCard.has_adapter`."""
+        model = self.client.model
+        return model is not None and model.has_adapter(adapter_id)
+
     @property
     def digest(self) -> PageDigest | None:
         """Of its cached pages; None if it is not connected, or has none."""
@@ -81,13 +86,17 @@ class Router:
         self._table = table
 
     def place(self, replicas: Sequence[Replica], submit: Submit, tokens: array[int]) -> Replica:
-        """The replica, of at least one, that should compute the request. It is remembered for the requests after it."""
+        """The replica, of at least one, that should compute the request. It is remembered for the requests after it.
+
+        If none has the request's adapter, the replica refuses it.
+        """
+        replicas = [replica for replica in replicas if replica.has_adapter(submit.adapter)] or replicas
         prompt = tokens[: submit.num_prompt_tokens]
-        names = self._table.names(prompt, submit.salt)
+        names = self._table.names(prompt, submit.own_salt)
         twin = self._name_of(prompt, submit)
         chosen = replicas[0]
         if len(replicas) > 1:
-            chosen = self._choose(replicas, prompt, submit.salt, names, twin)
+            chosen = self._choose(replicas, prompt, submit.own_salt, names, twin)
         owner = chosen.owner
         for name in names:
             self._table.note(name, owner)
@@ -100,7 +109,7 @@ class Router:
         return self._name_of(stream.tokens[: stream.submit.num_prompt_tokens], stream.submit)
 
     def _name_of(self, prompt: array[int], submit: Submit) -> int | None:
-        return self._table.name_of(prompt, submit.salt, _settings(submit)) if submit.may_share else None
+        return self._table.name_of(prompt, submit.own_salt, _settings(submit)) if submit.may_share else None
 
     def _choose(
         self, replicas: Sequence[Replica], prompt: array[int], salt: bytes, names: list[int], twin: int | None

@@ -135,6 +135,8 @@ class Arrivals:
             return "were refused"
         if self._from_prompts and request not in self._life.prompts:
             return "have no recorded tokens"
+        if self._from_prompts and arrived.adapter:
+            return "use an adapter"
         if not arrived.pooled:
             return None
         if self._from_prompts:
@@ -168,6 +170,7 @@ class Arrivals:
                 timeout_ms=arrived.timeout_ms,
                 admitted_ns=max(1, int(1e9 * time_s)) if arrived.is_resumed else 0,
                 pooled=Pooled("embed") if arrived.pooled else None,
+                adapter=arrived.adapter,
             )
             _decoder.decode(encode(submit))  # constructors check no bounds
         except (msgspec.MsgspecError, ValueError, OverflowError) as error:

@@ -105,6 +105,7 @@ class ReplayedBackend:
             started.priority_step_s,
             scores_prompts=forward_pass.scores_prompts,
             pooled=forward_pass.pooled,
+            adapters={adapter_id: index for index, adapter_id in enumerate(started.adapters)},
         )
         recorder = Recorder(cast("Any", self._records), with_tokens=with_tokens, clock=self._clock)
         self._records.append(pack_event(started, self._now_s))
@@ -164,4 +165,6 @@ def _make_scheduler(started: BackendStarted) -> tuple[ISequenceScheduler, BatchB
         keeps_state=started.keeps_state,
         kv_windows=started.kv_windows,
     )
-    return scheduler, BatchBuilder(started.max_running, pages_per_sequence(started), len(started.kv_windows))
+    num_groups, has_adapters = len(started.kv_windows), bool(started.adapters)
+    builder = BatchBuilder(started.max_running, pages_per_sequence(started), num_groups, has_adapters=has_adapters)
+    return scheduler, builder
