@@ -7,7 +7,7 @@ that rotate neighbouring dimensions become plain ones when the weights are packe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.backend.checkpoint.quantized_weights import take_rows
 from penstock.backend.checkpoint.tensors import NORM_FIELDS
 from penstock.backend.passes.decoder.ops import (
+    AdaptsLinears,
     Array,
     AttentionLayer,
     ExpertOps,
@@ -27,6 +28,9 @@ from penstock.backend.passes.decoder.ops import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.backend.checkpoint.adapters.peft_adapter import LowRank, PeftAdapter
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
     from penstock.backend.checkpoint.tensors import LayerWeights
@@ -101,6 +105,20 @@ class DecoderModel:
             for i in range(config.num_layers)
         ]
         self._final_norm = _pack_norm(config, ops, weights.final_norm(dtype))
+
+    def adapt(self, ops: AdaptsLinears, adapters: Sequence[PeftAdapter]) -> None:
+        """Give the linears their adapters, which are read layer by layer. ops are the model's own."""
+        for index, layer in enumerate(self._layers):
+            of_layer = [adapter.layer(index) for adapter in adapters]
+            linears = {"qkv": layer.qkv, "o": layer.output}
+            if layer.mlp is not None:
+                linears |= {"gate_up": layer.mlp.gate_up, "down": layer.mlp.down}
+            for field, linear in linears.items():
+                added = [fields.get(field, []) for fields in of_layer]
+                if field == "qkv" and self._config.interleaved_rope:
+                    added = [[_reorder_outputs(self._config, low_rank) for low_rank in parts] for parts in added]
+                if any(added):
+                    ops.adapt(linear, added)
 
     def forward(self, step: Step, *, needs_logits: bool) -> Array | None:
         """Return the logits of the step's logit rows, [L, vocab] fp32, or None if needs_logits is False or the model
@@ -284,6 +302,12 @@ def rotate_half_order(config: DecoderConfig) -> Tensor:
     turned = torch.arange(num_turned)[:, None] * head_dim + in_head
     values = torch.arange(num_turned * head_dim, (num_turned + num_kv_heads) * head_dim)
     return torch.cat([turned.flatten(), values])
+
+
+def _reorder_outputs(config: DecoderConfig, low_rank: LowRank) -> LowRank:
+    """The outputs are whole parts of q, k and v, and the new order mixes no parts."""
+    first, count = low_rank.first_output, len(low_rank.up)
+    return replace(low_rank, up=low_rank.up[rotate_half_order(config)[first : first + count] - first])
 
 
 def _take_rows(weight: Tensor | QuantizedWeight, rows: Tensor) -> Tensor | QuantizedWeight:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from penstock.backend.checkpoint.adapters.peft_adapter import LowRank
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
     from penstock.backend.forward_pass import ScoredTokens, StepBatch, TokenLogprobs
 
@@ -211,13 +212,24 @@ class Ops(Protocol):
     def close(self) -> None: ...
 
 
+class AdaptsLinears(Protocol):
+    """Operations that apply adapters of rows. `linear`, `linear_add` and `activated_linear` add to the product of a
+    token's row what the row's adapter adds, in fp32, before anything else is done with it. Tokens of rows without an
+    adapter have the same bits as without adapters."""
+
+    def adapt(self, linear: Linear, adapters: Sequence[Sequence[LowRank]]) -> None:
+        """Give a packed linear its adapters: an entry for each of `PassOptions.adapters`, empty for one that leaves this
+        linear alone. Called at most once for a linear, before the first step."""
+        ...
+
+
 class PageParts(Protocol):
     def parts(self, page: int) -> list[Tensor]:
         """All memory of a page."""
         ...
 
 
-class CpuOps(Ops, Protocol):
+class CpuOps(Ops, AdaptsLinears, Protocol):
     """The operations on the CPU, which also own the KV cache and the step's form."""
 
     @property

@@ -12,10 +12,11 @@ from penstock.backend.passes.decoder.layer_groups import one_group
 from penstock.backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES, supports_q8_0
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
+    from penstock.backend.checkpoint.adapters.peft_adapter import PeftAdapter
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
     from penstock.backend.checkpoint.quantization.modes import Quantization
@@ -31,6 +32,7 @@ def make_spec(
     formats: StoredFormats = PLAIN,
     keeps: Callable[[WeightForm], bool] = has_cpu_kernels,
     groups: LayerGroups | None = None,
+    adapters: Sequence[PeftAdapter] = (),
 ) -> PassSpec:
     """The spec of a model with weights of dtype, except those that are quantised, by us or (formats) in the checkpoint.
 
@@ -46,9 +48,11 @@ def make_spec(
         config.vocab_size,
         config.max_context_tokens,
         {name: values_per_token * widths[name] // KV_BLOCK_VALUES for name in order},
-        weight_bytes(config, dtype, quantization, formats, keeps),
+        weight_bytes(config, dtype, quantization, formats, keeps)
+        + sum(adapter.num_values for adapter in adapters) * dtype.itemsize,
         quantization="none" if quantization is None else quantization.name,
         scores_prompts=True,
         embedding_size=config.hidden_size,
         kv_windows=groups.windows,
+        adapter_ranks=tuple(adapter.rank for adapter in adapters),
     )

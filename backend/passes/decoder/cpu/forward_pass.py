@@ -31,11 +31,12 @@ from penstock.backend.sampling.sampler import HostSampling
 from penstock.shm.memory.fd_mailbox import FdMailbox, close_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
+    from penstock.backend.checkpoint.adapters.peft_adapter import PeftAdapter
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
     from penstock.backend.checkpoint.quantization.modes import Quantization
@@ -72,9 +73,10 @@ class CpuDecoderPass(HostSampling):
         quantization: Quantization | None = None,
         formats: StoredFormats = PLAIN,
         groups: LayerGroups | None = None,
+        adapters: Sequence[PeftAdapter] = (),
     ) -> None:
         """quantization: how the weights are quantised, if not as in the checkpoint, whose formats are the others.
-        groups: of layers with pages of their own; None for one."""
+        groups: of layers with pages of their own; None for one. adapters: open until this returns."""
         super().__init__(config.vocab_size, max_running)
         self._config = config
         self._groups = groups or one_group(config)
@@ -82,11 +84,15 @@ class CpuDecoderPass(HostSampling):
         self._places: PagePlaces | None = None
         with torch.inference_mode():
             self._model = DecoderModel(config, ops, weights, dtype, self._groups)
-        self._spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=self._groups)
+            self._model.adapt(ops, adapters)
+        self._spec = make_spec(
+            config, dtype, CPU_KV_DTYPES, quantization, formats, groups=self._groups, adapters=adapters
+        )
 
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
         # Imported here and in `load`: a pass that gets its weights elsewhere needs no packages that read checkpoints.
+        from penstock.backend.checkpoint.adapters.peft_adapter import open_adapters
         from penstock.backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
         from penstock.backend.checkpoint.weights import choose_dtype
@@ -99,10 +105,12 @@ class CpuDecoderPass(HostSampling):
             check_sizes(quantization, config)
         dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16)
         formats, groups = read_stored_formats(model_dir), layer_groups(config, options)
-        return make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=groups)
+        with open_adapters(model_dir, options.adapters, config) as adapters:
+            return make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=groups, adapters=adapters)
 
     @classmethod
     def load(cls, model_dir: Path, options: PassOptions) -> CpuDecoderPass:
+        from penstock.backend.checkpoint.adapters.peft_adapter import open_adapters
         from penstock.backend.checkpoint.config_json import read_decoder_config
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
 
@@ -110,10 +118,12 @@ class CpuDecoderPass(HostSampling):
         quantization, formats = find_quantization(options.quantize), read_stored_formats(model_dir)
         groups = layer_groups(config, options)
 
-        def build(weights: Weights, dtype: torch.dtype, ops: CpuOps) -> CpuDecoderPass:
-            return cls(config, weights, ops, dtype, options.max_running, quantization, formats, groups)
+        with open_adapters(model_dir, options.adapters, config) as adapters:
 
-        return cls._load(model_dir, options, config, build)
+            def build(weights: Weights, dtype: torch.dtype, ops: CpuOps) -> CpuDecoderPass:
+                return cls(config, weights, ops, dtype, options.max_running, quantization, formats, groups, adapters)
+
+            return cls._load(model_dir, options, config, build)
 
     @classmethod
     def _load(

@@ -34,7 +34,7 @@ logger = logging.getLogger("penstock.backend")
 SOURCE = Path(__file__).parent / "kernels" / "cpu.cpp"
 COMPILED_DIR = Path(__file__).parent / "compiled"
 """Filled by `penstock compile-kernels`; read by every start."""
-ABI = 14
+ABI = 15
 
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-w")
 

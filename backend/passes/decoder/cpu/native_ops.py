@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from penstock.backend.passes.decoder.cpu.adapters.native_adapters import AdapterMemory, adapt_linear
 from penstock.backend.passes.decoder.cpu.native_buffer import Buffer
 from penstock.backend.passes.decoder.cpu.native_experts import NativeExpertOps
 from penstock.backend.passes.decoder.cpu.native_structs import (
@@ -41,11 +42,12 @@ from penstock.backend.passes.decoder.prompt_embeddings import place_embeddings
 from penstock.backend.passes.decoder.rope_table import RopeTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from penstock.backend.checkpoint.adapters.peft_adapter import LowRank
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
     from penstock.backend.forward_pass import EmbeddedTokens, ScoredTokens, StepBatch, TokenLogprobs
@@ -129,6 +131,8 @@ class NativeOps:
         shape = make_shape(config, dtype, uses_tiles=uses_tiles)
         self._engine: int | None = library.ps_create(num_threads, round(spin_s * 1e9), byref(shape))
         self.weights = WeightPacker(library, self._engine, dtype, memory)
+        self._adapters: list[AdapterMemory] = []
+        """The memory that packed linears with adapters point to."""
         self._layers: dict[int, Attention] = {}
         self._num_rows = 0  # tokens of the current step; after `last_tokens`, those that remain
         self._recording: list[Operation] | None = None
@@ -176,6 +180,9 @@ class NativeOps:
     ) -> PackedLinear:
         return self.weights.pack(weight, bias, scale, is_gated=is_gated)
 
+    def adapt(self, linear: PackedLinear, adapters: Sequence[Sequence[LowRank]]) -> None:
+        self._adapters.append(adapt_linear(linear, adapters, self._dtype))
+
     def vector(self, weight: Tensor) -> Tensor:
         return self.weights.vector(weight)
 
@@ -206,7 +213,10 @@ class NativeOps:
         rows.num_scored = sum(map(len, scored))
         tables = batch.page_table if batch.page_table.ndim == 2 else np.moveaxis(batch.page_table, 2, 0)
         rows.num_groups = 1 if batch.page_table.ndim == 2 else len(tables)
-        self._place_arrays((input_ids, batch.query_starts, batch.context_lens, tables, batch.logit_rows, *scored))
+        adapters = () if batch.adapters is None else (batch.adapters,)
+        rows.has_adapters = len(adapters)
+        arrays = (input_ids, batch.query_starts, batch.context_lens, tables, batch.logit_rows, *scored, *adapters)
+        self._place_arrays(arrays)
         rows.rope = self._rope_table.cover(max(batch.context_lens.tolist()) + batch.num_tokens).data_ptr()
         rows.num_tokens, rows.num_rows = batch.num_tokens, batch.num_rows
         rows.table_width, rows.num_logits = batch.page_table.shape[1], num_logits

@@ -94,6 +94,28 @@ class Int4Kind(IntEnum):
     E2M1 = 2
 
 
+class AdapterPart(Structure):
+    _fields_ = (
+        ("up", c_void_p),
+        ("first_output", c_int64),
+        ("end_output", c_int64),
+        ("first_rank", c_int64),
+        ("num_ranks", c_int64),
+    )
+
+
+MAX_ADAPTER_PARTS = 4
+
+
+class Adapter(Structure):
+    _fields_ = (
+        ("down", c_void_p),
+        ("num_ranks", c_int64),
+        ("num_parts", c_int64),
+        ("parts", AdapterPart * MAX_ADAPTER_PARTS),
+    )
+
+
 class Linear(Structure):
     _fields_ = (
         ("packed", c_void_p),
@@ -106,6 +128,8 @@ class Linear(Structure):
         ("int4_kind", c_int64),
         ("block_size", c_int64),
         ("has_minima", c_int64),
+        ("adapters", c_void_p),
+        ("most_ranks", c_int64),
         ("scale", c_float),
     )
 
@@ -145,6 +169,7 @@ class StepRows(Structure):
         ("table_width", c_int64),
         ("num_logits", c_int64),
         ("num_scored", c_int64),
+        ("has_adapters", c_int64),
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from penstock.backend.checkpoint.quantized_weights import take_rows
+from penstock.backend.passes.decoder.cpu.adapters.torch_adapters import TorchAdapters
 from penstock.backend.passes.decoder.cpu.torch_cache.paged_cache import KvShape, PagedCache, PagedStep, ScoreRule
 from penstock.backend.passes.decoder.cpu.torch_cache.query_tiles import TileLimits
 from penstock.backend.passes.decoder.cpu.torch_experts import TorchExpertOps, grouped_product, product_by_product
@@ -24,11 +25,12 @@ from penstock.backend.passes.decoder.rope_table import RopeTable
 from penstock.backend.sampling.logprobs import score_in_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from penstock.backend.checkpoint.adapters.peft_adapter import LowRank
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
     from penstock.backend.forward_pass import EmbeddedTokens, ScoredTokens, StepBatch, TokenLogprobs
@@ -63,6 +65,7 @@ class TorchOps:
         self._rotary_dim = config.rope.rotary_dim
         self._embedding_scale = round_scale(config.scales.embedding, dtype)
         self._dtype = dtype
+        self._adapters = TorchAdapters()
         self.cache = PagedCache((), 0, 1, "fp32")
 
     @property
@@ -81,6 +84,9 @@ class TorchOps:
         packed = PackedLinear.pack(weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
         return replace(packed, scale=scale, is_gated=is_gated)
 
+    def adapt(self, linear: TorchLinear, adapters: Sequence[Sequence[LowRank]]) -> None:
+        self._adapters.give(linear, adapters)
+
     def vector(self, weight: Tensor) -> Tensor:
         return weight.float()
 
@@ -97,6 +103,7 @@ class TorchOps:
     @torch.inference_mode()
     def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> TorchStep:
         paged = self.cache.begin_step(batch)
+        self._adapters.begin_step(batch)
         positions = paged[0].positions
         turns = self._rope_table.cover(int(positions.max()) + 1)[positions]
         turns = turns.view(len(positions), -1, 2, 1, self._rotary_dim // 2)
@@ -128,6 +135,10 @@ class TorchOps:
         """x times the weight, plus the bias; fp32 of quantised weights. All linear layers use it."""
         return weights(x)
 
+    def _adapted(self, x: Tensor, weights: TorchLinear) -> Tensor:
+        """The same with what the rows' adapters add."""
+        return self._adapters.add(x, weights, self._product(x, weights), self._product)
+
     def _activate(self, x: Tensor) -> Tensor:
         """The activation of x [T, n] fp32; may write into x."""
         return functional.silu(x) if self._config.activation == "silu" else functional.gelu(x, approximate="tanh")
@@ -136,14 +147,14 @@ class TorchOps:
         return torch.sigmoid(x)
 
     def linear(self, x: Tensor, weights: TorchLinear) -> Tensor:
-        return self._product(x, weights).to(self._dtype)
+        return self._adapted(x, weights).to(self._dtype)
 
     def linear_add(self, x: Tensor, weights: TorchLinear, residual: Tensor, norm: Tensor | None = None) -> None:
-        product = self._product(x, weights)
+        product = self._adapted(x, weights)
         residual.add_(product if norm is None else self._row_norm(product.float(), norm))
 
     def activated_linear(self, x: Tensor, weights: TorchLinear) -> Tensor:
-        product = self._product(x, weights).float()
+        product = self._adapted(x, weights).float()
         if not weights.is_gated:
             return self._activate(product).to(self._dtype)
         gate, up = product.chunk(2, dim=-1)
@@ -176,6 +187,7 @@ class TorchOps:
         return paged.attend(layer.cache_index, queries, layer.window_tokens, rule).view(len(qkv), -1)
 
     def last_tokens(self, qkv: Tensor, residual: Tensor, step: TorchStep) -> tuple[Tensor, Tensor, TorchStep]:
+        self._adapters.narrow(step.last_tokens.numpy())
         narrowed = replace(step, paged=[paged.single(step.last_tokens.numpy()) for paged in step.paged])
         return qkv[step.last_tokens], residual[step.last_tokens], narrowed
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from penstock.backend.forward_pass import (
     FROM_EMBEDDINGS,
+    NO_ADAPTER,
     EmbeddedTokens,
     SamplingParams,
     ScoredTokens,
@@ -44,6 +45,7 @@ class DriverRow:
     """[num_prompt_tokens, hidden], if the prompt consists of embeddings."""
     is_scored: bool = False
     """Its prompt's tokens are scored."""
+    adapter: int = NO_ADAPTER
 
 
 class Driver:
@@ -94,6 +96,7 @@ class Driver:
             if not row.announced:
                 row.announced = True
                 inits.append(SlotInit(row.slot, row.sampling, np.array(row.tokens, np.int32), row.num_prompt_tokens))
+        adapters = np.array([row.adapter for row, _ in parts], np.int32)
         table = np.zeros((len(parts), max(len(row.pages) for row, _ in parts)), np.int32)
         for index, (row, _) in enumerate(parts):
             table[index, : len(row.pages)] = row.pages
@@ -111,6 +114,7 @@ class Driver:
             slot_inits=tuple(inits),
             embeddings=tuple(self._embeddings(parts)),
             scored=self._scored(parts),
+            adapters=adapters if adapters.max() > NO_ADAPTER else None,
         )
 
     def _scored(self, parts: Sequence[tuple[DriverRow, int]]) -> ScoredTokens | None:

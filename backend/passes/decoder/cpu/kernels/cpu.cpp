@@ -7,6 +7,7 @@
 //   engine.h            state shared by the operations
 //   products.h          matrix products on vectors
 //   tiles.h             matrix products on tiles, with AMX or emulated
+//   low_rank.h          adapters of rows
 //   linear.h            linear layers with float weights
 //   quantized_rows.h    activations in int8
 //   int8_linear.h       linear layers with int8 weights
@@ -40,7 +41,7 @@ Engine& as_engine(void* engine) { return *static_cast<Engine*>(engine); }
 
 extern "C" {
 
-int ps_abi() { return 14; }
+int ps_abi() { return 15; }
 
 // Asks the system for the tile registers. Returns 0 if products may use them, an errno if it refuses, and -1 if this
 // library has no code for them.

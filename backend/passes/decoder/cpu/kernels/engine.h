@@ -24,6 +24,25 @@ enum WeightForm : i64 {  // as in native_structs.py
 // What 4 bits are: a value less 8, a value less the zero point of its group, or a number in E2M1. As in native_structs.py.
 enum Int4Kind : i64 { kSymmetric = 0, kZeroPoints = 1, kE2m1 = 2 };
 
+constexpr int kMaxAdapterParts = 4;
+
+// Outputs of a linear that have matrices of their own: q, k, v, gate or up. See low_rank.h.
+struct AdapterPart {  // mirrored by native_structs.py
+    const void* up;
+    i64 first_output;  // a multiple of 16, or the first of `up` in a gated pair
+    i64 end_output;
+    i64 first_rank;  // of the adapter's
+    i64 num_ranks;
+};
+
+// An adapter's matrices for one linear; no parts if it leaves the linear alone.
+struct Adapter {  // mirrored by native_structs.py
+    const void* down;
+    i64 num_ranks;  // of all parts; zeros fill the last up to a multiple of 4
+    i64 num_parts;
+    AdapterPart parts[kMaxAdapterParts];
+};
+
 struct Linear {  // mirrored by native_structs.py
     const void* packed;
     const float* bias;  // [outputs] or null; [gate | up] for a gated pair
@@ -35,6 +54,8 @@ struct Linear {  // mirrored by native_structs.py
     i64 int4_kind;
     i64 block_size;  // for grouped weights, as the next: inputs that share binary16 numbers, one group or several
     i64 has_minima;  // groups have a minimum each
+    const Adapter* adapters;  // one for each adapter of the model, or null
+    i64 most_ranks;  // of these
     float scale;     // of the results, bias included
 };
 
@@ -132,6 +153,8 @@ struct Step {
     i64 num_rows = 0;
     i64 num_tokens = 0;
     bool is_narrowed = false;  // to last_tokens
+    bool has_adapters = false;
+    std::vector<std::int32_t> adapters;  // if so: of each token, -1 for none
     // Of an encoder: where its rows start, [rows + 1], and the type of each token.
     const std::int32_t* row_starts = nullptr;
     const std::int32_t* token_types = nullptr;
@@ -141,6 +164,7 @@ struct Step {
         return page_tables + (group * num_rows + row) * page_table_width;
     }
     i64 rows() const { return is_narrowed ? num_narrowed : num_tokens; }
+    std::int32_t adapter(i64 row) const { return adapters[is_narrowed ? last_tokens[row] : row]; }
 };
 
 struct alignas(64) CacheLine {
@@ -187,6 +211,7 @@ struct Engine {
     Routing routing;
     std::vector<std::vector<float>> scratch;  // one per thread
     std::vector<float> partials;              // results of pieces, until they are merged
+    std::vector<float> ranks;                 // [rows][ranks]: see low_rank.h
     std::vector<std::shared_ptr<EncoderPart>> parts;  // of an encoder's step; kept for later ones
 
     Engine(int num_threads, i64 spin_ns, const Shape& s) : pool(num_threads, spin_ns), shape(s), scratch(num_threads) {}

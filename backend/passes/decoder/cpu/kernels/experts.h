@@ -115,7 +115,7 @@ template <class T> void run_expert_inputs(Engine& engine, const Experts& experts
         const TileScope scope;
         alignas(64) float c[std::max(kPanelRows, kTilePanelRows) * kPanel];
         multiply_panel(engine, linear, panel, block.begin, block.end, inputs, c);
-        write_outputs<T>(engine.shape, linear, output, panel, block.end - block.begin, c, gated, block.begin);
+        write_outputs<T>(engine, linear, output, panel, block.end - block.begin, c, gated, block.begin);
     });
 }
 

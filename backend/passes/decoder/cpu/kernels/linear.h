@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "tiles.h"
+#include "low_rank.h"
 
 namespace {
 
@@ -51,18 +51,22 @@ inline Floats gated(const Shape& shape, i64 output, Floats gate, Floats up) {
 }
 
 template <class T>
-void write_outputs(const Shape& shape, const Linear& linear, i64 output, i64 panel, i64 rows, const float* c, void* out,
+void write_outputs(const Engine& engine, const Linear& linear, i64 output, i64 panel, i64 rows, const float* c, void* out,
                    i64 first_row) {
+    const Shape& shape = engine.shape;
     const i64 width = panel_width(linear);
     const i64 first = panel * width;
     for (i64 r = 0; r < rows; ++r) {
         const float* row = c + r * kPanel;
         const i64 base = (first_row + r) * linear.outputs;
+        const Adapter* adapter = adapter_of(engine, linear, first_row + r);
+        const float* ranks = adapter ? ranks_of(engine, linear, first_row + r) : nullptr;
         for (i64 v = 0; v < width && first + v < linear.outputs; v += 16) {
             const i64 column = first + v, count = linear.outputs - column;
             Floats x = load(row + v);
             if (linear.bias) x = add(x, load(linear.bias + column, count));
             x = mul(x, broadcast(linear.scale));
+            if (adapter) x = add(x, low_rank<T>(*adapter, ranks, column));
             switch (output) {
                 case kGatedSilu:
                 case kGatedGelu:
@@ -70,6 +74,7 @@ void write_outputs(const Shape& shape, const Linear& linear, i64 output, i64 pan
                 case kGatedClamped: {
                     Floats up = load(row + width + v);
                     if (linear.bias) up = add(up, load(linear.bias + linear.outputs + column, count));
+                    if (adapter) up = add(up, low_rank<T>(*adapter, ranks, linear.outputs + column));
                     store(static_cast<T*>(out) + base + column, gated(shape, output, x, up), count);
                     break;
                 }
@@ -105,7 +110,7 @@ void for_each_panel(Engine& engine, const Linear& linear, i64 output, i64 panel_
         const TileScope scope;
         alignas(64) float c[std::max(kPanelRows, kTilePanelRows) * kPanel];
         body(panel, begin, end, c);
-        write_outputs<T>(engine.shape, linear, output, panel, end - begin, c, out, begin);
+        write_outputs<T>(engine, linear, output, panel, end - begin, c, out, begin);
     });
 }
 

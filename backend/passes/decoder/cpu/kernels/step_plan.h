@@ -49,7 +49,8 @@ inline Work split_work(const Engine& engine, const std::vector<Tile>& tiles, i64
 
 struct StepRows {  // mirrored by native_structs.py
     // Back to back, and read until the step ends: input ids [num_tokens], starts [num_rows + 1], contexts [num_rows],
-    // page tables [num_groups][num_rows][table_width], logit rows [num_logits], scored tokens [num_scored].
+    // page tables [num_groups][num_rows][table_width], logit rows [num_logits], scored tokens [num_scored], and adapters
+    // [num_rows] if a row has one.
     const std::int32_t* arrays;
     const float* rope;
     i64 num_tokens;
@@ -58,6 +59,7 @@ struct StepRows {  // mirrored by native_structs.py
     i64 table_width;
     i64 num_logits;
     i64 num_scored;
+    i64 has_adapters;
 };
 
 // Adds the scored tokens to the last ones, and tiles of those that are consecutive tokens of a row.
@@ -71,6 +73,15 @@ inline void plan_scored(const StepRows& given, const std::int32_t* starts, const
         step.last_tokens.insert(step.last_tokens.end(), tokens + i, tokens + i + count);
         tiles.push_back({row, tokens[i], count, step.positions[tokens[i]], given.num_logits + i});
     }
+}
+
+// rows: the adapter of each row.
+inline void plan_adapters(const StepRows& given, const std::int32_t* starts, const std::int32_t* rows, Step& step) {
+    step.has_adapters = given.has_adapters;
+    if (!step.has_adapters) return;
+    step.adapters.resize(given.num_tokens);
+    for (i64 row = 0; row < given.num_rows; ++row)
+        std::fill(step.adapters.begin() + starts[row], step.adapters.begin() + starts[row + 1], rows[row]);
 }
 
 inline void plan_step(Engine& engine, const StepRows& given) {
@@ -113,6 +124,7 @@ inline void plan_step(Engine& engine, const StepRows& given) {
         last_tiles.push_back({row, token, 1, step.positions[token], i});
     }
     plan_scored(given, starts, logit_rows + given.num_logits, tile_tokens, step, last_tiles);
+    plan_adapters(given, starts, logit_rows + given.num_logits + given.num_scored, step);
     step.num_logits = given.num_logits;
     i64 num_partials = 0, num_last_partials = 0;
     step.work = split_work(engine, tiles, num_partials);

@@ -42,6 +42,7 @@ void multiply_panel(const Engine& engine, const Linear& linear, i64 panel, i64 b
 
 template <class T> void run_linear(Engine& engine, const Linear& linear, i64 output, const T* x, void* out) {
     prepare_rows(engine, linear, engine.step.rows(), x);
+    run_down(engine, linear, x);
     for_each_panel<T>(
         engine, linear, output, max_panel_rows<T>(engine, linear), out,
         [&](i64 panel, i64 begin, i64 end, float* c) { multiply_panel(engine, linear, panel, begin, end, x, c); });

@@ -1,0 +1,84 @@
+"""Adapters in the layout of the native kernels: see kernels/low_rank.h."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from penstock.backend.passes.decoder.cpu.native_structs import MAX_ADAPTER_PARTS, Adapter, AdapterPart
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.adapters.peft_adapter import LowRank
+    from penstock.backend.passes.decoder.cpu.native_structs import Linear
+    from penstock.backend.passes.decoder.cpu.native_weights import PackedLinear
+
+_STRIP = 16
+_RANKS_AT_ONCE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterMemory:
+    """What a packed linear points to. It lives as long as the linear is used."""
+
+    structs: ctypes.Array[Adapter]
+    tensors: tuple[Tensor, ...]
+
+
+def adapt_linear(linear: PackedLinear, adapters: Sequence[Sequence[LowRank]], dtype: torch.dtype) -> AdapterMemory:
+    """Let the linear's struct point to its adapters; dtype is that of the activations."""
+    structs, tensors = (Adapter * len(adapters))(), list[torch.Tensor]()
+    for struct, low_ranks in zip(structs, adapters, strict=True):
+        if low_ranks:
+            tensors += _fill(struct, list(low_ranks), linear.struct, dtype)
+    linear.struct.adapters = ctypes.addressof(structs)
+    linear.struct.most_ranks = max(struct.num_ranks for struct in structs)
+    return AdapterMemory(structs, tuple(tensors))
+
+
+def _fill(struct: Adapter, low_ranks: list[LowRank], linear: Linear, dtype: torch.dtype) -> list[Tensor]:
+    """Return the tensors that the struct points to."""
+    stacked = torch.cat([low_rank.down for low_rank in low_ranks])
+    down = functional.pad(stacked, (0, 0, 0, -len(stacked) % _RANKS_AT_ONCE)).to(dtype).contiguous()
+    struct.down, struct.num_ranks = down.data_ptr(), len(down)
+    tensors, first_rank = [down], 0
+    for low_rank in low_ranks:
+        num_ranks = len(low_rank.down)
+        for half in _halves(low_rank, linear):
+            if struct.num_parts == MAX_ADAPTER_PARTS:
+                raise RuntimeError("a linear has more parts than the kernels know; this is a bug")
+            up = _strips(half.up * linear.scale).to(dtype).contiguous()
+            struct.parts[struct.num_parts] = AdapterPart(
+                up=up.data_ptr(),
+                first_output=half.first_output,
+                end_output=half.first_output + len(half.up),
+                first_rank=first_rank,
+                num_ranks=num_ranks,
+            )
+            struct.num_parts += 1
+            tensors.append(up)
+        first_rank += num_ranks
+    return tensors
+
+
+def _halves(low_rank: LowRank, linear: Linear) -> Iterator[LowRank]:
+    """The parts for gate and for up, which may share their `down`; a linear that is not gated has one half."""
+    first, end = low_rank.first_output, low_rank.first_output + len(low_rank.up)
+    if linear.gated and first < linear.outputs < end:
+        yield replace(low_rank, up=low_rank.up[: linear.outputs - first])
+        yield replace(low_rank, first_output=linear.outputs, up=low_rank.up[linear.outputs - first :])
+    else:
+        yield low_rank
+
+
+def _strips(up: Tensor) -> Tensor:
+    """[outputs, rank] → [strips, rank, 16]"""
+    padded = functional.pad(up, (0, 0, 0, -len(up) % _STRIP))
+    return padded.view(-1, _STRIP, up.shape[1]).transpose(1, 2)

@@ -1,0 +1,74 @@
+"""Adapters of rows in torch: two products for each adapter and linear, over the tokens whose rows have it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from penstock.backend.forward_pass import NO_ADAPTER
+from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.adapters.peft_adapter import LowRank
+    from penstock.backend.forward_pass import StepBatch
+    from penstock.backend.passes.decoder.cpu.torch_quantized_linear import TorchLinear
+
+_Part = tuple[slice, PackedLinear, PackedLinear]
+"""Outputs, and the two matrices in fp32."""
+
+
+class TorchAdapters:
+    """The adapters of all linears, and which of a step's tokens use which."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, list[list[_Part]]] = {}
+        """By the id of a packed linear, which the model keeps: the parts of each adapter."""
+        self._of_tokens: NDArray[np.int32] | None = None
+        self._tokens: list[tuple[int, Tensor]] = []
+        """Of the current step: each adapter with its tokens."""
+
+    def give(self, linear: TorchLinear, adapters: Sequence[Sequence[LowRank]]) -> None:
+        self._parts[id(linear)] = [[_part(low_rank, linear.scale) for low_rank in parts] for parts in adapters]
+
+    def begin_step(self, batch: StepBatch) -> None:
+        rows = batch.adapters
+        self._choose(None if rows is None else rows.repeat(batch.query_starts[1:] - batch.query_starts[:-1]))
+
+    def narrow(self, tokens: NDArray[np.int64]) -> None:
+        """The step consists of these tokens now."""
+        if self._of_tokens is not None:
+            self._choose(self._of_tokens[tokens])
+
+    def _choose(self, of_tokens: NDArray[np.int32] | None) -> None:
+        self._of_tokens, self._tokens = of_tokens, []
+        if of_tokens is not None:
+            chosen = [adapter for adapter in np.unique(of_tokens).tolist() if adapter != NO_ADAPTER]
+            self._tokens = [(adapter, torch.from_numpy(np.flatnonzero(of_tokens == adapter))) for adapter in chosen]
+
+    def add(
+        self, x: Tensor, linear: TorchLinear, product: Tensor, multiply: Callable[[Tensor, TorchLinear], Tensor]
+    ) -> Tensor:
+        """Return product, linear's result for x, with what the tokens' adapters add; fp32 if there is something to add.
+        multiply is the product of the operations."""
+        adapters = self._parts.get(id(linear)) if self._tokens else None
+        if adapters is None:
+            return product
+        product = product.float()
+        for adapter, tokens in self._tokens:
+            inputs = x[tokens].float()
+            for outputs, down, up in adapters[adapter]:
+                product[tokens, outputs] += multiply(multiply(inputs, down), up)
+        return product
+
+
+def _part(low_rank: LowRank, scale: float) -> _Part:
+    outputs = slice(low_rank.first_output, low_rank.first_output + len(low_rank.up))
+    down, up = (PackedLinear(matrix, None, packed=False) for matrix in (low_rank.down, low_rank.up * scale))
+    return outputs, down, up
