@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from penstock.backend.adapter_options import announce
 from penstock.backend.buffers.options import check_shared_buffers, make_exporter, open_sharing_device
 from penstock.backend.engine.executor import Executor, ExecutorFailed
 from penstock.backend.engine.limits import EngineLimits
@@ -26,7 +27,7 @@ from penstock.backend.kv_cache.budget_table import plan_tables
 from penstock.backend.kv_cache.memory import MemoryInfo, device_memory, host_memory
 from penstock.backend.kv_cache.persisted.opening import open_store
 from penstock.backend.kv_cache.whole_plan import WholePlan
-from penstock.backend.model_card import make_card
+from penstock.backend.model_card import ModelNames, make_card
 from penstock.backend.options import BackendOptions
 from penstock.backend.paging import create_kv_events, create_scheduler
 from penstock.backend.pass_checks import check_first_step, check_vocabulary
@@ -44,6 +45,7 @@ from penstock.backend.startup import (
     find_held_bytes,
     locate_config,
     locate_model,
+    named_adapters,
     pass_name,
     pass_options,
     plan_memory,
@@ -137,7 +139,7 @@ def serve(options: BackendOptions) -> None:
     model_dir = locate_model(options, config_dir)  # downloads only what can be served
     choices, _ = adopted_choices(settings.device)
     numerics = options.numerics(name) | choices.numerics()
-    card = make_card(options.model_id(), model_dir, spec, plan, options.max_waiting, numerics, options.aliases())
+    card = make_card(_names(options, spec), model_dir, spec, plan, options.max_waiting, numerics)
     check_vocabulary(spec, model_dir)
     executor = Executor(options.batch_channel_capacity)
     forward_pass, token_step_s = _load_pass(executor, pass_class, model_dir, settings, spec, plan, options)
@@ -190,9 +192,17 @@ def _measure_memory(
     return replace(memory, free_bytes=memory.free_bytes + held_bytes)
 
 
+def _names(options: BackendOptions, spec: PassSpec) -> ModelNames:
+    adapters = announce(named_adapters(options), spec.adapter_ranks)
+    return ModelNames(options.model_id(), options.aliases(), adapters)
+
+
 def _log_ready(options: BackendOptions, settings: PassOptions, card: ModelCard, seconds: float) -> None:
     if options.gpu == "auto" and settings.device == "cpu":
         logger.info("on the CPU: %s", why_no_gpu())
+    if card.adapters:
+        names = ", ".join(f"{adapter.name} (rank {adapter.rank})" for adapter in card.adapters)
+        logger.info("adapters of %s: %s", card.model_id, names)
     logger.info("ready: %s on %s after %.1f s", card.model_id, options.socket, seconds)
 
 
@@ -312,6 +322,7 @@ def _create_recorder(
         forward_pass.spec.kv_windows,
         options.record_tokens,
         PROTOCOL_VERSION,
+        tuple(adapter.adapter_id for adapter in card.adapters),
     )
     try:
         fd = create_fd(options.flight_recorder) if options.recorder_fd is None else options.recorder_fd
@@ -352,6 +363,7 @@ def _engine_limits(options: BackendOptions, card: ModelCard, spec: PassSpec) -> 
         scores_prompts=spec.scores_prompts,
         pooled=spec.pooled,
         generates=spec.generates,
+        adapters={adapter.adapter_id: index for index, adapter in enumerate(card.adapters)},
     )
 
 

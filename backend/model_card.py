@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
 import msgspec
@@ -13,7 +14,7 @@ from penstock.backend.checkpoint.generation_config import read_generation_defaul
 from penstock.backend.checkpoint.json_file import read_json_object
 from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.errors import StartupError
-from penstock.shm.messages import ModelCard, PooledKind, PooledWidth
+from penstock.shm.messages import Adapter, ModelCard, PooledKind, PooledWidth
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,14 +27,22 @@ if TYPE_CHECKING:
 _TEXT_SUFFIXES = (".json", ".jinja")
 
 
+@dataclass(frozen=True, slots=True)
+class ModelNames:
+    """The names that requests may use."""
+
+    model_id: str
+    aliases: tuple[str, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
+
+
 def make_card(
-    model_id: str,
+    names: ModelNames,
     model_dir: Path,
     spec: PassSpec,
     plan: KvPlan | WholePlan,
     max_waiting: int,
     settings: Mapping[str, str],
-    aliases: tuple[str, ...] = (),
 ) -> ModelCard:
     """settings are what else changes the tokens, by name: the pass, dtypes. Raises StartupError for a field out of
     bounds."""
@@ -41,7 +50,7 @@ def make_card(
     modules = read_modules(model_dir) if spec.pooled else None
     generation = read_generation_defaults(model_dir)
     card = ModelCard(
-        model_id=model_id,
+        model_id=names.model_id,
         model_dir=str(model_dir.resolve()),
         created=max(0, int((model_dir / CONFIG_FILE).stat().st_mtime)),
         vocab_size=spec.vocab_size,
@@ -54,8 +63,9 @@ def make_card(
         generates=spec.generates,
         pooled=_pooled(spec),
         normalizes=modules is not None and modules.normalizes,
-        aliases=aliases,
+        aliases=names.aliases,
         traits=(*settings.items(), *_file_traits(model_dir)),
+        adapters=names.adapters,
     )
     try:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(card), type=ModelCard)

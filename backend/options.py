@@ -43,7 +43,7 @@ Quantize = Literal["none", "int8", "int4", "int4-128", "fp8"]
 
 _GROUPS = {
     "Used most": "model served_model_name gpu kv_budget max_context quantize",
-    "Model and weights": "revision task dtype deterministic cpu_path forward_pass dry_run",
+    "Model and weights": "revision task dtype lora_modules deterministic cpu_path forward_pass dry_run",
     "Memory and scheduling": "host_kv_budget kv_dtype page_size max_batch_tokens max_running max_waiting"
     " embedding_cache priority_step_s grammar_timeout_s batch_channel_capacity",
     "Processes": "socket shared_buffers shared_buffer_budget kv_events kv_events_topic heartbeat_fd weights_fds"
@@ -93,6 +93,10 @@ class BackendOptions:
 
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Type of the weights; auto takes the checkpoint's."""
+
+    lora_modules: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=True, show_default=False)] = ()
+    """LoRA adapters of the model, NAME=DIR each, in the layout of the peft library. A request names one as its model.
+    All are loaded at start, and requests of all run in the same steps. On the CPU only."""
 
     quantize: Quantize = "none"
     """Makes the weights of linears smaller when they are loaded: 8 bits with a scale per output (int8; on a GPU

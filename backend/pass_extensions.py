@@ -55,7 +55,7 @@ class PagePlaces(Protocol):
 class IPersistsPages(Protocol):
     """Optional interface of a pass that is IHostPages: its host pages may be in memory that outlives the process.
 
-    A page's content must not depend on its number, or on anything that the model's fingerprint does not cover.
+    A page's content must not depend on its number, or on anything but the model's fingerprint and the row's adapter.
     """
 
     def persist_pages(self, places: PagePlaces) -> None:

@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from penstock.backend.adapter_options import read_adapters
 from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.errors import NoRoomBeside, StartupError
@@ -14,7 +15,7 @@ from penstock.backend.kv_cache.budget import CPU_BUDGET_BYTES, KvBudget, KvPlan,
 from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.kv_cache.memory import host_memory
 from penstock.backend.kv_cache.whole_plan import WholePlan, plan_whole
-from penstock.backend.pass_checks import check_groups
+from penstock.backend.pass_checks import check_adapters, check_groups
 from penstock.backend.pass_extensions import IFindsHeldWeights
 from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device, planned_device
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import adopted_choices
@@ -24,6 +25,7 @@ from penstock.shm.process.options import format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from penstock.backend.adapter_options import NamedAdapter
     from penstock.backend.forward_pass import IBatchedForwardPass, PassSpec
     from penstock.backend.kv_cache.memory import MemoryInfo
     from penstock.backend.options import BackendOptions
@@ -58,8 +60,14 @@ def pass_options(options: BackendOptions) -> PassOptions:
         task=options.task,
         splits_layers=options.persist_kv_fd is None,  # pages of several groups are not kept
         cpu_path=options.cpu_path,
+        adapters=tuple(adapter.directory for adapter in named_adapters(options)),
         weights_fds=_pair(options.weights_fds),
     )
+
+
+def named_adapters(options: BackendOptions) -> tuple[NamedAdapter, ...]:
+    """Raises StartupError."""
+    return read_adapters(options.lora_modules, (options.model_id(), *options.aliases()))
 
 
 def _pair(fds: tuple[int, ...]) -> tuple[int, int] | None:
@@ -110,6 +118,7 @@ def describe_pass(
         )
         spec = pass_class.describe(config_dir, settings)
     check_groups(spec)
+    check_adapters(spec, len(settings.adapters))
     if spec.quantization != options.quantize:
         raise StartupError(
             f'--quantize is {options.quantize}; forward pass "{name}" has only {spec.quantization}: '

@@ -18,7 +18,8 @@ for name in ("test_contract", "test_pooling", "test_adapters"):
 from penstock.backend.checkpoint.quantization import kept_file  # noqa: E402 - as the next lines
 from penstock.tools.forward_pass_contract import test_adapters, test_contract, test_pooling  # noqa: E402 - after the rewrite is registered
 from penstock.tools.forward_pass_contract.options import load_pass  # noqa: E402
-from tests.checkpoints import make_checkpoint  # noqa: E402
+from tests.adapters import make_adapter  # noqa: E402
+from tests.checkpoints import load_oracle, make_checkpoint  # noqa: E402
 from tests.encoder_checkpoints import make_encoder  # noqa: E402
 
 if TYPE_CHECKING:
@@ -78,7 +79,12 @@ def forward_pass(
         make_encoder("bert", "Model", model_dir)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kept_file, "cache_directory", lambda: tmp_path_factory.mktemp("cache"))
-        adapters = request.config.getoption("--adapter") or (_FAKE_ADAPTERS if pass_name.startswith("fake") or ".fake:" in pass_name else ())
+        adapters = request.config.getoption("--adapter")
+        if pass_name == "fake" or ".fake:" in pass_name:
+            adapters = adapters or _FAKE_ADAPTERS
+        elif pass_name == "decoder" and request.config.getoption("--model") is None:
+            model = load_oracle(model_dir)
+            adapters = [make_adapter(model, tmp_path_factory.mktemp("adapter"), seed=seed) for seed in (1, 2)]
         loaded = load_pass(pass_name, model_dir, kv_dtype, quantize, adapters)
     yield loaded
     loaded.close()

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 _ALWAYS = "this is always so and needs no option"
 _ONE_GPU = "a backend uses one GPU; start a server for each GPU"
-_NO_LORA = "LoRA adapters are not served; merge the adapter into its base model and serve the result with --model"
+_LORA = "use --lora-modules NAME=DIR for each adapter; requests choose one by that name as their model"
+_LORA_LIMITS = "all adapters of --lora-modules are loaded at start; ranks up to 512 need no option"
 _DRAFTS = "there is no speculative decoding"
 _CHOSEN = "the server chooses; no option is needed"
 
@@ -74,7 +75,10 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
         "the prefix cache is always on; cache_salt in a request keeps its pages apart",
     ),
     ("--enforce-eager --disable-cuda-graph --compilation-config -O", "there is no slower mode to choose"),
-    ("--enable-lora --lora-modules --lora-paths --max-loras --lora --lora-scaled", _NO_LORA),
+    ("--enable-lora --lora-paths --lora --lora-adapters", _LORA),
+    ("--lora-scaled", f"{_LORA}; its scale is lora_alpha / r in its adapter_config.json"),
+    ("--max-loras --max-loras-per-batch --max-lora-rank --max-cpu-loras --lora-dtype", _LORA_LIMITS),
+    ("--lora-target-modules --lora-backend --lora-extra-vocab-size --fully-sharded-loras", _CHOSEN),
     ("--speculative-config --speculative-model --model-draft -md --speculative-algorithm --draft-max", _DRAFTS),
     ("--limit-mm-per-prompt --mmproj -mm --media-path", "models read text only; images and sound are refused"),
 )

@@ -102,8 +102,8 @@ def _found_instead(directory: Path) -> str:
     """Say what a directory without a model contains, and what to do."""
     if (directory / ADAPTER_FILE).is_file():
         return (
-            f": it is a LoRA adapter ({ADAPTER_FILE}); adapters are not served. Merge it into its base model, such as "
-            "with merge_and_unload of peft, and give the result's directory"
+            f": it is a LoRA adapter ({ADAPTER_FILE}). Give its base model as --model, and the adapter as "
+            f"--lora-modules {directory.resolve().name}={directory}"
         )
     ggufs = sorted(path.name for path in directory.glob(f"*{GGUF_SUFFIX}"))
     return f"; it has {len(ggufs)} GGUF file(s): give one, such as {directory / ggufs[0]}" if ggufs else ""

@@ -96,12 +96,9 @@ class Sequence:
         self.tokens.frombytes(tokens)
         self.num_prompt_tokens = num_prompt_tokens
         self.sampling = sampling
-        self.salt = salt
-        """Keeps tenants, and sequences with other adapters, apart in the prefix cache."""
-        self.adapter = adapter
-        """As in `StepBatch.adapters`."""
-        self.tenant = tenant
-        """The scheduler charges this tenant for its tokens."""
+        self.salt = salt  # keeps tenants, and sequences with other adapters, apart in the prefix cache
+        self.adapter = adapter  # as in `StepBatch.adapters`
+        self.tenant = tenant  # the scheduler charges it for the tokens
         self.weight = weight
         """The tenant's share in proportion to the others', as of this request."""
         self.account = NOBODY

@@ -78,10 +78,6 @@ class ModelCard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
     def adapter_named(self, name: str) -> Adapter | None:
         return next((adapter for adapter in self.adapters if adapter.name == name), None)
 
-    def has_adapter(self, adapter_id: str) -> bool:
-        """Requests without an adapter have an empty id."""
-        return not adapter_id or any(adapter.adapter_id == adapter_id for adapter in self.adapters)
-
     def pooled_width(self, kind: PooledKind) -> int | None:
         return next((pooled.num_values for pooled in self.pooled if pooled.kind == kind), None)
 

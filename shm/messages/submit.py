@@ -22,7 +22,6 @@ from penstock.shm.messages.bounds import (
 from penstock.shm.messages.buffers import BufferRef
 from penstock.shm.messages.linger import Keep, Linger, StreamQuestion
 
-
 AdapterId: TypeAlias = Annotated[str, Meta(max_length=64)]
 """Names an adapter's weights: other weights of the same name have another id."""
 _ADAPTER_CONTEXT = b"adapter"

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.engine.launched_step import PageSaves, StepResult
     from penstock.backend.engine.vector_cache import VectorCache
-    from penstock.backend.forward_pass import IBatchedForwardPass, StepBatch
+    from penstock.backend.forward_pass import IBatchedForwardPass, PassSpec, StepBatch
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.structured_output.grammar_queue import GrammarQueue
     from penstock.backend.structured_output.late_masks import LateMasks
@@ -232,6 +232,10 @@ class SteppedExecutor:
         return results
 
 
+def _adapters(spec: PassSpec) -> dict[str, int]:
+    return {f"adapter-{index}": index for index in range(len(spec.adapter_ranks))}
+
+
 class Bench:
     """One engine, turned by hand. vocab_size is small, so that stop ids occur."""
 
@@ -271,13 +275,11 @@ class Bench:
             sizes = (page_size, max_running, max_batch_tokens, max_park_steps, capacity)
             state = spec.state_bytes_per_sequence > 0
             self.scheduler = Scheduler(self.pool, *sizes, keeps_state=state, kv_windows=spec.kv_windows)
-            has_adapters = bool(spec.adapter_ranks)
-            builder = BatchBuilder(max_running, groups.pages_for(context), groups.count, has_adapters=has_adapters)
+            builder = BatchBuilder(max_running, groups.pages_for(context), groups.count, has_adapters=True)
         else:
             self.scheduler, builder = WholeScheduler(max_running, max_batch_tokens), WholeBatchBuilder()
         self.now_s = 0.0
-        adapters = {f"adapter-{index}": index for index in range(len(spec.adapter_ranks))}
-        served = {"pooled": spec.pooled, "generates": spec.generates, "adapters": adapters}
+        served: dict[str, Any] = {"pooled": spec.pooled, "generates": spec.generates, "adapters": _adapters(spec)}
         limits = EngineLimits(vocab_size, context, max_waiting, priority_step_s, **served)
         self.requests = Requests.make(
             self.link,  # type: ignore[arg-type]

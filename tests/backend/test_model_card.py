@@ -10,7 +10,7 @@ import pytest
 from penstock.backend.errors import StartupError
 from penstock.backend.kv_cache.budget import KvBudget, plan_kv
 from penstock.backend.kv_cache.kv_groups import KvGroups
-from penstock.backend.model_card import fingerprint, make_card
+from penstock.backend.model_card import ModelNames, fingerprint, make_card
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.fake import FakePass
 from penstock.backend.shipped_models import DEMO_MODEL_DIR
@@ -41,11 +41,11 @@ def test_model_name_that_frontends_refuse_is_refused_at_start() -> None:
         max_context_tokens=None,
         max_running=1,
     )
-    card = make_card("m", DEMO_MODEL_DIR, spec, plan, 10, {})
+    card = make_card(ModelNames("m"), DEMO_MODEL_DIR, spec, plan, 10, {})
     assert card.fingerprint.startswith("fp_")
     assert card.quantization == "int4"
     with pytest.raises(StartupError, match="announced"):
-        make_card("m" * 600, DEMO_MODEL_DIR, spec, plan, 10, {})
+        make_card(ModelNames("m" * 600), DEMO_MODEL_DIR, spec, plan, 10, {})
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_card_says_how_weights_are_quantised(made: str, declared: str | None, to
     )
     config = {} if declared is None else {"quantization_config": {"quant_method": declared}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert make_card("m", tmp_path, spec, plan, 10, {}).quantization == told
+    assert make_card(ModelNames("m"), tmp_path, spec, plan, 10, {}).quantization == told
 
 
 def test_card_names_what_its_fingerprint_covers(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_card_names_what_its_fingerprint_covers(tmp_path: Path) -> None:
     for name in ("", "config.json", "tokenizer.json", "model.safetensors"):
         if name:
             (tmp_path / name).write_text("{ }")
-        traits.append(dict(make_card("m", tmp_path, spec, plan, 10, {"dtype": "bf16"}).traits))
+        traits.append(dict(make_card(ModelNames("m"), tmp_path, spec, plan, 10, {"dtype": "bf16"}).traits))
     assert traits[0]["dtype"] == "bf16"
     changed = [{name for name in before if before[name] != after[name]} for before, after in pairwise(traits)]
     assert changed == [{"configuration"}, {"configuration", "tokenizer"}, {"weights"}]

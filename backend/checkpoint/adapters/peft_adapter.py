@@ -61,7 +61,9 @@ class PeftAdapter:
         self._config = config
         self._path = directory / WEIGHTS_FILE
         if not self._path.is_file() and (directory / "adapter_model.bin").is_file():
-            raise StartupError(f"{directory} has adapter_model.bin; only {WEIGHTS_FILE} is read: save it again with peft")
+            raise StartupError(
+                f"{directory} has adapter_model.bin; only {WEIGHTS_FILE} is read: save it again with peft"
+            )
         self._file = SafetensorsFile(self._path)
         try:
             self._tensors = {_module_name(name): tensor for name, tensor in self._file.tensors.items()}
@@ -160,8 +162,8 @@ def open_adapters(
     """The adapters of a model, closed at the end of the block. Raises StartupError."""
     if directories and any(path.suffix == GGUF_SUFFIX for path in model_dir.iterdir()):
         raise StartupError(
-            f"the adapter {directories[0]} cannot be used with a GGUF file, whose linears have their outputs in another "
-            "order: give the model as a directory of safetensors"
+            f"the adapter {directories[0]} cannot be used with a GGUF file, whose linears have their outputs in "
+            "another order: give the model as a directory of safetensors"
         )
     with ExitStack() as closers:
         yield [closers.enter_context(PeftAdapter(directory, config)) for directory in directories]

@@ -16,13 +16,13 @@ from torch import Tensor
 from penstock.backend.checkpoint.quantized_weights import take_rows
 from penstock.backend.checkpoint.tensors import NORM_FIELDS
 from penstock.backend.passes.decoder.ops import (
-    AdaptsLinears,
     Array,
     AttentionLayer,
     ExpertOps,
     Experts,
     ExpertWeights,
     Linear,
+    LinearAdapters,
     Ops,
     Step,
 )
@@ -106,8 +106,8 @@ class DecoderModel:
         ]
         self._final_norm = _pack_norm(config, ops, weights.final_norm(dtype))
 
-    def adapt(self, ops: AdaptsLinears, adapters: Sequence[PeftAdapter]) -> None:
-        """Give the linears their adapters, which are read layer by layer. ops are the model's own."""
+    def adapt(self, of_linears: LinearAdapters, adapters: Sequence[PeftAdapter]) -> None:
+        """Give the linears their adapters, which are read layer by layer. of_linears are those of the model's ops."""
         for index, layer in enumerate(self._layers):
             of_layer = [adapter.layer(index) for adapter in adapters]
             linears = {"qkv": layer.qkv, "o": layer.output}
@@ -118,7 +118,7 @@ class DecoderModel:
                 if field == "qkv" and self._config.interleaved_rope:
                     added = [[_reorder_outputs(self._config, low_rank) for low_rank in parts] for parts in added]
                 if any(added):
-                    ops.adapt(linear, added)
+                    of_linears.give(linear, added)
 
     def forward(self, step: Step, *, needs_logits: bool) -> Array | None:
         """Return the logits of the step's logit rows, [L, vocab] fp32, or None if needs_logits is False or the model

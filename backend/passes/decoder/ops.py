@@ -212,14 +212,14 @@ class Ops(Protocol):
     def close(self) -> None: ...
 
 
-class AdaptsLinears(Protocol):
-    """Operations that apply adapters of rows. `linear`, `linear_add` and `activated_linear` add to the product of a
-    token's row what the row's adapter adds, in fp32, before anything else is done with it. Tokens of rows without an
-    adapter have the same bits as without adapters."""
+class LinearAdapters(Protocol):
+    """The adapters of the packed linears. `linear`, `linear_add` and `activated_linear` add to the product of a token
+    what its row's adapter adds, in fp32, before anything else is done with it. Tokens of rows without an adapter have
+    the same bits as without adapters."""
 
-    def adapt(self, linear: Linear, adapters: Sequence[Sequence[LowRank]]) -> None:
-        """Give a packed linear its adapters: an entry for each of `PassOptions.adapters`, empty for one that leaves this
-        linear alone. Called at most once for a linear, before the first step."""
+    def give(self, linear: Linear, adapters: Sequence[Sequence[LowRank]]) -> None:
+        """Give a linear an entry for each of `PassOptions.adapters`, empty for one that leaves it alone. Called at most
+        once for a linear, before the first step."""
         ...
 
 
@@ -229,8 +229,11 @@ class PageParts(Protocol):
         ...
 
 
-class CpuOps(Ops, AdaptsLinears, Protocol):
+class CpuOps(Ops, Protocol):
     """The operations on the CPU, which also own the KV cache and the step's form."""
+
+    @property
+    def adapters(self) -> LinearAdapters: ...
 
     @property
     def cache(self) -> list[Tensor] | PageParts:

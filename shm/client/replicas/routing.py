@@ -63,9 +63,11 @@ class Replica:
         return board is not None and board.seconds_since_beat() < HEARTBEAT_LIMIT_S
 
     def has_adapter(self, adapter_id: str) -> bool:
-        """See `ModelCard.has_adapter`."""
+        """A request without an adapter has an empty id."""
+        if not adapter_id:
+            return True
         model = self.client.model
-        return model is not None and model.has_adapter(adapter_id)
+        return model is not None and any(adapter.adapter_id == adapter_id for adapter in model.adapters)
 
     @property
     def digest(self) -> PageDigest | None:

@@ -69,7 +69,10 @@ def test_directory_without_a_config_is_refused(tmp_path: Path) -> None:
 
 def test_lora_adapter_or_a_directory_of_ggufs_is_named_for_what_it_is(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(StartupError, match=r"it is a LoRA adapter .* Merge it into its base model"):
+    with pytest.raises(
+        StartupError,
+        match=r"it is a LoRA adapter .* the adapter as --lora-modules",
+    ):
         resolve_model(str(tmp_path))
     (tmp_path / "adapter_config.json").unlink()
     (tmp_path / "small.gguf").touch()

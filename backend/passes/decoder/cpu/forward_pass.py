@@ -84,7 +84,7 @@ class CpuDecoderPass(HostSampling):
         self._places: PagePlaces | None = None
         with torch.inference_mode():
             self._model = DecoderModel(config, ops, weights, dtype, self._groups)
-            self._model.adapt(ops, adapters)
+            self._model.adapt(ops.adapters, adapters)
         self._spec = make_spec(
             config, dtype, CPU_KV_DTYPES, quantization, formats, groups=self._groups, adapters=adapters
         )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cpu.adapters.native_adapters import AdapterMemory, adapt_linear
+from penstock.backend.passes.decoder.cpu.adapters.native_adapters import NativeAdapters
 from penstock.backend.passes.decoder.cpu.native_buffer import Buffer
 from penstock.backend.passes.decoder.cpu.native_experts import NativeExpertOps
 from penstock.backend.passes.decoder.cpu.native_structs import (
@@ -42,12 +42,11 @@ from penstock.backend.passes.decoder.prompt_embeddings import place_embeddings
 from penstock.backend.passes.decoder.rope_table import RopeTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from penstock.backend.checkpoint.adapters.peft_adapter import LowRank
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
     from penstock.backend.forward_pass import EmbeddedTokens, ScoredTokens, StepBatch, TokenLogprobs
@@ -131,8 +130,7 @@ class NativeOps:
         shape = make_shape(config, dtype, uses_tiles=uses_tiles)
         self._engine: int | None = library.ps_create(num_threads, round(spin_s * 1e9), byref(shape))
         self.weights = WeightPacker(library, self._engine, dtype, memory)
-        self._adapters: list[AdapterMemory] = []
-        """The memory that packed linears with adapters point to."""
+        self.adapters = NativeAdapters(dtype)
         self._layers: dict[int, Attention] = {}
         self._num_rows = 0  # tokens of the current step; after `last_tokens`, those that remain
         self._recording: list[Operation] | None = None
@@ -179,9 +177,6 @@ class NativeOps:
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
     ) -> PackedLinear:
         return self.weights.pack(weight, bias, scale, is_gated=is_gated)
-
-    def adapt(self, linear: PackedLinear, adapters: Sequence[Sequence[LowRank]]) -> None:
-        self._adapters.append(adapt_linear(linear, adapters, self._dtype))
 
     def vector(self, weight: Tensor) -> Tensor:
         return self.weights.vector(weight)

@@ -25,12 +25,11 @@ from penstock.backend.passes.decoder.rope_table import RopeTable
 from penstock.backend.sampling.logprobs import score_in_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from penstock.backend.checkpoint.adapters.peft_adapter import LowRank
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
     from penstock.backend.forward_pass import EmbeddedTokens, ScoredTokens, StepBatch, TokenLogprobs
@@ -65,7 +64,7 @@ class TorchOps:
         self._rotary_dim = config.rope.rotary_dim
         self._embedding_scale = round_scale(config.scales.embedding, dtype)
         self._dtype = dtype
-        self._adapters = TorchAdapters()
+        self.adapters = TorchAdapters()
         self.cache = PagedCache((), 0, 1, "fp32")
 
     @property
@@ -84,9 +83,6 @@ class TorchOps:
         packed = PackedLinear.pack(weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
         return replace(packed, scale=scale, is_gated=is_gated)
 
-    def adapt(self, linear: TorchLinear, adapters: Sequence[Sequence[LowRank]]) -> None:
-        self._adapters.give(linear, adapters)
-
     def vector(self, weight: Tensor) -> Tensor:
         return weight.float()
 
@@ -103,7 +99,7 @@ class TorchOps:
     @torch.inference_mode()
     def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> TorchStep:
         paged = self.cache.begin_step(batch)
-        self._adapters.begin_step(batch)
+        self.adapters.begin_step(batch)
         positions = paged[0].positions
         turns = self._rope_table.cover(int(positions.max()) + 1)[positions]
         turns = turns.view(len(positions), -1, 2, 1, self._rotary_dim // 2)
@@ -137,7 +133,7 @@ class TorchOps:
 
     def _adapted(self, x: Tensor, weights: TorchLinear) -> Tensor:
         """The same with what the rows' adapters add."""
-        return self._adapters.add(x, weights, self._product(x, weights), self._product)
+        return self.adapters.add(x, weights, self._product(x, weights), self._product)
 
     def _activate(self, x: Tensor) -> Tensor:
         """The activation of x [T, n] fp32; may write into x."""
@@ -187,7 +183,7 @@ class TorchOps:
         return paged.attend(layer.cache_index, queries, layer.window_tokens, rule).view(len(qkv), -1)
 
     def last_tokens(self, qkv: Tensor, residual: Tensor, step: TorchStep) -> tuple[Tensor, Tensor, TorchStep]:
-        self._adapters.narrow(step.last_tokens.numpy())
+        self.adapters.narrow(step.last_tokens.numpy())
         narrowed = replace(step, paged=[paged.single(step.last_tokens.numpy()) for paged in step.paged])
         return qkv[step.last_tokens], residual[step.last_tokens], narrowed
 

@@ -7,6 +7,7 @@ from array import array
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from penstock.shm.client import BackendClient, BackendUnavailable, GenerationReq
 from penstock.shm.client.replicas.routing import Replica, Router
 from penstock.shm.memory.board import BackendBoard, FrontendBoard
 from penstock.shm.memory.prefix_table import Owner, PrefixTable
+from penstock.shm.messages import Adapter, ModelCard
 from tests.shm.client.harness import GREEDY
 
 NUM_REPLICAS = 3
@@ -38,6 +40,7 @@ class FakeClient:
         self.backend_board = BackendBoard.private()
         self.backend_board.pid = 1
         self.ready = False
+        self.model: ModelCard | None = None
 
     def submit(self, request: GenerationRequest) -> FakeStream:
         if not self.ready:
@@ -202,6 +205,21 @@ def test_prompt_goes_where_most_of_it_is_cached(
         for name in table.names(tokens, b""):
             table.note(name, replicas[sent_to].owner)
     assert Router(table).place(replicas, request.to_submit(0, len(tokens)), tokens) is replicas[expected]
+
+
+def test_request_goes_to_a_replica_with_its_adapter() -> None:
+    """However much of the prompt others have cached. If none has it, one refuses the request."""
+    card = ModelCard("m", "/m", 0, 8, 64, 1)
+    with_adapter = msgspec.structs.replace(card, adapters=(Adapter("sql", "id-1", 4),))
+    clients = [FakeClient() for _ in range(NUM_REPLICAS)]
+    for client, model in zip(clients, (card, with_adapter, None), strict=True):
+        client.model = model
+        client.backend_board._digest = cast("Any", DigestOf(0 if model is with_adapter else 128))
+    replicas = [Replica(number, str(number), cast("BackendClient", client)) for number, client in enumerate(clients)]
+    router = Router(PrefixTable.private(KEY))
+    for adapter, expected in (("id-1", replicas[1:2]), ("", replicas[::2]), ("id-2", replicas)):
+        request = GenerationRequest([7] * 200, 8, GREEDY, adapter=adapter)
+        assert router.place(replicas, request.to_submit(0, 200), request.prompt_tokens()) in expected
 
 
 @pytest.mark.parametrize("others_open", [0, 30])

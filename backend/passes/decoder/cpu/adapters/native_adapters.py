@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,23 +24,21 @@ _STRIP = 16
 _RANKS_AT_ONCE = 4
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterMemory:
-    """What a packed linear points to. It lives as long as the linear is used."""
+class NativeAdapters:
+    """See `LinearAdapters`. Owns the memory that the structs of linears point to. dtype is that of the activations."""
 
-    structs: ctypes.Array[Adapter]
-    tensors: tuple[Tensor, ...]
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._memory: list[ctypes.Array[Adapter] | Tensor] = []
 
-
-def adapt_linear(linear: PackedLinear, adapters: Sequence[Sequence[LowRank]], dtype: torch.dtype) -> AdapterMemory:
-    """Let the linear's struct point to its adapters; dtype is that of the activations."""
-    structs, tensors = (Adapter * len(adapters))(), list[torch.Tensor]()
-    for struct, low_ranks in zip(structs, adapters, strict=True):
-        if low_ranks:
-            tensors += _fill(struct, list(low_ranks), linear.struct, dtype)
-    linear.struct.adapters = ctypes.addressof(structs)
-    linear.struct.most_ranks = max(struct.num_ranks for struct in structs)
-    return AdapterMemory(structs, tuple(tensors))
+    def give(self, linear: PackedLinear, adapters: Sequence[Sequence[LowRank]]) -> None:
+        structs = (Adapter * len(adapters))()
+        for struct, low_ranks in zip(structs, adapters, strict=True):
+            if low_ranks:
+                self._memory += _fill(struct, list(low_ranks), linear.struct, self._dtype)
+        linear.struct.adapters = ctypes.addressof(structs)
+        linear.struct.most_ranks = max(struct.num_ranks for struct in structs)
+        self._memory.append(structs)
 
 
 def _fill(struct: Adapter, low_ranks: list[LowRank], linear: Linear, dtype: torch.dtype) -> list[Tensor]:
