@@ -339,8 +339,8 @@ class Intake:
             rank=rank,
             admitted_ns=submit.admitted_ns,
             constraints=self._make_constraints(submission, grammar),
-            adapter=self.limits.adapters.get(submit.adapter, NO_ADAPTER),
         )
+        sequence.adapter = self.limits.adapters.get(submit.adapter, NO_ADAPTER)
         sequence.embeddings, sequence.output = submission.embeddings, submission.output
         sequence.pooled = submit.pooled
         if submit.pooled is not None and submit.pooled.group:

@@ -89,16 +89,18 @@ class Sequence:
         rank: float = 0.0,
         admitted_ns: int = 0,
         constraints: SequenceConstraints | None = None,
-        adapter: int = NO_ADAPTER,
     ) -> None:
         # Tokens
         self.tokens = array("i")
         self.tokens.frombytes(tokens)
         self.num_prompt_tokens = num_prompt_tokens
         self.sampling = sampling
-        self.salt = salt  # keeps tenants, and sequences with other adapters, apart in the prefix cache
-        self.adapter = adapter  # as in `StepBatch.adapters`
-        self.tenant = tenant  # the scheduler charges it for the tokens
+        self.salt = salt
+        """Keeps tenants, and sequences with other adapters, apart in the prefix cache."""
+        self.adapter = NO_ADAPTER
+        """As in `StepBatch.adapters`."""
+        self.tenant = tenant
+        """The scheduler charges this tenant for its tokens."""
         self.weight = weight
         """The tenant's share in proportion to the others', as of this request."""
         self.account = NOBODY
