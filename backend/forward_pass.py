@@ -183,8 +183,7 @@ class StepBatch:
     pooled: PooledRows | None = None
     """Rows that give vectors. Only for passes whose spec has `pooled`."""
     adapters: NDArray[np.int32] | None = None
-    """[R] index into PassOptions.adapters of the adapter that the row's sequence uses from its first token to its last,
-    or NO_ADAPTER. None if no row has one."""
+    """[R] index into PassOptions.adapters, or NO_ADAPTER; constant for a sequence. None if no row has an adapter."""
 
     @property
     def num_rows(self) -> int:
@@ -284,8 +283,7 @@ class PassSpec:
     page_sizes: tuple[int, ...] = ()
     """The page_size_tokens that `create_cache` takes; empty if it takes any."""
     quantization: str = "none"
-    """The form of the weights: what the pass made of PassOptions.quantize. The backend refuses a pass that says other
-    than what was asked for, so a pass that does not quantise can leave it alone."""
+    """The form of the weights. The backend refuses a pass in which it is not PassOptions.quantize."""
     runs_ahead: bool = False
     """`forward` and `sample` return before the device has computed. The next step is launched behind the running one,
     whose tokens only the device knows yet. `sample` is called for steps without logit rows too, to wait for them."""
@@ -311,8 +309,7 @@ class PassSpec:
     generates: bool = True
     """The pass samples tokens. One that only pools never gets logit_rows; its vocab_size bounds the token ids."""
     adapter_ranks: tuple[int, ...] = ()
-    """The rank of each of PassOptions.adapters. Empty if the pass cannot apply adapters: the backend then refuses to
-    start with some. weight_bytes includes them."""
+    """The rank of each of PassOptions.adapters, which weight_bytes includes. Empty if the pass applies none."""
 
 
 @dataclass(frozen=True, slots=True)
