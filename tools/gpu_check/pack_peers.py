@@ -1,8 +1,8 @@
 """Pack what the user has downloaded of other engines into one archive for `--peers`, after importing it.
 
 `python3 -m penstock.tools.gpu_check.pack_peers --out peers.tar.xz flash_attn_3-3.0.0-….whl nano-vllm/`: wheels are
-unpacked, of directories the packages in them are taken. Unpack the archive on the GPU's machine and name its directory
-with `--peers`.
+unpacked, of directories the packages in them are taken. Of vLLM's wheel only FlashAttention 3 is taken, under the name
+that it has in its own wheel. Unpack the archive on the GPU's machine and name its directory with `--peers`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-_MAX_BYTES = 2 << 30
+_MAX_BYTES = 4 << 30
 """Of one wheel, unpacked."""
 _IMPORT_TIMEOUT_S = 120.0
+VLLM_LIBRARY = "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
+_FUNCTIONS = Path(__file__).parent / "kernel_speed" / "flash_attn_3_of_vllm.py"
 _EXPECTED = ("flash_attn_interface", "nanovllm")
 """Modules that the check looks for."""
 
@@ -32,7 +36,11 @@ def gather(sources: list[Path], directory: Path) -> None:
     """Unpack wheels, and copy packages, into the directory. Raises PeersRefused."""
     for source in sources:
         if source.suffix == ".whl" and source.is_file():
-            _unpack(source, directory)
+            with _opened(source) as archive:
+                if VLLM_LIBRARY in archive.namelist():
+                    _take_flash_attention_3(archive, directory)
+                else:
+                    archive.extractall(directory)  # noqa: S202 - names were checked
         elif source.is_dir():
             packages = [path.parent for path in sorted(source.glob("*/__init__.py"))]
             if not packages:
@@ -43,7 +51,9 @@ def gather(sources: list[Path], directory: Path) -> None:
             raise PeersRefused(f"{source} is neither a wheel nor a directory")
 
 
-def _unpack(wheel: Path, directory: Path) -> None:
+@contextmanager
+def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
+    """Raises PeersRefused for a file that is no wheel, or whose files would lie elsewhere or are too large."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = archive.namelist()
@@ -53,9 +63,20 @@ def _unpack(wheel: Path, directory: Path) -> None:
                 raise PeersRefused(f"{wheel} has a file outside of itself: {outside[0]}")
             if num_bytes > _MAX_BYTES:
                 raise PeersRefused(f"{wheel} has {num_bytes:,} bytes; the limit is {_MAX_BYTES:,}")
-            archive.extractall(directory)  # noqa: S202 - names were checked
+            yield archive
     except zipfile.BadZipFile as error:
         raise PeersRefused(f"{wheel} is not a wheel: {error}") from error
+
+
+def _take_flash_attention_3(archive: zipfile.ZipFile, directory: Path) -> None:
+    """Take the operator out of vLLM's wheel. Add functions over it, and the distribution that transformers asks for."""
+    with archive.open(VLLM_LIBRARY) as library, (directory / PurePosixPath(VLLM_LIBRARY).name).open("wb") as file:
+        shutil.copyfileobj(library, file)
+    shutil.copyfile(_FUNCTIONS, directory / "flash_attn_interface.py")
+    described = directory / "flash_attn_3-3.0.0.dist-info"
+    described.mkdir(exist_ok=True)
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn-3\nVersion: 3.0.0\n", encoding="utf-8")
+    (described / "RECORD").write_text("flash_attn_interface.py,,\n", encoding="utf-8")
 
 
 def try_imports(directory: Path) -> dict[str, str]:

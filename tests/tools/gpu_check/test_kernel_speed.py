@@ -125,7 +125,7 @@ def test_a_choice_replaces_the_constant_only_if_it_gains_enough(record: Record) 
 def test_attention_peers_are_measured_or_skipped_with_a_reason(record: Record) -> None:
     attention_peers.measure(
         record.results, make_device_context(), HEADS, (("d", 2, 64),), (("p", 32),),
-        {"math": SDPBackend.MATH, "cudnn": SDPBackend.CUDNN_ATTENTION},
+        {"math": SDPBackend.MATH, "cudnn": SDPBackend.CUDNN_ATTENTION}, 1,
     )  # fmt: skip
     found = record.findings()
     assert {"peer.math.decode.d", "peer.math.prefill.p"} <= set(found)

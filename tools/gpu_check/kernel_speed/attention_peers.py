@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 DECODE = (("64x1k", 64, 1024), ("8x4k", 8, 4096), ("1x1k", 1, 1024))
 PREFILL = (("4k", 4096), ("8k", 8192))
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-_COLD_BYTES = 1 << 30
-"""Keys and values that are read in turn: many times what the L2 cache holds."""
 _FLEX_S = 40.0
 """Seconds that must be left to start flex attention, which is compiled first."""
 
@@ -34,15 +32,17 @@ def measure(
     decode: tuple[tuple[str, int, int], ...] = DECODE,
     prefill: tuple[tuple[str, int], ...] = PREFILL,
     backends: dict[str, SDPBackend] = BACKENDS,
+    cold_bytes: int = 1 << 30,
 ) -> None:
+    """cold_bytes: of keys and values that decode attention reads in turn, many times what the L2 cache holds."""
     for backend, kind in backends.items():
         for name, rows, tokens in decode:
-            work = partial(_sdpa, context, heads, rows, 1, tokens, kind)
+            work = partial(_sdpa, context, heads, rows, 1, tokens, kind, cold_bytes)
             _record(results, f"peer.{backend}.decode.{name}", work, _kv_bytes(heads, rows, tokens), "TB/s")
         for name, tokens in prefill:
-            work = partial(_sdpa, context, heads, 1, tokens, tokens, kind)
+            work = partial(_sdpa, context, heads, 1, tokens, tokens, kind, 0)
             _record(results, f"peer.{backend}.prefill.{name}", work, _causal_flop(heads, tokens), "TFLOP/s")
-    _flash_attention_3(results, context, heads, decode, prefill)
+    _flash_attention_3(results, context, heads, decode, prefill, cold_bytes)
     name, tokens = prefill[0]
     if results.remaining_s > _FLEX_S:
         work = partial(_flex, context, heads, tokens)
@@ -75,13 +75,19 @@ def _draw(context: DeviceContext, *shape: int) -> Tensor:
 
 
 def _sdpa(
-    context: DeviceContext, heads: HeadShape, num_rows: int, num_queries: int, num_tokens: int, backend: SDPBackend
+    context: DeviceContext,
+    heads: HeadShape,
+    num_rows: int,
+    num_queries: int,
+    num_tokens: int,
+    backend: SDPBackend,
+    cold_bytes: int,
 ) -> float:
     """Time SDPA. The queries are all tokens (causal) or the last one."""
     q = _draw(context, num_rows, heads.num_heads, num_queries, heads.head_dim)
     sets = [
         [_draw(context, num_rows, heads.num_kv_heads, num_tokens, heads.head_dim) for _ in range(2)]
-        for _ in range(max(1, _COLD_BYTES // int(_kv_bytes(heads, num_rows, num_tokens))) if num_queries == 1 else 1)
+        for _ in range(max(1, cold_bytes // int(_kv_bytes(heads, num_rows, num_tokens))))
     ]
     attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=num_queries > 1, enable_gqa=True)
     with sdpa_kernel(backend):
@@ -107,6 +113,7 @@ def _flash_attention_3(
     heads: HeadShape,
     decode: tuple[tuple[str, int, int], ...],
     prefill: tuple[tuple[str, int], ...],
+    cold_bytes: int,
 ) -> None:
     """Time FlashAttention 3, if `flash_attn_interface` is installed or in --peers."""
     try:
@@ -119,20 +126,21 @@ def _flash_attention_3(
         work = partial(context.clock.work_us, [partial(module.flash_attn_func, q, k, v, causal=True)])
         _record(results, f"peer.fa3.prefill.{name}", work, _causal_flop(heads, tokens), "TFLOP/s")
     for name, rows, tokens in decode:
-        work = partial(_paged_fa3, context, module, heads, rows, tokens)
+        work = partial(_paged_fa3, context, module, heads, rows, tokens, cold_bytes)
         _record(results, f"peer.fa3.decode.{name}", work, _kv_bytes(heads, rows, tokens), "TB/s")
 
 
 def _paged_fa3(
-    context: DeviceContext, module: Any, heads: HeadShape, num_rows: int, num_tokens: int, page: int = 64
+    context: DeviceContext, module: Any, heads: HeadShape, num_rows: int, num_tokens: int, cold_bytes: int
 ) -> float:
+    page = 64
     num_pages = num_rows * num_tokens // page
     table = torch.randperm(num_pages, device=context.torch_device).int().view(num_rows, -1)
     lengths = torch.full((num_rows,), num_tokens, dtype=torch.int32, device=context.torch_device)
     q = _draw(context, num_rows, 1, heads.num_heads, heads.head_dim)
     sets = [
         [_draw(context, num_pages, page, heads.num_kv_heads, heads.head_dim) for _ in range(2)]
-        for _ in range(max(1, _COLD_BYTES // int(_kv_bytes(heads, num_rows, num_tokens))))
+        for _ in range(max(1, cold_bytes // int(_kv_bytes(heads, num_rows, num_tokens))))
     ]
     attend = partial(module.flash_attn_with_kvcache, cache_seqlens=lengths, page_table=table, causal=True)
     return context.clock.work_us([partial(attend, q, k, v) for k, v in sets])

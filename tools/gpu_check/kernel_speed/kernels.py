@@ -29,7 +29,7 @@ def measure(results: Results, context: DeviceContext, sizes: KernelSizes) -> Non
     for case in kernel_cases(sizes):
         results.attempt(case.name, partial(_time, results, context, case))
     if sizes.with_peers:
-        attention_peers.measure(results, context, sizes.heads)
+        attention_peers.measure(results, context, sizes.heads, cold_bytes=sizes.cold_bytes)
 
 
 def _time(results: Results, context: DeviceContext, case: KernelCase) -> None:
