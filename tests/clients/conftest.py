@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from demo_models import EMBEDDING, RERANK
+from demo_models import EMBEDDING, GENERATION, RERANK
 
 BIN = Path(os.environ.get("PENSTOCK_BIN", Path(__file__).parents[2] / ".venv" / "bin"))
 """The programs of the virtual environment that penstock is installed in."""
@@ -27,8 +28,24 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server_url(reranker: Path) -> Iterator[str]:
     """http://127.0.0.1:PORT of one server for all tests."""
-    argv = [BIN / "penstock", "serve", "--port", "0", "--embedding-model", EMBEDDING, "--rerank-model", reranker]
-    process = subprocess.Popen([*map(str, argv)], stdout=subprocess.PIPE, text=True)
+    with serving("--embedding-model", EMBEDDING, "--rerank-model", str(reranker)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def scripted_url() -> Iterator[str]:
+    """A server of a model that knows its answers, see `scripted_pass`."""
+    options = ["--forward-pass", "scripted_pass:ScriptedPass", "--served-model-name", f"{GENERATION},*"]
+    with serving(*options, python_path=Path(__file__).parent) as url:
+        yield url
+
+
+@contextmanager
+def serving(*options: str, python_path: Path | None = None) -> Iterator[str]:
+    """http://127.0.0.1:PORT of a server with these options."""
+    argv = [str(BIN / "penstock"), "serve", "--port", "0", *options]
+    env = os.environ | ({} if python_path is None else {"PYTHONPATH": str(python_path)})
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env)
     assert process.stdout is not None
     try:
         ready = next((line for line in process.stdout if line.startswith("Ready: ")), None)

@@ -1,6 +1,10 @@
-"""The models of the server, and texts whose order its embedding model knows."""
+"""The models of the server, texts whose order its embedding model knows, and the script of a model without weights."""
 
 GENERATION, EMBEDDING, RERANK = "penstock-demo", "penstock-demo-embed", "reranker"
 QUESTION = "How do I join paths?"
 TEXTS = ["Join two or more path components.", "Return the current time in seconds.", "Sort a list in place."]
 """The first one answers QUESTION."""
+
+COMMAND, OUTPUT = "echo done-$((7300 + 19))", "done-7319"
+ANSWER = "The command has run."
+"""What the scripted model (scripted_pass.py) has an agent run, and what it says once it sees the command's output."""
