@@ -53,6 +53,9 @@ class Work:
 LOADING = Work("Loading weights", "Loaded")
 GPU_KERNELS = Work("Compiling GPU kernels", "Compiled, or loaded from the cache,", "GPU kernels", counts_bytes=False)
 GRAPHS = Work("Capturing CUDA graphs", "Captured", "CUDA graphs", counts_bytes=False)
+MIXED_GRAPHS = Work(
+    "Capturing CUDA graphs of mixed steps", "Captured", "CUDA graphs of mixed steps", counts_bytes=False
+)
 
 
 class BarProgress:

@@ -126,16 +126,23 @@ class DecoderModel:
 
         A step that scores tokens needs logits, even if it has no logit rows.
         """
-        ops = self._ops
-        residual = ops.embed(self._embedding, step)
+        qkv, residual = self.store_tokens(step)
+        return self.finish(qkv, residual, step) if needs_logits else None
+
+    def store_tokens(self, step: Step) -> tuple[Array, Array]:
+        """Run the step up to the last layer's cache write; return what `finish` takes."""
+        residual = self._ops.embed(self._embedding, step)
         for layer in self._layers[:-1]:
             qkv = self._project(layer, residual, step)
             self._attend_and_mix(layer, qkv, residual, step)
-        # After the last layer's cache write, only the tokens that need logits matter, and those that are scored.
-        last = self._layers[-1]
-        qkv = self._project(last, residual, step)
-        if not needs_logits:
-            return None
+        return self._project(self._layers[-1], residual, step), residual
+
+    def finish(self, qkv: Array, residual: Array, step: Step) -> Array | None:
+        """Run the rest of a step, as `forward` with needs_logits.
+
+        After the last cache write, only the tokens that need logits matter, and those that are scored.
+        """
+        ops, last = self._ops, self._layers[-1]
         qkv, residual, step = ops.last_tokens(qkv, residual, step)
         self._attend_and_mix(last, qkv, residual, step)
         self.normed = ops.final_norm(residual, self._final_norm)

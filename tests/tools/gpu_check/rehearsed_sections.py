@@ -85,7 +85,9 @@ def run_variants(results: Results) -> None:
 
 def run_attribution(results: Results) -> None:
     context = make_device_context()
-    plan = attribution.AttributionPlan("tiny", TINY, (2,), tokens=40, prefill_tokens=48, num_steps=2)
+    plan = attribution.AttributionPlan(
+        "tiny", TINY, (2,), tokens=40, prefill_tokens=48, mixed_rows=1, mixed_tokens=(5,), num_steps=2
+    )
     attribution.measure(results, context, LaunchProfiler(context), plan)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch._C._autograd import DeviceType
 from penstock.tools.gpu_check.devices.models import LLAMA_8B, TINY
 from penstock.tools.gpu_check.devices.profiling import KernelRun, short_name
 from penstock.tools.gpu_check.engine_speed import attribution
+from penstock.tools.gpu_check.engine_speed.mixed_steps import MixedLoad, compare
 from penstock.tools.gpu_check.kernel_speed import weight_products
 from tests.tools.gpu_check.device_context import Record, make_device_context
 
@@ -44,7 +46,11 @@ class LaunchProfiler:
 
 def test_time_of_a_step_goes_to_its_kernels_and_gaps(record: Record) -> None:
     context = make_device_context()
-    plan = attribution.AttributionPlan("tiny", TINY, (2,), tokens=40, prefill_tokens=48, num_steps=2)
+    plan = attribution.AttributionPlan(
+        "tiny", TINY, (2,), tokens=40, prefill_tokens=48, mixed_rows=1, mixed_tokens=(5,), num_steps=2
+    )
+    # Larger steps than the graphs have, so that the profiler sees their kernels.
+    context = replace(context, choices=replace(context.choices, mixed_tokens=16))
     attribution.measure(record.results, context, LaunchProfiler(context), plan)
     found = record.findings()
     prefill = "attribution.tiny.prefill.48"
@@ -58,6 +64,21 @@ def test_time_of_a_step_goes_to_its_kernels_and_gaps(record: Record) -> None:
     assert found[f"{prefill}.late"].value == 0
     # The emulated graph replays without launches: what is left is around it.
     assert {"attribution.tiny.2x40.step", "attribution.tiny.2x40.scan_rows"} <= set(found)
+    mixed = "attribution.tiny.mixed.1+5"
+    assert found[f"{mixed}.single.prefill_attention"].value == attention.value
+    assert f"{mixed}.captured.prefill_attention" not in found
+    assert {f"variant.mixed.tiny.1+5.{way}" for way in ("captured", "single")} <= set(found)
+
+
+def test_mixed_tokens_are_chosen_up_to_the_first_size_at_which_graphs_are_not_faster(record: Record) -> None:
+    class TimedLoad(MixedLoad):
+        def run(self, _forward_pass: object, prompt_tokens: int, *, is_captured: bool) -> float:
+            return {64: 1e-3, 128: 2e-3, 256: 3e-3, 512: 1e-3}[prompt_tokens] if is_captured else 2.5e-3
+
+    load = TimedLoad(8, 1024, 1, 100, 1)
+    assert compare(record.results, "x", load, None, (64, 128, 256, 512)) == 128  # type: ignore[arg-type]
+    assert compare(record.results, "x", load, None, (256, 512)) == 0  # type: ignore[arg-type]
+    assert record.findings()["variant.mixed.x.8+128.captured"].value == 2.0
 
 
 def test_gaps_count_once_where_kernels_overlap() -> None:

@@ -18,6 +18,7 @@ from penstock.tools.gpu_check.devices.models import LLAMA_8B, QWEN3_06B, RandomW
 from penstock.tools.gpu_check.devices.profiling import GpuProfiler
 from penstock.tools.gpu_check.devices.random_caches import fill_cache
 from penstock.tools.gpu_check.devices.steps import Steps, launch
+from penstock.tools.gpu_check.engine_speed.mixed_steps import WAYS, MixedLoad, compare
 from penstock.tools.gpu_check.prediction.machine import H200
 
 if TYPE_CHECKING:
@@ -40,11 +41,16 @@ class AttributionPlan:
     rows: tuple[int, ...] = (1, 16, 64, 256)
     tokens: int = 1024
     prefill_tokens: int = 2048
+    mixed_rows: int = 8
+    mixed_tokens: tuple[int, ...] = (64, 128, 256, 512)
+    """Tokens of a prompt beside mixed_rows decodes, in ascending order; the first is taken apart by kernel."""
     num_steps: int = 8
     dtype: torch.dtype = torch.bfloat16
 
 
 PLANS = (AttributionPlan("llama8b", LLAMA_8B), AttributionPlan("qwen06b", QWEN3_06B))
+_CHOOSING = "qwen06b"
+"""The model for which `mixed_tokens` is chosen: graphs of mixed steps are for small ones."""
 
 
 def run(results: Results) -> None:
@@ -59,7 +65,7 @@ def measure(results: Results, context: DeviceContext, profiler: Profiler, plan: 
     longest = max(pages_per_row * PAGE_TOKENS, plan.prefill_tokens)
     num_pages = max(max(plan.rows) * pages_per_row, -(-longest // PAGE_TOKENS))
     longest = -(-longest // PAGE_TOKENS) * PAGE_TOKENS
-    sizes = StepSizes(max(plan.rows), plan.prefill_tokens, longest, choices=context.choices)
+    sizes = StepSizes(max(plan.rows), plan.prefill_tokens, longest, choices=context.choices, captures_all=True)
     forward_pass = CudaDecoderPass(plan.config, weights, context.device, plan.dtype, sizes)
     try:
         forward_pass.create_cache(num_pages, PAGE_TOKENS, "bf16")
@@ -73,8 +79,23 @@ def measure(results: Results, context: DeviceContext, profiler: Profiler, plan: 
         name, num_bytes = f"attribution.{plan.name}.prefill.{plan.prefill_tokens}", step_bytes(plan.config, 0)
         prefill = partial(_prefill, forward_pass, plan)
         results.attempt(name, partial(_record, results, profiler, name, prefill, 2, num_bytes))
+        load = MixedLoad(plan.mixed_rows, plan.tokens, pages_per_row, plan.config.vocab_size, plan.num_steps)
+        _measure_mixed(results, profiler, forward_pass, plan, load)
     finally:
         forward_pass.close()
+
+
+def _measure_mixed(
+    results: Results, profiler: Profiler, forward_pass: CudaDecoderPass, plan: AttributionPlan, load: MixedLoad
+) -> None:
+    num_bytes, first = step_bytes(plan.config, load.num_rows * load.context_tokens), plan.mixed_tokens[0]
+    for way, is_captured in WAYS.items():
+        name = f"attribution.{plan.name}.mixed.{load.num_rows}+{first}.{way}"
+        run_steps = partial(load.run, forward_pass, first, is_captured=is_captured)
+        results.attempt(name, partial(_record, results, profiler, name, run_steps, load.num_steps, num_bytes))
+    most = compare(results, plan.name, load, forward_pass, plan.mixed_tokens)
+    if plan.name == _CHOOSING:
+        results.fact("variant.mixed_tokens", most, "", "graphs are faster up to so many tokens of a prompt")
 
 
 def step_bytes(config: DecoderConfig, num_cached_tokens: int) -> dict[str, float]:
@@ -116,7 +137,7 @@ def _record(
     results: Results,
     profiler: Profiler,
     name: str,
-    work: Callable[[], None],
+    work: Callable[[], object],
     num_steps: int,
     num_bytes: dict[str, float],
 ) -> None:

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 _KERNELS_OF_LAYER = 9
 _FUSED_ROWS = 32
 """Steps of up to this many rows run four products of our own and attention in each layer."""
+_KERNELS_BESIDE_GRAPH = 20
+"""Of a captured mixed step: its last layer behind the cache write, and the sampler."""
+_MIXED_TOKENS, _MIXED_MULTIPLE = 512, 64
+"""Steps of a prompt of up to this many tokens are captured, padded to a multiple of 64."""
 _KERNELS_OF_STEP = 6
 """Embedding, plan of the chunks, last norm, logits, and two of the sampler."""
 
@@ -39,12 +43,19 @@ class ModelTimes:
     def decode_step(self, num_rows: int, num_tokens: int, kv_dtype: str = "bf16") -> float:
         """Microseconds of a captured step of num_rows sequences of num_tokens each."""
         attention_us = self.kernels.decode_attention(self.shape.heads, num_rows, num_tokens, kv_dtype)
-        return self._step(num_rows, num_rows, attention_us, kv_dtype, is_captured=True)
+        return self._device_us(num_rows, num_rows, attention_us, kv_dtype, is_fused=num_rows <= _FUSED_ROWS)
 
     def prefill_step(self, num_tokens: int, kv_dtype: str = "bf16", history: int = 0) -> float:
-        """Microseconds of a step of one sequence's tokens, launched kernel by kernel."""
+        """Microseconds of a step of one sequence's tokens."""
         attention_us = self.kernels.prefill_attention(self.shape.heads, history, num_tokens, kv_dtype)
-        return self._step(num_tokens, 1, attention_us, kv_dtype, is_captured=False)
+        return self._long_step(num_tokens, 1, attention_us, kv_dtype, is_captured=num_tokens <= _MIXED_TOKENS)
+
+    def mixed_step(self, num_rows: int, num_tokens: int, prompt_tokens: int, *, is_captured: bool) -> float:
+        """Microseconds of a step of num_rows sequences of num_tokens each, and of a prompt's first tokens."""
+        attention_us = self.kernels.decode_attention(self.shape.heads, num_rows, num_tokens, "bf16")
+        attention_us += self.kernels.prefill_attention(self.shape.heads, 0, prompt_tokens, "bf16")
+        attention_us += self.kernels.machine.node_gap_us
+        return self._long_step(num_rows + prompt_tokens, num_rows + 1, attention_us, "bf16", is_captured=is_captured)
 
     def prefill(self, num_tokens: int, step_tokens: int = 2048) -> float:
         """Microseconds of a prompt in steps of at most step_tokens."""
@@ -63,7 +74,19 @@ class ModelTimes:
             total_us += every * self.decode_step(len(lengths), sum(lengths) // len(lengths))
         return total_us, sum(outputs)
 
-    def _step(self, num_tokens: int, num_rows: int, attention_us: float, kv_dtype: str, *, is_captured: bool) -> float:
+    def _long_step(
+        self, num_tokens: int, num_rows: int, attention_us: float, kv_dtype: str, *, is_captured: bool
+    ) -> float:
+        """The host launches while the GPU computes; the longer of both counts."""
+        count = self.shape.num_layers * _KERNELS_OF_LAYER + _KERNELS_OF_STEP
+        if is_captured:
+            num_tokens, count = -(-num_tokens // _MIXED_MULTIPLE) * _MIXED_MULTIPLE, _KERNELS_BESIDE_GRAPH
+        device_us = self._device_us(num_tokens, num_rows, attention_us, kv_dtype, is_fused=False)
+        return max(device_us, count * self.kernels.machine.launch_us)
+
+    def _device_us(
+        self, num_tokens: int, num_rows: int, attention_us: float, kv_dtype: str, *, is_fused: bool
+    ) -> float:
         shape, times = self.shape, self.kernels
         heads, hidden = shape.heads, shape.hidden
         q_size, kv_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
@@ -71,7 +94,7 @@ class ModelTimes:
         products = [
             (qkv_size, hidden), (hidden, q_size), (2 * shape.intermediate, hidden), (hidden, shape.intermediate),
         ]  # fmt: skip
-        machine, is_fused = times.machine, is_captured and num_tokens <= _FUSED_ROWS
+        machine = times.machine
         if is_fused:
             layer_us = attention_us + sum(times.row_product(num_tokens, *sizes) for sizes in products)
             layer_us += (len(products) + 1) * machine.dependent_gap_us
@@ -82,7 +105,4 @@ class ModelTimes:
             layer_us += times.elementwise(num_tokens * shape.intermediate * 6) + _KERNELS_OF_LAYER * machine.node_gap_us
         step_us = times.product(num_rows, shape.vocab_size, hidden) + 2 * times.elementwise(num_tokens * hidden * 6)
         step_us += times.sampling(num_rows, shape.vocab_size, filtered=False)
-        count = shape.num_layers * _KERNELS_OF_LAYER + _KERNELS_OF_STEP
-        device_us = shape.num_layers * layer_us + step_us + _KERNELS_OF_STEP * machine.node_gap_us
-        # Outside a graph the host launches while the GPU computes; the longer of both counts.
-        return device_us if is_captured else max(device_us, count * machine.launch_us)
+        return shape.num_layers * layer_us + step_us + _KERNELS_OF_STEP * machine.node_gap_us

@@ -21,6 +21,7 @@ _ATTENTION = (
     (64, 1024, "bf16"), (8, 4096, "bf16"), (1, 1024, "bf16"), (64, 1024, "q8_0"), (64, 1024, "fp8"), (64, 1024, "fp32"),
     (256, 1024, "bf16"), (64, 8192, "bf16"), (1, 32_768, "bf16"), (8, 1024, "bf16"), (64, 8192, "q8_0"),
 )  # fmt: skip
+_MIXED_ROWS, _MIXED = 8, (64, 128, 256, 512)
 _PREFILL = (("4k", 0, 4096), ("8k", 0, 8192), ("1k", 0, 1024), ("1k_after_8k", 8192, 1024))
 
 
@@ -79,6 +80,10 @@ def _model(name: str, model: ModelTimes) -> dict[str, Prediction]:
         rate = rows / model.decode_step(rows, tokens, kv_dtype) * 1e6
         found[f"{name}.decode.{rows}x{tokens // 1024}k.{kv_dtype}"] = Prediction(rate, "tok/s")
     found[f"{name}.ttft.1k"] = Prediction((model.prefill(1024) + machine.round_trip_us) / 1e3, "ms")
+    for prompt_tokens in _MIXED:
+        for way, is_captured in (("captured", True), ("single", False)):
+            us = model.mixed_step(_MIXED_ROWS, 1024, prompt_tokens, is_captured=is_captured)
+            found[f"variant.mixed.{name}.{_MIXED_ROWS}+{prompt_tokens}.{way}"] = Prediction(us / 1e3, "ms")
     offline_us, num_tokens = model.offline()
     found[f"{name}.offline"] = Prediction(num_tokens / offline_us * 1e6, "tok/s")
     return found

@@ -1,4 +1,4 @@
-"""Capture decode steps as CUDA graphs, one for each padded number of rows, and replay them."""
+"""Capture steps as CUDA graphs, one for each padded size, and replay them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from penstock.backend.checkpoint.progress import GRAPHS, make_progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from penstock.backend.checkpoint.progress import Work
     from penstock.backend.passes.decoder.cuda.device.device import Device, Graph
 
 MAX_GRAPH_ROWS = 256
@@ -21,32 +22,34 @@ _SIZE_STEP = 8
 
 
 def graph_sizes(max_rows: int) -> list[int]:
-    """Return 1, 2, 4, 8, 16, 24 and so on; the last size is the largest captured step."""
+    """Return 1, 2, 4, 8, 16, 24 and so on; the last size is the largest captured decode step."""
     most = min(max_rows, MAX_GRAPH_ROWS)
     return sorted({*(size for size in (*_SMALL_SIZES, *range(_SIZE_STEP, most, _SIZE_STEP)) if size < most), most})
 
 
-class DecodeGraphs:
-    """Each graph reads its step from fixed addresses. Rows beyond the step's own are padding."""
+class StepGraphs:
+    """Each graph reads its step from fixed addresses. Rows or tokens beyond the step's own are padding."""
 
-    def __init__(self, device: Device, max_rows: int, run: Callable[[int], None]) -> None:
-        """Capture all sizes, largest first.
+    def __init__(self, device: Device, sizes: Sequence[int], run: Callable[[int], None], work: Work = GRAPHS) -> None:
+        """Capture all sizes, which ascend, largest first.
 
-        run(n) launches a step of n rows of one token each. It runs once before each capture, because libraries load and
-        allocate at their first call, which is not allowed during a capture.
+        run(n) launches a step of size n. It runs once before each capture, because libraries load and allocate at their
+        first call, which is not allowed during a capture.
         """
-        self._sizes = graph_sizes(max_rows)
+        self._sizes = sizes
         self._graphs: dict[int, Graph] = {}
-        with closing(make_progress(len(self._sizes), GRAPHS)) as progress:
-            for size in reversed(self._sizes):
+        if not sizes:
+            return
+        with closing(make_progress(len(sizes), work)) as progress:
+            for size in reversed(sizes):
                 run(size)
                 device.synchronize()
                 self._graphs[size] = device.capture(partial(run, size))
                 progress.advance(1)
 
-    def size_for(self, num_rows: int) -> int | None:
-        """Return the smallest graph size that holds num_rows; None if there is none."""
-        index = bisect_left(self._sizes, num_rows)
+    def size_for(self, size: int) -> int | None:
+        """Return the smallest graph size that is at least `size`; None if there is none."""
+        index = bisect_left(self._sizes, size)
         return self._sizes[index] if index < len(self._sizes) else None
 
     def replay(self, size: int) -> None:

@@ -1,6 +1,6 @@
 """CudaDecoderPass: a decoder on one GPU, running one step ahead of the host.
 
-A step is one copy to the device, the model's kernels (a CUDA graph if every row has one token), the sampler's kernels,
+A step is one copy to the device, the model's kernels (a CUDA graph, unless the step is large), the sampler's kernels,
 and one copy of the tokens to the host. The host does not wait for any of them: `sample` returns a handle, and the next
 step reads the tokens on the device.
 """
@@ -18,7 +18,7 @@ import torch
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import DeviceRows, SamplingParams, SlotInit, StepBatch
-from penstock.backend.passes.decoder.cuda.cuda_graphs import DecodeGraphs
+from penstock.backend.passes.decoder.cuda.cuda_graphs import StepGraphs, graph_sizes
 from penstock.backend.passes.decoder.cuda.device.device import annotate_faults, first_line
 from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed
 from penstock.backend.passes.decoder.cuda.device.link_probe import LinkSpeed, measure_link
@@ -26,6 +26,7 @@ from penstock.backend.passes.decoder.cuda.device.transfers import Uplink
 from penstock.backend.passes.decoder.cuda.kv_cache import page_copies
 from penstock.backend.passes.decoder.cuda.kv_cache.host_pool import HostPool, TokenCosts, open_pool
 from penstock.backend.passes.decoder.cuda.kv_cache.page_moves import PageMoves
+from penstock.backend.passes.decoder.cuda.mixed_graphs import MixedGraphs
 from penstock.backend.passes.decoder.cuda.ops.fused_ops import make_ops
 from penstock.backend.passes.decoder.cuda.step import step_buffers
 from penstock.backend.passes.decoder.cuda.step.device_sampler import (
@@ -34,13 +35,13 @@ from penstock.backend.passes.decoder.cuda.step.device_sampler import (
     SamplerFeatures,
     SlotArrays,
 )
-from penstock.backend.passes.decoder.cuda.step.step_buffers import StepBuffers
+from penstock.backend.passes.decoder.cuda.step.step_buffers import StepBuffers, count_decode_rows
 from penstock.backend.passes.decoder.cuda.step.step_results import ResultBuffers
-from penstock.backend.passes.decoder.cuda.step.step_rows import CudaStep
 from penstock.backend.passes.decoder.cuda.weight_memory.private import PrivateMemory
 from penstock.backend.passes.decoder.cuda.workspace_plan import (
     StepSizes,
     attention_by_window,
+    captured_sizes,
     choose_matmul,
     make_layout,
     mask_ints,
@@ -126,11 +127,13 @@ class CudaDecoderPass:
         self._host_kv_bytes = host_kv_bytes
         self._dtype = dtype
         self._spec = plan_spec(config, dtype, sizes, quantization, formats)
+        rounds = rounds_rows(formats, quantization, sizes, dtype)
+        self._mixed_sizes = captured_sizes(sizes, self._spec.weight_bytes, config.num_layers, rounds_rows=rounds)
         with torch.inference_mode():
             matmul = choose_matmul(sizes)
             self._ops = make_ops(
                 device, config, dtype, sizes.max_tokens, sizes.max_rows, matmul,
-                rounds_rows=rounds_rows(formats, quantization, sizes, dtype), memory=self._memory,
+                rounds_rows=rounds, memory=self._memory,
             )  # fmt: skip
             self._model = DecoderModel(config, self._ops, weights, dtype, one_group(config))
 
@@ -181,7 +184,9 @@ class CudaDecoderPass:
             raise StartupError(f"the GPU kernels do not support this cache: {error}") from error
         slots = SlotArrays(sizes.max_rows, config.logits_width, device.torch_device)
         self._sampler = DeviceSampler(device.launcher, slots, self._dtype)
-        self._buffers = StepBuffers(device, step_limits(config, sizes, page_size_tokens, num_pages))
+        self._buffers = StepBuffers(
+            device, step_limits(config, sizes, page_size_tokens, num_pages, max(self._mixed_sizes, default=0))
+        )
         self._masks = Uplink(device, mask_ints(config, sizes))
         self._results = ResultBuffers(device, sizes.max_rows, sizes.max_tokens)
         self._max_update_ints = max_update_ints(config, sizes)
@@ -196,7 +201,8 @@ class CudaDecoderPass:
                 [*self._ops.kernels(), *self._sampler.kernels, *step_buffers.kernels(), *page_copies.kernels()]
             )
             self.link = measure_link(device)
-            self._graphs = DecodeGraphs(device, sizes.max_graph_rows, self._run_padding)
+            self._graphs = StepGraphs(device, graph_sizes(sizes.max_graph_rows), self._run_padding)
+            self._mixed_graphs = MixedGraphs(device, self._ops, self._model, self._buffers, self._mixed_sizes)
             token_s = self._warm_up(min(sizes.max_tokens, longest))
         except torch.OutOfMemoryError as error:
             reason = f"a step does not fit into GPU memory beside the KV cache: {first_line(error)}"
@@ -258,24 +264,28 @@ class CudaDecoderPass:
         self._device.synchronize()
         self._ops.close()
         self._moves.close()
-        del self._graphs, self._buffers, self._sampler, self._masks, self._results, self._model
+        del self._graphs, self._mixed_graphs, self._buffers, self._sampler, self._masks, self._results, self._model
         if self.held_weights is not None:
             self.held_weights.close()
         self._memory.unmap()
         self._device.trim()
 
     def _forward(self, batch: StepBatch) -> Tensor:
-        num_decode = _count_decode_rows(batch)
+        num_decode = count_decode_rows(batch)
         num_logits = len(batch.logit_rows)
         is_decode_only = num_decode == num_logits == batch.num_rows
         num_padded = self._graphs.size_for(batch.num_rows) if is_decode_only else None
         updates, num_updates = self._pack_slots(batch.slot_inits)
         restores, copies = self._moves.pack(batch)
-        tiles = self._ops.prefill_tiles(batch, num_decode) if num_decode < batch.num_rows else _NO_INTS
+        tiles, mixed = _NO_INTS, None
+        if not is_decode_only:
+            tiles = self._ops.tiling.tiles(batch.query_starts, batch.context_lens, num_decode)
+            mixed = self._mixed_graphs.fit(batch, num_decode, tiles)
         features = self._sampler.features(batch.slots[batch.logit_rows])
         scored = (_NO_INTS, _NO_INTS) if batch.scored is None else (batch.scored.tokens, batch.scored.next_ids)
-        parts = [updates, restores, copies, tiles, features.logprob_rows, features.named, *scored]
-        sent = self._buffers.load(batch, num_padded or 0, parts)
+        own_tiles = tiles if mixed is None else _NO_INTS
+        parts = [updates, restores, copies, own_tiles, features.logprob_rows, features.named, *scored]
+        sent = self._buffers.load(batch, num_padded or 0, parts, mixed)
         device_updates, device_restores, device_copies, device_tiles, *sampling_parts = sent
         self._sampling = _Sampling(features, *sampling_parts)
         if num_updates:
@@ -286,19 +296,15 @@ class CudaDecoderPass:
         if num_padded is not None:
             self._graphs.replay(num_padded)
             return self._ops.last_logits(num_logits)
-        buffers = self._buffers
-        step = CudaStep(
-            num_tokens=batch.num_tokens,
-            rows=buffers.rows.cut(batch.num_rows),
-            num_decode=num_decode,
-            prefill_tiles=device_tiles if len(tiles) else None,
-            logit_rows=buffers.logit_rows.cut(num_logits),
-            logit_tokens=buffers.logit_tokens[:num_logits],
-            is_decode_only=is_decode_only,
-            is_scored=batch.scored is not None,
-        )
-        self._ops.begin(step)
-        self._model.forward(step, needs_logits=num_logits > 0 or step.is_scored)
+        is_scored = batch.scored is not None
+        if mixed is not None:
+            stored = self._mixed_graphs.replay(mixed, num_logits, is_scored=is_scored)
+        else:
+            step = self._buffers.step(batch, num_decode, device_tiles if len(tiles) else None)
+            self._ops.begin(step)
+            stored = *self._model.store_tokens(step), step
+        if num_logits or is_scored:
+            self._model.finish(*stored)
         return self._ops.last_logits(num_logits)
 
     def _sample(self, logits: Tensor, batch: StepBatch, masks: TokenMasks | None) -> PendingOutput:
@@ -330,9 +336,7 @@ class CudaDecoderPass:
 
     def _run_padding(self, num_rows: int) -> None:
         """Launch a decode step of num_rows padding rows, for a graph to capture."""
-        buffers = self._buffers
-        rows, logit_rows = buffers.rows.cut(num_rows), buffers.logit_rows.cut(num_rows)
-        step = CudaStep(num_rows, rows, num_rows, None, logit_rows, buffers.logit_tokens[:num_rows], True)
+        step = self._buffers.decode_step(num_rows)
         self._ops.begin(step)
         self._model.forward(step, needs_logits=True)
 
@@ -384,14 +388,6 @@ class CudaDecoderPass:
         which[masks.rows] = np.arange(len(masks.rows))
         rows, bits = self._masks.send([which, masks.bits.view(np.int32)])
         return rows, bits
-
-
-def _count_decode_rows(batch: StepBatch) -> int:
-    """Return the number of rows of one token. Raises ValueError if they do not come first."""
-    num_decode = int((np.diff(batch.query_starts) == 1).sum())
-    if batch.query_starts[num_decode] != num_decode:
-        raise ValueError("rows of one token must come first")
-    return num_decode
 
 
 def step_name(batch: StepBatch) -> str:

@@ -10,7 +10,7 @@ from penstock.backend.checkpoint.quantization.modes import check_sizes, packed_l
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.decoder.cuda.attention.decode_attention import DecodeAttention
 from penstock.backend.passes.decoder.cuda.attention.kernel_limits import PAGE_SIZES_TOKENS
-from penstock.backend.passes.decoder.cuda.attention.prefill_attention import PrefillAttention
+from penstock.backend.passes.decoder.cuda.attention.prefill_attention import PrefillAttention, most_captured_tiles
 from penstock.backend.passes.decoder.cuda.attention.prefill_segments import max_parts
 from penstock.backend.passes.decoder.cuda.attention.step_attention import (
     OneKernelAttention,
@@ -18,10 +18,11 @@ from penstock.backend.passes.decoder.cuda.attention.step_attention import (
     TwoKernelAttention,
     layer_windows,
 )
-from penstock.backend.passes.decoder.cuda.cuda_graphs import graph_sizes
+from penstock.backend.passes.decoder.cuda.cuda_graphs import MAX_GRAPH_ROWS, graph_sizes
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import CONSTANTS, KernelChoices, adopted_choices
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.decoder.cuda.kv_cache.page_moves import MAX_PAGE_MOVES
+from penstock.backend.passes.decoder.cuda.mixed_graphs import launch_bound_tokens, mixed_sizes
 from penstock.backend.passes.decoder.cuda.ops import elementwise, expert_ops, quantized_linear, row_products
 from penstock.backend.passes.decoder.cuda.ops.activations import activation_bytes, head_shape, max_linear_inputs
 from penstock.backend.passes.decoder.cuda.ops.fused_ops import fuses
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
-    from penstock.backend.checkpoint.quantization.modes import Quantization
+    from penstock.backend.checkpoint.quantization.modes import PackedLinear, Quantization
     from penstock.backend.forward_pass import PassOptions, PassSpec
 
 LIBRARY_BYTES = 96 << 20
@@ -61,6 +62,8 @@ class StepSizes:
     max_context_tokens: int
     deterministic: bool = False
     choices: KernelChoices = CONSTANTS
+    captures_all: bool = False
+    """Capture mixed steps also where no gain is expected, to measure that."""
 
     @property
     def max_graph_rows(self) -> int:
@@ -102,34 +105,47 @@ def plan_spec(
     attention = attention_by_window(config, layout, sizes, num_sms=1, shared_bytes_per_sm=_SM_SHARED_BYTES)
     matmul = choose_matmul(sizes)
     packed = packed_linears(config, quantization, formats, has_kernels)
-    row_of_8_bits = 0
-    if rounds_rows(formats, quantization, sizes, dtype) and any(each.form in ROUNDED_FORMS for each in packed):
+    row_of_8_bits, rounds = 0, rounds_rows(formats, quantization, sizes, dtype)
+    if rounds and any(each.form in ROUNDED_FORMS for each in packed):
         row_of_8_bits = row_bytes(max_linear_inputs(config))
+    spec = make_spec(config, dtype, KV_MACRO, quantization, formats, has_kernels)
+    more_bytes = sum(packed_bytes(each.form, each.shape, dtype) - each.form.num_bytes(each.shape) for each in packed)
+    spec = replace(spec, weight_bytes=spec.weight_bytes + more_bytes)
+    mixed = captured_sizes(sizes, spec.weight_bytes, config.num_layers, rounds_rows=rounds)
     parts = (
         activation_bytes(config, dtype, sizes.max_tokens, sizes.max_rows, matmul),
         expert_ops.expert_bytes(config, dtype, sizes.max_tokens, matmul),
         quantized_linear.scratch_bytes(sizes.max_tokens, matmul) if packed and takes_packed(dtype) else 0,
         sizes.max_tokens * row_of_8_bits,
         row_products.scratch_bytes(config.hidden_size, head_shape(config)) if fuses(config, dtype, matmul) else 0,
-        StepBuffers.num_bytes(step_limits(config, sizes, smallest, num_pages=1)),
+        StepBuffers.num_bytes(step_limits(config, sizes, smallest, 1, max(mixed, default=0))),
         SlotArrays.num_bytes(sizes.max_rows, config.logits_width),
         ResultBuffers.num_bytes(sizes.max_rows, sizes.max_tokens),
         4 * mask_ints(config, sizes),
         4 * sizes.max_context_tokens * config.rope.rotary_dim * len(config.ropes),
         *(each.workspace_bytes for each in attention.values()),
         LIBRARY_BYTES,
-        sum(_num_nodes(config, matmul, size) for size in graph_sizes(sizes.max_graph_rows)) * _NODE_BYTES,
+        _graph_bytes(config, matmul, sizes, mixed, packed, dtype),
     )
-    spec = make_spec(config, dtype, KV_MACRO, quantization, formats, has_kernels)
-    more_bytes = sum(packed_bytes(each.form, each.shape, dtype) - each.form.num_bytes(each.shape) for each in packed)
     return replace(
         spec,
-        weight_bytes=spec.weight_bytes + more_bytes,
         workspace_bytes=sum(parts),
         graph_bytes=parts[-1],
         runs_ahead=True,
         page_sizes=PAGE_SIZES_TOKENS,
     )
+
+
+def captured_sizes(sizes: StepSizes, weight_bytes: int, num_layers: int, *, rounds_rows: bool) -> list[int]:
+    """Return the tokens of captured mixed steps. weight_bytes: as `PassSpec` has it.
+
+    rounds_rows: as `rounds_rows`. Such steps have few enough rows that none is rounded: a library that allocates for
+    products of 8 bits would do so in a graph.
+    """
+    max_tokens = min(sizes.max_tokens, MIN_ROUNDED_ROWS - 1) if rounds_rows else sizes.max_tokens
+    if not sizes.captures_all:
+        max_tokens = min(max_tokens, launch_bound_tokens(weight_bytes, num_layers))
+    return mixed_sizes(max_tokens, min(sizes.max_rows, MAX_GRAPH_ROWS), sizes.choices.mixed_tokens)
 
 
 def choose_matmul(sizes: StepSizes) -> Matmul:
@@ -235,7 +251,10 @@ def mask_ints(config: DecoderConfig, sizes: StepSizes) -> int:
     return sizes.max_rows * (-(-config.logits_width // 32) + 1) + 8
 
 
-def step_limits(config: DecoderConfig, sizes: StepSizes, page_size_tokens: int, num_pages: int) -> StepLimits:
+def step_limits(
+    config: DecoderConfig, sizes: StepSizes, page_size_tokens: int, num_pages: int, mixed_tokens: int
+) -> StepLimits:
+    """mixed_tokens: of the largest captured mixed step."""
     group = config.num_heads // config.num_kv_heads
     tile_ints = 4 * (sizes.max_tokens * group // 32 + sizes.max_rows + max_parts(config.num_kv_heads))
     return StepLimits(
@@ -251,7 +270,25 @@ def step_limits(config: DecoderConfig, sizes: StepSizes, page_size_tokens: int, 
         + sizes.max_rows * (1 + MAX_NAMED_LOGPROBS)
         + 2 * sizes.max_tokens  # scored tokens, and those that follow them
         + 24,
+        mixed_tokens=mixed_tokens,
+        mixed_tiles=most_captured_tiles(mixed_tokens, group, sizes.max_rows) if mixed_tokens else 0,
     )
+
+
+def _graph_bytes(
+    config: DecoderConfig, matmul: Matmul, sizes: StepSizes, mixed: list[int], packed: list[PackedLinear],
+    dtype: torch.dtype,
+) -> int:  # fmt: skip
+    """Return the memory of all graphs; mixed: the sizes of those of mixed steps."""
+    decode = graph_sizes(sizes.max_graph_rows)
+    num_nodes = sum(_num_nodes(config, matmul, size) for size in (*decode, *mixed))
+    num_nodes += len(mixed) * config.num_layers * len(set(layer_windows(config)))  # their prefill attention, and plans
+    # Each product of widened weights has several launches.
+    num_widened = sum(size > matmul.kernel_rows for size in (*decode, *mixed))
+    of_experts = [any(".experts." in spec.name for spec in each.specs) for each in packed]
+    more = [quantized_linear.num_launches(each.shape, dtype) - 1 for each in packed]
+    num_nodes += num_widened * sum(count for count, is_expert in zip(more, of_experts, strict=True) if not is_expert)
+    return num_nodes * _NODE_BYTES
 
 
 def _num_nodes(config: DecoderConfig, matmul: Matmul, num_rows: int) -> int:

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 MAX_TILES = 65535
 """CUDA's limit of blocks in a grid's second dimension."""
+_SPARE_TILES = 64
+"""Tiles of a captured step beyond those of one long row: of more rows, or of segments. Each that a step does not use
+is a block that ends at once, in every layer."""
 _ACTS = {dtype: np.int32(value) for dtype, value in ACT_MACRO.items()}
 
 
@@ -115,6 +118,10 @@ class PrefillAttention:
             return whole_tiles(tiles)
         return cut_segments(tiles, last_positions, self.layout.num_kv_heads)
 
+    def captured_tiles(self, num_tokens: int) -> int:
+        """Return the number of tiles in a captured step of num_tokens."""
+        return -(-num_tokens * self._group // self._tile_rows) + _SPARE_TILES
+
     @property
     def _tile_rows(self) -> int:
         return query_rows(self.layout.kv_dtype, self.layout.head_dim, self.choices)
@@ -169,6 +176,11 @@ class PrefillAttention:
         return workspace.merged_sums, workspace.merged_peaks, *parts
 
 
+def most_captured_tiles(num_tokens: int, group: int, max_rows: int) -> int:
+    """Return the most tiles of a captured step of num_tokens, with any kernel and with a tile for each row too."""
+    return -(-num_tokens * group // _FEWEST_QUERY_ROWS) + _SPARE_TILES + min(max_rows, num_tokens)
+
+
 def cut_tiles(
     query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], group: int, rows_per_tile: int
 ) -> NDArray[np.int32]:
@@ -193,6 +205,9 @@ def _tiles_and_ends(
     last_position = context_lens[first_row:][rows] + last // group
     order = np.argsort(-last_position, kind="stable")
     return np.stack([rows + first_row, first], axis=1).astype(np.int32)[order], last_position[order]
+
+
+_FEWEST_QUERY_ROWS = 32
 
 
 def query_rows(kv_dtype: str, head_dim: int, choices: KernelChoices = CONSTANTS) -> int:

@@ -14,6 +14,7 @@ from penstock.backend.passes.decoder.cuda.attention.prefill_segments import whol
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
@@ -32,9 +33,6 @@ def layer_windows(config: DecoderConfig) -> tuple[int | None, ...]:
 class StepAttention(Protocol):
     """Call `open` first; then `begin` once per step with decode rows, and `attend` once per layer."""
 
-    prefill: PrefillAttention
-    """Computes the rows of several tokens."""
-
     @property
     def workspace_bytes(self) -> int:
         """Bytes that `open` allocates."""
@@ -46,8 +44,19 @@ class StepAttention(Protocol):
 
     def open(self, device: Device) -> None: ...
 
-    def begin(self, rows: RowArrays, num_decode: int) -> None:
-        """Prepare a step whose first num_decode rows, at least one, have one token each. A slot of -1 is padding."""
+    def tiles(
+        self, query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], num_decode: int
+    ) -> NDArray[np.int32]:
+        """Return `CudaStep.prefill_tiles` of a step in which some rows have several tokens, or no logits. Its first
+        num_decode rows have one token. See `PrefillAttention.tiles`."""
+        ...
+
+    def captured_tiles(self, num_tokens: int) -> int:
+        """Return the most tiles of a captured step of num_tokens. A step that has more is not captured."""
+        ...
+
+    def begin(self, decode_rows: RowArrays) -> None:
+        """Prepare a step with `CudaStep.decode_rows`, at least one. A slot of -1 is padding."""
         ...
 
     def attend(
@@ -65,7 +74,7 @@ class TwoKernelAttention:
 
     def __init__(self, decode: DecodeAttention, prefill: PrefillAttention, sizes: WorkspaceSizes) -> None:
         self._decode = decode
-        self.prefill = prefill
+        self._prefill = prefill
         self._prefill_sizes = sizes
 
     @property
@@ -74,23 +83,32 @@ class TwoKernelAttention:
 
     def kernels(self) -> Iterator[Kernel]:
         yield from self._decode.kernels()
-        yield from self.prefill.kernels()
+        yield from self._prefill.kernels()
 
     def open(self, device: Device) -> None:
         self._launcher = device.launcher
         self._workspace = self._decode.make_workspace(device.torch_device)
         self._prefill_workspace = self._prefill_sizes.make(device.torch_device)
 
-    def begin(self, rows: RowArrays, num_decode: int) -> None:
-        self._decode.plan(self._launcher, self._workspace, rows.context_lens, rows.slots, num_decode)
+    def tiles(
+        self, query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], num_decode: int
+    ) -> NDArray[np.int32]:
+        return self._prefill.tiles(query_starts, context_lens, num_decode)
+
+    def captured_tiles(self, num_tokens: int) -> int:
+        return self._prefill.captured_tiles(num_tokens)
+
+    def begin(self, decode_rows: RowArrays) -> None:
+        rows = decode_rows
+        self._decode.plan(self._launcher, self._workspace, rows.context_lens, rows.slots, len(rows.slots))
 
     def attend(
         self, qkv: Tensor, layer_cache: Tensor, page_table: Tensor, step: CudaStep, sinks: Tensor, out: Tensor
     ) -> None:
-        if step.num_decode:
+        if len(step.decode_rows.slots):
             self._decode.attend(self._launcher, self._workspace, qkv, layer_cache, page_table, sinks, out)
         if step.prefill_tiles is not None:
-            self.prefill.attend(
+            self._prefill.attend(
                 self._launcher, self._prefill_workspace, qkv, layer_cache, page_table, step.rows, step.prefill_tiles,
                 sinks, out,
             )  # fmt: skip
@@ -99,13 +117,13 @@ class TwoKernelAttention:
 class OneKernelAttention:
     """See `StepAttention`. All rows use the prefill kernel, so a token's bits do not depend on the row it is in.
 
-    A row of one token is one tile, so the tiles of these rows are the same in every step.
+    A row of one token is one tile, so the tiles are the same in every step in which all rows have one token.
     """
 
     def __init__(self, prefill: PrefillAttention, sizes: WorkspaceSizes, max_rows: int) -> None:
         """Raises ValueError if a launch cannot have max_rows tiles."""
         require("max_rows", max_rows, 1, MAX_TILES)
-        self.prefill = prefill
+        self._prefill = prefill
         self._sizes = sizes
         self._max_rows = max_rows
 
@@ -114,7 +132,7 @@ class OneKernelAttention:
         return 4 * 4 * self._max_rows + self._sizes.num_bytes
 
     def kernels(self) -> Iterator[Kernel]:
-        yield from self.prefill.kernels()
+        yield from self._prefill.kernels()
 
     def open(self, device: Device) -> None:
         self._launcher = device.launcher
@@ -123,14 +141,26 @@ class OneKernelAttention:
         self._one_token_tiles = tiles.to(device.torch_device)
         self._workspace = self._sizes.make(device.torch_device)
 
-    def begin(self, rows: RowArrays, num_decode: int) -> None:
+    def tiles(
+        self,
+        query_starts: NDArray[np.int32],
+        context_lens: NDArray[np.int32],
+        num_decode: int,  # noqa: ARG002 - they have tiles too
+    ) -> NDArray[np.int32]:
+        return self._prefill.tiles(query_starts, context_lens)
+
+    def captured_tiles(self, num_tokens: int) -> int:
+        return self._prefill.captured_tiles(num_tokens) + min(self._max_rows, num_tokens)
+
+    def begin(self, decode_rows: RowArrays) -> None:
         """Do nothing: the layers share no work."""
 
     def attend(
         self, qkv: Tensor, layer_cache: Tensor, page_table: Tensor, step: CudaStep, sinks: Tensor, out: Tensor
     ) -> None:
-        for tiles in (self._one_token_tiles[: step.num_decode], step.prefill_tiles):
-            if tiles is not None and len(tiles):
-                self.prefill.attend(
-                    self._launcher, self._workspace, qkv, layer_cache, page_table, step.rows, tiles, sinks, out
-                )
+        tiles = step.prefill_tiles
+        if tiles is None:
+            tiles = self._one_token_tiles[: len(step.decode_rows.slots)]
+        self._prefill.attend(
+            self._launcher, self._workspace, qkv, layer_cache, page_table, step.rows, tiles, sinks, out
+        )

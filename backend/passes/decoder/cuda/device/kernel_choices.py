@@ -37,6 +37,8 @@ class KernelChoices:
     """Query rows of a block of prefill attention, for heads of at most 128 values."""
     key_tokens: int = 64
     """Keys of a tile of prefill attention, for such heads."""
+    mixed_tokens: int = 512
+    """Most tokens of prompts, beside decodes, in a captured step; with 0 only decode steps are captured."""
 
     def numerics(self) -> dict[str, str]:
         """The choices that change bits, by name, if one of them is not the constant: sums are cut elsewhere then."""
@@ -61,6 +63,7 @@ ALLOWED: dict[str, tuple[int, ...]] = {
     "chunk_tokens": (128, 256, 512),
     "query_rows": (64, 128),
     "key_tokens": (32, 64),
+    "mixed_tokens": (0, 64, 128, 256, 512, 1024),
 }
 
 

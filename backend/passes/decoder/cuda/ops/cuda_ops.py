@@ -31,12 +31,9 @@ from penstock.backend.passes.decoder.ops import round_scale
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import numpy as np
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
-    from penstock.backend.forward_pass import StepBatch
     from penstock.backend.passes.decoder.cuda.attention.step_attention import StepAttention
     from penstock.backend.passes.decoder.cuda.device.device import Device
     from penstock.backend.passes.decoder.cuda.device.launcher import Kernel
@@ -131,6 +128,8 @@ class CudaOps(DeviceWeights):
             self._embedding_scale,
         )
         self._attention = attention
+        self.tiling = attention.get(None) or next(iter(attention.values()))
+        """Cuts all layers' rows: that of a layer without a window, if there is one, whose contexts are the longest."""
         for each in attention.values():
             each.open(self._device)
         self._last_window = layer_windows(config)[-1]
@@ -144,18 +143,18 @@ class CudaOps(DeviceWeights):
         for attention in self._attention.values():
             yield from attention.kernels()
 
-    def prefill_tiles(self, batch: StepBatch, first_row: int) -> NDArray[np.int32]:
-        """Return the contents of `CudaStep.prefill_tiles` for first_row and the rows after it."""
-        # A layer without a window, if there is one: its contexts are the longest.
-        attention = self._attention.get(None) or next(iter(self._attention.values()))
-        return attention.prefill.tiles(batch.query_starts, batch.context_lens, first_row)
-
     def begin(self, step: CudaStep) -> None:
         """Start a step: compute what all its layers share."""
-        self._now = self._all.cut(step.num_tokens)
-        if step.num_decode:
+        self.resume(step)
+        if len(step.decode_rows.slots):
             for attention in self._attention.values():
-                attention.begin(step.rows, step.num_decode)
+                attention.begin(step.decode_rows)
+
+    def resume(self, step: CudaStep) -> tuple[Tensor, Residual]:
+        """Go on with a step whose beginning, `begin` and `DecoderModel.store_tokens`, a graph has run. Return what the
+        latter returned."""
+        self._now = self._all.cut(step.num_tokens)
+        return self._now.qkv, Residual(self._now.residual)
 
     def residual_rows(self, first: int, num_rows: int) -> Tensor:
         """Return where to write a prompt's embeddings, before `embed`: [num_rows, hidden] fp32."""
@@ -243,8 +242,9 @@ class CudaOps(DeviceWeights):
         last_qkv, values = self._last_qkv[:num_logits], self._last_residual[:num_logits]
         self._elementwise.gather_rows(qkv, step.logit_tokens, last_qkv)
         self._elementwise.gather_rows(residual.values, step.logit_tokens, values)
-        self._attention[self._last_window].begin(step.logit_rows, num_logits)
-        narrowed = CudaStep(num_logits, step.logit_rows, num_logits, None, step.logit_rows, step.logit_tokens, True)
+        rows = step.logit_rows
+        self._attention[self._last_window].begin(rows)
+        narrowed = CudaStep(num_logits, rows, rows, None, rows, step.logit_tokens, True)
         return last_qkv, Residual(values), narrowed
 
     def logit_rows(self, normed: Tensor, step: CudaStep) -> Tensor:

@@ -136,10 +136,10 @@ class FusedCudaOps(CudaOps):
     def _has_kernels(self) -> bool:
         return self._forms.issubset(ROW_FORMS)
 
-    def begin(self, step: CudaStep) -> None:
-        super().begin(step)
+    def resume(self, step: CudaStep) -> tuple[Tensor, Residual]:
         is_decode = step.is_decode_only and not step.is_scored
         self._fuses_step = self._has_kernels and is_decode and step.num_tokens <= MAX_ROWS
+        return super().resume(step)
 
     def embed(self, table: Tensor | CudaQuantizedLinear, step: CudaStep) -> Residual:
         residual = super().embed(table, step)

@@ -87,6 +87,17 @@ def scratch_bytes(max_tokens: int, matmul: Matmul) -> int:
     return widened + 4 * (max_tokens + 1)
 
 
+def num_launches(shape: tuple[int, int], dtype: torch.dtype) -> int:
+    """Return the kernels of a product with widened weights [outputs, inputs] and activations of dtype."""
+    outputs, inputs = shape
+    return 2 * -(-outputs // _widened_outputs(inputs, dtype))
+
+
+def _widened_outputs(inputs: int, dtype: torch.dtype) -> int:
+    """Return the outputs whose weights are widened at a time."""
+    return SCRATCH_BYTES // dtype.itemsize // inputs // TILE_OUTPUTS * TILE_OUTPUTS
+
+
 class QuantizedProducts:
     """Packs such linears on one device, and launches their kernels. dtype is that of the activations."""
 
@@ -204,7 +215,7 @@ class QuantizedProducts:
     def _multiply_widened(self, x: Tensor, weights: CudaQuantizedLinear, out: Tensor) -> Tensor:
         outputs, inputs = weights.shape
         kernel = self._kernels[weights.form][1]
-        step = len(self._scratch) // inputs // TILE_OUTPUTS * TILE_OUTPUTS
+        step = _widened_outputs(inputs, self._dtype)
         for first in range(0, outputs, step):
             count = min(step, outputs - first)
             widened = self._scratch[: count * inputs].view(count, inputs)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ROUNDED_FORMS: tuple[PackedForm | Float8Form, ...] = (PackedForm(None), Float8Form(None))
 MIN_ROUNDED_ROWS = 257
-"""More than a captured step has: what the library allocates for such a product never becomes part of a graph."""
+"""Captured steps of such models have fewer: what the library allocates for a product never becomes part of a graph."""
 FLOAT8_CAPABILITY = (8, 9)
 """The first GPUs with products of E4M3."""
 _OUTPUTS_MULTIPLE = 16

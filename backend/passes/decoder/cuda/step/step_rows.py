@@ -30,10 +30,10 @@ class CudaStep:
 
     num_tokens: int
     rows: RowArrays
-    num_decode: int
-    """Number of rows of one token; they come first."""
+    decode_rows: RowArrays
+    """The rows of one token; they come first. In a captured step, rows of several tokens are padding here."""
     prefill_tiles: Tensor | None
-    """Tiles of the other rows, see `PrefillAttention`; None without other rows."""
+    """What `StepAttention.tiles` returns, and padding; None if there are none."""
     logit_rows: RowArrays
     logit_tokens: Tensor
     is_decode_only: bool

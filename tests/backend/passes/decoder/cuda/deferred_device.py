@@ -15,7 +15,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
-from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice, RecordedGraph, RecordingMode
+from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice, RecordingMode
+from tests.backend.passes.decoder.cuda.recorded_calls import RecordedGraph
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -71,7 +72,7 @@ class DeferredDevice(EmulatedDevice):
         return DeferredEvent(self, len(self.queue))
 
     def capture(self, work: Callable[[], None]) -> DeferredGraph:
-        graph = DeferredGraph(super().capture(work).calls, queue=self.queue)
+        graph = DeferredGraph(super().capture(work).calls, work, queue=self.queue)
         self.graphs[-1] = graph
         return graph
 

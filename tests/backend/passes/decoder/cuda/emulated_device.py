@@ -1,4 +1,7 @@
-"""A `Device` without a GPU: tensors on the CPU, kernels on the emulator, graphs as recorded calls."""
+"""A `Device` without a GPU: tensors on the CPU, kernels on the emulator, graphs as recorded calls.
+
+A graph holds addresses and numbers: memory that is freed or the host's, and what changes after the capture, are errors.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from penstock.backend.forward_pass import DeviceLost
 from penstock.shm.buffers.cuda_blocks import DeviceBlocks
 from penstock.shm.buffers.cuda_driver import DriverDevice
 from penstock.shm.buffers.device_api import DeviceError
+from tests.backend.passes.decoder.cuda.recorded_calls import Call, CapturedCall, RecordedGraph
 from tests.cuda_emulator.launcher import EmulatedLauncher
 from tests.shm.buffers.stub_driver import stub_library
 
@@ -48,7 +52,7 @@ class RecordingLauncher:
         if self.recorded is None:
             self._inner.launch(kernel, grid, *arguments)
         else:
-            self.recorded.append(lambda: self._inner.launch(kernel, grid, *arguments))
+            self.recorded.append(Call(self._inner.launch, (kernel, grid, *arguments)))
 
 
 class RecordingMode(TorchDispatchMode):
@@ -62,7 +66,7 @@ class RecordingMode(TorchDispatchMode):
         kwargs = kwargs or {}
         schema = func._schema
         if schema.is_mutable:
-            self._recorded.append(lambda: func(*args, **kwargs))
+            self._recorded.append(Call(func, args, kwargs))
             values = [*args, *(kwargs.get(argument.name) for argument in schema.arguments[len(args) :])]
             written = [
                 value
@@ -75,17 +79,6 @@ class RecordingMode(TorchDispatchMode):
         )
         assert is_view, f"{func} allocates or waits in a captured step"
         return func(*args, **kwargs)
-
-
-@dataclass
-class RecordedGraph:
-    calls: list[Callable[[], object]]
-    num_replays: int = 0
-
-    def replay(self) -> None:
-        self.num_replays += 1
-        for call in self.calls:
-            call()
 
 
 class ImmediateEvent:
@@ -167,11 +160,26 @@ class EmulatedDevice:
         return ImmediateEvent(self)
 
     def capture(self, work: Callable[[], None]) -> RecordedGraph:
-        graph = RecordedGraph([])
-        with self._recording(graph.calls), RecordingMode(graph.calls):
-            work()
+        graph = RecordedGraph(self._capture(work), work)
         self.graphs.append(graph)
         return graph
+
+    @torch.inference_mode()
+    def require_same_graphs(self) -> None:
+        """Fail if a graph captured now had other addresses or numbers than it has."""
+        for graph in self.graphs:
+            before, now = ([call.leaves() for call in calls] for calls in (graph.calls, self._capture(graph.work)))
+            assert len(before) == len(now), "a captured step has another number of kernels now"
+            for old, new in zip(before, now, strict=True):
+                assert old == new, f"captured: {old}; now: {new}"
+
+    def _capture(self, work: Callable[[], None]) -> list[CapturedCall]:
+        calls: list[Any] = []
+        with self._recording(calls), RecordingMode(calls):
+            work()
+        of_host = [*self.pinned_tensors, *(memory.bytes for memory in self.host_memories)]
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in of_host}
+        return [call.captured(addresses) for call in calls]
 
     @contextmanager
     def _recording(self, calls: list[Callable[[], object]]) -> Iterator[None]:

@@ -13,7 +13,7 @@ import torch
 from penstock.backend.forward_pass import SamplingParams
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cuda import loading, workspace_plan
-from penstock.backend.passes.decoder.cuda.cuda_graphs import DecodeGraphs
+from penstock.backend.passes.decoder.cuda.cuda_graphs import StepGraphs
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import CONSTANTS, KernelChoices
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
@@ -21,6 +21,7 @@ from tests.backend.passes.decoder.cuda.emulated_pass import EmulatedCudaPass
 from tests.backend.passes.decoder.cuda.tiny_models import (
     ARCHITECTURES,
     checkpoint,
+    decode_replays,
     generated,
     greedy_choices,
     make_driver,
@@ -63,7 +64,7 @@ def test_deterministic_greedy_tokens_equal_transformers(architecture: str) -> No
     driver.decode(12)
     for row in driver.rows:
         assert generated(row) == greedy_choices(architecture, row)
-    assert sum(graph.num_replays for graph in made.device.graphs) == 12
+    assert decode_replays(made) == 12
 
 
 def test_pages_behind_the_window_are_not_read() -> None:
@@ -91,7 +92,9 @@ def test_settings_of_kernels_change_no_logits_but_for_rounding(
 ) -> None:
     """Contexts are longer than the chunks of decode attention and the tiles of prefill attention."""
     results = []
-    chosen = KernelChoices(ring_tiles=3, carveout_percent=50, chunk_tokens=128, query_rows=64, key_tokens=32)
+    chosen = KernelChoices(
+        ring_tiles=3, carveout_percent=50, chunk_tokens=128, query_rows=64, key_tokens=32, mixed_tokens=64
+    )
     with caplog.at_level("INFO"):
         for choices in (CONSTANTS, chosen):
             for module in (loading, workspace_plan):
@@ -104,7 +107,7 @@ def test_settings_of_kernels_change_no_logits_but_for_rounding(
             assert any("CHUNK_TOKENS" in each for each in macros) == (choices is chosen)
             assert any("KEY_TOKENS" in each for each in macros) == (choices is chosen)
     np.testing.assert_allclose(*results, atol=2e-2, rtol=0)
-    assert "chunk_tokens 128, query_rows 64, key_tokens 32 (for a test)" in caplog.text
+    assert "chunk_tokens 128, query_rows 64, key_tokens 32, mixed_tokens 64 (for a test)" in caplog.text
 
 
 @pytest.mark.parametrize("architecture", ["llama3", "qwen3", "mistral"])
@@ -140,17 +143,16 @@ def test_hidden_states_equal_the_cpu_pass() -> None:
         assert len(found) == num_found
         for slot, states in found.items():
             np.testing.assert_allclose(states, expected[slot], atol=1e-4, rtol=0)
-    assert sum(graph.num_replays for graph in driver.forward_pass.device.graphs) == 2
+    assert decode_replays(driver.forward_pass) == 2
 
 
 def test_captured_steps_equal_the_same_steps_launched_kernel_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = make_driver()
     run_prompts(captured, prompts())
     captured.decode(8)
-    replays = [graph.num_replays for graph in captured.forward_pass.device.graphs]
-    assert sum(replays) == 8
-    assert replays[0] == 8, "5 rows are padded to the 6 of the largest graph"
-    monkeypatch.setattr(DecodeGraphs, "size_for", lambda _self, _num_rows: None)
+    assert decode_replays(captured.forward_pass) == 8
+    assert captured.forward_pass.device.graphs[0].num_replays == 8, "5 rows are padded to the 6 of the largest graph"
+    monkeypatch.setattr(StepGraphs, "size_for", lambda _self, _num_rows: None)
     eager = make_driver()
     run_prompts(eager, prompts())
     eager.decode(8)
@@ -163,7 +165,7 @@ def test_a_decode_step_of_any_number_of_rows_finds_a_graph(num_rows: int) -> Non
     driver = make_driver()
     run_prompts(driver, prompts((3, 20, 33, 5, 18, 2)[:num_rows]))
     driver.decode(3)
-    assert sum(graph.num_replays for graph in driver.forward_pass.device.graphs) == 3
+    assert decode_replays(driver.forward_pass) == 3
     for row in driver.rows:
         assert generated(row) == greedy_choices("llama3", row)
 
@@ -266,7 +268,9 @@ def test_a_short_chunk_after_a_long_history_equals_the_cpu_pass(architecture: st
         row.pages, row.computed = np.concatenate(history).ravel().tolist(), 2528
         logits.append(driver.step([(row, 5)])[row.slot])
     row.computed = 2528
-    assert emulated._ops.prefill_tiles(driver.build([(row, 5)]), 0)[:, 2].tolist() == [0, 2048]
+    batch = driver.build([(row, 5)])
+    tiles = emulated._ops.tiling.tiles(batch.query_starts, batch.context_lens, 0)
+    assert tiles[:, 2].tolist() == [0, 2048]
     assert np.sqrt(np.mean((logits[1] - logits[0]) ** 2) / np.mean(logits[0] ** 2)) < 3e-3
 
 

@@ -102,6 +102,11 @@ def run_prompts(driver: Driver, batch: list[Prompt], chunk: int | None = None) -
     return [logits[row.slot] for row in rows]
 
 
+def decode_replays(forward_pass: Any) -> int:
+    """Return how many decode steps a graph has run."""
+    return sum(graph.num_replays for graph in forward_pass._graphs._graphs.values())
+
+
 def generated(row: DriverRow) -> list[int]:
     return row.tokens[row.num_prompt_tokens :]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.backend.forward_pass import FROM_SLOT, StepBatch
 from penstock.backend.passes.decoder.cuda.step import step_buffers
-from penstock.backend.passes.decoder.cuda.step.step_buffers import StepBuffers, StepLimits
+from penstock.backend.passes.decoder.cuda.step.step_buffers import MixedPadding, StepBuffers, StepLimits
 from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice, RecordingLauncher
 from tests.cuda_emulator.launcher import EmulatedLauncher, Order
 
@@ -102,6 +102,24 @@ def test_padding_rows_have_no_slot_and_one_token_each() -> None:
     assert buffers.logit_tokens[:5].tolist() == [0, 1, 2, 3, 4]
 
 
+def test_a_mixed_step_has_its_padding_tokens_and_unused_tiles_in_a_row_without_a_slot() -> None:
+    buffers = make_buffers(replace(LIMITS, mixed_tokens=24, mixed_tiles=5))
+    buffers.load(make_batch([(slot, 20, 6) for slot in range(6)], seed=1), 0, [])
+    batch = make_batch([(4, 9, 1), (2, 3, 1), (5, 0, 7)], seed=2, wanting=[0, 2])
+    tiles = np.array([[2, 0, -1, 0], [2, 4, -1, 0]], np.int32)
+    (part,) = buffers.load(batch, 0, [np.arange(3, dtype=np.int32)], MixedPadding(16, 5, 2, tiles))
+    expect_arrived(buffers, batch)
+    assert part.tolist() == [0, 1, 2]
+    assert buffers.rows.slots.tolist() == [4, 2, 5, -1, -1, -1, -1]
+    assert buffers.rows.query_starts[:4].tolist() == [0, 1, 2, 9]
+    assert min(buffers.rows.query_starts[4:].tolist()) > 24, "rows behind the padding row have no token"
+    assert buffers.input_ids[9:16].tolist() == [0] * 7
+    assert buffers.decode_rows.slots.tolist() == [4, 2, -1, -1, -1, -1]
+    found = buffers.tiles.view(-1, 4)
+    assert found[:2].tolist() == tiles.tolist()
+    assert buffers.rows.slots[found[2:, 0]].tolist() == [-1, -1, -1]
+
+
 def test_a_known_page_is_not_sent_again() -> None:
     buffers = make_buffers()
     batch = make_batch([(3, 6, 1), (1, 2, 1)])
@@ -185,7 +203,8 @@ def test_too_many_tokens_are_refused() -> None:
 
 
 def test_device_memory_has_the_announced_size() -> None:
-    buffers = make_buffers()
+    limits = replace(LIMITS, mixed_tokens=24, mixed_tiles=5)
+    buffers = make_buffers(limits)
     tensors: list[torch.Tensor] = [buffers.uplink.block, buffers.page_table]
     taken = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    assert taken == StepBuffers.num_bytes(LIMITS)
+    assert taken == StepBuffers.num_bytes(limits)

@@ -1,0 +1,97 @@
+"""Capture mixed steps, in which some rows have several tokens or no logits: all that comes before the last cache write.
+
+A graph has one number of tokens, and serves any rows with at most so many. What depends on the rows is data at fixed
+addresses: their starts, contexts and slots, which of them have one token, and the tiles of prefill attention. A row
+without a slot has the padding tokens, which no kernel stores and no row attends to; unused tiles belong to such a row
+too, and their blocks end at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from penstock.backend.checkpoint.progress import MIXED_GRAPHS
+from penstock.backend.passes.decoder.cuda.cuda_graphs import StepGraphs
+from penstock.backend.passes.decoder.cuda.step.step_buffers import MixedPadding
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from penstock.backend.forward_pass import StepBatch
+    from penstock.backend.passes.decoder.cuda.device.device import Device
+    from penstock.backend.passes.decoder.cuda.device.transfers import Ints
+    from penstock.backend.passes.decoder.cuda.ops.activations import Residual
+    from penstock.backend.passes.decoder.cuda.ops.cuda_ops import CudaOps
+    from penstock.backend.passes.decoder.cuda.step.step_buffers import StepBuffers
+    from penstock.backend.passes.decoder.cuda.step.step_rows import CudaStep
+    from penstock.backend.passes.decoder.model import DecoderModel
+
+_LAUNCH_S = 8.5e-6
+"""Host time of a launch outside a graph: an estimate, not measured. As the next two."""
+_LAUNCHES_OF_LAYER = 9
+_DEVICE_BYTES_PER_S, _DEVICE_OPERATIONS_PER_S = 4.3e12, 790e12
+"""Of an H200. A slower device makes the host wait even more."""
+_SIZE_STEP, _LARGE_SIZE_STEP, _FEW_TOKENS = 64, 128, 512
+"""A product of 64 tokens or fewer takes as long as one of 64: it reads the weights. The library's own tiles have 64 to
+256 rows, so up to 63 rows of padding add little to larger ones."""
+
+
+def mixed_sizes(max_tokens: int, max_rows: int, mixed_tokens: int) -> list[int]:
+    """Return the numbers of tokens of captured steps with up to mixed_tokens of prompts beside max_rows decodes."""
+    most = min(max_tokens, mixed_tokens + max_rows) if mixed_tokens else 0
+    sizes = [*range(_SIZE_STEP, _FEW_TOKENS, _SIZE_STEP), *range(_FEW_TOKENS, most, _LARGE_SIZE_STEP), most]
+    return sorted({size for size in sizes if 0 < size <= most})
+
+
+def launch_bound_tokens(weight_bytes: int, num_layers: int) -> int:
+    """Return up to how many tokens a step's launches take longer than its products with weights of 16 bits.
+
+    Other steps gain nothing from a graph, because the host is a step ahead, and would compute their padding.
+    """
+    launches_s = num_layers * _LAUNCHES_OF_LAYER * _LAUNCH_S
+    if launches_s < weight_bytes / _DEVICE_BYTES_PER_S:
+        return 0
+    return int(launches_s * _DEVICE_OPERATIONS_PER_S / weight_bytes) // _SIZE_STEP * _SIZE_STEP
+
+
+class MixedGraphs:
+    """The graphs of one pass."""
+
+    is_used = True
+    """False launches all mixed steps kernel by kernel, to compare."""
+
+    def __init__(
+        self, device: Device, ops: CudaOps, model: DecoderModel, buffers: StepBuffers, sizes: Sequence[int]
+    ) -> None:
+        self._ops = ops
+        self._model = model
+        self._buffers = buffers
+        self._num_tiles = {size: ops.tiling.captured_tiles(size) for size in sizes}
+        self._graphs = StepGraphs(device, sizes, self._run, MIXED_GRAPHS)
+
+    def fit(self, batch: StepBatch, num_decode: int, tiles: Ints) -> MixedPadding | None:
+        """Return the graph for a step; None if no graph has enough tokens, or this one has too few tiles.
+
+        num_decode, tiles: as `StepAttention.tiles` takes and returns them.
+        """
+        size = self._graphs.size_for(batch.num_tokens) if self.is_used else None
+        if size is None or len(tiles) > self._num_tiles[size]:
+            return None
+        return MixedPadding(size, self._num_tiles[size], num_decode, tiles)
+
+    def replay(self, padding: MixedPadding, num_logits: int, *, is_scored: bool) -> tuple[Tensor, Residual, CudaStep]:
+        """Run a step that `StepBuffers.load` has sent, up to the last cache write. Return what `finish` takes."""
+        self._graphs.replay(padding.num_tokens)
+        buffers = self._buffers
+        step = buffers.mixed_step(padding.num_tokens, padding.num_tiles)
+        logit_rows, logit_tokens = buffers.logit_rows.cut(num_logits), buffers.logit_tokens[:num_logits]
+        step = replace(step, logit_rows=logit_rows, logit_tokens=logit_tokens, is_scored=is_scored)
+        return *self._ops.resume(step), step
+
+    def _run(self, num_tokens: int) -> None:
+        step = self._buffers.mixed_step(num_tokens, self._num_tiles[num_tokens])
+        self._ops.begin(step)
+        self._model.store_tokens(step)
