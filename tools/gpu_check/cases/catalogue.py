@@ -119,6 +119,7 @@ def small_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check
     yield Check("sampling", "penalties", partial(sampling.check_penalties, vocab_size=90, num_steps=2))
     every = sampling.FILTERS[-1]
     yield Check("sampling", "filters", partial(sampling.check_filter, params=every, draws=1200))
+    yield Check("sampling", "overflow", partial(sampling.check_thresholds, params=every, max_listed=8))
     yield Check("sampling", "logprobs", partial(sampling.check_logprobs, dtype=torch.float32, vocab_size=4001))
     yield from _sampling_edges()
 
@@ -279,6 +280,7 @@ def _sampling_edges() -> Iterator[Check]:
     yield Check("sampling", "biases", sampling.check_biases)
     yield Check("sampling", "counts", sampling.check_counts)
     yield Check("sampling", "fallback", sampling.check_fallback)
+    yield Check("sampling", "misjudged", sampling.check_misjudged_rows)
 
 
 def _decode(

@@ -125,6 +125,15 @@ def check_permutation(launcher: Launcher) -> None:
     require_same_bits("prmt", result, expected)
 
 
+def check_maximum(launcher: Launcher) -> None:
+    a, b = torch.randn(2, 64, generator=torch.Generator().manual_seed(4))
+    a[:4] = torch.tensor([torch.nan, 1.0, torch.nan, -torch.inf])
+    b[:4] = torch.tensor([1.0, torch.nan, torch.nan, -torch.inf])
+    result = torch.empty(64)
+    _launch(launcher, wrapper_kernel("choose_larger", 64), 1, a, b, result)
+    require_close("max.NaN", result, torch.maximum(a, b), 0, 1e-300)
+
+
 def check_approximations(launcher: Launcher) -> None:
     x = torch.linspace(0.01, 40, 64)
     result = torch.empty(3, 64)
@@ -147,6 +156,7 @@ WRAPPERS: dict[str, Callable[[Launcher], None]] = {
     "cvt.widen": check_widening,
     "f16x2": check_pair_arithmetic,
     "prmt": check_permutation,
+    "max.NaN": check_maximum,
     "approximations": check_approximations,
 }
 

@@ -97,6 +97,11 @@ extern "C" __global__ void permute(const unsigned* a, const unsigned* b, const u
     out[threadIdx.x] = prmt(a[threadIdx.x], b[threadIdx.x], selector[threadIdx.x]);
 }
 
+// out [64]
+extern "C" __global__ void choose_larger(const float* a, const float* b, float* out) {
+    out[threadIdx.x] = max_or_nan(a[threadIdx.x], b[threadIdx.x]);
+}
+
 // out [3, 64]
 extern "C" __global__ void approximate(const float* in, float* out) {
     out[threadIdx.x] = ex2_approx(in[threadIdx.x]);

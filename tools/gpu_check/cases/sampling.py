@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
 
 POISON = -77
+MAX_LISTED = 1 << 14
+"""Tokens in a row's list, by default."""
 CPU = torch.device("cpu")
 
 
@@ -34,9 +36,17 @@ def slot_init(slot: int, tokens: Sequence[int] = (1,), num_prompt_tokens: int = 
 class SamplingDevice:
     """The device sampler, driven one step at a time."""
 
-    def __init__(self, launcher: Launcher, vocab_size: int, max_slots: int, dtype: torch.dtype = torch.float32) -> None:
-        self.slots = SlotArrays(max_slots, vocab_size, CPU)
-        self.sampler = DeviceSampler(launcher, self.slots, dtype)
+    def __init__(
+        self,
+        launcher: Launcher,
+        vocab_size: int,
+        max_slots: int,
+        dtype: torch.dtype = torch.float32,
+        max_listed: int = MAX_LISTED,
+        blocks_to_fill: int = 1024,
+    ) -> None:
+        self.slots = SlotArrays(max_slots, vocab_size, CPU, max_listed)
+        self.sampler = DeviceSampler(launcher, self.slots, dtype, blocks_to_fill)
         self.dtype = dtype
 
     def take(self, *inits: SlotInit) -> None:
@@ -60,8 +70,8 @@ class SamplingDevice:
         features = self.sampler.features(np.array([slot for slot in slots if slot >= 0], np.int32))
         contexts = torch.full((len(slots),), position - 1, dtype=torch.int32)
         self.sampler.sample(logits, torch.tensor(slots, dtype=torch.int32), contexts, features, tokens, bits)
-        # The next step needs them to be zero.
-        require("the kernel left histograms that are not zero", not self.slots.histograms.any())
+        # The next step needs them to be zero: best draw, masses, largest logit, ticket, length of the list.
+        require("the kernel left sums that are not zero", not self.slots.states[:, :9].any())
         return tokens.tolist()
 
 
@@ -225,21 +235,27 @@ def check_filter(
     require(f"drew {sorted(drawn)}, allowed are {sorted(allowed)}", drawn == allowed)
 
 
-def check_thresholds(launcher: Launcher, params: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
+def check_thresholds(
+    launcher: Launcher,
+    params: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    logits: NDArray[np.float32] | None = None,
+    **sizes: int,
+) -> None:
     """Check the thresholds in a row's state with more tokens than draws could cover, whatever the last step left there.
 
     The row's next slot, without filters, must not be affected by them either.
     """
     vocab_size = 9001
-    logits = rounded(random_logits(vocab_size, seed=4, scale=3.0), dtype)
+    logits = rounded(random_logits(vocab_size, seed=4, scale=3.0) if logits is None else logits, dtype)
     logits[[5, 900, 8000]] = -np.inf
     sampling = SamplingParams(**params)
-    device = SamplingDevice(launcher, vocab_size, 2, dtype)
+    device = SamplingDevice(launcher, vocab_size, 2, dtype, **sizes)
     device.take(slot_init(0, **params), slot_init(1, temperature=0.0))
     device.sample(random_logits(1, vocab_size, seed=5, scale=1.0), [0], 9)
     device.sample(logits[None], [0])
     # The row's state: peak, mean of scaled gaps, largest gap and largest deviation, as float32.
-    peak, mean, gap, deviation = (float(x) for x in device.slots.states.view(torch.float32)[0, 14:18])
+    peak, mean, gap, deviation = (float(device.slots.states.view(torch.float32)[0, i]) for i in (10, 12, 13, 14))
     gaps = (peak - logits).astype(np.float64)
     within = (gaps <= gap) & (np.abs(gaps / sampling.temperature - mean) <= deviation * (1 + 1e-6)) & np.isfinite(gaps)
     if sampling.min_p:
@@ -248,6 +264,16 @@ def check_thresholds(launcher: Launcher, params: dict[str, Any], dtype: torch.dt
     require(f"{len(found - expected)} tokens too many are kept, {len(expected - found)} too few", found == expected)
     likeliest, token = int(logits.argmax()), device.sample((logits - 50)[None], [1])
     require(f"without filters the token is {token}, expected {likeliest}", token == [likeliest])
+
+
+def check_misjudged_rows(launcher: Launcher) -> None:
+    """Check filters that keep more tokens than the groups' largest logits let expect: one is far above all others."""
+    logits = random_logits(9001, seed=7, scale=0.05) - 7.6
+    logits[4000] = 0.0
+    for params in ({"top_p": 0.5}, {"top_k": 3000, "top_p": 0.9}, {"top_k": 9000, "top_p": 0.9}):
+        check_thresholds(launcher, params, logits=logits)
+    logits[:4000] -= 2.0
+    check_thresholds(launcher, {"typical_p": 0.3}, logits=logits)
 
 
 def check_ties(launcher: Launcher, draws: int = 400) -> None:
@@ -299,16 +325,24 @@ def check_distribution(launcher: Launcher, params: dict[str, Any], width: int = 
 
 
 def check_noise(launcher: Launcher) -> None:
-    """Check that the noise is Philox of seed, position and token, by repeating the draw in float64."""
-    vocab_size, seed, temperature = 5003, 0x1234_5678_9ABC_DEF0, 0.9
-    logits = random_logits(vocab_size, seed=3)
-    device = SamplingDevice(launcher, vocab_size, 1)
-    device.take(slot_init(0, seed=seed, temperature=temperature))
-    for position in (1, 2, 70_000):
-        bits = np.concatenate([_philox(seed, position, group) for group in range(-(-vocab_size // 4))])[:vocab_size]
-        noise = -np.log(-np.log1p(-(bits + 0.5) / 2.0**32))
-        found, expected = device.sample(logits[None], [0], position), int((logits / temperature + noise).argmax())
-        require(f"position {position} draws {found}, expected {expected}", found == [expected])
+    """Check that the noise is Philox of seed, position and token, by repeating the draws in float64; with a filter that
+    removes nothing too, with a list of tokens and without."""
+    vocab_size, num_rows = 5003, 16
+    logits = random_logits(num_rows, vocab_size, seed=3)
+    seeds = [0x1234_5678_9ABC_DEF0 + slot for slot in range(num_rows)]
+    kinds = ((0.0, 0), (1e-30, MAX_LISTED), (1e-30, 0))
+    for position, temperature in ((1, 0.9), (2, 0.01), (70_000, 25.0)):
+        groups = np.arange(-(-vocab_size // 4))
+        bits = np.stack([_philox(seed, position, groups).ravel()[:vocab_size] for seed in seeds])
+        scores = logits / temperature - np.log(-np.log1p(-(bits + 0.5) / 2.0**32))
+        for min_p, max_listed in kinds:
+            device = SamplingDevice(launcher, vocab_size, num_rows, max_listed=max_listed, blocks_to_fill=position)
+            device.take(*(slot_init(i, seed=x, temperature=temperature, min_p=min_p) for i, x in enumerate(seeds)))
+            found = device.sample(logits, list(range(num_rows)), position)
+            drawn = np.take_along_axis(scores, np.array(found)[:, None], axis=1)[:, 0]
+            # fp32 has 24 bits.
+            behind = (scores.max(axis=1) - drawn) / np.abs(scores).max()
+            require(f"at temperature {temperature} draws are {behind} behind the best", bool((behind < 2e-7).all()))
 
 
 def check_rare_noise(launcher: Launcher) -> None:
@@ -317,21 +351,23 @@ def check_rare_noise(launcher: Launcher) -> None:
     seed, position = 7, 27_062_311
     device = SamplingDevice(launcher, 8, 1)
     device.take(slot_init(0, seed=seed))
-    usual = int(_philox(seed, position, 0).argmin())  # the smallest number gives the largest noise
+    usual = int(_philox(seed, position, np.zeros(1, np.int64)).argmin())  # the smallest number gives the largest noise
     for behind, expected in ((15, 6), (18, usual)):
         logits = np.array([[0] * 4 + [-behind] * 4], np.float32)
         found = device.sample(logits, [0], position)
         require(f"{behind} behind: token {found}, expected {expected}", found == [expected])
 
 
-def _philox(key: int, counter_0: int, counter_1: int) -> NDArray[np.float64]:
-    low = 2**32 - 1
-    c, k = [counter_0, counter_1, 0, 0], [key & low, key >> 32]
+def _philox(key: int, counter_0: int, counter_1: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The four numbers of each counter, [n, 4]."""
+    low, zeros = 2**32 - 1, np.zeros(counter_1.shape, np.uint64)
+    c: list[Any] = [zeros + counter_0, counter_1.astype(np.uint64), zeros, zeros]
+    k = [key & low, key >> 32]
     for _ in range(10):
-        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        p0, p1 = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
         c = [p1 >> 32 ^ c[1] ^ k[0], p1 & low, p0 >> 32 ^ c[3] ^ k[1], p0 & low]
         k = [(k[0] + 0x9E3779B9) & low, (k[1] + 0xBB67AE85) & low]
-    return np.array(c, np.float64)
+    return np.stack(c, axis=-1).astype(np.float64)
 
 
 def report(

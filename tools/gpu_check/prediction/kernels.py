@@ -31,8 +31,13 @@ _NUM_WARPS = 4
 _SHORTEST_CHUNK, _FEWEST_CHUNKS, _BLOCKS_TO_FILL = 256, 16, 256
 _PREFILL_MATRIX = 256
 """Matrix instructions of a warp for 32 queries and 64 keys in heads of 128."""
-_SAMPLING_TAKEN = 0.45
-"""Of the longest way through the sampler's loop, what a row without penalties, biases and masks takes."""
+_SAMPLED_AT_ONCE = 512
+"""Logits of a warp in a turn of the sampler's loops."""
+_DRAWN_TAKEN, _SCANNED_TAKEN, _LISTED_TAKEN = 0.19, 0.036, 0.13
+"""Of the longest way through such a loop, what a row without penalties, biases and masks takes: where a token is drawn,
+where only the largest logits are sought, and where few tokens are listed. Counted in the listings."""
+_FILTER_PASSES, _FILTER_PASS_US = 11, 1.15
+"""Over a row's list, with all filters; each reads the list, adds to a histogram and waits at barriers."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +110,19 @@ class KernelTimes:
         return ENDS_US + self.machine.read_latency_us + num_bytes / (self.machine.bandwidth * STREAM_SHARE) * 1e6
 
     def sampling(self, num_rows: int, vocab_size: int, *, filtered: bool) -> float:
-        """Reads bf16 logits once, and another 11 times with all filters; three launches, or eleven."""
-        reads, launches = (12, 11) if filtered else (1, 2)
-        row = self.rows["filter_level[ACT=1]" if filtered else "scan_rows[ACT=1]"]
+        """Reads bf16 logits once. With all filters, once more; then a block for each row works through its list."""
+        launch_us = ENDS_US + self.machine.node_gap_us
+        if not filtered:
+            return launch_us + self._read_logits("scan_rows", _DRAWN_TAKEN, num_rows, vocab_size)
+        scan_us = self._read_logits("scan_rows", _SCANNED_TAKEN, num_rows, vocab_size)
+        list_us = self._read_logits("list_tokens", _LISTED_TAKEN, num_rows, vocab_size)
+        waves = -(-num_rows // (self.machine.num_sms * self.rows["filter_rows[ACT=1]"].blocks_per_sm))
+        return 3 * launch_us + scan_us + list_us + waves * _FILTER_PASSES * _FILTER_PASS_US
+
+    def _read_logits(self, entry: str, taken: float, num_rows: int, vocab_size: int) -> float:
         read_us = num_rows * vocab_size * 2 / (self.machine.bandwidth * STREAM_SHARE) * 1e6
-        # A warp's turn takes 8 numbers of each lane.
-        turns = num_rows * vocab_size / 256
-        issue_us = turns * _SAMPLING_TAKEN * row.tile_instructions / (self.machine.issue_rate * ISSUE_SHARE) * 1e6
-        return launches * (ENDS_US + self.machine.node_gap_us) + reads * together(read_us, issue_us)
+        instructions = num_rows * vocab_size / _SAMPLED_AT_ONCE * taken * self.rows[f"{entry}[ACT=1]"].tile_instructions
+        return together(read_us, instructions / (self.machine.issue_rate * ISSUE_SHARE) * 1e6)
 
     def _row(self, entry: str, kv_dtype: str) -> KernelRow:
         prefix = f"{entry}[KV_DTYPE={KV_NUMBER[kv_dtype]} HEAD_DIM=128"

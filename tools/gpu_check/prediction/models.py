@@ -18,8 +18,8 @@ _KERNELS_BESIDE_GRAPH = 20
 """Of a captured mixed step: its last layer behind the cache write, and the sampler."""
 _MIXED_TOKENS, _MIXED_MULTIPLE = 512, 64
 """Steps of a prompt of up to this many tokens are captured, padded to a multiple of 64."""
-_KERNELS_OF_STEP = 6
-"""Embedding, plan of the chunks, last norm, logits, and two of the sampler."""
+_KERNELS_OF_STEP = 5
+"""Changes of page tables, embedding, plan of the chunks, last norm, logits; the sampler's are counted with it."""
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,36 @@
 
 #include "values.cuh"
 
-// Load the logits of tokens first to first + 7; -inf past the vocabulary. first is a multiple of 8. Rows may have any
-// alignment.
-__device__ __forceinline__ void load_logits(const Act* row, int vocab_size, int first, float (&x)[8]) {
-    if (reinterpret_cast<unsigned long long>(row) % 16 == 0 && first + 8 <= vocab_size) {
-        load8(row + first, x);
+// Load N times the logits of 8 tokens, the first of them first + i * stride; -inf past the vocabulary. first and stride
+// are multiples of 8. Rows may have any alignment.
+template <int N>
+__device__ __forceinline__ void load_logits(const Act* row, int vocab_size, int first, int stride, float (&x)[N][8]) {
+    if (reinterpret_cast<unsigned long long>(row) % 16 == 0 && first + (N - 1) * stride + 8 <= vocab_size) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) load8(row + first + i * stride, x[i]);
         return;
     }
 #pragma unroll
-    for (int j = 0; j < 8; ++j) x[j] = first + j < vocab_size ? to_float(row[first + j]) : -infinity();
+    for (int i = 0; i < N; ++i)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const int token = first + i * stride + j;
+            x[i][j] = token < vocab_size ? to_float(row[token]) : -infinity();
+        }
+}
+__device__ __forceinline__ void load_logits(const Act* row, int vocab_size, int first, float (&x)[8]) {
+    float one[1][8];
+    load_logits(row, vocab_size, first, 0, one);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] = one[0][j];
+}
+
+// The largest of 8 numbers; NaN if one of them is.
+__device__ __forceinline__ float largest_of(const float (&x)[8]) {
+    float top = x[0];
+#pragma unroll
+    for (int j = 1; j < 8; ++j) top = max_or_nan(top, x[j]);
+    return top;
 }
 
 constexpr unsigned kNotANumber = 0xffffffffu;

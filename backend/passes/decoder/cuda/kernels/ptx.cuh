@@ -139,6 +139,13 @@ __device__ __forceinline__ float rcp_approx(float x) {
     return y;
 }
 
+// The larger of two numbers; NaN if one of them is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+
 // ---- Bits ----
 
 // Byte i of the result is the byte (0 to 7) of {a, b} that nibble i of selector names; a nibble of 8 or more repeats
@@ -228,6 +235,10 @@ __device__ __forceinline__ float ex2_approx(float x) { return cusim::ex2_approx(
 __device__ __forceinline__ float lg2_approx(float x) { return cusim::lg2_approx(x); }
 
 __device__ __forceinline__ float rcp_approx(float x) { return cusim::rcp_approx(x); }
+
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    return a != a || b != b ? __uint_as_float(0x7fffffffu) : fmaxf(a, b);
+}
 
 __device__ __forceinline__ unsigned prmt(unsigned a, unsigned b, unsigned selector) {
     const unsigned long long bytes = a | static_cast<unsigned long long>(b) << 32;

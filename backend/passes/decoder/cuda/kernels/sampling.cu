@@ -1,96 +1,106 @@
-// Samples a token for each row. For rows with filters, filters.cu computes which tokens may be drawn. Blocks of 256
-// threads: x segments of a row, y rows.
+// Samples a token for each row without filters. For rows with filters, lists the tokens that may pass them; filters.cu
+// draws from the list. Blocks of 256 threads: x segments of a row, y rows.
 
-#include "sampling.cuh"
+#include "thresholds.cuh"
 
-// Samples rows without filters, and finds the peak of the others. A row whose peak is not finite gets -1.
-extern "C" __global__ void __launch_bounds__(kThreads, 2) scan_rows(STEP_PARAMETERS) {
-    __shared__ __align__(16) float segment_biases[kSegment];
+// Samples rows without filters. Of the others it finds the peak, and how far from it tokens may be to pass the filters.
+// A row whose peak is not finite gets -1.
+extern "C" __global__ void __launch_bounds__(kThreads, 4) scan_rows(STEP_PARAMETERS) {
+    __shared__ __align__(16) float biases[kChunk];
     __shared__ unsigned long long best_of_warp[kMaxWarps];
     __shared__ unsigned largest_of_warp[kMaxWarps];
+    __shared__ Search search;
     const Step step = STEP;
     const int slot = step.slots[blockIdx.y];
     if (slot < 0) return;
     const SlotParams params = step.slot_params[slot];
-    const int position = step.position();
     RowState& state = step.states[blockIdx.y];
+    const Row row = step.row(slot, params, biases);
 
-    unsigned long long best = 0;
+    const bool is_greedy = params.inverse_temperature == 0.0f, is_plain = !is_greedy && !params.is_filtered;
     float peak = -infinity();
-    bool has_nan = false;
-    for_segment(step.row(slot, params, segment_biases), [&](int first, const float(&x)[8]) {
-        float top = -infinity();
+    WarpDraw draws(params, step.position());
+    for_segment(row, [&](int first, const float(&x)[kTurns][8]) {
+        if (is_plain) draws.add(first, x);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            has_nan |= x[j] != x[j];
-            top = fmaxf(top, x[j]);
-        }
-        if (params.inverse_temperature > 0.0f) {
-            if (!params.is_filtered) best = draw(params, position, first, x, best);
-        } else if (top > peak) {
-            int token = first;
+        for (int turn = 0; turn < kTurns; ++turn) {
+            const float top = largest_of(x[turn]);
+            if (is_greedy && top > peak) {
+                int token = 0;
 #pragma unroll
-            for (int j = 7; j >= 0; --j) token = x[j] == top ? first + j : token;
-            best = candidate(top, token);
+                for (int j = 7; j >= 0; --j) token = x[turn][j] == top ? j : token;
+                draws.best = candidate(top, first + turn * kTurnTokens + token);
+            }
+            peak = max_or_nan(peak, top);
         }
-        peak = fmaxf(peak, top);
     });
-    best = reduce_block(best, best_of_warp, Largest{});
-    unsigned largest = has_nan ? kNotANumber : order_of(peak);
-    largest = reduce_block(largest, largest_of_warp, Largest{});
+    if (params.is_filtered) step.row_group_peaks()[blockIdx.x * kThreads + threadIdx.x] = peak;
+    unsigned long long best = reduce_block(draws.best, best_of_warp, Largest{});
+    const unsigned own_largest = reduce_block(order_of(peak), largest_of_warp, Largest{});
     if (threadIdx.x == 0) {
         atomicMax(&state.best, best);
-        atomicMax(&state.largest, largest);
+        atomicMax(&state.largest, own_largest);
     }
-    if (!is_last_of_row(state) || threadIdx.x != 0) return;
-    largest = __ldcg(&state.largest);
+    if (!is_last_of_row(state)) return;
+    const unsigned largest = __ldcg(&state.largest);
     best = __ldcg(&state.best);
     const bool is_finite = largest > order_of(-infinity()) && largest < order_of(infinity());
-    const bool draws = is_finite && params.is_filtered;
+    const bool is_drawn_later = is_finite && params.is_filtered;
+    float reach = 0.0f;
+    if (is_drawn_later) {
+        const GroupPeaks peaks{step.row_group_peaks(), int(gridDim.x) * kThreads};
+        reach = find_reach(search, peaks, params, Kept(number_of(largest), params.inverse_temperature));
+    }
+    __syncthreads();  // all threads have read the state
+    if (threadIdx.x != 0) return;
     state.best = 0;
     state.largest = 0;
-    state.draws = draws;
+    state.draws = is_drawn_later;
     state.peak = number_of(largest);
-    state.largest_gap = infinity();
-    state.largest_deviation = infinity();
-    state.mean_gap = 0.0f;
-    if (!draws) step.finish(slot, params, is_finite ? token_of(best) : -1);
+    state.reach = reach;
+    if (!is_drawn_later) step.finish(slot, params, is_finite ? token_of(best) : -1);
 }
 
-// Draws from the tokens that passed the filters, in rows with filters. min_p, the last filter, applies here. If no
-// token passes it, because another filter removed the peak, the most likely remaining token is taken.
-extern "C" __global__ void __launch_bounds__(kThreads, 2) draw_rows(STEP_PARAMETERS) {
-    __shared__ __align__(16) float segment_biases[kSegment];
-    __shared__ unsigned long long best_of_warp[kMaxWarps], likeliest_of_warp[kMaxWarps];
+// Call each(logit, token) for the tokens that for_tokens passes.
+template <class F>
+__device__ __forceinline__ void for_each_of(const float (&x)[kTurns][8], int first, const F& each) {
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) each(x[turn][j], first + turn * kTurnTokens + j);
+}
+
+// Lists the tokens of rows with filters that are within their reach, and sums up the probability mass of all tokens for
+// rows whose first filter needs it.
+extern "C" __global__ void __launch_bounds__(kThreads, 3) list_tokens(STEP_PARAMETERS) {
+    __shared__ __align__(16) float biases[kChunk];
+    __shared__ SumsOfWarps of_warps;
     const Step step = STEP;
     const int slot = step.slots[blockIdx.y];
     if (slot < 0 || !step.states[blockIdx.y].draws) return;
     const SlotParams params = step.slot_params[slot];
-    const int position = step.position();
     RowState& state = step.states[blockIdx.y];
-    const Kept kept(state, params);
-
-    unsigned long long best = 0, likeliest = 0;
-    for_segment(step.row(slot, params, segment_biases), [&](int first, const float(&x)[8]) {
-        float survivors[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const bool is_left = kept.has(x[j]) && x[j] > -infinity();
-            if (is_left) likeliest = Largest{}(likeliest, candidate(x[j], first + j));
-            survivors[j] = is_left && kept.gap(x[j]) <= params.largest_gap ? x[j] : -infinity();
-        }
-        best = draw(params, position, first, survivors, best);
+    const Kept all(state.peak, params.inverse_temperature);
+    const float reach = state.reach;
+    const bool adds_mass = needs_sums(params);
+    Sums sums;
+    for_segment(step.row(slot, params, biases), [&](int first, const float(&x)[kTurns][8]) {
+        unsigned count = 0;
+        for_each_of(x, first, [&](float logit, int) {
+            count += all.gap(logit) <= reach;
+            if (adds_mass) sums.add(all, logit);
+        });
+        if (count == 0) return;
+        unsigned place = atomicAdd(&state.num_listed, count);
+        for_each_of(x, first, [&](float logit, int token) {
+            if (!(all.gap(logit) <= reach)) return;
+            if (place < unsigned(step.list_size)) step.list()[place] = make_uint2(__float_as_uint(logit), token);
+            ++place;
+        });
     });
-    best = reduce_block(best, best_of_warp, Largest{});
-    likeliest = reduce_block(likeliest, likeliest_of_warp, Largest{});
-    if (threadIdx.x == 0) {
-        atomicMax(&state.best, best);
-        atomicMax(&state.likeliest, likeliest);
-    }
-    if (!is_last_of_row(state) || threadIdx.x != 0) return;
-    best = __ldcg(&state.best);
-    if (best == 0) best = __ldcg(&state.likeliest);
-    state.best = 0;
-    state.likeliest = 0;
-    step.finish(slot, params, token_of(best));
+    if (!adds_mass) return;
+    sums = reduce_sums(sums, of_warps);
+    if (threadIdx.x != 0) return;
+    atomicAdd(&state.mass, sums.mass);
+    atomicAdd(&state.gap_mass, sums.gap_mass);
 }

@@ -1,17 +1,18 @@
 // Shared by the sampling kernels: a slot's parameters, a row's adjusted logits, and random numbers.
 //
-// Every kernel reads the logits again, one block per segment of a row, and adjusts them while reading. Blocks exchange
-// integers only (floats as ordered integers, counts, probability mass in fixed point), so no result depends on their
-// order.
+// A kernel adjusts logits while it reads them. Blocks exchange integers only (floats as ordered integers, counts,
+// probability mass in fixed point) and lists whose order does not matter, so no result depends on the order of blocks.
 
 #pragma once
 
 #include "logits.cuh"
 #include "reduce.cuh"
 
-constexpr int kThreads = 256;
-constexpr int kSegment = 4096;  // logits of a row per block; limited by 32-bit sums of 19-bit numbers
-constexpr int kBins = 2048;     // of the first of three levels, which has 11 of 31 bits; the others have half as many
+constexpr int kThreads = 256;                  // of a block
+constexpr int kChunk = 4096;                   // logits whose biases are in shared memory at once
+constexpr int kTurnTokens = kThreads * 8;
+constexpr int kTurns = kChunk / kTurnTokens;   // a thread's loads of 8 logits in a chunk; all are on their way at once
+constexpr float kLargestFloat = 3.4028234663852886e38f;
 
 // Packed by step/device_sampler.py.
 struct __align__(16) SlotParams {
@@ -25,23 +26,22 @@ struct __align__(16) SlotParams {
     int padding[3];
 };
 
-// The state of one row's sampling between its kernels. Blocks of the row add to `best`, `largest` and the sums; the
-// last block reads and resets them.
+// The state of one row's sampling between and within its kernels. Blocks of the row add to the first part; the last block
+// reads and resets it.
 struct __align__(16) RowState {
     unsigned long long best;          // score and token of the best draw, see `candidate`
-    unsigned long long likeliest;     // largest logit that passed the filters before min_p, and its token
-    unsigned long long target;        // of the current filter: how much of its content is still to be found
     unsigned long long mass;          // sum of mass in fixed point; gap_mass: sum of gaps times mass
     unsigned long long gap_mass;
     unsigned largest;                 // order_of the largest logit
     unsigned ticket;
-    unsigned prefix;                  // of the current filter: the key's bits found so far
-    int draws;                        // whether draw_rows samples this row, which then has filters and a finite peak
+    unsigned num_listed;              // tokens that were to be listed; more than fit if the list is not complete
+
+    int draws;                        // whether filter_rows samples this row, which then has filters and a finite peak
     float peak;                       // the largest adjusted logit
-    float mean_gap;                   // mean of the scaled gaps
-    float largest_gap;                // tokens with a larger gap to the peak are removed
-    float largest_deviation;          // tokens whose scaled gap differs more from mean_gap are removed
-    int padding[2];
+    float reach;                      // tokens with at most this gap to the peak are listed
+
+    float mean_gap, largest_gap, largest_deviation;  // what the filters found, see `Kept`; only checks read them
+    int padding;
 };
 
 // One row of the logits, and the adjustments to it.
@@ -51,15 +51,30 @@ struct Row {
     const SlotParams& params;
     const unsigned short* counts;   // per token: times generated << 1 | whether it is in the prompt
     const unsigned* mask;           // bits of the allowed tokens, or null
-    const float* biases;            // of the segment's tokens, in shared memory; or null
+    const int* bias_tokens;         // params.num_biases
+    const float* bias_values;
+    bool is_adjusted;               // whether `adjust` does anything
+    float* biases;                  // shared memory, kChunk numbers: the biases of the chunk that is being read
 
-    // Load the adjusted logits of tokens first to first + 7; -inf past the vocabulary.
-    __device__ __forceinline__ void load(int first, float (&x)[8]) const {
-        load_logits(logits, vocab_size, first, x);
-        if (params.is_penalised) penalise(first, x);
-        if (biases != nullptr) {
+    // Make the biases of the chunk that begins at `begin` ready for `adjust`. All threads of the block call.
+    __device__ __forceinline__ void open_chunk(int begin) const {
+        if (params.num_biases == 0) return;
+        __syncthreads();  // all have read the chunk before
+        for (int i = threadIdx.x; i < kChunk; i += kThreads) biases[i] = 0.0f;
+        __syncthreads();
+        for (int i = threadIdx.x; i < params.num_biases; i += kThreads) {
+            const int place = bias_tokens[i] - begin;
+            if (place >= 0 && place < kChunk) biases[place] = bias_values[i];
+        }
+        __syncthreads();
+    }
+
+    // Adjust the logits of tokens first to first + 7.
+    __device__ __forceinline__ void adjust(int first, float (&x)[8]) const {
+        if (params.is_penalised && first < vocab_size) penalise(first, x);
+        if (params.num_biases > 0) {
             float added[8];
-            load8(biases + first % kSegment, added);
+            load8(biases + first % kChunk, added);
 #pragma unroll
             for (int j = 0; j < 8; ++j) x[j] += added[j];
         }
@@ -89,9 +104,10 @@ struct Row {
 struct Kept {
     float peak, inverse_temperature, mean_gap, largest_gap, largest_deviation;
 
-    __device__ __forceinline__ Kept(const RowState& state, const SlotParams& params)
-        : peak(state.peak), inverse_temperature(params.inverse_temperature), mean_gap(state.mean_gap),
-          largest_gap(state.largest_gap), largest_deviation(state.largest_deviation) {}
+    // All tokens.
+    __device__ __forceinline__ Kept(float peak, float inverse_temperature)
+        : peak(peak), inverse_temperature(inverse_temperature), mean_gap(0.0f), largest_gap(infinity()),
+          largest_deviation(infinity()) {}
 
     __device__ __forceinline__ float gap(float x) const { return __fsub_rn(peak, x); }
     __device__ __forceinline__ float scaled_gap(float x) const { return __fmul_rn(gap(x), inverse_temperature); }
@@ -118,6 +134,9 @@ struct Step {
     int max_biases;
     int* last_tokens;
     RowState* states;               // [L]
+    float* group_peaks;             // [L, blocks * threads]: the largest logit of each thread of scan_rows
+    uint2* lists;                   // [L, list_size]: logits and tokens that filters may keep, in any order
+    int list_size;
     int* tokens;                    // [L]
 
     // Position in its sequence of the token that the block's row samples.
@@ -126,25 +145,18 @@ struct Step {
         return (long long)(slot) * ((vocab_size + 7) / 8 * 8);
     }
 
-    // The block's row (blockIdx.y) and segment (blockIdx.x). segment_biases: kSegment entries of shared memory. All
-    // threads call.
-    __device__ __forceinline__ Row row(int slot, const SlotParams& params, float* segment_biases) const {
-        const Act* row_logits = logits + blockIdx.y * logits_stride;
+    // The block's row (blockIdx.y). biases: kChunk numbers of shared memory.
+    __device__ __forceinline__ Row row(int slot, const SlotParams& params, float* biases) const {
         const int mask_row = mask_rows[blockIdx.y];
         const unsigned* mask = mask_row < 0 ? nullptr : masks + (long long)(mask_row) * ((vocab_size + 31) / 32);
-        if (params.num_biases > 0) {
-            for (int i = threadIdx.x; i < kSegment; i += kThreads) segment_biases[i] = 0.0f;
-            __syncthreads();
-            const int begin = blockIdx.x * kSegment;
-            for (int i = threadIdx.x; i < params.num_biases; i += kThreads) {
-                const int place = bias_tokens[slot * max_biases + i] - begin;
-                if (place >= 0 && place < kSegment) segment_biases[place] = bias_values[slot * max_biases + i];
-            }
-            __syncthreads();
-        }
-        return {row_logits, vocab_size, params, counts + counts_of(slot), mask,
-                params.num_biases > 0 ? segment_biases : nullptr};
+        return {logits + blockIdx.y * logits_stride, vocab_size, params, counts + counts_of(slot), mask,
+                bias_tokens + slot * max_biases, bias_values + slot * max_biases,
+                params.is_penalised || params.num_biases > 0 || mask != nullptr, biases};
     }
+    __device__ __forceinline__ float* row_group_peaks() const {
+        return group_peaks + (long long)(blockIdx.y) * gridDim.x * kThreads;
+    }
+    __device__ __forceinline__ uint2* list() const { return lists + (long long)(blockIdx.y) * list_size; }
 
     // Called by one thread once the row's token is known; -1 for none.
     __device__ __forceinline__ void finish(int slot, const SlotParams& params, int token) const {
@@ -162,21 +174,35 @@ struct Step {
     const Act *__restrict__ logits, long long logits_stride, int vocab_size, const int *__restrict__ row_slots,    \
         const int *__restrict__ context_lens, const int *__restrict__ mask_rows, const unsigned *__restrict__ masks,  \
         const SlotParams *__restrict__ slot_params, unsigned short *counts, const int *__restrict__ bias_tokens,   \
-        const float *__restrict__ bias_values, int max_biases, int *last_tokens, RowState *states, int *tokens
+        const float *__restrict__ bias_values, int max_biases, int *last_tokens, RowState *states,          \
+        float *group_peaks, uint2 *lists, int list_size, int *tokens
 #define STEP                                                                                                       \
     Step {                                                                                                         \
         logits, logits_stride, vocab_size, row_slots, context_lens, mask_rows, masks, slot_params, counts,            \
-            bias_tokens, bias_values, max_biases, last_tokens, states, tokens                                      \
+            bias_tokens, bias_values, max_biases, last_tokens, states, group_peaks, lists, list_size, tokens       \
     }
 
-// Call each(first, x) for every 8 tokens of this thread's share of the block's segment, in ascending order.
-template <class F> __device__ __forceinline__ void for_segment(const Row& row, const F& each) {
-    const int begin = blockIdx.x * kSegment, end = min(begin + kSegment, row.vocab_size);
-    for (int first = begin + threadIdx.x * 8; first < end; first += kThreads * 8) {
-        float x[8];
-        row.load(first, x);
-        each(first, x);
+// Call each(first, x) for a thread's tokens of each chunk from `begin` (a multiple of kChunk) to `end`. x[i][j] is the
+// logit of token first + i * kTurnTokens + j, -inf beyond the vocabulary. Whole warps call it. All threads of the block
+// call.
+template <class F> __device__ __forceinline__ void for_tokens(const Row& row, int begin, int end, const F& each) {
+#pragma unroll 1
+    for (int chunk = begin; chunk < end; chunk += kChunk) {
+        row.open_chunk(chunk);
+        float x[kTurns][8];
+        const int own = chunk + int(threadIdx.x) * 8;
+        load_logits(row.logits, row.vocab_size, own, kTurnTokens, x);
+        // One branch for all, and no loads between the logits'.
+        for (int turn = 0; turn < kTurns; ++turn)
+            if (row.is_adjusted) row.adjust(own + turn * kTurnTokens, x[turn]);
+        each(own, x);
     }
+}
+// The tokens of the block's segment: whole chunks, as many in each block of a row. No result depends on their number.
+template <class F> __device__ __forceinline__ void for_segment(const Row& row, const F& each) {
+    const int num_chunks = (row.vocab_size + kChunk - 1) / kChunk;
+    const int segment = (num_chunks + gridDim.x - 1) / gridDim.x * kChunk, begin = blockIdx.x * segment;
+    for_tokens(row, begin, min(begin + segment, row.vocab_size), each);
 }
 
 // Whether this block is the last of its row to call. It then sees all earlier writes of the row's other blocks. All
@@ -206,8 +232,6 @@ __device__ __forceinline__ uint4 philox(unsigned key_low, unsigned key_high, uns
     return c;
 }
 
-constexpr float kLargestGumbel = 23.0f;  // -log(2^-33) is 22.87
-
 // -log(-log(1 - u)) with u = (bits + 1/2) / 2^32: standard Gumbel noise. Its large values decide the draw; they come
 // from small u, where floats are dense.
 __device__ __forceinline__ float gumbel(unsigned bits) {
@@ -219,24 +243,74 @@ __device__ __forceinline__ float gumbel(unsigned bits) {
     return -kLn2 * lg2_approx(exponential);
 }
 
-// The best of `best` and the draws of tokens first to first + 7 at these logits. A draw is logit / T + Gumbel noise of
-// (seed, position, token); the argmax of the draws has the distribution of the softmax.
-__device__ __forceinline__ unsigned long long draw(const SlotParams& params, int position, int first,
-                                                   const float (&x)[8], unsigned long long best) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const float top = fmaxf(fmaxf(x[4 * half], x[4 * half + 1]), fmaxf(x[4 * half + 2], x[4 * half + 3]));
-        if (top == -infinity()) continue;
-        if (candidate(fmaf(top, params.inverse_temperature, kLargestGumbel), first) < best) continue;
-        const uint4 random = philox(params.seed_low, params.seed_high, position, first / 4 + half);
-        const unsigned bits[4] = {random.x, random.y, random.z, random.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float logit = x[4 * half + j];
-            if (logit == -infinity()) continue;
-            const float score = fmaf(logit, params.inverse_temperature, gumbel(bits[j]));
-            best = Largest{}(best, candidate(score, first + 4 * half + j));
-        }
-    }
-    return best;
+// A draw is logit / T + Gumbel noise of (seed, position, token); the argmax of the draws has the distribution of the
+// softmax.
+__device__ __forceinline__ unsigned long long draw_with(unsigned bits, const SlotParams& params, float logit,
+                                                        int token) {
+    return candidate(fmaf(logit, params.inverse_temperature, gumbel(bits)), token);
 }
+
+// The draw of one token.
+__device__ __forceinline__ unsigned long long draw(const SlotParams& params, int position, float logit, int token) {
+    const uint4 random = philox(params.seed_low, params.seed_high, position, token / 4);
+    const unsigned low = token & 1 ? random.y : random.x, high = token & 1 ? random.w : random.z;
+    return draw_with(token & 2 ? high : low, params, logit, token);
+}
+
+// The best draw of a warp's tokens. Noise is computed only for tokens that may beat the best draw so far.
+struct WarpDraw {
+    const SlotParams& params;
+    int position;
+    unsigned long long best;  // of this lane
+    float best_score;         // of the warp
+    float slope, least;       // see may_win
+
+    __device__ __forceinline__ WarpDraw(const SlotParams& params, int position)
+        : params(params), position(position), best(0), best_score(-infinity()),
+          slope(params.inverse_temperature * kLog2E), least(-infinity()) {}
+
+    // Add the tokens of a chunk, see for_tokens. The whole warp calls.
+    __device__ __forceinline__ void add(int first, const float (&x)[kTurns][8]) {
+        unsigned bits[kTurns][8];
+        float top = -infinity();
+#pragma unroll
+        for (int turn = 0; turn < kTurns; ++turn) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const unsigned counter = (first + turn * kTurnTokens) / 4 + half;
+                const uint4 random = philox(params.seed_low, params.seed_high, position, counter);
+                unsigned* four = bits[turn] + 4 * half;
+                four[0] = random.x, four[1] = random.y, four[2] = random.z, four[3] = random.w;
+            }
+#pragma unroll
+            for (int j = 0; j < 8; ++j) top = max_or_nan(top, most(x[turn][j], bits[turn][j]));
+        }
+        if (!__any_sync(kWholeWarp, may_win(top))) return;
+#pragma unroll
+        for (int turn = 0; turn < kTurns; ++turn)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const float logit = x[turn][j];
+                const bool is_drawn = may_win(most(logit, bits[turn][j])) && logit > -infinity();
+                if (!__any_sync(kWholeWarp, is_drawn)) continue;
+                const int token = first + turn * kTurnTokens + j;
+                const unsigned long long drawn = is_drawn ? draw_with(bits[turn][j], params, logit, token) : 0;
+                best = Largest{}(best, drawn);
+                raise(score_of((unsigned long long)(__reduce_max_sync(kWholeWarp, unsigned(drawn >> 32))) << 32));
+            }
+    }
+
+  private:
+    // False only if the draw is less than the best one: noise is at most -log(u), and u at least bits / 2^32, so that
+    // x / T - log(bits / 2^32) is not less than the best score where the draw is not. NaN counts as true.
+    __device__ __forceinline__ float most(float x, unsigned bits) const {
+        return fmaf(x, slope, -lg2_approx(float(bits)));
+    }
+    __device__ __forceinline__ bool may_win(float most) const { return !(most < least); }
+
+    __device__ __forceinline__ void raise(float score) {
+        best_score = fmaxf(best_score, score);
+        // A margin for rounding, which is relative to the score where temperatures are low.
+        least = best_score * kLog2E - 32.0f - (0.01f + 2e-6f * (fabsf(best_score) + 32.0f));
+    }
+};

@@ -2,14 +2,13 @@
 
 A token is the argmax of logit / temperature + Gumbel noise over the tokens that pass the filters. The noise is
 Philox4x32-10 of (the request's seed, the token's position, the token's id), so it does not depend on batch or slot.
-Filter thresholds come from integer histograms (kernels/filters.cu), so they do not depend on the order of blocks. All
-tokens that tie with a filter's last token are kept, for typical_p too.
+Filter thresholds come from integer histograms (kernels/thresholds.cuh), so they do not depend on the order of blocks.
+All tokens that tie with a filter's last token are kept, for typical_p too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,10 +32,15 @@ MAX_VOCAB = 1 << 18
 MAX_BIASES = 300
 """Most logit biases per slot; the limit of `Submit`."""
 
-_SEGMENT = 4096
-_NUM_BINS = 2048
-_STATE_INTS = 20
-_NUM_LEVELS = 3
+_CHUNK = 4096
+"""Logits that a block of the sampler loads at once."""
+_MAX_CHUNKS = 8
+"""Most chunks of a row for one block."""
+_BLOCKS_TO_FILL_A_DEVICE = 1024
+_NUM_THREADS = 256
+_STATE_INTS = 16
+_MAX_LISTED = 16_384
+"""Most tokens of a row that filters choose from without reading all logits again."""
 _MIN_TEMPERATURE = 1e-6
 """The same as in `penstock.backend.sampling.sampler`."""
 _MAX_COUNT = (1 << 13) - 1
@@ -66,14 +70,6 @@ _UPDATE_INTS = _UPDATE.itemsize // 4
 _TAKE_SLOTS = Kernel("take_slots.cu", "take_slots", (("ACT", 0),), num_threads=256)
 
 
-class Filter(IntEnum):
-    """Filters in the order in which they apply, with the numbers of kernels/filters.cu."""
-
-    TOP_K = 0
-    TYPICAL = 1
-    TOP_P = 2
-
-
 def kernels() -> Iterator[Kernel]:
     """Yield all instantiations; see `kernel_manifest`."""
     yield _TAKE_SLOTS
@@ -84,34 +80,31 @@ def kernels() -> Iterator[Kernel]:
 @dataclass(frozen=True, slots=True)
 class _SamplingKernels:
     scan_rows: Kernel
-    mean_gaps: Kernel
-    filter_level: Kernel
-    draw_rows: Kernel
+    list_tokens: Kernel
+    filter_rows: Kernel
     log_probabilities: Kernel
 
     @classmethod
     def of(cls, act: int) -> _SamplingKernels:
         macros = (("ACT", act),)
         return cls(
-            Kernel("sampling.cu", "scan_rows", macros, num_threads=256),
-            Kernel("filters.cu", "mean_gaps", macros, num_threads=256),
-            Kernel("filters.cu", "filter_level", macros, num_threads=256),
-            Kernel("sampling.cu", "draw_rows", macros, num_threads=256),
+            Kernel("sampling.cu", "scan_rows", macros, _NUM_THREADS),
+            Kernel("sampling.cu", "list_tokens", macros, _NUM_THREADS),
+            Kernel("filters.cu", "filter_rows", macros, _NUM_THREADS),
             Kernel("logprobs.cu", "log_probabilities", macros, num_threads=1024),
         )
 
     @property
     def all(self) -> tuple[Kernel, ...]:
-        return self.scan_rows, self.mean_gaps, self.filter_level, self.draw_rows, self.log_probabilities
+        return self.scan_rows, self.list_tokens, self.filter_rows, self.log_probabilities
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerFeatures:
     """Sampler features that the rows of a step use; kernels for other features are not launched."""
 
-    filters: tuple[Filter, ...]
     is_filtered: bool
-    """Whether some row has any filter, min_p included."""
+    """Whether some row has a filter."""
     logprob_rows: Ints
     """Rows that report log probabilities, [K] ascending."""
     num_likeliest: int
@@ -142,7 +135,7 @@ class LogprobBuffers:
 class SlotArrays:
     """Per-slot state on the device, and scratch memory for as many rows. Allocated once."""
 
-    def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_slots: int, vocab_size: int, device: torch.device, max_listed: int = _MAX_LISTED) -> None:
         """Raises ValueError if the vocabulary is too large."""
         if not 0 < vocab_size <= MAX_VOCAB:
             raise ValueError(f"vocab_size is {vocab_size}; the sampler supports 1 to {MAX_VOCAB}")
@@ -154,28 +147,38 @@ class SlotArrays:
         self.bias_values = torch.zeros(max_slots, MAX_BIASES, device=device)
         self.last_tokens = torch.zeros(max_slots, dtype=torch.int32, device=device)
         self.states = torch.zeros(max_slots, _STATE_INTS, dtype=torch.int32, device=device)
-        self.histograms = torch.zeros(max_slots, _NUM_BINS, dtype=torch.int64, device=device)
+        self.group_peaks = torch.zeros(max_slots, _num_chunks(vocab_size) * _NUM_THREADS, device=device)
+        """Per row: the largest logit of each thread's tokens."""
+        self.lists = torch.zeros(max_slots, min(max_listed, vocab_size), 2, dtype=torch.int32, device=device)
+        """Per row: logits and tokens that its filters may keep."""
         self.no_mask_rows = torch.full((max_slots,), -1, dtype=torch.int32, device=device)
 
     @staticmethod
     def num_bytes(max_slots: int, vocab_size: int) -> int:
         """Return the bytes of device memory."""
         ints = _PARAM_INTS + 2 * MAX_BIASES + _STATE_INTS + 2
-        return max_slots * (4 * ints + 2 * _aligned(vocab_size) + 8 * _NUM_BINS)
+        ints += _num_chunks(vocab_size) * _NUM_THREADS + 2 * min(_MAX_LISTED, vocab_size)
+        return max_slots * (4 * ints + 2 * _aligned(vocab_size))
 
 
 class DeviceSampler:
     """Samples the rows of a step, and records on the host which features each slot uses. Only the pass's thread uses
     it."""
 
-    def __init__(self, launcher: Launcher, slots: SlotArrays, logits_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        launcher: Launcher,
+        slots: SlotArrays,
+        logits_dtype: torch.dtype,
+        blocks_to_fill: int = _BLOCKS_TO_FILL_A_DEVICE,
+    ) -> None:
         max_slots = len(slots.params)
         self._launcher = launcher
         self._slots = slots
         self._vocab_size = np.int32(slots.vocab_size)
-        self._num_segments = -(-slots.vocab_size // _SEGMENT)
+        self._num_chunks = _num_chunks(slots.vocab_size)
+        self._blocks_to_fill = blocks_to_fill
         self._kernels = _SamplingKernels.of(ACT_MACRO[logits_dtype])
-        self._has_filter = np.zeros((max_slots, len(Filter)), np.bool_)
         self._is_filtered = np.zeros(max_slots, np.bool_)
         self._num_logprobs = np.full(max_slots, -1, np.int32)
         self._named: dict[int, tuple[int, ...]] = {}
@@ -211,7 +214,6 @@ class DeviceSampler:
 
     def features(self, slots: Ints) -> SamplerFeatures:
         """Return the features of a step whose logit rows have these slots, [L]."""
-        has_filter: list[bool] = np.any(self._has_filter[slots], axis=0).tolist()
         num_logprobs = self._num_logprobs[slots]
         logprob_rows = np.flatnonzero(num_logprobs >= 0).astype(np.int32)
         num_likeliest = max(int(num_logprobs.max(initial=-1)), 0)
@@ -219,7 +221,6 @@ class DeviceSampler:
         num_top = max([num_likeliest, *map(len, named)])
         padded = [(*ids, *[-1] * (num_top - len(ids))) for ids in named] if any(named) else []
         return SamplerFeatures(
-            tuple(kind for kind in Filter if has_filter[kind]),
             bool(self._is_filtered[slots].any()),
             logprob_rows,
             num_likeliest,
@@ -259,17 +260,13 @@ class DeviceSampler:
         step: tuple[Argument, ...] = (
             logits, np.int64(logits.stride(0)), self._vocab_size, slots, context_lens, mask_rows, bits, arrays.params,
             arrays.counts, arrays.bias_tokens, arrays.bias_values, np.int32(MAX_BIASES), arrays.last_tokens,
-            arrays.states, tokens,
+            arrays.states, arrays.group_peaks, arrays.lists, np.int32(arrays.lists.shape[1]), tokens,
         )  # fmt: skip
-        grid = (self._num_segments, len(logits), 1)
+        grid = (self._blocks_of_row(len(logits)), len(logits), 1)
         launch(kernels.scan_rows, grid, *step)
-        for kind in features.filters:
-            if kind is Filter.TYPICAL:
-                launch(kernels.mean_gaps, grid, *step)
-            for level in range(_NUM_LEVELS):
-                launch(kernels.filter_level, grid, *step, arrays.histograms, np.int32(kind), np.int32(level))
         if features.is_filtered:
-            launch(kernels.draw_rows, grid, *step)
+            launch(kernels.list_tokens, grid, *step)
+            launch(kernels.filter_rows, (1, len(logits), 1), *step)
 
     def logprobs(
         self, logits: Tensor, tokens: Tensor, rows: Tensor, out: LogprobBuffers, named: Tensor, num_likeliest: int
@@ -285,6 +282,11 @@ class DeviceSampler:
             named, np.int32(len(named) > 0), np.int32(num_likeliest),
         )  # fmt: skip
 
+    def _blocks_of_row(self, num_rows: int) -> int:
+        """Return enough blocks to fill a device; fewer have less to do for each chunk. No result depends on it."""
+        fewest = -(-self._num_chunks // _MAX_CHUNKS)
+        return min(self._num_chunks, max(fewest, -(-self._blocks_to_fill // max(num_rows, 1))))
+
     def _note(self, update: np.void, init: SlotInit) -> None:
         slot, params = init.slot, init.sampling
         if not 0 <= slot < len(self._is_filtered):
@@ -299,11 +301,8 @@ class DeviceSampler:
         update["frequency"], update["presence"] = params.frequency_penalty, params.presence_penalty
         update["seed"] = params.seed
         update["is_penalised"] = _is_penalised(params)
-        has_filter = np.array([update["top_k"] > 0, update["typical_p"] < 1, update["top_p"] < 1])
-        has_filter &= params.temperature > 0
-        is_filtered = bool(params.temperature > 0 and (has_filter.any() or params.min_p > 0))
-        update["is_filtered"] = is_filtered
-        self._has_filter[slot], self._is_filtered[slot] = has_filter, is_filtered
+        has_filter = update["top_k"] > 0 or update["typical_p"] < 1 or update["top_p"] < 1 or params.min_p > 0
+        update["is_filtered"] = self._is_filtered[slot] = params.temperature > 0 and has_filter
         self._num_logprobs[slot] = min(params.num_logprobs, int(self._vocab_size))
         self._named.pop(slot, None)
         if ids := params.logprob_token_ids:
@@ -342,6 +341,10 @@ class DeviceSampler:
 
 def _is_penalised(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
+
+
+def _num_chunks(vocab_size: int) -> int:
+    return -(-vocab_size // _CHUNK)
 
 
 def _aligned(vocab_size: int) -> int:

@@ -313,6 +313,6 @@ def test_whole_steps_have_no_races_and_stay_in_bounds(dtype: str, kv_dtype: str,
         of_one_token |= {"weigh_rows", "multiply_and_add", "multiply_and_gate", "multiply_and_store", "multiply_rows"}
     assert set(device.launcher.launched) - of_one_token == {
         "embed", "add_rms_norm", "rope_and_store", "silu_mul", prefill, "gather_rows", "change_pages", "take_slots",
-        "scan_rows", "mean_gaps", "filter_level", "draw_rows", "log_probabilities",
+        "scan_rows", "list_tokens", "filter_rows", "log_probabilities",
     }  # fmt: skip
     assert of_one_token <= set(device.launcher.launched)

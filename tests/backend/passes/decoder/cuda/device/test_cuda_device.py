@@ -74,7 +74,7 @@ def test_a_device_that_fails_to_synchronize_is_lost_and_the_error_names_the_last
         device.check("a step of 3 tokens in 1 rows")
     assert str(caught.value).startswith(
         "a step of 3 tokens in 1 rows: CUDA error: an illegal memory access was encountered; last launch: "
-        "draw_rows[ACT=1] (1, 1, 1), "
+        "filter_rows[ACT=1] (1, 1, 1), "
     )
 
 
@@ -108,6 +108,6 @@ def _device(monkeypatch: pytest.MonkeyPatch, index: int = 0) -> tuple[CudaDevice
         ("get_device_properties", lambda _index: Properties),
     ):
         monkeypatch.setattr(torch.cuda, name, value)
-    launcher = SimpleNamespace(last_launch="draw_rows[ACT=1] (1, 1, 1)")
+    launcher = SimpleNamespace(last_launch="filter_rows[ACT=1] (1, 1, 1)")
     monkeypatch.setattr("penstock.backend.passes.decoder.cuda.device.cuda_device.CupyLauncher", lambda _index: launcher)
     return CudaDevice(index), stream

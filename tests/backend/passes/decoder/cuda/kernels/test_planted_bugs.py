@@ -12,7 +12,7 @@ import torch
 
 from penstock.backend.checkpoint.decoder_config import ClampedGate, Experts
 from penstock.backend.passes.decoder.cuda.attention.prefill_segments import whole_tiles
-from penstock.tools.gpu_check.cases import decode, prefill, row_products
+from penstock.tools.gpu_check.cases import decode, prefill, row_products, sampling
 from penstock.tools.gpu_check.cases.comparing import Mismatch, require_within
 from penstock.tools.gpu_check.cases.elementwise import check_added_norm, check_layer_norm, check_norm
 from penstock.tools.gpu_check.cases.experts import ExpertsCase, check_experts
@@ -102,6 +102,18 @@ def check_norms(launcher: Launcher) -> None:
     """Rows of which some threads hold two chunks, and others one."""
     for check in (check_norm, check_layer_norm, check_added_norm):
         check(launcher, BF16, hidden=4360)
+
+
+def check_sampling(launcher: Launcher) -> None:
+    """Filters with a list of the tokens that may pass, with a wrong one, and without; draws of rows with and without
+    filters."""
+    for params in (sampling.FILTERS[3], sampling.FILTERS[-1]):
+        for max_listed in (sampling.MAX_LISTED, 0):
+            sampling.check_thresholds(launcher, params, max_listed=max_listed, blocks_to_fill=1)
+    sampling.check_misjudged_rows(launcher)
+    sampling.check_noise(launcher)
+    sampling.check_fallback(launcher)
+    sampling.check_ties(launcher, draws=100)
 
 
 ITEMS, SINKS = "decode_items.cuh", "sinks.cuh"
@@ -240,6 +252,26 @@ NORMS = (
     Bug("norms.cu", "chunk < hidden / 8", "chunk < hidden / 8 - 1"),
     Bug("norms.cu", "sum[i][j] += x[i][j]", "sum[i][j] = x[i][j]"),
 )
+SAMPLING, FILTERING, THRESHOLDS = "sampling.cuh", "filters.cu", "thresholds.cuh"
+SAMPLED = (
+    Bug(THRESHOLDS, "key >> bits_below >> 10 != prefix", "false"),
+    Bug(THRESHOLDS, "target - before", "target"),
+    Bug(THRESHOLDS, "prefix << 10 | unsigned(first + i)", "unsigned(first + i)"),
+    Bug(THRESHOLDS, "whole > 0 ? whole : total", "total"),
+    Bug(THRESHOLDS, "float(one) * scaled", "float(one)"),
+    Bug(THRESHOLDS, "mass >>= kPartBits", "mass >>= kPartBits - 1"),
+    Bug(FILTERING, "reach >= kLargestFloat", "false"),
+    Bug(FILTERING, "threshold < kept.deviation(at_reach)", "true"),
+    Bug(FILTERING, "is_first ? sums.mass : 0", "sums.mass"),
+    Bug(FILTERING, "first + i / 8 * kTurnTokens + i % 8", "first + i"),
+    Bug(FILTERING, "kept.gap(x) <= params.largest_gap", "true"),
+    Bug(FILTERING, "best != 0 ? best : likeliest", "best"),
+    Bug("sampling.cu", "atomicAdd(&state.num_listed, count)", "atomicAdd(&state.num_listed, 1u)"),
+    Bug(SAMPLING, "token & 2 ? high : low", "low"),
+    Bug(SAMPLING, "(first + turn * kTurnTokens) / 4 + half", "first / 4 + half"),
+    Bug(SAMPLING, "(0.01f + 2e-6f * (fabsf(best_score) + 32.0f))", "-4.0f"),
+    Bug(SAMPLING, "blockIdx.x * segment", "0"),
+)
 PLANTED = {
     "norms": Planted(("norms.cu",), check_norms, NORMS),
     "decode": Planted(("decode_plan.cu", "decode_attention.cu"), partial(check_decode, kv_dtype="bf16"), DECODE),
@@ -255,6 +287,7 @@ PLANTED = {
     "rounded int8": Planted((ROWS,), partial(check_rounding, form="int8"), (*ROUNDED, *ROUNDED_INT8)),
     "rounded fp8": Planted((ROWS,), partial(check_rounding, form="fp8"), ROUNDED),
     "rows": Planted(ROW_SOURCES, check_rows, ROW_PRODUCTS),
+    "sampling": Planted(("sampling.cu", FILTERING), check_sampling, SAMPLED),
     "experts": Planted((PRODUCTS, "experts.cu"), check_stored_experts, EXPERTS),
 }
 

@@ -12,6 +12,7 @@ from penstock.backend.passes.decoder.cuda.step.device_sampler import MAX_BIASES,
 from penstock.tools.gpu_check.cases.sampling import (
     CPU,
     FILTERS,
+    MAX_LISTED,
     POISON,
     SamplingDevice,
     check_biases,
@@ -21,6 +22,7 @@ from penstock.tools.gpu_check.cases.sampling import (
     check_filter,
     check_greedy,
     check_logprobs,
+    check_misjudged_rows,
     check_noise,
     check_penalties,
     check_rare_noise,
@@ -46,9 +48,15 @@ class Device(SamplingDevice):
     """A `SamplingDevice` on the emulator."""
 
     def __init__(
-        self, vocab_size: int, max_slots: int, launcher: EmulatedLauncher = FAST, dtype: torch.dtype = torch.float32
+        self,
+        vocab_size: int,
+        max_slots: int,
+        launcher: EmulatedLauncher = FAST,
+        dtype: torch.dtype = torch.float32,
+        max_listed: int = MAX_LISTED,
+        blocks_to_fill: int = 1024,
     ) -> None:
-        super().__init__(launcher, vocab_size, max_slots, dtype)
+        super().__init__(launcher, vocab_size, max_slots, dtype, max_listed, blocks_to_fill)
 
 
 @pytest.fixture(params=LAUNCHERS)
@@ -184,6 +192,15 @@ def test_filters_of_a_large_vocabulary_are_exact(params: dict[str, float], dtype
     check_thresholds(FAST, params, dtype)
 
 
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+def test_filters_are_exact_without_a_list_of_tokens(params: dict[str, float]) -> None:
+    check_thresholds(FAST, params, max_listed=0, blocks_to_fill=1)
+
+
+def test_filters_that_keep_more_tokens_than_were_listed_are_exact() -> None:
+    check_misjudged_rows(FAST)
+
+
 def test_tokens_that_tie_with_the_last_one_are_all_kept() -> None:
     check_ties(FAST)
 
@@ -212,11 +229,12 @@ def test_filters_apply_after_masks_and_biases() -> None:
     ],
 )
 def test_filters_have_no_races_and_stay_in_bounds(order: str, params: dict[str, float], dtype: torch.dtype) -> None:
-    """Rows have two segments; the tokens must be the same in every order of threads and blocks."""
+    """Rows have two chunks; the tokens must be the same in every order, and in one block without a list."""
     logits = random_logits(2, 4104, seed=6)
     tokens = []
     for one in (FAST, LAUNCHERS[order]):
-        device = Device(4104, 3, one, dtype)
+        is_special = dtype is torch.bfloat16
+        device = Device(4104, 3, one, dtype, 0 if is_special else MAX_LISTED, 1 if is_special else 1024)
         device.take(slot_init(2, seed=9, **params), slot_init(0, [1, 2, 4100], 2, seed=8, frequency_penalty=0.5))
         tokens.append([device.sample(logits, [2, 0], position) for position in (10, 11)])
     assert tokens[0] == tokens[1]
@@ -307,7 +325,7 @@ def test_only_kernels_that_rows_need_are_launched() -> None:
         slot_init(4, typical_p=0.9, top_k=3),
     )
     logits = random_logits(2, 50)
-    for slots, num_launches in (([0, 1], 1), ([0, 2], 2), ([3, 0], 5), ([4, 3], 12)):
+    for slots, num_launches in (([0, 1], 1), ([0, 2], 3), ([4, 3], 3)):
         before = launcher.num_launches
         device.sample(logits, slots)
         assert launcher.num_launches - before == num_launches

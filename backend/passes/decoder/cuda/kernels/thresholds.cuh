@@ -1,0 +1,177 @@
+// Thresholds of top-k, typical-p and top-p without a sort. Each filter keeps the tokens whose key is at most a threshold,
+// ties included. A key is the bits of a non-negative float. A block finds the threshold in three levels, of 11, 10 and 10
+// bits, each from a histogram over the tokens that share the bits found so far: of their count (top-k) or of their
+// probability mass. Mass is an integer multiple of 2^-38 of the peak's mass, so sums do not depend on their order and the
+// levels agree.
+
+#pragma once
+
+#include "sampling.cuh"
+
+constexpr int kBins = 2048;                    // of the first level; the others have half as many
+constexpr float kWholeMass = 274877906944.0f;  // 2^38
+constexpr int kMassParts = 3, kPartBits = 13;  // mass is summed in parts, so that 32 bits hold the sums of a row
+
+enum Filter { kTopK, kTypical, kTopP };  // in the order in which they apply
+
+// What find_threshold shares in a block.
+struct Search {
+    unsigned parts[kMassParts][kBins];
+    unsigned long long total_of_warp[kThreads / 32];
+    unsigned long long target;  // how much of the content is still to be found
+    unsigned prefix;            // the key's bits found so far
+};
+constexpr unsigned kNotFound = 0xffffffffu;
+
+// e^-scaled_gap
+__device__ __forceinline__ unsigned long long mass_of(float scaled_gap) {
+    return (unsigned long long)(ex2_approx(scaled_gap * -kLog2E) * kWholeMass);
+}
+
+// Probability mass, and the sum of scaled gaps times mass.
+struct Sums {
+    unsigned long long mass = 0, gap_mass = 0;
+
+    __device__ __forceinline__ void add(const Kept& kept, float x) {
+        const float scaled = kept.scaled_gap(x);
+        if (!kept.has(x) || scaled > 80.0f) return;
+        const unsigned long long one = mass_of(scaled);
+        mass += one;
+        gap_mass += (unsigned long long)(float(one) * scaled);
+    }
+    // The mean of the scaled gaps: the distribution's entropy, up to a constant.
+    __device__ __forceinline__ float mean() const { return float(double(gap_mass) / double(mass)); }
+};
+
+// What reduce_sums shares in a block.
+struct SumsOfWarps {
+    unsigned long long mass[kMaxWarps], gap_mass[kMaxWarps];
+};
+
+__device__ __forceinline__ Sums reduce_sums(const Sums& sums, SumsOfWarps& of_warps) {
+    return {reduce_block(sums.mass, of_warps.mass, Sum{}), reduce_block(sums.gap_mass, of_warps.gap_mass, Sum{})};
+}
+
+// The least content that a filter keeps: a number of tokens, or a share of `total`.
+struct Goal {
+    int count;
+    double share;
+    unsigned long long whole;  // the total; 0: that of the source
+
+    __device__ __forceinline__ unsigned long long of(unsigned long long total) const {
+        if (count > 0) return count;
+        const double exact = share * double(whole > 0 ? whole : total);
+        const unsigned long long floor = (unsigned long long)(exact);
+        return max(floor + (double(floor) < exact), 1ull);
+    }
+};
+
+// Prefix sum over the block: `before` is the sum of x of all earlier threads, total of all threads.
+__device__ __forceinline__ void scan_block(unsigned long long x, unsigned long long* total_of_warp,
+                                           unsigned long long& before, unsigned long long& total) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    unsigned long long sum = x;
+    for (int step = 1; step < 32; step *= 2) {
+        const unsigned long long other = __shfl_up_sync(kWholeWarp, sum, step);
+        if (lane >= step) sum += other;
+    }
+    if (lane == 31) total_of_warp[warp] = sum;
+    __syncthreads();
+    before = sum - x;
+    total = 0;
+    for (int w = 0; w < kThreads / 32; ++w) {
+        if (w < warp) before += total_of_warp[w];
+        total += total_of_warp[w];
+    }
+}
+
+// Write the threshold of a filter over the tokens of `source` that are kept so far; return false if their content is less
+// than the goal. source(each) calls each(x, token) for every token of the thread's share. All threads of the block call,
+// and get the same result.
+template <class Source>
+__device__ __forceinline__ bool find_threshold(Search& search, const Source& source, const Kept& kept, int filter,
+                                               const Goal& goal, float& threshold) {
+    unsigned prefix = 0;
+    unsigned long long target = 0;
+#pragma unroll 1
+    for (int level = 0; level < 3; ++level) {
+        const int num_bins = level == 0 ? kBins : kBins / 2, bits_below = 20 - 10 * level;
+        for (int bin = threadIdx.x; bin < num_bins; bin += kThreads)
+#pragma unroll
+            for (int part = 0; part < kMassParts; ++part) search.parts[part][bin] = 0;
+        __syncthreads();
+        source([&](float x, int) {
+            if (!kept.has(x)) return;
+            const unsigned key = __float_as_uint(filter == kTypical ? kept.deviation(x) : kept.gap(x));
+            const unsigned bin = key >> bits_below & num_bins - 1;
+            if (level > 0 && key >> bits_below >> 10 != prefix) return;
+            if (filter == kTopK) {
+                atomicAdd(&search.parts[0][bin], 1u);
+                return;
+            }
+            unsigned long long mass = mass_of(kept.scaled_gap(x));
+            for (int part = 0; mass != 0; ++part, mass >>= kPartBits) {
+                const unsigned low = unsigned(mass) & (1u << kPartBits) - 1;
+                if (low != 0) atomicAdd(&search.parts[part][bin], low);
+            }
+        });
+        __syncthreads();
+        if (threadIdx.x == 0) search.prefix = kNotFound;
+        const auto content_of = [&](int bin) {
+            unsigned long long content = 0;
+#pragma unroll
+            for (int part = 0; part < kMassParts; ++part)
+                content += (unsigned long long)(search.parts[part][bin]) << kPartBits * part;
+            return content;
+        };
+        const int bins_each = num_bins / kThreads, first = threadIdx.x * bins_each;
+        unsigned long long mine = 0, before, total;
+        for (int i = 0; i < bins_each; ++i) mine += content_of(first + i);
+        scan_block(mine, search.total_of_warp, before, total);
+        if (level == 0) target = goal.of(total);
+        for (int i = 0; i < bins_each; ++i) {
+            const unsigned long long content = content_of(first + i);
+            if (before < target && target <= before + content) {
+                search.prefix = prefix << 10 | unsigned(first + i);
+                search.target = target - before;
+            }
+            before += content;
+        }
+        __syncthreads();
+        prefix = search.prefix;
+        if (prefix == kNotFound) return false;
+        target = search.target;
+    }
+    threshold = __uint_as_float(prefix);
+    return true;
+}
+
+// Whether top-p or typical-p is the first filter, so that it needs sums over the whole row.
+__device__ __forceinline__ bool needs_sums(const SlotParams& params) {
+    return params.top_k == 0 && (params.typical_p < 1.0f || params.top_p < 1.0f);
+}
+
+// The largest logits of scan_rows' threads, each of a group of tokens.
+struct GroupPeaks {
+    const float* peaks;
+    int count;
+
+    template <class F> __device__ __forceinline__ void operator()(const F& each) const {
+        for (int i = threadIdx.x; i < count; i += kThreads) {
+            const float x = __ldcg(peaks + i);
+            if (x > -infinity()) each(x, i);
+        }
+    }
+};
+
+// How far from the peak tokens are that the row's filters may keep; enough for top-k, a guess for the others. For top-k
+// it is the k-th largest peak: as many groups have a token that is no farther.
+__device__ __forceinline__ float find_reach(Search& search, const GroupPeaks& peaks, const SlotParams& params,
+                                            const Kept& kept) {
+    if (params.top_k == 0 && params.typical_p >= 1.0f && params.top_p >= 1.0f) return params.largest_gap;  // min-p
+    // Typical-p may keep fewer of the likely tokens and more of the others. The rest of a group has mass too.
+    const double share = params.typical_p < 1.0f ? 1.0 - (1.0 - params.typical_p) / 16 : 1.0 - (1.0 - params.top_p) / 4;
+    const int filter = params.top_k > 0 ? kTopK : kTopP;
+    float reach;
+    return find_threshold(search, peaks, kept, filter, Goal{params.top_k, share, 0}, reach) ? reach : kLargestFloat;
+}
