@@ -21,6 +21,7 @@ from penstock.tools.gpu_check.cases import (
     elementwise,
     encoder,
     experts,
+    logprobs,
     prefill,
     ptx,
     quantized,
@@ -120,7 +121,7 @@ def small_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check
     every = sampling.FILTERS[-1]
     yield Check("sampling", "filters", partial(sampling.check_filter, params=every, draws=1200))
     yield Check("sampling", "overflow", partial(sampling.check_thresholds, params=every, max_listed=8))
-    yield Check("sampling", "logprobs", partial(sampling.check_logprobs, dtype=torch.float32, vocab_size=4001))
+    yield Check("sampling", "logprobs", partial(logprobs.check_logprobs, dtype=torch.float32, vocab_size=4001))
     yield from _sampling_edges()
 
 
@@ -257,7 +258,7 @@ def _sampling() -> Iterator[Check]:
         for vocab_size in (1, 4097, 151_936):
             run = partial(sampling.check_greedy, dtype=dtype, vocab_size=vocab_size)
             yield Check("sampling", f"greedy.{name}.{vocab_size}", run, dtype == torch.bfloat16)
-        with_logprobs = partial(sampling.check_logprobs, dtype=dtype, vocab_size=20_000)
+        with_logprobs = partial(logprobs.check_logprobs, dtype=dtype, vocab_size=20_000)
         yield Check("sampling", f"logprobs.{name}", with_logprobs, dtype == torch.bfloat16)
     yield Check("sampling", "penalties", partial(sampling.check_penalties, vocab_size=5000, num_steps=12))
     yield Check("sampling", "noise", sampling.check_noise)

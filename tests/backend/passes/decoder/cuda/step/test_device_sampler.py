@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, NOT_FINITE, SlotInit
 from penstock.backend.passes.decoder.cuda.step.device_sampler import MAX_BIASES, SlotArrays
+from penstock.tools.gpu_check.cases.logprobs import check_logprobs, report
 from penstock.tools.gpu_check.cases.sampling import (
     CPU,
     FILTERS,
@@ -21,7 +22,6 @@ from penstock.tools.gpu_check.cases.sampling import (
     check_fallback,
     check_filter,
     check_greedy,
-    check_logprobs,
     check_misjudged_rows,
     check_noise,
     check_penalties,
@@ -30,7 +30,6 @@ from penstock.tools.gpu_check.cases.sampling import (
     check_ties,
     mask_of,
     random_logits,
-    report,
     slot_init,
 )
 from tests.cuda_emulator import EmulatedLauncher
