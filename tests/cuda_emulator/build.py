@@ -1,11 +1,12 @@
 """Compile a kernel's source with g++ and binutils to a library for the emulator, and cache the library.
 
-Libraries are in the user's cache directory, named by a hash of all their inputs. They are renamed into place, so any
-number of processes may build at once.
+Libraries are in the user's cache directory, named by a hash of all their inputs. They are renamed into place; of
+several processes that need the same one, one builds it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
@@ -13,7 +14,8 @@ import shutil
 import subprocess
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,9 +38,10 @@ _CPU_FLAGS = (
 _KERNEL_FLAGS = {
     "fast": ("-O2",),
     "device": ("-O2", "-ffp-contract=fast", "-DCUSIM_AS_DEVICE"),
-    # The sanitizers are not linked: the emulator's runtime defines the functions that instrumented code calls.
+    # The sanitizers are not linked: the emulator's runtime defines the functions that instrumented code calls. They
+    # take the time of a launch, so optimisation would only make the compilation three times as long.
     "check": (
-        "-O1",
+        "-O0",
         "-g1",
         "-gdwarf-4",  # all versions of addr2line read it
         "-fsanitize=thread,bounds,alignment,shift,signed-integer-overflow,integer-divide-by-zero,null",
@@ -75,14 +78,20 @@ def build_kernels(source: Path, macros: tuple[tuple[str, int], ...], mode: str) 
     headers = (path for directory in directories for path in sorted(directory.glob("*.cuh")))
     key = _hash_of(source, *headers, texts=(_runtime_key(), *flags, *defines))
     path = _directory() / f"{source.stem}-{mode}-{key}.so"
-    if _in_use(path):
-        return path
+    with _alone(path):
+        if not _in_use(path):
+            _build(path, source, directories, mode, defines)
+    return path
+
+
+def _build(path: Path, source: Path, directories: Iterable[Path], mode: str, defines: tuple[str, ...]) -> None:
     runtime = build_runtime()
     with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
         text = _run(("g++", "-E", *defines, *(f"-I{directory}" for directory in directories), "-xc++", str(source)))
         kernels, assembly, library = (Path(temporary, name) for name in ("kernels.cpp", "kernels.s", path.name))
         kernels.write_text(_as_cpp(text, source))
-        _run(("g++", "-S", *flags, "-DCUSIM", f"-I{RUNTIME_DIR}", str(kernels), "-o", str(assembly)))
+        flags = (*_CPU_FLAGS, *_KERNEL_FLAGS[mode], "-DCUSIM", f"-I{RUNTIME_DIR}")
+        _run(("g++", "-S", *flags, str(kernels), "-o", str(assembly)))
         code = _SHARED_VARIABLE.sub(_IN_SHARED_SECTION, assembly.read_text())
         if ".bss" in code:
             raise KernelFailed(
@@ -91,23 +100,20 @@ def build_kernels(source: Path, macros: tuple[tuple[str, int], ...], mode: str) 
         assembly.write_text(code)
         _run(("g++", "-shared", str(assembly), str(runtime), "-o", str(library)))
         library.rename(path)
-    return path
 
 
 @cache
 def build_runtime() -> Path:
     """Return the library that all kernel libraries link to. Raises KernelFailed."""
     path = _directory() / f"runtime-{_runtime_key()}.so"
-    if not _in_use(path):
+    with _alone(path):
+        if _in_use(path):
+            return path
         with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
-            library = Path(temporary, path.name)
-            sources = sorted(RUNTIME_DIR.glob("*.cpp"))
-            objects = [str(Path(temporary, f"{source.stem}.o")) for source in sources]
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                compile_one = ("g++", "-c", "-O2", *_CPU_FLAGS)
-                commands = [(*compile_one, str(source), "-o", o) for source, o in zip(sources, objects, strict=True)]
-                list(pool.map(_run, commands))
-            _run(("g++", "-shared", *objects, "-o", str(library)))
+            library, whole = Path(temporary, path.name), Path(temporary, "runtime.cpp")
+            # Compiled as one, the standard library's headers are read once.
+            whole.write_text("".join(f'#include "{source}"\n' for source in sorted(RUNTIME_DIR.glob("*.cpp"))))
+            _run(("g++", "-shared", "-O2", *_CPU_FLAGS, str(whole), "-o", str(library)))
             library.rename(path)
     return path
 
@@ -161,6 +167,8 @@ def source_lines(library: Path, offsets: list[str]) -> list[str]:
 def _as_cpp(text: str, source: Path) -> str:
     """Turn preprocessed CUDA source into C++ that exports its kernels."""
     text = _DYNAMIC_SHARED.sub(r"\g<type>* const \g<name> = cusim::dynamic_shared<\g<type>>();", text)
+    # Inlined without optimisation too: a report names the line that called.
+    text = re.sub(r"^inline\b", "__forceinline__", text, flags=re.MULTILINE)
     if "extern __shared__" in text:
         raise KernelFailed(f"{source.name}: the emulator does not support this form of `extern __shared__`")
     entries = []
@@ -202,13 +210,21 @@ def _directory() -> Path:
     directory = cache_directory() / "cuda-emulator"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     oldest = time.time() - _UNUSED_AFTER_S
-    for path in directory.glob("*.so"):
+    for path in directory.glob("*.*"):
         try:
             if path.stat().st_mtime < oldest:
                 path.unlink()
         except FileNotFoundError:  # another process deleted it first
             continue
     return directory
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Keep other processes from building the same library."""
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _in_use(path: Path) -> bool:
