@@ -22,7 +22,7 @@ from penstock.tools.gpu_check.checks import deterministic_passes
 from penstock.tools.gpu_check.checks.deterministic_passes import BatchCase, PassSizes
 from penstock.tools.gpu_check.checks.pass_agreement import check_passes
 from penstock.tools.gpu_check.devices.device_context import DeviceContext
-from penstock.tools.gpu_check.devices.models import TINY_FAMILY
+from penstock.tools.gpu_check.model_configs import TINY_FAMILY
 from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
 from tests.cuda_emulator import EmulatedLauncher
 from tests.cuda_emulator.launcher import Mode

@@ -117,7 +117,8 @@ def run_all(run: Run) -> int:
     Time that a section leaves unused goes to the later ones.
     """
     ends_s = time.monotonic() + run.budget_s
-    environment, predicted = describe_environment(run.commit), predicted_values()
+    environment = describe_environment(run.commit)
+    predicted = predicted_values(environment.get("gpu", ""))
     ended = run.kept.load_all(section.name for section in SECTIONS) if run.kept else {}
     left = [section for section in run.sections if section.name not in ended or ended[section.name].outcome != "done"]
     for index, section in enumerate(left):

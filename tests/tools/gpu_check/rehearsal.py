@@ -1,12 +1,14 @@
 """Rehearse the four parts of the GPU check on the emulator, with their real command lines, processes and time limits.
 
-`python -m tests.tools.gpu_check.rehearsal OUT [SECONDS]`; with SECONDS, part a is killed after that long and given
-again. Cubins of --compile-only are used if OUT/cubins has them.
+`python -m tests.tools.gpu_check.rehearsal OUT [SECONDS [PARTS]]`; with SECONDS above 0, the first of PARTS ("abcd") is
+killed after that long and given again. Between two parts OUT travels to another directory, as from one lent machine to
+the next. Cubins of --compile-only are used if OUT/cubins has them.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,13 +29,18 @@ if "penstock.tools.gpu_check" in sys.orig_argv:
 
 
 def main(argv: list[str]) -> int:
-    out, kill_after_s = Path(argv[0]).absolute(), float(argv[1]) if len(argv) > 1 else None
+    out, kill_after_s = Path(argv[0]).absolute(), float(argv[1]) if len(argv) > 1 else 0.0
+    parts = argv[2] if len(argv) > 2 else "abcd"
     with tempfile.TemporaryDirectory() as place:
         Path(place, "sitecustomize.py").write_text(IN_PROCESSES)
         environment = os.environ | {"PYTHONPATH": f"{place}:{ROOT}"}
-        for part in "abcd":
-            command = [sys.executable, "-m", "penstock.tools.gpu_check", "--part", part, "--out", str(out)]
-            if part == "a" and kill_after_s is not None:
+        for part in parts:
+            there = Path(place, f"machine-{part}", "gpu-check")
+            there.parent.mkdir()
+            if out.exists():
+                shutil.move(out, there)
+            command = [sys.executable, "-m", "penstock.tools.gpu_check", "--part", part, "--out", str(there)]
+            if part == parts[0] and kill_after_s > 0:
                 killed = subprocess.Popen(command, cwd=ROOT, env=environment)
                 try:
                     killed.wait(kill_after_s)
@@ -43,6 +50,7 @@ def main(argv: list[str]) -> int:
                     print(f"REHEARSAL part {part}: killed after {kill_after_s:g} s", flush=True)
             started_s = time.monotonic()
             status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+            shutil.move(there, out)
             print(f"REHEARSAL part {part}: status {status}, {time.monotonic() - started_s:.0f} s", flush=True)
             if status:
                 return status

@@ -23,9 +23,9 @@ from penstock.tools.gpu_check.checks import (
     sanitizer,
     sharing,
 )
-from penstock.tools.gpu_check.devices.models import TINY
 from penstock.tools.gpu_check.engine_speed import attribution, end_to_end, transformers_batching
-from penstock.tools.gpu_check.kernel_speed import ceilings, kernel_cases, kernels, weight_products
+from penstock.tools.gpu_check.kernel_speed import ceilings, kernel_cases, kernels, variants, weight_products
+from penstock.tools.gpu_check.model_configs import TINY
 from tests.cuda_emulator import EmulatedLauncher
 from tests.tools.gpu_check.device_context import make_device_context
 from tests.tools.gpu_check.test_attribution import LaunchProfiler
@@ -79,6 +79,7 @@ def run_kernels(results: Results) -> None:
 
 def run_variants(results: Results) -> None:
     context = make_device_context()
+    variants.measure(results, context, KERNEL_SIZES)
     sizes = weight_products.WeightSizes((("o", 48, 32),), (1, 3), 10_000)
     weight_products.measure(results, context, LaunchProfiler(context), sizes)
 
@@ -92,7 +93,7 @@ def run_attribution(results: Results) -> None:
 
 
 def run_end_to_end(results: Results) -> None:
-    end_to_end.measure_model(results, make_device_context(), tiny_plan())
+    end_to_end.measure_model(results, make_device_context(), tiny_plan(step_tokens=(16, 32)))
 
 
 def run_invariance(results: Results) -> None:

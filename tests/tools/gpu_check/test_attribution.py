@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch._C._autograd import DeviceType
 
-from penstock.tools.gpu_check.devices.models import LLAMA_8B, TINY
 from penstock.tools.gpu_check.devices.profiling import KernelRun, short_name
 from penstock.tools.gpu_check.engine_speed import attribution
 from penstock.tools.gpu_check.engine_speed.mixed_steps import MixedLoad, compare
 from penstock.tools.gpu_check.kernel_speed import weight_products
+from penstock.tools.gpu_check.model_configs import LLAMA_8B, TINY
 from tests.tools.gpu_check.device_context import Record, make_device_context
 
 if TYPE_CHECKING:

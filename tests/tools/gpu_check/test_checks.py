@@ -24,8 +24,8 @@ from penstock.tools.gpu_check.checks import (
     pass_agreement,
     transformers_agreement,
 )
-from penstock.tools.gpu_check.devices.models import TINY_FAMILY
 from penstock.tools.gpu_check.machine_code.sass import find_nvdisasm
+from penstock.tools.gpu_check.model_configs import TINY_FAMILY
 from penstock.tools.gpu_check.reporting import environment
 from tests.cuda_emulator import EmulatedLauncher
 from tests.tools.gpu_check.device_context import Record, make_device_context

@@ -14,7 +14,8 @@ from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.tools.gpu_check.cases.comparing import Mismatch
 from penstock.tools.gpu_check.checks import pass_agreement
 from penstock.tools.gpu_check.checks.float64_model import Float64Model
-from penstock.tools.gpu_check.devices.models import TINY_FAMILY, RandomWeights
+from penstock.tools.gpu_check.devices.models import RandomWeights
+from penstock.tools.gpu_check.model_configs import TINY_FAMILY
 from tests.checkpoints import PRESETS, load_oracle, make_checkpoint
 from tests.tools.gpu_check.device_context import Record, make_device_context
 

@@ -11,7 +11,7 @@ import torch
 
 from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
 from penstock.tools.gpu_check.checks import deterministic_passes, invariance, invariance_child
-from penstock.tools.gpu_check.devices.models import LLAMA_8B, QWEN3_06B, TINY
+from penstock.tools.gpu_check.model_configs import LLAMA_8B, QWEN3_06B, TINY, weight_shapes
 from tests.tools.gpu_check.device_context import Record, make_device_context
 
 
@@ -83,7 +83,7 @@ def test_setting_whose_child_dies_is_a_failed_check(record: Record) -> None:
 
 
 def test_large_models_have_their_published_sizes() -> None:
-    shapes = invariance_child.weight_shapes(LLAMA_8B)
+    shapes = weight_shapes(LLAMA_8B)
     num_weights = sum(outputs * inputs * count for outputs, inputs, count in shapes.values())
     assert num_weights + 128_256 * 4096 == pytest.approx(8.03e9, rel=1e-3)
     assert QWEN3_06B.num_heads * QWEN3_06B.head_dim == 2048

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from penstock.tools.gpu_check.checks import pass_agreement
-from penstock.tools.gpu_check.devices.models import TINY_FAMILY, RandomWeights
+from penstock.tools.gpu_check.devices.models import RandomWeights
 from penstock.tools.gpu_check.engine_speed import nano_vllm
 from penstock.tools.gpu_check.engine_speed.engine_runs import EnginePlan
 from penstock.tools.gpu_check.engine_speed.offline_requests import draw_offline_requests
+from penstock.tools.gpu_check.model_configs import TINY_FAMILY
 from tests.tools.gpu_check.device_context import Record, make_device_context
 
 if TYPE_CHECKING:

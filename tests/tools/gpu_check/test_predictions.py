@@ -107,4 +107,7 @@ def test_miss_is_over_a_fifth_on_either_side(measured: float, missed: bool) -> N
 
 
 def test_values_are_those_of_the_predictions() -> None:
-    assert predicted_values() == {name: predicted.value for name, predicted in make_predictions().items()}
+    assert predicted_values("NVIDIA H200") == {name: each.value for name, each in make_predictions().items()}
+    of_h100 = predicted_values("NVIDIA H100 80GB HBM3")
+    assert of_h100["llama8b.decode.1x1k"] < 0.8 * predicted_values("NVIDIA H200")["llama8b.decode.1x1k"]
+    assert predicted_values("NVIDIA L40S") == {}

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from penstock.tools.gpu_check.checks import pass_agreement
-from penstock.tools.gpu_check.devices.models import TINY, RandomWeights
+from penstock.tools.gpu_check.devices.models import RandomWeights
 from penstock.tools.gpu_check.engine_speed import transformers_batching as peers
+from penstock.tools.gpu_check.model_configs import TINY
 from tests.tools.gpu_check.device_context import Record, make_device_context
 
 

@@ -14,9 +14,10 @@ import torch
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.cuda.ops.matmul import BLOCK_ROWS, BlockedMatmul, CudaLinear
 from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes, make_layout
-from penstock.tools.gpu_check.devices.models import LLAMA_8B, QWEN3_06B, RandomWeights
+from penstock.tools.gpu_check.devices.models import RandomWeights
 from penstock.tools.gpu_check.devices.random_caches import fill_cache
 from penstock.tools.gpu_check.devices.steps import Steps, launch, step_us
+from penstock.tools.gpu_check.model_configs import LLAMA_8B, QWEN3_06B
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

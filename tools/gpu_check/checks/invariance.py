@@ -21,9 +21,9 @@ from penstock.tools.gpu_check.checks.deterministic_passes import (
     check_products,
     measure_cost,
 )
-from penstock.tools.gpu_check.checks.invariance_child import weight_shapes
 from penstock.tools.gpu_check.devices.device_context import open_device_context
 from penstock.tools.gpu_check.devices.mirror_launcher import MirrorLauncher
+from penstock.tools.gpu_check.model_configs import weight_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

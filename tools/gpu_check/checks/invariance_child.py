@@ -15,8 +15,9 @@ import torch
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
 from penstock.tools.gpu_check.devices.device_context import open_device_context
-from penstock.tools.gpu_check.devices.models import LLAMA_8B, QWEN3_06B, RandomWeights
+from penstock.tools.gpu_check.devices.models import RandomWeights
 from penstock.tools.gpu_check.devices.steps import generate
+from penstock.tools.gpu_check.model_configs import LLAMA_8B, QWEN3_06B, weight_shapes
 
 if TYPE_CHECKING:
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
@@ -45,18 +46,6 @@ def main(argv: list[str]) -> int:
         forbid_splits()
     measure(context, LibrarySizes(weight_shapes(LLAMA_8B)), until_s)
     return 0
-
-
-def weight_shapes(config: DecoderConfig) -> dict[str, tuple[int, int, int]]:
-    """Weight name → outputs, inputs and products per step."""
-    heads = config.num_heads + 2 * config.num_kv_heads
-    return {
-        "qkv": (heads * config.head_dim, config.hidden_size, config.num_layers),
-        "o": (config.hidden_size, config.num_heads * config.head_dim, config.num_layers),
-        "gate_up": (2 * config.intermediate_size, config.hidden_size, config.num_layers),
-        "down": (config.hidden_size, config.intermediate_size, config.num_layers),
-        "lm_head": (config.vocab_size, config.hidden_size, 1),
-    }
 
 
 def forbid_splits() -> None:

@@ -22,8 +22,9 @@ from penstock.backend.passes.decoder.pooled_weights import WeightsWithHead
 from penstock.tools.gpu_check.cases.comparing import require, require_within
 from penstock.tools.gpu_check.cases.stored_forms import STORED_FORMS
 from penstock.tools.gpu_check.checks.float64_model import Float64Model
-from penstock.tools.gpu_check.devices.models import TINY_FAMILY, QuantizedRandomWeights, RandomWeights
+from penstock.tools.gpu_check.devices.models import QuantizedRandomWeights, RandomWeights
 from penstock.tools.gpu_check.devices.steps import Steps, generate, launch
+from penstock.tools.gpu_check.model_configs import TINY_FAMILY
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

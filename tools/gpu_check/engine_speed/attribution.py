@@ -14,11 +14,12 @@ import torch
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes, make_layout
 from penstock.tools.gpu_check.devices.device_context import open_device_context
-from penstock.tools.gpu_check.devices.models import LLAMA_8B, QWEN3_06B, RandomWeights
+from penstock.tools.gpu_check.devices.models import RandomWeights
 from penstock.tools.gpu_check.devices.profiling import GpuProfiler
 from penstock.tools.gpu_check.devices.random_caches import fill_cache
 from penstock.tools.gpu_check.devices.steps import Steps, launch
 from penstock.tools.gpu_check.engine_speed.mixed_steps import WAYS, MixedLoad, compare
+from penstock.tools.gpu_check.model_configs import LLAMA_8B, QWEN3_06B
 from penstock.tools.gpu_check.prediction.machine import H200
 
 if TYPE_CHECKING:

@@ -14,10 +14,11 @@ import torch
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes, make_layout, plan_spec
 from penstock.tools.gpu_check.devices.device_context import open_device_context
-from penstock.tools.gpu_check.devices.models import LLAMA_8B, QWEN2_05B, QWEN3_06B, RandomWeights
+from penstock.tools.gpu_check.devices.models import RandomWeights
 from penstock.tools.gpu_check.devices.random_caches import fill_cache
 from penstock.tools.gpu_check.devices.steps import Steps, launch, step_us
 from penstock.tools.gpu_check.engine_speed.engine_runs import LLAMA_ENGINE, QWEN_ENGINE, EnginePlan, measure_engine
+from penstock.tools.gpu_check.model_configs import LLAMA_8B, QWEN2_05B, QWEN3_06B
 from penstock.tools.gpu_check.reporting.choices import record_smallest
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.tools.gpu_check.devices.device_context import open_device_context
-from penstock.tools.gpu_check.devices.models import QWEN3_06B, RandomWeights, rope_theta
+from penstock.tools.gpu_check.devices.models import RandomWeights
 from penstock.tools.gpu_check.engine_speed.engine_runs import QWEN_ENGINE, EnginePlan, time_offline
 from penstock.tools.gpu_check.engine_speed.offline_requests import draw_offline_requests
 from penstock.tools.gpu_check.engine_speed.transformers_batching import (
@@ -32,6 +32,7 @@ from penstock.tools.gpu_check.engine_speed.transformers_batching import (
     make_state_dict,
     run_with_timeout,
 )
+from penstock.tools.gpu_check.model_configs import QWEN3_06B, rope_theta
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,9 +19,10 @@ import torch
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
 from penstock.tools.gpu_check.devices.device_context import open_device_context
-from penstock.tools.gpu_check.devices.models import LLAMA_8B, RandomWeights, rope_theta
+from penstock.tools.gpu_check.devices.models import RandomWeights
 from penstock.tools.gpu_check.devices.steps import Steps
 from penstock.tools.gpu_check.engine_speed.end_to_end import time_decode
+from penstock.tools.gpu_check.model_configs import LLAMA_8B, rope_theta
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,6 +27,7 @@ from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
 from penstock.backend.passes.decoder.ops import ExpertWeights, HeadShape
 from penstock.tools.gpu_check.cases.quantized import FORMS, random_weight
 from penstock.tools.gpu_check.devices.random_caches import fill_cache
+from penstock.tools.gpu_check.model_configs import LLAMA_8B
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.tools.gpu_check.devices.device_context import DeviceContext
 
 PAGE_TOKENS = 32
-LLAMA_HEADS = HeadShape(32, 8, 128)
+LLAMA_HEADS = HeadShape(LLAMA_8B.num_heads, LLAMA_8B.num_kv_heads, LLAMA_8B.head_dim)
 QWEN3_EXPERTS = Experts(128, 8, 768, normalises=True)
 """The experts of Qwen3 30B-A3B."""
 
@@ -76,10 +77,10 @@ class KernelSizes:
     """Name, rows, tokens of each, window."""
     encoder_heads: int = 12
     sampling_rows: int = 256
-    vocab_size: int = 128_256
+    vocab_size: int = LLAMA_8B.vocab_size
     elementwise_tokens: tuple[int, ...] = (64, 8192)
-    hidden: int = 4096
-    intermediate: int = 14_336
+    hidden: int = LLAMA_8B.hidden_size
+    intermediate: int = LLAMA_8B.intermediate_size
     product_rows: tuple[int, ...] = (1, 16, 64)
     experts: Experts = QWEN3_EXPERTS
     expert_hidden: int = 2048

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.tools.gpu_check.model_configs import LLAMA_8B, weight_shapes
+
 if TYPE_CHECKING:
     from penstock.tools.gpu_check.devices.device_context import DeviceContext
     from penstock.tools.gpu_check.devices.profiling import Profiler
@@ -18,10 +20,9 @@ if TYPE_CHECKING:
 class WeightSizes:
     """A Llama 8B's weights by default: outputs and inputs."""
 
-    shapes: tuple[tuple[str, int, int], ...] = (
-        ("qkv", 6144, 4096), ("o", 4096, 4096), ("gate_up", 28_672, 4096), ("down", 4096, 14_336),
-        ("lm_head", 128_256, 4096),
-    )  # fmt: skip
+    shapes: tuple[tuple[str, int, int], ...] = tuple(
+        (name, outputs, inputs) for name, (outputs, inputs, _) in weight_shapes(LLAMA_8B).items()
+    )
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     cold_bytes: int = 1 << 30
     """Total bytes of the copies of a weight that are read in turn."""

@@ -6,9 +6,11 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.tools.gpu_check import model_configs
 from penstock.tools.gpu_check.prediction.kernels import KV_BYTES, Heads
 
 if TYPE_CHECKING:
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.tools.gpu_check.prediction.kernels import KernelTimes
 
 _KERNELS_OF_LAYER = 9
@@ -30,9 +32,13 @@ class ModelShape:
     vocab_size: int
     heads: Heads
 
+    @classmethod
+    def of(cls, config: DecoderConfig) -> ModelShape:
+        heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+        return cls(config.num_layers, config.hidden_size, config.intermediate_size, config.vocab_size, heads)
 
-LLAMA_8B = ModelShape(32, 4096, 14_336, 128_256, Heads(32, 8))
-QWEN3_06B = ModelShape(28, 1024, 3072, 151_936, Heads(16, 8))
+
+LLAMA_8B, QWEN3_06B = (ModelShape.of(config) for config in (model_configs.LLAMA_8B, model_configs.QWEN3_06B))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.tools.gpu_check.prediction.kernels import KV_BYTES, KernelTimes, kernel_times
-from penstock.tools.gpu_check.prediction.machine import H200, Machine
+from penstock.tools.gpu_check.prediction.machine import H200, Machine, machine_of
 from penstock.tools.gpu_check.prediction.models import LLAMA_8B, QWEN3_06B, ModelTimes
 from penstock.tools.gpu_check.reporting.goals import GOALS
 
@@ -43,8 +43,10 @@ def make_predictions(machine: Machine = H200) -> dict[str, Prediction]:
     return found | _taken_over(found)
 
 
-def predicted_values() -> dict[str, float]:
-    return {name: predicted.value for name, predicted in make_predictions().items()}
+def predicted_values(gpu: str) -> dict[str, float]:
+    """The predictions for a GPU by its name; none for one whose constants are not known."""
+    machine = machine_of(gpu)
+    return {} if machine is None else {name: each.value for name, each in make_predictions(machine).items()}
 
 
 def _attention(times: KernelTimes) -> dict[str, Prediction]:

@@ -13,7 +13,7 @@ from penstock.tools.gpu_check.reporting.goals import GOALS, Goal
 from penstock.tools.gpu_check.reporting.results import SIZES_PREFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from penstock.tools.gpu_check.reporting.baseline import FigureComparison
@@ -122,7 +122,7 @@ def _markdown(document: dict[str, Any]) -> str:
         mark = {True: "pass", False: "fail", None: ""}[row["met"]]
         predicted = "" if row["predicted"] is None else f"{row['predicted']:,.3g}"
         cells = (row["title"], row["unit"], row["limit"], row["goal"], predicted, shown, mark)
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        lines.append(_row(cells))
     lines += _missed_lines(document["predictions"])
     lines += _comparison_lines(document["compared"])
     for section in document["sections"]:
@@ -134,34 +134,42 @@ def _markdown(document: dict[str, Any]) -> str:
 
 
 def _missed_lines(predictions: list[dict[str, Any]]) -> list[str]:
-    missed = [each for each in predictions if each["missed"]]
-    if not predictions:
-        return []
-    lines = ["", f"## Missed by over 20 %: {len(missed)} of {len(predictions)} predictions", ""]
-    if missed:
-        lines += ["| figure | predicted | measured | measured / predicted |", "|---|---|---|---|"]
     rows = [
-        f"| {each['finding']} | {each['predicted']:,.3g} | {each['measured']:,.4g} "
-        f"| {each['measured'] / each['predicted']:.2f} |"
-        for each in missed
-    ]
-    return lines + _at_most(_MOST_COMPARED, rows)
+        (
+            each["finding"], f"{each['predicted']:,.3g}", f"{each['measured']:,.4g}",
+            f"{each['measured'] / each['predicted']:.2f}",
+        )
+        for each in predictions
+        if each["missed"]
+    ]  # fmt: skip
+    header = ("figure", "predicted", "measured", "measured / predicted")
+    return _table_of("Missed by over 20 %", header, rows, f"{len(predictions)} predictions") if predictions else []
 
 
 def _comparison_lines(compared: list[dict[str, Any]]) -> list[str]:
-    """The comparison table, worst first. Figures with the verdict "ok" are left out."""
-    changed = [each for each in compared if each["verdict"] != "ok"]
-    if not compared:
-        return []
-    lines = ["", f"## Worse than the baseline: {len(changed)} of {len(compared)} figures", ""]
-    if changed:
-        lines += ["| figure | unit | before | now | worse by | |", "|---|---|---|---|---|---|"]
+    """The comparison, worst first. Figures with the verdict "ok" are left out."""
     rows = [
-        f"| {each['name']} | {each['unit']} | {each['before']:,.5g} | {each['now']:,.5g} "
-        f"| {each['worse_percent']:.1f} % | {each['verdict']} |"
-        for each in changed
-    ]
-    return lines + _at_most(_MOST_COMPARED, rows)
+        (
+            each["name"], each["unit"], f"{each['before']:,.5g}", f"{each['now']:,.5g}",
+            f"{each['worse_percent']:.1f} %", each["verdict"],
+        )
+        for each in compared
+        if each["verdict"] != "ok"
+    ]  # fmt: skip
+    header = ("figure", "unit", "before", "now", "worse by", "")
+    return _table_of("Worse than the baseline", header, rows, f"{len(compared)} figures") if compared else []
+
+
+def _table_of(title: str, header: tuple[str, ...], rows: Sequence[tuple[str, ...]], total: str) -> list[str]:
+    """A section that says how many of the total are rows, and has a table of them if there are any."""
+    lines = ["", f"## {title}: {len(rows)} of {total}", ""]
+    if rows:
+        lines += [_row(header), "|---" * len(header) + "|"]
+    return lines + _at_most(_MOST_COMPARED, [_row(row) for row in rows])
+
+
+def _row(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _lines_of_others(findings: list[dict[str, Any]], ceilings: dict[str, float]) -> list[str]:
