@@ -14,11 +14,12 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-LIBRARY = "_vllm_fa3_C.abi3.so"
+_LIBRARY = Path(__file__).with_name("_vllm_fa3_C.abi3.so")
 _SET = {"window_size_left": -1, "window_size_right": -1, "cp_world_size": 1}
 """Arguments whose neutral value is not 0."""
 
-torch.ops.load_library(str(Path(__file__).with_name(LIBRARY)))  # type: ignore[no-untyped-call]
+if _LIBRARY.exists():  # in the archive, not in this package
+    torch.ops.load_library(str(_LIBRARY))  # type: ignore[no-untyped-call]
 
 
 def flash_attn_func(
