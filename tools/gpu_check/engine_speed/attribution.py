@@ -20,7 +20,7 @@ from penstock.tools.gpu_check.devices.random_caches import fill_cache
 from penstock.tools.gpu_check.devices.steps import Steps, launch
 from penstock.tools.gpu_check.engine_speed.mixed_steps import WAYS, MixedLoad, compare
 from penstock.tools.gpu_check.model_configs import LLAMA_8B, QWEN3_06B
-from penstock.tools.gpu_check.prediction.machine import H200
+from penstock.tools.gpu_check.prediction.machine import H200, machine_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -189,5 +189,6 @@ def _is_product(kernel: str) -> bool:
 
 
 def _share_of_limit(num_bytes: float, us: float) -> str:
-    share = num_bytes / H200.bandwidth * 1e6 / us
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+    share = num_bytes / (machine_of(name) or H200).bandwidth * 1e6 / us
     return f", {num_bytes / 1e6:,.0f} MB, {num_bytes / us / 1e6:.2f} TB/s, {100 * share:.0f} % of the limit"
