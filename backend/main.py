@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -38,6 +39,7 @@ from penstock.backend.passes.decoder.cuda.device.kernel_choices import adopted_c
 from penstock.backend.plugins import find_forward_pass
 from penstock.backend.scheduling.settlement import Settlement
 from penstock.backend.startup import (
+    AUTO,
     check_host_memory,
     check_memory,
     check_room_beside,
@@ -66,6 +68,7 @@ from penstock.shm.process.heartbeat import Heartbeat
 from penstock.shm.process.logs import set_up_logging
 from penstock.shm.process.options import fail, format_size, make_app
 from penstock.shm.process.service_manager import find_service_manager
+from penstock.shm.process.standby import wait_for_turn
 from penstock.shm.process.tenant_places import HARD_BOUND
 from penstock.shm.recording.events import BackendStarted
 from penstock.shm.recording.records import FORMAT_VERSION
@@ -80,6 +83,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.backend")
 
+_DECODER = "decoder"
 _DRAIN_TIMEOUT_S = 30.0
 _SETTLE_START_S = 0.5
 """Frontends look for the new backend every 0.05 s. All of them should be there before a coalesced group goes on."""
@@ -93,6 +97,8 @@ app = make_app("backend", "Runs a model: owns the device and serves any number o
 @app.default
 def run(*, options: BackendOptions = BackendOptions()) -> None:  # noqa: B008 - frozen; cyclopts reads the defaults from it
     configure_torch_threads()
+    if options.turn_fd is not None and not _take_turn(options, options.turn_fd):
+        return
     log = set_up_logging(options.log_level, as_json=options.log_json)
     try:
         serve(options)
@@ -115,6 +121,14 @@ def run(*, options: BackendOptions = BackendOptions()) -> None:  # noqa: B008 - 
 
 def main() -> None:
     app()
+
+
+def _take_turn(options: BackendOptions, turn_fd: int) -> bool:
+    """Import what takes long, and wait. False if this backend is not needed."""
+    name = _DECODER if options.forward_pass == AUTO else options.forward_pass
+    with contextlib.suppress(StartupError):  # `serve` reports it
+        find_forward_pass(name)
+    return wait_for_turn(turn_fd)
 
 
 def serve(options: BackendOptions) -> None:

@@ -46,7 +46,7 @@ _GROUPS = {
     "Model and weights": "revision task dtype lora_modules deterministic cpu_path forward_pass dry_run",
     "Memory and scheduling": "host_kv_budget kv_dtype page_size max_batch_tokens max_running max_waiting"
     " embedding_cache priority_step_s grammar_timeout_s batch_channel_capacity",
-    "Processes": "socket shared_buffers shared_buffer_budget kv_events kv_events_topic heartbeat_fd weights_fds"
+    "Processes": "socket shared_buffers shared_buffer_budget kv_events kv_events_topic heartbeat_fd turn_fd weights_fds"
     " persist_kv_fd beside_another",
     "Logs and traces": "log_level log_json flight_recorder record_tokens recorder_fd",
 }
@@ -168,6 +168,9 @@ class BackendOptions:
 
     heartbeat_fd: Annotated[int | None, Parameter(show=False, validator=Number(gte=0))] = None
     """File descriptor of the heartbeat that `penstock serve` watches."""
+
+    turn_fd: Annotated[int | None, Parameter(show=False, validator=Number(gte=0))] = None
+    """File descriptor from which a byte says that this backend is to take another one's place. Until then it waits."""
 
     weights_fds: Annotated[tuple[int, ...], Parameter(show=False)] = ()
     """The two file descriptors of the mailbox for packed weights, which `penstock serve` keeps."""

@@ -124,6 +124,8 @@ class PreparedBackend:
             heartbeat=self.heartbeat,
             hang_timeout_s=common.hang_timeout_s,
             on_crash=on_crash,
+            # With replicas streams go on elsewhere, and a further process for each would take as much memory.
+            standby_option="--turn-fd" if self.weights is not None and common.num_replicas == 1 else None,
             may_die_often=common.may_die_often,
         )
 

@@ -13,10 +13,11 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.shm.process.heartbeat import HangWatch
+from penstock.shm.process.standby import Standby
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -58,6 +59,9 @@ class ChildSpec:
     """A child whose heartbeat is silent for longer is killed, and restarted like one that died; 0 is never."""
     on_crash: Callable[[], None] | None = None
     """Called after the child has died or failed by itself, before it is restarted."""
+    standby_option: str | None = None
+    """An option of argv that takes an fd. While the child runs, a further process waits with its imports done, until a
+    byte comes from the fd; it takes the child's place when that dies (`standby.wait_for_turn`)."""
     may_die_often: bool = False
     """After its start it is restarted for as long as the others run, however often it dies."""
 
@@ -100,6 +104,7 @@ class Child:
     kill_at_s: float = math.inf
     """Monotonic; of a child that was told to end."""
     watch: HangWatch | None = None
+    standby: Standby = field(default_factory=Standby)
 
     def __post_init__(self) -> None:
         spec = self.spec
@@ -192,13 +197,18 @@ class Supervisor:
                     elif child.process is None:
                         if time.monotonic() >= child.restart_at_s:
                             self._start(child)
-                    elif (returncode := child.process.poll()) is not None and not self._may_restart(child, returncode):
-                        return self._stop(status=exit_status(returncode) or 1)
+                    elif (returncode := child.process.poll()) is not None:
+                        if not self._may_restart(child, returncode):
+                            return self._stop(status=exit_status(returncode) or 1)
+                    else:
+                        self._keep_standby(child)
                 self._attend(is_called=received is not None and received.si_signo == signal.SIGUSR2)
         finally:
             for process in self._running():
                 process.kill()
                 process.wait()
+            for child in self.children:
+                child.standby.drop()
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
     @property
@@ -215,12 +225,14 @@ class Supervisor:
 
     def keep(self, child: Child, spec: ChildSpec) -> None:
         """From now on restart the child, if it ends, as spec says."""
+        child.standby.drop()
         child.spec, child.is_kept, child.has_settled, child.end = spec, True, True, None
 
     def retire(self, child: Child) -> None:
         """Tell the child to end; called again, it sends SIGTERM again. It is not restarted, and killed if it takes as
         long as a stop may."""
         child.is_kept = False
+        child.standby.drop()
         child.kill_at_s = min(child.kill_at_s, time.monotonic() + self._stop_timeout_s)
         if child.process is not None:
             child.process.terminate()
@@ -268,9 +280,20 @@ class Supervisor:
     def _start(self, child: Child) -> None:
         if child.watch is not None:
             child.watch.restart()
+        child.process = child.standby.take() or self._spawn(child.spec)
+        child.started_s = time.monotonic()
+
+    def _keep_standby(self, child: Child) -> None:
+        """Only once the child has started: until then it needs the cores."""
+        now_s = time.monotonic()
+        if child.spec.standby_option is not None and self.is_up and now_s - child.started_s >= self._settle_s:
+            child.standby.start(lambda turn: self._spawn(child.spec, turn), now_s)
+
+    def _spawn(self, spec: ChildSpec, turn: int | None = None) -> subprocess.Popen[bytes]:
+        """turn: the fd of a standby."""
         supervisor_pid = os.getpid()
         libc = ctypes.CDLL(None)
-        child_mask = {*self._mask, signal.SIGHUP} if child.spec.reloads else self._mask
+        child_mask = {*self._mask, signal.SIGHUP} if spec.reloads else self._mask
 
         def tie_to_supervisor() -> None:
             # Runs in the child between fork and exec. If the supervisor died before prctl, no signal would come.
@@ -279,15 +302,15 @@ class Supervisor:
                 os._exit(1)
             signal.pthread_sigmask(signal.SIG_SETMASK, child_mask)
 
-        child.process = subprocess.Popen(
-            child.spec.argv,
+        waits = () if turn is None or spec.standby_option is None else (spec.standby_option, str(turn))
+        return subprocess.Popen(
+            (*spec.argv, *waits),
             stdin=subprocess.DEVNULL,
-            pass_fds=child.spec.pass_fds,
-            env=child.spec.env,
+            pass_fds=spec.pass_fds if turn is None else (*spec.pass_fds, turn),
+            env=spec.env,
             process_group=0,  # a terminal's Ctrl-C reaches the children once, through the supervisor
             preexec_fn=tie_to_supervisor,
         )
-        child.started_s = time.monotonic()
 
     def _may_restart(self, child: Child, returncode: int) -> bool:
         now_s = time.monotonic()
@@ -318,7 +341,7 @@ class Supervisor:
         if self.attendant is not None and self._is_attended:
             due_s.append(now_s + _ATTEND_EVERY_S)
         due_s.append(now_s + (_LONGEST_SLEEP_S if self._is_up is None else _IS_UP_EVERY_S))
-        if any(child.watch is not None for child in self.children):
+        if any(child.watch is not None or child.spec.standby_option is not None for child in self.children):
             due_s.append(now_s + _WATCH_EVERY_S)
         if self._service_manager is not None and self._service_manager.beat_every_s is not None:
             due_s.append(now_s + self._service_manager.beat_every_s)

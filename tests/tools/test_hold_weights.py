@@ -65,6 +65,25 @@ def test_replicas_share_weights_and_the_successor_of_a_killed_backend_maps_them(
     assert serve.stop() == 0
 
 
+def waiting_backends(serve: Serve) -> list[int]:
+    pids = serve.pids("penstock.backend.main")
+    return [pid for pid in pids if b"--turn-fd" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_waiting_backend_takes_the_place_of_a_killed_one(start: Start) -> None:
+    serve = start("--forward-pass", "decoder", "--gpu", "none", "--kv-budget", "4MB", "--hold-weights")
+    serve.wait_until_ready()
+    expected = serve.complete()
+    wait_until(lambda: len(waiting_backends(serve)) == 1, 60.0)
+    (waiting,) = waiting_backends(serve)
+    (running,) = set(serve.pids("penstock.backend.main")) - {waiting}
+    os.kill(running, signal.SIGKILL)
+    serve.errors.wait_for(MAPPED)
+    assert serve.complete() == expected
+    assert waiting in serve.pids("penstock.backend.main")
+    assert serve.stop() == 0
+
+
 def test_backends_of_one_model_share_a_place_for_weights_until_the_last_is_closed() -> None:
     children = BackendChildren(print, 30.0, 2, may_die_often=False, crashes=None, weights=SharedWeights())
     options = BackendOptions(flight_recorder=0)
@@ -73,6 +92,7 @@ def test_backends_of_one_model_share_a_place_for_weights_until_the_last_is_close
     assert first.weights is not None
     assert second.weights is first.weights is not other.weights
     assert set(first.weights.fds) <= set(first.spec("backend").pass_fds)
+    assert first.spec("backend").standby_option is None  # the other replica goes on meanwhile
     fd = os.memfd_create("test")
     first.weights.leave([fd])
     os.close(fd)

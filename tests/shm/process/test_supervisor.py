@@ -21,7 +21,8 @@ SUPERVISE = """
 import sys
 from penstock.shm.process.supervisor import ChildSpec, Supervisor
 children = [
-    ChildSpec(name, (sys.executable, "-c", code), stage=stage, reloads={reloads}, may_die_often={may_die_often})
+    ChildSpec(name, (sys.executable, "-c", code), stage=stage, reloads={reloads}, may_die_often={may_die_often},
+        standby_option={standby_option!r})
     for name, code, stage in {children!r}
 ]
 log = lambda line: print(line, file=sys.stderr, flush=True)
@@ -45,6 +46,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         is_up: str = "None",
         reloads: bool = False,
         may_die_often: bool = False,
+        standby_option: str | None = None,
     ) -> subprocess.Popen[str]:
         code = SUPERVISE.format(
             children=children,
@@ -53,6 +55,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
             is_up=is_up,
             reloads=reloads,
             may_die_often=may_die_often,
+            standby_option=standby_option,
         )
         process = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -267,3 +270,43 @@ def test_exit_right_after_all_is_up_leads_to_a_restart(
     word, again = read(supervisor)
     assert word == "up"
     assert again != pids["up"]
+
+
+STANDBY = (
+    SAY
+    + """
+from penstock.shm.process.standby import wait_for_turn
+if len(sys.argv) > 1:
+    say('waits')
+    if not wait_for_turn(int(sys.argv[2])):
+        sys.exit(3)
+say('up')
+signal.pause()
+"""
+)
+
+
+def test_standby_waits_and_takes_the_place_of_a_killed_child(start: Callable[..., subprocess.Popen[str]]) -> None:
+    supervisor = start(("worker", STANDBY, 0), settle_s=0.01, standby_option="--turn-fd")
+    running = read(supervisor)[1]
+    for _ in range(2):
+        word, waiting = read(supervisor)
+        assert word == "waits"
+        os.kill(running, signal.SIGKILL)
+        assert read(supervisor) == ("up", waiting)
+        running = waiting
+    _, waiting = read(supervisor)
+    os.kill(waiting, signal.SIGKILL)
+    wait_until(lambda: not is_alive(waiting), 10.0)
+    os.kill(running, signal.SIGKILL)
+    assert read(supervisor)[0] == "up"  # without one a new process starts
+    supervisor.terminate()
+    assert supervisor.wait() == 0
+    assert not any(map(is_alive, (waiting, running)))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

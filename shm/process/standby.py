@@ -1,0 +1,71 @@
+"""A process that waits, with its imports done, to take the place of one that has ended."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable
+
+_GO = b"\1"
+_AGAIN_AFTER_S = 60.0
+
+
+@dataclass(slots=True)
+class Standby:
+    """The one of a child, or its absence. Only the supervisor's thread uses it."""
+
+    process: subprocess.Popen[bytes] | None = None
+    _gate: int = -1
+    _not_before_s: float = 0.0
+
+    def start(self, spawn: Callable[[int], subprocess.Popen[bytes]], now_s: float) -> None:
+        """Start one if there is none. spawn starts the process, whose turn comes with a byte from the fd."""
+        if self.process is not None and self.process.poll() is None:
+            return
+        if self.process is not None:  # it has ended by itself
+            self.drop()
+            self._not_before_s = now_s + _AGAIN_AFTER_S
+        if now_s < self._not_before_s:
+            return
+        turn, self._gate = os.pipe()
+        try:
+            self.process = spawn(turn)
+        except BaseException:
+            os.close(self._gate)
+            raise
+        finally:
+            os.close(turn)
+
+    def take(self) -> subprocess.Popen[bytes] | None:
+        """Let it go on, and return it; None if there is none."""
+        process = self.process
+        if process is None or process.poll() is not None:
+            return None
+        self.process = None
+        try:
+            os.write(self._gate, _GO)
+        except BrokenPipeError:  # it has just ended
+            process.wait()
+            return None
+        finally:
+            os.close(self._gate)
+        return process
+
+    def drop(self) -> None:
+        """End it."""
+        if self.process is not None:
+            os.close(self._gate)
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+def wait_for_turn(fd: int) -> bool:
+    """Block until this process is to go on. False if nobody will need it any more. Closes the fd."""
+    turn = os.read(fd, 1)  # Python repeats it after a signal whose handler returns
+    os.close(fd)
+    return turn == _GO
