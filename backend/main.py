@@ -30,7 +30,7 @@ from penstock.backend.kv_cache.persisted.opening import open_store
 from penstock.backend.kv_cache.whole_plan import WholePlan
 from penstock.backend.model_card import ModelNames, make_card
 from penstock.backend.options import BackendOptions
-from penstock.backend.paging import create_kv_events, create_scheduler
+from penstock.backend.paging import count_host_pages, create_kv_events, create_scheduler
 from penstock.backend.pass_checks import check_first_step, check_vocabulary
 from penstock.backend.pass_extensions import IHeldWeights
 from penstock.backend.passes.decoder.cpu.thread_counts import configure_torch_threads
@@ -160,7 +160,7 @@ def serve(options: BackendOptions) -> None:
     store = _open_store(options, forward_pass, plan, model_dir, card)
     device = open_sharing_device(settings.device)
     exporter = make_exporter(options.shared_buffers, options.shared_buffer_budget, forward_pass, device)
-    board = _create_board(plan, options.max_waiting, token_step_s)
+    board = _create_board(plan, options.max_waiting, token_step_s, count_host_pages(plan, forward_pass))
     link = BackendLink(options.socket, card, board, exporter=exporter)
     compiler = _create_compiler(model_dir, card, options.grammar_timeout_s) if spec.generates else None
     grammar_queue = GrammarQueue(compiler, executor.wake, options.max_waiting)
@@ -170,7 +170,7 @@ def serve(options: BackendOptions) -> None:
     cache = VectorCache(options.embedding_cache) if options.embedding_cache and spec.pooled else None
     requests = Requests.make(
         link, scheduler, board, _engine_limits(options, card, spec),
-        grammar_queue=grammar_queue, settlement=_create_settlement(), vector_cache=cache, recorder=recorder,
+        grammar_queue=grammar_queue, settlement=_create_settlement(options), vector_cache=cache, recorder=recorder,
     )  # fmt: skip
     manager = find_service_manager("backend")
     heartbeat = manager if options.heartbeat_fd is None else Heartbeat(options.heartbeat_fd)
@@ -281,8 +281,10 @@ def _open_store(
     return open_store(fd, forward_pass, plan, model_dir, fingerprint, memory, beside_another=beside)
 
 
-def _create_board(plan: KvPlan | WholePlan, max_waiting: int, token_step_s: float | None) -> BackendBoard:
-    board = BackendBoard.create(digest_bytes(plan.num_pages))
+def _create_board(
+    plan: KvPlan | WholePlan, max_waiting: int, token_step_s: float | None, num_host_pages: int
+) -> BackendBoard:
+    board = BackendBoard.create(digest_bytes(plan.num_pages + num_host_pages))
     board.pid = os.getpid()
     board.pages_total = plan.num_pages
     board.page_size_tokens = plan.page_size_tokens
@@ -354,10 +356,11 @@ def _create_compiler(model_dir: Path, card: ModelCard, timeout_s: float) -> Gram
     return GrammarCompiler(CompilePool(tokenizer_json, card.vocab_size, card.eos_token_ids, limits))
 
 
-def _create_settlement() -> Settlement:
+def _create_settlement(options: BackendOptions) -> Settlement:
+    # Beside another backend nobody waits for this one: streams come one by one, when that one hands them over.
     return Settlement(
         time.monotonic,
-        start_s=_SETTLE_START_S,
+        start_s=0.0 if options.beside_another else _SETTLE_START_S,
         quiet_s=_SETTLE_QUIET_S,
         longest_s=_SETTLE_LIMIT_S,
         later_quiet_s=_SETTLE_LATER_QUIET_S,

@@ -17,7 +17,6 @@ from penstock.shm.memory.page_digest import PageDigestWriter
 if TYPE_CHECKING:
     from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions
     from penstock.backend.kv_cache.budget import KvPlan
-    from penstock.backend.kv_cache.page_index import FullPageObserver
     from penstock.backend.kv_cache.persisted.page_store import PageStore
     from penstock.backend.options import BackendOptions
     from penstock.backend.scheduling.interface import ISequenceScheduler
@@ -39,6 +38,15 @@ def create_kv_events(
         raise StartupError(f"--kv-events {error}") from error
 
 
+def count_host_pages(plan: KvPlan | WholePlan, forward_pass: IBatchedForwardPass) -> int:
+    """Return how many pages the host keeps beside those of the plan."""
+    # Without the state of its sequence a page is of no use, and one behind a window is soon evicted.
+    keeps_state = forward_pass.spec.state_bytes_per_sequence > 0
+    if isinstance(plan, WholePlan) or keeps_state or plan.groups.has_windows:
+        return 0
+    return forward_pass.num_host_pages if isinstance(forward_pass, IHostPages) else 0
+
+
 def create_scheduler(
     plan: KvPlan | WholePlan,
     settings: PassOptions,
@@ -51,21 +59,15 @@ def create_scheduler(
     """Behind the board, frontends with several backends read which one has a prompt's beginning."""
     if isinstance(plan, WholePlan):
         return WholeScheduler(plan.max_rows, plan.step_tokens), WholeBatchBuilder()
-    keeps_state = forward_pass.spec.state_bytes_per_sequence > 0
-    num_host_pages = 0
-    # Without the state of its sequence a page is of no use, and one behind a window is soon evicted.
-    if isinstance(forward_pass, IHostPages) and not (keeps_state or plan.groups.has_windows):
-        num_host_pages = forward_pass.num_host_pages
-    observers: list[FullPageObserver] = [PageDigestWriter(board.behind, plan.page_size_tokens)]
-    if kv_events is not None:
-        observers.append(kv_events)
+    names = PageDigestWriter(board.behind, plan.page_size_tokens)
+    num_host_pages = count_host_pages(plan, forward_pass)
     scheduler = Scheduler(
-        PagePool(plan.num_pages, num_host_pages, observers, store),
+        PagePool(plan.num_pages, num_host_pages, () if kv_events is None else (kv_events,), store, names),
         plan.page_size_tokens,
         settings.max_running,
         settings.max_batch_tokens,
         num_plans_ahead=options.batch_channel_capacity,
-        keeps_state=keeps_state,
+        keeps_state=forward_pass.spec.state_bytes_per_sequence > 0,
         kv_windows=forward_pass.spec.kv_windows,
     )
     pages, has_adapters = plan.max_pages_per_sequence, bool(settings.adapters)

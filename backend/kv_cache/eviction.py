@@ -95,9 +95,10 @@ class IdlePages:
         """
         page = next(iter(self._pages)) if len(self._tenants) < 2 else self._choose()
         self.discard(page)
-        entry = self._index.remove(page)
+        entry = self._index.entry(page)
         if entry.should_offload:
             self._host_offload.save(page, entry.page_hash, entry.salt)
+        self._index.remove(page)
         return page
 
     def _choose(self) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from penstock.backend.kv_cache.persisted.page_rows import KeptPage
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 logger = logging.getLogger("penstock.backend")
 
@@ -66,6 +66,8 @@ class HostOffload:
         """The same for each launched step that has not ended."""
         self.num_saved = 0
         self.num_restored = 0
+        self.note_forgotten: Callable[[bytes], None] | None = None
+        """Called with the hash of content that is no longer on the host."""
         self._take_over(() if store is None else store.found)
 
     def _take_over(self, found: Sequence[KeptPage]) -> None:
@@ -98,6 +100,10 @@ class HostOffload:
                 return False
         return saved is not None
 
+    def __contains__(self, page_hash: bytes) -> bool:
+        """As `contains`, without a comparison."""
+        return page_hash in self._saved
+
     def save(self, page: int, page_hash: bytes, salt: bytes) -> None:
         """Save a page whose content is about to go, or is to be kept for later processes.
 
@@ -127,6 +133,8 @@ class HostOffload:
 
     def _forget(self, page_hash: bytes) -> int:
         host_page = self._saved.pop(page_hash).host_page
+        if self.note_forgotten is not None:
+            self.note_forgotten(page_hash)
         if self._store is not None:
             self._store.withdraw(host_page)
         return host_page

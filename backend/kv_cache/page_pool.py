@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.backend.kv_cache.eviction import IdlePages
+from penstock.backend.kv_cache.findable_pages import FindablePages
 from penstock.backend.kv_cache.host_offload import HostOffload, IKeepsPages
 from penstock.backend.kv_cache.page_hash import is_full_page_hash
 from penstock.backend.kv_cache.page_index import FullPageObserver, IndexedPage, PageIndex
@@ -26,15 +27,20 @@ class PagePool:
         num_host_pages: int = 0,
         observers: Sequence[FullPageObserver] = (),
         store: IKeepsPages | None = None,
+        names: FullPageObserver | None = None,
     ) -> None:
-        """store has the host pages, if they outlive this process."""
+        """store has the host pages, if they outlive this process. names hears of pages that are found on the device or
+        on the host; observers hear of those on the device."""
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}; at least 1 is needed")
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._num_holders = [0] * num_pages
-        self._index = PageIndex(observers)
         self.host_offload = HostOffload(num_host_pages, store)
+        findable = None if names is None else FindablePages(names, self.host_offload)
+        self._index = PageIndex(observers if findable is None else (findable, *observers))
+        if findable is not None:
+            findable.watch(self._index)
         self._idle = IdlePages(self._index, self.host_offload, num_pages)
 
     @property

@@ -48,7 +48,7 @@ def served(
         path = Path(directory) / "b.sock"
         exporter = make_exporter(choice, 64 << 20, forward_pass, device)
         link = BackendLink(path, card, board, exporter=exporter)
-        pool = PagePool(num_pages, observers=[digest := PageDigestWriter(board.behind, page_size)])
+        pool = PagePool(num_pages, names=(digest := PageDigestWriter(board.behind, page_size)))
         scheduler = Scheduler(pool, page_size, MAX_RUNNING, 6)
         requests = Requests.make(link, scheduler, board, EngineLimits(card.vocab_size, card.max_context_tokens, 100))
         engine = Engine(link, executor, scheduler, BatchBuilder(MAX_RUNNING, num_pages), requests, board)

@@ -28,9 +28,13 @@ def hashes_of(tokens: list[int], salt: bytes) -> list[bytes]:
 
 
 def num_findable(pool: PagePool, tokens: list[int], salt: bytes) -> int:
-    """Pages up to the last one that can be found."""
-    hashes = hashes_of(tokens, salt)
-    return max((place + 1 for place, page_hash in enumerate(hashes) if pool.find(page_hash) is not None), default=0)
+    """Pages up to the last one that can be found, on the device or on the host."""
+    found = [
+        place + 1
+        for place, page_hash in enumerate(hashes_of(tokens, salt))
+        if pool.find(page_hash) is not None or page_hash in pool.host_offload
+    ]
+    return max(found, default=0)
 
 
 def add(pool: PagePool, tokens: list[int], salt: bytes) -> None:
@@ -39,18 +43,19 @@ def add(pool: PagePool, tokens: list[int], salt: bytes) -> None:
     for place, (page, page_hash) in enumerate(zip(pages, hashes, strict=True)):
         content = array("i", tokens[place * PAGE : (place + 1) * PAGE]).tobytes()
         pool.index_page(page, content, IndexedPage(page_hash, hashes[place - 1] if place else salt, salt))
+    pool.mark_for_offload(hashes)
     pool.release(pages)
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(prompts, max_size=20), st.lists(st.sampled_from(SALTS), max_size=2))
+@given(st.lists(prompts, max_size=20), st.lists(st.sampled_from(SALTS), max_size=2), st.sampled_from([0, 1, 6]))
 def test_reader_finds_what_the_pool_finds_of_each_prompt_and_tenant(
-    given: list[tuple[bytes, list[int]]], invalidated: list[bytes]
+    given: list[tuple[bytes, list[int]]], invalidated: list[bytes], num_host_pages: int
 ) -> None:
-    board = BackendBoard.create(digest_bytes(NUM_PAGES))
+    board = BackendBoard.create(digest_bytes(NUM_PAGES + num_host_pages))
     writer = PageDigestWriter(board.behind, PAGE)
     reader = BackendBoard.attach(board.fd)
-    pool = PagePool(NUM_PAGES, observers=[writer])
+    pool = PagePool(NUM_PAGES, num_host_pages, names=writer)
     for salt, tokens in given:
         add(pool, tokens, salt)
     for salt in invalidated:
@@ -69,6 +74,26 @@ def test_reader_finds_what_the_pool_finds_of_each_prompt_and_tenant(
     reader.close()
     writer.close()
     board.close()
+
+
+def test_page_that_only_the_host_has_keeps_its_name_until_the_host_forgets_it() -> None:
+    memory = memoryview(bytearray(digest_bytes(10_000)))  # so large that no name overwrites another
+    pool, digest = PagePool(2, 1, names=PageDigestWriter(memory, PAGE)), PageDigest.read(memory)
+    assert digest is not None
+    prompts = [[number] * 2 * PAGE for number in range(3)]
+    names = [page_names(array("i", [*prompt, 9]), b"", PAGE) for prompt in prompts]
+
+    def num_cached() -> list[int]:
+        return [digest.num_cached_tokens(each) for each in names]
+
+    add(pool, prompts[0], b"")
+    assert num_cached() == [2 * PAGE, 0, 0]
+    add(pool, prompts[1], b"")  # the first prompt's beginning was evicted last, so the host has that
+    assert num_cached() == [PAGE, 2 * PAGE, 0]
+    add(pool, prompts[2], b"")
+    assert num_cached() == [0, PAGE, 2 * PAGE]
+    pool.invalidate_tenant(b"")
+    assert num_cached() == [0, 0, 0]
 
 
 def test_last_token_and_what_is_beyond_the_bound_have_no_names() -> None:
