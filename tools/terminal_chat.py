@@ -37,7 +37,7 @@ class ChatOptions:
     """Where the server is, and what each request asks for."""
 
     url: str = "http://127.0.0.1:8000/v1"
-    """The server's base URL, as OpenAI's clients take it."""
+    """The server's base URL, as OpenAI's clients take it. Without a path, /v1 is meant."""
     model: str | None = None
     """Default: the first model that the server lists."""
     api_key: str | None = None
@@ -119,7 +119,10 @@ def chat(*, options: ChatOptions = ChatOptions()) -> int:
     """Talk until the input ends. The exit status is 1 if the server cannot be used."""
     headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
     timeout = httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S)
-    with httpx2.Client(base_url=options.url.rstrip("/") + "/", headers=headers, timeout=timeout) as client:
+    url = options.url.rstrip("/")
+    if "/" not in url.partition("://")[2]:
+        url += "/v1"
+    with httpx2.Client(base_url=url + "/", headers=headers, timeout=timeout) as client:
         try:
             model = options.model or _first_model(client)
         except ChatError as error:
@@ -130,7 +133,7 @@ def chat(*, options: ChatOptions = ChatOptions()) -> int:
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401 - gives input() a history and line editing
-            console.print(f"{model} at {options.url}; /help lists the commands", style="dim")
+            console.print(f"{model} at {url}; /help lists the commands", style="dim")
         _talk(Conversation(client, model, options.system, fields), console)
     return 0
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def talk(url: str, *lines: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    argv = module_argv("penstock.tools.main", ["chat", "--url", f"{url}/v1", *options])
+    argv = module_argv("penstock.tools.main", ["chat", "--url", url, *options])
     return subprocess.run(argv, input="\n".join(lines) + "\n", capture_output=True, text=True, check=False)
 
 
