@@ -201,6 +201,7 @@ def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
             embedding_cache=main.embedding_cache if cache is None else cache,
             host_kv_budget="auto" if gpu == "none" else main.host_kv_budget,
             served_model_name=None,
+            lora_modules=(),
             max_context=None,
             socket=options.socket.with_name(f"{options.socket.stem}-{role}{options.socket.suffix}"),
         )

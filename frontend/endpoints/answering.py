@@ -15,7 +15,7 @@ from penstock.frontend.generation.choice_runner import ChoiceRunner
 from penstock.frontend.generation.failures import finish_reason_of
 from penstock.frontend.generation.lingering import STREAM_HEADER, linger_terms, prepare_to_linger
 from penstock.frontend.generation.request_policy import read_request_policy
-from penstock.frontend.generation.served_models import check_model
+from penstock.frontend.generation.served_models import answering_name, check_model
 from penstock.frontend.generation.submission.limits import limited_by_context
 from penstock.frontend.generation.submission.sampling import is_deterministic
 from penstock.frontend.generation.submission.submit import PreparedRequest, submit
@@ -98,7 +98,7 @@ async def answer_prompts(exchange: Exchange, request: PreparedRequest, served: S
         body = limited_by_context(body, len(prompts[0]), card)
     request = replace(request, body=body, prompts=prompts)
     usage = Usage(prompt_tokens=sum(map(len, request.prompts)))
-    identity = Identity(response_id, created, card.model_id, card.fingerprint or None)
+    identity = Identity(response_id, created, answering_name(card, body.model), card.fingerprint or None)
     log_entry = _log_entry(exchange, identity, usage)
     answer = style.make_format(identity, usage, _stream_usage_options(body))
     linger = None

@@ -72,7 +72,8 @@ def _describe(keeper: ModelKeeper, name: str) -> dict[str, object]:
 
 def _known(served: ServedModel, name: str) -> dict[str, object]:
     """Return OpenAI's model object and Anthropic's in one, and what the model can do."""
-    card, syntax = served.card, served.syntax
+    card, syntax, adapter = served.card, served.syntax, served.card.adapter_named(name)
+    created = card.created if adapter is None else adapter.created
     _, backend = backends_of(served.backend)[0]  # replicas have as many pages each
     counters = backend.backend_counters or {}
     kv_tokens = counters.get("pages_total", 0) * counters.get("page_size_tokens", 0)
@@ -82,11 +83,11 @@ def _known(served: ServedModel, name: str) -> dict[str, object]:
         "object": "model",
         "type": "model",
         "display_name": name,
-        "created": card.created,
-        "created_at": datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z"),
+        "created": created,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
         "owned_by": "penstock",
-        "root": card.model_id,
-        "parent": None,
+        "root": card.model_id if adapter is None else name,
+        "parent": None if adapter is None else card.model_id,
         "max_model_len": card.max_context_tokens,
         "kv_cache_tokens": kv_tokens or None,
         "max_tokens_per_second": round(1e6 / token_step_us, 1) if token_step_us else None,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.frontend.generation.failures import backend_unavailable, milliseconds, overloaded, stream_failure
+from penstock.frontend.generation.served_models import answering_name
 from penstock.frontend.generation.submission.submit import generation_requests, quote_terms
 from penstock.frontend.schemas.answers import QuoteAnswer
 from penstock.frontend.transport.errors import ApiError, ErrorKind
@@ -40,7 +41,7 @@ async def answer_quote(request: PreparedRequest, policy: RequestPolicy, served: 
     is_known = quote.first_token_s is not None and quote.finish_s is not None
     left_s = None if policy.deadline_s is None else policy.deadline_s - time.monotonic()
     return QuoteAnswer(
-        model=served.card.model_id,
+        model=answering_name(served.card, request.body.model),
         status="known" if is_known else "unknown",
         queue_position=quote.num_ahead,
         prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),

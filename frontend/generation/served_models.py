@@ -88,6 +88,7 @@ class ServedModels:
                 return keeper
             if served is not None and requested is not None and is_named(served.card, requested):
                 check_task(served.card, task)
+                _check_adapter(served.card, task, requested)
                 return keeper
         for served in loaded:
             if requested is not None and takes_any_name(served.card) and can_do(served.card, task):
@@ -108,7 +109,9 @@ class ServedModels:
 
 
 def is_named(card: ModelCard, name: str) -> bool:
-    return name == card.model_id or (name in card.aliases and name != _ANY_NAME)
+    """Whether the name is the model's, an alias or that of an adapter."""
+    is_own = name == card.model_id or (name in card.aliases and name != _ANY_NAME)
+    return is_own or card.adapter_named(name) is not None
 
 
 def takes_any_name(card: ModelCard) -> bool:
@@ -116,8 +119,15 @@ def takes_any_name(card: ModelCard) -> bool:
 
 
 def listed_names(card: ModelCard) -> list[str]:
-    """Return the model's names, first the one that answers carry."""
-    return [card.model_id, *(name for name in card.aliases if name != _ANY_NAME)]
+    """Return the model's names, first the one that answers carry, then those of its adapters."""
+    own = [card.model_id, *(name for name in card.aliases if name != _ANY_NAME)]
+    return [*own, *(adapter.name for adapter in card.adapters)]
+
+
+def answering_name(card: ModelCard, requested: str | None) -> str:
+    """Return the name that answers carry: of an adapter its own, else the model's."""
+    adapter = None if requested is None else card.adapter_named(requested)
+    return card.model_id if adapter is None else adapter.name
 
 
 def names_of(keeper: ModelKeeper) -> list[str]:
@@ -131,6 +141,13 @@ def check_task(card: ModelCard, task: Task) -> None:
     """Raises ApiError if the model cannot do the task."""
     if not can_do(card, task):
         raise _unable(task, [card])
+
+
+def _check_adapter(card: ModelCard, task: Task, requested: str) -> None:
+    """Raises ApiError if the name is an adapter's and the task is none of text."""
+    if task not in ("any", "generate") and card.adapter_named(requested) is not None:
+        message = f"model: {shorten(requested)} is an adapter, which only generates text; {card.model_id} is its model"
+        raise ApiError(ErrorKind.WRONG_MODEL, message, param="model")
 
 
 def check_model(requested: str | None, card: ModelCard) -> None:

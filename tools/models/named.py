@@ -95,6 +95,8 @@ def backends_by_name(main: BackendOptions, models: Iterable[NamedModel]) -> Mapp
             raise BadModels(f"{option} is {value}, but there are several models, each with a name of its own")
     if main.kv_events is not None:
         raise BadModels(f"--kv-events is {main.kv_events}, but each of several models would need an endpoint")
+    if main.lora_modules:
+        raise BadModels(f"--lora-modules is {main.lora_modules[0]}, but there are several models: whose adapter is it?")
     path = main.socket
     return {
         model.name: dataclasses.replace(

@@ -170,7 +170,7 @@ class Responses:
         identity = Identity(
             served.new_id(self._kept.id_prefix),
             int(time.time()),
-            served.card.model_id,
+            pending.model,
             served.card.fingerprint or None,
         )
         answer = pending.make_format(identity, Usage(prompt_tokens=0), StreamUsageOptions())

@@ -11,6 +11,7 @@ from penstock.frontend.endpoints.responses.storage.store import StoredResponse
 from penstock.frontend.endpoints.responses.storage.stored_messages import NO_MESSAGES, add_messages
 from penstock.frontend.endpoints.responses.tools import called_tools
 from penstock.frontend.formats.responses import ResponsesFormat
+from penstock.frontend.generation.served_models import answering_name
 from penstock.frontend.parsing.blocks import BlockKind
 from penstock.frontend.schemas.chat import ChatMessage, FunctionCall, MessageToolCall
 from penstock.frontend.schemas.response_tools import NamedToolChoice, ResponseTool
@@ -45,6 +46,7 @@ class PendingResponse:
         self.ended: StoredResponse | None = None
         """What later requests can refer to; set when the answer is final, if it is stored or can be continued."""
         self.is_stored = body.store is not False
+        self.model = answering_name(card, body.model)
         self._is_continuable = is_continuable
         self._body = body
         self._history = NO_MESSAGES if previous is None else previous.message_data

@@ -69,6 +69,7 @@ async def generation_requests(
     may_share = is_deterministic(body, served.card)
     # Tokens may come in batches if no text can end the answer here, and no client reads it while it is generated.
     batch_delivery = not (body.stream or options.stop_strings or rules.text_may_end_answer)
+    adapter = None if body.model is None else served.card.adapter_named(body.model)
     group = next(_groups)
     prompts = _choice_prompts(request, max_tokens)
     requests = [
@@ -87,6 +88,7 @@ async def generation_requests(
             num_prompt_logprobs=body.num_prompt_logprobs,
             batch_delivery=batch_delivery,
             group=group,
+            adapter="" if adapter is None else adapter.adapter_id,
         )
         for prompt in prompts
     ]

@@ -58,6 +58,7 @@ def test_each_model_has_a_backend_with_the_options_of_all() -> None:
         ({"replicas": 2}, "--replicas and several models exclude each other"),
         ({"embedding_model": "e"}, "--embedding-model and several models exclude each other"),
         ({"served_model_name": "n"}, "--served-model-name is n, but there are several models"),
+        ({"lora_modules": ("a=/d",)}, "--lora-modules is a=/d, but there are several models"),
         ({"kv_events": "tcp://x:1"}, "--kv-events is tcp://x:1, but each of several models would need an endpoint"),
     ],
 )
