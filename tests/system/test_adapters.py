@@ -95,19 +95,23 @@ def test_adapters_are_models_whose_parent_is_the_base_model(http: httpx.Client) 
 async def test_streams_of_all_names_at_once_share_sequences_only_with_their_own(http: httpx.Client) -> None:
     """Two equal prompts for each name. In their steps rows of all adapters are mixed."""
 
-    def coalesced() -> int:
-        lines = http.get("/metrics").text.splitlines()
-        (line,) = [line for line in lines if line.startswith("penstock_requests_coalesced_total")]
-        return int(float(line.split()[-1]))
-
     fields = {"prompt": [[7, 8, 9]] * 2, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
     bodies = [fields | {"model": name, "return_token_ids": True} for name in (MODEL, "sql", "chat")]
-    alone = [http.post("/v1/completions", json=body).json() for body in bodies]
-    before = coalesced()
     async with httpx.AsyncClient(base_url=http.base_url, timeout=60.0, verify=False) as client:  # noqa: S501
+
+        async def coalesced() -> int:
+            lines = (await client.get("/metrics")).text.splitlines()
+            (line,) = [line for line in lines if line.startswith("penstock_requests_coalesced_total")]
+            return int(float(line.split()[-1]))
+
+        alone = [await client.post("/v1/completions", json=body) for body in bodies]
+        before = await coalesced()
         together = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
-    tokens = [[choice["token_ids"] for choice in answer.json()["choices"]] for answer in together]
-    assert tokens == [[choice["token_ids"] for choice in answer["choices"]] for answer in alone]
+        assert await coalesced() - before == 3
+    tokens, expected = (
+        [[choice["token_ids"] for choice in answer.json()["choices"]] for answer in answers]
+        for answers in (together, alone)
+    )
+    assert tokens == expected
     assert all(first == second for first, second in tokens)
     assert len({tuple(first) for first, _ in tokens}) == 3
-    assert coalesced() - before == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
@@ -11,11 +12,13 @@ from cyclopts import Parameter
 
 from penstock.backend.errors import StartupError
 from penstock.shm.process.options import fail, format_size
+from penstock.tools.inspect_model.adapter import describe_adapter, is_adapter
 from penstock.tools.inspect_model.description import describe_named_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from penstock.tools.inspect_model.adapter import AdapterDescription
     from penstock.tools.inspect_model.description import ModelDescription
 
 
@@ -28,26 +31,35 @@ class InspectOptions:
     """Branch, tag or commit of a model on the hub."""
     forward_pass: Literal["auto", "transformers"] = "auto"  # noqa: S105 - no password
     """The forward pass that is to serve it: auto is ours, as with penstock serve."""
+    base: str | None = None
+    """Of a LoRA adapter the model to compare its tensors with. Default: the one that it names, if that is a directory
+    here."""
     json: Annotated[bool, Parameter(negative="")] = False
     """Print one JSON object."""
 
 
 def inspect_model(model: str, /, *, options: InspectOptions = InspectOptions()) -> int:
-    """Describe a directory, a GGUF file, a hub id or a demo model.
+    """Describe a directory, a GGUF file, a hub id, a demo model, or the directory of a LoRA adapter.
 
     The exit status is 0 if the model can be served, else 1.
     """
+    described: AdapterDescription | ModelDescription
     try:
-        by_own_code = options.forward_pass == "transformers"  # noqa: S105 - no password
-        described = describe_named_model(model, options.revision, by_own_code=by_own_code)
+        if is_adapter(model):
+            described = describe_adapter(Path(model).expanduser(), options.base)
+            name, lines = described.adapter, _lines_of_adapter(described)
+        else:
+            by_own_code = options.forward_pass == "transformers"  # noqa: S105 - no password
+            described = describe_named_model(model, options.revision, by_own_code=by_own_code)
+            name, lines = described.model, _lines(described)
     except StartupError as error:
         fail("penstock inspect", str(error))
     if options.json:
         print(msgspec.json.encode(described).decode())
     else:
-        print(described.model)
-        for name, text in _lines(described):
-            print(f"  {name:<14}{text}")
+        print(name)
+        for title, text in lines:
+            print(f"  {title:<14}{text}")
     sys.stdout.flush()
     return int(described.not_served_because is not None)
 
@@ -79,6 +91,22 @@ def _lines(model: ModelDescription) -> Iterator[tuple[str, str]]:
         yield "states", f"{format_size(model.state_bytes_per_sequence)} a sequence"
     yield "tool calls", model.tool_format or "none"
     yield "reasoning", model.reasoning_format or "none"
+
+
+def _lines_of_adapter(adapter: AdapterDescription) -> Iterator[tuple[str, str]]:
+    yield "kind", "LoRA adapter, for --lora-modules"
+    yield "base model", adapter.base_model or "not named"
+    if adapter.not_served_because is not None:
+        yield "served", f"no: {adapter.not_served_because}"
+    elif adapter.checked_with is None:
+        yield "served", "unknown: give its base model with --base, and its tensors are compared with it"
+    else:
+        yield "served", f"yes, on the CPU, with {adapter.checked_with}"
+    alpha = "?" if adapter.alpha is None else f"{adapter.alpha:g}"
+    yield "rank", f"{_number(adapter.rank)}, alpha {alpha}{', rank-stabilised' if adapter.rank_stabilised else ''}"
+    yield "linears", ", ".join(adapter.modules) or "none"
+    yield "parameters", f"{adapter.parameters:,}"
+    yield "weights", format_size(adapter.weight_bytes)
 
 
 def _number(value: int | None) -> str:

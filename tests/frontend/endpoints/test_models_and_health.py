@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock.shm.messages import Adapter
 from tests.frontend.harness import (
     ClientConnection,
     FakeBackend,
@@ -52,6 +53,30 @@ async def test_aliases_are_listed_and_answered_by_the_model() -> None:
     refused = await connection.post(CHAT, {**HI, "model": "*"})
     assert refused.status == 404
     assert 'this server has "m", "gpt-4o", "sonnet"' in refused.error["message"]
+    await connection.end()
+
+
+async def test_adapters_are_models_that_answer_by_their_own_names() -> None:
+    """Also beside a model that takes any name. The request names the adapter's weights."""
+    adapters = (Adapter("sql", "id-1", 8, created=7), Adapter("chat", "id-2", 4))
+    backend = FakeBackend(model=model_card(model_id="m", aliases=("*",), adapters=adapters))
+    connection = ClientConnection(make_app(backend))
+    listed = (await connection.request("GET", "/v1/models")).json()["data"]
+    assert [(model["id"], model["root"], model["parent"]) for model in listed] == [
+        ("m", "m", None), ("sql", "sql", "m"), ("chat", "chat", "m")
+    ]  # fmt: skip
+    assert (listed[1]["created"], listed[1]["created_at"]) == (7, "1970-01-01T00:00:07Z")
+    bodies: tuple[tuple[str, dict[str, Any]], ...] = (
+        (CHAT, HI), ("/v1/completions", {"prompt": "x"}), ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", {**HI, "max_tokens": 5}), ("/v1/quote", HI),
+    )  # fmt: skip
+    for path, body in bodies:
+        for name, adapter, answered in (("sql", "id-1", "sql"), ("chat", "id-2", "chat"), ("any", "", "m")):
+            response = await connection.post(path, {**body, "model": name})
+            assert (response.status, response.json()["model"]) == (200, answered)
+            assert backend.streams[-1].request.adapter == adapter
+    refused = await connection.post("/v1/embeddings", {"input": "x", "model": "sql"})
+    assert (refused.status, refused.error["param"]) == (400, "model")
     await connection.end()
 
 

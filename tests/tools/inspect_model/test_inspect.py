@@ -21,11 +21,12 @@ from penstock.tools.inspect_model.description import ModelDescription, count_par
 from penstock.tools.inspect_model.headers import TensorHeader, read_directory
 from penstock.tools.main import app
 from penstock.tools.random_model import ModelDims, write_random_model
+from tests.adapters import make_adapter
 from tests.backend.checkpoint.formats.test_fused_experts import write_pair
 from tests.backend.checkpoint.gguf.writer import byte_level_vocabulary, from_model
 from tests.backend.checkpoint.weight_files import INDEX, name_twice
 from tests.backend.passes.transformers_model.families import make_family
-from tests.checkpoints import load_oracle, make_model
+from tests.checkpoints import load_oracle, make_checkpoint, make_model
 from tests.encoder_checkpoints import make_encoder
 
 DIMS = ModelDims(hidden_size=64, layers=3, heads=4, kv_heads=2, intermediate_size=96, vocab_size=1000, max_context=256)
@@ -309,3 +310,23 @@ def test_bad_config_is_one_line(values: dict[str, Any], sharded: Path, capsys: p
     assert run(str(sharded)) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert next(iter(values)) in line
+
+
+def test_adapter_is_described_and_compared_with_its_base_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = make_checkpoint("llama3", tmp_path / "base")
+    adapter = make_adapter(load_oracle(base), tmp_path / "sql", rank=4, targets=("q_proj", "o_proj"), use_rslora=True)
+    assert run(str(adapter)) == 0
+    lines = capsys.readouterr().out
+    assert "unknown: give its base model with --base" in lines
+    assert "4, alpha 16, rank-stabilised" in lines
+    assert "o_proj, q_proj" in lines
+    assert f"parameters    {3 * 2 * 2 * 4 * 64:,}" in lines
+    assert run(str(adapter), "--base", str(base)) == 0
+    assert f"yes, on the CPU, with {base}" in capsys.readouterr().out
+    other = make_checkpoint("llama3", tmp_path / "other", hidden_size=96, head_dim=24)
+    assert run(str(adapter), "--base", str(other), "--json") == 1
+    described = json.loads(capsys.readouterr().out)
+    assert "; with this base model and the rank in adapter_config.json it is [" in described["not_served_because"]
+    assert described["parameters"] == 3 * 2 * 2 * 4 * 64
