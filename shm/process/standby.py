@@ -23,14 +23,18 @@ class Standby:
     _not_before_s: float = 0.0
 
     def start(self, spawn: Callable[[int], subprocess.Popen[bytes]], now_s: float) -> None:
-        """Start one if there is none. spawn starts the process, whose turn comes with a byte from the fd."""
+        """Start one if there is none. spawn starts the process, whose turn comes with a byte from the fd.
+
+        Raises OSError; the next attempt, as after one that ended by itself, comes a minute later.
+        """
         if self.process is not None and self.process.poll() is None:
             return
-        if self.process is not None:  # it has ended by itself
+        if self.process is not None:
             self.drop()
             self._not_before_s = now_s + _AGAIN_AFTER_S
         if now_s < self._not_before_s:
             return
+        self._not_before_s = now_s + _AGAIN_AFTER_S
         turn, self._gate = os.pipe()
         try:
             self.process = spawn(turn)
@@ -39,6 +43,7 @@ class Standby:
             raise
         finally:
             os.close(turn)
+        self._not_before_s = 0.0
 
     def take(self) -> subprocess.Popen[bytes] | None:
         """Let it go on, and return it; None if there is none."""

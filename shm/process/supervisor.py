@@ -287,7 +287,10 @@ class Supervisor:
         """Only once the child has started: until then it needs the cores."""
         now_s = time.monotonic()
         if child.spec.standby_option is not None and self.is_up and now_s - child.started_s >= self._settle_s:
-            child.standby.start(lambda turn: self._spawn(child.spec, turn), now_s)
+            try:
+                child.standby.start(lambda turn: self._spawn(child.spec, turn), now_s)
+            except OSError as error:
+                self._log(f"no successor of {child.spec.name} waits: {error}")
 
     def _spawn(self, spec: ChildSpec, turn: int | None = None) -> subprocess.Popen[bytes]:
         """turn: the fd of a standby."""
