@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes, plan_spec
 from penstock.tools.gpu_check.checks import pass_agreement
 from penstock.tools.gpu_check.devices.models import RandomWeights
 from penstock.tools.gpu_check.devices.steps import generate
 from penstock.tools.gpu_check.engine_speed import end_to_end, engine_runs
 from penstock.tools.gpu_check.model_configs import TINY
-from tests.tools.gpu_check.device_context import Record, make_device_context
+from tests.tools.gpu_check.device_context import NoMemoryCounter, Record, make_device_context
 
 
 def tiny_plan(**changes: Any) -> end_to_end.ModelPlan:
@@ -49,6 +50,15 @@ def test_model_is_measured_from_end_to_end(record: Record) -> None:
     ratio = found["kv.q8_0_tokens_ratio"].value
     assert isinstance(ratio, float)
     assert 1.85 < ratio < 1.9
+
+
+def test_a_case_that_does_not_fit_the_memory_is_skipped_alone(record: Record) -> None:
+    plan = tiny_plan(engine=engine_runs.EnginePlan(num_concurrent=0))
+    small = plan_spec(TINY, torch.float32, StepSizes(3, 256, 128)).workspace_bytes + (1 << 30) + 200_000
+    end_to_end.measure_model(record.results, replace(make_device_context(), memory=NoMemoryCounter(small)), plan)
+    found = record.findings()
+    assert found["llama8b.decode.3x1k"].detail.startswith("not measured: its cache of 0.0 GB does not fit the ")
+    assert {found[f"llama8b.{name}"].unit for name in ("decode.1x1k", "prefill.2k")} == {"tok/s"}
 
 
 def test_engine_loop_generates_the_same_tokens_as_single_steps(record: Record) -> None:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 PAGE_TOKENS = 32
 _SPARE_TOKENS = 64
 """KV slots of a sequence beyond its set length, for the timed steps."""
+_RESERVE_BYTES = 1 << 30
+"""Of the device's memory, for what libraries take and for what freed blocks cannot be used for."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,8 @@ def _measure_cache(
     most_tokens = max(*(tokens for _, tokens in plan.prefill), *plan.step_tokens, 256)
     most_rows = max(rows for _, rows, _ in cases)
     sizes = StepSizes(most_rows, most_tokens, _whole_pages(longest), choices=context.choices)
-    num_pages = max(rows * _pages(tokens + _SPARE_TOKENS) for _, rows, tokens in cases)
+    cases = _fitting(results, context, plan, sizes, kv_dtype, cases)
+    num_pages = max((rows * _pages(tokens + _SPARE_TOKENS) for _, rows, tokens in cases), default=0)
     num_pages = max(num_pages, _pages(longest))
     started_s = time.perf_counter()
     forward_pass = CudaDecoderPass(plan.config, weights, context.device, plan.dtype, sizes, plan.host_kv_bytes)
@@ -143,6 +146,29 @@ def _measure_cache(
             _check_memory(results, context, plan, sizes, layout.num_bytes, peak_bytes)
     finally:
         forward_pass.close()
+
+
+def _fitting(
+    results: Results,
+    context: DeviceContext,
+    plan: ModelPlan,
+    sizes: StepSizes,
+    kv_dtype: str,
+    cases: list[tuple[str, int, int]],
+) -> list[tuple[str, int, int]]:
+    """The cases whose cache fits the free memory beside the workspace. The others are skipped, each with the reason."""
+    context.memory.reset_peak()
+    workspace_bytes = plan_spec(plan.config, plan.dtype, sizes).workspace_bytes
+    room = context.memory.free_bytes() - workspace_bytes - _RESERVE_BYTES
+    page_bytes, fitting = make_layout(plan.config, 1, PAGE_TOKENS, kv_dtype).num_bytes, []
+    for name, rows, tokens in cases:
+        num_bytes = rows * _pages(tokens + _SPARE_TOKENS) * page_bytes
+        if num_bytes <= room:
+            fitting.append((name, rows, tokens))
+        else:
+            reason = f"its cache of {num_bytes / 1e9:.1f} GB does not fit the {max(room, 0) / 1e9:.1f} GB that are left"
+            results.skipped(f"{plan.name}.decode.{name}", reason)
+    return fitting
 
 
 def _record_offload_choice(results: Results, name: str, forward_pass: CudaDecoderPass) -> None:
