@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, Grid, Kernel, KernelFailed
+from penstock.backend.passes.decoder.cuda.device.launcher import (
+    BOX_COLUMNS,
+    KERNELS_DIR,
+    Grid,
+    Kernel,
+    KernelFailed,
+    TensorMap,
+)
 from tests.cuda_emulator.build import build_kernels, build_runtime, shared_variables, source_lines
 from tests.tallies import note_launch
 
@@ -28,7 +35,7 @@ Build = tuple[str, tuple[tuple[str, int], ...]]
 """A source file and its macros, from which one library is built."""
 
 _ORDERS = {"forward": 0, "reverse": 1, "random": 2}
-_POINTER, _FLOAT, _INTEGER = 0, 1, 2
+_POINTER, _FLOAT, _INTEGER, _OTHER = 0, 1, 2, 3
 _SITE = re.compile(r"@([0-9a-f]+)@")
 _DIRECTORY = re.compile(r"/\S*/(?=\w+\.cuh?:)")
 _RUNNING = threading.Lock()
@@ -44,6 +51,18 @@ class _Argument(ctypes.Structure):
         ("tensor_bytes", ctypes.c_size_t),
         ("dtype_kind", ctypes.c_int),
         ("dtype_bytes", ctypes.c_int),
+    )
+
+
+class _TensorMap(ctypes.Structure):
+    _fields_ = (
+        ("base", ctypes.c_void_p),
+        ("rows", ctypes.c_longlong),
+        ("columns", ctypes.c_longlong),
+        ("row_bytes", ctypes.c_longlong),
+        ("box_rows", ctypes.c_int),
+        ("box_columns", ctypes.c_int),
+        ("rest", ctypes.c_char * 88),
     )
 
 
@@ -173,7 +192,7 @@ def _runtime() -> ctypes.CDLL:
     return library
 
 
-_Value = ctypes.c_void_p | ctypes.c_int32 | ctypes.c_int64 | ctypes.c_float
+_Value = _TensorMap | ctypes.c_void_p | ctypes.c_int32 | ctypes.c_int64 | ctypes.c_float
 
 
 def _value_of(argument: object) -> _Value:
@@ -181,6 +200,10 @@ def _value_of(argument: object) -> _Value:
         if argument.device.type != "cpu":
             raise KernelFailed(f"a tensor is on {argument.device}; the emulator needs tensors on the CPU")
         return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, TensorMap):
+        row_bytes = 2 * argument.columns
+        base = argument.tensor.data_ptr()
+        return _TensorMap(base, argument.rows, argument.columns, row_bytes, argument.box_rows, BOX_COLUMNS)
     if isinstance(argument, np.float32):
         return ctypes.c_float(float(argument))
     if isinstance(argument, np.int32):
@@ -192,6 +215,9 @@ def _value_of(argument: object) -> _Value:
 
 def _describe(argument: Argument, value: _Value) -> _Argument:
     address, num_bytes = ctypes.addressof(value), ctypes.sizeof(value)
+    if isinstance(argument, TensorMap):
+        tensor = argument.tensor
+        return _Argument(address, _OTHER, num_bytes, tensor.data_ptr(), tensor.nbytes, 0, 0)
     if not isinstance(argument, torch.Tensor):
         kind = _FLOAT if isinstance(argument, np.float32) else _INTEGER
         return _Argument(address, kind, num_bytes, None, 0, 0, 0)

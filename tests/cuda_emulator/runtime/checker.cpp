@@ -17,6 +17,7 @@ struct Record {
     Moment moment;
     uint32_t site;  // as an offset in the library's image
     bool atomic, under_way;
+    bool is_box;  // written by a copy of a box
 };
 
 // The known accesses to one byte.
@@ -93,16 +94,25 @@ class Check {
     Check(const Thread& thread, Access access, const Region& region, const void* site)
         : thread_(thread.number), access_(access), region_(region),
           mine_{access == Access::kAtomic ? moment_of_atomic(thread.number) : now(thread.number), site_of(site),
-                access == Access::kAtomic, access == Access::kCopyBegins} {}
+                access == Access::kAtomic, access == Access::kCopyBegins, false} {}
+    // A copy of a box.
+    Check(const Thread& thread, Access access, const Region& region, const void* site, const Moment& moment)
+        : thread_(thread.number), access_(access), region_(region), mine_{moment, site_of(site), false, true, true} {}
 
     void byte(uintptr_t address) {
         address_ = address;
         Cell& cell = cells_of_page(address / kPageBytes)[address % kPageBytes];
+        if (access_ == Access::kBoxLands) {
+            const Moment& written = cell.write.moment;
+            const bool is_same = written.thread == mine_.moment.thread && written.clock == mine_.moment.clock;
+            if (is_same) cell.write.under_way = false;
+            return;
+        }
         if (valid(cell.write)) against_write(cell.write);
-        else if (region_.sort == Sort::kShared && access_ == Access::kRead)
+        else if (region_.sort == Sort::kShared && reads())
             fail("uninitialised: read at @%x@ of byte %llu of %s, which this block has not written yet",
                  mine_.site, offset(), region_.name.c_str());
-        if (access_ == Access::kRead) return remember_read(cell);
+        if (reads()) return remember_read(cell);
         if (valid(cell.read)) against_read(cell.read, "write after read");
         if (has_more_reads(cell))
             for (const Record& read : read_lists[cell.more_reads - 1])
@@ -113,6 +123,8 @@ class Check {
     }
 
   private:
+    bool reads() const { return access_ == Access::kRead || access_ == Access::kProductReads; }
+
     // Records of shared memory are valid in their own block only, because each block has new shared memory.
     bool valid(const Record& record) const {
         if (region_.sort == Sort::kShared) return record.moment.block == current_block();
@@ -124,11 +136,19 @@ class Check {
     unsigned long long offset() const { return address_ - region_.begin; }
 
     void against_write(const Record& write) const {
+        if (write.under_way && write.is_box)
+            fail("copy of a box not awaited: access at @%x@ to byte %llu of %s, which the copy begun at @%x@ may still "
+                 "be writing", mine_.site, offset(), region_.name.c_str(), write.site);
         if (write.under_way && access_ != Access::kCopyLands)
             fail("cp.async not awaited: access at @%x@ to byte %llu of %s, which the copy of thread %d, begun at @%x@, "
                  "may still be writing",
                  mine_.site, offset(), region_.name.c_str(), write.moment.thread, write.site);
-        against(write, access_ == Access::kRead ? "read after write" : "write after write");
+        against(write, reads() ? "read after write" : "write after write");
+        const bool is_async = access_ == Access::kProductReads || access_ == Access::kBoxBegins;
+        if (is_async && !write.is_box && !proxy_fenced(write.moment, thread_))
+            fail("missing fence: asynchronous access at @%x@ to byte %llu of %s, which thread %d stored at @%x@ "
+                 "without a fence.proxy.async before the barrier", mine_.site, offset(), region_.name.c_str(),
+                 write.moment.thread, write.site);
     }
 
     void against_read(const Record& read, const char* kind) const { against(read, kind); }
@@ -136,6 +156,9 @@ class Check {
     void against(const Record& other, const char* kind) const {
         if ((other.atomic && mine_.atomic) || ordered_before(other.moment, thread_)) return;
         const bool here = other.moment.block == current_block();
+        if (other.is_box)
+            fail("race (%s) at @%x@ on byte %llu of %s: nothing orders this after the copy of a box, begun at @%x@",
+                 kind, mine_.site, offset(), region_.name.c_str(), other.site);
         fail("race (%s) at @%x@ on byte %llu of %s: thread %d of %s block was at @%x@, and nothing orders the two",
              kind, mine_.site, offset(), region_.name.c_str(), other.moment.thread, here ? "this" : "another",
              other.site);
@@ -201,20 +224,21 @@ void check_access_of(Thread& thread, const void* address, size_t bytes, Access a
     if (!enabled) return;
     const uintptr_t first = number(address);
     const Region* region = find_region(first, bytes);
-    const char* verb = access == Access::kRead ? "read" : "write";
+    const bool reads = access == Access::kRead || access == Access::kProductReads;
+    const char* verb = reads ? "read" : "write";
     if (region && region->sort != Sort::kShared && !thread.has_waited)
-        check_before_wait(first, bytes, access == Access::kRead, site_of(site), region->name.c_str());
+        check_before_wait(first, bytes, reads, site_of(site), region->name.c_str());
     if (!region) {
         const bool constant = within(first, bytes, number(memory.module.image), number(memory.module.image_end)) &&
                               !within(first, 1, number(memory.module.shared), number(memory.module.shared_end));
-        if (constant && access == Access::kRead) return;
+        if (constant && reads) return;
         fail_out_of_bounds(first, bytes, verb, site_of(site));
     }
     if (bytes <= 16 && (bytes & (bytes - 1)) == 0 && first % bytes)
         fail("misaligned %s of %zu bytes at @%x@: at byte %llu of %s", verb, bytes, site_of(site),
              (unsigned long long)(first - region->begin), region->name.c_str());
     if (region->sort == Sort::kReadOnlyBuffer) {
-        if (access == Access::kRead) return;
+        if (reads) return;
         fail("write at @%x@ to %s, which the kernel takes as const", site_of(site), region->name.c_str());
     }
     Check check(thread, access, *region, site);
@@ -230,6 +254,37 @@ void check_shared(const void* address, size_t bytes, size_t alignment, const cha
     if (region && region->sort == Sort::kShared) return;
     fail("out-of-bounds %s at %s:%d: %zu bytes that are not all in one part of the block's shared memory", instruction,
          here.file, here.line, bytes);
+}
+
+void box_begins(const void* target, size_t bytes, const Moment& moment, const void* site) {
+    if (!enabled) return;
+    Check check(*current, Access::kBoxBegins, *find_region(number(target), bytes), site, moment);
+    for (size_t i = 0; i < bytes; ++i) check.byte(number(target) + i);
+}
+
+void box_lands(const void* target, size_t bytes, const Moment& moment) {
+    if (!enabled) return;
+    Check check(threads[0], Access::kBoxLands, *find_region(number(target), bytes), nullptr, moment);
+    for (size_t i = 0; i < bytes; ++i) check.byte(number(target) + i);
+}
+
+void check_fenced(const Moment& earlier, const char* what, const void* site) {
+    if (enabled && !(ordered_before(earlier, current->number) && proxy_fenced(earlier, current->number)))
+        fail("missing fence at @%x@: %s without a fence.proxy.async and a barrier after it", site_of(site), what);
+}
+
+Moment moment_now() { return enabled ? now(current->number) : Moment{}; }
+
+void release_to(Clocks& clocks) {
+    if (enabled) order_release(current->number, clocks);
+}
+
+void acquire_for(const Thread& thread, const Clocks& clocks) {
+    if (enabled) order_acquire(thread.number, clocks);
+}
+
+void on_proxy_fence() {
+    if (enabled) order_proxy_fence(current->number);
 }
 
 void on_block_barrier() {

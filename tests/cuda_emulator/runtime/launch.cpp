@@ -8,10 +8,12 @@
 #include <algorithm>
 
 #include "async_copies.h"
+#include "boxes.h"
 #include "checker.h"
 #include "dependent_launch.h"
 #include "scheduler.h"
 #include "waiting.h"
+#include "warpgroup.h"
 
 namespace cusim {
 
@@ -114,8 +116,9 @@ std::vector<Region> regions_of(const Kernel& kernel, const Launch& launch) {
     };
     for (int i = 0; i < launch.num_arguments; ++i) {
         const Argument& argument = launch.arguments[i];
-        if (argument.kind != int(Kind::kPointer)) continue;
-        const Sort sort = kernel.parameters[i].read_only ? Sort::kReadOnlyBuffer : Sort::kBuffer;
+        if (!argument.tensor) continue;
+        const bool is_map = argument.kind == int(Kind::kOther);  // copies only read through it
+        const Sort sort = is_map || kernel.parameters[i].read_only ? Sort::kReadOnlyBuffer : Sort::kBuffer;
         add(argument.tensor, argument.tensor_bytes, sort,
             "argument " + std::to_string(i) + " (" + parameter_name(kernel, i) + ")");
     }
@@ -175,6 +178,8 @@ extern "C" bool cusim_launch(const Kernel* kernel, const Launch* launch) {
         if (module.shared) memset(module.shared, kPoison, size_t(module.shared_end - module.shared));
         reset_waiting();
         reset_copies();
+        reset_barriers();
+        reset_products();
         begin_checked_block();
         run_block(*kernel, values.data());
         if (!error.empty()) break;

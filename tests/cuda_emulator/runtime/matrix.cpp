@@ -31,13 +31,6 @@ void check_whole(const Thread* lanes, const char* instruction) {
     fail("%s at %s:%d in a warp of fewer than 32 threads", instruction, lanes->here.file, lanes->here.line);
 }
 
-float bf16_to_float(uint16_t bits) {
-    const uint32_t wide = uint32_t(bits) << 16;
-    float x;
-    memcpy(&x, &wide, sizeof x);
-    return x;
-}
-
 float to_float(Number number, unsigned pair, int index) {
     const uint16_t bits = uint16_t(pair >> 16 * index);
     return number == Number::kBf16 ? bf16_to_float(bits) : half_to_float(bits);
@@ -46,6 +39,13 @@ float to_float(Number number, unsigned pair, int index) {
 typedef float Row __attribute__((vector_size(32)));  // the 8 columns of b and acc
 
 }  // namespace
+
+float bf16_to_float(uint16_t bits) {
+    const uint32_t wide = uint32_t(bits) << 16;
+    float x;
+    memcpy(&x, &wide, sizeof x);
+    return x;
+}
 
 uint16_t float_to_half(float x) {
     const _Float16 half = _Float16(x);

@@ -9,4 +9,6 @@ namespace cusim {
 void multiply(Thread* lanes);
 void load_matrices(Thread* lanes);
 
+float bf16_to_float(uint16_t bits);
+
 }  // namespace cusim

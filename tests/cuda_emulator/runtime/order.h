@@ -1,6 +1,7 @@
 // Happens-before: which accesses of other threads are ordered before an access. Within a block, barriers order
-// accesses. Between blocks, it takes a fence and an atomic on some address in the first block, then an atomic on the
-// same address and a fence in the second. Shuffles order nothing.
+// accesses; those in shared memory order only the threads that arrive and wait. Between blocks, it takes a fence and an
+// atomic on some address in the first block, then an atomic on the same address and a fence in the second. Shuffles
+// order nothing.
 
 #pragma once
 
@@ -19,6 +20,12 @@ struct Moment {
     int thread;
 };
 
+// Of all threads of a block, and of the copies that arrive at each of its barriers: what happened before.
+struct Clocks {
+    std::vector<uint32_t> threads, copies;
+    std::vector<int> known;  // releases of other blocks
+};
+
 void begin_ordered_launch();
 void begin_ordered_block(int num_threads);
 
@@ -28,6 +35,18 @@ Moment now(int thread);
 Moment moment_of_atomic(int thread);
 bool ordered_before(const Moment& earlier, int thread);
 bool in_this_launch(const Moment& moment);
+
+// The moment of copy `clock` that arrives at a barrier in shared memory. It happened before what follows a wait for
+// that barrier, and before nothing else.
+Moment moment_of_copy(int barrier, uint32_t clock);
+void note_copy(Clocks& clocks, const Moment& copy);
+// An arrival at a barrier in shared memory, and the end of the wait.
+void order_release(int thread, Clocks& into);
+void order_acquire(int thread, const Clocks& from);
+// A fence between a thread's own accesses and those of copies and of products of warpgroups.
+void order_proxy_fence(int thread);
+// Whether such a fence followed the access and is ordered before the thread.
+bool proxy_fenced(const Moment& earlier, int thread);
 
 void order_block();
 void order_warp(int warp, unsigned mask);

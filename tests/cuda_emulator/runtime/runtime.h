@@ -73,6 +73,36 @@ void async_copy(void* shared, const void* source, int bytes, int source_bytes, H
 void async_commit();
 void async_wait(int allowed_groups);
 
+// ---- sm_90a: barriers in shared memory, copies of boxes, products of warpgroups; see kernels/hopper.cuh ----
+
+// The layout must match launcher.py.
+struct TensorMap {
+    const unsigned char* base;
+    long long rows, columns, row_bytes;
+    int box_rows, box_columns;
+    char rest[88];
+};
+
+// Of an address in dynamic shared memory: its place in it, and the address where 16 bytes are if rows of 128 bytes are
+// swizzled.
+unsigned shared_offset(const void* address);
+unsigned char* swizzled_128(unsigned char* address);
+
+void barrier_init(unsigned long long* barrier, int count, Here here);
+void barrier_arrive(unsigned long long* barrier, int num_bytes, Here here);
+void barrier_wait(unsigned long long* barrier, unsigned parity, Here here);
+void sync_some(int count, Here here);
+void fence_stores();
+void copy_box(void* shared, const TensorMap& map, int row, int column, unsigned long long* barrier, Here here);
+
+// a: registers, or null for a_descriptor.
+void wgmma(float* accumulators, int columns, const unsigned* a, uint64_t a_descriptor, uint64_t b_descriptor,
+           bool b_by_rows, bool adds, Here here);
+void wgmma_fence();
+void wgmma_commit();
+void wgmma_wait(int allowed_groups);
+void set_registers(int number);
+
 // ---- Programmatic dependent launch ----
 
 void wait_for_earlier_kernels();

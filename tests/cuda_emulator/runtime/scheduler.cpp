@@ -7,8 +7,10 @@
 #include <utility>
 
 #include "async_copies.h"
+#include "boxes.h"
 #include "dependent_launch.h"
 #include "waiting.h"
+#include "warpgroup.h"
 
 // Push the callee-saved registers, save the stack pointer in *save, and continue where `load` was saved.
 extern "C" void cusim_switch(void** save, void* load);
@@ -122,6 +124,16 @@ void resume(void** save, Thread& thread) {
     __builtin_unreachable();
 }
 
+[[noreturn]] void fail_deadlocked();
+
+// A copy may have to arrive before any thread can go on.
+int pop_ready() {
+    maybe_land_a_box();
+    while (ready.empty())
+        if (!land_a_box()) fail_deadlocked();
+    return ready.pop();
+}
+
 [[noreturn]] void fail_deadlocked() {
     std::string waiting;
     int num_named = 0;
@@ -140,12 +152,15 @@ void resume(void** save, Thread& thread) {
 
 void end_thread() {
     check_copies_awaited();
+    check_products_awaited();
     check_waited();
     current->status = Status::kDone;
     --num_alive;
     check_exit_leaves_no_barrier();
-    if (num_alive == 0) return_to_launcher();
-    if (ready.empty()) fail_deadlocked();
+    if (num_alive > 0) return;
+    check_boxes_landed();
+    check_registers();
+    return_to_launcher();
 }
 
 // Every stack begins here. A thread that has not started takes over the stack of the thread that ended before it.
@@ -154,7 +169,7 @@ void thread_main() {
         running->run(running_arguments);
         end_thread();
         const int stack = current->stack;
-        Thread& next = threads[size_t(ready.pop())];
+        Thread& next = threads[size_t(pop_ready())];
         if (next.stack_pointer) {
             free_stacks.push_back(stack);
             void* never_resumed;
@@ -229,8 +244,7 @@ void make_ready(Thread& thread) {
 void wait(Status status) {
     Thread* me = current;
     me->status = status;
-    if (ready.empty()) fail_deadlocked();
-    Thread& next = threads[size_t(ready.pop())];
+    Thread& next = threads[size_t(pop_ready())];
     if (&next != me) resume(&me->stack_pointer, next);
 }
 

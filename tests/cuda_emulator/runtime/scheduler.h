@@ -9,7 +9,7 @@
 
 namespace cusim {
 
-enum class Status { kReady, kAtBarrier, kInWarpCall, kDone };
+enum class Status { kReady, kAtBarrier, kInWarpCall, kInWarpgroupCall, kDone };
 
 struct Thread {
     void* stack_pointer;  // null: has not started

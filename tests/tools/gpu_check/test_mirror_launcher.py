@@ -59,9 +59,10 @@ class HostCupy:
             self.uploads.append(num_bytes)
         ctypes.memmove(target, source, num_bytes)
 
-    def kernel(self, grid: Any, block: Any, arguments: tuple[Any, ...], shared_bytes: int) -> None:
+    def kernel(self, grid: Any, block: Any, arguments: tuple[Any, ...], shared_bytes: int, stream: Any) -> None:
         if self.fault is not None:
             raise self.fault
+        assert stream.ptr == 0, "not the default stream"
         self.seen.append((grid, block, arguments, shared_bytes))
         floats = (ctypes.c_float * int(arguments[-1])).from_address(arguments[0])
         for index in range(len(floats)):

@@ -143,6 +143,16 @@ def invariance_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[
     yield Check("sampling", "slot", _sampled_in_any_slot)
 
 
+def wgmma_checks() -> Iterator[Check]:
+    """Yield checks of what compute capability 9.0 alone has, with shapes that are small enough for a sanitizer."""
+    for name, run in ptx.HOPPER_WRAPPERS.items():
+        yield Check("wgmma", name, run)
+    shapes = ((0, 1), (40, 1), (0, 33), (170, 80))
+    yield _prefill("bf16", 128, 4, 32, shapes, repeats=3, has_wgmma=True)
+    yield _prefill("bf16", 64, 7, 16, shapes, window=70, softcap=3.0, has_wgmma=True)
+    yield Check("wgmma", "cut", partial(_prefill_in_any_chunks, kv_dtype="bf16", has_wgmma=True))
+
+
 def _ptx() -> Iterator[Check]:
     for name, run in ptx.WRAPPERS.items():
         yield Check("ptx", name, run)
@@ -327,10 +337,11 @@ def _prefill(
     window: int = 0,
     softcap: float = 0.0,
     repeats: int = 1,
+    has_wgmma: bool = False,
 ) -> Check:
     def run(launcher: Launcher) -> float:
         attention = prefill.attention_of(
-            head_dim, kv_dtype, group=group, page_size=page_size, window=window, softcap=softcap
+            head_dim, kv_dtype, group=group, page_size=page_size, window=window, softcap=softcap, has_wgmma=has_wgmma
         )
         step = prefill.prepare(attention, prefill.rows_of(*shapes))
         out = prefill.run(attention, step, launcher)
@@ -339,7 +350,7 @@ def _prefill(
         return require_within("of a query", prefill.error_of(attention, step, out), prefill.TOLERANCE[kv_dtype])
 
     name = _name(kv_dtype, head_dim, group, page_size, window, max(map(sum, shapes)))
-    return Check("prefill", name, run, (head_dim, group) == (128, 4))
+    return Check("wgmma" if has_wgmma else "prefill", name, run, (head_dim, group) == (128, 4))
 
 
 def _name(kv_dtype: str, head_dim: int, group: int, page_size: int, window: int, longest: int) -> str:
@@ -355,8 +366,8 @@ def _decode_beside_other_rows(launcher: Launcher, kv_dtype: str, shared_bytes: i
         require_same_bits(f"at place {place} of {len(others) + 1}", step.run(launcher)[place], alone)
 
 
-def _prefill_in_any_chunks(launcher: Launcher, kv_dtype: str) -> None:
-    attention, num_tokens = prefill.attention_of(128, kv_dtype, group=4), 150
+def _prefill_in_any_chunks(launcher: Launcher, kv_dtype: str, has_wgmma: bool = False) -> None:
+    attention, num_tokens = prefill.attention_of(128, kv_dtype, group=4, has_wgmma=has_wgmma), 150
     whole = prefill.run(attention, prefill.prepare(attention, [Row(0, num_tokens)]), launcher)
     for size in (7, 64):
         chunks = [Row(at, min(size, num_tokens - at)) for at in range(0, num_tokens, size)]

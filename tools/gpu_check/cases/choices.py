@@ -30,9 +30,10 @@ PREFILL_VARIANTS: dict[str, dict[str, KernelChoices]] = {
     "query_rows+key_tokens": {
         f"{rows}+{tokens}": replace(CONSTANTS, query_rows=rows, key_tokens=tokens)
         for rows, tokens in ((128, 64), (128, 32), (64, 64), (64, 32))
-    }
+    },
+    "wgmma": {str(wgmma): replace(CONSTANTS, wgmma=wgmma) for wgmma in (1, 0)},
 }
-"""The same for prefill attention."""
+"""The same for prefill attention. Other tiles than the constants have mma.sync alone."""
 
 
 def choice_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check]:

@@ -34,9 +34,10 @@ def attention_of(
     window: int = 0,
     softcap: float = 0.0,
     choices: KernelChoices = CONSTANTS,
+    has_wgmma: bool = False,
 ) -> PrefillAttention:
     layout = CacheLayout(1, 0, page_size, kv_heads, head_dim, kv_dtype)
-    return PrefillAttention(layout, kv_heads * group, head_dim**-0.5, window, softcap, choices)
+    return PrefillAttention(layout, kv_heads * group, head_dim**-0.5, window, softcap, choices, has_wgmma)
 
 
 def rows_of(*shapes: tuple[int, int]) -> list[Row]:

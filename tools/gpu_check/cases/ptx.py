@@ -1,4 +1,4 @@
-"""Checks each wrapper of inline PTX (kernels/ptx.cuh) against torch, float64, and the PTX manual's fragment layouts.
+"""Checks each wrapper of inline PTX (kernels/ptx.cuh, hopper.cuh) against torch, float64, and the PTX manual's layouts.
 
 On the emulator this checks the wrapper's emulated version; on a GPU, that the instruction does the same.
 """
@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cuda.device.launcher import Kernel, Launcher
+from penstock.backend.passes.decoder.cuda.device.launcher import BOX_COLUMNS, Kernel, Launcher, TensorMap
 from penstock.tools.gpu_check.cases.comparing import require_close, require_same_bits
 
 if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.device.launcher import Argument
 
 SOURCE = Path(__file__).with_name("ptx_wrappers.cu")
+HOPPER_SOURCE = Path(__file__).with_name("hopper_wrappers.cu")
 _E4M3_MAX = 448.0
+_BOX_ROW_BYTES = 2 * BOX_COLUMNS
 
 
 def wrapper_kernel(entry: str, num_threads: int = 32, *, half: int = 0, shared_bytes: int = 0) -> Kernel:
@@ -145,6 +147,48 @@ def check_approximations(launcher: Launcher) -> None:
     require_same_bits("ex2 of 0 and of -infinity", result[0, :2], torch.tensor([1.0, 0.0]))
 
 
+def hopper_kernel(entry: str, shared_bytes: int) -> Kernel:
+    return Kernel(str(HOPPER_SOURCE), entry, (), 128, shared_bytes, needs_wgmma=True)
+
+
+def check_product_from_shared(launcher: Launcher) -> None:
+    """Check that the product is added to the accumulators, or replaces them."""
+    a, b, start = (
+        _random_bf16(64, 16),
+        _random_bf16(128, 16),
+        torch.randn(64, 128, generator=torch.Generator().manual_seed(1)),
+    )
+    result = start.clone()
+    kernel = hopper_kernel("multiply_shared", (64 + 128) * _BOX_ROW_BYTES)
+    _launch(launcher, kernel, 1, a.view(torch.int16), b.view(torch.int16), result)
+    require_close("wgmma.m64n128k16", result, start.double() + 2 * a.double() @ b.double().T, 1e-5, 1e-5)
+
+
+def check_product_by_rows(launcher: Launcher, columns: int) -> None:
+    """Check two products in a row on the same accumulators, with a in registers and b by rows."""
+    a, b, result = _random_bf16(64, 32), _random_bf16(32, columns), torch.full((64, columns), torch.nan)
+    kernel = hopper_kernel(f"multiply_{columns}", 32 * 2 * columns)
+    _launch(launcher, kernel, 1, a.view(torch.int16), b.view(torch.int16), result)
+    require_close(f"wgmma.m64n{columns}k16", result, a.double() @ b.double(), 1e-5, 1e-5)
+
+
+def check_box(launcher: Launcher, row: int, column: int) -> None:
+    """Check that chunk c of a box's row r is at c xor r % 8, and that numbers outside the matrix are 0."""
+    rows, columns, box_rows = 40, 128, 32
+    matrix = _random_bf16(rows, columns)
+    result = torch.full((3, box_rows * _BOX_ROW_BYTES), 255, dtype=torch.uint8)
+    kernel = hopper_kernel("copy", box_rows * _BOX_ROW_BYTES + 16)
+    tensor_map = TensorMap(matrix.view(torch.uint8).view(-1), columns, box_rows)
+    _launch(launcher, kernel, 1, tensor_map, result, np.int32(row), np.int32(column), np.int32(box_rows))
+    padded = torch.zeros(rows + 2 * box_rows, columns + BOX_COLUMNS, dtype=torch.bfloat16)
+    padded[box_rows : box_rows + rows, :columns] = matrix
+    box = padded[box_rows + row : 2 * box_rows + row, column : column + BOX_COLUMNS]
+    chunks = box.contiguous().view(torch.uint8).view(box_rows, 8, 16)
+    places = torch.arange(8) ^ (torch.arange(box_rows) % 8)[:, None]
+    swizzled = chunks.gather(1, places[:, :, None].expand(-1, -1, 16))  # xor is its own inverse
+    require_same_bits("cp.async.bulk.tensor", result, swizzled.reshape(1, -1).expand(3, -1))
+
+
 WRAPPERS: dict[str, Callable[[Launcher], None]] = {
     "mma.bf16": partial(check_product, dtype=torch.bfloat16),
     "mma.f16": partial(check_product, dtype=torch.float16),
@@ -161,9 +205,24 @@ WRAPPERS: dict[str, Callable[[Launcher], None]] = {
 }
 
 
+HOPPER_WRAPPERS: dict[str, Callable[[Launcher], None]] = {
+    "wgmma.shared": check_product_from_shared,
+    "wgmma.rows.64": partial(check_product_by_rows, columns=64),
+    "wgmma.rows.128": partial(check_product_by_rows, columns=128),
+    "box": partial(check_box, row=5, column=64),
+    "box.first_rows": partial(check_box, row=-3, column=0),
+    "box.last_rows": partial(check_box, row=30, column=96),
+}
+"""Of compute capability 9.0 alone. setmaxnreg changes no result; the attention kernel has it."""
+
+
 def _launch(launcher: Launcher, kernel: Kernel, num_blocks: int, *arguments: Argument) -> None:
     launcher.prepare([kernel])
     launcher.launch(kernel, (num_blocks, 1, 1), *arguments)
+
+
+def _random_bf16(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
 
 
 def _random_floats(count: int) -> torch.Tensor:

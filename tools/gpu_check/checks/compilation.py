@@ -39,6 +39,8 @@ def run(results: Results) -> None:
         import torch
 
         largest = torch.cuda.get_device_properties(0).shared_memory_per_multiprocessor
+        arch = nvrtc.architecture(torch.cuda.get_device_capability(0))
+        kernels = [kernel for kernel in kernels if nvrtc.compiles_for(kernel, arch)]
         kernels = [kernel for kernel in kernels if kernel.shared_bytes < largest]  # others have larger rings
         results.attempt("compile.load", lambda: load_all(results, CupyLauncher(0), kernels))
         return
@@ -67,13 +69,14 @@ def compile_for(
     found = {}
     for arch in architectures:
         started_s = time.monotonic()
-        reports = found[arch] = nvrtc.compile_kernels(kernels, arch, num_workers)
+        compiled = [kernel for kernel in kernels if nvrtc.compiles_for(kernel, arch)]
+        reports = found[arch] = nvrtc.compile_kernels(compiled, arch, num_workers)
         results.fact(f"compile.{arch}.kernels", len(reports))
         results.fact(f"compile.{arch}.wall", time.monotonic() - started_s, "s")
         by_kernel = {report.kernel: report for report in reports}
         if cubins is not None:
             cubins.mkdir(parents=True, exist_ok=True)
-            for group in group_by_module(kernels):
+            for group in group_by_module(compiled):
                 write_cubin(cubins / cubin_name(group, arch), by_kernel[group[0]].cubin)
         spilling = [str(report.kernel) for report in reports if report.spill_bytes]
         _check(results, f"compile.{arch}", {report.kernel: report.registers for report in reports}, spilling)

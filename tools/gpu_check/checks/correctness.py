@@ -6,7 +6,7 @@ from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.tools.gpu_check.cases.catalogue import quick_checks, wide_checks
+from penstock.tools.gpu_check.cases.catalogue import quick_checks, wgmma_checks, wide_checks
 from penstock.tools.gpu_check.cases.choices import choice_checks
 from penstock.tools.gpu_check.checks.encoder_agreement import check_encoder
 from penstock.tools.gpu_check.checks.library_products import check_library_products
@@ -28,7 +28,7 @@ _RESERVE_FOR_PASSES_S = 25.0
 def run(results: Results) -> None:
     launcher = MirrorLauncher()
     shared_bytes = launcher.shared_bytes_per_sm
-    checks = [*wide_checks(shared_bytes), *choice_checks(shared_bytes)]
+    checks = [*wide_checks(shared_bytes), *choice_checks(shared_bytes), *_of_wgmma(launcher)]
     run_checks(results, launcher, checks, reserve_s=_RESERVE_FOR_PASSES_S)
     context = open_device_context()
     check_library_products(results, context)
@@ -40,7 +40,11 @@ def run(results: Results) -> None:
 def run_quick(results: Results) -> None:
     """Check kernels only, no whole passes."""
     launcher = MirrorLauncher()
-    run_checks(results, launcher, quick_checks(launcher.shared_bytes_per_sm))
+    run_checks(results, launcher, [*quick_checks(launcher.shared_bytes_per_sm), *_of_wgmma(launcher)])
+
+
+def _of_wgmma(launcher: MirrorLauncher) -> Iterable[Check]:
+    return wgmma_checks() if launcher.has_wgmma else ()
 
 
 def run_checks(results: Results, launcher: Launcher, checks: Iterable[Check], reserve_s: float = 0.0) -> None:

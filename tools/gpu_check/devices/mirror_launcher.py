@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLauncher
-from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed
+from penstock.backend.passes.decoder.cuda.device import nvrtc
+from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLauncher, Stream
+from penstock.backend.passes.decoder.cuda.device.driver_launch import LaunchRefused
+from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed, TensorMap
 
 if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.device.launcher import Argument, Grid, Kernel
 
+_DEFAULT_STREAM = Stream(0)
 _TO_DEVICE, _TO_HOST = 1, 2
 """cudaMemcpyKind."""
 
@@ -52,6 +55,10 @@ class MirrorLauncher(CupyLauncher):
         properties = self._cupy.cuda.runtime.getDeviceProperties(self._device_index)
         return int(properties["sharedMemPerMultiprocessor"])
 
+    @property
+    def has_wgmma(self) -> bool:
+        return nvrtc.architecture(self.compute_capability) == "sm_90a"
+
     def launch(self, kernel: Kernel, grid: Grid, *arguments: Argument) -> None:
         if 0 in grid:
             return
@@ -65,19 +72,20 @@ class MirrorLauncher(CupyLauncher):
                 mirror.memory = self._cupy.cuda.alloc(mirror.end - mirror.start)
                 if not (self._leaves_poison and mirror.is_poison):
                     runtime.memcpy(mirror.memory.ptr, mirror.start, mirror.end - mirror.start, _TO_DEVICE)
-            pointers = tuple(_pointer(x, mirrors) if isinstance(x, Tensor) else x for x in arguments)
-            self._functions[kernel](grid, (kernel.num_threads,), pointers, kernel.shared_bytes)
+            function = self._functions[kernel]
+            self._start(kernel, function, grid, arguments, _DEFAULT_STREAM, lambda tensor: _pointer(tensor, mirrors))
             runtime.deviceSynchronize()
             for mirror in mirrors:
                 runtime.memcpy(mirror.start, mirror.memory.ptr, mirror.end - mirror.start, _TO_HOST)
-        except self._faults as error:
+        except (*self._faults, LaunchRefused) as error:
             raise KernelFailed(f"{self.last_launch}: {error}") from error
 
 
 def make_mirrors(arguments: tuple[Argument, ...]) -> list[_Mirror]:
     """The address ranges of the tensors, overlapping ones merged. Raises KernelFailed for a tensor not on the CPU."""
     ranges = []
-    for tensor in (argument for argument in arguments if isinstance(argument, Tensor)):
+    tensors = (argument.tensor if isinstance(argument, TensorMap) else argument for argument in arguments)
+    for tensor in (tensor for tensor in tensors if isinstance(tensor, Tensor)):
         if tensor.device.type != "cpu":
             raise KernelFailed(f"a tensor on {tensor.device} cannot be mirrored")
         if tensor.numel():

@@ -14,7 +14,7 @@ from penstock.backend.checkpoint.decoder_config import Experts
 from penstock.backend.forward_pass import SamplingParams, SlotInit
 from penstock.backend.passes.decoder.cuda.attention.decode_attention import DecodeAttention
 from penstock.backend.passes.decoder.cuda.attention.encoder_attention import EncoderAttention
-from penstock.backend.passes.decoder.cuda.attention.prefill_attention import PrefillAttention
+from penstock.backend.passes.decoder.cuda.attention.prefill_attention import WGMMA_CAPABILITY, PrefillAttention
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
 from penstock.backend.passes.decoder.cuda.ops.activations import Residual
 from penstock.backend.passes.decoder.cuda.ops.elementwise import Elementwise
@@ -229,7 +229,13 @@ def _prefill(sizes: KernelSizes, history: int, num_tokens: int, kv_dtype: str, c
     heads, device = sizes.heads, context.device
     num_pages = -(-(history + num_tokens) // PAGE_TOKENS)
     layout = CacheLayout(1, num_pages, PAGE_TOKENS, heads.num_kv_heads, heads.head_dim, kv_dtype)
-    attention = PrefillAttention(layout, heads.num_heads, heads.head_dim**-0.5, choices=context.choices)
+    attention = PrefillAttention(
+        layout,
+        heads.num_heads,
+        heads.head_dim**-0.5,
+        choices=context.choices,
+        has_wgmma=device.compute_capability == WGMMA_CAPABILITY,
+    )
     device.launcher.prepare(attention.kernels())
     qkv = torch.randn(num_tokens, heads.qkv_size, device=context.torch_device).bfloat16()
     out = torch.empty(num_tokens, heads.output_size, device=context.torch_device, dtype=torch.bfloat16)

@@ -57,7 +57,13 @@ def make_row(report: CompileReport, function: Function) -> KernelRow:
     shared_bytes = kernel.shared_bytes + report.shared_bytes
     whole = count_names(function.instructions)
     # Without matrix instructions: the loop of the copies, not one around it that also has those of its start.
-    loop = function.loop_of(*MATRIX) or function.loop_of(*_COPIES, share=0.5) or function.loop_of(*_LOADS)
+    # A loop around that of the tiles also has the first and the last tile's products of a warpgroup.
+    loop = (
+        function.loop_of("HGMMA", share=0.5)
+        or function.loop_of(*MATRIX)
+        or function.loop_of(*_COPIES, share=0.5)
+        or function.loop_of(*_LOADS)
+    )
     tile = count_names(loop.path) if loop else whole - whole
     kinds = ", ".join(f"{name} {whole[name]}" for name in MATRIX if whole[name])
     return KernelRow(
@@ -79,7 +85,10 @@ def make_row(report: CompileReport, function: Function) -> KernelRow:
 
 
 def is_launched(kernel: Kernel, arch: str) -> bool:
-    """Return whether the architecture uses the kernel: rings of decode attention are as large as its shared memory."""
+    """Return whether the architecture uses the kernel: rings of decode attention are as large as its shared memory, and
+    products of warpgroups need sm_90a."""
+    if not nvrtc.compiles_for(kernel, arch):
+        return False
     macros = dict(kernel.macros)
     if kernel.entry != "decode_attention":
         return True

@@ -16,6 +16,7 @@ from penstock.tools.gpu_check.prediction.machine import (
     ROW_PRODUCT_SHARE,
     STREAM_SHARE,
     WARP_IPC,
+    WGMMA_SHARE,
     together,
 )
 
@@ -31,6 +32,10 @@ _NUM_WARPS = 4
 _SHORTEST_CHUNK, _FEWEST_CHUNKS, _BLOCKS_TO_FILL = 256, 16, 256
 _PREFILL_MATRIX = 256
 """Matrix instructions of a warp for 32 queries and 64 keys in heads of 128."""
+_WGMMA_ROWS, _WGMMA_TOKENS = 16, 128
+"""Of a warp's tile of prefill attention with wgmma."""
+_WGMMA_TAKEN = 0.55
+"""Of the longest way through that tile's loop, what a tile without a cap and a mask takes."""
 _SAMPLED_AT_ONCE = 512
 """Logits of a warp in a turn of the sampler's loops."""
 _DRAWN_TAKEN, _SCANNED_TAKEN, _LISTED_TAKEN = 0.19, 0.036, 0.13
@@ -75,16 +80,28 @@ class KernelTimes:
         stream_us = num_bytes / (machine.bandwidth * STREAM_SHARE) * 1e6
         return ENDS_US + 2 * machine.read_latency_us + merge_us + together(stream_us, issue_us, chain_us)
 
-    def prefill_attention(self, heads: Heads, history: int, num_tokens: int, kv_dtype: str) -> float:
-        """The longer of mma.sync's rate and the issued instructions, over whole waves of blocks."""
-        machine, row = self.machine, self._row("prefill_attention", kv_dtype)
+    def prefill_attention(
+        self, heads: Heads, history: int, num_tokens: int, kv_dtype: str, *, wgmma: bool = True
+    ) -> float:
+        """The longer of the products' rate and the issued instructions, over whole waves of blocks. wgmma: multiply a
+        bf16 cache with warpgroups; other caches use mma.sync."""
+        machine = self.machine
         pairs = num_tokens * history + num_tokens * (num_tokens + 1) / 2
-        flop = 4 * pairs * heads.num_heads * heads.head_dim
-        # The table counts an inner loop once; it runs until all matrix instructions of a tile are done.
-        instructions = row.tile_instructions * max(1.0, 0.7 * _PREFILL_MATRIX / max(row.tile_matrix, 1))
-        warp_tiles = flop / (_PREFILL_MATRIX * 4096)
+        if wgmma and kv_dtype == "bf16":
+            row = self._row("prefill_attention_wgmma", kv_dtype)
+            pairs += num_tokens * _WGMMA_TOKENS / 2  # on the diagonal
+            flop = 4 * pairs * heads.num_heads * heads.head_dim
+            warp_tiles = flop / (4 * _WGMMA_ROWS * _WGMMA_TOKENS * heads.head_dim)
+            instructions, share = _WGMMA_TAKEN * row.tile_instructions, WGMMA_SHARE
+        else:
+            row = self._row("prefill_attention", kv_dtype)
+            flop = 4 * pairs * heads.num_heads * heads.head_dim
+            warp_tiles = flop / (_PREFILL_MATRIX * 4096)
+            # The table counts an inner loop once; it runs until all matrix instructions of a tile are done.
+            instructions = row.tile_instructions * max(1.0, 0.7 * _PREFILL_MATRIX / max(row.tile_matrix, 1))
+            share = MMA_SYNC_SHARE
         issue_us = warp_tiles * instructions / (machine.issue_rate * ISSUE_SHARE) * 1e6
-        mma_us = flop / (machine.products * MMA_SYNC_SHARE) * 1e6
+        mma_us = flop / (machine.products * share) * 1e6
         blocks, context = -(-num_tokens * heads.num_heads // 128), history + num_tokens
         # A short chunk leaves multiprocessors idle, until the block of the longest segment has ended.
         longest = longest_segment(context) if blocks < ENOUGH_BLOCKS else context

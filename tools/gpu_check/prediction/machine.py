@@ -57,6 +57,9 @@ ISSUE_SHARE = 0.75
 """Of the issue slots, by a loop of dependent instructions with two warps per scheduler."""
 MMA_SYNC_SHARE = 0.62
 """Of the tensor cores' rate, by mma.sync instead of wgmma on Hopper."""
+WGMMA_SHARE = 0.72
+"""Of the tensor cores' rate, by attention with wgmma whose warpgroups take turns without a schedule (FlashAttention 3
+without its overlap of softmax and products: 570 TFLOP/s)."""
 WARP_IPC = 0.5
 """Instructions per cycle of a warp that is alone on its scheduler."""
 ENDS_US = 1.5

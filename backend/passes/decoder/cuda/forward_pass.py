@@ -18,6 +18,7 @@ import torch
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import DeviceRows, SamplingParams, SlotInit, StepBatch
+from penstock.backend.passes.decoder.cuda.attention.prefill_attention import WGMMA_CAPABILITY
 from penstock.backend.passes.decoder.cuda.cuda_graphs import StepGraphs, graph_sizes
 from penstock.backend.passes.decoder.cuda.device.device import annotate_faults, first_line
 from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed
@@ -178,7 +179,12 @@ class CudaDecoderPass:
         layout = make_layout(config, num_pages, page_size_tokens, kv_dtype)
         try:
             attention = attention_by_window(
-                config, layout, sizes, num_sms=device.num_sms, shared_bytes_per_sm=device.shared_bytes_per_sm
+                config,
+                layout,
+                sizes,
+                num_sms=device.num_sms,
+                shared_bytes_per_sm=device.shared_bytes_per_sm,
+                has_wgmma=device.compute_capability == WGMMA_CAPABILITY,
             )
         except ValueError as error:
             raise StartupError(f"the GPU kernels do not support this cache: {error}") from error

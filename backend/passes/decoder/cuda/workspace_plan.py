@@ -211,13 +211,20 @@ def make_layout(config: DecoderConfig, num_pages: int, page_size_tokens: int, kv
 
 
 def attention_by_window(
-    config: DecoderConfig, layout: CacheLayout, sizes: StepSizes, *, num_sms: int, shared_bytes_per_sm: int
+    config: DecoderConfig,
+    layout: CacheLayout,
+    sizes: StepSizes,
+    *,
+    num_sms: int,
+    shared_bytes_per_sm: int,
+    has_wgmma: bool = False,
 ) -> dict[int | None, StepAttention]:
-    """Return one attention per distinct window. Raises ValueError for what no kernel supports."""
+    """Return one attention per distinct window. has_wgmma changes no size. Raises ValueError for what no kernel
+    supports."""
     scale, softcap, choices = config.score_scale, config.scales.scores_softcap or 0.0, sizes.choices
 
     def make_attention(window_tokens: int) -> StepAttention:
-        prefill = PrefillAttention(layout, config.num_heads, scale, window_tokens, softcap, choices)
+        prefill = PrefillAttention(layout, config.num_heads, scale, window_tokens, softcap, choices, has_wgmma)
         prefill_sizes = prefill.workspace_sizes(sizes.max_tokens, sizes.max_context_tokens)
         if sizes.deterministic:
             return OneKernelAttention(prefill, prefill_sizes, sizes.max_rows)

@@ -23,7 +23,7 @@ from penstock.backend.passes.decoder.cuda.attention.prefill_segments import (
 )
 from penstock.backend.passes.decoder.cuda.attention.segment_positions import SHORTEST_SEGMENT_TOKENS
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import CONSTANTS, KernelChoices
-from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Kernel, Launcher
+from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Kernel, Launcher, TensorMap
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.decoder.ops import supports_q8_0
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
 
+WGMMA_CAPABILITY = (9, 0)
+"""Compute capability of the GPUs that have a kernel with products of warpgroups."""
 MAX_TILES = 65535
 """CUDA's limit of blocks in a grid's second dimension."""
 _SPARE_TILES = 64
@@ -47,6 +49,7 @@ def kernels() -> Iterator[Kernel]:
         for head_dim in HEAD_DIMS:
             if kv_dtype != "q8_0" or supports_q8_0(head_dim):
                 yield _attention(kv_dtype, head_dim)
+    yield from _wgmma_kernels("bf16").values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +57,8 @@ class PrefillAttention:
     """Attention of all layers that have the same window.
 
     scale, above 0, multiplies q · k. softcap, unless 0, bounds the logits: cap · tanh(logit / cap). A token sees itself
-    and the window_tokens - 1 tokens before it, or all tokens if window_tokens is 0. Raises ValueError for what no
-    kernel supports.
+    and the window_tokens - 1 tokens before it, or all tokens if window_tokens is 0. has_wgmma: the device is of
+    WGMMA_CAPABILITY. Raises ValueError for what no kernel supports.
     """
 
     layout: CacheLayout
@@ -64,6 +67,7 @@ class PrefillAttention:
     window_tokens: int = 0
     softcap: float = 0.0
     choices: KernelChoices = CONSTANTS
+    has_wgmma: bool = False
 
     kernel: Kernel = field(init=False)
     _scalars: tuple[np.int32 | np.float32, ...] = field(init=False)
@@ -79,7 +83,11 @@ class PrefillAttention:
             np.float32(self.scale),
             np.float32(self.softcap),
         )
-        object.__setattr__(self, "kernel", _attention(layout.kv_dtype, layout.head_dim, self.choices))
+        kernel = _attention(layout.kv_dtype, layout.head_dim, self.choices)
+        # Other tiles than the constants were chosen for the kernel with mma.sync.
+        if self.has_wgmma and self.choices.wgmma and _tile(self.choices) == _tile(CONSTANTS):
+            kernel = _wgmma_kernels(layout.kv_dtype).get(layout.head_dim, kernel)
+        object.__setattr__(self, "kernel", kernel)
         object.__setattr__(self, "_scalars", scalars)
 
     def kernels(self) -> tuple[Kernel, ...]:
@@ -156,7 +164,7 @@ class PrefillAttention:
             (self.layout.num_kv_heads, tiles.numel() // 4, 1),
             out,
             qkv,
-            layer_cache,
+            self._cache_argument(layer_cache),
             page_table,
             rows.context_lens,
             rows.query_starts,
@@ -168,6 +176,11 @@ class PrefillAttention:
             np.int32(page_table.shape[1]),
             *self._scalars,
         )
+
+    def _cache_argument(self, layer_cache: Tensor) -> Tensor | TensorMap:
+        if not self.kernel.needs_wgmma:
+            return layer_cache
+        return TensorMap(layer_cache, self.layout.head_dim, self.layout.page_size_tokens)
 
     def _results(self, workspace: PrefillWorkspace) -> tuple[Tensor, ...]:
         if self.layout.kv_dtype == "fp32":
@@ -243,3 +256,27 @@ def _attention(kv_dtype: str, head_dim: int, choices: KernelChoices = CONSTANTS)
     if kv_dtype == "fp32":
         return Kernel("prefill_attention_fp32.cu", "prefill_attention_fp32", macros, 256, num_bytes)
     return Kernel("prefill_attention.cu", "prefill_attention", macros, 128, num_bytes)
+
+
+def _wgmma_kernels(kv_dtype: str) -> dict[int, Kernel]:
+    """Return the kernels with products of warpgroups, by head size."""
+    if kv_dtype != "bf16":
+        return {}
+    return {
+        head_dim: Kernel(
+            "prefill_attention_wgmma.cu",
+            "prefill_attention_wgmma",
+            (("KV_DTYPE", KV_MACRO[kv_dtype]), ("HEAD_DIM", head_dim)),
+            384,
+            _wgmma_shared_bytes(head_dim),
+            needs_wgmma=True,
+        )
+        for head_dim in (64, 128)
+    }
+
+
+def _wgmma_shared_bytes(head_dim: int) -> int:
+    """Return the size of the kernel's struct Shared: the queries, a ring of 4 tiles of 128 tokens with 9 barriers, the
+    queries' positions, and a flag; a multiple of 8."""
+    num_rows = query_rows("bf16", head_dim)
+    return (num_rows + 4 * 128) * head_dim * 2 + 9 * 8 + 4 * num_rows + 8

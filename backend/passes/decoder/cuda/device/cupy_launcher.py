@@ -17,15 +17,15 @@ from torch import Tensor
 from penstock.backend.checkpoint.progress import GPU_KERNELS, make_progress
 from penstock.backend.passes.decoder.cuda.device import nvrtc
 from penstock.backend.passes.decoder.cuda.device.cubin_cache import CubinCache
-from penstock.backend.passes.decoder.cuda.device.dependent_launch import (
+from penstock.backend.passes.decoder.cuda.device.driver_launch import (
     MIN_COMPUTE_CAPABILITY,
-    DependentLauncher,
+    DriverLauncher,
     LaunchRefused,
 )
-from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed, group_by_module
+from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed, TensorMap, group_by_module
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from penstock.backend.passes.decoder.cuda.device.launcher import Argument, Grid, Kernel
 
@@ -40,7 +40,7 @@ class LoadedKernel:
     """Local memory per thread: what registers are spilled to."""
 
 
-class _Stream:
+class Stream:
     """The part of a stream that a launch uses. CuPy 13 and 14 use different classes, and 14.0 destroys the stream that
     it wraps."""
 
@@ -78,9 +78,10 @@ class CupyLauncher:
         cuda = cupy.cuda
         self._faults = (cuda.compiler.CompileException, cuda.driver.CUDADriverError, cuda.runtime.CUDARuntimeError)
         self._functions: dict[Kernel, Any] = {}
-        self._dependent: DependentLauncher | None = None
-        """None until the first such kernel is prepared, and on GPUs that cannot launch it so."""
-        self.cubins = CubinCache(nvrtc.architecture((int(capability[:-1]), int(capability[-1]))))
+        self._driver: DriverLauncher | None = None
+        """None until the first kernel that needs it is prepared, and on GPUs before MIN_COMPUTE_CAPABILITY."""
+        self.compute_capability = (int(capability[:-1]), int(capability[-1]))
+        self.cubins = CubinCache(nvrtc.architecture(self.compute_capability))
         self.resources: dict[Kernel, LoadedKernel] = {}
         """What each loaded kernel uses."""
         self.last_launch: object = "none"
@@ -94,8 +95,8 @@ class CupyLauncher:
             for functions in pool.map(self._load, group_by_module(missing)):
                 self._functions |= functions
                 progress.advance(len(functions))
-        if self._dependent is None and any(kernel.is_dependent for kernel in missing):
-            self._dependent = self._open_dependent()
+        if self._driver is None and any(kernel.is_dependent or kernel.needs_wgmma for kernel in missing):
+            self._driver = self._open_driver()
 
     def launch(self, kernel: Kernel, grid: Grid, *arguments: Argument) -> None:
         if 0 in grid:
@@ -104,23 +105,47 @@ class CupyLauncher:
         if function is None:
             raise KernelFailed(f"{kernel} was launched before it was prepared; this is a bug")
         self.last_launch = _Launch(kernel, grid)
-        pointers = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
-        stream = _Stream(torch.cuda.current_stream(self._device_index).cuda_stream)
+        stream = Stream(torch.cuda.current_stream(self._device_index).cuda_stream)
         try:
-            if kernel.is_dependent and self._dependent is not None:
-                self._dependent.launch(
-                    function.ptr, grid, kernel.num_threads, kernel.shared_bytes, stream.ptr, pointers
-                )
-            else:
-                function(grid, (kernel.num_threads,), pointers, kernel.shared_bytes, stream)
+            self._start(kernel, function, grid, arguments, stream, Tensor.data_ptr)
         except (*self._faults, LaunchRefused) as error:
             raise KernelFailed(f"{kernel} cannot be launched with grid {grid}: {error}") from error
 
-    def _open_dependent(self) -> DependentLauncher | None:
+    def _start(
+        self,
+        kernel: Kernel,
+        function: Any,
+        grid: Grid,
+        arguments: tuple[Argument, ...],
+        stream: Any,
+        address_of: Callable[[Tensor], int],
+    ) -> None:
+        """Launch through CuPy, or through the driver where CuPy cannot. Raises one of _faults, or LaunchRefused."""
+        driver = self._driver if kernel.is_dependent or kernel.needs_wgmma else None
+        values: list[object] = []
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                values.append(address_of(argument))
+            elif isinstance(argument, TensorMap):
+                if driver is None:
+                    raise LaunchRefused("only compute capability 9.0 has tensor maps")
+                values.append(driver.encode(argument, address_of(argument.tensor)))
+            else:
+                values.append(argument)
+        num_threads, shared_bytes = kernel.num_threads, kernel.shared_bytes
+        if driver is None:
+            function(grid, (num_threads,), tuple(values), shared_bytes, stream)
+        else:
+            driver.launch(
+                function.ptr, grid, num_threads, shared_bytes, stream.ptr, tuple(values),
+                is_dependent=kernel.is_dependent,
+            )  # fmt: skip
+
+    def _open_driver(self) -> DriverLauncher | None:
         if torch.cuda.get_device_capability(self._device_index) < MIN_COMPUTE_CAPABILITY:
             return None
         try:
-            return DependentLauncher()
+            return DriverLauncher()
         except LaunchRefused as error:
             raise KernelFailed(str(error)) from error
 

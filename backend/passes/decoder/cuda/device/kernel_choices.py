@@ -37,13 +37,17 @@ class KernelChoices:
     """Query rows of a block of prefill attention, for heads of at most 128 values."""
     key_tokens: int = 64
     """Keys of a tile of prefill attention, for such heads."""
+    wgmma: int = 1
+    """1: prefill attention multiplies with warpgroups where there is such a kernel, with tiles of its own; 0: never."""
     mixed_tokens: int = 512
     """Most tokens of prompts, beside decodes, in a captured step; with 0 only decode steps are captured."""
 
     def numerics(self) -> dict[str, str]:
         """The choices that change bits, by name, if one of them is not the constant: sums are cut elsewhere then."""
-        ours = {"chunk tokens": self.chunk_tokens, "key tokens": self.key_tokens}
-        constants = {"chunk tokens": CONSTANTS.chunk_tokens, "key tokens": CONSTANTS.key_tokens}
+        ours, constants = (
+            {"chunk tokens": choices.chunk_tokens, "key tokens": choices.key_tokens, "wgmma": choices.wgmma}
+            for choices in (self, CONSTANTS)
+        )
         return {} if ours == constants else {name: str(value) for name, value in ours.items()}
 
     def __str__(self) -> str:
@@ -63,6 +67,7 @@ ALLOWED: dict[str, tuple[int, ...]] = {
     "chunk_tokens": (128, 256, 512),
     "query_rows": (64, 128),
     "key_tokens": (32, 64),
+    "wgmma": (0, 1),
     "mixed_tokens": (0, 64, 128, 256, 512, 1024),
 }
 

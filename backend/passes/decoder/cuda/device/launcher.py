@@ -13,13 +13,17 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    Argument: TypeAlias = Tensor | np.int32 | np.int64 | np.float32
+    Argument: TypeAlias = "Tensor | TensorMap | np.int32 | np.int64 | np.float32"
     """A tensor passes the address of its first element; a scalar's numpy type is the parameter's C type."""
 
 KERNELS_DIR = Path(__file__).parent.parent / "kernels"
 ACT_MACRO = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Values of the macro ACT, by the dtype of activations."""
 Grid: TypeAlias = tuple[int, int, int]
+
+
+BOX_COLUMNS = 64
+"""Columns of a box: 128 bytes, which are swizzled."""
 
 
 class KernelFailed(Exception):
@@ -46,10 +50,27 @@ class Kernel:
     carveout_percent: int = 100
     """Of a multiprocessor's memory for shared memory and L1, what is to be shared memory while the kernel runs; -1 is
     the driver's choice. Of kernels without dynamic shared memory it is always the driver's."""
+    needs_wgmma: bool = False
+    """Compiles for sm_90a only."""
 
     def __str__(self) -> str:
         macros = " ".join(f"{name}={value}" for name, value in self.macros)
         return f"{self.entry}[{macros}]" if macros else self.entry
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorMap:
+    """An argument of type TensorMap (kernels/hopper.cuh): a matrix of 16-bit numbers, and the boxes [box_rows,
+    BOX_COLUMNS] in which a kernel copies it to shared memory."""
+
+    tensor: Tensor
+    """Contiguous; its bytes are the rows of the matrix."""
+    columns: int
+    box_rows: int
+
+    @property
+    def rows(self) -> int:
+        return self.tensor.nbytes // (2 * self.columns)
 
 
 def group_by_module(kernels: Iterable[Kernel]) -> list[list[Kernel]]:

@@ -54,6 +54,11 @@ def architecture(compute_capability: tuple[int, int]) -> str:
     return f"{name}a" if compute_capability == (9, 0) else name
 
 
+def compiles_for(kernel: Kernel, arch: str) -> bool:
+    """Whether the architecture has the kernel's instructions."""
+    return arch == "sm_90a" or not kernel.needs_wgmma
+
+
 def compile_kernel(kernel: Kernel, arch: str) -> CompileReport:
     """Raises KernelFailed with the compiler's errors, or if NVRTC is not installed."""
     (report,) = _compile_source((kernel,), arch)

@@ -1,8 +1,8 @@
 // The products and the softmax of attention on the tensor cores, shared by the kernels over the paged cache and over a
 // step's own keys and values. A warp has its own 16 or 32 query rows.
 //
-// Macros: HEAD_DIM, KV_DTYPE (1: bf16; otherwise products are fp16); QUERY_ROWS of a block (64 or 128) and KEY_TOKENS of
-// a tile (32 or 64), if they are not those below.
+// Macros: HEAD_DIM, KV_DTYPE (1: bf16; otherwise products are fp16); QUERY_ROWS of a block (64 or 128) and KEY_TOKENS
+// of a tile (32 or 64), if they are not those below. NUM_WARPGROUPS: of a block whose products are those of warpgroups.
 
 #pragma once
 
@@ -15,13 +15,17 @@
 #define KEY_TOKENS (HEAD_DIM <= 128 ? 64 : 32)
 #endif
 
+#ifdef NUM_WARPGROUPS
+constexpr int kThreads = 128 * NUM_WARPGROUPS;  // that compute
+#else
 constexpr int kThreads = 128;
+#endif
 constexpr int kQueryRows = QUERY_ROWS;
 constexpr int kWarpRows = kQueryRows / (kThreads / 32);
 constexpr int kWarpBlocks = kWarpRows / 16;
 constexpr int kTokens = KEY_TOKENS;  // of a tile of keys or values
-constexpr int kSteps = HEAD_DIM / 16;               // of a product over a head's values
-constexpr int kChunks = HEAD_DIM / 8;               // 16-byte chunks of a head's 16-bit values
+constexpr int kSteps = HEAD_DIM / 16;  // of a product over a head's values
+constexpr int kChunks = HEAD_DIM / 8;  // 16-byte chunks of a head's 16-bit values
 constexpr int kScoreUnroll = KV_DTYPE == 1 ? 2 : 1;  // as much as registers allow
 
 #if KV_DTYPE == 1
@@ -43,6 +47,15 @@ using Weights = unsigned[kWarpBlocks][kTokens / 16][4];  // the softmax of score
 using Sums = float[kWarpBlocks][kChunks][4];
 using PerRow = float[kWarpBlocks][2];
 
+// A barrier of the threads that compute.
+__device__ __forceinline__ void sync_threads() {
+#ifdef NUM_WARPGROUPS
+    sync_some<kThreads>();
+#else
+    __syncthreads();
+#endif
+}
+
 // The state of rows that have seen no token.
 __device__ __forceinline__ void reset(Sums& sums, PerRow& references, PerRow& totals) {
 #pragma unroll
@@ -57,6 +70,15 @@ __device__ __forceinline__ void reset(Sums& sums, PerRow& references, PerRow& to
     }
 }
 
+// Where a 16-byte chunk of a query is in shared memory.
+__device__ __forceinline__ int query_place(int row, int chunk) {
+#ifdef NUM_WARPGROUPS
+    return chunk / 8 * (kQueryRows * 128) + row * 128 + (chunk % 8 ^ row % 8) * 16;
+#else
+    return int(swizzled<kChunks>(row, chunk)) * 16;
+#endif
+}
+
 // Load the tile's queries, swizzled; rows that do not exist become 0.
 __device__ __forceinline__ void load_queries(unsigned char* target, const QueryTile<kQueryRows>& tile, const void* qkv,
                                              int act) {
@@ -67,7 +89,7 @@ __device__ __forceinline__ void load_queries(unsigned char* target, const QueryT
         if (row < tile.num_rows) {
             load8_act(qkv, tile.head(row, heads_per_token, first_head) * HEAD_DIM + chunk * 8, act, x);
         }
-        store8(reinterpret_cast<Factor*>(target + swizzled<kChunks>(row, chunk) * 16), x);
+        store8(reinterpret_cast<Factor*>(target + query_place(row, chunk)), x);
     }
 }
 

@@ -105,3 +105,75 @@ __device__ __forceinline__ void finish_segments(void* out, const SegmentResults&
         }
     }
 }
+
+// Where the results of a tile's rows are in memory: [tokens, q heads], or a row for each of the tile's.
+struct OutputRows {
+    QueryTile<kQueryRows> tile;
+
+    __device__ __forceinline__ explicit OutputRows(const QueryTile<kQueryRows>& tile) : tile(tile) {}
+    __device__ __forceinline__ long long operator()(int row) const {
+        return tile.head(row, tile.group * int(gridDim.x), int(blockIdx.x) * tile.group);
+    }
+};
+struct PartRows {
+    long long first;
+
+    __device__ __forceinline__ long long operator()(int row) const { return first + row; }
+};
+
+// Memory for the results of segments; see the kernels.
+struct SegmentWorkspace {
+    SegmentResults merged, parts;
+    unsigned* tickets;
+};
+
+// Which keys a block goes through: those of one segment, or all from `begin` to `end`.
+struct KeyRange {
+    int part;  // the segment's first position; -1: all
+    int begin, end;
+
+    __device__ __forceinline__ KeyRange(const PrefillStep& step, const QueryTile<kQueryRows>& tile, int window)
+        : part(window > 0 ? -1 : step.tiles[4 * blockIdx.y + 2]) {
+        begin = part >= 0 ? part : max(0, tile.position(0) - step.window + 1);
+        const int last_end = tile.position(kQueryRows - 1) + 1;
+        end = part >= 0 ? min(last_end, segment_end(part)) : last_end;
+    }
+
+    // The end of the segment that contains `first`. A block that has one segment ends with it.
+    __device__ __forceinline__ int stop(int first, int window) const {
+        return window > 0 ? end : min(end, segment_end(first));
+    }
+};
+
+// Store the outputs of a block's rows, or its segment's results; the last block of a tile's segments merges them all.
+// All kThreads threads call. is_last: in shared memory.
+__device__ __forceinline__ void finish_block(void* out, const PrefillStep& step, const SegmentWorkspace& workspace,
+                                             const KeyRange& range, int window, int act, const Sums& sums,
+                                             const PerRow& references, const PerRow& totals, float to_log2,
+                                             const float* sinks, int* is_last) {
+    // Construct the tile again, so that it uses no registers in the loop.
+    const OutputRows rows(QueryTile<kQueryRows>(step, int(blockIdx.y)));
+    const QueryTile<kQueryRows>& own = rows.tile;
+    if (range.part < 0 && (window > 0 || range.end <= kShortestSegment)) {
+        store_outputs(out, own, act, sums, references, totals, to_log2, sinks);
+    } else if (range.part < 0) {
+        workspace.merged.add(sums, references, totals, own.num_rows, true, to_log2, rows);
+        sync_threads();
+        finish_segments(out, workspace.merged, own, rows, 0, 1, act, to_log2, sinks);
+    } else {
+        const SegmentResults& parts = workspace.parts;
+        const long long stride = (long long)(gridDim.x) * kQueryRows;
+        const int slot = step.tiles[4 * blockIdx.y + 3], first_slot = slot - segment_number(range.part);
+        const PartRows own_rows{slot * stride + blockIdx.x * kQueryRows};
+        const PartRows first_rows{first_slot * stride + blockIdx.x * kQueryRows};
+        parts.add(sums, references, totals, own.num_rows, false, to_log2, own_rows);
+        const int num_segments = segment_number(own.position(kQueryRows - 1)) + 1;
+        unsigned* ticket = workspace.tickets + first_slot * gridDim.x + blockIdx.x;
+        sync_threads();
+        if (threadIdx.x == 0) *is_last = take_ticket(ticket) + 1 == unsigned(num_segments);
+        sync_threads();
+        if (!*is_last) return;
+        finish_segments(out, parts, own, first_rows, stride, num_segments, act, to_log2, sinks);
+        if (threadIdx.x == 0) *ticket = 0;
+    }
+}

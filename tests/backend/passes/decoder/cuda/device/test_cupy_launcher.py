@@ -20,8 +20,8 @@ from penstock.backend.passes.decoder.cuda.device import cupy_launcher
 from penstock.backend.passes.decoder.cuda.device.cubin_cache import cubin_name
 from penstock.backend.passes.decoder.cuda.device.cuda_device import CudaDevice
 from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLauncher, LoadedKernel
-from penstock.backend.passes.decoder.cuda.device.dependent_launch import LaunchRefused
-from penstock.backend.passes.decoder.cuda.device.launcher import Kernel, KernelFailed
+from penstock.backend.passes.decoder.cuda.device.driver_launch import LaunchRefused
+from penstock.backend.passes.decoder.cuda.device.launcher import Kernel, KernelFailed, TensorMap
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
 from penstock.backend.shipped_models import DEMO_MODEL_DIR
 from penstock.shm.process.cache_directory import CUBINS_VARIABLE
@@ -195,16 +195,19 @@ def test_a_failed_launch_names_its_kernel(cupy: FakeCupy) -> None:
 
 
 class FakeDriver:
-    """See `DependentLauncher`."""
+    """See `DriverLauncher`."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
         self.fault: LaunchRefused | None = None
 
-    def launch(self, *arguments: Any) -> None:
+    def launch(self, *arguments: Any, is_dependent: bool) -> None:
         if self.fault is not None:
             raise self.fault
-        self.launches.append(arguments)
+        self.launches.append((*arguments, is_dependent))
+
+    def encode(self, tensor_map: TensorMap, address: int) -> Any:
+        return tensor_map.columns, tensor_map.box_rows, address
 
 
 EARLY = replace(KERNEL, is_dependent=True)
@@ -215,7 +218,7 @@ def test_a_kernel_begins_early_where_the_gpu_can(
     cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_early: bool
 ) -> None:
     driver = FakeDriver()
-    monkeypatch.setattr(cupy_launcher, "DependentLauncher", lambda: driver)
+    monkeypatch.setattr(cupy_launcher, "DriverLauncher", lambda: driver)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     cupy.function.ptr = 0xF00  # type: ignore[attr-defined]
     launcher = CupyLauncher(0)
@@ -223,13 +226,31 @@ def test_a_kernel_begins_early_where_the_gpu_can(
     launcher.launch(KERNEL, (1, 1, 1), TENSOR)
     launcher.launch(EARLY, (5, 2, 1), TENSOR, np.int32(7))
     assert len(cupy.function.launches) == (1 if is_early else 2)
-    early = [(0xF00, (5, 2, 1), 256, 70_000, 77, (TENSOR.data_ptr(), 7))]
+    early = [(0xF00, (5, 2, 1), 256, 70_000, 77, (TENSOR.data_ptr(), 7), True)]
     assert driver.launches == (early if is_early else [])
+
+
+def test_a_kernel_with_a_tensor_map_is_launched_by_the_driver(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, capability = FakeDriver(), (9, 0)
+    monkeypatch.setattr(cupy_launcher, "DriverLauncher", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    cupy.function.ptr = 0xF00  # type: ignore[attr-defined]
+    boxed, cache = replace(KERNEL, needs_wgmma=True), TensorMap(TENSOR, 64, 16)
+    launcher = CupyLauncher(0)
+    launcher.prepare([boxed])
+    launcher.launch(boxed, (1, 1, 1), cache, np.int32(7))
+    assert driver.launches == [(0xF00, (1, 1, 1), 256, 70_000, 77, ((64, 16, TENSOR.data_ptr()), 7), False)]
+    assert cupy.function.launches == []
+    capability = (8, 9)
+    older = CupyLauncher(0)
+    older.prepare([boxed])
+    with pytest.raises(KernelFailed, match=r"only compute capability 9\.0 has tensor maps"):
+        older.launch(boxed, (1, 1, 1), cache)
 
 
 def test_a_refused_early_launch_names_its_kernel(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver()
-    monkeypatch.setattr(cupy_launcher, "DependentLauncher", lambda: driver)
+    monkeypatch.setattr(cupy_launcher, "DriverLauncher", lambda: driver)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     cupy.function.ptr = 0xF00  # type: ignore[attr-defined]
     launcher = CupyLauncher(0)
@@ -243,7 +264,7 @@ def test_a_driver_without_such_launches_is_reported(cupy: FakeCupy, monkeypatch:
     def refuse() -> None:
         raise LaunchRefused("no usable CUDA driver: undefined symbol: cuLaunchKernelEx")
 
-    monkeypatch.setattr(cupy_launcher, "DependentLauncher", refuse)
+    monkeypatch.setattr(cupy_launcher, "DriverLauncher", refuse)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     with pytest.raises(KernelFailed, match=r"^no usable CUDA driver: undefined symbol: cuLaunchKernelEx$"):
         CupyLauncher(0).prepare([EARLY])

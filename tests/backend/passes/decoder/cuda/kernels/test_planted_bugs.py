@@ -62,6 +62,16 @@ def check_prefill(launcher: Launcher, kv_dtype: str) -> float:
     return require_within("of a query", worst, prefill.TOLERANCE[kv_dtype])
 
 
+def check_wgmma(launcher: Launcher) -> None:
+    """A window that begins within a tile, and a context of several segments in one block."""
+    for window, row in ((70, Row(208, 70, 1)), (0, Row(4090, 9, 2))):
+        attention = prefill.attention_of(128, group=2, window=window, has_wgmma=True)
+        step = prefill.prepare(attention, [row])
+        tiles = whole_tiles(np.array([[0, 0], [0, 128]][: 1 + (row.length > 64)], np.int32))
+        error = prefill.error_of(attention, step, prefill.run(attention, step, launcher, tiles=tiles))
+        require_within("of a query", error, prefill.TOLERANCE["bf16"])
+
+
 def check_segments(launcher: Launcher) -> None:
     """A context of several segments in one block, and in a block for each."""
     attention = prefill.attention_of(64, group=2)
@@ -134,11 +144,11 @@ PREFILL_SINKS = (Bug(SINKS, _SINK, "0.0f"), Bug(SINKS, _SINK, "ex2_approx(sink -
 MMA, FP32 = "prefill_attention.cu", "prefill_attention_fp32.cu"
 _BEGIN = "max(0, tile.position(0) - step.window + 1)"
 PREFILL = (
-    Bug(MMA, "column <= position - window", "column < position - window"),
-    Bug(MMA, "column <= position - window", "column <= position - window + 1"),
+    Bug("prefill_masks.cuh", "column <= position - window", "column < position - window"),
+    Bug("prefill_masks.cuh", "column <= position - window", "column <= position - window + 1"),
     Bug(MMA, "last > warp_first - step.window", "first > warp_first - step.window"),
     Bug(MMA, "first > warp_last - step.window", "last > warp_last - step.window"),
-    Bug(MMA, _BEGIN, "max(0, tile.position(0) - step.window + 2)"),
+    Bug("prefill_segments.cuh", _BEGIN, "max(0, tile.position(0) - step.window + 2)"),
     *PREFILL_SINKS,
 )
 SEGMENTS = (
@@ -149,11 +159,22 @@ SEGMENTS = (
     Bug("prefill_segments.cuh", "has_older ? pair[4 * c] : make_float2(0.0f, 0.0f)", "make_float2(0.0f, 0.0f)"),
     Bug("prefill_segments.cuh", "results.peaks[first + segment * stride]", "results.peaks[first]"),
     Bug(MMA, "stop > kShortestSegment", "false"),
-    Bug(MMA, "slot - segment_number(part)", "slot"),
+    Bug("prefill_segments.cuh", "slot - segment_number(range.part)", "slot"),
     Bug("prefill_products.cuh", "(top - reference) * to_log2 > kSlack", "top > reference && reference == -infinity()"),
     Bug("prefill_tile.cuh", "position / kRun", "position / kRun / 2"),
     Bug("prefill_tile.cuh", "position % kSpan != 0 || position <= begin", "position % kSpan != 0"),
 )  # fmt: skip
+WGMMA, RING = "prefill_attention_wgmma.cu", "prefill_ring.cuh"
+PREFILL_WGMMA = (
+    Bug(WGMMA, "token + kTokens - 1 <= first && token > last - window", "token + kTokens - 1 <= first"),
+    Bug(WGMMA, "token <= last && token + kTokens - 1 > first - window", "token <= last && token > first - window"),
+    Bug(WGMMA, "step / 4 * kHalfBytes + column_bytes", "column_bytes"),
+    Bug(WGMMA, "stop > kShortestSegment", "false"),
+    Bug(RING, "first < begin || first + kTokens > end", "first < begin"),
+    Bug(RING, "first < begin || first + kTokens > end", "first + kTokens > end"),
+    Bug(RING, "half * 64", "0"),
+    Bug("prefill_products.cuh", "chunk % 8 ^ row % 8", "chunk % 8"),
+)
 PREFILL_FP32 = (
     Bug(FP32, "token <= positions[r] - step.window", "token < positions[r] - step.window"),
     Bug(FP32, "token <= positions[r] - step.window", "token <= positions[r] - step.window + 1"),
@@ -276,6 +297,7 @@ PLANTED = {
     "norms": Planted(("norms.cu",), check_norms, NORMS),
     "decode": Planted(("decode_plan.cu", "decode_attention.cu"), partial(check_decode, kv_dtype="bf16"), DECODE),
     "prefill": Planted((MMA,), partial(check_prefill, kv_dtype="bf16"), PREFILL),
+    "prefill with warpgroups": Planted((WGMMA,), check_wgmma, PREFILL_WGMMA),
     "prefill segments": Planted((MMA,), check_segments, SEGMENTS),
     "prefill in fp32": Planted((FP32,), partial(check_prefill, kv_dtype="fp32"), PREFILL_FP32),
     "int4": Planted((PRODUCTS,), partial(check_weights, form="int4"), INT4),

@@ -1,7 +1,8 @@
-"""Launch kernels that may begin before the kernels before them have ended (programmatic dependent launch).
+"""Launch kernels as CuPy cannot: before the kernels before them have ended (programmatic dependent launch), and with
+tensor maps as arguments.
 
-CuPy's launches have no attributes, so this calls the driver itself, in the context that is current. Structures and
-constants: cuda.h, CUDA 12 and 13. A captured launch keeps the attribute.
+This calls the driver itself, in the context that is current. Structures and constants: cuda.h, CUDA 12 and 13. A
+captured launch keeps its attribute and the maps.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from penstock.backend.passes.decoder.cuda.device.tensor_maps import MapEncoder
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.backend.passes.decoder.cuda.device.launcher import Grid
+    from penstock.backend.passes.decoder.cuda.device.launcher import Grid, TensorMap
+    from penstock.backend.passes.decoder.cuda.device.tensor_maps import EncodedMap
 
 MIN_COMPUTE_CAPABILITY = (9, 0)
 _LIBRARY = "libcuda.so.1"
@@ -49,11 +53,11 @@ class LaunchConfig(ctypes.Structure):
 
 
 class LaunchRefused(Exception):
-    """The driver is missing or refused a launch; the message says why."""
+    """The driver is missing, or refused a launch or a tensor map; the message says why."""
 
 
-class DependentLauncher:
-    """The driver's cuLaunchKernelEx with that attribute."""
+class DriverLauncher:
+    """The driver's cuLaunchKernelEx."""
 
     def __init__(self, library: str = _LIBRARY) -> None:
         """Raises LaunchRefused."""
@@ -64,13 +68,29 @@ class DependentLauncher:
             raise LaunchRefused(f"no usable CUDA driver: {error}") from error
         self._launch.argtypes = (POINTER(LaunchConfig), c_void_p, POINTER(c_void_p), POINTER(c_void_p))
         self._error_name.argtypes = (c_int, POINTER(c_char_p))
+        try:
+            self._maps = MapEncoder(driver)
+        except AttributeError as error:
+            raise LaunchRefused(f"no usable CUDA driver: {error}") from error
         self._attribute = LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, is_allowed=1)
 
     def launch(
-        self, function: int, grid: Grid, num_threads: int, shared_bytes: int, stream: int, arguments: Sequence[object]
+        self,
+        function: int,
+        grid: Grid,
+        num_threads: int,
+        shared_bytes: int,
+        stream: int,
+        arguments: Sequence[object],
+        *,
+        is_dependent: bool,
     ) -> None:
-        """Launch the driver's function. arguments: addresses as int, numpy scalars otherwise. Raises LaunchRefused."""
-        values: list[Any] = [_C_TYPES[type(argument)](argument) for argument in arguments]
+        """Launch the driver's function. arguments: addresses as int, results of `encode`, numpy scalars otherwise.
+        Raises LaunchRefused."""
+        values: list[Any] = [
+            argument if isinstance(argument, ctypes.Array) else _C_TYPES[type(argument)](argument)
+            for argument in arguments
+        ]
         addresses = (c_void_p * len(values))(*map(ctypes.addressof, values))
         config = LaunchConfig(
             grid=grid,
@@ -78,10 +98,18 @@ class DependentLauncher:
             shared_bytes=shared_bytes,
             stream=stream,
             attributes=ctypes.pointer(self._attribute),
-            num_attributes=1,
+            num_attributes=int(is_dependent),
         )
-        status = self._launch(ctypes.byref(config), function, addresses, None)
+        self._require("cuLaunchKernelEx", self._launch(ctypes.byref(config), function, addresses, None))
+
+    def encode(self, tensor_map: TensorMap, address: int) -> EncodedMap:
+        """Return the map as an argument of `launch`; address: of its tensor, on the device. Raises LaunchRefused."""
+        status, encoded = self._maps.encode(tensor_map, address)
+        self._require("cuTensorMapEncodeTiled", status)
+        return encoded
+
+    def _require(self, function: str, status: int) -> None:
         if status != 0:
             text = c_char_p()
             self._error_name(status, ctypes.byref(text))
-            raise LaunchRefused(f"cuLaunchKernelEx: {(text.value or b'unknown error').decode()} ({status})")
+            raise LaunchRefused(f"{function}: {(text.value or b'unknown error').decode()} ({status})")

@@ -1,0 +1,269 @@
+// Kernels for sm_90a that each have one bug if BUG is 1, and are correct if it is 0. Blocks have one warpgroup.
+
+#include "hopper.cuh"
+
+constexpr int kBoxRows = 64, kBoxBytes = kBoxRows * 128;
+
+struct Shared {
+    unsigned char box[2][kBoxBytes];
+    Barrier full[2], empty[2];
+};
+
+__device__ __forceinline__ Shared& shared_memory() {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    return *reinterpret_cast<Shared*>(shared);
+}
+
+__device__ __forceinline__ void init(Shared& shared, int num_arrivals, bool fenced = true) {
+    if (threadIdx.x == 0) {
+        for (int slot = 0; slot < 2; ++slot) {
+            barrier_init(&shared.full[slot], 1);
+            barrier_init(&shared.empty[slot], num_arrivals);
+        }
+        if (fenced) fence_stores();
+    }
+    __syncthreads();
+}
+
+__device__ __forceinline__ void copy(Shared& shared, const TensorMap& map, int slot, int row,
+                                     int num_bytes = kBoxBytes) {
+    barrier_arrive_for_bytes(&shared.full[slot], num_bytes);
+    copy_box(shared.box[slot], map, row, 0, &shared.full[slot]);
+}
+
+__device__ __forceinline__ float first_number(const unsigned char* box) {
+    return __uint_as_float(unsigned(reinterpret_cast<const unsigned short*>(box)[threadIdx.x * 8]) << 16);
+}
+
+extern "C" __global__ void box_not_awaited(const __grid_constant__ TensorMap map, float* out) {
+    Shared& shared = shared_memory();
+    init(shared, 1);
+    if (threadIdx.x == 0) copy(shared, map, 0, 0);
+    if (BUG) __syncthreads();
+    else barrier_wait(&shared.full[0], 0);
+    out[threadIdx.x] = first_number(shared.box[0]);
+}
+
+extern "C" __global__ void awaited_by_another_thread(const __grid_constant__ TensorMap map, float* out) {
+    Shared& shared = shared_memory();
+    init(shared, 1);
+    if (threadIdx.x == 0) copy(shared, map, 0, 0);
+    if (!BUG || threadIdx.x < 64) barrier_wait(&shared.full[0], 0);
+    else barrier_wait(&shared.full[1], 1);
+    out[threadIdx.x] = first_number(shared.box[0]);
+}
+
+extern "C" __global__ void wrong_phase(const __grid_constant__ TensorMap map, float* out) {
+    Shared& shared = shared_memory();
+    init(shared, 1);
+    if (threadIdx.x == 0) copy(shared, map, 0, 0);
+    barrier_wait(&shared.full[0], BUG);
+    out[threadIdx.x] = first_number(shared.box[0]);
+}
+
+extern "C" __global__ void too_many_bytes_announced(const __grid_constant__ TensorMap map, float* out) {
+    Shared& shared = shared_memory();
+    init(shared, 1);
+    if (threadIdx.x == 0) copy(shared, map, 0, 0, BUG ? kBoxBytes + 16 : kBoxBytes);
+    barrier_wait(&shared.full[0], 0);
+    out[threadIdx.x] = first_number(shared.box[0]);
+}
+
+extern "C" __global__ void too_many_arrivals(const __grid_constant__ TensorMap map, float* out) {
+    Shared& shared = shared_memory();
+    init(shared, 1);
+    if (threadIdx.x == 0) copy(shared, map, 0, 0);
+    if (BUG && threadIdx.x == 0) barrier_arrive_for_bytes(&shared.full[0], 0);
+    barrier_wait(&shared.full[0], 0);
+    out[threadIdx.x] = first_number(shared.box[0]);
+}
+
+extern "C" __global__ void block_ends_before_its_copy(const __grid_constant__ TensorMap map, float* out) {
+    Shared& shared = shared_memory();
+    init(shared, 1);
+    if (threadIdx.x == 0) copy(shared, map, 0, 0);
+    if (!BUG) barrier_wait(&shared.full[0], 0);
+    out[threadIdx.x] = 1.0f;
+}
+
+extern "C" __global__ void barrier_not_fenced(const __grid_constant__ TensorMap map, float* out) {
+    Shared& shared = shared_memory();
+    init(shared, 1, !BUG);
+    if (threadIdx.x == 0) copy(shared, map, 0, 0);
+    barrier_wait(&shared.full[0], 0);
+    out[threadIdx.x] = first_number(shared.box[0]);
+}
+
+// The last warp copies four boxes through two slots, and the others use them.
+extern "C" __global__ void slot_filled_too_early(const __grid_constant__ TensorMap map, float* out) {
+    Shared& shared = shared_memory();
+    init(shared, 96);
+    float sum = 0.0f;
+    for (int i = 0; i < 4; ++i) {
+        const int slot = i % 2;
+        if (threadIdx.x < 96) {
+            barrier_wait(&shared.full[slot], i / 2 & 1);
+            sum += first_number(shared.box[slot]);
+            barrier_arrive(&shared.empty[slot]);
+        } else if (threadIdx.x == 96) {
+            if (!BUG) barrier_wait(&shared.empty[slot], (i / 2 & 1) ^ 1);
+            copy(shared, map, slot, i);
+        }
+    }
+    out[threadIdx.x] = sum;
+}
+
+// The last warp stores to a box after it has come, before the others use it.
+extern "C" __global__ void stored_without_a_fence(const __grid_constant__ TensorMap map, float* out) {
+    Shared& shared = shared_memory();
+    init(shared, 1);
+    if (threadIdx.x < 64) *reinterpret_cast<uint4*>(shared.box[0] + threadIdx.x * 128) = make_uint4(0, 0, 0, 0);
+    if (!BUG) fence_stores();
+    __syncthreads();
+    if (threadIdx.x == 0) copy(shared, map, 0, 0);
+    barrier_wait(&shared.full[0], 0);
+    out[threadIdx.x] = first_number(shared.box[0]);
+}
+
+extern "C" __global__ void some_threads_meet_at_two_places(const __grid_constant__ TensorMap, float* out) {
+    if (BUG && threadIdx.x < 32) sync_some<96>();
+    else if (threadIdx.x < 96) sync_some<96>();
+    out[threadIdx.x] = 1.0f;
+}
+
+// ---- Products: out = the first 8 rows of box 0 · box 1, both as [64, 16] at the start of their rows ----
+
+using Sums = float[8][4];
+
+__device__ __forceinline__ void start(Shared& shared, const TensorMap& map, Sums& sums, unsigned (&a)[4]) {
+    init(shared, 1);
+    if (threadIdx.x == 0) copy(shared, map, 0, 0);
+    barrier_wait(&shared.full[0], 0);
+    for (int i = 0; i < 4; ++i) {
+        a[i] = 0x3f803f80u;
+        for (int j = 0; j < 8; ++j) sums[j][i] = 0.0f;
+    }
+}
+
+__device__ __forceinline__ unsigned long long values(const Shared& shared, int slot) {
+    return matrix_descriptor(shared.box[slot], 16, 1024);
+}
+
+extern "C" __global__ void registers_not_fenced(const __grid_constant__ TensorMap map, float* out) {
+    Shared& shared = shared_memory();
+    Sums sums;
+    unsigned a[4];
+    start(shared, map, sums, a);
+    if (!BUG) wgmma_fence();
+    wgmma_bf16_by_rows(sums, a, values(shared, 0));
+    wgmma_commit();
+    wgmma_wait<0>();
+    out[threadIdx.x] = sums[0][0];
+}
+
+extern "C" __global__ void product_never_awaited(const __grid_constant__ TensorMap map, float* out) {
+    Shared& shared = shared_memory();
+    Sums sums;
+    unsigned a[4];
+    start(shared, map, sums, a);
+    wgmma_fence();
+    wgmma_bf16_by_rows(sums, a, values(shared, 0));
+    if (!BUG) wgmma_commit();
+    wgmma_wait<0>();
+    out[threadIdx.x] = sums[0][0];
+}
+
+extern "C" __global__ void part_of_a_warpgroup_multiplies(const __grid_constant__ TensorMap map, float* out) {
+    Shared& shared = shared_memory();
+    Sums sums;
+    unsigned a[4];
+    start(shared, map, sums, a);
+    if (!BUG || threadIdx.x < 96) {
+        wgmma_fence();
+        wgmma_bf16_by_rows(sums, a, values(shared, 0));
+        wgmma_commit();
+        wgmma_wait<0>();
+    }
+    out[threadIdx.x] = sums[0][0];
+}
+
+extern "C" __global__ void rows_not_at_1024(const __grid_constant__ TensorMap map, float* out) {
+    Shared& shared = shared_memory();
+    Sums sums;
+    unsigned a[4];
+    start(shared, map, sums, a);
+    wgmma_fence();
+    wgmma_bf16_by_rows(sums, a, values(shared, 0) + (BUG ? 128 / 16 : 1024 / 16));
+    wgmma_commit();
+    wgmma_wait<0>();
+    out[threadIdx.x] = sums[0][0];
+}
+
+extern "C" __global__ void operands_stored_without_a_fence(const __grid_constant__ TensorMap map, float* out) {
+    Shared& shared = shared_memory();
+    Sums sums;
+    unsigned a[4];
+    start(shared, map, sums, a);
+    if (threadIdx.x < 8) *reinterpret_cast<uint4*>(shared.box[0] + threadIdx.x * 16) = make_uint4(0, 0, 0, 0);
+    if (!BUG) fence_stores();
+    __syncthreads();
+    wgmma_fence();
+    wgmma_bf16_by_rows(sums, a, values(shared, 0));
+    wgmma_commit();
+    wgmma_wait<0>();
+    out[threadIdx.x] = sums[0][0];
+}
+
+// The slot is given back while products still read it.
+extern "C" __global__ void released_during_a_product(const __grid_constant__ TensorMap map, float* out) {
+    Shared& shared = shared_memory();
+    Sums sums;
+    unsigned a[4];
+    start(shared, map, sums, a);
+    Barrier* empty = &shared.empty[0];
+    const auto release = [&] {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(empty);
+    };
+    if (threadIdx.x == 0) barrier_init(&shared.empty[1], 4);
+    __syncthreads();
+    empty = &shared.empty[1];
+    wgmma_fence();
+    wgmma_bf16_by_rows(sums, a, values(shared, 0));
+    wgmma_commit();
+    if (BUG) release();
+    else wgmma_wait<0>(), release();
+    if (threadIdx.x == 0) {
+        barrier_wait(empty, 0);
+        copy(shared, map, 0, 1);
+    }
+    wgmma_wait<0>();
+    barrier_wait(&shared.full[0], 1);
+    out[threadIdx.x] = sums[0][0];
+}
+
+// Two bugs of values: the results differ.
+extern "C" __global__ void accumulators_read_too_early(const __grid_constant__ TensorMap map, float* out) {
+    Shared& shared = shared_memory();
+    Sums sums;
+    unsigned a[4];
+    start(shared, map, sums, a);
+    wgmma_fence();
+    wgmma_bf16_by_rows(sums, a, values(shared, 0));
+    wgmma_commit();
+    if (BUG) out[threadIdx.x] = sums[0][0];
+    wgmma_wait<0>();
+    if (!BUG) out[threadIdx.x] = sums[0][0];
+}
+
+extern "C" __global__ void wrong_distance_of_rows(const __grid_constant__ TensorMap map, float* out) {
+    Shared& shared = shared_memory();
+    Sums sums;
+    unsigned a[4];
+    start(shared, map, sums, a);
+    wgmma_fence();
+    wgmma_bf16_by_rows(sums, a, matrix_descriptor(shared.box[0], 16, BUG ? 2048 : 1024));
+    wgmma_commit();
+    wgmma_wait<0>();
+    out[threadIdx.x] = sums[0][0];
+}
