@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
         load_queries(heads, qkv, (qkv_row + work.kv_head * group) * HEAD_DIM, act, group);
         for (int tile = 0; stream.token(tile) < stream.end; ++tile) {
             heads.add_keys(stream.next(), scorer, stream.token(tile), stream.begin, stream.end, group);
-            heads.add_values(stream.next(), group);
+            heads.add_values(stream.next(), stream.token(tile), stream.end, group);
         }
         if (kLooksLate) look();
         if (more) {

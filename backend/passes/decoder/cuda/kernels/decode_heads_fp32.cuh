@@ -63,7 +63,7 @@ struct WarpHeads {
     }
 
     // Call after a __syncwarp that follows add_keys.
-    __device__ __forceinline__ void add_values(const unsigned char* tile, int group) {
+    __device__ __forceinline__ void add_values(const unsigned char* tile, int, int, int group) {
         const int lane = threadIdx.x % 32;
         for (int token = 0; token < kTileTokens; ++token) {
             float4 values[kOwnPieces];

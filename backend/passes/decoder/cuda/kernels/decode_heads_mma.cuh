@@ -4,13 +4,14 @@
 #pragma once
 
 #include "decode_scores.cuh"
+#include "reduce.cuh"
 
 struct WarpHeads {
     static constexpr int kTiles = kTileTokens / 8;
     static constexpr int kSteps = HEAD_DIM / 16;
 
     // The query fragments are in each warp's registers, or in shared memory if the outputs need the registers.
-    static constexpr bool kSharedQueries = HEAD_DIM > 128;
+    static constexpr bool kSharedQueries = kIsWide;
     struct Shared {
         uint4 queries[kSharedQueries ? kSteps : 1][32];
     };
@@ -20,6 +21,11 @@ struct WarpHeads {
     unsigned weights[kTileTokens / 16][4];
     float out[HEAD_DIM / 8][4];  // rows lane / 4 and lane / 4 + 8
     float peak[2], sum[2];       // of those rows; a sum covers this lane's tokens only
+#if KV_DTYPE == 2
+    static constexpr int kBlocks = HEAD_DIM / kQ8Block;
+    static constexpr int kSums = kIsWide ? 1 : kBlocks;
+    float query_sums[kSums][4];  // of those rows, twice each: -kRaised times a block's sum of queries
+#endif
 
     __device__ __forceinline__ explicit WarpHeads(Shared& shared) : shared(shared) {}
 
@@ -36,6 +42,9 @@ struct WarpHeads {
 #pragma unroll
             for (int step = 0; step < kSteps; ++step) load_query(queries[step], first, group, step);
         }
+#if KV_DTYPE == 2
+        if constexpr (!kIsWide) sum_queries();
+#endif
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 8; ++i)
 #pragma unroll
@@ -48,19 +57,7 @@ struct WarpHeads {
     __device__ __forceinline__ void add_keys(const unsigned char* tile, const Scorer& scorer, int token, int begin,
                                              int end, int) {
         float scores[kTiles][4];
-#pragma unroll
-        for (int i = 0; i < kTiles; ++i)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) scores[i][e] = 0.0f;
-#pragma unroll(kSharedQueries ? 2 : kSteps)
-        for (int step = 0; step < kSteps; ++step) {
-            unsigned keys[kTiles][2];
-            load_keys(keys, tile, step);
-            unsigned query[4];
-            read_query(query, step);
-#pragma unroll
-            for (int i = 0; i < kTiles; ++i) mma(scores[i], query, keys[i][0], keys[i][1]);
-        }
+        score(scores, tile);
         scorer.finish(scores);
         if (token < begin || token + kTileTokens > end) {
             const int own = token + threadIdx.x % 4 * 2;
@@ -85,16 +82,26 @@ struct WarpHeads {
         }
     }
 
-    __device__ __forceinline__ void add_values(const unsigned char* tile, int) {
+    __device__ __forceinline__ void add_values(unsigned char* tile, int token, int end, int) {
+#if KV_DTYPE == 2
+        if (token + kTileTokens > end) hide_scales(tile, token, end);
+        const TileScales scales(tile);
 #pragma unroll
-        for (int block = 0; block < HEAD_DIM / 16; ++block) {
-            unsigned values[kTileTokens / 16][2][2];
-            load_values(values, tile, block);
+        for (int block = 0; block < kBlocks; ++block) {
+            unsigned scaled[kTileTokens / 16][4];
 #pragma unroll
-            for (int k = 0; k < kTileTokens / 16; ++k)
-#pragma unroll
-                for (int n = 0; n < 2; ++n) mma(out[2 * block + n], weights[k], values[k][n][0], values[k][n][1]);
+            for (int i = 0; i < kTiles; ++i) {
+                const unsigned pair = scales.of_tokens(i, block);
+                scaled[i / 2][i % 2 * 2] = mul_f16x2(weights[i / 2][i % 2 * 2], pair);
+                scaled[i / 2][i % 2 * 2 + 1] = mul_f16x2(weights[i / 2][i % 2 * 2 + 1], pair);
+            }
+            add_block(tile, 2 * block, scaled);
+            add_block(tile, 2 * block + 1, scaled);
         }
+#else
+#pragma unroll
+        for (int block = 0; block < HEAD_DIM / 16; ++block) add_block(tile, block, weights);
+#endif
     }
 
     // rows: [group][kMergeStride]; peaks: [group], each head's peak and sum.
@@ -117,6 +124,89 @@ struct WarpHeads {
     }
 
   private:
+#if KV_DTYPE == 2
+    // Weights are relative to a power of two below the peak, because times a small scale they would have few digits.
+    static constexpr float kHeadroom = 7.0f;
+
+    // A block's sum of products begins where the raised keys end at the keys' own sum.
+    __device__ __forceinline__ void sum_queries() {
+#pragma unroll
+        for (int block = 0; block < kSums; ++block) {
+            float sums[2] = {0.0f, 0.0f};
+#pragma unroll
+            for (int step = 2 * block; step < 2 * block + 2; ++step) {
+                unsigned query[4];
+                read_query(query, step);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    float low, high;
+                    unpack(Fp16{}, query[i], low, high);
+                    sums[i % 2] += low + high;
+                }
+            }
+#pragma unroll
+            for (int e = 0; e < 4; ++e) query_sums[block][e] = -kRaised * reduce_lanes(sums[e / 2], 4, Sum{});
+        }
+    }
+
+    __device__ __forceinline__ void score(float (&scores)[kTiles][4], const unsigned char* tile) const {
+        const TileScales scales(tile);
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) scores[i][e] = 0.0f;
+#pragma unroll(kIsWide ? 1 : kBlocks)
+        for (int block = 0; block < kBlocks; ++block) {
+            float parts[kTiles][4];
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) parts[i][e] = kIsWide ? 0.0f : query_sums[kIsWide ? 0 : block][e];
+            add_products(parts, tile, 2 * block);
+            add_products(parts, tile, 2 * block + 1);
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i) {
+                const float of_tokens[2] = {f16_to_float(scales.of_token(i, 0, block)),
+                                            f16_to_float(scales.of_token(i, 1, block))};
+#pragma unroll
+                for (int e = 0; e < 4; ++e) scores[i][e] = fmaf(parts[i][e], of_tokens[e % 2], scores[i][e]);
+            }
+        }
+    }
+#else
+    static constexpr float kHeadroom = 0.0f;
+
+    __device__ __forceinline__ void score(float (&scores)[kTiles][4], const unsigned char* tile) const {
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) scores[i][e] = 0.0f;
+#pragma unroll(kSharedQueries ? 2 : kSteps)
+        for (int step = 0; step < kSteps; ++step) add_products(scores, tile, step);
+    }
+#endif
+
+    // scores += the queries' products with 16 dimensions of the keys.
+    __device__ __forceinline__ void add_products(float (&scores)[kTiles][4], const unsigned char* tile, int step) const {
+        unsigned keys[kTiles][2];
+        load_keys(keys, tile, step);
+        unsigned query[4];
+        read_query(query, step);
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) mma(scores[i], query, keys[i][0], keys[i][1]);
+    }
+
+    // out += the weights' products with 16 dimensions of the values.
+    __device__ __forceinline__ void add_block(const unsigned char* tile, int block,
+                                              const unsigned (&of_tokens)[kTileTokens / 16][4]) {
+        unsigned values[kTileTokens / 16][2][2];
+        load_values(values, tile, block);
+#pragma unroll
+        for (int k = 0; k < kTileTokens / 16; ++k)
+#pragma unroll
+            for (int n = 0; n < 2; ++n) mma(out[2 * block + n], of_tokens[k], values[k][n][0], values[k][n][1]);
+    }
+
     __device__ __forceinline__ static unsigned load_operands(const float* pair) {
         const float2 x = *reinterpret_cast<const float2*>(pair);
         return pack_operands(x.x, x.y);
@@ -148,7 +238,7 @@ struct WarpHeads {
 
     // Most tiles raise no peak, and then nothing is scaled. Scaling by 1 would not change any bit.
     __device__ __forceinline__ void raise_peaks(const float (&scores)[kTiles][4]) {
-        float top[2] = {peak[0], peak[1]};
+        float top[2] = {peak[0] + kHeadroom, peak[1] + kHeadroom};
 #pragma unroll
         for (int i = 0; i < kTiles; ++i)
 #pragma unroll
@@ -158,6 +248,7 @@ struct WarpHeads {
             top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], 1));
             top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], 2));
         }
+        top[0] -= kHeadroom, top[1] -= kHeadroom;
         if (!__any_sync(0xffffffffu, top[0] > peak[0] || top[1] > peak[1])) return;
         const float factor[2] = {ex2_approx(peak[0] - top[0]), ex2_approx(peak[1] - top[1])};
 #pragma unroll

@@ -28,6 +28,10 @@ struct Scorer {
 #pragma unroll
         for (int i = 0; i < N; ++i)
 #pragma unroll
-            for (int e = 0; e < M; ++e) scores[i][e] = cap * tanhf(scores[i][e]);
+            for (int e = 0; e < M; ++e) {
+                // tanh x = 1 - 2 / (e^2x + 1): within 2^-21, which the cap makes a small logit.
+                const float power = ex2_approx(scores[i][e] * (2.0f * kLog2E));
+                scores[i][e] = fmaf(-2.0f * cap, rcp_approx(power + 1.0f), cap);
+            }
     }
 };

@@ -45,7 +45,7 @@ struct TileStream {
     }
 
     // Return the next tile, valid until the next call. The whole warp calls.
-    __device__ __forceinline__ const unsigned char* next() {
+    __device__ __forceinline__ unsigned char* next() {
         cp_async_wait<RING_TILES - 2>();
         __syncwarp();  // all lanes' copies have arrived, and all lanes have read the tile that is overwritten next
         copy();

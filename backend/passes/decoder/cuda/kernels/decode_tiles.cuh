@@ -20,26 +20,32 @@ constexpr int kRun = 16;
 constexpr int kTileRuns = kTileTokens > kRun ? kTileTokens / kRun : 1;
 constexpr int kRunTokens = kTileTokens / kTileRuns;
 
+// Heads whose outputs leave no registers for queries and scales.
+constexpr bool kIsWide = HEAD_DIM > 128;
+
 // Copy one run of a tile with cp.async, by a warp. block: the page's keys or values of one head. token: the run's
-// first. Tokens at or after `end` are not read; their numbers are zeros in the tile.
+// first. Tokens at or after `end` are zeros in the tile, but in q8_0, where any byte is a number; see hide_scales.
 __device__ __forceinline__ void copy_run(unsigned char* tile, int run, const unsigned char* block, int page_size,
                                          int token, int end) {
     const int lane = threadIdx.x % 32, place = token & (page_size - 1);
     unsigned char* rows = tile + run * kRunTokens * kRowStride;
-    const unsigned char* source = block + place * kRowBytes;
     constexpr int kPieces = kRunTokens * kRowPieces;
+    // Whole rows at once: then all addresses are a constant apart.
+    constexpr bool kWholeRows = 32 % kRowPieces == 0;
+    const unsigned char* source = block + place * kRowBytes + lane * 16;
+    unsigned char* target = rows + lane / kRowPieces * kRowStride + lane % kRowPieces * 16;
 #pragma unroll
     for (int first = 0; first < kPieces; first += 32) {
         const int piece = first + lane, row = piece / kRowPieces;
         if (first + 32 > kPieces && piece >= kPieces) break;
-        const int bytes = token + row < end ? 16 : 0;
-        cp_async_16(rows + row * kRowStride + piece % kRowPieces * 16, source + piece * 16, bytes);
+        const int bytes = kKvHasScales || token + row < end ? 16 : 0;
+        unsigned char* to = kWholeRows ? target + first / kRowPieces * kRowStride
+                                       : rows + row * kRowStride + piece % kRowPieces * 16;
+        cp_async_16(to, source + first * 16, bytes);
     }
     if (kKvHasScales && lane < kRunTokens * kScaleRowBytes / 16) {
         unsigned char* scales = tile + kTileTokens * kRowStride + run * kRunTokens * kScaleRowBytes;
-        const int bytes = (end - token) * kScaleRowBytes - lane * 16;
-        cp_async_16(scales + lane * 16, block + page_size * kRowBytes + place * kScaleRowBytes + lane * 16,
-                    min(max(bytes, 0), 16));
+        cp_async_16(scales + lane * 16, block + page_size * kRowBytes + place * kScaleRowBytes + lane * 16);
     }
 }
 
@@ -89,27 +95,86 @@ __device__ __forceinline__ void load_values(unsigned (&values)[kTileTokens / 16]
 
 #if KV_DTYPE == 2
 
-// The two int8 numbers that selector picks from four, times the scales in the two halves.
-__device__ __forceinline__ unsigned widen(unsigned bytes, unsigned selector, unsigned scales) {
-    // As fp16: 1024 + 128 + the number, because the byte is in the low bits of 1024.
-    const unsigned raised = prmt(bytes ^ 0x80808080u, 0x64646464u, selector);
-    return mul_f16x2(add_f16x2(raised, 0xe480e480u), scales);  // -1152: exact
+// int8 numbers are multiplied without their scales: a key's scale multiplies the score of its block of dimensions, a
+// value's the weight of its token. The two numbers that selector picks from four, plus kRaised: the byte, its sign
+// flipped, in the low bits of 1024.
+constexpr float kRaised = 1024.0f + 128.0f;
+__device__ __forceinline__ unsigned raise(unsigned bytes, unsigned selector) {
+    return prmt(bytes ^ 0x80808080u, 0x64646464u, selector);
 }
-
-__device__ __forceinline__ unsigned scale_of(const unsigned char* tile, int token, int block) {
-    const unsigned char* scales = tile + kTileTokens * kRowStride + token * kScaleRowBytes;
-    return reinterpret_cast<const unsigned short*>(scales)[block / 2];
+__device__ __forceinline__ unsigned widen_value(unsigned bytes, unsigned selector) {
+    return add_f16x2(raise(bytes, selector), 0xe480e480u);  // -kRaised: exact
+}
+// Keys stay raised, see WarpHeads::query_sums; but where heads are wide there are no registers for the sums.
+__device__ __forceinline__ unsigned widen_key(unsigned bytes, unsigned selector) {
+    return kIsWide ? widen_value(bytes, selector) : raise(bytes, selector);
 }
 
 constexpr unsigned kFirstTwo = 0x4140, kLastTwo = 0x4342, kEven = 0x4240, kOdd = 0x4341;
 
-#else
-
-__device__ __forceinline__ unsigned widen(unsigned bytes, unsigned selector, unsigned) {
-    return e4m3x2_to_f16x2(static_cast<unsigned short>(prmt(bytes, 0, selector)));
+// Make the scales of tokens at or after `end` zeros, which may be NaN. The tile begins at `token`. The whole warp calls.
+__device__ __forceinline__ void hide_scales(unsigned char* tile, int token, int end) {
+    const int lane = threadIdx.x % 32;
+    unsigned short* row = reinterpret_cast<unsigned short*>(tile + kTileTokens * kRowStride + lane * kScaleRowBytes);
+    if (token + lane >= end)
+        for (int i = 0; i < kScaleRowBytes / 2; ++i) row[i] = 0;
+    __syncwarp();
 }
 
-__device__ __forceinline__ unsigned scale_of(const unsigned char*, int, int) { return 0; }
+// The scales of a tile, for the two tokens of each 8 whose scores and weights a lane has.
+struct TileScales {
+    static constexpr int kBlocks = HEAD_DIM / kQ8Block;
+    const unsigned char* first_pair;
+    unsigned words[kTileTokens / 8][kIsWide ? 1 : kBlocks];  // of the first token's blocks, then of the second's
+
+    __device__ __forceinline__ explicit TileScales(const unsigned char* tile)
+        : first_pair(tile + kTileTokens * kRowStride + threadIdx.x % 4 * 2 * kScaleRowBytes) {
+        if constexpr (!kIsWide) {
+#pragma unroll
+            for (int i = 0; i < kTileTokens / 8; ++i) load(first_pair + 8 * i * kScaleRowBytes, words[i]);
+        }
+    }
+    // Of one of the two tokens of the i-th 8.
+    __device__ __forceinline__ unsigned short of_token(int i, int which, int block) const {
+        const int place = which * kBlocks + block;
+        if constexpr (kIsWide) {
+            return reinterpret_cast<const unsigned short*>(first_pair + 8 * i * kScaleRowBytes)[place];
+        } else {
+            return static_cast<unsigned short>(words[i][place / 2] >> place % 2 * 16);
+        }
+    }
+    // Of both, as one pair.
+    __device__ __forceinline__ unsigned of_tokens(int i, int block) const {
+        if constexpr (kIsWide) {
+            return of_token(i, 0, block) | static_cast<unsigned>(of_token(i, 1, block)) << 16;
+        } else {
+            const int second = kBlocks + block;
+            const unsigned selector = (block % 2 ? 0x32u : 0x10u) | (second % 2 ? 0x7600u : 0x5400u);
+            return prmt(words[i][block / 2], words[i][second / 2], selector);
+        }
+    }
+
+  private:
+    template <int N> __device__ __forceinline__ static void load(const unsigned char* pair, unsigned (&words)[N]) {
+        if constexpr (N % 4 == 0) {
+#pragma unroll
+            for (int i = 0; i < N; i += 4) {
+                const uint4 x = reinterpret_cast<const uint4*>(pair)[i / 4];
+                words[i] = x.x, words[i + 1] = x.y, words[i + 2] = x.z, words[i + 3] = x.w;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; ++i) words[i] = reinterpret_cast<const unsigned*>(pair)[i];
+        }
+    }
+};
+
+#else
+
+__device__ __forceinline__ unsigned widen_key(unsigned bytes, unsigned selector) {
+    return e4m3x2_to_f16x2(static_cast<unsigned short>(prmt(bytes, 0, selector)));
+}
+__device__ __forceinline__ unsigned widen_value(unsigned bytes, unsigned selector) { return widen_key(bytes, selector); }
 
 constexpr unsigned kFirstTwo = 0x10, kLastTwo = 0x32, kEven = 0x20, kOdd = 0x31;
 
@@ -121,9 +186,8 @@ __device__ __forceinline__ void load_keys(unsigned (&keys)[kTileTokens / 8][2], 
     ldmatrix_x4(r, tile + lane * kRowStride + step * 16);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const unsigned scale = scale_of(tile, 8 * i + lane / 4, step) * 0x10001u;
-        keys[i][0] = widen(r[i], kFirstTwo, scale);
-        keys[i][1] = widen(r[i], kLastTwo, scale);
+        keys[i][0] = widen_key(r[i], kFirstTwo);
+        keys[i][1] = widen_key(r[i], kLastTwo);
     }
 }
 
@@ -136,10 +200,8 @@ __device__ __forceinline__ void load_values(unsigned (&values)[kTileTokens / 16]
     ldmatrix_x4_trans(r, tile + lane * kRowStride + block * 16);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const int token = 8 * i + lane % 4 * 2;
-        const unsigned scales = scale_of(tile, token, block) | scale_of(tile, token + 1, block) << 16;
-        values[i / 2][0][i % 2] = widen(r[i], kEven, scales);
-        values[i / 2][1][i % 2] = widen(r[i], kOdd, scales);
+        values[i / 2][0][i % 2] = widen_value(r[i], kEven);
+        values[i / 2][1][i % 2] = widen_value(r[i], kOdd);
     }
 }
 
