@@ -20,10 +20,11 @@ _HEAD_DIM = 128
 DECODE_VARIANTS: dict[str, dict[str, KernelChoices]] = {
     "page_size_tokens": {str(tokens): replace(CONSTANTS, page_size_tokens=tokens) for tokens in (16, 32, 64)},
     "ring_tiles": {str(tiles): replace(CONSTANTS, ring_tiles=tiles) for tiles in (8, 5, 4, 3)},
+    "chunk_tokens": {str(tokens): replace(CONSTANTS, chunk_tokens=tokens) for tokens in (128, 256, 512)},
+    # Last: kernels that differ in this alone are one function of the driver, which keeps the last setting.
     "carveout_percent": {
         str(percent): replace(CONSTANTS, carveout_percent=percent) for percent in (100, 75, 50, DRIVERS_CHOICE)
     },
-    "chunk_tokens": {str(tokens): replace(CONSTANTS, chunk_tokens=tokens) for tokens in (128, 256, 512)},
 }
 """What is chosen for decode attention → the choice in words → the settings."""
 PREFILL_VARIANTS: dict[str, dict[str, KernelChoices]] = {
