@@ -260,6 +260,7 @@ def encoder_checks() -> Iterator[Check]:
 
 
 def _store(launcher: Launcher, dtype: torch.dtype, make_case: Callable[[], elementwise.StoreCase]) -> float:
+    elementwise.check_store(launcher, make_case(), dtype, norms=True, centres=True)
     return elementwise.check_store(launcher, make_case(), dtype, norms=True)
 
 

@@ -117,6 +117,8 @@ def expected_heads(
     heads = qkv.view(len(qkv), -1, shape.head_dim)
     q, k, v = torch.split(heads, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
     if norms is not None:
+        if norms[0].dim() > 1:  # layer norms, with a weight for each head
+            q, k = (x.double() - x.double().mean(dim=-1, keepdim=True) for x in (q, k))
         q, k = (rms_norm(x, weight).to(qkv.dtype) for x, weight in zip((q, k), norms, strict=True))
     if rope is not None:
         turned = []
@@ -135,22 +137,37 @@ def rope_rows(num_positions: int, rotary_dim: int) -> Tensor:
 
 
 def check_store(
-    launcher: Launcher, case: StoreCase, dtype: torch.dtype, *, rotates: bool = True, norms: bool = False
+    launcher: Launcher,
+    case: StoreCase,
+    dtype: torch.dtype,
+    *,
+    rotates: bool = True,
+    norms: bool = False,
+    centres: bool = False,
 ) -> float:
-    """Check the stored and rotated values and the untouched memory. Returns the error of the queries."""
+    """Check the stored and rotated values and the untouched memory. Returns the error of the queries.
+
+    centres: layer norms with a weight for each head, of heads whose mean is not 0.
+    """
     torch.manual_seed(case.heads.head_dim)
     elementwise = make(launcher, dtype, case.heads, 64, case.rotary_dim, case.kv_dtype, case.page_size)
     qkv = torch.randn(case.num_tokens, case.heads.qkv_size)
+    qkv += 0.5 * centres
     qkv[2] *= 1e-3  # small, so that the norms' eps dominates
     qkv = qkv.to(dtype)
     rope = rope_rows(3 * case.page_size, case.rotary_dim) if rotates else None
-    weights = (torch.rand(case.heads.head_dim) + 0.5, torch.rand(case.heads.head_dim) + 0.5) if norms else None
+    q_sizes, k_sizes = (
+        [n, case.heads.head_dim][1 - centres :] for n in (case.heads.num_heads, case.heads.num_kv_heads)
+    )
+    weights = (torch.rand(q_sizes) + 0.5, torch.rand(k_sizes) + 0.5) if norms else None
     cache = torch.full((case.layout.num_bytes,), 0xFF, dtype=torch.uint8)
     layer = cache[case.layout.layer_bytes :]
     before = qkv.clone()
     q, k, v = expected_heads(qkv, case, rope, weights)
     query_rope = None if rope is None else 1.5 * rope
-    elementwise.rope_and_store(qkv, layer, case.page_table, case.rows, rope, weights, query_rope)
+    elementwise.rope_and_store(
+        qkv, layer, case.page_table, case.rows, rope, weights, query_rope, has_layer_norms=centres
+    )
 
     written = [token for token, _, _ in case.places()]
     size = case.heads.output_size

@@ -199,8 +199,9 @@ def unsupported_variation(config: DecoderConfig) -> str | None:
     has_output_norms = bool(config.names.attention_output_norm or config.names.mlp_output_norm)
     variations = {
         "layer norms of what attention and MLP add": config.norm == "layer" and has_output_norms,
-        "layer norms of q and k": config.norm == "layer" and config.qk_norm is not None,
-        "norms of q and k with a weight for each head": config.qk_norm == "each head",
+        "layer norms of q and k without a weight for each head": config.norm == "layer"
+        and config.qk_norm in ("head", "projection"),
+        "RMS norms of q and k with a weight for each head": config.norm == "rms" and config.qk_norm == "each head",
         "SiLU in an MLP without a gate": config.mlp == "plain" and config.activation != "gelu_tanh",
     }
     return next((name for name, is_present in variations.items() if is_present), None)

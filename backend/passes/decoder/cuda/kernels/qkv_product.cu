@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(kStreamThreads, 2)
     __shared__ float factors[kStreamRows];
     __shared__ bool is_last;
     const HeadStore store{q_norm, k_norm, query_rope, key_rope, layer, page_table, max_pages, page_size,
-                          num_heads, num_kv_heads, head_dim, rotary_dim, has_norm, eps};
+                          num_heads, num_kv_heads, head_dim, rotary_dim, has_norm != 0 ? kRmsHeadNorm : kNoHeadNorm, eps};
     const int outputs = store.all_heads() * head_dim, first = blockIdx.x * kTileOutputs, head = first / head_dim;
     const RowLinear linear{values, scales, zeros, bias, outputs, inputs, has_bias, scale, blocks};
     const WeighedRows rows{x, squares, num_parts, eps};

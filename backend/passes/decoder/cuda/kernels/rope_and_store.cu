@@ -14,12 +14,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
                    const float* __restrict__ query_rope, const float* __restrict__ key_rope,
                    unsigned char* __restrict__ layer, const int* __restrict__ page_table, const int* __restrict__ query_starts,
                    const int* __restrict__ context_lens, const int* __restrict__ slots, int num_rows, int max_pages,
-                   int page_size, int num_heads, int num_kv_heads, int head_dim, int rotary_dim, int has_norm,
+                   int page_size, int num_heads, int num_kv_heads, int head_dim, int rotary_dim, int head_norm,
                    float eps) {
     const int token = blockIdx.x, row = row_of_token(token, query_starts, num_rows), slot = slots[row];
     if (slot < 0) return;
     const HeadStore store{q_norm, k_norm, query_rope, key_rope, layer, page_table, max_pages, page_size,
-                          num_heads, num_kv_heads, head_dim, rotary_dim, has_norm, eps};
+                          num_heads, num_kv_heads, head_dim, rotary_dim, head_norm, eps};
     const int lanes = store.lanes(), lane = threadIdx.x % lanes;
     const int head = blockIdx.y * (kThreads / lanes) + threadIdx.x / lanes;
     const bool present = head < store.all_heads() && lane * 8 < head_dim;

@@ -12,9 +12,20 @@ __device__ __forceinline__ void round_to_act(float (&x)[8]) {
     for (int j = 0; j < 8; ++j) x[j] = to_float(from_float<Act>(x[j]));
 }
 
+// The norm of the heads of q and k: none; RMS norm, with weights [head_dim]; layer norm, with weights [heads, head_dim].
+enum HeadNorm { kNoHeadNorm, kRmsHeadNorm, kLayerHeadNorm };
+
 // x is chunk `lane` of a head spread over `lanes` lanes; lanes past the head's end hold zeros.
 __device__ __forceinline__ void norm_head(float (&x)[8], const float* weight, int lane, int lanes, int head_dim,
-                                          float eps) {
+                                          float eps, bool is_centred) {
+    if (is_centred) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum += x[j];
+        const float mean = reduce_lanes(sum, lanes, Sum{}) / float(head_dim);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] = lane * 8 < head_dim ? x[j] - mean : 0.0f;
+    }
     float squares = 0.0f;
 #pragma unroll
     for (int j = 0; j < 8; ++j) squares += x[j] * x[j];
@@ -68,7 +79,7 @@ struct HeadStore {
     const float *q_norm, *k_norm, *query_rope, *key_rope;
     unsigned char* layer;
     const int* page_table;
-    int max_pages, page_size, num_heads, num_kv_heads, head_dim, rotary_dim, has_norm;
+    int max_pages, page_size, num_heads, num_kv_heads, head_dim, rotary_dim, head_norm;
     float eps;
 
     __device__ __forceinline__ int all_heads() const { return num_heads + 2 * num_kv_heads; }
@@ -81,11 +92,14 @@ struct HeadStore {
         const bool is_query = head < num_heads, is_value = head >= num_heads + num_kv_heads;
         float x[8] = {};
         if (present) load8(source, x);
-        if (has_norm) {
+        if (head_norm != kNoHeadNorm) {
             float normed[8];
 #pragma unroll
             for (int j = 0; j < 8; ++j) normed[j] = x[j];
-            norm_head(normed, is_query ? q_norm : k_norm, lane, lanes(), head_dim, eps);
+            const bool is_centred = head_norm == kLayerHeadNorm;
+            const int place = is_query ? head : is_value ? 0 : head - num_heads;
+            const float* const weight = (is_query ? q_norm : k_norm) + (is_centred ? place * head_dim : 0);
+            norm_head(normed, weight, lane, lanes(), head_dim, eps, is_centred);
 #pragma unroll
             for (int j = 0; j < 8; ++j) x[j] = is_value ? x[j] : normed[j];
         }

@@ -223,7 +223,10 @@ class CudaOps(DeviceWeights):
             norms = None
         rope, query_rope = (None if i is None else self._ropes[i] for i in (layer.rope, layer.query_rope))
         cache = self._layer_caches[layer.index]
-        self._elementwise.rope_and_store(qkv, cache, self._buffers.page_table, step.rows, rope, norms, query_rope)
+        self._elementwise.rope_and_store(
+            qkv, cache, self._buffers.page_table, step.rows, rope, norms, query_rope,
+            has_layer_norms=self._config.norm == "layer",
+        )  # fmt: skip
 
     def attention(self, qkv: Tensor, step: CudaStep, layer: AttentionLayer) -> Tensor:
         out = self._now.attended

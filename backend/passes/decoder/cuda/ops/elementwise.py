@@ -158,22 +158,25 @@ class Elementwise:
         rope: Tensor | None,
         norms: tuple[Tensor, Tensor] | None,
         query_rope: Tensor | None = None,
+        *,
+        has_layer_norms: bool = False,
     ) -> None:
         """Norm and rotate q of qkv [T, qkv_size] in place; write k, normed and rotated, and v to the cache.
 
         k and v in qkv do not change. layer_cache: the layer's bytes of the cache. rope [positions, rotary_dim] fp32 is
         [cos | sin]; None for a layer without rope. query_rope: the same for q, if it has another one. norms: weights of
-        q and k, [head_dim] fp32. Rows whose slot is -1 are skipped.
+        q and k, [head_dim] fp32; with has_layer_norms [heads * head_dim]. Rows whose slot is -1 are skipped.
         """
         table = self._unused if rope is None else rope
         query_table = table if query_rope is None else query_rope
         q_norm, k_norm = norms or (self._unused, self._unused)
+        head_norm = np.int32(0 if norms is None else 1 + has_layer_norms)
         num_rows, max_pages = np.int32(len(rows.slots)), np.int32(page_table.shape[1])
         self._launcher.launch(
             self._rope_and_store, (len(qkv), self._head_blocks, 1), qkv, q_norm, k_norm, query_table, table,
             layer_cache, page_table, rows.query_starts, rows.context_lens, rows.slots, num_rows, max_pages,
             self._page_size, *self._head_shape,
-            self._rotary_dim if rope is not None else np.int32(0), np.int32(norms is not None), self._eps,
+            self._rotary_dim if rope is not None else np.int32(0), head_norm, self._eps,
         )  # fmt: skip
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:

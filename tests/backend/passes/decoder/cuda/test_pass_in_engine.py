@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.engine.batch_builder import BatchBuilder
 from penstock.backend.engine.executor import Executor, ExecutorFailed
 from penstock.backend.engine.loop import Engine
@@ -300,17 +301,13 @@ def test_an_unsupported_model_is_refused_in_one_line(settings: dict[str, int], m
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "missing"),
-    [
-        ("cohere-qk-norm", "CohereForCausalLM is not on the GPU yet: there are no kernels for layer norms of q and k"),
-    ],
-)
-def test_a_variation_without_kernels_is_refused_by_name(architecture: str, missing: str, tmp_path: Path) -> None:
-    model_dir = make_checkpoint(architecture, tmp_path)
-    for start in (CudaDecoderPass.describe, EmulatedCudaPass.load):
-        with pytest.raises(StartupError, match=f"{missing}.*; use --gpu none"):
-            start(model_dir, PassOptions(dtype="fp32"))
+def test_a_variation_without_kernels_is_refused_by_name() -> None:
+    config = replace(read_decoder_config(checkpoint("cohere")), qk_norm="head")
+    missing = (
+        "CohereForCausalLM is not on the GPU yet: there are no kernels for layer norms of q and k without a weight"
+    )
+    with pytest.raises(StartupError, match=f"{missing}.*; use --gpu none"):
+        plan.check_model_supported(config, plan.StepSizes(1, 1, 1))
 
 
 def test_a_kernel_that_does_not_run_is_reported_at_start(monkeypatch: pytest.MonkeyPatch) -> None:

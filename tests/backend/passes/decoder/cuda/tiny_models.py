@@ -51,6 +51,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "olmo3": {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128},
     "glm4": {},
     "cohere": {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128},
+    "cohere-qk-norm": {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256},
     "cohere2": {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128, "layer_types": _ALTERNATING},
     "starcoder2": {},
 }

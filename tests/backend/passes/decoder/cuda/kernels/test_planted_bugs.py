@@ -12,9 +12,16 @@ import torch
 
 from penstock.backend.checkpoint.decoder_config import ClampedGate, Experts
 from penstock.backend.passes.decoder.cuda.attention.prefill_segments import whole_tiles
+from penstock.backend.passes.decoder.ops import HeadShape
 from penstock.tools.gpu_check.cases import decode, prefill, row_products, sampling
 from penstock.tools.gpu_check.cases.comparing import Mismatch, require_within
-from penstock.tools.gpu_check.cases.elementwise import check_added_norm, check_layer_norm, check_norm
+from penstock.tools.gpu_check.cases.elementwise import (
+    StoreCase,
+    check_added_norm,
+    check_layer_norm,
+    check_norm,
+    check_store,
+)
 from penstock.tools.gpu_check.cases.experts import ExpertsCase, check_experts
 from penstock.tools.gpu_check.cases.paged_rows import STEEP_TOLERANCE, Row
 from penstock.tools.gpu_check.cases.quantized import LinearCase, check_embedding, check_linear
@@ -109,6 +116,11 @@ def check_norms(launcher: Launcher) -> None:
     """Rows of which some threads hold two chunks, and others one."""
     for check in (check_norm, check_layer_norm, check_added_norm):
         check(launcher, BF16, hidden=4360)
+
+
+def check_head_norms(launcher: Launcher) -> None:
+    """Heads that do not fill their lanes."""
+    check_store(launcher, StoreCase(HeadShape(4, 2, 80), "bf16", 16, 80), BF16, norms=True, centres=True)
 
 
 def check_sampling(launcher: Launcher) -> None:
@@ -300,7 +312,13 @@ SAMPLED = (
     Bug(SAMPLING, "(0.01f + 2e-6f * (fabsf(best_score) + 32.0f))", "-4.0f"),
     Bug(SAMPLING, "blockIdx.x * segment", "0"),
 )
+HEAD_NORMS = (
+    Bug("rope_heads.cuh", "is_centred ? place * head_dim : 0", "0"),
+    Bug("rope_heads.cuh", "lane * 8 < head_dim ? x[j] - mean : 0.0f", "x[j] - mean"),
+    Bug("rope_heads.cuh", "is_value ? 0 : head - num_heads", "0"),
+)
 PLANTED = {
+    "head norms": Planted(("rope_and_store.cu",), check_head_norms, HEAD_NORMS),
     "norms": Planted(("norms.cu",), check_norms, NORMS),
     "decode": Planted(("decode_plan.cu", "decode_attention.cu"), partial(check_decode, kv_dtype="bf16"), DECODE),
     "decode q8_0": Planted(

@@ -143,6 +143,13 @@ def test_rope_can_rotate_a_part_of_a_head(rotary_dim: int) -> None:
     check_store(LAUNCHERS["fast"], StoreCase(HeadShape(3, 3, 128), "fp32", 16, rotary_dim), torch.float32, norms=True)
 
 
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_heads_can_have_layer_norms_with_weights_of_their_own(
+    launcher: EmulatedLauncher, head_dim: int, dtype: torch.dtype
+) -> None:
+    check_store(launcher, StoreCase(HeadShape(6, 2, head_dim), "fp32", 16, head_dim), dtype, norms=True, centres=True)
+
+
 def test_a_layer_can_skip_rope(dtype: torch.dtype) -> None:
     check_store(LAUNCHERS["fast"], StoreCase(HeadShape(2, 1, 64), "fp32", 16, 64), dtype, rotates=False)
 
