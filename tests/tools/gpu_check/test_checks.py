@@ -89,6 +89,22 @@ def test_each_family_and_each_failed_check_is_a_finding(record: Record, tmp_path
     assert by_name["correctness.ptx"]["passed"]
 
 
+def test_a_familys_error_outlives_a_kill(tmp_path: Path) -> None:
+    """Checks that ended before it are not repeated, and what they found is not written over."""
+    for errors in ({"norm": [0.5], "ptx": [0.3]}, {"norm": [0.1], "ptx": [0.1, 0.2]}):
+        record = Record(tmp_path)
+        for family, found in errors.items():
+            checks = [Check(family, str(number), lambda _, x=x: x) for number, x in enumerate(found)]  # type: ignore[misc]
+            correctness.run_checks(record.results, EmulatedLauncher(), checks)
+        if len(errors["ptx"]) == 1:  # killed before the family ended
+            attempts = tmp_path / "findings.attempts"
+            attempts.write_text(attempts.read_text().replace("correctness.ptx\n", ""))
+    found = record.findings()
+    assert found["correctness.norm"].value == 0.5
+    assert found["correctness.ptx"].value == 0.2
+    assert found["correctness.ptx"].detail.endswith("1 of them before a kill, whose errors are not known any more")
+
+
 def test_checks_stop_when_only_the_reserve_is_left(tmp_path: Path) -> None:
     record = Record(tmp_path, 5.0)
     correctness.run_checks(record.results, EmulatedLauncher(), [Check("norm", "x", lambda _: None)], reserve_s=10.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING
@@ -60,6 +61,10 @@ def run_checks(results: Results, launcher: Launcher, checks: Iterable[Check], re
 
 
 def _run_family(results: Results, launcher: Launcher, family: str, checks: list[Check], reserve_s: float) -> None:
+    finding = f"correctness.{family}"
+    if results.has_ended(finding):
+        return
+    num_before = sum(results.has_ended(f"{family}.{check.name}") for check in checks)
     num_passed = num_run = 0
     worst, worst_name = 0.0, ""
     for check in checks:
@@ -72,9 +77,14 @@ def _run_family(results: Results, launcher: Launcher, family: str, checks: list[
             if errors and errors[0] >= worst:
                 worst, worst_name = errors[0], check.name
     detail = f"{num_passed} of {len(checks)} passed" + (f"; largest error in {worst_name}" if worst_name else "")
+    if num_before:
+        detail += f"; {num_before} of them before a kill, whose errors are not known any more"
     if num_run < len(checks):
         results.skipped(f"correctness.{family}.rest", f"no time was left for {len(checks) - num_run} checks")
-    results.check(f"correctness.{family}", num_run > 0 and num_passed == num_run, detail, worst)
+    has_passed = num_run > 0 and num_passed == num_run
+    results.check(finding, has_passed, detail, worst)
+    if has_passed and num_run == len(checks):
+        results.attempt(finding, lambda: None, needs_s=-math.inf)  # ended
 
 
 def _run(check: Check, launcher: Launcher, errors: list[float]) -> None:

@@ -111,6 +111,10 @@ class Results:
             file.write(f"{name}\n")
         return True
 
+    def has_ended(self, name: str) -> bool:
+        """Whether an earlier run, which was killed, has made this measurement: `attempt` does not repeat it."""
+        return name in self._ended
+
     def _write(self, finding: Finding) -> None:
         line = json.dumps({name: getattr(finding, name) for name in Finding.__slots__})
         with self._path.open("a", encoding="utf-8") as file:
