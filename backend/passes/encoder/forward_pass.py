@@ -107,11 +107,12 @@ class EncoderPass(IBatchedForwardPass):
         tokens = slice(int(starts[0]), int(starts[-1]))
         starts = starts - starts[0]
         token_types = self._token_types(starts, pooled.second_starts[first:end])
-        hidden = self._model.run(EncoderRows(batch.input_ids[tokens], starts, token_types))
+        kinds = pooled.kinds[first:end]
+        only_first = all(self._model.heads[kind].pooling == ("cls",) for kind in set(kinds))
+        hidden = self._model.run(EncoderRows(batch.input_ids[tokens], starts, token_types, only_first))
         ends = list(pairwise(starts.tolist()))
         blocks: list[_Block] = []
         vectors: list[Vectors] = []
-        kinds = pooled.kinds[first:end]
         for kind in dict.fromkeys(kinds):
             head = self._model.heads[kind]
             places = [place for place, other in enumerate(kinds) if other == kind]

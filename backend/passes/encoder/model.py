@@ -20,6 +20,7 @@ from penstock.backend.passes.encoder.ops import (
     EmbeddingTables,
     EncoderOps,
     EncoderRows,
+    FirstTokens,
     LayerAttention,
     Linear,
     RelativePositions,
@@ -79,17 +80,24 @@ class EncoderModel:
         self.heads = {head.kind: PackedHead(head, ops, weights, words) for head in config.heads}
 
     def run(self, rows: EncoderRows) -> Vectors:
-        """The hidden states, [T, hidden_size]. The next call may overwrite them."""
+        """The hidden states, [T, hidden_size]; those of `rows.only_first` may have others than the first undefined.
+
+        The next call may overwrite them.
+        """
         return self._ops.run(rows, self._encode)
 
-    def _encode(self) -> Array:
+    def _encode(self, first_tokens: FirstTokens | None) -> Array:
         ops = self._ops
         residual = ops.embed(self._tables)
         x = ops.norm_in_place(residual, self._embedding_norm)
         for layer in self._layers:
             if self._config.norm_first:
                 x = ops.norm(residual, layer.attention_norm)
-            attended = ops.attention(ops.linear(x, layer.qkv), layer.attention)
+            qkv = ops.linear(x, layer.qkv)
+            if first_tokens is not None and layer is self._layers[-1]:
+                attended = first_tokens.first_attention(qkv, layer.attention, residual)
+            else:
+                attended = ops.attention(qkv, layer.attention)
             ops.linear_add(attended, layer.output, residual)
             if self._config.norm_first:
                 x = ops.norm(residual, layer.mlp_norm)
@@ -100,6 +108,8 @@ class EncoderModel:
                 x = ops.norm_in_place(residual, layer.mlp_norm)
         if self._final_norm is not None:
             ops.norm_in_place(residual, self._final_norm)
+        if first_tokens is not None:
+            first_tokens.spread_first(residual)
         return residual
 
 

@@ -25,6 +25,7 @@ from penstock.backend.passes.encoder.native_structs import (
     EncoderOperation,
     EncoderStepRows,
     EncoderTables,
+    FirstAttention,
     declare_encoder_functions,
     make_encoder_shape,
 )
@@ -87,7 +88,8 @@ class NativeEncoderOps(HostVectors):
         self._engine: int | None = library.ps_create(num_threads, round(spin_s * 1e9), byref(shape))
         self._packer = WeightPacker(library, self._engine, dtype)
         self._recording: list[Operation] | None = None
-        self._program: ctypes.Array[Operation] | None = None
+        self._programs: dict[bool, ctypes.Array[Operation]] = {}
+        """By whether only each row's first token is read."""
         self._structs: list[ctypes.Structure] = []
         """To which recorded operations point."""
         self._residual = Buffer(config.hidden_size, torch.float32)
@@ -120,23 +122,25 @@ class NativeEncoderOps(HostVectors):
         num_tokens = len(rows.input_ids)
         for buffer in self._buffers:
             if buffer.reserve(num_tokens):
-                self._program = None
-        if self._program is None:
-            self._structs = []
-            self._recording = operations = list[Operation]()
-            try:
-                encode()
-            finally:
-                self._recording = None
-            self._program = (Operation * len(operations))(*operations)
+                self._programs, self._structs = {}, []
+        program = self._programs.get(rows.only_first) or self._record(encode, only_first=rows.only_first)
         arrays = [np.ascontiguousarray(array, np.int32) for array in (rows.input_ids, rows.token_types, rows.starts)]
         step = self._step_rows
         step.input_ids, step.token_types, step.starts = (array.ctypes.data for array in arrays)
         step.rope = self._rope_table.cover(int(np.diff(rows.starts).max())).data_ptr() if self._config.ropes else None
         step.num_tokens, step.num_rows = num_tokens, len(rows.starts) - 1
-        self._library.ps_run_encoder_step(self._engine, byref(step), self._program, len(self._program))
+        self._library.ps_run_encoder_step(self._engine, byref(step), program, len(program))
         hidden: NDArray[np.float32] = self._residual.rows[:num_tokens].numpy()
         return hidden
+
+    def _record(self, encode: Encode, *, only_first: bool) -> ctypes.Array[Operation]:
+        self._recording = operations = list[Operation]()
+        try:
+            encode(self if only_first else None)
+        finally:
+            self._recording = None
+        program = self._programs[only_first] = (Operation * len(operations))(*operations)
+        return program
 
     def _do(self, kind: EncoderOperation, weights: int | None, x: int | None, out: int, form: int = 0) -> int:
         """Run an operation, or record it. Return out."""
@@ -180,6 +184,19 @@ class NativeEncoderOps(HostVectors):
         return self._do(EncoderOperation.LINEAR, weights.address, x, self._activated.address, self._activated_output)
 
     def attention(self, qkv: int, layer: LayerAttention) -> int:
+        address = self._prepare_attention(qkv, layer)
+        return self._do(EncoderOperation.ATTENTION, address, qkv, self._attended.address)
+
+    def first_attention(self, qkv: int, layer: LayerAttention, residual: int) -> int:
+        attended = self._attended.address
+        address = self._keep(FirstAttention(self._prepare_attention(qkv, layer), residual, attended))
+        return self._do(EncoderOperation.FIRST_ATTENTION, address, qkv, attended)
+
+    def spread_first(self, residual: int) -> None:
+        self._do(EncoderOperation.SPREAD_FIRST, None, None, residual)
+
+    def _prepare_attention(self, qkv: int, layer: LayerAttention) -> int:
+        """Rotate q and k. Return the address of the layer's struct."""
         bias = layer.relative_bias
         address = self._keep(
             EncoderAttention(
@@ -191,7 +208,7 @@ class NativeEncoderOps(HostVectors):
         )
         if layer.rope is not None:
             self._do(EncoderOperation.ROTATE, address, None, qkv)
-        return self._do(EncoderOperation.ATTENTION, address, qkv, self._attended.address)
+        return address
 
     def _begin_rows(self, count: int) -> None:
         """The next operations are on this many rows of numbers."""
@@ -219,4 +236,4 @@ class NativeEncoderOps(HostVectors):
         if self._engine is not None:
             self._library.ps_destroy(self._engine)
             self._engine = None
-        self._program = None
+        self._programs = {}

@@ -22,6 +22,8 @@ class EncoderOperation(IntEnum):
     ROTATE = 4
     ATTENTION = 5
     ACTIVATE = 6
+    FIRST_ATTENTION = 7
+    SPREAD_FIRST = 8
 
 
 ACTIVATIONS: dict[Activation, int] = {
@@ -56,6 +58,10 @@ class EncoderTables(Structure):
 
 class EncoderAttention(Structure):
     _fields_ = (("bias", c_void_p), ("bias_reach", c_int64), ("window", c_int64), ("rope_offset", c_int64))
+
+
+class FirstAttention(Structure):
+    _fields_ = (("attention", c_void_p), ("residual", c_void_p), ("attended", c_void_p))
 
 
 class EncoderStepRows(Structure):

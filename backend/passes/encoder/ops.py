@@ -34,6 +34,8 @@ class EncoderRows:
     """[R + 1] start of each row; the last entry is T."""
     token_types: NDArray[np.int32]
     """[T] rows of the table of token types."""
+    only_first: bool = False
+    """Nobody reads the result of a row's other tokens than the first, so it need not be computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,8 @@ class EncoderOps(Protocol):
     def run(self, rows: EncoderRows, encode: Encode) -> Vectors:
         """Return a view of the numbers of encode's result, [T, hidden_size], which the next call may overwrite.
 
-        encode may be called once and its operations recorded: it must be the same function each time.
+        encode may be called once for each value of `rows.only_first` and its operations recorded: it must be the same
+        function each time.
         """
         ...
 
@@ -171,7 +174,19 @@ class EncoderOps(Protocol):
     def close(self) -> None: ...
 
 
-class Encode(Protocol):
-    """Returns the residual stream of the last layer."""
+class FirstTokens(Protocol):
+    """Operations that leave out what only the other tokens of a row need. Those that are left have the same bits."""
 
-    def __call__(self) -> Array: ...
+    def first_attention(self, qkv: Array, layer: LayerAttention, residual: Array) -> Array:
+        """As `EncoderOps.attention`, of each row's first token. All later operations are on these tokens alone."""
+        ...
+
+    def spread_first(self, residual: Array) -> None:
+        """Move the first tokens of the residual stream back to their places, after the last operation."""
+        ...
+
+
+class Encode(Protocol):
+    """Returns the residual stream of the last layer; with first_tokens, only that of each row's first token."""
+
+    def __call__(self, first_tokens: FirstTokens | None) -> Array: ...

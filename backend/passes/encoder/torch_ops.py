@@ -61,7 +61,7 @@ class TorchEncoderOps(HostVectors):
         """Encode a step of one row."""
         self._ids = torch.from_numpy(rows.input_ids.astype(np.int64))
         self._types = torch.from_numpy(rows.token_types.astype(np.int64))
-        hidden: NDArray[np.float32] = encode().numpy()
+        hidden: NDArray[np.float32] = encode(None).numpy()
         return hidden
 
     def embed(self, tables: EmbeddingTables) -> Tensor:

@@ -77,7 +77,7 @@ class CudaEncoderOps(DeviceVectors, DeviceWeights):
         ids, types, places, starts, tiles_there = sent
         turns = self._rope.index_select(0, places)
         self._now = _Step(ids, types, places, starts, tiles_there, turns)
-        hidden: Tensor = encode()
+        hidden: Tensor = encode(None)
         return hidden
 
     def embed(self, tables: EmbeddingTables) -> Tensor:

@@ -89,6 +89,23 @@ def test_a_row_has_the_same_bits_in_any_batch(preset: str, dtype: str, tmp_path:
     forward_pass.close()
 
 
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("lengths", [(1,), (90,), (3, 1, 40, 2), tuple(range(1, 40)), (300, 5)], ids=len)
+@pytest.mark.parametrize("preset", ["bert", "mpnet", "modernbert", "nomic"])
+def test_first_tokens_alone_have_the_bits_of_a_whole_pass(
+    preset: str, lengths: tuple[int, ...], quantize: str, tmp_path: Path
+) -> None:
+    """Where only these are pooled, the last layer computes nothing else; as a whole and in parts of the threads."""
+    make_encoder(preset, "Model", tmp_path, max_position_embeddings=320)
+    forward_pass = EncoderPass.load(tmp_path, PassOptions(dtype="bf16", quantize=quantize))
+    rows = random_rows(lengths)
+    for _ in range(2):  # recorded, and run again
+        whole = run_rows(forward_pass, rows, "token_embed")
+        for tokens, first in zip(whole, run_rows(forward_pass, rows, "embed"), strict=True):
+            np.testing.assert_array_equal(first, tokens[0])
+    forward_pass.close()
+
+
 def test_relative_positions_hold_for_rows_of_several_blocks(tmp_path: Path) -> None:
     model = make_encoder("deberta-v2", "Model", tmp_path, max_position_embeddings=600)
     forward_pass = EncoderPass.load(tmp_path, PassOptions(dtype="fp32"))

@@ -8,7 +8,8 @@ namespace {
 
 // As in encoder's native_structs.py.
 enum EncoderOperation : i64 {
-    kEncoderEmbed, kEncoderNorm, kNormInPlace, kEncoderLinear, kRotate, kEncoderAttention, kActivate
+    kEncoderEmbed, kEncoderNorm, kNormInPlace, kEncoderLinear, kRotate, kEncoderAttention, kActivate,
+    kFirstAttention, kSpreadFirst
 };
 enum Activation : i64 { kIdentity = 0, kExactGelu = 1, kTanhGelu = 2, kReluFloats = 3, kSiluFloats = 4, kTanh = 5, kSigmoid = 6 };
 
@@ -38,6 +39,7 @@ inline void plan_encoder(Engine& engine, const EncoderRows& rows) {
     step.rope = rows.rope;
     step.num_tokens = rows.num_tokens;
     step.is_narrowed = false;
+    step.num_narrowed = rows.num_rows;
     step.positions.resize(rows.num_tokens);
     step.encoder_items.clear();
     i64 total = 0;
@@ -115,6 +117,32 @@ inline void run_activate(Engine& engine, i64 activation, i64 width, float* x) {
     });
 }
 
+// The attention of each row's first token. From here on a row is that token: its attended numbers and its residual stream
+// move to the front.
+template <class T>
+void run_first_attention(Engine& engine, const T* qkv, const FirstAttention& layer, T* out) {
+    run_encoder_attention(engine, qkv, *layer.attention, out, true);
+    Step& step = engine.step;
+    const i64 hidden = engine.shape.hidden;
+    float* residual = layer.residual + (out - static_cast<const T*>(layer.attended));  // both have hidden numbers a token
+    for (i64 row = 0; row < step.num_narrowed; ++row) {
+        const i64 first = step.row_starts[row];  // not before row, so no row is overwritten before it has moved
+        if (first == row) continue;
+        std::memcpy(out + row * hidden, out + first * hidden, hidden * sizeof(T));
+        std::memcpy(residual + row * hidden, residual + first * hidden, hidden * sizeof(float));
+    }
+    step.is_narrowed = true;
+}
+
+// The residual stream of the first tokens moves back to their places.
+inline void run_spread_first(Engine& engine, float* residual) {
+    Step& step = engine.step;
+    const i64 hidden = engine.shape.hidden;
+    for (i64 row = step.num_narrowed - 1; row >= 0; --row)
+        std::memmove(residual + step.row_starts[row] * hidden, residual + row * hidden, hidden * sizeof(float));
+    step.is_narrowed = false;
+}
+
 template <class T> void run_encoder_operation(Engine& engine, const Operation& op) {
     switch (op.kind) {
         case kEncoderEmbed:
@@ -132,6 +160,11 @@ template <class T> void run_encoder_operation(Engine& engine, const Operation& o
         case kEncoderAttention:
             return run_encoder_attention(engine, static_cast<const T*>(op.x),
                                          *static_cast<const EncoderAttention*>(op.weights), static_cast<T*>(op.out));
+        case kFirstAttention:
+            return run_first_attention(engine, static_cast<const T*>(op.x), *static_cast<const FirstAttention*>(op.weights),
+                                       static_cast<T*>(op.out));
+        case kSpreadFirst:
+            return run_spread_first(engine, static_cast<float*>(op.out));
         case kActivate:
             return run_activate(engine, op.form, static_cast<const Linear*>(op.weights)->outputs,
                                 static_cast<float*>(op.out));

@@ -21,6 +21,12 @@ struct EncoderAttention {  // mirrored by encoder's native_structs.py
     i64 rope_offset;  // as in Attention
 };
 
+struct FirstAttention {  // mirrored by encoder's native_structs.py
+    const EncoderAttention* attention;
+    float* residual;
+    const void* attended;  // of the step's first token, as residual
+};
+
 inline i64 padded_keys(i64 count) { return (count + kKeyUnit - 1) / kKeyUnit * kKeyUnit; }
 
 // keys [head_dim / lane][padded][lane] and values [padded / lane][head_dim][lane] of `count` positions. Zeros fill up.
@@ -137,10 +143,15 @@ void attend_item(Engine& engine, const T* qkv, const EncoderAttention& layer, co
     }
 }
 
-template <class T> void run_encoder_attention(Engine& engine, const T* qkv, const EncoderAttention& layer, T* out) {
+// only_first: of each row its first token only.
+template <class T>
+void run_encoder_attention(Engine& engine, const T* qkv, const EncoderAttention& layer, T* out, bool only_first = false) {
     const std::vector<EncoderItem>& items = engine.step.encoder_items;
     engine.pool.run(i64(items.size()), [&](i64 chunk, int thread) {
-        attend_item(engine, qkv, layer, items[chunk], out, engine.scratch[thread]);
+        EncoderItem item = items[chunk];
+        if (only_first && item.first > 0) return;
+        if (only_first) item.last = 1;
+        attend_item(engine, qkv, layer, item, out, engine.scratch[thread]);
     });
 }
 

@@ -63,6 +63,8 @@ template <class T> Operation from_token(const Shape& shape, Operation op, i64 to
             break;
         }
         case kRotate: out_bytes = 3 * shape.hidden * i64(sizeof(T)); break;
+        case kSpreadFirst: out_bytes = shape.hidden * i64(sizeof(float)); break;
+        case kFirstAttention:
         case kEncoderAttention: x_bytes = 3 * shape.hidden * i64(sizeof(T)); break;
     }
     op.x = static_cast<const char*>(op.x) + token * x_bytes;
