@@ -14,6 +14,7 @@ from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLaunch
 from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed
 from penstock.shm.buffers.cuda_blocks import DeviceBlocks
 from penstock.shm.buffers.cuda_driver import DriverDevice
+from penstock.shm.buffers.device_api import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -141,8 +142,11 @@ class CudaDevice:
 
 
 def uuid_of(name: str) -> bytes:
-    """The identity of the GPU of `PassOptions.device`, such as "cuda:0". Raises DeviceError."""
-    return DriverDevice(_index_of(name)).uuid
+    """The identity of the GPU of `PassOptions.device`, such as "cuda:0". Raises StartupError."""
+    try:
+        return DriverDevice(_index_of(name)).uuid
+    except DeviceError as error:
+        raise StartupError(f"GPU {_index_of(name)} cannot be used: {error}") from error
 
 
 def open_gpu(name: str) -> CudaDevice:
