@@ -16,19 +16,13 @@ from penstock.shm.client.stream import TokenStream
 from penstock.shm.messages import Finish, Sampling
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Callable, Sequence
 
     from penstock.shm.client.open_stream import OpenStream
     from penstock.shm.client.replicas.routing import Replica
-    from penstock.shm.messages import Submit
 
 logger = logging.getLogger("penstock.client")
 
-_LEAST_PIECE = 64
-"""Tokens of a stream that are computed elsewhere at a time, at least."""
-_PIECE_S = 0.05
-"""A quicker piece makes the next one twice as long, a slower one half."""
 _LONGEST_S = 10.0
 """A stream whose tokens are not computed by then moves without."""
 _GREEDY = Sampling(temperature=0.0)
@@ -50,14 +44,14 @@ class HandOver:
         self._choose = choose
         self._move = move
         self._together = together
-        self._piece_tokens = _LEAST_PIECE
         self.num_moved = 0
 
     async def run(self) -> None:
         groups: dict[object, list[OpenStream]] = {}
         for stream in self._source.client.open_streams:
             groups.setdefault(self._together(stream) or stream, []).append(stream)
-        for group in groups.values():  # one by one, so that each gets few tokens meanwhile
+        # One by one: a step with the tokens of several would hold up all streams that have moved already.
+        for group in groups.values():
             if not self._source.computes:
                 break
             await self._hand_over(group)
@@ -70,53 +64,41 @@ class HandOver:
         if target is None or not target.has_adapter(longest.submit.adapter):
             return
         if isinstance(longest, TokenStream) and longest.has_tokens and not longest.is_queued:
-            await self._compute(longest, target)
+            await _compute(longest, target)
         still_there = set(self._source.client.open_streams)
         moving = [stream for stream in group if stream in still_there and not stream.loans]
         if moving and self._source.computes and target.client.ready:
             self._move(self._source, moving, target)
             self.num_moved += len(moving)
 
-    async def _compute(self, stream: OpenStream, target: Replica) -> None:
-        """Let the target compute the stream's tokens so far, piece after piece: a step that computes all of them would
-        hold up the streams that have moved already. If it cannot, it computes them after the move."""
-        model, tokens = target.client.model, stream.tokens[:]
-        if model is None or len(tokens) >= model.max_context_tokens:
-            return
-        end, clock = 0, asyncio.get_running_loop().time
-        try:
-            async with asyncio.timeout(_LONGEST_S):
-                while end < len(tokens):
-                    end, began_s = min(end + self._piece_tokens, len(tokens)), clock()
-                    await _compute_up_to(tokens[:end], stream.submit, target)
-                    is_quick = clock() - began_s < _PIECE_S
-                    self._piece_tokens = max(
-                        _LEAST_PIECE, self._piece_tokens * 2 if is_quick else self._piece_tokens // 2
-                    )
-        except TimeoutError:
-            logger.warning("a backend has not computed %d tokens in %g s", len(tokens), _LONGEST_S)
-        except (BackendUnavailable, Overloaded):
-            return
 
-
-async def _compute_up_to(tokens: array[int], submit: Submit, target: Replica) -> None:
-    """Raises BackendUnavailable or Overloaded."""
-    computing = target.client.submit(
-        GenerationRequest(
-            tokens,
-            1,
-            _GREEDY,
-            salt=submit.salt,
-            tenant=submit.tenant,
-            weight=submit.weight,
-            priority=submit.priority,
-            may_share=submit.may_share,
-            adapter=submit.adapter,
-        )
+async def _compute(stream: OpenStream, target: Replica) -> None:
+    """Let the target compute the stream's tokens so far. If it cannot, it computes them after the move."""
+    model = target.client.model
+    if model is None or len(stream.tokens) >= model.max_context_tokens:
+        return
+    submit, tokens = stream.submit, stream.tokens[:]
+    request = GenerationRequest(
+        tokens,
+        1,
+        _GREEDY,
+        salt=submit.salt,
+        tenant=submit.tenant,
+        weight=submit.weight,
+        priority=submit.priority,
+        may_share=submit.may_share,
+        adapter=submit.adapter,
     )
     try:
-        async for batch in computing:
-            if batch.finish is not Finish.NONE:
-                return
+        computing = target.client.submit(request)
+    except (BackendUnavailable, Overloaded):
+        return
+    try:
+        async with asyncio.timeout(_LONGEST_S):
+            async for batch in computing:
+                if batch.finish is not Finish.NONE:
+                    return
+    except TimeoutError:
+        logger.warning("a backend has not computed %d tokens in %g s", len(tokens), _LONGEST_S)
     finally:
         computing.cancel()
