@@ -1,4 +1,7 @@
-"""Groups of layers with pages of their own: each gives back what is behind its window; tokens stay the same."""
+"""Groups of layers with pages of their own: each gives back what is behind its window; tokens stay the same.
+
+What holds for one group as well is tested in `test_windows`.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,16 @@ import pytest
 
 from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.passes.fake import GroupedFakePass
-from tests.backend.engine.test_failed_steps import PassingFault
 from tests.backend.engine.test_windows import CONTEXT, VOCAB, prompt_of
 from tests.backend.harness import Bench, expected_tokens
 
 WINDOWS = GroupedFakePass.KV_WINDOWS
 
 
-def make_bench(num_pages: int, forward_pass: Any = None, **options: Any) -> Bench:
-    forward_pass = forward_pass or GroupedFakePass(VOCAB, 8)
-    return Bench(forward_pass=forward_pass, num_pages=num_pages, page_size=2, max_context=CONTEXT, **options)
+def make_bench(num_pages: int, **options: Any) -> Bench:
+    return Bench(
+        forward_pass=GroupedFakePass(VOCAB, 8), num_pages=num_pages, page_size=2, max_context=CONTEXT, **options
+    )
 
 
 def expected(prompt: list[int], count: int) -> list[int]:
@@ -60,29 +63,6 @@ def test_newcomer_waits_for_pages_that_an_earlier_prompt_will_take() -> None:
     assert bench.scheduler.num_preemptions == 0
 
 
-def test_sequences_that_preempt_each_other_continue_as_alone() -> None:
-    bench = make_bench(48, max_batch_tokens=6, max_running=4)
-    prompts = [prompt_of(3 + seed, seed) for seed in range(4)]
-    for request_id, prompt in enumerate(prompts):
-        bench.submit(prompt, 40, request_id=request_id)
-    bench.run_dry()
-    for request_id, prompt in enumerate(prompts):
-        assert bench.received(request_id).token_ids == expected(prompt, 40)
-    assert bench.scheduler.num_preemptions > 0
-    assert bench.pool.num_held == 0
-
-
-def test_late_joiner_receives_all_tokens_of_a_sequence_that_has_given_pages_back() -> None:
-    bench, prompt = make_bench(90, max_batch_tokens=8), prompt_of(30)
-    bench.submit(prompt, 60, may_share=True)
-    while len(bench.received().token_ids) < 30:
-        bench.turn()
-    bench.submit(prompt, 60, request_id=1, may_share=True)
-    bench.run_dry()
-    assert bench.received(1).token_ids == bench.received().token_ids == expected(prompt, 60)
-    assert bench.board.requests_coalesced == 1
-
-
 def test_next_turn_of_a_chat_finds_all_pages_and_the_last_ones_within_the_windows() -> None:
     bench, prompt = make_bench(120, max_batch_tokens=8), prompt_of(40)
     bench.submit(prompt, 20)
@@ -110,17 +90,3 @@ def test_prefix_ends_where_every_group_still_has_its_pages() -> None:
     assert started is not None
     assert started.cached_tokens < 30
     assert bench.received(2).token_ids == expected(fork, 20)
-
-
-@pytest.mark.parametrize("steps", [{3}, {9, 10}, {14, 20, 21}])
-def test_passing_fault_fails_no_request(steps: set[int]) -> None:
-    class Faulty(PassingFault, GroupedFakePass):
-        pass
-
-    bench = make_bench(120, Faulty(steps, is_late=True), max_batch_tokens=6)
-    prompts = [prompt_of(25, seed) for seed in range(3)]
-    for request_id, prompt in enumerate(prompts):
-        bench.submit(prompt, 30, request_id=request_id)
-    bench.run_dry()
-    for request_id, prompt in enumerate(prompts):
-        assert bench.received(request_id).token_ids == expected(prompt, 30)
