@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -12,7 +15,7 @@ import torch
 from penstock.backend.shipped_models import DEMO_MODEL_DIR
 from tests.adapters import make_adapter, merge
 from tests.checkpoints import load_oracle
-from tests.system.processes import Command, running
+from tests.system.processes import Command, backends_of, running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,13 +37,18 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def http(adapters: dict[str, Path]) -> Iterator[httpx.Client]:
+def serve(adapters: dict[str, Path]) -> Iterator[Command]:
     modules = [f"{name}={directory}" for name, directory in adapters.items()]
     serve = Command("penstock.tools.main", *SERVE, "--lora-modules", *modules)
     with running(serve):
-        url = serve.wait_for(r"^Ready: (http://\S+)/v1$").group(1)
-        with httpx.Client(base_url=url, timeout=60.0, verify=False) as client:  # noqa: S501
-            yield client
+        yield serve
+
+
+@pytest.fixture(scope="module")
+def http(serve: Command) -> Iterator[httpx.Client]:
+    url = serve.wait_for(r"^Ready: (http://\S+)/v1$").group(1)
+    with httpx.Client(base_url=url, timeout=60.0, verify=False) as client:  # noqa: S501
+        yield client
 
 
 def complete(http: httpx.Client, model: str | None, max_tokens: int = 12, **fields: Any) -> dict[str, Any]:
@@ -115,3 +123,19 @@ async def test_streams_of_all_names_at_once_share_sequences_only_with_their_own(
     assert tokens == expected
     assert all(first == second for first, second in tokens)
     assert len({tuple(first) for first, _ in tokens}) == 3
+
+
+def test_stream_keeps_its_adapter_when_the_backend_is_killed(http: httpx.Client, serve: Command) -> None:
+    expected = complete(http, "sql", 150)["choices"][0]["token_ids"]
+    body = {"prompt": PROMPT, "max_tokens": 150, "temperature": 0, "ignore_eos": True, "model": "sql"}
+    tokens: list[int] = []
+    (pid,) = backends_of(serve)
+    with http.stream("POST", "/v1/completions", json=body | {"stream": True, "return_token_ids": True}) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                had_any = bool(tokens)
+                tokens += [token for choice in json.loads(line[6:])["choices"] for token in choice["token_ids"]]
+                if tokens and not had_any:
+                    os.kill(pid, signal.SIGKILL)
+    assert tokens == expected
+    assert backends_of(serve) != [pid]
