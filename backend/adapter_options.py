@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from penstock.backend.checkpoint.adapters.peft_adapter import adapter_id
 from penstock.backend.checkpoint.adapters.peft_config import CONFIG_FILE
 from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.errors import StartupError
@@ -72,6 +71,8 @@ def _read(text: str) -> NamedAdapter:
 
 def announce(adapters: Sequence[NamedAdapter], ranks: Sequence[int]) -> tuple[Adapter, ...]:
     """What frontends learn of the adapters; ranks are those of the pass. Raises StartupError."""
+    from penstock.backend.checkpoint.adapters.peft_adapter import adapter_id  # it imports torch
+
     return tuple(
         Adapter(
             adapter.name,
