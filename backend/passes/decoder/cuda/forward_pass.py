@@ -44,6 +44,7 @@ from penstock.backend.passes.decoder.cuda.workspace_plan import (
     attention_by_window,
     captured_sizes,
     choose_matmul,
+    groups_of,
     make_layout,
     mask_ints,
     max_update_ints,
@@ -51,7 +52,6 @@ from penstock.backend.passes.decoder.cuda.workspace_plan import (
     rounds_rows,
     step_limits,
 )
-from penstock.backend.passes.decoder.layer_groups import one_group
 from penstock.backend.passes.decoder.model import DecoderModel
 from penstock.backend.passes.decoder.rope_table import RopeTable
 
@@ -129,6 +129,7 @@ class CudaDecoderPass:
         self._dtype = dtype
         self._spec = plan_spec(config, dtype, sizes, quantization, formats)
         rounds = rounds_rows(formats, quantization, sizes, dtype)
+        self._groups = groups_of(config, sizes)
         self._mixed_sizes = captured_sizes(sizes, self._spec.weight_bytes, config.num_layers, rounds_rows=rounds)
         with torch.inference_mode():
             matmul = choose_matmul(sizes)
@@ -136,7 +137,7 @@ class CudaDecoderPass:
                 device, config, dtype, sizes.max_tokens, sizes.max_rows, matmul,
                 rounds_rows=rounds, memory=self._memory,
             )  # fmt: skip
-            self._model = DecoderModel(config, self._ops, weights, dtype, one_group(config))
+            self._model = DecoderModel(config, self._ops, weights, dtype, self._groups)
 
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
@@ -176,7 +177,7 @@ class CudaDecoderPass:
         config, device = self._config, self._device
         longest = min(self._sizes.max_context_tokens, num_pages * page_size_tokens)
         sizes = replace(self._sizes, max_context_tokens=longest)
-        layout = make_layout(config, num_pages, page_size_tokens, kv_dtype)
+        layout = make_layout(config, num_pages, page_size_tokens, kv_dtype, self._groups)
         try:
             attention = attention_by_window(
                 config,
@@ -217,7 +218,8 @@ class CudaDecoderPass:
             reason = f"the GPU kernels do not run: {first_line(error)} (last launch: {device.last_launch})"
             raise StartupError(reason) from error
         self.token_costs = TokenCosts(self.link.copy_s(self._spec.kv_bytes_per_token[kv_dtype]), token_s)
-        self._moves.pool = open_pool(device, layout, self.link, self.token_costs, self._host_kv_bytes)
+        host_kv_bytes = self._host_kv_bytes if len(self._groups.windows) == 1 else 0  # no step of several moves pages
+        self._moves.pool = open_pool(device, layout, self.link, self.token_costs, host_kv_bytes)
 
     @property
     def num_host_pages(self) -> int:
@@ -349,12 +351,13 @@ class CudaDecoderPass:
     def _warm_up(self, num_tokens: int) -> float:
         """Run two prefill steps of the largest size, in pages that have no owner yet. Return seconds per token."""
         ids = np.zeros(num_tokens, np.int32)
-        num_pages = -(-num_tokens // self._ops.layout.page_size_tokens)
+        num_pages, num_groups = -(-num_tokens // self._ops.layout.page_size_tokens), len(self._groups.windows)
+        pages = np.broadcast_to(np.arange(num_pages, dtype=np.int32)[None, :, None], (1, num_pages, num_groups))
         batch = StepBatch(
             input_ids=ids,
             query_starts=np.array([0, num_tokens], np.int32),
             context_lens=np.zeros(1, np.int32),
-            page_table=np.arange(num_pages, dtype=np.int32)[None],
+            page_table=pages if num_groups > 1 else pages[:, :, 0],
             slots=np.zeros(1, np.int32),
             logit_rows=np.zeros(1, np.int32),
             slot_inits=(SlotInit(0, SamplingParams(temperature=0.0), ids, num_tokens),),

@@ -32,6 +32,7 @@ from penstock.backend.passes.decoder.cuda.ops.rounded_rows import MIN_ROUNDED_RO
 from penstock.backend.passes.decoder.cuda.step.device_sampler import MAX_BIASES, MAX_VOCAB, SlotArrays
 from penstock.backend.passes.decoder.cuda.step.step_buffers import StepBuffers, StepLimits
 from penstock.backend.passes.decoder.cuda.step.step_results import MAX_NAMED_LOGPROBS, ResultBuffers
+from penstock.backend.passes.decoder.layer_groups import LayerGroups, one_group, split_groups
 from penstock.backend.passes.decoder.spec import make_spec
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class StepSizes:
     max_context_tokens: int
     deterministic: bool = False
     choices: KernelChoices = CONSTANTS
+    splits_layers: bool = False
+    """As `PassOptions` has it."""
     captures_all: bool = False
     """Capture mixed steps also where no gain is expected, to measure that."""
 
@@ -83,7 +86,14 @@ class PassSettings(NamedTuple):
 def step_sizes(config: DecoderConfig, options: PassOptions) -> StepSizes:
     longest = min(options.max_context_tokens or config.max_context_tokens, config.max_context_tokens)
     choices, _ = adopted_choices(options.device)
-    return StepSizes(options.max_running, options.max_batch_tokens, longest, options.deterministic, choices)
+    return StepSizes(
+        options.max_running, options.max_batch_tokens, longest, options.deterministic, choices, options.splits_layers
+    )
+
+
+def groups_of(config: DecoderConfig, sizes: StepSizes) -> LayerGroups:
+    """Return the groups of layers that have pages of their own."""
+    return split_groups(config) if sizes.splits_layers else one_group(config)
 
 
 def plan_spec(
@@ -108,7 +118,7 @@ def plan_spec(
     row_of_8_bits, rounds = 0, rounds_rows(formats, quantization, sizes, dtype)
     if rounds and any(each.form in ROUNDED_FORMS for each in packed):
         row_of_8_bits = row_bytes(max_linear_inputs(config))
-    spec = make_spec(config, dtype, KV_MACRO, quantization, formats, has_kernels)
+    spec = make_spec(config, dtype, KV_MACRO, quantization, formats, has_kernels, groups_of(config, sizes))
     more_bytes = sum(packed_bytes(each.form, each.shape, dtype) - each.form.num_bytes(each.shape) for each in packed)
     spec = replace(spec, weight_bytes=spec.weight_bytes + more_bytes)
     mixed = captured_sizes(sizes, spec.weight_bytes, config.num_layers, rounds_rows=rounds)
@@ -207,8 +217,12 @@ def unsupported_variation(config: DecoderConfig) -> str | None:
     return next((name for name, is_present in variations.items() if is_present), None)
 
 
-def make_layout(config: DecoderConfig, num_pages: int, page_size_tokens: int, kv_dtype: str) -> CacheLayout:
-    return CacheLayout(config.num_layers, num_pages, page_size_tokens, config.num_kv_heads, config.head_dim, kv_dtype)
+def make_layout(
+    config: DecoderConfig, num_pages: int, page_size_tokens: int, kv_dtype: str, groups: LayerGroups | None = None
+) -> CacheLayout:
+    """num_pages: of all groups of layers; by default there is one."""
+    num_layers = config.num_layers if groups is None else groups.num_layers
+    return CacheLayout(num_layers, num_pages, page_size_tokens, config.num_kv_heads, config.head_dim, kv_dtype)
 
 
 def attention_by_window(
@@ -278,6 +292,7 @@ def step_limits(
         + sizes.max_rows * (1 + MAX_NAMED_LOGPROBS)
         + 2 * sizes.max_tokens  # scored tokens, and those that follow them
         + 24,
+        num_groups=len(groups_of(config, sizes).windows),
         mixed_tokens=mixed_tokens,
         mixed_tiles=most_captured_tiles(mixed_tokens, group, sizes.max_rows) if mixed_tokens else 0,
     )

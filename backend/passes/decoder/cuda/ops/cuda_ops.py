@@ -222,15 +222,18 @@ class CudaOps(DeviceWeights):
             self._elementwise.norm_q_and_k(qkv, *norms)
             norms = None
         rope, query_rope = (None if i is None else self._ropes[i] for i in (layer.rope, layer.query_rope))
-        cache = self._layer_caches[layer.index]
+        cache, page_table = self._pages_of(layer)
         self._elementwise.rope_and_store(
-            qkv, cache, self._buffers.page_table, step.rows, rope, norms, query_rope,
-            has_layer_norms=self._config.norm == "layer",
-        )  # fmt: skip
+            qkv, cache, page_table, step.rows, rope, norms, query_rope, has_layer_norms=self._config.norm == "layer"
+        )
+
+    def _pages_of(self, layer: AttentionLayer) -> tuple[Tensor, Tensor]:
+        """Return the layer's part of the cache, and the page table of its group."""
+        return self._layer_caches[layer.cache_index], self._buffers.page_tables[layer.group]
 
     def attention(self, qkv: Tensor, step: CudaStep, layer: AttentionLayer) -> Tensor:
         out = self._now.attended
-        cache, page_table = self._layer_caches[layer.index], self._buffers.page_table
+        cache, page_table = self._pages_of(layer)
         sinks = self._no_sinks if layer.sinks is None else layer.sinks
         self._attention[layer.window_tokens].attend(qkv, cache, page_table, step, sinks, out)
         return out

@@ -171,7 +171,7 @@ class FusedCudaOps(CudaOps):
             return
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
         rope, query_rope = (None if i is None else self._ropes[i] for i in (layer.rope, layer.query_rope))
-        cache, page_table = self._layer_caches[layer.index], self._buffers.page_table
+        cache, page_table = self._pages_of(layer)
         self._products.store(*qkv, self._now.qkv, cache, page_table, step.rows, rope, norms, query_rope)
 
     def attention(self, qkv: Tensor | _Projection, step: CudaStep, layer: AttentionLayer) -> Tensor:

@@ -18,6 +18,7 @@ from penstock.backend.forward_pass import FROM_EMBEDDINGS
 from penstock.backend.passes.decoder.cuda.device.launcher import Kernel
 from penstock.backend.passes.decoder.cuda.device.transfers import Uplink, aligned
 from penstock.backend.passes.decoder.cuda.step.step_rows import CudaStep, RowArrays
+from penstock.backend.passes.decoder.layer_groups import check_groups
 from penstock.backend.passes.decoder.prompt_embeddings import check_embeddings
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class StepLimits:
     vocab_size: int
     tail_ints: int
     """Most ints that the caller may send along with a step."""
+    num_groups: int = 1
+    """Groups of layers that have pages of their own."""
     mixed_tokens: int = 0
     """Tokens of the largest captured mixed step, at most max_tokens; 0 for none."""
     mixed_tiles: int = 0
@@ -88,12 +91,12 @@ class StepBuffers:
         self._places = _places(limits)
         ids, tiles = self._places["ids"], self._places["tiles"]
         self._fixed = np.zeros(max(ids.stop, tiles.stop), np.int32)
-        self._pages = np.full((rows, limits.max_pages), -1, np.int32)
-        """Contents of the device's page table."""
+        self._pages = np.full((limits.num_groups, rows, limits.max_pages), -1, np.int32)
+        """Contents of the device's page tables."""
 
         self.uplink = Uplink(device, self.num_bytes(limits) // 4 - self._pages.size)
-        self.page_table = torch.zeros(rows, limits.max_pages, dtype=torch.int32, device=device.torch_device)
-        """int32 [max_rows, max_pages], by slot."""
+        self.page_tables = torch.zeros(self._pages.shape, dtype=torch.int32, device=device.torch_device)
+        """int32 [groups, max_rows, max_pages], by slot."""
         self.input_ids = self._view("ids")
         self.tiles = self._view("tiles")
         """Of a mixed step: flat, its own and unused ones."""
@@ -118,7 +121,7 @@ class StepBuffers:
         places = _places(limits)
         fixed = aligned(max(places["ids"].stop, places["tiles"].stop))
         tail = aligned(limits.tail_ints) + aligned(3 * _CHANGES_AT_ONCE)
-        return 4 * (fixed + tail + limits.max_rows * limits.max_pages)
+        return 4 * (fixed + tail + limits.num_groups * limits.max_rows * limits.max_pages)
 
     def load(
         self, batch: StepBatch, num_padded_rows: int, parts: list[Ints], mixed: MixedPadding | None = None
@@ -133,7 +136,7 @@ class StepBuffers:
             used = self._write_mixed(batch, mixed) if mixed is not None else self._write(batch, num_padded_rows)
             return self._send(used, changes, parts)
         except Exception:
-            self._pages[batch.slots] = -1  # unknown: some of the changes may have arrived
+            self._pages[:, batch.slots] = -1  # unknown: some of the changes may have arrived
             raise
 
     def step(self, batch: StepBatch, num_decode: int, tiles: Tensor | None) -> CudaStep:
@@ -203,6 +206,7 @@ class StepBuffers:
                 f"{limits.vocab_size}"
             )
         check_embeddings(batch)
+        check_groups(batch, limits.num_groups)
         if len(rows := batch.logit_rows) and (rows[0] < 0 or rows[-1] >= batch.num_rows):
             raise ValueError(f"logit rows are {rows[0]} … {rows[-1]}; there are {batch.num_rows}")
         ends: Ints = batch.context_lens + lengths
@@ -212,21 +216,24 @@ class StepBuffers:
         return ends
 
     def _page_changes(self, batch: StepBatch, ends: Ints) -> Ints:
-        """Return [n, 3] slot, index and page where the batch's pages differ from the device's; record them as sent."""
+        """Return [n, 3] where the batch's pages differ from the device's: slot, counted through the tables of all
+        groups, index and page. Record them as sent."""
         limits = self._limits
         num_pages = -(-ends // limits.page_size_tokens)
         width = int(num_pages.max())
-        needed = batch.page_table[:, :width]
-        differs = (needed != self._pages[batch.slots, :width]) & (np.arange(width) < num_pages[:, None])
-        rows, indices = np.nonzero(differs)
+        needed = batch.page_table[None, :, :width]
+        if batch.page_table.ndim == 3:
+            needed = np.moveaxis(batch.page_table[:, :width], 2, 0)
+        differs = (needed != self._pages[:, batch.slots, :width]) & (np.arange(width) < num_pages[:, None])
+        groups, rows, indices = np.nonzero(differs)
         changes = np.empty((len(rows), 3), np.int32)
         if not len(rows):
             return changes
-        pages, slots = needed[rows, indices], batch.slots[rows]
+        pages, slots = needed[groups, rows, indices], batch.slots[rows]
         if pages.min() < 0 or pages.max() >= limits.num_pages:
             raise ValueError(f"pages are {pages.min()} … {pages.max()}; there are {limits.num_pages}")
-        self._pages[slots, indices] = pages
-        changes[:, 0], changes[:, 1], changes[:, 2] = slots, indices, pages
+        self._pages[groups, slots, indices] = pages
+        changes[:, 0], changes[:, 1], changes[:, 2] = groups * limits.max_rows + slots, indices, pages
         return changes
 
     def _write(self, batch: StepBatch, num_padded_rows: int) -> Ints:
@@ -283,7 +290,7 @@ class StepBuffers:
         n = len(changes) // 3
         grid = (-(-n // _CHANGE_PAGES.num_threads), 1, 1)
         max_pages = np.int32(self._limits.max_pages)
-        self._device.launcher.launch(_CHANGE_PAGES, grid, changes, self.page_table, np.int32(n), max_pages)
+        self._device.launcher.launch(_CHANGE_PAGES, grid, changes, self.page_tables, np.int32(n), max_pages)
 
 
 def count_decode_rows(batch: StepBatch) -> int:

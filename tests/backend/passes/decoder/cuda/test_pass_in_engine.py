@@ -70,7 +70,7 @@ class AheadBench(Bench):
         super().__init__(**settings, vocab_size=VOCAB_SIZE, forward_pass=forward_pass)
         self.threads = Executor(capacity)
         self.threads.start(lambda: forward_pass)
-        builder = BatchBuilder(MAX_ROWS, num_pages)
+        builder = BatchBuilder(MAX_ROWS, num_pages, len(forward_pass.spec.kv_windows))
         self.engine = Engine(
             self.link,  # type: ignore[arg-type]
             self.threads,

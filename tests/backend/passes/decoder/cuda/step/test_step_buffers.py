@@ -68,7 +68,8 @@ def expect_arrived(buffers: StepBuffers, batch: StepBatch) -> None:
     assert buffers.logit_tokens[: len(wanting)].tolist() == (batch.query_starts[1:][wanting] - 1).tolist()
     for row, slot in enumerate(batch.slots.tolist()):
         count = last[row] // LIMITS.page_size_tokens + 1
-        assert buffers.page_table[slot, :count].tolist() == batch.page_table[row, :count].tolist()
+        found = buffers.page_tables[:, slot, :count]
+        assert found.T.squeeze(1).tolist() == batch.page_table[row, :count].tolist()
 
 
 _rows = st.lists(
@@ -87,6 +88,23 @@ def test_every_step_arrives_after_any_other_steps(steps: list[list[tuple[int, in
         batch = make_batch(rows, seed=index, wanting=list(range(0, len(rows), 2)))
         buffers.load(batch, 0, [])
         expect_arrived(buffers, batch)
+
+
+def test_each_group_of_layers_has_a_table_of_its_own_and_only_changes_are_sent() -> None:
+    buffers = make_buffers(replace(LIMITS, num_groups=3))
+    batch = make_batch([(4, 9, 3), (1, 2, 1)], seed=2)
+    tables = np.stack([batch.page_table, (batch.page_table + 7) % 50, (batch.page_table + 20) % 50], axis=2)
+    grouped = replace(batch, page_table=tables.astype(np.int32))
+    buffers.load(grouped, 0, [])
+    expect_arrived(buffers, grouped)
+    buffers.page_tables.fill_(-7)
+    changed = grouped.page_table.copy()
+    changed[0, 1, 2] = (changed[0, 1, 2] + 1) % 50
+    buffers.load(replace(grouped, page_table=changed), 0, [])
+    assert buffers.page_tables[2, 4, 1] == changed[0, 1, 2]
+    assert (buffers.page_tables != -7).sum() == 1
+    with pytest.raises(ValueError, match="a page table of 1 groups of layers; the pass has 3"):
+        buffers.load(batch, 0, [])
 
 
 def test_padding_rows_have_no_slot_and_one_token_each() -> None:
@@ -124,11 +142,11 @@ def test_a_known_page_is_not_sent_again() -> None:
     buffers = make_buffers()
     batch = make_batch([(3, 6, 1), (1, 2, 1)])
     buffers.load(batch, 0, [])
-    buffers.page_table.fill_(-7)
+    buffers.page_tables.fill_(-7)
     grown = replace(batch, context_lens=batch.context_lens + 2, page_table=batch.page_table % LIMITS.num_pages)
     buffers.load(grown, 0, [])
-    assert buffers.page_table[3, :3].tolist() == [-7, -7, grown.page_table[0, 2]]
-    assert buffers.page_table[1, :2].tolist() == [-7, grown.page_table[1, 1]]
+    assert buffers.page_tables[0, 3, :3].tolist() == [-7, -7, grown.page_table[0, 2]]
+    assert buffers.page_tables[0, 1, :2].tolist() == [-7, grown.page_table[1, 1]]
 
 
 def test_parts_are_sent_along_and_pages_beyond_one_copy_go_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,8 +221,8 @@ def test_too_many_tokens_are_refused() -> None:
 
 
 def test_device_memory_has_the_announced_size() -> None:
-    limits = replace(LIMITS, mixed_tokens=24, mixed_tiles=5)
+    limits = replace(LIMITS, mixed_tokens=24, mixed_tiles=5, num_groups=2)
     buffers = make_buffers(limits)
-    tensors: list[torch.Tensor] = [buffers.uplink.block, buffers.page_table]
+    tensors: list[torch.Tensor] = [buffers.uplink.block, buffers.page_tables]
     taken = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     assert taken == StepBuffers.num_bytes(limits)
