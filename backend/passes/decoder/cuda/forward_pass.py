@@ -125,16 +125,15 @@ class CudaDecoderPass:
         self._config = config
         self._device = device
         self._sizes = sizes
-        self._host_kv_bytes = host_kv_bytes
         self._dtype = dtype
         self._spec = plan_spec(config, dtype, sizes, quantization, formats)
         rounds = rounds_rows(formats, quantization, sizes, dtype)
         self._groups = groups_of(config, sizes)
+        self._host_kv_bytes = host_kv_bytes if len(self._groups.windows) == 1 else 0  # several groups move no pages
         self._mixed_sizes = captured_sizes(sizes, self._spec.weight_bytes, config.num_layers, rounds_rows=rounds)
         with torch.inference_mode():
-            matmul = choose_matmul(sizes)
             self._ops = make_ops(
-                device, config, dtype, sizes.max_tokens, sizes.max_rows, matmul,
+                device, config, dtype, sizes.max_tokens, sizes.max_rows, choose_matmul(sizes),
                 rounds_rows=rounds, memory=self._memory,
             )  # fmt: skip
             self._model = DecoderModel(config, self._ops, weights, dtype, self._groups)
@@ -218,8 +217,7 @@ class CudaDecoderPass:
             reason = f"the GPU kernels do not run: {first_line(error)} (last launch: {device.last_launch})"
             raise StartupError(reason) from error
         self.token_costs = TokenCosts(self.link.copy_s(self._spec.kv_bytes_per_token[kv_dtype]), token_s)
-        host_kv_bytes = self._host_kv_bytes if len(self._groups.windows) == 1 else 0  # no step of several moves pages
-        self._moves.pool = open_pool(device, layout, self.link, self.token_costs, host_kv_bytes)
+        self._moves.pool = open_pool(device, layout, self.link, self.token_costs, self._host_kv_bytes)
 
     @property
     def num_host_pages(self) -> int:
@@ -304,14 +302,13 @@ class CudaDecoderPass:
         if num_padded is not None:
             self._graphs.replay(num_padded)
             return self._ops.last_logits(num_logits)
-        is_scored = batch.scored is not None
         if mixed is not None:
-            stored = self._mixed_graphs.replay(mixed, num_logits, is_scored=is_scored)
+            stored = self._mixed_graphs.replay(mixed, num_logits, is_scored=batch.scored is not None)
         else:
             step = self._buffers.step(batch, num_decode, device_tiles if len(tiles) else None)
             self._ops.begin(step)
             stored = *self._model.store_tokens(step), step
-        if num_logits or is_scored:
+        if num_logits or batch.scored is not None:
             self._model.finish(*stored)
         return self._ops.last_logits(num_logits)
 
@@ -351,13 +348,13 @@ class CudaDecoderPass:
     def _warm_up(self, num_tokens: int) -> float:
         """Run two prefill steps of the largest size, in pages that have no owner yet. Return seconds per token."""
         ids = np.zeros(num_tokens, np.int32)
-        num_pages, num_groups = -(-num_tokens // self._ops.layout.page_size_tokens), len(self._groups.windows)
-        pages = np.broadcast_to(np.arange(num_pages, dtype=np.int32)[None, :, None], (1, num_pages, num_groups))
+        num_pages = -(-num_tokens // self._ops.layout.page_size_tokens)
+        pages = np.tile(np.arange(num_pages, dtype=np.int32)[:, None], len(self._groups.windows))
         batch = StepBatch(
             input_ids=ids,
             query_starts=np.array([0, num_tokens], np.int32),
             context_lens=np.zeros(1, np.int32),
-            page_table=pages if num_groups > 1 else pages[:, :, 0],
+            page_table=pages.T if pages.shape[1] == 1 else pages[None],
             slots=np.zeros(1, np.int32),
             logit_rows=np.zeros(1, np.int32),
             slot_inits=(SlotInit(0, SamplingParams(temperature=0.0), ids, num_tokens),),

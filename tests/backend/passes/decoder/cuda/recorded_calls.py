@@ -9,6 +9,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_map
 
+from penstock.backend.passes.decoder.cuda.device.launcher import TensorMap
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Set
 
@@ -31,6 +33,8 @@ class Call:
         the host writes for another step before the graph runs again."""
 
         def to_address(value: Any) -> Any:
+            if isinstance(value, TensorMap):
+                return MapAddress(to_address(value.tensor), value.columns, value.box_rows)
             if not isinstance(value, torch.Tensor):
                 return value
             assert value.untyped_storage().data_ptr() not in host_addresses, f"{self} uses the host's memory"
@@ -64,6 +68,18 @@ class Address:
 
 
 @dataclass(frozen=True)
+class MapAddress:
+    """A `TensorMap` of an address."""
+
+    address: Address
+    columns: int
+    box_rows: int
+
+    def tensor(self) -> TensorMap:
+        return TensorMap(self.address.tensor(), self.columns, self.box_rows)
+
+
+@dataclass(frozen=True)
 class CapturedCall:
     function: Callable[..., object]
     arguments: tuple[Any, ...]
@@ -71,7 +87,8 @@ class CapturedCall:
 
     def __call__(self) -> object:
         arguments, keywords = tree_map(
-            lambda value: value.tensor() if isinstance(value, Address) else value, (self.arguments, self.keywords)
+            lambda value: value.tensor() if isinstance(value, Address | MapAddress) else value,
+            (self.arguments, self.keywords),
         )
         return self.function(*arguments, **keywords)
 
