@@ -33,7 +33,7 @@ if "--section" in sys.orig_argv:
     from tests.cuda_emulator import EmulatedLauncher
     from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
     from tests.tools.gpu_check.device_context import NoMemoryCounter
-    from penstock.tools.gpu_check.cases import catalogue
+    from penstock.tools.gpu_check.cases import catalogue, choices
     from penstock.tools.gpu_check.devices import device_context, mirror_launcher
     from penstock.tools.gpu_check.kernel_speed import attention_peers, kernel_cases
 
@@ -48,6 +48,7 @@ if "--section" in sys.orig_argv:
 
     class Mirror(EmulatedLauncher):
         shared_bytes_per_sm = catalogue.decode.H200_SHARED_BYTES
+        has_wgmma = False
 
     device_context.open_device_context = lambda: device_context.DeviceContext(
         EmulatedDevice(), FixedClock(), NoMemoryCounter(), EmulatedDevice
@@ -55,6 +56,7 @@ if "--section" in sys.orig_argv:
     mirror_launcher.MirrorLauncher = Mirror
     kernels = [kernel for kernel in kernel_manifest.kernels() if kernel.source == "norms.cu"]
     kernel_manifest.kernels = lambda: iter(kernels)
+    choices.kernels = lambda: iter(())
     quick = catalogue.quick_checks
     catalogue.quick_checks = lambda *_: (check for check in quick() if check.family in ("ptx", "norm"))
     attention_peers.measure = partial(attention_peers.measure, decode=(("d", 2, 64),), prefill=(("p", 32),))
@@ -104,7 +106,7 @@ def test_quick_run_checks_measures_and_compares_with_a_baseline(place: Path, mon
     kept = place / "kept.json"
     monkeypatch.setenv("FIXED_US", "100")
     done = run(place, "--quick", "--save-baseline", str(kept))
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
     report = read_report(place)
     assert [(section["name"], section["outcome"]) for section in report["sections"]] == [
         ("compile", "done"), ("correctness", "done"), ("kernels", "done"),
