@@ -71,6 +71,8 @@ def _read(text: str) -> NamedAdapter:
 
 def announce(adapters: Sequence[NamedAdapter], ranks: Sequence[int]) -> tuple[Adapter, ...]:
     """What frontends learn of the adapters; ranks are those of the pass. Raises StartupError."""
+    if not adapters:
+        return ()
     from penstock.backend.checkpoint.adapters.peft_adapter import adapter_id  # it imports torch
 
     return tuple(

@@ -69,7 +69,7 @@ def sample(document: dict[str, Any], schema: dict[str, Any], random: Random, dep
         return sample(document, document["components"]["schemas"][schema["$ref"].rpartition("/")[2]], random, depth)
     for key in ("anyOf", "oneOf"):
         if key in schema:
-            return sample(document, random.choice(schema[key]), random, depth + 1)
+            return sample(document, random.choice(schema[key]), random, depth)
     if "enum" in schema or "const" in schema:
         return random.choice(schema.get("enum") or [schema["const"]])
     match schema.get("type"):

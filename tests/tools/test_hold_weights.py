@@ -54,7 +54,8 @@ def test_replicas_share_weights_and_the_successor_of_a_killed_backend_maps_them(
     start: Start, forward_pass: str
 ) -> None:
     options = ("--forward-pass", forward_pass, "--gpu", "none", "--kv-budget", "4MB", "--replicas", "2")
-    serve = start(*options, "--max-running", "2", "--max-batch-tokens", "16", "--hold-weights")
+    options += ("--max-running", "2", "--max-batch-tokens", "16", "--hold-weights")
+    serve = start(*options, environment={"PYTHONPATH": str(Path(__file__).parents[2])})
     serve.wait_until_ready()
     serve.errors.wait_for("of packed weights are held for the next backend")
     expected = serve.complete()

@@ -66,6 +66,7 @@ def test_every_option_of_the_server_is_in_a_group(capsys: pytest.CaptureFixture[
         "--models-fd",
         "--persist-kv-fd",
         "--recorder-fd",
+        "--turn-fd",
         "--weights-fds",
     }
     hidden.add("--models")  # it is --model, repeated

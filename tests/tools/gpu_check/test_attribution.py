@@ -55,7 +55,7 @@ def test_time_of_a_step_goes_to_its_kernels_and_gaps(record: Record) -> None:
     found = record.findings()
     prefill = "attribution.tiny.prefill.48"
     # The last layer computes the last token alone.
-    attention = found[f"{prefill}.prefill_attention"]
+    attention = found[f"{prefill}.prefill_attention_wgmma"]
     assert attention.value == 5.0 * (TINY.num_layers - 1)
     assert f"{TINY.num_layers - 1} launches" in attention.detail
     assert "% of the limit" in found[f"{prefill}.decode_attention"].detail
@@ -65,8 +65,8 @@ def test_time_of_a_step_goes_to_its_kernels_and_gaps(record: Record) -> None:
     # The emulated graph replays without launches: what is left is around it.
     assert {"attribution.tiny.2x40.step", "attribution.tiny.2x40.scan_rows"} <= set(found)
     mixed = "attribution.tiny.mixed.1+5"
-    assert found[f"{mixed}.single.prefill_attention"].value == attention.value
-    assert f"{mixed}.captured.prefill_attention" not in found
+    assert found[f"{mixed}.single.prefill_attention_wgmma"].value == attention.value
+    assert f"{mixed}.captured.prefill_attention_wgmma" not in found
     assert {f"variant.mixed.tiny.1+5.{way}" for way in ("captured", "single")} <= set(found)
 
 

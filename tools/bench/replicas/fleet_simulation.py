@@ -125,6 +125,9 @@ class _Backend:
     def owner(self) -> Owner:
         return Owner(self.index, self._generation & 0xFF)
 
+    def has_adapter(self, adapter_id: str) -> bool:
+        return not adapter_id
+
     def end_life(self) -> None:
         """Count what it has computed, and lose the rest."""
         self.computed_tokens += self.board.computed_tokens

@@ -33,12 +33,12 @@ class Call:
         the host writes for another step before the graph runs again."""
 
         def to_address(value: Any) -> Any:
-            if isinstance(value, TensorMap):
-                return MapAddress(to_address(value.tensor), value.columns, value.box_rows)
-            if not isinstance(value, torch.Tensor):
+            tensor = value.tensor if isinstance(value, TensorMap) else value
+            if not isinstance(tensor, torch.Tensor):
                 return value
-            assert value.untyped_storage().data_ptr() not in host_addresses, f"{self} uses the host's memory"
-            return Address(value)
+            assert tensor.untyped_storage().data_ptr() not in host_addresses, f"{self} uses the host's memory"
+            address = Address(tensor)
+            return MapAddress(address, value.columns, value.box_rows) if isinstance(value, TensorMap) else address
 
         return CapturedCall(self.function, *tree_map(to_address, (self.arguments, dict(self.keywords))))
 
