@@ -84,3 +84,12 @@ def announce(adapters: Sequence[NamedAdapter], ranks: Sequence[int]) -> tuple[Ad
         )
         for adapter, rank in zip(adapters, ranks, strict=True)
     )
+
+
+def check_unchanged(adapters: Sequence[NamedAdapter], announced: Sequence[Adapter]) -> None:
+    """Raises StartupError if the files are not those that were announced: the pass may have loaded either."""
+    for before, now in zip(announced, announce(adapters, [one.rank for one in announced]), strict=True):
+        if now.adapter_id != before.adapter_id:
+            raise StartupError(
+                f"--lora-modules: the files of {now.name} have changed since the start began: start again"
+            )

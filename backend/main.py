@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from penstock.backend.adapter_options import announce
+from penstock.backend.adapter_options import announce, check_unchanged
 from penstock.backend.buffers.options import check_shared_buffers, make_exporter, open_sharing_device
 from penstock.backend.engine.executor import Executor, ExecutorFailed
 from penstock.backend.engine.limits import EngineLimits
@@ -38,6 +37,7 @@ from penstock.backend.passes.decoder.cuda.device.device_choice import why_no_gpu
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import adopted_choices
 from penstock.backend.plugins import find_forward_pass
 from penstock.backend.scheduling.settlement import Settlement
+from penstock.backend.standby import import_and_wait
 from penstock.backend.startup import (
     AUTO,
     check_host_memory,
@@ -68,7 +68,6 @@ from penstock.shm.process.heartbeat import Heartbeat
 from penstock.shm.process.logs import set_up_logging
 from penstock.shm.process.options import fail, format_size, make_app
 from penstock.shm.process.service_manager import find_service_manager
-from penstock.shm.process.standby import wait_for_turn
 from penstock.shm.process.tenant_places import HARD_BOUND
 from penstock.shm.recording.events import BackendStarted
 from penstock.shm.recording.records import FORMAT_VERSION
@@ -97,8 +96,10 @@ app = make_app("backend", "Runs a model: owns the device and serves any number o
 @app.default
 def run(*, options: BackendOptions = BackendOptions()) -> None:  # noqa: B008 - frozen; cyclopts reads the defaults from it
     configure_torch_threads()
-    if options.turn_fd is not None and not _take_turn(options, options.turn_fd):
-        return
+    if options.turn_fd is not None:
+        forward_pass = _DECODER if options.forward_pass == AUTO else options.forward_pass
+        if not import_and_wait(forward_pass, options.turn_fd):
+            return
     log = set_up_logging(options.log_level, as_json=options.log_json)
     try:
         serve(options)
@@ -121,14 +122,6 @@ def run(*, options: BackendOptions = BackendOptions()) -> None:  # noqa: B008 - 
 
 def main() -> None:
     app()
-
-
-def _take_turn(options: BackendOptions, turn_fd: int) -> bool:
-    """Import what takes long, and wait. False if this backend is not needed."""
-    name = _DECODER if options.forward_pass == AUTO else options.forward_pass
-    with contextlib.suppress(StartupError):  # `serve` reports it
-        find_forward_pass(name)
-    return wait_for_turn(turn_fd)
 
 
 def serve(options: BackendOptions) -> None:
@@ -157,6 +150,7 @@ def serve(options: BackendOptions) -> None:
     check_vocabulary(spec, model_dir)
     executor = Executor(options.batch_channel_capacity)
     forward_pass, token_step_s = _load_pass(executor, pass_class, model_dir, settings, spec, plan, options)
+    check_unchanged(named_adapters(options), card.adapters)
     store = _open_store(options, forward_pass, plan, model_dir, card)
     device = open_sharing_device(settings.device)
     exporter = make_exporter(options.shared_buffers, options.shared_buffer_budget, forward_pass, device)

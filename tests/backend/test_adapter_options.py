@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.backend.adapter_options import NamedAdapter, announce, read_adapters
+from penstock.backend.adapter_options import NamedAdapter, announce, check_unchanged, read_adapters
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassSpec
 from penstock.backend.options import BackendOptions
@@ -51,7 +51,7 @@ def test_pass_must_have_the_adapters() -> None:
         check_adapters(replace(spec, adapter_ranks=(4,)), 2)
 
 
-def test_announcement_needs_the_adapters_files(tmp_path: Path) -> None:
+def test_announcement_needs_the_adapters_files_as_they_are_loaded(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"adapter_config.json cannot be opened"):
         announce([NamedAdapter("sql", tmp_path)], (4,))
     for name in ("adapter_config.json", "adapter_model.safetensors"):
@@ -59,3 +59,7 @@ def test_announcement_needs_the_adapters_files(tmp_path: Path) -> None:
     (adapter,) = announce([NamedAdapter("sql", tmp_path)], (4,))
     assert (adapter.name, adapter.rank) == ("sql", 4)
     assert adapter.created > 0
+    check_unchanged([NamedAdapter("sql", tmp_path)], (adapter,))
+    (tmp_path / "adapter_model.safetensors").write_text("{ }")
+    with pytest.raises(StartupError, match="the files of sql have changed"):
+        check_unchanged([NamedAdapter("sql", tmp_path)], (adapter,))

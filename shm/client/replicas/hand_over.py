@@ -59,17 +59,24 @@ class HandOver:
             logger.info("%d streams of a leaving backend continue on another", self.num_moved)
 
     async def _hand_over(self, group: Sequence[OpenStream]) -> None:
+        group = self._still_there(group)
+        if not group:
+            return
         longest = max(group, key=lambda stream: len(stream.tokens))
         target = self._choose(longest, self._source)
         if target is None or not target.has_adapter(longest.submit.adapter):
             return
         if isinstance(longest, TokenStream) and longest.has_tokens and not longest.is_queued:
             await _compute(longest, target)
-        still_there = set(self._source.client.open_streams)
-        moving = [stream for stream in group if stream in still_there and not stream.loans]
+        moving = [stream for stream in self._still_there(group) if not stream.loans]
         if moving and self._source.computes and target.client.ready:
             self._move(self._source, moving, target)
             self.num_moved += len(moving)
+
+    def _still_there(self, group: Sequence[OpenStream]) -> list[OpenStream]:
+        """The streams that have not ended while others were moved."""
+        streams = set(self._source.client.open_streams)
+        return [stream for stream in group if stream in streams]
 
 
 async def _compute(stream: OpenStream, target: Replica) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from penstock.shm.client.request import GenerationRequest
     from penstock.shm.client.stream import TokenStream
     from penstock.shm.memory.board import FrontendBoard
-    from penstock.shm.messages import ModelCard
+    from penstock.shm.messages import Adapter, ModelCard
 
 logger = logging.getLogger("penstock.client")
 
@@ -294,8 +294,13 @@ class ReplicaSet:
             replica.hands_over = False
 
     def _target_of(self, stream: OpenStream, source: Replica) -> Replica | None:
+        """None if no other is ready, or has the stream's adapter while the source may come back."""
         others = self._others(source)
-        return self._router.place(others, stream.submit, stream.tokens) if others else None
+        target = self._router.place(others, stream.submit, stream.tokens) if others else None
+        if target is None or target.has_adapter(stream.submit.adapter):
+            return target
+        comes_back = any(source in place.replicas and not place.is_dropped for place in self._places)
+        return None if comes_back else target
 
     def _lose(self, replica: Replica) -> None:
         """Its backend has died, or has ended after a drain. Of two clients of a path one goes."""
@@ -303,7 +308,7 @@ class ReplicaSet:
             return
         self._relieve(replica, backend_died=True)
         place = next((place for place in self._places if replica in place.replicas), None)
-        if place is None or place.is_dropped:
+        if place is None or (place.is_dropped and len(place.replicas) == 1):
             return
         if place.is_leaving(replica):
             place.replicas.remove(replica)
@@ -349,7 +354,9 @@ class ReplicaSet:
         cards = [card for card in offers if card is not None and self._is_shown(card)]
         if cards:
             shortest = min(card.max_context_tokens for card in cards)
-            by_name = {adapter.name: adapter for card in reversed(cards) for adapter in card.adapters}
+            by_name: dict[str, Adapter] = {}
+            for adapter in (adapter for card in cards for adapter in card.adapters):
+                by_name.setdefault(adapter.name, adapter)
             adapters = tuple(by_name.values())[:MAX_ADAPTERS]
             self._model = msgspec.structs.replace(cards[0], max_context_tokens=shortest, adapters=adapters)
 

@@ -22,7 +22,8 @@ def test_prompts_of_a_group_are_computed_once(tmp_path: Path) -> None:
     assert not ended.value.code
     one, round_robin, *shipped = json.loads(report.read_text())["sections"]["routers"]
     assert [row["router"] for row in shipped] == ["HAProxy", "nginx"]
-    # 8 prefixes, computed once by one server and by most turns of two twice: 1.6 to 1.8 times as much, 1.38 on a busy machine.
+    # 8 prefixes, computed once by one server and most twice by two that take turns: 1.6 to 1.8 times as many tokens,
+    # 1.38 on a busy machine.
     assert round_robin["computed_tokens"] > 1.25 * one["computed_tokens"]
     for row in shipped:
         assert row["computed_tokens"] < 1.2 * one["computed_tokens"]

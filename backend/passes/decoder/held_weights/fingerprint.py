@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _MAX_FILES = 10_000
-_BACKEND = Path(__file__).parents[4]
+_BACKEND = Path(__file__).parents[3]
+_CODE_ROOTS = (_BACKEND / "checkpoint", _BACKEND / "passes" / "decoder")
+_CODE_SUFFIXES = ("py", "h", "cpp", "cu", "cuh")
 
 
 def packing_fingerprint(model_dir: Path, settings: Iterable[object]) -> str:
@@ -35,9 +37,17 @@ def _files(directory: Path) -> Iterator[Path]:
 
 @cache
 def code_hash() -> str:
-    """A hash of the modules and kernels that read and pack weights."""
+    """A hash of the modules and kernels that read and pack weights, as they are at the first call."""
+    return hash_code(_CODE_ROOTS)
+
+
+def hash_code(roots: Iterable[Path]) -> str:
+    """Raises RuntimeError if a root has no code: a hash of nothing would recognise any weights."""
     digest = hashlib.sha256()
-    for root in (_BACKEND / "checkpoint", _BACKEND / "passes" / "decoder"):
-        for path in sorted(path for suffix in ("py", "h", "cpp") for path in root.rglob(f"*.{suffix}")):
+    for root in roots:
+        paths = sorted(path for suffix in _CODE_SUFFIXES for path in root.rglob(f"*.{suffix}"))
+        if not paths:
+            raise RuntimeError(f"{root} has no code; this is a bug")
+        for path in paths:
             digest.update(f"\0{path.relative_to(root)}\0".encode() + path.read_bytes())
     return digest.hexdigest()

@@ -24,7 +24,7 @@ from penstock.backend.passes.decoder.cpu.native_structs import Linear
 from penstock.backend.passes.decoder.cpu.path_choice import load_kernels
 from penstock.backend.passes.decoder.cpu.weight_memory.held import FilledMemory, HeldMemory
 from penstock.backend.passes.decoder.cpu.weight_memory.manifest import LinearForm, Manifest, PackedWeight
-from penstock.backend.passes.decoder.held_weights import sealed_manifest
+from penstock.backend.passes.decoder.held_weights import fingerprint, sealed_manifest
 from penstock.backend.passes.decoder.held_weights.blocks import HeldWeightsError
 from penstock.backend.passes.decoder.held_weights.sealed_manifest import DATA_PLACE
 from penstock.shm.memory import region
@@ -119,6 +119,18 @@ def test_other_weights_or_options_are_loaded_and_replace_what_is_held(
     assert not replaced.held_weights.is_mapped
     assert not np.array_equal(logits(replaced), fp32)
     assert CpuDecoderPass.held_bytes(model_dir, PassOptions(dtype="fp32", weights_fds=mailbox.fds)) > 0
+
+
+def test_other_code_has_another_hash(tmp_path: Path) -> None:
+    assert all(list(root.rglob("*.py")) for root in fingerprint._CODE_ROOTS)
+    with pytest.raises(RuntimeError, match="has no code"):
+        fingerprint.hash_code([tmp_path])
+    kernel = tmp_path / "passes" / "kernel.cuh"
+    kernel.parent.mkdir()
+    kernel.write_text("1")
+    before = fingerprint.hash_code([tmp_path])
+    kernel.write_text("2")
+    assert fingerprint.hash_code([tmp_path]) != before
 
 
 def test_every_changed_byte_of_the_weights_is_noticed_by_its_block() -> None:
