@@ -109,7 +109,7 @@ def test_every_variant_of_attention_is_timed(record: Record) -> None:
     assert {name: found[f"variant.{name}"].value for name in of_kernels} == {
         name: getattr(CONSTANTS, name) for name in of_kernels
     }
-    assert "variant.query_rows+key_tokens.64+32.attention.prefill.1k" in found
+    assert "variant.query_rows+key_tokens+wgmma.64+32+0.attention.prefill.1k" in found
 
 
 def test_a_choice_replaces_the_constant_only_if_it_gains_enough(record: Record) -> None:

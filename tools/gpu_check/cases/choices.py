@@ -28,13 +28,12 @@ DECODE_VARIANTS: dict[str, dict[str, KernelChoices]] = {
 }
 """What is chosen for decode attention → the choice in words → the settings."""
 PREFILL_VARIANTS: dict[str, dict[str, KernelChoices]] = {
-    "query_rows+key_tokens": {
-        f"{rows}+{tokens}": replace(CONSTANTS, query_rows=rows, key_tokens=tokens)
-        for rows, tokens in ((128, 64), (128, 32), (64, 64), (64, 32))
+    "query_rows+key_tokens+wgmma": {
+        f"{rows}+{tokens}+{wgmma}": replace(CONSTANTS, query_rows=rows, key_tokens=tokens, wgmma=wgmma)
+        for rows, tokens, wgmma in ((128, 64, 1), (128, 64, 0), (128, 32, 0), (64, 64, 0), (64, 32, 0))
     },
-    "wgmma": {str(wgmma): replace(CONSTANTS, wgmma=wgmma) for wgmma in (1, 0)},
 }
-"""The same for prefill attention. Other tiles than the constants have mma.sync alone."""
+"""The same for prefill attention: the kernel with wgmma, whose tiles are its own, or mma.sync with one of its tiles."""
 
 
 def choice_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check]:

@@ -61,8 +61,8 @@ def _attention(times: KernelTimes) -> dict[str, Prediction]:
         flop = 4 * (tokens * history + tokens * (tokens + 1) / 2) * heads.num_heads * heads.head_dim
         found[f"attention.prefill.{name}"] = Prediction(flop / us / 1e6, "TFLOP/s")
         without_us = times.prefill_attention(heads, history, tokens, "bf16", wgmma=False)
-        found[f"variant.wgmma.1.attention.prefill.{name}"] = Prediction(us, "us")
-        found[f"variant.wgmma.0.attention.prefill.{name}"] = Prediction(without_us, "us")
+        found[f"variant.query_rows+key_tokens+wgmma.128+64+1.attention.prefill.{name}"] = Prediction(us, "us")
+        found[f"variant.query_rows+key_tokens+wgmma.128+64+0.attention.prefill.{name}"] = Prediction(without_us, "us")
     return found
 
 

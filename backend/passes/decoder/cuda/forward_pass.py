@@ -42,7 +42,7 @@ from penstock.backend.passes.decoder.cuda.weight_memory.private import PrivateMe
 from penstock.backend.passes.decoder.cuda.workspace_plan import (
     StepSizes,
     attention_by_window,
-    captured_sizes,
+    captured_sizes_of,
     choose_matmul,
     groups_of,
     make_layout,
@@ -130,7 +130,7 @@ class CudaDecoderPass:
         rounds = rounds_rows(formats, quantization, sizes, dtype)
         self._groups = groups_of(config, sizes)
         self._host_kv_bytes = host_kv_bytes if len(self._groups.windows) == 1 else 0  # several groups move no pages
-        self._mixed_sizes = captured_sizes(sizes, self._spec.weight_bytes, config.num_layers, rounds_rows=rounds)
+        self._mixed_sizes = captured_sizes_of(config, dtype, sizes, self._spec.weight_bytes, rounds_rows=rounds)
         with torch.inference_mode():
             self._ops = make_ops(
                 device, config, dtype, sizes.max_tokens, sizes.max_rows, choose_matmul(sizes),

@@ -71,15 +71,15 @@ def load_pass(
     logger.info("kernels on %s: %s (%s)", options.device, choices.of_kernels(), source)
 
     def pack(weights: Weights, dtype: torch.dtype, memory: DeviceMemory) -> P:
-        return build(weights, PassSettings(dtype, sizes, options.host_kv_bytes, quantization, formats), memory)
+        try:
+            return build(weights, PassSettings(dtype, sizes, options.host_kv_bytes, quantization, formats), memory)
+        except torch.OutOfMemoryError as error:
+            raise StartupError(f"the weights and workspace do not fit the GPU: {first_line(error)}") from error
 
     def load(memory: DeviceMemory) -> tuple[P, torch.dtype]:
         with return_freed_memory(), open_served_weights(model_dir, config, quantization, has_kernels) as weights:
             dtype = weights.choose_dtype(options.dtype, torch.float16)
-            try:
-                return pack(weights, dtype, memory), dtype
-            except torch.OutOfMemoryError as error:
-                raise StartupError(f"the weights and workspace do not fit the GPU: {first_line(error)}") from error
+            return pack(weights, dtype, memory), dtype
 
     if options.weights_fds is None:
         return load(PrivateMemory())[0]

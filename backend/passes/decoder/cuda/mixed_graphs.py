@@ -46,15 +46,15 @@ def mixed_sizes(max_tokens: int, max_rows: int, mixed_tokens: int) -> list[int]:
     return sorted({size for size in sizes if 0 < size <= most})
 
 
-def launch_bound_tokens(weight_bytes: int, num_layers: int) -> int:
-    """Return up to how many tokens a step's launches take longer than its products with weights of 16 bits.
+def launch_bound_tokens(weight_bytes: int, num_weights: int, num_layers: int) -> int:
+    """Return up to how many tokens a step's launches take longer than its products.
 
     Other steps gain nothing from a graph, because the host is a step ahead, and would compute their padding.
     """
     launches_s = num_layers * _LAUNCHES_OF_LAYER * _LAUNCH_S
     if launches_s < weight_bytes / _DEVICE_BYTES_PER_S:
         return 0
-    return int(launches_s * _DEVICE_OPERATIONS_PER_S / weight_bytes) // _SIZE_STEP * _SIZE_STEP
+    return int(launches_s * _DEVICE_OPERATIONS_PER_S / (2 * num_weights)) // _SIZE_STEP * _SIZE_STEP
 
 
 class MixedGraphs:

@@ -121,7 +121,7 @@ def plan_spec(
     spec = make_spec(config, dtype, KV_MACRO, quantization, formats, has_kernels, groups_of(config, sizes))
     more_bytes = sum(packed_bytes(each.form, each.shape, dtype) - each.form.num_bytes(each.shape) for each in packed)
     spec = replace(spec, weight_bytes=spec.weight_bytes + more_bytes)
-    mixed = captured_sizes(sizes, spec.weight_bytes, config.num_layers, rounds_rows=rounds)
+    mixed = captured_sizes_of(config, dtype, sizes, spec.weight_bytes, rounds_rows=rounds)
     parts = (
         activation_bytes(config, dtype, sizes.max_tokens, sizes.max_rows, matmul),
         expert_ops.expert_bytes(config, dtype, sizes.max_tokens, matmul),
@@ -146,15 +146,25 @@ def plan_spec(
     )
 
 
-def captured_sizes(sizes: StepSizes, weight_bytes: int, num_layers: int, *, rounds_rows: bool) -> list[int]:
-    """Return the tokens of captured mixed steps. weight_bytes: as `PassSpec` has it.
+def captured_sizes_of(
+    config: DecoderConfig, dtype: torch.dtype, sizes: StepSizes, weight_bytes: int, *, rounds_rows: bool
+) -> list[int]:
+    """See `captured_sizes`."""
+    weights = make_spec(config, dtype, KV_MACRO).weight_bytes // dtype.itemsize
+    return captured_sizes(sizes, weight_bytes, weights, config.num_layers, rounds_rows=rounds_rows)
+
+
+def captured_sizes(
+    sizes: StepSizes, weight_bytes: int, weights: int, num_layers: int, *, rounds_rows: bool
+) -> list[int]:
+    """Return the tokens of captured mixed steps. weight_bytes: as `PassSpec` has it. weights: their number.
 
     rounds_rows: as `rounds_rows`. Such steps have few enough rows that none is rounded: a library that allocates for
     products of 8 bits would do so in a graph.
     """
     max_tokens = min(sizes.max_tokens, MIN_ROUNDED_ROWS - 1) if rounds_rows else sizes.max_tokens
     if not sizes.captures_all:
-        max_tokens = min(max_tokens, launch_bound_tokens(weight_bytes, num_layers))
+        max_tokens = min(max_tokens, launch_bound_tokens(weight_bytes, weights, num_layers))
     return mixed_sizes(max_tokens, min(sizes.max_rows, MAX_GRAPH_ROWS), sizes.choices.mixed_tokens)
 
 

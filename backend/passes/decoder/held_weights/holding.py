@@ -65,8 +65,12 @@ class FilledMemory(Protocol):
         """What goes into the mailbox, after `finish`."""
         ...
 
+    def keep(self) -> None:
+        """Others can find it now: `close` leaves it mapped."""
+        ...
+
     def close(self) -> None:
-        """Close the fds. Tensors in finished memory stay valid; memory that was not finished is freed."""
+        """Close the fds. Tensors in memory that is kept stay valid; other device memory is freed."""
         ...
 
 
@@ -168,7 +172,12 @@ def _fill(
         with contextlib.closing(memories.fill()) as filled:
             loaded, dtype = load(filled)
             blocks = filled.finish(fingerprint, dtype)
-            mailbox.leave(filled.fds)
+            try:
+                mailbox.leave(filled.fds)
+            except OSError:
+                blocks.close()
+                raise
+            filled.keep()
     except (OSError, DeviceError) as error:
         logger.warning("the weights cannot be held: %s; the next start loads them again", error)
     else:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import threading
 from typing import TYPE_CHECKING
 
 from penstock.backend.passes.decoder.held_weights.blocks import HeldWeightsError
+from penstock.shm.buffers.device_api import DeviceError
 from penstock.shm.memory.fd_mailbox import FdMailbox
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from penstock.backend.passes.decoder.held_weights.blocks import HeldBlocks
+
+logger = logging.getLogger("penstock.backend")
 
 
 class WatchedWeights:
@@ -27,13 +31,13 @@ class WatchedWeights:
         self.is_mapped = is_mapped
         self.num_checks = 0
         self._lock = threading.Lock()
-        self._is_closed = False
+        self._is_closed = self._is_lost = False
 
     def check_next(self) -> str | None:
         """Check one block; all have their turn, in another order each time. Return what is wrong: then no later
         backend finds the weights."""
         with self._lock:
-            if self._is_closed:
+            if self._is_closed or self._is_lost:
                 return None
             try:
                 self._blocks.check(next(self._order))
@@ -42,6 +46,10 @@ class WatchedWeights:
                     if self._mailbox.holds(self._blocks.fd):
                         self._mailbox.clear()
                 return str(error)
+            except DeviceError as error:  # the next step fails too; the weights may be whole
+                logger.error("held weights cannot be read, and are checked no more: %s", error)
+                self._is_lost = True
+                return None
             self.num_checks += 1
             return None
 

@@ -109,6 +109,9 @@ class FilledMemory:
             _forbid_writing(chunk)
         return CpuBlocks(self.fd, self._end, sums)
 
+    def keep(self) -> None:
+        """Its tensors keep it in any case."""
+
     def close(self) -> None:
         """Its tensors stay valid."""
         os.close(self.fd)

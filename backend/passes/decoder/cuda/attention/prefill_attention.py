@@ -84,8 +84,7 @@ class PrefillAttention:
             np.float32(self.softcap),
         )
         kernel = _attention(layout.kv_dtype, layout.head_dim, self.choices)
-        # Other tiles than the constants were chosen for the kernel with mma.sync.
-        if self.has_wgmma and self.choices.wgmma and _tile(self.choices) == _tile(CONSTANTS):
+        if self.has_wgmma and self.choices.uses_wgmma:
             kernel = _wgmma_kernels(layout.kv_dtype).get(layout.head_dim, kernel)
         object.__setattr__(self, "kernel", kernel)
         object.__setattr__(self, "_scalars", scalars)

@@ -1,8 +1,9 @@
 """Keeps compiled kernels as files, so that only the first start with a version of the sources compiles.
 
-A cubin is one source with its macros, for one architecture. Its file is named for a digest of all that it is made of,
-so a file that exists is current. Files are looked for in $PENSTOCK_CUBINS first, which the user names and trusts, and
-then in the cache directory, which is checked.
+A cubin is one source with its macros, for one architecture. Its file is named for a digest of sources, macros, options
+and architecture, so a file that exists is current. The compiler's version is not part of it, so that files made
+elsewhere are found: after an update of NVRTC empty the directory to compile with it. Files are looked for in
+$PENSTOCK_CUBINS first, which the user names and trusts, and then in the cache directory, which is checked.
 """
 
 from __future__ import annotations

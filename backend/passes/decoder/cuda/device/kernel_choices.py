@@ -42,16 +42,23 @@ class KernelChoices:
     mixed_tokens: int = 512
     """Most tokens of prompts, beside decodes, in a captured step; with 0 only decode steps are captured."""
 
+    @property
+    def uses_wgmma(self) -> bool:
+        """Other tiles than the constants are those of mma.sync."""
+        tile, constant_tile = ((choices.query_rows, choices.key_tokens) for choices in (self, CONSTANTS))
+        return bool(self.wgmma) and tile == constant_tile
+
     def numerics(self) -> dict[str, str]:
         """The choices that change bits, by name, if one of them is not the constant: sums are cut elsewhere then."""
         ours, constants = (
-            {"chunk tokens": choices.chunk_tokens, "key tokens": choices.key_tokens, "wgmma": choices.wgmma}
+            {"chunk tokens": choices.chunk_tokens, "key tokens": choices.key_tokens, "wgmma": int(choices.uses_wgmma)}
             for choices in (self, CONSTANTS)
         )
         return {} if ours == constants else {name: str(value) for name, value in ours.items()}
 
     def __str__(self) -> str:
-        return ", ".join(f"{field.name} {getattr(self, field.name)}" for field in fields(self))
+        values = {field.name: getattr(self, field.name) for field in fields(self)} | {"wgmma": int(self.uses_wgmma)}
+        return ", ".join(f"{name} {value}" for name, value in values.items())
 
     def of_kernels(self) -> str:
         """In words, without the defaults of options, which may be overruled."""

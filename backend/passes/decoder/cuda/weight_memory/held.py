@@ -93,7 +93,7 @@ class FilledDeviceMemory:
         self._manifest_fd: int | None = None
         self._weights: list[HeldWeight] = []
         self._end = 0
-        self._is_finished = False
+        self._is_kept = False
         try:
             self._add_block(planned_bytes)
         except BaseException:
@@ -140,8 +140,10 @@ class FilledDeviceMemory:
         manifest = DeviceManifest(fingerprint, dtype_name(dtype), self._end, block_bytes, tuple(self._weights), sums)
         self._manifest_fd = os.memfd_create("penstock-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         sealed_manifest.finish(self._manifest_fd, 0, manifest)
-        self._is_finished = True
         return DeviceHeldBlocks(self._range, self._manifest_fd, self._end, sums)
+
+    def keep(self) -> None:
+        self._is_kept = True
 
     def close(self) -> None:
         close_all(self._block_fds)
@@ -149,7 +151,7 @@ class FilledDeviceMemory:
         if self._manifest_fd is not None:
             os.close(self._manifest_fd)
             self._manifest_fd = None
-        if not self._is_finished:
+        if not self._is_kept:
             self.unmap()
 
     def unmap(self) -> None:
@@ -233,11 +235,9 @@ class DeviceHeldBlocks:
         return len(self._sums)
 
     def check(self, block: int) -> None:
+        """Raises HeldWeightsError for other bytes, and DeviceError if the device is lost."""
         begin, num_bytes = block_place(self.num_bytes, block)
-        try:
-            content = self._range.read(begin, num_bytes)
-        except DeviceError as error:
-            raise HeldWeightsError(f"bytes {begin} to {begin + num_bytes} cannot be read: {error}") from None
+        content = self._range.read(begin, num_bytes)
         if block_sum(np.frombuffer(content, np.uint8)) != self._sums[block]:
             raise changed(begin, num_bytes)
 

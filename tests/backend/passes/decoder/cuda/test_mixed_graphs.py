@@ -172,14 +172,20 @@ def test_sizes_are_few_and_end_with_the_largest_captured_step() -> None:
 def test_no_captured_step_rounds_rows() -> None:
     """The library may allocate for products of 8 bits, which begin at 257 rows."""
     sizes = StepSizes(64, 2048, 4096)
-    assert captured_sizes(sizes, 1 << 30, 28, rounds_rows=True) == [64, 128, 192, 256]
-    assert captured_sizes(sizes, 1 << 30, 28, rounds_rows=False)[-1] == 576
+    assert captured_sizes(sizes, 1 << 30, 1 << 29, 28, rounds_rows=True) == [64, 128, 192, 256]
+    assert captured_sizes(sizes, 1 << 30, 1 << 29, 28, rounds_rows=False)[-1] == 576
 
 
 def test_only_steps_whose_launches_take_longer_than_their_products_are_captured() -> None:
-    models = {"0.6B": (1_190_000_000, 28), "4B": (8_040_000_000, 36), "8B": (16_060_000_000, 32)}
+    models = {
+        "0.6B": (1_190_000_000, 595_000_000, 28),
+        "4B": (8_040_000_000, 4_020_000_000, 36),
+        "8B": (16_060_000_000, 8_030_000_000, 32),
+        "8B int4": (4_700_000_000, 8_030_000_000, 32),  # its products take as long beyond a few rows
+    }
     sizes = StepSizes(256, 2048, 4096)
     found = {name: captured_sizes(sizes, *model, rounds_rows=False) for name, model in models.items()}
     assert found["8B"] == []
+    assert found["8B int4"] == [64]
     assert (found["4B"], found["0.6B"][-1]) == ([64, 128, 192, 256], 768)
     assert captured_sizes(replace(sizes, captures_all=True), *models["8B"], rounds_rows=False)[-1] == 768
