@@ -86,5 +86,13 @@ def check_steep(launcher: Launcher, kv_dtype: str) -> float:
     return require_within("relative error of a query", error, STEEP_TOLERANCE[kv_dtype])
 
 
+def check_segments_with_wgmma(launcher: Launcher) -> float:
+    """Check histories of several segments, whose sums a block merges, or several blocks."""
+    attention = attention_of(128, "bf16", group=4, page_size=32, has_wgmma=True)
+    step = prepare(attention, rows_of((2035, 30), (4096, 1), (0, 90)))
+    error = error_of(attention, step, run(attention, step, launcher))
+    return require_within("relative error of a query", error, TOLERANCE["bf16"])
+
+
 def relative_error(found: Tensor, expected: Tensor) -> float:
     return float(((found.double() - expected).norm(dim=-1) / expected.norm(dim=-1)).amax())

@@ -7,7 +7,8 @@ from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.tools.gpu_check.cases.catalogue import quick_checks, wgmma_checks, wide_checks
+from penstock.tools.gpu_check.cases import prefill
+from penstock.tools.gpu_check.cases.catalogue import Check, quick_checks, wgmma_checks, wide_checks
 from penstock.tools.gpu_check.cases.choices import choice_checks
 from penstock.tools.gpu_check.checks.encoder_agreement import check_encoder
 from penstock.tools.gpu_check.checks.library_products import check_library_products
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
-    from penstock.tools.gpu_check.cases.catalogue import Check
     from penstock.tools.gpu_check.reporting.results import Results
 
 _RESERVE_FOR_PASSES_S = 25.0
@@ -45,7 +45,9 @@ def run_quick(results: Results) -> None:
 
 
 def _of_wgmma(launcher: MirrorLauncher) -> Iterable[Check]:
-    return wgmma_checks() if launcher.has_wgmma else ()
+    if not launcher.has_wgmma:
+        return ()
+    return *wgmma_checks(), Check("wgmma", "segments", prefill.check_segments_with_wgmma)
 
 
 def run_checks(results: Results, launcher: Launcher, checks: Iterable[Check], reserve_s: float = 0.0) -> None:

@@ -168,6 +168,17 @@ def _fill(
     memories: Memories,
     load: Callable[[Memory], tuple[P, torch.dtype]],
 ) -> tuple[P, WatchedWeights | None]:
+    filled = _try_fill(mailbox, fingerprint, memories, load)
+    # Only now is what a failed attempt took free: its frames kept it.
+    return filled or (load(memories.private())[0], None)
+
+
+def _try_fill(
+    mailbox: FdMailbox,
+    fingerprint: str,
+    memories: Memories,
+    load: Callable[[Memory], tuple[P, torch.dtype]],
+) -> tuple[P, WatchedWeights] | None:
     try:
         with contextlib.closing(memories.fill()) as filled:
             loaded, dtype = load(filled)
@@ -180,8 +191,6 @@ def _fill(
             filled.keep()
     except (OSError, DeviceError) as error:
         logger.warning("the weights cannot be held: %s; the next start loads them again", error)
-    else:
-        logger.info("%s of packed weights are held for the next backend", format_size(blocks.num_bytes))
-        return loaded, WatchedWeights(mailbox, blocks, is_mapped=False)
-    # Only now is what the failed attempt took free: the error's frames kept it.
-    return load(memories.private())[0], None
+        return None
+    logger.info("%s of packed weights are held for the next backend", format_size(blocks.num_bytes))
+    return loaded, WatchedWeights(mailbox, blocks, is_mapped=False)
