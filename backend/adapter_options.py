@@ -70,7 +70,7 @@ def _read(text: str) -> NamedAdapter:
 
 
 def announce(adapters: Sequence[NamedAdapter], ranks: Sequence[int]) -> tuple[Adapter, ...]:
-    """What frontends learn of the adapters; ranks are those of the pass. Raises StartupError."""
+    """The adapters as the model card lists them; ranks are those of the pass. Raises StartupError."""
     if not adapters:
         return ()
     from penstock.backend.checkpoint.adapters.peft_adapter import adapter_id  # it imports torch

@@ -33,7 +33,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 ADAPTED_FIELDS = ("qkv", "o", "gate_up", "down")
 """The fields of `LayerWeights` whose linears may have adapters."""
 _PREFIX = "base_model.model."
-"""Of all names that peft writes."""
+"""The prefix of all names that peft writes."""
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _ID_DIGITS = 24
@@ -42,10 +42,10 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to consecutive outputs of a linear: up @ (down @ x)."""
+    """An addition to consecutive outputs of a linear: up @ (down @ x)."""
 
     first_output: int
-    """Of the linear in its packed form, such as the first of k's outputs in qkv."""
+    """An output of the linear in its packed form, such as the first of k's outputs in qkv."""
     down: Tensor
     """[rank, inputs] fp32"""
     up: Tensor

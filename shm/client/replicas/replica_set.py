@@ -296,11 +296,12 @@ class ReplicaSet:
     def _target_of(self, stream: OpenStream, source: Replica) -> Replica | None:
         """None if no other is ready, or has the stream's adapter while the source may come back."""
         others = self._others(source)
-        target = self._router.place(others, stream.submit, stream.tokens) if others else None
-        if target is None or target.has_adapter(stream.submit.adapter):
-            return target
-        comes_back = any(source in place.replicas and not place.is_dropped for place in self._places)
-        return None if comes_back else target
+        if not any(other.has_adapter(stream.submit.adapter) for other in others) and self._comes_back(source):
+            return None
+        return self._router.place(others, stream.submit, stream.tokens) if others else None
+
+    def _comes_back(self, replica: Replica) -> bool:
+        return any(replica in place.replicas and not place.is_leaving(replica) for place in self._places)
 
     def _lose(self, replica: Replica) -> None:
         """Its backend has died, or has ended after a drain. Of two clients of a path one goes."""

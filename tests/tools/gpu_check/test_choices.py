@@ -24,7 +24,7 @@ FINDINGS = [
 
 @pytest.fixture
 def adopted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where choices are adopted to."""
+    """The directory that adopted choices are copied to."""
     directory = tmp_path / "choices"
     monkeypatch.setattr("penstock.tools.gpu_check.__main__.DIRECTORY", directory)
     return directory

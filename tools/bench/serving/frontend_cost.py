@@ -74,9 +74,9 @@ class FrontendCost:
     frontend_cpu_us_per_token: float
     backend_cpu_us_per_token: float
     loop_cpu_us_per_step: float
-    """Of the backend's first thread, which turns the engine's loop."""
+    """CPU time of the backend's first thread, which turns the engine's loop."""
     pass_cpu_us_per_step: float
-    """Of its other threads, which run the forward pass."""
+    """CPU time of its other threads, which run the forward pass."""
     generator_cpu_us_per_token: float
     frontend_rss_bytes: int
     """The largest of the frontend's processes, after the run."""

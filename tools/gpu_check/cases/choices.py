@@ -26,7 +26,7 @@ DECODE_VARIANTS: dict[str, dict[str, KernelChoices]] = {
         str(percent): replace(CONSTANTS, carveout_percent=percent) for percent in (100, 75, 50, DRIVERS_CHOICE)
     },
 }
-"""What is chosen for decode attention → the choice in words → the settings."""
+"""Setting of decode attention → the choice in words → the settings."""
 PREFILL_VARIANTS: dict[str, dict[str, KernelChoices]] = {
     "query_rows+key_tokens+wgmma": {
         f"{rows}+{tokens}+{wgmma}": replace(CONSTANTS, query_rows=rows, key_tokens=tokens, wgmma=wgmma)

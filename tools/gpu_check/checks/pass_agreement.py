@@ -151,7 +151,7 @@ def _compare_logits(
 
 
 def largest_error(found: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
-    """Of any row: its error relative to the row's norm. An average would hide a row."""
+    """The bound for any row: its error relative to the row's norm. An average would hide a row."""
     return float((np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1)).max())
 
 

@@ -33,7 +33,7 @@ _LAUNCH_S = 8.5e-6
 """Host time of a launch outside a graph: an estimate, not measured. As the next two."""
 _LAUNCHES_OF_LAYER = 9
 _DEVICE_BYTES_PER_S, _DEVICE_OPERATIONS_PER_S = 4.3e12, 790e12
-"""Of an H200. A slower device makes the host wait even more."""
+"""The rates of an H200. A slower device makes the host wait even more."""
 _SIZE_STEP, _LARGE_SIZE_STEP, _FEW_TOKENS = 64, 128, 512
 """A product of 64 tokens or fewer takes as long as one of 64: it reads the weights. The library's own tiles have 64 to
 256 rows, so up to 63 rows of padding add little to larger ones."""

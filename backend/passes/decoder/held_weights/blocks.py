@@ -1,4 +1,4 @@
-"""What all held weights have: blocks with checksums, and an error for those that cannot be used."""
+"""The parts that all held weights have: blocks with checksums, and an error for those that cannot be used."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class FilledMemory(Protocol):
 
     @property
     def fds(self) -> Sequence[int]:
-        """What goes into the mailbox, after `finish`."""
+        """The descriptors for the mailbox, after `finish`."""
         ...
 
     def keep(self) -> None:

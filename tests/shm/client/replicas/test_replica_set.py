@@ -7,6 +7,7 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded, ReplicaSet, SocketDirectory
 from penstock.shm.client.replicas.socket_directory import FIRST_NAME
 from penstock.shm.link.listening_address import take_over
-from penstock.shm.messages import FailureCode, Finish
+from penstock.shm.messages import Adapter, FailureCode, Finish
 from tests.shm.client.harness import GREEDY, at_base, read, request, tokens_of, until
 from tests.shm.scripted_backend import BackendProcess, Script, ScriptedBackend, expected_tokens, model_card
 
@@ -59,6 +60,23 @@ async def test_streams_of_a_killed_replica_continue_on_the_other(paths: list[Pat
             assert await asyncio.gather(*readers) == [expected_tokens(prompt, 100) for prompt in prompts]
             assert sorted(stream.num_moves for stream in streams) == [0] * 32 + [1] * 32
             assert {stream.backend for stream in streams} == {"2"}
+
+
+async def test_stream_with_an_adapter_waits_for_the_only_backend_that_has_it(paths: list[Path]) -> None:
+    script = Script(model_card(adapters=(Adapter("sql", "sql-id", 4),)), step_s=0.005)
+    with ScriptedBackend(paths[1], Script(step_s=0.005)), ExitStack() as life:
+        life.enter_context(ScriptedBackend(paths[0], script))
+        async with connected_to(paths) as replicas:
+            streams = [
+                replicas.submit(replace(request([n, n], 300), adapter=name)) for n, name in ((20, "sql-id"), (21, ""))
+            ]
+            readers = [asyncio.create_task(tokens_of(stream)) for stream in streams]
+            await until(lambda: min(stream.num_generated for stream in streams) > 10)
+            await asyncio.to_thread(life.close)
+            life.enter_context(ScriptedBackend(paths[0], script))
+            assert await asyncio.gather(*readers) == [expected_tokens([n, n], 300) for n in (20, 21)]
+            assert streams[0].num_moves == 0
+            assert streams[0].backend == "1"
 
 
 async def test_streams_survive_deaths_of_both_replicas_in_turn(paths: list[Path]) -> None:

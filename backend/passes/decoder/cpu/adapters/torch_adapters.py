@@ -32,7 +32,7 @@ class TorchAdapters:
         """By the id of a packed linear, which the model keeps: the parts of each adapter."""
         self._of_tokens: NDArray[np.int32] | None = None
         self._tokens: list[tuple[int, Tensor]] = []
-        """Of the current step: each adapter with its tokens."""
+        """The adapters of the current step, each with its tokens."""
 
     def give(self, linear: TorchLinear, adapters: Sequence[Sequence[LowRank]]) -> None:
         self._parts[id(linear)] = [[_part(low_rank, linear.scale) for low_rank in parts] for parts in adapters]

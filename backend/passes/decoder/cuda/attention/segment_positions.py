@@ -1,4 +1,4 @@
-"""Where the segments of a long context begin in prefill attention. Predictions use it without torch and numpy."""
+"""Places at which segments of a long context begin in prefill attention, without torch and numpy for predictions."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class KernelChoices:
     ring_tiles: int = 8
     """Most tiles of keys and values that a warp of decode attention has in shared memory."""
     carveout_percent: int = 100
-    """Of a multiprocessor's memory for shared memory and L1, what is shared memory while decode attention runs."""
+    """The share of a multiprocessor's memory that is shared memory, not L1, while decode attention runs."""
     chunk_tokens: int = 256
     """Shortest chunk of a row's context in decode attention."""
     query_rows: int = 128

@@ -48,8 +48,8 @@ class Kernel:
     is_dependent: bool = False
     """A launch may begin before the kernels before it have ended; see `wait_for_earlier_kernels` in kernels/ptx.cuh."""
     carveout_percent: int = 100
-    """Of a multiprocessor's memory for shared memory and L1, what is to be shared memory while the kernel runs; -1 is
-    the driver's choice. Of kernels without dynamic shared memory it is always the driver's."""
+    """The share of a multiprocessor's memory that is shared memory, not L1, while the kernel runs; -1 is
+    the driver's choice. For kernels without dynamic shared memory the driver always chooses."""
     needs_wgmma: bool = False
     """Compiles for sm_90a only."""
 

@@ -99,13 +99,13 @@ class StepBuffers:
         """int32 [groups, max_rows, max_pages], by slot."""
         self.input_ids = self._view("ids")
         self.tiles = self._view("tiles")
-        """Of a mixed step: flat, its own and unused ones."""
+        """The tiles of a mixed step, flat: its own and unused ones."""
         names = ("query_starts", "context_lens", "slots")
         self.rows = RowArrays(*map(self._view, names))
         """Views of all rows that a step can have, and one more, which is padding in every mixed step."""
         decode_slots = self._view("decode_slots")
         self.decode_rows = RowArrays(self.rows.query_starts, self.rows.context_lens, decode_slots)
-        """Of a mixed step: see `CudaStep.decode_rows`."""
+        """See `CudaStep.decode_rows`; for a mixed step only."""
         self.logit_rows = RowArrays(*(self._view(f"logit_{name}") for name in names))
         """The last tokens of the rows that need logits, as rows of one token each."""
         self.logit_tokens = self._view("logit_tokens")

@@ -1,4 +1,4 @@
-"""What lies in the blocks of a GPU's memory: read from a sealed memfd, and checked before it becomes an address."""
+"""The content of blocks of a GPU's memory: read from a sealed memfd, and checked before it becomes an address."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.quantized_weights import WeightForm
 
 ALIGNMENT = 512
-"""Of each tensor, as torch's own allocations have it."""
+"""The alignment of each tensor, as in torch's own allocations."""
 DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "uint8": torch.uint8, "int8": torch.int8,
 }  # fmt: skip
@@ -73,7 +73,7 @@ class DeviceManifest(msgspec.Struct, frozen=True):
     """Of the weights that are not quantised."""
     data_bytes: Size
     block_bytes: tuple[Size, ...]
-    """Of each block of device memory, in order."""
+    """The size of each block of device memory, in order."""
     weights: tuple[HeldWeight, ...]
     sums: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)], ...]
 

@@ -1,4 +1,4 @@
-"""What a memory for packed weights is, and the one that ends with the process."""
+"""The interface of memory for packed weights, and the memory that ends with the process."""
 
 from __future__ import annotations
 
