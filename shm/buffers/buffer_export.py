@@ -1,4 +1,4 @@
-"""The backend's side of shared buffers: which client has which memory, and what is lent to the backend now.
+"""The backend's side of shared buffers: which client has which memory, and which buffers are lent to the backend now.
 
 The backend allocates a client's buffers when it connects, all of one size and kind, for this client alone. A buffer
 belongs to the client except between its `BufferRef` and our `BufferReturn`. The memory is freed when the client has

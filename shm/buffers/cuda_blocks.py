@@ -1,8 +1,8 @@
 """Device memory that belongs to no process: blocks with file descriptors, mapped at consecutive addresses.
 
-The driver frees a block when no process maps it and no descriptor of it is open. A process that has died needs no
-successor that frees for it, and a descriptor in a socket keeps the block (`shm.memory.fd_mailbox`). Signatures and
-structures: cuda.h, CUDA 12 and 13.
+The driver frees a block when no process maps it and no descriptor of it is open. So the memory of a process that dies
+needs nobody to free it, and a descriptor that waits in a socket keeps a block alive (`shm.memory.fd_mailbox`).
+Signatures and structures: cuda.h, CUDA 12 and 13.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class DeviceBlocks:
     """A range of addresses, filled from its beginning with blocks of this or another process."""
 
     def __init__(self, device: Driver, max_bytes: int) -> None:
-        """Reserve addresses; memory comes with the blocks. Raises DeviceError, also if the device has none such."""
+        """Reserve addresses; memory comes with the blocks. Raises DeviceError, also if the device lacks such memory."""
         self._device = device
         supported, granularity, start = c_int(), c_size_t(), _POINTER()
         location = _Location(_ON_DEVICE, device.handle)

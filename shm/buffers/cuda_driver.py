@@ -152,7 +152,7 @@ class DriverContext:
 
 
 class DriverDevice(DriverContext):
-    """See `DeviceApi`."""
+    """A `DeviceApi` that calls the CUDA driver."""
 
     def allocate(self, num_bytes: int) -> int:
         pointer = _POINTER()

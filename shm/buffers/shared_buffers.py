@@ -30,7 +30,7 @@ class BufferGone(Exception):
 class _State(enum.Enum):
     FREE = enum.auto()
     HELD = enum.auto()
-    """The caller of `take` has it."""
+    """The caller of `take` holds it."""
     LENT = enum.auto()
     """A request has lent it to the backend."""
 

@@ -1,7 +1,7 @@
 """`BackendClient`: submit, stream, cancel.
 
-It connects the parts: `connection` finds the backend, `outbox` holds unsent messages, `open_streams` receives,
-`resubmission` carries streams over to the next backend.
+It connects the parts: `connection` finds the backend, `capacity` refuses requests, `outbox` holds unsent messages,
+`open_streams` receives, `resubmission` carries streams over to the next backend.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from penstock.shm.buffers.shared_buffers import BufferGone, BufferSlice, SharedBuffer, SharedBuffers
+from penstock.shm.client.capacity import BackendUnavailable, Capacity
 from penstock.shm.client.connection import BackendConnection, ConnectionEvents, Membership
 from penstock.shm.client.counters import ClientCounters
 from penstock.shm.client.held import HeldStreams
@@ -18,12 +19,10 @@ from penstock.shm.client.open_streams import OpenStreams
 from penstock.shm.client.outbox import Outbox
 from penstock.shm.client.pooled import PooledRequest, PooledStream
 from penstock.shm.client.reader_turns import ReaderTurns, no_group
-from penstock.shm.client.refusals import BackendUnavailable, Overloaded
 from penstock.shm.client.resubmission import Resubmission
 from penstock.shm.client.stream import TokenStream
 from penstock.shm.memory.ledger import Ledger
 from penstock.shm.messages import BufferContent, BufferKind, BufferRequest, ContentSpec, FailureCode, Finish, ModelCard
-from penstock.shm.process.retry_times import DrainRate, Outage, bounded_retry_after_s
 
 if TYPE_CHECKING:
     from array import array
@@ -37,12 +36,9 @@ if TYPE_CHECKING:
     from penstock.shm.memory.board import BackendBoard, FrontendBoard
     from penstock.shm.messages import Submit
 
-HEARTBEAT_LIMIT_S = 2.0
 _READY_POLL_S = 0.01
 _EXPIRY_GRACE_S = 0.1
 """The backend ends an expired stream on time. The client ends it this much later, if the backend is dead or hangs."""
-_FEW_PART = 8
-"""A tenant with fewer open streams here than one part in 8 of max_waiting may have a place in a full wait queue."""
 
 
 class BackendClient:
@@ -89,8 +85,6 @@ class BackendClient:
         )
         self._streams.on_shutting_down = self._wait_for_next_backend
         self._resubmission = Resubmission(self._streams, self._outbox, self._held, self._counters, resume_timeout_s)
-        self._drain_rate = DrainRate()
-        self._outage = Outage()
         self._next_send: asyncio.Handle | None = None
         self._membership = membership
         events = ConnectionEvents(
@@ -102,6 +96,7 @@ class BackendClient:
             wants_last_words=lambda: not membership.has_others(),
         )
         self._connection = BackendConnection(socket_path, self.ledger, buffers, open_device, events)
+        self._capacity = Capacity(socket_path, self._connection, self._streams, self._outbox, self._held)
 
     async def start(self) -> None:
         """Begin to connect, and return at once. The backend may start later."""
@@ -141,8 +136,7 @@ class BackendClient:
     @property
     def ready(self) -> bool:
         """Connected, not draining, and the heartbeat on the backend's board is younger than 2 s."""
-        board = self.backend_board
-        return board is not None and not board.draining and board.seconds_since_beat() < HEARTBEAT_LIMIT_S
+        return self._capacity.is_ready
 
     @property
     def retry_after_s(self) -> int:
@@ -151,17 +145,11 @@ class BackendClient:
         With a backend, the time in which its wait queue drains at the recent rate; without one, the time that the last
         outage took, or as long again as this one has lasted.
         """
-        session = self._connection.live_session
-        if session is None:
-            return self._outage.retry_after_s
-        board = session.backend_board
-        if not self.ready:
-            return bounded_retry_after_s(board.seconds_since_beat())
-        return self._drain_rate.retry_after_s(board.waiting, board.requests_finished)
+        return self._capacity.retry_after_s
 
     @property
     def board(self) -> FrontendBoard:
-        """This process's own numbers, since the present session began or the last one ended.
+        """This process's own numbers for the current session; between sessions, those since the last one ended.
 
         The backend adds up the boards of all its frontends. The user of this client writes what only it knows, such as
         latencies of responses. Read this attribute each time: the board changes with the session.
@@ -170,7 +158,7 @@ class BackendClient:
 
     @property
     def backend_board(self) -> BackendBoard | None:
-        """The board of the connected backend, until the connection ends; for reading only."""
+        """The board of the connected backend, read-only; valid until the connection ends."""
         session = self._connection.live_session
         return None if session is None else session.backend_board
 
@@ -238,14 +226,18 @@ class BackendClient:
         return stream
 
     async def wait_for_room(self) -> None:
-        """Return when a backend that has refused a pooled request because its wait queue was full has places again, or
-        is gone; at once if none has. Others may take the places first: then it refuses again."""
+        """Wait until a backend that refused a pooled request for a full wait queue has places again, or is gone.
+
+        Returns at once if none has refused. Others may take the places first: then it refuses again.
+        """
         await self._streams.room.wait()
 
     def check_capacity(self, tenant: bytes, *, may_share: bool) -> None:
-        """Raise what `submit` would raise now for want of a backend or of a place. Call it before the work that makes a
-        request's tokens."""
-        self._check_capacity(tenant, may_share=may_share, may_hold=True)
+        """Raise what `submit` would raise now for lack of a backend or of a place.
+
+        Call it before the work that makes a request's tokens.
+        """
+        self._capacity.check(tenant, may_share=may_share, may_hold=True)
 
     def submit_pooled(self, request: PooledRequest) -> PooledStream:
         """`submit` for a request whose result is a vector. It may share an equal one's computation. Raises as `submit`
@@ -261,7 +253,7 @@ class BackendClient:
         return list(self._streams)
 
     def give_streams(self, streams: Sequence[OpenStream]) -> list[OpenStream]:
-        """Give up those open streams that another client can `adopt`. A backend that still lives cancels them."""
+        """Give up the open streams that another client can `adopt`. A backend that still runs cancels them."""
         given = self._resubmission.give(streams, is_alive=self._connection.live_session is not None)
         self._send_soon()
         return given
@@ -271,11 +263,11 @@ class BackendClient:
         self._streams.fail_all()
 
     def inherit(self, predecessor: BackendClient) -> None:
-        """Add the numbers of a client that is closed: this one has taken its place."""
+        """Add the numbers of a closed client that this one replaces."""
         self._counters.add(predecessor.counters)
 
     def adopt(self, streams: Sequence[OpenStream], *, backend_died: bool) -> None:
-        """Continue the streams of another client. backend_died says that its backend died with them."""
+        """Continue the streams of another client. backend_died: that client's backend died with them."""
         for stream in streams:
             stream.move(self._next_request_id, self._abandon)
             self._next_request_id += 1
@@ -289,7 +281,7 @@ class BackendClient:
         """Tokens and message of the request, with its buffers lent, and whether it can be sent now."""
         is_question = not isinstance(request, PooledRequest) and not request.runs
         uses_buffers = isinstance(request.token_ids, BufferSlice) or output is not None
-        is_ready = self._check_capacity(
+        is_ready = self._capacity.check(
             request.tenant,
             may_share=request.is_shareable,
             may_hold=not (uses_buffers or is_question),
@@ -313,21 +305,6 @@ class BackendClient:
         else:
             self._held.hold(stream)
 
-    def _check_capacity(self, tenant: bytes, *, may_share: bool, may_hold: bool, has_begun: bool = False) -> bool:
-        """Whether a request can be sent now; otherwise it is to be held. Raises BackendUnavailable and Overloaded."""
-        session = self._connection.live_session
-        if session is None or not self.ready:
-            if not may_hold or not self._held.has_place(tenant):
-                raise BackendUnavailable(f"no backend is ready at {self._socket_path}")
-            return False
-        board = session.backend_board
-        self._drain_rate.note(board.requests_finished)
-        max_waiting = session.model.max_waiting
-        is_full = board.waiting >= max_waiting and not has_begun
-        if is_full and not self._may_be_taken(tenant, max_waiting, may_share=may_share):
-            raise Overloaded(self.retry_after_s, max_waiting)
-        return True
-
     def _wait_for_next_backend(self, stream: OpenStream) -> bool:
         """The backend refused the request because it ends. Keep it for the next one, if that is possible."""
         if stream.loans or not stream.submit.runs or not (self._held.is_enabled or self._membership.has_others()):
@@ -338,15 +315,6 @@ class BackendClient:
         else:
             self._held.hold(stream)
         return True
-
-    def _may_be_taken(self, tenant: bytes, max_waiting: int, *, may_share: bool) -> bool:
-        """Whether a backend with a full wait queue should look at the request. Only it knows whether there is an equal
-        one, and the share of the places that a tenant has.
-
-        Not while the link is full: requests that will be rejected must not pile up behind it.
-        """
-        has_few = self._streams.num_of(tenant) < max(1, max_waiting // _FEW_PART)
-        return (may_share or has_few) and not self._outbox.is_blocked
 
     def _abandon(self, stream: OpenStream, finish: Finish) -> None:
         """End the stream now, and cancel the request in the backend."""
@@ -361,7 +329,7 @@ class BackendClient:
     # Called by the connection
 
     def _attach(self, session: Session) -> None:
-        self._outage.end()
+        self._capacity.outage.end()
         self._counters.move_to(session.board)
         self._streams.buffers = session.buffers
         self._resubmission.stop_waiting()
@@ -372,7 +340,7 @@ class BackendClient:
             self._streams.fail_all()
 
     def _detach(self) -> None:
-        self._outage.begin()
+        self._capacity.outage.begin()
         # Shared buffers go with the session, and with them the streams that use some.
         self._streams.buffers = None
         self._streams.room.set()

@@ -40,7 +40,7 @@ class ConnectionEvents:
     """Callbacks, called in this order: one accept and one attach, any number of outputs and sends, one detach."""
 
     accept: Callable[[ModelCard], None]
-    """Raises Refused for a backend that is none of ours. Then nothing else is called."""
+    """Raises Refused for a backend that is not ours. Then nothing else is called."""
     attach: Callable[[Session], None]
     outputs: Callable[[Session, StepOutputs], Iterator[None]]
     """Handles a message in slices. Raises LinkBroken and ValueError to end the session."""
@@ -206,7 +206,7 @@ class BackendConnection:
             self._events.send()
 
     def _handle(self, session: Session, until_s: float) -> bool:
-        """Handle messages until a monotonic time. True when none is left. A broken session ends, and has none."""
+        """Handle messages until a monotonic time. True when none is left. A broken session ends and counts as empty."""
         try:
             while not self._is_broken:
                 for _ in self._unhandled:

@@ -1,4 +1,4 @@
-"""The numbers of this process, which outlive the boards that they are shown on."""
+"""The numbers of this process, which outlive the boards that show them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ClientCounters:
         self.board.requests_open = num_open
 
     def add(self, numbers: dict[str, int]) -> None:
-        """Add the totals of other counters, which count no longer."""
+        """Add the totals of counters that no longer count."""
         for name, value in numbers.items():
             self._counted_before[name] += value if name != "requests_open" else 0
 

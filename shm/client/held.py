@@ -23,8 +23,8 @@ _POLL_S = 0.05
 class HeldStreams:
     """Streams that no backend has received, oldest first.
 
-    While it holds any, it looks every 0.05 s whether the backend is ready, because the heartbeat is in shared memory.
-    It drops streams that have ended when it looks, and when their places are needed.
+    While it holds any, it checks every 0.05 s whether the backend is ready, because the heartbeat is in shared memory.
+    It drops ended streams at each check, and when their places are needed.
     """
 
     def __init__(
@@ -38,7 +38,10 @@ class HeldStreams:
         send: Callable[[], None],
     ) -> None:
         """A single tenant may have limit streams here, all tenants together twice as many: see `tenant_places`. 0 holds
-        none. After timeout_s a stream fails. send empties the outbox."""
+        none.
+
+        After timeout_s a stream fails. send empties the outbox.
+        """
         self._streams = streams
         self._outbox = outbox
         self._places = TenantPlaces(limit)
@@ -59,12 +62,14 @@ class HeldStreams:
         return self._places.has(tenant)
 
     def streams(self) -> set[OpenStream]:
-        """The streams that it holds, and some that have ended."""
+        """The held streams, and some that have ended."""
         return {stream for _, stream in self._held}
 
     def hold(self, stream: OpenStream) -> None:
-        """Hold the stream until a backend is ready. A new one needs a place; one that a backend has refused because it
-        ends does not."""
+        """Hold the stream until a backend is ready.
+
+        A new stream needs a place; one that an ending backend has refused does not.
+        """
         stream.is_queued = True
         self._places.take(stream.submit.tenant)
         self._held.append((time.monotonic() + self._timeout_s, stream))
@@ -72,11 +77,11 @@ class HeldStreams:
             self._poll = asyncio.get_running_loop().call_later(_POLL_S, self._look)
 
     def forget(self, streams: Collection[OpenStream]) -> None:
-        """Another client submits these streams. Their number may be large: this looks at each held stream once."""
+        """Drop streams that another client submits. Their number may be large: this looks at each held stream once."""
         self._keep(lambda stream: stream not in streams)
 
     def clear(self) -> None:
-        """Call when another part submits the open streams, or has ended them."""
+        """Call when something else submits the open streams, or has ended them."""
         while self._held:
             self._take_oldest()
         if self._poll is not None:

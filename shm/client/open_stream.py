@@ -1,4 +1,4 @@
-"""The common part of the streams of open requests, whether they bring tokens or vectors."""
+"""The common part of the streams of open requests, whether they deliver tokens or vectors."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class OpenStream:
         return self.finish is not Finish.NONE
 
     def cancel(self, keep: Keep = Keep.NOTHING) -> None:
-        """Idempotent; frees the request in the backend, but for what a lingering one keeps. The stream ends with finish
+        """Idempotent. Frees the request in the backend, except what a lingering one keeps. The stream ends with finish
         CANCELLED."""
         if self.finish is Finish.NONE:
             self.keep = keep
@@ -137,8 +137,10 @@ class OpenStream:
         self._abandon(self, Finish.EXPIRED)
 
     def move(self, request_id: int, abandon: Callable[[OpenStream, Finish], None]) -> None:
-        """Belong to another client from now on. The id is new there: the old backend's late messages must not reach the
-        stream, should it come back."""
+        """Belong to another client from now on.
+
+        The id is new there: late messages of the old backend must not reach the stream if it comes back.
+        """
         self.submit = msgspec.structs.replace(self.submit, request_id=request_id)
         self._abandon = abandon
         self.num_moves += 1
@@ -158,7 +160,7 @@ class OpenStream:
         return [ref for ref in (self.submit.tokens, self.submit.output) if isinstance(ref, BufferRef)]
 
     def mark_admitted(self) -> None:
-        """Claim its old place: from now on the backend queues it by the time at which it was submitted."""
+        """Ask the backend to queue it by the time at which it was first submitted."""
         if not self.submit.admitted_ns:
             self.submit = msgspec.structs.replace(self.submit, admitted_ns=self.submitted_ns)
 

@@ -69,7 +69,7 @@ class OpenStreams:
         stream.end(finish)
 
     def remove(self, stream: OpenStream) -> None:
-        """The stream stays open, and belongs to another client."""
+        """The stream stays open and belongs to another client."""
         self._forget(stream)
         self._counters.board.requests_open = len(self._streams)
 
@@ -111,7 +111,7 @@ class OpenStreams:
         yield from self._dispatch_tokens(outputs, request_ids)
 
     def _dispatch_notes(self, outputs: StepOutputs) -> None:
-        """Apply the parts of a message that most messages do not have."""
+        """Apply the parts of a message that most messages lack."""
         streams = self._streams
         for started in outputs.started:
             stream = streams.get(started.request_id)
@@ -193,7 +193,8 @@ class OpenStreams:
                 self.finish(stream, Finish(finish))
 
     def _count_tokens(self, num_by_stream: dict[TokenStream, int], now_ns: int) -> None:
-        """Tokens that arrive together share the time since the token before them, if there is one."""
+        """Count tokens and their gaps. Tokens that arrive together share the time since the token before them, if there
+        is one."""
         self._counters.board.tokens_streamed += sum(num_by_stream.values())
         num_by_gap_us: dict[int, int] = {}  # few entries: most streams of a message got their last token together
         for stream, num_tokens in num_by_stream.items():

@@ -43,7 +43,7 @@ class Outbox:
         self._items.append((request_id, keep))
 
     def forget(self, streams: Collection[OpenStream]) -> None:
-        """Another client submits these streams."""
+        """Drop streams that another client submits."""
         self._items = deque(item for item in self._items if isinstance(item, tuple) or item not in streams)
 
     def clear(self) -> None:
@@ -51,7 +51,8 @@ class Outbox:
         self.is_blocked = False
 
     def send(self, session: Session) -> bool:
-        """Send until the link takes no more, _MAX_AT_ONCE messages at most. True if that left some to send at once."""
+        """Send until the link takes no more, at most _MAX_AT_ONCE messages. Return whether some are left to send at
+        once."""
         for _ in range(_MAX_AT_ONCE):
             if not self._items:
                 self.is_blocked = False

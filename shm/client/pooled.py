@@ -26,8 +26,10 @@ _PER_TOKEN = frozenset(["token_embed", "token_classify"])
 
 @dataclass(slots=True)
 class PooledRequest:
-    """A text, or a pair of texts, and the kind of vector to compute of it. Fields without a description here mean the
-    same as in `Submit` and `Pooled`."""
+    """A text, or a pair of texts, and the kind of vector to compute from it.
+
+    Fields without a description here mean the same as in `Submit` and `Pooled`.
+    """
 
     token_ids: Sequence[int] | BufferSlice
     """The whole input, special tokens included, or the buffer of tokens that holds it."""
@@ -42,20 +44,23 @@ class PooledRequest:
     deadline_s: float | None = None
     """time.monotonic() at which the stream ends EXPIRED, wherever it is."""
     group: int = 0
-    """Inputs of one request have the same number, at least 1: they take turns with other requests of the tenant in the
-    backend, and with other streams of this client in being read. 0 for a request with one input."""
+    """Inputs of one request share a number, at least 1; 0 for a request with one input.
+
+    A group takes turns with other requests of the tenant in the backend, and with other streams of this client when
+    results are read.
+    """
     may_share: bool = True
     """The backend may compute it once for this and equal inputs, and may answer from its cache."""
     has_begun: bool = False
-    """Other inputs of its request have been computed. Then a full backend is asked even if its board says that it is
-    full: after its refusal it tells when it has room (`BackendClient.wait_for_room`)."""
+    """Other inputs of its request have been computed. Then a full backend is asked even if its board shows a full wait
+    queue: after it refuses, it reports when it has room (`BackendClient.wait_for_room`)."""
 
     @property
     def is_shareable(self) -> bool:
         return self.may_share
 
     def prompt_tokens(self) -> array[int]:
-        """See `request.prompt_tokens`. Raises ValueError."""
+        """Return the input's ids (`request.prompt_tokens`). Raises ValueError."""
         if isinstance(self.token_ids, BufferSlice) and self.token_ids.content is not BufferContent.TOKENS:
             raise ValueError(f"token_ids.content is {self.token_ids.content.name}; a pooled request takes TOKENS")
         return prompt_tokens(self.token_ids)
@@ -119,7 +124,7 @@ class PooledFailed(Exception):
 
 
 class PooledStream(OpenStream):
-    """The result of one request, which comes whole."""
+    """The result of one request, delivered whole."""
 
     __slots__ = ("_indices", "_num_values", "_num_vectors", "_pooled", "_values")
 

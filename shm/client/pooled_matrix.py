@@ -6,8 +6,8 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from penstock.shm.client.capacity import Overloaded
 from penstock.shm.client.pooled import PooledFailed
-from penstock.shm.client.refusals import Overloaded
 from penstock.shm.messages import FailureCode
 
 if TYPE_CHECKING:
@@ -22,10 +22,12 @@ async def pool_into(
 ) -> None:
     """Write each request's vector to its row of matrix, which is writable and contiguous: float32 [requests, width].
 
-    max_open requests are with the backend at a time, so that others find places beside them. Give all of them one
-    group. Once the first vector has come, a full backend delays the others. Raises ValueError for a matrix that does
-    not fit, PooledFailed, and before the first vector what `BackendClient.submit_pooled` raises while none is open;
-    then the others are cancelled.
+    At most max_open requests are with the backend at a time, so that other clients find places. Give all requests one
+    group.
+
+    Before the first vector, a refusal raises what `BackendClient.submit_pooled` raises, and the other requests are
+    cancelled. After it, a full backend only delays the rest. Raises ValueError for a matrix that does not fit, and
+    PooledFailed.
     """
     rows = matrix.cast("B")
     row_bytes, left_bytes = divmod(len(rows), max(1, len(requests)))

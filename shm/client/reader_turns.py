@@ -1,4 +1,4 @@
-"""Wakes the readers of streams a few at a time, so that many of them never hold the event loop for long."""
+"""Wakes the readers of streams a few at a time, so that many readers never hold the event loop for long."""
 
 from __future__ import annotations
 
@@ -85,5 +85,5 @@ class ReaderTurns:
 
 
 def no_group(submit: Submit) -> int:
-    """The group of a stream that is read alone: no caller's number."""
+    """The group of a stream that is read alone: a number that no caller uses."""
     return -submit.request_id - 1

@@ -88,7 +88,7 @@ class GenerationRequest:
 
     @property
     def runs(self) -> bool:
-        """See `Submit.runs`."""
+        """Whether it runs (`Submit.runs`)."""
         is_quote = self.quote is not None and self.quote.purpose == "quote"
         return self.cancels is None and self.asks is None and not is_quote
 
@@ -104,7 +104,7 @@ class GenerationRequest:
         return isinstance(prompt, BufferSlice) and prompt.content is BufferContent.PROMPT_EMBEDDINGS
 
     def prompt_tokens(self) -> array[int]:
-        """See `prompt_tokens` below. Raises ValueError."""
+        """Return the prompt's ids (`request.prompt_tokens`). Raises ValueError."""
         if self._has_embeddings and self.num_prompt_logprobs >= 0:
             raise ValueError(f"num_prompt_logprobs is {self.num_prompt_logprobs}; with embeddings only -1 is allowed")
         return prompt_tokens(self.token_ids)

@@ -1,4 +1,4 @@
-"""Open streams survive their backend: the next one with the same model receives prompt and tokens so far.
+"""Lets open streams survive their backend: the next one with the same model receives the prompt and the tokens so far.
 
 Sampling depends on the position, not on history, so the continuation is the same.
 """
@@ -25,7 +25,7 @@ logger = logging.getLogger("penstock.client")
 
 _SUSPECT_AFTER_RESTARTS = 2
 _MAX_RESTARTS_WITHOUT_PROGRESS = 4
-"""A request that has been with more dead backends than this, without a token in between, is given up."""
+"""A request is given up when more backends than this have died with it in a row and none gave it a token."""
 
 
 class Resubmission:
@@ -75,7 +75,7 @@ class Resubmission:
         self.take_over(self._streams, backend_died=True)
 
     def take_over(self, streams: Iterable[OpenStream], *, backend_died: bool) -> None:
-        """Queue streams that another backend began, or was to begin. backend_died says that it died with them."""
+        """Queue streams that another client's backend had or was about to receive. backend_died: it died with them."""
         suspects = list(self._suspects)
         for stream in streams:
             is_first_time = not stream.submit.admitted_ns and stream.is_queued
@@ -100,7 +100,7 @@ class Resubmission:
         self._suspects = deque(sorted(suspects, key=lambda stream: stream.restarts_without_progress))
 
     def give(self, streams: Iterable[OpenStream], *, is_alive: bool) -> list[OpenStream]:
-        """Remove those open streams that another client can continue. If the backend is alive, it cancels them."""
+        """Remove the open streams that another client can continue. If the backend is alive, it cancels them."""
         given = {stream: None for stream in streams if not stream.loans}
         for stream in given:
             if is_alive and not stream.is_queued:

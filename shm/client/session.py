@@ -88,7 +88,7 @@ class Session:
 
     @property
     def needs_drain(self) -> bool:
-        """See `FrontendLink.needs_drain`."""
+        """Whether messages may wait unnoticed (`FrontendLink.needs_drain`)."""
         return self._link.needs_drain
 
     @property

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 
 class LogprobEntry(msgspec.Struct, frozen=True, gc=False):
-    """One token's log probability and rank, and the most likely tokens at its position, in falling order, or those that
-    the request names. The garbage collector does not visit it: answers have many."""
+    """A token's log probability and rank, and those of other tokens at its position.
+
+    The others are the most likely ones, in falling order, or those that the request names. The garbage collector does
+    not visit this class: answers have many.
+    """
 
     logprob: float
     rank: int
@@ -43,7 +46,7 @@ class TokenBatch:
     failure_limit: int = 0
     failure_text: str = ""
     retry_after_s: int = 0
-    """With the failure OVERLOADED; 0 if the backend gives no time, see `BackendClient.retry_after_s`."""
+    """With the failure OVERLOADED; 0 if the backend gives no time (see `BackendClient.retry_after_s`)."""
     logprobs: list[LogprobEntry] | None = None
     """One entry per token id; None unless the request asks for log probabilities."""
     progress: Progress | None = None
@@ -109,7 +112,7 @@ class TokenStream(OpenStream):
         return self._delivered < len(self.tokens) or self.finish is not Finish.NONE or self.progress is not None
 
     def note_progress(self, progress: Progress) -> None:
-        """Called by the client."""
+        """Store the latest progress. Called by the client."""
         if not self.has_tokens:
             self.progress = progress
             if self.is_waiting:

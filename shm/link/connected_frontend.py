@@ -130,7 +130,7 @@ class ConnectedFrontend:
         self._mappings.close()
 
     def copy_tokens(self, submit: Submit) -> bytes:
-        """The submission's tokens: whole, and at least the prompt.
+        """The submission's tokens: all of them, and at least the prompt.
 
         Raises DescriptorError, WireError, and LoanError for a shared buffer that does not hold them.
         """
@@ -205,12 +205,12 @@ class ConnectedFrontend:
 
     @property
     def is_due(self) -> bool:
-        """The unsent events include an urgent one, or have been held long enough."""
+        """Whether the unsent events include an urgent one, or have been held long enough."""
         held_s = 0.0 if self._held_since_s is None else time.monotonic() - self._held_since_s
         return self._is_urgent or held_s >= _MAX_HOLD_S
 
     def _hold(self) -> None:
-        """An event was added that may be held."""
+        """Note that an event was added that may be held."""
         if self._held_since_s is None:
             self._held_since_s = time.monotonic()
 
@@ -241,7 +241,7 @@ class ConnectedFrontend:
             self._progress.append(progress)
 
     def add_answer(self, answer: Quote | StreamRecord) -> None:
-        """The event that ends its request is the next to be added."""
+        """Add an answer. The next event added must be the one that ends its request."""
         if isinstance(answer, Quote):
             self._quotes.append(answer)
         else:
@@ -252,7 +252,7 @@ class ConnectedFrontend:
         self._prompt_logprobs.append(PromptLogprobs(request_id, (entry,)))
 
     def add_vectors(self, parts: Iterable[VectorPart]) -> None:
-        """Parts of one result. The event that ends its request is the next to be added."""
+        """Add all parts of one result. The next event added must be the one that ends its request."""
         number = self._num_sent + len(self._finishes)
         self._vectors.extend((number, part) for part in parts)
 
@@ -267,11 +267,11 @@ class ConnectedFrontend:
         self._finishes += bytes(len(token_ids))
 
     def add_preemption(self, request_id: int) -> None:
-        """It is sent with the next events."""
+        """Add a note that is sent with the next events."""
         self._preempted.append(request_id)
 
     def add_room(self) -> None:
-        """See `StepOutputs.has_room`."""
+        """Add a note that the wait queue has places again (`StepOutputs.has_room`)."""
         self._is_urgent = self._has_room = True
 
     def next_outputs(self) -> StepOutputs:
@@ -312,8 +312,11 @@ class ConnectedFrontend:
         return len(self._vectors)
 
     def _num_next(self) -> int:
-        """Number of events in the next message. Log probabilities limit it; those of prompts go first. So do vectors:
-        none comes after its event."""
+        """Number of events in the next message.
+
+        The limit on log probabilities applies to it, and those of prompts go first. No part of a vector may come after
+        its event.
+        """
         num_left = MAX_LOGPROBS_PER_MESSAGE - len(self._prompt_logprobs)
         if num_left <= 0:
             return 0

@@ -39,7 +39,7 @@ class FrontendTable:
         credit: int,
         exporter: BufferExporter | None,
     ) -> None:
-        """All stay the caller's. message_socket_fd (O_PATH) reaches the socket that receives messages."""
+        """All arguments stay the caller's. message_socket_fd (O_PATH) reaches the socket that receives messages."""
         self._rendezvous = rendezvous
         self._message_socket_fd = message_socket_fd
         self._card = card
@@ -54,7 +54,7 @@ class FrontendTable:
         self.by_identity: dict[bytes, ConnectedFrontend] = {}
 
     def turn(self) -> list[ConnectedFrontend]:
-        """Welcome who has arrived. Returns the frontends that have died, still in the table; never blocks."""
+        """Welcome frontends that have arrived. Returns those that have died, still in the table; never blocks."""
         arrived, ended = self._rendezvous.turn()
         died = [frontend for connection in arrived if (frontend := self._welcome(connection)) is not None]
         died += [frontend for frontend in self.by_epoch.values() if frontend.connection in ended]

@@ -1,4 +1,4 @@
-"""Tells routers which pages of the KV cache hold what, in the format of vLLM's KV events.
+"""Tells routers which pages of the KV cache hold which tokens, in the format of vLLM's KV events.
 
 Each message has three frames: topic, sequence number (8 bytes, big-endian), and a msgpack array of time, events and
 rank. llm-d's indexer and other cache-aware routers subscribe. See
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _MAX_QUEUED_MESSAGES = 1000
-"""Of a subscriber that reads slowly. It then misses messages, and sees that from their numbers."""
+"""Messages that wait for a slow subscriber. It misses those beyond, and sees the gap in their numbers."""
 _HASH_BYTES = 8
-"""Of a page's hash: the format's integers have 64 bits."""
+"""Bytes of a page's hash that are sent: the format's integers have 64 bits."""
 
 
 class _Stored(Struct, frozen=True, array_like=True, tag="BlockStored"):
@@ -48,7 +48,8 @@ class KvEventPublisher:
     def __init__(
         self, endpoint: str, topic: str, page_size_tokens: int, *, medium: str, clock: Callable[[], float] = time.time
     ) -> None:
-        """endpoint: of ZeroMQ, such as tcp://*:5557, to bind. medium: "CPU" or "GPU". Raises CannotPublish."""
+        """endpoint is a ZeroMQ address to bind, such as tcp://*:5557. medium is "CPU" or "GPU". Raises
+        CannotPublish."""
         self._topic = topic.encode()
         self._page_size_tokens = page_size_tokens
         self._medium = medium
@@ -68,12 +69,15 @@ class KvEventPublisher:
 
     @property
     def endpoint(self) -> str:
-        """The bound one: with the port that the system chose, if it did."""
+        """The bound endpoint, with the port that the system chose if none was given."""
         return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def note_stored(self, page_hash: bytes, parent_hash: bytes, salt: bytes, content: bytes) -> None:
-        """A full page can be found. parent_hash: the page before it, of a first page the salt. content: int32
-        tokens."""
+        """Note that a full page can be found from now on.
+
+        parent_hash is the hash of the page before it, or the salt for a first page. content is the page's tokens
+        (int32).
+        """
         parent = None if parent_hash == salt else _number(parent_hash)
         tokens = array("i", content)
         last = self._events[-1] if self._events else None

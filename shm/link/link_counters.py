@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class LinkCounters:
-    """They only grow."""
+    """Counts that only grow."""
 
     messages_in: int = 0
     messages_out: int = 0
@@ -19,7 +19,7 @@ class LinkCounters:
     blocked_sends: int = 0
     """Sends that ZeroMQ refused although there was credit: a bug of ours."""
     unreachable: int = 0
-    """Sends to frontends whose connection had ended before their death was noticed."""
+    """Sends to frontends whose connection had ended before the backend noticed their death."""
     stalled: int = 0
     """Frontends disconnected because they returned no credit in time."""
     expelled: int = 0

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 MAX_PATH_BYTES = 107
 """Linux's limit for the path of a Unix socket."""
 MAX_NAME_BYTES = MAX_PATH_BYTES - len("/proc/self/fd/2147483647/..messages")
-"""Limit of the path's last part: sockets are bound and connected through the directory's fd, one with a suffix."""
+"""Limit of the path's last part. Sockets are bound and connected through the directory's fd, one of them
+with a suffix."""
 
 LOCK_SUFFIX = ".lock"
 _BACKLOG = 128
@@ -156,15 +157,19 @@ def connectable_path(socket_fd: int) -> str:
 
 
 def take_over(path: Path, new_path: Path) -> None:
-    """Give the path to the backend that listens at new_path, in the same directory. Whoever connects from now on meets
-    that one; the connections of the other stay. Raises OSError."""
+    """Give the path to the backend that listens at new_path, in the same directory.
+
+    New connections reach that backend; existing connections stay. Raises OSError.
+    """
     os.rename(new_path, path)
     os.rename(new_path.with_name(new_path.name + LOCK_SUFFIX), path.with_name(path.name + LOCK_SUFFIX))
 
 
 def holder_pid(path: Path) -> int | None:
-    """The pid of the backend that the path belongs to, dead or alive; None if there was none. It may belong to another
-    one a moment later."""
+    """The pid of the backend that the path belongs to, dead or alive; None if there was none.
+
+    The path may belong to another backend a moment later.
+    """
     try:
         return int(path.with_name(path.name + LOCK_SUFFIX).read_bytes()[:_MAX_PID_BYTES] or 0) or None
     except (OSError, ValueError):

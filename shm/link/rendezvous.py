@@ -130,7 +130,7 @@ class Rendezvous:
                 self.refuse(connection, f"{self._max_connections} frontends are connected already")
 
     def _hello(self, connection: ControlConnection) -> bool:
-        """Whether the connection has sent a Hello that we can answer with a welcome."""
+        """Whether the connection has sent a Hello to answer with a welcome."""
         try:
             data, _, flags, _ = connection.socket.recvmsg(_MAX_HELLO_BYTES)
         except BlockingIOError:

@@ -314,9 +314,9 @@ class BackendBoard(Board, totals_of=FrontendBoard):
     held_weights_bytes: int
     """Packed weights in memory that outlives the backend."""
     held_weights_mapped: int
-    """1 if it found them there; 0 if it has loaded them."""
+    """1 if it found packed weights there, 0 if it loaded them."""
     held_weights_checks: int
-    """Blocks of them that were compared with their checksums."""
+    """Blocks of packed weights that were compared with their checksums."""
     frontends: int
     """Connected now."""
     token_step_us: int
@@ -342,7 +342,7 @@ class BackendBoard(Board, totals_of=FrontendBoard):
 
     @property
     def digest(self) -> PageDigest | None:
-        """Of the pages that can be found; None for a model without pages."""
+        """The digest of the pages that can be found; None for a model without pages."""
         if self._digest is None:
             self._digest = PageDigest.read(self.behind)
         return self._digest

@@ -1,7 +1,7 @@
-"""A place for file descriptors that outlives the processes that leave and find them.
+"""A place for file descriptors, which outlives the processes that leave and find them.
 
-They are in a message that nobody takes out of a socket pair: the kernel keeps the message, and the descriptors in it,
-as long as any process has the pair open. Finders look at the message and get descriptors of their own.
+They are in a message that stays in a socket pair: the kernel keeps the message, and the descriptors in it, as long as
+any process has the pair open. Finders look at the message without taking it, and get descriptors of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ MAX_FDS = 64
 
 
 class FdMailbox:
-    """One of any number of users in several processes. All of them are trusted with the content."""
+    """One user's end; there may be any number of users, in several processes. All of them are trusted with
+    the content."""
 
     def __init__(self, inlet: socket.socket, outlet: socket.socket) -> None:
         self._inlet, self._outlet = inlet, outlet
@@ -44,11 +45,11 @@ class FdMailbox:
 
     @property
     def fds(self) -> tuple[int, int]:
-        """A child that inherits them opens the mailbox with them."""
+        """The fds with which a child that inherits them opens the mailbox."""
         return self._inlet.fileno(), self._outlet.fileno()
 
     def find(self) -> tuple[int, ...]:
-        """New fds of what was left last, which the caller closes; none if nothing was."""
+        """New fds of the latest content, which the caller closes; empty if there is none."""
         return self._receive(socket.MSG_PEEK)
 
     def leave(self, fds: Sequence[int]) -> None:
@@ -59,7 +60,7 @@ class FdMailbox:
         socket.send_fds(self._inlet, [_MESSAGE], fds)
 
     def clear(self) -> None:
-        """Other processes keep what they have found."""
+        """Empty the mailbox. Other processes keep what they have found."""
         while fds := self._receive(0):
             close_all(fds)
 
@@ -79,8 +80,9 @@ class FdMailbox:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes, not other threads, from entering. A process that dies leaves."""
-        # A lock of fcntl belongs to the process; one of flock would belong to all that have inherited the sockets.
+        """Keep other processes, but not other threads, from entering the block. A process that dies
+        releases the lock."""
+        # An fcntl lock belongs to the process; a flock lock would belong to all that inherited the sockets.
         fcntl.lockf(self._outlet, fcntl.LOCK_EX)
         try:
             yield

@@ -1,4 +1,5 @@
-"""Which models are awake, and who uses them: memory shared by the process that starts backends and the workers."""
+"""Shared memory that says which models are awake and who uses them, for the workers and the process that starts
+backends."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 MAX_MODELS = 256
-"""Models of one server. Each takes a client in every worker."""
+"""Models of one server. Each needs a client in every worker."""
 _ROW_WORDS = 40
 _STATE, _SINCE_NS, _WAKE_US, _FAILURES, _RETRY_NS, _REASON_BYTES, _REASON = range(7)
 _OPEN, _USED_NS, _UNLOAD_NS = range(3)
@@ -20,7 +21,7 @@ _MAX_REASON_BYTES = 8 * (_ROW_WORDS - _REASON)
 
 
 class ModelState(enum.IntEnum):
-    """The numbers are in shared memory."""
+    """A model's state. The numbers are in shared memory."""
 
     ASLEEP = 0
     STARTING = 1
@@ -32,8 +33,10 @@ class ModelState(enum.IntEnum):
 
 
 class ModelTable(WorkerTable):
-    """A row for each model in the part of each worker, which counts its open requests, and one in the last part, the
-    owner's, which has the model's state. Each process writes its own part only."""
+    """A table with one part for each worker, which counts its open requests by model, and one for the owner.
+
+    The owner's part has each model's state. Each process writes its own part only.
+    """
 
     label = "penstock-models"
     words_per_worker = _ROW_WORDS * MAX_MODELS
@@ -66,11 +69,11 @@ class ModelTable(WorkerTable):
         return sum(self.words[row + _OPEN] for row in rows), max(self.words[row + _USED_NS] for row in rows)
 
     def ask_to_sleep(self, model: int) -> None:
-        """Let the model fall asleep, if no request needs it when the owner looks."""
+        """Ask that the model go to sleep, if no request needs it when the owner looks."""
         self.words[self.own_start + _ROW_WORDS * model + _UNLOAD_NS] = time.monotonic_ns()
 
     def asked_ns(self, model: int) -> int:
-        """Return when a worker last asked that the model sleeps; 0 is never."""
+        """Return when a worker last asked that the model sleep; 0 if never."""
         return max(self.words[start + _ROW_WORDS * model + _UNLOAD_NS] for start in self.starts[:-1])
 
     # Written by the owner
@@ -83,7 +86,7 @@ class ModelTable(WorkerTable):
         self.words[row + _STATE] = state
 
     def fail(self, model: int, reason: str, retry_after_s: float) -> None:
-        """Say why the model cannot be loaded, and when the next attempt may begin. It is asleep then."""
+        """Record why the model cannot be loaded, and when the next attempt may begin. The model is asleep then."""
         row = self._owner_row(model)
         text = reason.encode()[:_MAX_REASON_BYTES]
         words = memoryview(text.ljust(_MAX_REASON_BYTES, b"\0")).cast("Q")

@@ -1,7 +1,7 @@
-"""Which full pages of a backend's KV cache can be found now: a table of their names behind its board.
+"""Names of the full pages in a backend's KV cache that can be found now: a table behind its board.
 
-One process writes it, any reads it. It is a hint: a name overwrites another one of the same word, and a page may be
-evicted while a reader looks. That costs computing again, never a wrong answer.
+One process writes it, any process reads it. It is a hint: a name overwrites another one of the same word, and a page
+may be evicted while a reader looks. A wrong hint costs recomputation, never a wrong answer.
 
 A name is 63 bits of a chain of hashes over the tokens of a page and all before it, which begins with the tenant's salt.
 Backends of one model have the same names for the same tokens.
@@ -24,7 +24,7 @@ _NAME_BYTES = 8
 _WORDS_PER_PAGE = 2
 _MAX_WORDS = 1 << 18
 _MAX_PAGES = 256
-"""Pages of a prompt that are named: each costs about a microsecond."""
+"""Named pages of a prompt, at most: each costs about a microsecond."""
 
 
 class PageDigest:
@@ -38,7 +38,7 @@ class PageDigest:
 
     @classmethod
     def read(cls, memory: memoryview) -> Self | None:
-        """None if there is no table in this memory, as behind the board of a model without pages."""
+        """Return the table; None if this memory has none, as behind the board of a model without pages."""
         if len(memory) < _HEADER_BYTES:
             return None
         magic, page_size_tokens, num_words = _HEADER.unpack_from(memory)
@@ -48,9 +48,9 @@ class PageDigest:
         return cls(page_size_tokens, memory[_HEADER_BYTES : _HEADER_BYTES + 8 * num_words].cast("Q"))
 
     def num_cached_tokens(self, names: Sequence[int]) -> int:
-        """The tokens of a prompt up to its last page that can be found. names are those of `page_names`.
+        """The number of tokens up to the prompt's last page that can be found. names come from `page_names`.
 
-        Pages before that one are not looked for: a word may have been overwritten, and they are evicted last.
+        Earlier pages are not looked up: their word may have been overwritten, and they are evicted last.
         """
         for index in range(len(names) - 1, -1, -1):
             if self._words[names[index] & self._mask] == names[index]:
@@ -74,7 +74,7 @@ class PageDigestWriter:
         """By page hash."""
 
     def note_stored(self, page_hash: bytes, parent_hash: bytes, salt: bytes, content: bytes) -> None:
-        """A page whose parent is gone gets no name: nobody finds it from the beginning of a prompt."""
+        """Add a page. One whose parent is gone gets no name: nobody finds it from the beginning of a prompt."""
         if parent_hash == salt:
             parent = _first(salt)
         elif (number := self._names.get(parent_hash)) is not None:
@@ -94,15 +94,17 @@ class PageDigestWriter:
 
 
 def digest_bytes(num_pages: int) -> int:
-    """Memory for the names of so many pages, at most 2 MiB; 0 without pages."""
+    """Size of a table for this many pages, at most 2 MiB; 0 without pages."""
     if not num_pages:
         return 0
     return _HEADER_BYTES + 8 * min(_MAX_WORDS, 1 << (_WORDS_PER_PAGE * num_pages - 1).bit_length())
 
 
 def page_names(tokens: array[int], salt: bytes, page_size_tokens: int) -> list[int]:
-    """The names of the prompt's beginnings in full pages, shortest first; of the first 256 pages. The last token is
-    left out: it is always computed."""
+    """The names of the prompt's beginnings in full pages, shortest first, for at most 256 pages.
+
+    The last token is left out: it is always computed.
+    """
     parent, names = _first(salt), []
     for end in range(page_size_tokens, min(len(tokens) - 1, _MAX_PAGES * page_size_tokens) + 1, page_size_tokens):
         name = _name(parent, tokens[end - page_size_tokens : end].tobytes())
@@ -116,6 +118,6 @@ def _first(salt: bytes) -> bytes:
 
 
 def _name(parent: bytes, content: bytes) -> int:
-    """Never 0, which is an empty word."""
+    """A page's name; never 0, which marks an empty word."""
     digest = blake2b(content, digest_size=_NAME_BYTES, key=parent).digest()
     return int.from_bytes(digest, "little") >> 1 | 1 << 63

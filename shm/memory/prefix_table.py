@@ -1,7 +1,7 @@
 """Remembers which replica has received which beginning of a prompt: a fixed number of words, which workers share.
 
-It is a hint. A replica may have evicted the pages, and another prefix may have overwritten an entry: that costs
-computing again, never a wrong answer.
+It is a hint. A replica may have evicted the pages, and another prefix may have overwritten an entry. A wrong hint costs
+recomputation, never a wrong answer.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MAX_REPLICAS = 255
 
 
 class Owner(NamedTuple):
-    """The replica that received a prefix. generation differs, most likely, in the replica's next life: then its pages
-    are gone."""
+    """The replica that received a prefix. generation most likely differs in the replica's next life: then its pages are
+    gone."""
 
     replica: int
     generation: int
@@ -78,7 +78,7 @@ class PrefixTable:
         return names
 
     def name_of(self, tokens: array[int], salt: bytes, settings: bytes) -> int:
-        """The name of a whole request: equal requests have the same."""
+        """The name of a whole request: equal requests have the same name."""
         digest = blake2b(salt.ljust(16, b"\0"), digest_size=8, key=self._key)
         digest.update(len(settings).to_bytes(8, "little"))
         digest.update(settings)

@@ -2,11 +2,11 @@
 
 Positions count bytes since the ring was made and never wrap. The writer copies a record and then publishes the position
 behind it. A reader copies what is published and then drops what the writer may have overwritten meanwhile. The ring
-consists of blocks, and no record crosses the end of one, so a reader can begin at any block. What a writer has written
-stays readable after its death; the next writer goes on behind it.
+consists of blocks, and no record crosses the end of one, so a reader can begin at any block. Records stay readable
+after their writer's death, and the next writer continues behind them.
 
 A record begins with its length in bytes (32 bits), a multiple of 8. The length 0 means that the rest of the block is
-unused. Beside the records there is a note of the last writer, such as who it is, which is never overwritten by them.
+unused. A note of the last writer, such as its identity, is kept beside the records; they never overwrite it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _LENGTH = struct.Struct("<I")
 _UNUSED = bytes(_LENGTH.size)
 _ALIGNMENT = 8
 _AHEAD_BYTES = 2 * BLOCK_BYTES
-"""At most this much behind the published position may be overwritten already: the rest of a block, and a record."""
+"""At most this much before the published position may already be overwritten: the rest of a block, and a record."""
 
 
 def create_fd(num_bytes: int) -> int:
     """An fd of an empty ring, for `RingWriter` and `RingReader`; the caller closes it. Raises OSError: no memory.
 
-    num_bytes is at least MIN_RING_BYTES. Whole blocks of it hold records.
+    num_bytes is at least MIN_RING_BYTES. Records fill whole blocks of it.
     """
     if num_bytes < MIN_RING_BYTES:
         raise ValueError(f"a ring of {num_bytes} bytes; the smallest has {MIN_RING_BYTES}")
@@ -74,7 +74,7 @@ class _Ring:
 
 
 class RingWriter(_Ring):
-    """The only writer. It goes on in the block behind the records of an earlier writer."""
+    """The only writer. It continues in the block behind an earlier writer's records."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd, writable=True)
@@ -121,7 +121,7 @@ class Stretch:
     """All records between two positions."""
 
     begin: int
-    """After the position asked for, if the records in between have been overwritten."""
+    """Later than the requested position if the records in between have been overwritten."""
     end: int
     """Position from which to read on."""
     records: list[bytes]
@@ -146,11 +146,12 @@ class RingReader(_Ring):
         return note if zlib.crc32(note) == crc else b""
 
     def read(self, begin: int = 0) -> Stretch:
-        """Return the records from a position on at which one begins; with 0 all that have not been overwritten."""
+        """Return the records from a position on, at which a record begins; with 0, all that have not been
+        overwritten."""
         end = self.written
         begin = position = max(begin, self._oldest(end))
         data = self._copy(begin, end)
-        oldest = min(self._oldest(self.written), end)  # by now
+        oldest = min(self._oldest(self.written), end)  # the oldest that is still whole
         records = []
         while position < end:
             block_end = (position // BLOCK_BYTES + 1) * BLOCK_BYTES
@@ -166,7 +167,7 @@ class RingReader(_Ring):
         return Stretch(max(begin, oldest), end, records)
 
     def _oldest(self, written: int) -> int:
-        """The first block whose records cannot be overwritten while this much is written."""
+        """The first block whose records cannot be overwritten while the written position is this one."""
         overwritten = written + _AHEAD_BYTES - self.num_bytes
         return max(0, -(-overwritten // BLOCK_BYTES) * BLOCK_BYTES)
 

@@ -29,7 +29,7 @@ class WorkerTable:
 
     @classmethod
     def create_fd(cls, num_workers: int) -> int:
-        """Return the fd of a table for so many workers. The caller owns it. Raises OSError."""
+        """Return the fd of a table for this many workers. The caller owns it. Raises OSError."""
         fd = region.create(cls.label, cls._num_bytes(num_workers))
         region.seal(fd)
         return fd

@@ -13,10 +13,10 @@ MAX_STEP_EVENTS = 1 << 16
 MAX_LOGPROBS = 20
 """Top log probabilities per token."""
 MAX_LOGPROB_TOKEN_IDS = 128
-"""Tokens whose log probabilities a request names itself; vLLM's limit."""
+"""Tokens that a request may name to get their log probabilities; vLLM's limit."""
 MAX_GRAMMAR_CHARACTERS = 32 << 10
 MAX_RECORD_BYTES = 1 << 20
-"""What a frontend keeps in the backend to write a stream again."""
+"""Bytes of a stream's record, which a frontend keeps in the backend to write the stream again."""
 MAX_TO_BACKEND_BYTES = (192 << 10) + MAX_RECORD_BYTES
 """Largest message to the backend: a Submit with an inline prompt, full constraints, a grammar of four-byte characters
 and the record of a stream."""

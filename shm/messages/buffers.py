@@ -27,9 +27,9 @@ class BufferContent(enum.IntEnum):
     TOKENS = 0
     """A prompt; a row is one token id."""
     PROMPT_EMBEDDINGS = 1
-    """A prompt; a row is what the model's embedding gives for one token."""
+    """A prompt; a row is the model's embedding of one token."""
     LOGITS = 2
-    """Row i is what generated token i was sampled from, before sampling parameters change it."""
+    """Row i is the distribution from which generated token i was sampled, before sampling parameters change it."""
     HIDDEN_STATES = 3
     """Row i is the last layer's output after the final norm, from which row i of the logits is computed."""
 
@@ -72,7 +72,7 @@ class BufferRequest(Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class ContentSpec(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A content that the backend takes or gives: each row is num_values little-endian values of 4 bytes."""
+    """A content that the backend takes or returns: each row has num_values little-endian values of 4 bytes."""
 
     content: BufferContent
     num_values: Annotated[int, Meta(ge=1, le=1 << 24)]

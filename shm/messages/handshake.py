@@ -24,7 +24,7 @@ class Hello(Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=
 
 
 class PooledWidth(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A kind of vector that a model computes, and the values of one."""
+    """A kind of vector that a model computes, and its number of values."""
 
     kind: PooledKind
     num_values: Annotated[int, Meta(ge=1, le=1 << 24)]
@@ -56,7 +56,8 @@ class ModelCard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
     default_sampling: Sampling = Sampling()
     fingerprint: Annotated[str, Meta(max_length=64)] = ""
     quantization: Annotated[str, Meta(max_length=64)] = "none"
-    """The form that the weights were given, such as "int8", or how the checkpoint stores them, such as "gptq"."""
+    """The form that the weights were converted to, such as "int8", or how the checkpoint stores them, such
+    as "gptq"."""
     generates: bool = True
     """The model generates text."""
     pooled: Annotated[tuple[PooledWidth, ...], Meta(max_length=8)] = ()
@@ -66,9 +67,9 @@ class ModelCard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
     aliases: Annotated[tuple[ModelName, ...], Meta(max_length=64)] = ()
     """Further names that requests may use; "*" is any name."""
     traits: Annotated[tuple[tuple[Trait, Trait], ...], Meta(max_length=16)] = ()
-    """Names and values of what the fingerprint covers, to tell how two models differ."""
+    """Names and values of the settings that the fingerprint covers, to explain how two models differ."""
     adapters: Annotated[tuple[Adapter, ...], Meta(max_length=MAX_ADAPTERS)] = ()
-    """Not covered by the fingerprint: a request names the weights of its adapter itself."""
+    """Adapters are not covered by the fingerprint: a request names the weights of its adapter itself."""
 
     @property
     def identity(self) -> tuple[str, str, int]:

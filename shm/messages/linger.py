@@ -14,7 +14,7 @@ MAX_LINGER_S = 3600
 
 
 class StreamName(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A stream of one tenant. Nobody else's question finds it."""
+    """A stream of one tenant. A question of another tenant does not find it."""
 
     tenant: Annotated[bytes, Meta(max_length=16)]
     """The owner of the API key, which is empty without keys."""
@@ -25,37 +25,37 @@ class Linger(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The request runs on for linger_s after its reader has gone, and its tokens are kept as long.
 
     A second Submit with the same stream and choice receives the tokens from the beginning, whoever sends it, and the
-    reader before it ends as FAILED, TAKEN_OVER. Otherwise it begins like any other request. So a frontend may submit
-    the same request again without knowing what the backend has kept.
+    earlier reader ends as FAILED, TAKEN_OVER. If the backend has kept nothing, it begins like any other request. So a
+    frontend may submit the same request again without knowing what the backend has kept.
     """
 
     stream: StreamName
     linger_s: Annotated[int, Meta(ge=1, le=MAX_LINGER_S)]
     choice: Annotated[int, Meta(ge=0, le=(1 << 16) - 1)] = 0
-    """Its number among the requests of the stream."""
+    """The choice's number among the requests of the stream."""
     record: Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)] = b""
-    """What a frontend needs to write the stream again; of any of its requests. The backend does not read it."""
+    """Data that a frontend needs to write the stream again, for any of its requests. The backend does not read it."""
 
 
 class Keep(enum.IntEnum):
-    """What a cancelled request leaves behind if it lingers; another one leaves nothing."""
+    """Parts of a lingering request that remain after a Cancel. Without `Linger` nothing remains."""
 
     NOTHING = 0
     TOKENS = 1
-    """It runs no further. Its tokens so far are all that the stream needs."""
+    """Its tokens so far; it stops running."""
     ALL = 2
     """Its reader has gone; it runs on."""
 
 
 class StreamQuestion(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Read the stream's record, or drop all that is kept of the stream."""
+    """Read the stream's record, or drop everything kept of the stream."""
 
     stream: StreamName
     action: Literal["read", "drop"]
 
 
 class StreamRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The answer to a question that reads. Comes before or with the event that ends the question."""
+    """The answer to a question that reads. It comes before or with the event that ends the question."""
 
     request_id: U63
     data: Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)]

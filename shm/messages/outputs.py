@@ -1,4 +1,4 @@
-"""Backend → frontend: what a step produced."""
+"""Backend → frontend: the results of a step."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class FailureCode(enum.IntEnum):
     CANCELLED = 11
     """The operator has cancelled it."""
     NOT_OPEN = 12
-    """The request, or the stream, that it names is not open."""
+    """The request or the stream that it names is not open."""
     TAKEN_OVER = 13
     """Another request reads the stream now."""
     NO_ADAPTER = 14
@@ -78,7 +78,7 @@ class Failure(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     code: Annotated[int, Meta(ge=0, le=255)]
     limit: I31 = 0
     text: Annotated[str, Meta(max_length=512)] = ""
-    """The fault of a grammar; with OVERLOADED, what is full if not the places of waiting requests."""
+    """The fault of a grammar; with OVERLOADED, which resource is full if it is not the wait queue."""
     retry_after_s: Annotated[int, Meta(ge=0, le=3600)] = 0
     """With OVERLOADED: when there may be a place; 0 if the frontend knows better."""
 
@@ -94,14 +94,15 @@ class Started(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class Progress(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Comes with an event that has no token: a step has computed a part of the request's prompt, and not the last."""
+    """Comes with an event that has no token: a step has computed a part of the request's prompt, but not
+    the last part."""
 
     request_id: U63
     cached_tokens: I31
     computed_tokens: I31
-    """Of the prompt's tokens, the cached ones among them."""
+    """Computed tokens of the prompt, including cached ones."""
     spent_s: Annotated[float, Meta(ge=0.0)]
-    """Since its first step began."""
+    """Time since its first step began."""
 
 
 class Quote(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -117,9 +118,9 @@ class Quote(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """It would join a sequence that another request started."""
     first_token_s: Annotated[float, Meta(ge=0.0)] | None = None
     finish_s: Annotated[float, Meta(ge=0.0)] | None = None
-    """With an answer of expected_tokens."""
+    """The time for an answer of expected_tokens."""
     latest_finish_s: Annotated[float, Meta(ge=0.0)] | None = None
-    """If it and all requests before it generate as many tokens as they may."""
+    """The time if it and all requests before it generate as many tokens as they may."""
     expected_tokens: I31 | None = None
     """Tokens of the longest choice."""
 
@@ -148,14 +149,17 @@ class PromptLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class VectorPart(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Consecutive values of a pooled request's result. Parts come in order and without gaps, the last one before or
-    with the request's event, which has no token and finish STOP."""
+    """Consecutive values of a pooled request's result.
+
+    Parts come in order and without gaps, the last one before or with the request's event. That event has no token and
+    finish STOP.
+    """
 
     request_id: U63
     num_vectors: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
     """Vectors of the whole result: 1, or one for each token of the prompt."""
     num_values: U63
-    """Values of the whole result, which are float32; of a sparse one those that are not zero."""
+    """Values of the whole result, which are float32; for a sparse result, the number of non-zero values."""
     values: Annotated[bytes, Meta(max_length=MAX_VECTOR_PART_BYTES)]
     """Little-endian float32."""
     indices: Annotated[bytes, Meta(max_length=MAX_VECTOR_PART_BYTES)] = b""
@@ -163,10 +167,10 @@ class VectorPart(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
 
 
 class StepOutputs(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
-    """All that one step produced for this frontend, in columns of equal length.
+    """Everything that one step produced for this frontend, in columns of equal length.
 
-    sequence counts the messages of this link from 0 without gaps. An event without a token (NO_TOKEN) ends its
-    request. With finish NONE it only reports that the prompt has been copied and its arena slot is free, or a Progress.
+    sequence counts the messages of this link from 0 without gaps. An event without a token (NO_TOKEN) ends its request.
+    With finish NONE it only reports that the prompt has been copied and its arena slot is free, or a Progress.
     """
 
     sequence: U63

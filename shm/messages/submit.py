@@ -53,7 +53,7 @@ class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     num_logprobs: Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)] = -1
     """Top log probabilities per generated token; -1 for none."""
     logprob_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] = ()
-    """Report these tokens instead of the top ones. Without effect if num_logprobs is -1."""
+    """Report these tokens instead of the top ones. No effect if num_logprobs is -1."""
 
     @property
     def num_reported(self) -> int:
@@ -71,11 +71,11 @@ class Grammar(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class Constraints(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The tokens that a sequence may contain, however likely they are."""
+    """Rules for which tokens a sequence may contain, however likely they are."""
 
     grammar: Grammar | None = None
     grammar_after: Annotated[tuple[TokenId, ...], Meta(max_length=8)] = ()
-    """The grammar begins after these ids have been generated in a row: behind a model's reasoning."""
+    """The grammar begins after these ids have been generated in a row, such as the end of the model's reasoning."""
     allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=4096)] = ()
     """Empty allows all."""
     bad_words: Annotated[
@@ -90,11 +90,11 @@ class Constraints(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 PooledKind: TypeAlias = Literal["embed", "token_embed", "sparse", "classify", "token_classify"]
-"""The kind of vector that a pass computes of a whole sequence: see `PooledRows` in `penstock.backend.forward_pass`."""
+"""A kind of vector that a pass computes for a whole sequence: see `PooledRows` in `penstock.backend.forward_pass`."""
 
 
 class Pooled(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The request's result is a vector, or one vector a token, instead of generated tokens."""
+    """Compute a vector, or one vector per token, instead of generating tokens."""
 
     kind: PooledKind
     second_start: Annotated[int, Meta(ge=0, le=MAX_CONTEXT_TOKENS)] = 0
@@ -104,8 +104,10 @@ class Pooled(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     normalize: bool = False
     """Divide each vector by its Euclidean length, after the choice of dimensions."""
     group: U63 = 0
-    """Inputs of one client's request have the same number; 0 for a request with one input. Requests of a tenant take
-    turns, an input of each at a time."""
+    """Inputs of one client request share a number; 0 for a request with one input.
+
+    Requests of a tenant take turns, one input each at a time.
+    """
 
 
 class QuoteTerms(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -115,7 +117,7 @@ class QuoteTerms(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     """quote: answer with the prediction alone, and end as QUOTED. refuse: end as REJECTED, TOO_LATE, if it is expected
     to finish after timeout_ms; else run."""
     num_choices: Annotated[int, Meta(ge=1, le=1024)] = 1
-    """Sequences of the client's request. It finishes with the last of them."""
+    """Sequences of the client's request. It finishes when the last of them does."""
     num_other_prompt_tokens: I31 = 0
     """Tokens of the client's further prompts."""
 
@@ -163,41 +165,46 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
     batch_delivery: bool = False
     """Tokens need not arrive one by one: all but the first may be held for a moment and sent together."""
     admitted_ns: U63 = 0
-    """When it was first admitted, in CLOCK_MONOTONIC; 0 for a new request. An admitted request is not refused again for
-    limits that it has passed, and waits before its tenant's new ones, in this order. It is the frontend's claim: a
-    false one gains its requests a place, up to the backend's limit on open requests that were admitted."""
+    """When it was first admitted, in CLOCK_MONOTONIC; 0 for a new request.
+
+    An admitted request is not refused again for limits that it has passed. It waits before its tenant's new requests,
+    in the order of these times. This is the frontend's claim: a false one gains its requests a place, up to the
+    backend's limit on open requests that were admitted.
+    """
     pooled: Pooled | None = None
-    """Compute this of the prompt, and generate nothing: max_tokens is 1, and what concerns generated tokens is left at
-    its default."""
+    """Compute this from the prompt and generate nothing: max_tokens is 1, and fields about generated tokens keep their
+    defaults."""
     quote: QuoteTerms | None = None
     reports_progress: bool = False
     """Answer with a Progress for each part of the prompt that is computed."""
     cancels: RequestName | None = None
-    """It does not run: it cancels that request for the operator, and ends as STOP; or as REJECTED, NOT_OPEN. That one
-    ends as FAILED, CANCELLED."""
+    """It does not run: it cancels that request for the operator and ends as STOP, or as REJECTED, NOT_OPEN.
+
+    The cancelled request ends as FAILED, CANCELLED.
+    """
     linger: Linger | None = None
-    """Not for pooled requests, shared buffers and log probabilities of the prompt."""
+    """Not allowed with pooled requests, shared buffers or log probabilities of the prompt."""
     asks: StreamQuestion | None = None
-    """It does not run: it ends as STOP, after the stream's record if it reads; or as REJECTED, NOT_OPEN."""
+    """It does not run. It ends as STOP, after the stream's record if it reads, or as REJECTED, NOT_OPEN."""
     adapter: AdapterId = ""
     """The `Adapter.adapter_id` of the adapter that it uses; empty for the model alone. A backend without that adapter
     refuses it: REJECTED, NO_ADAPTER."""
 
     @property
     def own_salt(self) -> bytes:
-        """The salt of its pages and tokens: requests with other adapters share none, whatever their salt is."""
+        """The salt of its pages and tokens: requests with different adapters share none, whatever their salt is."""
         if not self.adapter:
             return self.salt
         return blake2b(self.adapter.encode(), digest_size=16, key=self.salt, person=_ADAPTER_CONTEXT).digest()
 
     @property
     def runs(self) -> bool:
-        """It asks for more than an answer about requests."""
+        """Whether it asks for more than an answer about requests."""
         return not self.quote_only and self.cancels is None and self.asks is None
 
     @property
     def quote_only(self) -> bool:
-        """It does not run: it asks for a quote alone."""
+        """Whether it only asks for a quote and does not run."""
         return self.quote is not None and self.quote.purpose == "quote"
 
     @property

@@ -1,4 +1,4 @@
-"""The directory of files that can be made again: compiled kernels, quantised weights."""
+"""The directory of files that can be regenerated: compiled kernels, quantised weights."""
 
 from __future__ import annotations
 

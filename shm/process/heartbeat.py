@@ -13,14 +13,17 @@ _BYTES = _BEAT_BYTES + _MAX_WORDS_BYTES
 
 
 class SignOfLife(Protocol):
-    """What a loop calls in each turn."""
+    """A callable that a loop calls in each turn."""
 
     def beat(self) -> None: ...
 
 
 class Heartbeat:
-    """The CLOCK_MONOTONIC nanoseconds of the last beat, and a text for when there is none. The child writes both. The
-    supervisor clears them before it starts a child: at 0 the child is starting, and no beat is expected."""
+    """The CLOCK_MONOTONIC nanoseconds of the last beat, and the child's explanation if it could not start.
+
+    The child writes both. The supervisor clears them before it starts a child: at 0 the child is starting, and no beat
+    is expected.
+    """
 
     def __init__(self, fd: int) -> None:
         """Takes the fd over. Raises OSError and ValueError for an fd that did not come from `create`."""
@@ -54,7 +57,7 @@ class Heartbeat:
 
     @property
     def last_words(self) -> str:
-        """Why the child could not start, or nothing."""
+        """The child's explanation of why it could not start; empty if there is none."""
         return self._mapping[_BEAT_BYTES:].rstrip(b"\0").decode(errors="replace")
 
     @property
@@ -65,7 +68,7 @@ class Heartbeat:
 class HangWatch:
     """Adds up how long a heartbeat is silent while the watching process itself runs.
 
-    If the machine was suspended, or the watcher was stopped too, that adds at most longest_step_s.
+    If the machine is suspended, or the watcher itself is stopped, that adds at most longest_step_s.
     """
 
     def __init__(self, heartbeat: Heartbeat, timeout_s: float, longest_step_s: float) -> None:

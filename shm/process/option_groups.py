@@ -38,7 +38,7 @@ def grouped(groups: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
         for name in cls.__annotations__:
             hints[name] = Annotated[hints[name], Parameter(group=group_of[name])]
             cls.__annotations__[name] = hints[name]
-        # Names in inherited annotations are those of other modules, where cyclopts would not look for them.
+        # Inherited annotations use names of other modules, where cyclopts would not look them up.
         cls.__init__.__annotations__ = hints
         return cls
 

@@ -1,4 +1,4 @@
-"""Shared by all commands: the declaration of options, and the notation of sizes."""
+"""Declares options for all commands, and the notation of sizes."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ ENV_PREFIX = "PENSTOCK_"
 def make_app(name: str, help_text: str, explain: Callable[[CycloptsError], str | None] | None = None) -> App:
     """A command whose options can also be set by environment variables PENSTOCK_<OPTION>; --version prints ours.
 
-    An invalid value ends the process with one line on standard error and exit status 1. explain gives a better line
-    for some errors.
+    An invalid value ends the process with one line on standard error and exit status 1. explain may return a better
+    message for an error.
     """
 
     def fail_in_one_line(error: CycloptsError) -> NoReturn:

@@ -29,7 +29,10 @@ class UnsafeDirectory(Exception):
 
 
 class Trust(enum.Enum):
-    """The use of a directory. The value: mode bits that it may not have, and bits that those above it may not have."""
+    """The trust that a directory's use requires.
+
+    The value: mode bits that it may not have, and mode bits that the directories above it may not have.
+    """
 
     PRIVATE = 0o077, 0o022
     """Only this user may enter: sockets of the backend, state. Created with mode 700."""

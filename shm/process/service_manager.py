@@ -1,7 +1,7 @@
-"""What a service manager such as systemd is told, and the socket that it hands over.
+"""Reports to a service manager such as systemd, and takes over the socket that it passes.
 
 The protocols are those of sd_notify(3) and sd_listen_fds(3). The variables are removed from the environment, so that
-child processes do not take them for theirs.
+child processes do not use them.
 """
 
 from __future__ import annotations

@@ -16,16 +16,17 @@ _AGAIN_AFTER_S = 60.0
 
 @dataclass(slots=True)
 class Standby:
-    """The one of a child, or its absence. Only the supervisor's thread uses it."""
+    """The standby process of one child, if there is one. Only the supervisor's thread uses it."""
 
     process: subprocess.Popen[bytes] | None = None
     _gate: int = -1
     _not_before_s: float = 0.0
 
     def start(self, spawn: Callable[[int], subprocess.Popen[bytes]], now_s: float) -> None:
-        """Start one if there is none. spawn starts the process, whose turn comes with a byte from the fd.
+        """Start a standby if there is none.
 
-        Raises OSError; the next attempt, as after one that ended by itself, comes a minute later.
+        spawn starts the process, which may continue once it reads a byte from the fd. Raises OSError. After a failure,
+        or after a standby that ended by itself, the next attempt comes a minute later.
         """
         if self.process is not None and self.process.poll() is None:
             return
@@ -46,7 +47,7 @@ class Standby:
         self._not_before_s = 0.0
 
     def take(self) -> subprocess.Popen[bytes] | None:
-        """Let it go on, and return it; None if there is none."""
+        """Let the standby continue and return it; None if there is none."""
         process = self.process
         if process is None or process.poll() is not None:
             return None
@@ -61,7 +62,7 @@ class Standby:
         return process
 
     def drop(self) -> None:
-        """End it."""
+        """End the standby."""
         if self.process is not None:
             os.close(self._gate)
             self.process.kill()
@@ -70,7 +71,7 @@ class Standby:
 
 
 def wait_for_turn(fd: int) -> bool:
-    """Block until this process is to go on. False if nobody will need it any more. Closes the fd."""
+    """Block until this process may continue. False if it is no longer needed. Closes the fd."""
     turn = os.read(fd, 1)  # Python repeats it after a signal whose handler returns
     os.close(fd)
     return turn == _GO

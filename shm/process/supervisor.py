@@ -32,7 +32,7 @@ _LONGEST_SLEEP_S = 60.0
 _IS_UP_EVERY_S = 0.1
 _ATTEND_EVERY_S = 0.05
 _MOST_QUICK_DEATHS = 100
-"""Counted of a child that may die often."""
+"""Counter limit for a child that may die often."""
 _WATCH_EVERY_S = 1.0
 _STOP_AFTER_SECOND_SIGNAL_S = 5.0
 
@@ -51,8 +51,10 @@ class ChildSpec:
     env: Mapping[str, str] | None = None
     stage: int = 0
     reloads: bool = False
-    """On SIGHUP it reads its files again. It starts with SIGHUP blocked, and unblocks it once it can handle it: one
-    that comes earlier would kill it."""
+    """On SIGHUP it reads its files again.
+
+    It starts with SIGHUP blocked and unblocks it once it can handle it: an earlier signal would kill it.
+    """
     heartbeat: Heartbeat | None = None
     """The child, which has the fd in pass_fds, beats it from its first to its last turn."""
     hang_timeout_s: float = 0.0
@@ -60,8 +62,11 @@ class ChildSpec:
     on_crash: Callable[[], None] | None = None
     """Called after the child has died or failed by itself, before it is restarted."""
     standby_option: str | None = None
-    """An option of argv that takes an fd. While the child runs, a further process waits with its imports done, until a
-    byte comes from the fd; it takes the child's place when that dies (`standby.wait_for_turn`)."""
+    """An option of argv that takes an fd.
+
+    While the child runs, another process waits with its imports done. When the child dies, a byte on the fd lets the
+    waiting process take its place (`standby.wait_for_turn`).
+    """
     may_die_often: bool = False
     """After its start it is restarted for as long as the others run, however often it dies."""
 
@@ -88,7 +93,7 @@ def describe_end(returncode: int) -> str:
 
 @dataclass(slots=True, eq=False)
 class Child:
-    """A process, and the next ones that take its place. Only the supervisor changes it."""
+    """A process and its successors. Only the supervisor changes it."""
 
     spec: ChildSpec
     process: subprocess.Popen[bytes] | None = None
@@ -102,7 +107,7 @@ class Child:
     end: int | None = None
     """The Popen.returncode of a child that is not kept, once it has ended."""
     kill_at_s: float = math.inf
-    """Monotonic; of a child that was told to end."""
+    """Monotonic time at which a child that was told to end is killed."""
     watch: HangWatch | None = None
     standby: Standby = field(default_factory=Standby)
 
@@ -217,20 +222,20 @@ class Supervisor:
         return self._is_up is None
 
     def add(self, spec: ChildSpec) -> Child:
-        """Start a further child. It is restarted only once `keep` was called. Call in the supervisor's thread."""
+        """Start another child. It is restarted only once `keep` was called. Call in the supervisor's thread."""
         child = Child(spec, is_kept=False)
         self.children.append(child)
         self._start(child)
         return child
 
     def keep(self, child: Child, spec: ChildSpec) -> None:
-        """From now on restart the child, if it ends, as spec says."""
+        """From now on restart the child as spec says whenever it ends."""
         child.standby.drop()
         child.spec, child.is_kept, child.has_settled, child.end = spec, True, True, None
 
     def retire(self, child: Child) -> None:
-        """Tell the child to end; called again, it sends SIGTERM again. It is not restarted, and killed if it takes as
-        long as a stop may."""
+        """Tell the child to end; another call sends SIGTERM again. It is not restarted. It is killed after the time
+        that a stop may take."""
         child.is_kept = False
         child.standby.drop()
         child.kill_at_s = min(child.kill_at_s, time.monotonic() + self._stop_timeout_s)
@@ -293,7 +298,7 @@ class Supervisor:
                 self._log(f"no successor of {child.spec.name} waits: {error}")
 
     def _spawn(self, spec: ChildSpec, turn: int | None = None) -> subprocess.Popen[bytes]:
-        """turn: the fd of a standby."""
+        """turn is the fd of a standby."""
         supervisor_pid = os.getpid()
         libc = ctypes.CDLL(None)
         child_mask = {*self._mask, signal.SIGHUP} if spec.reloads else self._mask

@@ -12,11 +12,13 @@ HARD_BOUND = 2
 
 
 def has_place(num_taken: int, limit: int, num_own: int, share: float) -> bool:
-    """Whether a tenant may take one more place. num_taken are taken, num_own of them by this tenant.
+    """Whether a tenant may take one more place.
 
-    share is the tenant's part of the `limit` places, from 0 to 1. While fewer than limit are taken, any tenant may.
-    Beyond the limit, a tenant may that has less than its share, and less than is left up to the hard bound: so places
-    remain for the tenants that come after it (the dynamic threshold of Choudhury and Hahne, 1998).
+    num_taken are taken, num_own of them by this tenant. share is the tenant's part of the `limit` places, from 0 to 1.
+
+    While fewer than limit are taken, any tenant may. Beyond the limit, a tenant may only if it has less than its share,
+    and less than the places left up to the hard bound. So places remain for the tenants that come after it (the dynamic
+    threshold of Choudhury and Hahne, 1998).
     """
     if num_taken < limit:
         return True

@@ -1,7 +1,8 @@
-"""What the flight recorder writes: the records of a backend's loop, and the files that hold copies of them.
+"""The flight recorder's data: the records of a backend's loop, and the files that hold copies of them.
 
 The backend writes records into a ring (`penstock.shm.memory.ring`); `penstock record` and the supervisor copy them into
-files. `events.py` has what happens once per request, `steps.py` what happens once per step; `live.py` follows a running
-engine through its ring, which `rings.py` finds. Start with `records.py`. The package may import `memory`, `process` and
-`messages`.
+files. `events.py` has the records of requests, `steps.py` those of steps; `live.py` follows a running engine through
+its ring, which `rings.py` finds.
+
+Start with `records.py`. The package may import `memory`, `process` and `messages`.
 """

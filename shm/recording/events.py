@@ -1,4 +1,4 @@
-"""What happens once per request or sequence, as tagged Structs. None contains a token."""
+"""Records written once per request or sequence, as tagged Structs. None contains a token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class BackendStarted(Struct, frozen=True, array_like=True, tag=1):
-    """A backend begins. Sequences and requests of earlier ones are gone. The ring's note has this event too."""
+    """A backend begins. Earlier backends' sequences and requests are gone. The ring's note also has this event."""
 
     version: int
     """FORMAT_VERSION of the writer."""
@@ -25,7 +25,7 @@ class BackendStarted(Struct, frozen=True, array_like=True, tag=1):
     max_running: int
     max_batch_tokens: int
     num_pages: int
-    """0 for a model without a KV cache, and then the following are too."""
+    """0 for a model without a KV cache; then the following fields are 0 too."""
     page_size: int
     max_context: int
     vocab_size: int
@@ -49,10 +49,10 @@ class Arrived(Struct, frozen=True, array_like=True, tag=2):
     request_id: int
     num_prompt_tokens: int
     num_tokens: int
-    """The prompt's, and those that an earlier backend generated."""
+    """The prompt's tokens, and those that an earlier backend generated."""
     max_tokens: int
     tenant: str
-    """The digest that the backend knows the tenant by; empty if all are one."""
+    """The tenant's digest in the backend; empty if all requests belong to one tenant."""
     weight: float
     priority: int
     timeout_ms: int
@@ -75,19 +75,21 @@ class Joined(Struct, frozen=True, array_like=True, tag=3):
 
 
 class Started(Struct, frozen=True, array_like=True, tag=4):
-    """A sequence gets a slot, or is rewound in it. The requests are those that listen to it now."""
+    """A sequence gets a slot, or is rewound in it. requests are its listeners now."""
 
     sequence: int
     slot: int
     num_tokens: int
     """Known tokens."""
     num_cached: int
-    """Tokens among them whose keys and values were found."""
+    """Known tokens whose keys and values were cached."""
     num_restored_pages: int
     requests: tuple[tuple[int, int], ...]
     prints: bytes = b""
-    """8 bytes of the hash of each full page at the beginning. Equal prints are equal beginnings. The hashes have a key
-    that is not recorded, so nobody can try out which tokens they belong to."""
+    """8 bytes of the hash of each full page at the beginning. Equal prints are equal beginnings.
+
+    The hashes have a key that is not recorded, so nobody can test which tokens they belong to.
+    """
 
 
 class Preempted(Struct, frozen=True, array_like=True, tag=5):
@@ -104,7 +106,7 @@ class Ended(Struct, frozen=True, array_like=True, tag=6):
 
 
 class Left(Struct, frozen=True, array_like=True, tag=7):
-    """A request leaves its sequence, which has num_tokens tokens by then: it has ended, or is cancelled."""
+    """A request leaves its sequence, which has num_tokens tokens by then: it has ended or was cancelled."""
 
     frontend: int
     request_id: int
@@ -122,7 +124,7 @@ class FrontendDied(Struct, frozen=True, array_like=True, tag=9):
 
 
 class StepFailed(Struct, frozen=True, array_like=True, tag=10):
-    """error is the exception's class: its text may quote a client's."""
+    """error is the exception's class: its text may quote a client's input."""
 
     step: int
     error: str

@@ -33,7 +33,7 @@ class RecordingError(ValueError):
 
 @dataclass(slots=True)
 class Recording:
-    """The records of a file, as far as it is whole."""
+    """The records of a file, up to the first damage."""
 
     records: list[Record] = field(default_factory=list)
     gaps: list[int] = field(default_factory=list)
@@ -59,7 +59,7 @@ class RecordingWriter:
         self.close()
 
     def write(self, stretch: Stretch) -> None:
-        """Append what was read from the ring. Raises OSError."""
+        """Append records that were read from the ring. Raises OSError."""
         begin, piece = stretch.begin, b""
         for record in stretch.records:
             if not self._with_tokens and unpack(record).kind in SECRET_KINDS:
@@ -100,7 +100,7 @@ def read_recording(path: Path) -> Recording:
 
 
 def _pieces(file: BinaryIO, recording: Recording) -> Iterator[tuple[int, int, list[Record]]]:
-    """Begin, end and records of each piece, up to the first that is not whole: that is the recording's problem."""
+    """Begin, end and records of each piece. The first damaged piece ends them and sets the recording's problem."""
     while head := file.read(_PIECE.size):
         place = file.tell() - len(head)
         if len(head) < _PIECE.size:

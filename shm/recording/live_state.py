@@ -1,4 +1,4 @@
-"""The present state of a running engine, as `live.LiveEngine` reads it: plain values for whoever shows them."""
+"""The present state of a running engine, as `live.LiveEngine` reads it: plain values to display."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class StepColumn(NamedTuple):
     num_prefills: int
     """Rows that computed given tokens, without those that are restored."""
     num_restored: int
-    """Rows of sequences that go on after a preemption, or with pages from host memory."""
+    """Rows of sequences that continue after a preemption, or with pages from host memory."""
     num_listeners: int
-    """Coalesced requests that listen to the rows beside the first one of each."""
+    """Coalesced requests beside the first listener of each row."""
     num_tokens: int
     num_dropped: int
     """Rows whose sequence had ended or was preempted before the step ended."""
@@ -40,10 +40,10 @@ class EventKind(enum.StrEnum):
     JOINED = "joined"
     """It is coalesced with a sequence."""
     STARTED = "started"
-    """number is the tokens found in the prefix cache."""
+    """number is the number of tokens found in the prefix cache."""
     PREEMPTED = "preempted"
     RESUMED = "resumed"
-    """A preempted sequence goes on, or a request of an earlier backend. number is the cached tokens."""
+    """A preempted sequence continues, or a request of an earlier backend. number is the cached tokens."""
     CANCELLED = "cancelled"
     ENDED = "ended"
     """number is a `Finish`."""
@@ -80,11 +80,11 @@ class LiveRequest:
     """An open request."""
 
     key: int
-    """Counts the requests that the reader has seen, so it tells nothing about who sent one."""
+    """A count of the requests that the reader has seen, so it reveals nothing about who sent one."""
     frontend: int
     request_id: int
     tenant: str
-    """Digest that the backend knows the tenant by; empty if all are one."""
+    """The tenant's digest in the backend; empty if all requests belong to one tenant."""
     arrived_s: float
     num_prompt_tokens: int
     num_tokens: int
@@ -113,16 +113,16 @@ class LiveSequence:
     is_restored: bool = False
     """Its next row is the first one since it was restored."""
     requests: dict[tuple[int, int], LiveRequest] = field(default_factory=dict)
-    """By frontend and request id, the first one first; none if it started before the reader's first record."""
+    """By frontend and request id, first listener first; empty if it started before the reader's first record."""
 
 
 @dataclass(slots=True)
 class Changes:
-    """What has happened since the poll before."""
+    """Changes since the last poll."""
 
     steps: list[StepColumn] = field(default_factory=list)
     events: list[EngineEvent] = field(default_factory=list)
     left: list[LiveRequest] = field(default_factory=list)
-    """Requests that are open no more."""
+    """Requests that are no longer open."""
     has_gap: bool = False
     """Records were overwritten before they were read, so that steps are missing and open requests are forgotten."""

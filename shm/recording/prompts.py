@@ -1,4 +1,4 @@
-"""A request with its tokens, in as many records as it takes. Written only if the backend may record tokens."""
+"""A request with its tokens, in as many records as needed. Written only if the backend may record tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _PART = struct.Struct("<QQIIII")
-"""Frontend; request id; bytes of the whole; bytes of the message in it; first byte of this part; bytes of this part."""
+"""Frontend; request id; bytes of the whole; bytes of the message in it; offset of this part; bytes of this part."""
 _PART_BYTES = (1 << 15) - FRAME.size - _PART.size
 
 _decoder = msgspec.msgpack.Decoder(Submit)
@@ -37,7 +37,7 @@ def pack_prompt(frontend: int, request_id: int, submit: bytes, tokens: bytes, ti
 
 
 class PromptAssembler:
-    """Puts the parts together again. A request of which a part is missing is left out."""
+    """Joins the parts. A request with a missing part is left out."""
 
     def __init__(self) -> None:
         self._parts: dict[tuple[int, int], bytes] = {}

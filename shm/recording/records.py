@@ -26,7 +26,7 @@ class Kind(enum.IntEnum):
 
 
 SECRET_KINDS = frozenset({Kind.TOKENS, Kind.PROMPT})
-"""They contain tokens, so what a client wrote and received."""
+"""They contain tokens: a client's input and output."""
 
 
 class Record(NamedTuple):
@@ -38,7 +38,7 @@ class Record(NamedTuple):
 
 
 def padding(num_bytes: int) -> bytes:
-    """What comes behind this many bytes, so that the next field or record is aligned."""
+    """Zero bytes to append to this many bytes, so that the next field or record is aligned."""
     return bytes(-num_bytes % ALIGNMENT)
 
 

@@ -20,7 +20,7 @@ _PROC = Path("/proc")
 
 
 class NoRing(Exception):
-    """The message is one sentence with the remedy."""
+    """No ring was found. The message is one sentence with the remedy."""
 
 
 @dataclass(slots=True)
@@ -31,10 +31,7 @@ class _Found:
 
 
 def open_ring(pid: int | None) -> tuple[RingReader, BackendStarted]:
-    """Open the ring that this process has, a server or its backend; None for the only one of this user.
-
-    Raises NoRing.
-    """
+    """Open the ring of this process, a server or its backend; with None, the only ring of this user. Raises NoRing."""
     found = _find(pid)
     if not found:
         raise NoRing(
@@ -55,7 +52,7 @@ def open_ring(pid: int | None) -> tuple[RingReader, BackendStarted]:
 
 
 def _find(pid: int | None) -> list[_Found]:
-    """The rings that the process has, or those of all processes of this user; each once."""
+    """The rings of the process, or of all processes of this user; each once."""
     pids = [pid] if pid is not None else [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdecimal()]
     rings: dict[tuple[int, int], _Found] = {}
     for candidate in pids:
@@ -72,7 +69,7 @@ def _find(pid: int | None) -> list[_Found]:
 
 
 def _open(path: str) -> tuple[RingReader, BackendStarted] | None:
-    """None if the ring is not one of this version, or has no backend yet."""
+    """None if the ring has another version, or no backend yet."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:  # its process has just ended

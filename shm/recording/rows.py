@@ -1,4 +1,4 @@
-"""Knows the rows of each plan, most of which are not repeated in the record of the plan."""
+"""Reconstructs the rows of each plan, most of which the plan's record does not repeat."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RowTracker:
         self.forget()
 
     def forget(self) -> None:
-        """Records are missing: rows are known again from the next key plan on."""
+        """Records are missing: rows are unknown until the next key plan."""
         self._decode_slots: list[int] | None = None
         self._sequences: dict[int, int] = {}  # by slot
         self._ends: dict[int, int] = {}
@@ -33,7 +33,7 @@ class RowTracker:
         self._sequences[slot] = sequence
 
     def rows(self, plan: PlanRecord) -> list[Row] | None:
-        """The plan's rows, first those that decode; None if they are not known."""
+        """The plan's rows, decoding rows first; None if they are not known."""
         if plan.omits_rows:
             self.forget()
             return None

@@ -1,6 +1,6 @@
-"""What happens once per step: its plan and its result. Fixed fields, then columns of integers.
+"""Records written once per step: its plan and its result. Fixed fields, then columns of integers.
 
-A plan's decoding rows compute one token each; they come first, and are left out if they are those of the plan before.
+A plan's decoding rows compute one token each. They come first, and are left out if they equal those of the plan before.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ _RESULT = struct.Struct("<QddIIII")
 _TOKENS = struct.Struct("<QII")  # step, number of tokens, 0
 
 PLAN_HEAD = struct.Struct(FRAME.format + _PLAN.format[1:])
-"""The frame, which the loop packs together with: step; begin of the turn that planned it; end of the turn before; end
-and duration of an earlier step; number of results before this plan, which includes that step's if it is not 0; rows
-that decode; other rows; tokens; sequences that run and that wait, and pages held and idle, after the turn before."""
+"""The fields that the loop packs together with the frame.
+
+They are: step; begin of the turn that planned it; end of the turn before; end and duration of an earlier step; number
+of results before this plan, which includes that step's if it is not 0; rows that decode; other rows; tokens; sequences
+that run and that wait, and pages held and idle, after the turn before.
+"""
 RESULT_HEAD = struct.Struct(FRAME.format + _RESULT.format[1:])
 """The frame, and: step; when it ended, or 0; seconds that it took; rows that ran; tokens; rows that were dropped; 0."""
 
 
 class PlanRecord(NamedTuple):
-    """Columns are 32 bits wide, but the sequences' 64."""
+    """A step's plan. Columns are 32 bits wide, except the sequences' 64."""
 
     step: int
     turn_began_s: float
@@ -55,7 +58,7 @@ class PlanRecord(NamedTuple):
     pages_held: int
     pages_idle: int
     decode_slots: array[int] | None
-    """None if they are those of the plan before."""
+    """None if they are the same as in the plan before."""
     chunk_slots: array[int]
     """Slots of the other rows."""
     chunk_lengths: array[int]

@@ -1,7 +1,7 @@
-"""Moves the streams of a backend that still computes them: a drain, or a successor that has taken its socket over.
+"""Moves the streams of a backend that still computes them: it drains, or a successor has taken its socket over.
 
 A stream stays where it is until the other backend has computed all of its tokens so far. A request of one token does
-that, and its pages stay in the prefix cache there. So the move itself costs a step, whatever the stream's length.
+that, and its pages stay in the prefix cache there. So the move itself costs one step, however long the stream is.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from penstock.shm.client.refusals import BackendUnavailable, Overloaded
+from penstock.shm.client.capacity import BackendUnavailable, Overloaded
 from penstock.shm.client.request import GenerationRequest
 from penstock.shm.client.stream import TokenStream
 from penstock.shm.messages import Finish, Sampling
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.client")
 
 _LONGEST_S = 10.0
-"""A stream whose tokens are not computed by then moves without."""
+"""A stream whose tokens are not computed by then moves anyway."""
 _GREEDY = Sampling(temperature=0.0)
 
 
 class HandOver:
-    """The streams of one leaving replica. `run` returns when all have moved, or it computes no longer."""
+    """The streams of one leaving replica. `run` returns when all have moved, or when the replica stops computing."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ class Place:
         return self.replicas[-1]
 
     def is_leaving(self, replica: Replica) -> bool:
-        """It receives nothing new: its path has gone, or its successor is ready."""
+        """Whether the replica receives nothing new: its path has gone, or its successor is ready."""
         return self.is_dropped or (replica is not self.newest and self.newest.client.ready)
 
     def was_taken_over(self) -> bool:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from penstock.shm.client.capacity import BackendUnavailable, Overloaded
 from penstock.shm.client.client import BackendClient
 from penstock.shm.client.connection import Membership
-from penstock.shm.client.refusals import BackendUnavailable, Overloaded
 from penstock.shm.client.replicas.hand_over import HandOver
 from penstock.shm.client.replicas.place import Place
 from penstock.shm.client.replicas.routing import Replica, Router
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.client")
 
 _LOOK_EVERY_S = 0.05
-"""How often it looks for backends that drain, hang or have become ready. A death it learns at once."""
+"""How often it looks for backends that drain, hang or have become ready. It learns of a death at once."""
 _LOOKS_PER_PATH_CHECK = 5
-"""Every so many looks it reads who a path belongs to."""
+"""It checks who owns each path at every fifth look."""
 
 StreamT = TypeVar("StreamT", bound="OpenStream")
 
 
 class ReplicaSet:
-    """A client of several backends. Use it as a `BackendClient`; shared buffers need that one."""
+    """A client of several backends. Use it as a `BackendClient`, except for shared buffers, which need that class."""
 
     def __init__(
         self,
@@ -131,12 +131,12 @@ class ReplicaSet:
 
     @property
     def replicas(self) -> list[Replica]:
-        """All of them; during a takeover a path has two."""
+        """All replicas; during a takeover a path has two."""
         return [replica for place in self._places for replica in place.replicas]
 
     @property
     def shown(self) -> list[Replica]:
-        """One for each path: during a takeover the old one."""
+        """One replica for each path: during a takeover the old one."""
         return [place.replicas[0] for place in self._places]
 
     @property
@@ -147,19 +147,19 @@ class ReplicaSet:
 
     @property
     def ready(self) -> bool:
-        """At least one replica is."""
+        """Whether at least one replica is ready."""
         return any(replica.client.ready for replica in self.replicas)
 
     @property
     def retry_after_s(self) -> int:
-        """See `BackendClient.retry_after_s`; that of the replica which is soonest."""
+        """The shortest `BackendClient.retry_after_s` of the replicas."""
         candidates = self._ready() or list(self.replicas)
         return min(replica.client.retry_after_s for replica in candidates)
 
     @property
     def board(self) -> FrontendBoard:
-        """The board of a connected replica, for numbers that belong to no stream. The sums over all replicas are right
-        whichever it is."""
+        """The board of any connected replica, for numbers that belong to no stream. Sums over all replicas are right
+        with any of them."""
         connected = (replica for replica in self.replicas if replica.client.backend_board is not None)
         return next(connected, self.replicas[0]).client.board
 
@@ -195,7 +195,7 @@ class ReplicaSet:
         return self._place(request, lambda client: client.submit_pooled(request))
 
     def _place(self, request: GenerationRequest | PooledRequest, submit: Callable[[BackendClient], StreamT]) -> StreamT:
-        """Submit to the best replica, or if that is full to the one with the least load that is not."""
+        """Submit to the best replica, or if that is full, to the least loaded one that is not."""
         ready = self._ready()
         if not ready:
             return self._named(submit(self._holder.client), self._holder)
@@ -219,7 +219,7 @@ class ReplicaSet:
 
     @property
     def _holder(self) -> Replica:
-        """The one that holds new requests while none is ready: always the same, so that its limits hold for all."""
+        """The client that holds new requests while none is ready: always the same, so that its limits hold for all."""
         return self._places[0].newest
 
     def _ready(self) -> list[Replica]:
@@ -239,8 +239,8 @@ class ReplicaSet:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def _follow(self, paths: Sequence[Path]) -> None:
-        """Take up the paths that have appeared, and drop those that have gone: but not the last one, which holds
-        requests until another one appears."""
+        """Add paths that have appeared and drop those that have gone. The last one stays: it holds requests until
+        another appears."""
         known = {place.path: place for place in self._places}
         for path in paths:
             if path in known:
@@ -280,7 +280,8 @@ class ReplicaSet:
                 self._begin(successor.client.start(), "successor")
 
     def _empty(self, replica: Replica) -> None:
-        """Move all streams away: with care, if the backend computes them as long as that takes."""
+        """Move all streams away. While the backend still computes them, each waits until its target has computed its
+        tokens."""
         if not replica.computes:
             self._relieve(replica, backend_died=False)
         elif not replica.hands_over and self._others(replica):
@@ -294,7 +295,10 @@ class ReplicaSet:
             replica.hands_over = False
 
     def _target_of(self, stream: OpenStream, source: Replica) -> Replica | None:
-        """None if no other is ready, or has the stream's adapter while the source may come back."""
+        """The replica that should take the stream.
+
+        None if no other is ready, or if no other has the stream's adapter while the source may come back.
+        """
         others = self._others(source)
         if not any(other.has_adapter(stream.submit.adapter) for other in others) and self._comes_back(source):
             return None
@@ -304,7 +308,7 @@ class ReplicaSet:
         return any(replica in place.replicas and not place.is_leaving(replica) for place in self._places)
 
     def _lose(self, replica: Replica) -> None:
-        """Its backend has died, or has ended after a drain. Of two clients of a path one goes."""
+        """Its backend has died, or has ended after a drain. If the path has two clients, one is removed."""
         if self._is_closed:
             return
         self._relieve(replica, backend_died=True)
@@ -320,7 +324,7 @@ class ReplicaSet:
             self._begin(_retire(gone, replica), "retirement")
 
     def _relieve(self, replica: Replica, *, backend_died: bool) -> None:
-        """Move the streams of a replica that cannot go on to others, if there are any."""
+        """Move the streams of a replica that cannot continue to others, if there are any."""
         parts: dict[Replica, list[OpenStream]] = {}
         for stream in replica.client.open_streams:
             if (target := self._target_of(stream, replica)) is not None:
@@ -336,8 +340,8 @@ class ReplicaSet:
         target.client.adopt(moved, backend_died=backend_died)
 
     def _accept(self, replica: Replica, card: ModelCard) -> None:
-        """Raises Refused for another model than the others'. If none of them had the old model last, the set's model
-        changes, and open streams fail: nobody can continue them."""
+        """Raises Refused for a model that differs from the others'. If the last replica with the old model has gone,
+        the set's model changes, and open streams fail: nobody can continue them."""
         replica.offered = card
         model = self._model
         if model is not None and model.identity != card.identity:
@@ -350,7 +354,7 @@ class ReplicaSet:
         self._show_model()
 
     def _show_model(self) -> None:
-        """Of several cards that of the first path's newest backend is shown."""
+        """Choose the card to show: that of the first path's newest backend."""
         offers = [place.newest.offered for place in self._places] + [replica.offered for replica in self.replicas]
         cards = [card for card in offers if card is not None and self._is_shown(card)]
         if cards:
@@ -378,13 +382,13 @@ def clients_of(client: BackendClient | ReplicaSet) -> list[BackendClient]:
 
 
 async def _retire(replica: Replica, heir: Replica) -> None:
-    """Close the client of a replica without streams. The other one of its path keeps its numbers."""
+    """Close the client of a replica without streams. The other client of its path inherits its numbers."""
     await replica.client.close()
     heir.client.inherit(replica.client)
 
 
 def difference(model: ModelCard, other: ModelCard) -> str:
-    """How the other model differs, for people: names and both values."""
+    """Describe how the other model differs, for people: names and both values."""
     traits, own = dict(model.traits), dict(other.traits)
     pairs = [("model", model.model_id, other.model_id), ("vocabulary", model.vocab_size, other.vocab_size)]
     pairs += [(name, traits.get(name, "unknown"), own.get(name, "unknown")) for name in traits | own]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.shm.client.client import HEARTBEAT_LIMIT_S
+from penstock.shm.client.capacity import HEARTBEAT_LIMIT_S
 from penstock.shm.memory.board import Board
 from penstock.shm.memory.page_digest import page_names
 from penstock.shm.memory.prefix_table import Owner
@@ -48,7 +48,7 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """Open requests of all frontends: what the board shows, and what this process has added since."""
+        """Open requests of all frontends: those that the board shows, and those that this process has added since."""
         board = self.client.backend_board
         own = self.client.board.requests_open
         shown: int = 0 if board is None else getattr(board, _OPEN)
@@ -71,7 +71,7 @@ class Replica:
 
     @property
     def digest(self) -> PageDigest | None:
-        """Of its cached pages; None if it is not connected, or has none."""
+        """The digest of its cached pages; None if it is not connected or has no pages."""
         board = self.client.backend_board
         return None if board is None else board.digest
 
@@ -88,9 +88,9 @@ class Router:
         self._table = table
 
     def place(self, replicas: Sequence[Replica], submit: Submit, tokens: array[int]) -> Replica:
-        """The replica, of at least one, that should compute the request. It is remembered for the requests after it.
+        """Choose the replica that should compute the request, and remember it for later requests.
 
-        If none has the request's adapter, the replica refuses it.
+        If none has the request's adapter, the chosen replica refuses it.
         """
         replicas = [replica for replica in replicas if replica.has_adapter(submit.adapter)] or replicas
         prompt = tokens[: submit.num_prompt_tokens]
@@ -121,13 +121,13 @@ class Router:
             return running  # it adds no load: the two share one sequence
         loads = {replica: replica.load for replica in replicas}
         most = _MAX_OVER_MEAN * sum(loads.values()) / len(loads) + _SLACK
-        # Where none has a page of it, one may be computing it: the table knows to whom it was sent.
+        # If no replica has a page of it, one may still be computing it: the table knows which.
         candidates = _longest_cached([one for one in replicas if loads[one] <= most], prompt, salt) or replicas
         for name in reversed(names):
             found = self._find(name, by_owner)
             if found is not None and found in candidates and loads[found] <= most:
                 return found
-        # Of equally loaded ones a prompt always takes the same, also from workers that do not know of each other yet.
+        # Among equally loaded replicas, all workers choose the same one for a prompt without asking each other.
         turn = names[0] if names else 0
         return min(candidates, key=lambda replica: (loads[replica], (replica.index + turn) % len(replicas)))
 
@@ -137,7 +137,7 @@ class Router:
 
 
 def _longest_cached(replicas: Sequence[Replica], prompt: array[int], salt: bytes) -> list[Replica]:
-    """Those that have the longest beginning of the prompt cached; none if no replica has a page of it."""
+    """The replicas with the longest cached beginning of the prompt; none if no replica has a page of it."""
     names: dict[int, list[int]] = {}
     num_cached: dict[Replica, int] = {}
     for replica in replicas:
@@ -151,5 +151,5 @@ def _longest_cached(replicas: Sequence[Replica], prompt: array[int], salt: bytes
 
 
 def _settings(submit: Submit) -> bytes:
-    """What makes requests with equal prompts different."""
+    """The settings that make requests with equal prompts different."""
     return msgspec.msgpack.encode((submit.sampling, submit.constraints, submit.pooled, submit.num_prompt_logprobs))

@@ -1,4 +1,4 @@
-"""A directory whose sockets are the backends of one model: what is there now, and what is no socket of a backend."""
+"""A directory whose sockets are the backends of one model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ logger = logging.getLogger("penstock.client")
 
 SUFFIX = ".sock"
 FIRST_NAME = f"backend{SUFFIX}"
-"""The socket that is waited for while the directory has none."""
+"""The socket to wait for while the directory has none."""
 _NEXT = f"-next{SUFFIX}"
-"""The socket of an upgrade's backend, until that takes another one's path over."""
+"""Suffix of the socket of an upgrade's backend, until it takes over another one's path."""
 
 
 class SocketDirectory:
-    """Read again and again. What cannot be used is logged once, as long as it is there."""
+    """Reads the directory again and again. An entry that cannot be used is logged once, as long as it stays."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,7 +32,7 @@ class SocketDirectory:
         self._complaints: set[str] = set()
 
     def look(self) -> list[Path]:
-        """Return the sockets in order of their names; as before if the directory cannot be read now."""
+        """Return the sockets in order of their names; the previous ones if the directory cannot be read now."""
         complaints: set[str] = set()
         try:
             with os.scandir(self.path) as entries:
@@ -71,6 +71,9 @@ def name_of(path: Path) -> str:
 
 
 def index_of(path: Path) -> int:
-    """Its number in the table of prefixes: the same in all workers, whatever else is in the directory. Two backends may
-    share one; then only their process ids tell them apart there, and what is lost is a hint."""
+    """The replica's number in the table of prefixes: the same in all workers, whatever else is in the directory.
+
+    Two backends may share a number. Then only their process ids tell them apart in the table, and a wrong hint is the
+    worst result.
+    """
     return int.from_bytes(blake2b(os.fsencode(path.name), digest_size=4).digest()) % MAX_REPLICAS
