@@ -203,8 +203,10 @@ def _database(options: FrontendOptions, state: StateFiles | None) -> str | None:
 
 
 def check_backend_socket(option: str, socket_path: Path | None) -> None:
-    """Exits with one line if the path is too long, or if another user could put a socket of his own in the place of the
-    backend's. A directory that is missing will be the backend's."""
+    """Exit with one line if the path is too long, or if another user could replace the backend's socket.
+
+    A missing directory will be created by the backend.
+    """
     if socket_path is None:
         return
     num_path_bytes = len(os.fsencode(socket_path))
@@ -221,8 +223,10 @@ def check_backend_socket(option: str, socket_path: Path | None) -> None:
 
 
 def _main_socket(options: FrontendOptions) -> Path:
-    """Return the backend's socket: in a directory of sockets one that may come. Exits with one line for an unusable
-    path, and for options that name other backends than the directory."""
+    """Return the backend's socket; in a directory of sockets, one that may appear.
+
+    Exits with one line for an unusable path, and for options that name backends outside the directory.
+    """
     if options.replica_dir is None:
         check_backend_socket("--socket", options.socket)
         return options.socket
@@ -240,7 +244,7 @@ def _prefixes_fd(options: FrontendOptions) -> int:
 
 
 def check_replica_sockets(options: FrontendOptions) -> None:
-    """Exits with one line if a path is unusable, or named twice: a backend is no replica of itself."""
+    """Exit with one line if a path is unusable or named twice: a backend is not its own replica."""
     paths = (options.socket, *options.replica_socket)
     if len(paths) > MAX_REPLICAS:
         fail("frontend", f"--replica-socket is given {len(paths) - 1} times; the limit is {MAX_REPLICAS - 1}")
@@ -251,8 +255,11 @@ def check_replica_sockets(options: FrontendOptions) -> None:
 
 
 def model_sockets(options: FrontendOptions) -> tuple[ModelSocket, ...]:
-    """Return the backends of several models. Exits with one line for an unusable path, for a name or a path that is
-    given twice, and for options that a server with several models does not have."""
+    """Return the backends of several models.
+
+    Exits with one line for an unusable path, for a name or path that is given twice, and for options that a server with
+    several models lacks.
+    """
     models = []
     for text in options.model_socket:
         name, equals, path = text.partition("=")
@@ -327,7 +334,7 @@ def open_to_everyone(access: AccessSettings, listening: socket.socket) -> str | 
 
 
 def check_chat_template(path: Path | None, command: str) -> None:
-    """Exits with one line that begins with the command if the file is no chat template."""
+    """Exit with one line that begins with the command if the file is not a chat template."""
     if path is None:
         return
     from penstock.frontend.text.chat_template import ChatTemplate, read_template_file  # imports jinja2

@@ -38,7 +38,7 @@ class WorkerLimits:
 
     max_body_bytes: int = 2 << 20
     idle_socket_timeout_s: float = 600.0
-    """A WebSocket without a request for so long is closed."""
+    """A WebSocket is closed when it has had no request for this long."""
     max_open_requests: int = 1024
     keep_alive_interval_s: float = 10.0
     hold_timeout_s: float = 120.0
@@ -48,7 +48,7 @@ class WorkerLimits:
     refuses_unknown_fields: bool = False
     max_stored_response_bytes: int = 64 << 20
     response_database: str | None = None
-    """File that all workers share; None is the memory of each."""
+    """File that all workers share; None for the memory of each."""
     max_response_file_bytes: int = 256 << 20
     max_stored_responses: int = 4096
     stored_response_idle_s: float = 3600.0
@@ -100,16 +100,16 @@ class WorkerSettings(Struct, frozen=True):
     replica_socket_paths: tuple[str, ...]
     """Backends with the model of the one at socket_path."""
     replica_dir: str | None
-    """Its sockets are these backends instead; then socket_path is the one that is waited for while there is none."""
+    """Directory whose sockets are these backends; then socket_path is the one to wait for while there is none."""
     prefixes_fd: int
     """Table in which workers remember which replica received which prompt; -1 without replicas."""
     embedding_socket_path: str | None
     rerank_socket_path: str | None
-    """The same path as another's is the same backend; None is none."""
+    """The same path as another's is the same backend; None means there is none."""
     model_sockets: tuple[ModelSocket, ...]
     """The backends of a server with several named models, the default one first. Otherwise empty."""
     models_fd: int
-    """Table in which workers and the process that starts backends say who needs which model; -1 if none sleeps."""
+    """Table in which workers and the process that starts backends record which models are needed; -1 if none sleeps."""
     access: AccessSettings
     tls: TlsFiles | None
     limits: WorkerLimits
@@ -121,7 +121,7 @@ class WorkerSettings(Struct, frozen=True):
     id_mark: str = ""
     """This server's number, in the ids of its answers."""
     starts_alone: bool = True
-    """Nobody else reports that a backend has not come yet; `penstock serve` does."""
+    """No other process reports that a backend has not started yet; `penstock serve` does."""
     tracing: TracingSettings | None = None
     chat_template_path: str | None = None
     """Replaces the chat template of the model at socket_path."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Admission:
-    """The checks of one worker. The keys can be replaced while requests run; what they have used still counts."""
+    """The checks of one worker. The keys can be replaced while requests run; earlier use of a key still counts."""
 
     def __init__(
         self,
@@ -34,8 +34,11 @@ class Admission:
         admin_key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """allowed_hosts and tenant_by matter while there are no keys. All workers count in usage; without one, this
-        worker counts alone. Raises ValueError for duplicate or too many keys."""
+        """allowed_hosts and tenant_by matter only while there are no keys.
+
+        All workers count in usage; without it, this worker counts alone. Raises ValueError for duplicate or too many
+        keys.
+        """
         self._keyring = Keyring(keys)
         self._admin = Keyring([] if admin_key is None else [ApiKey(admin_key.encode(), "admin")])
         self._rate_limiter = RateLimiter(usage or UsageTable.alone(), self._keyring.limited, clock)
@@ -55,7 +58,7 @@ class Admission:
             self._hosts.check(exchange)
 
     def identify(self, exchange: Exchange) -> None:
-        """Note on the exchange which key sent the request, and whom to charge for it. Raises ApiError."""
+        """Note on the exchange which key sent the request and which tenant pays for it. Raises ApiError."""
         key = self._keyring.check(exchange)
         if key is None:
             exchange.payer = address_payer(exchange, self._tenant_by)
@@ -64,7 +67,7 @@ class Admission:
             exchange.key_name, exchange.weight, exchange.is_admin = key.name, key.weight, key.is_admin
 
     def check_admin(self, exchange: Exchange) -> None:
-        """Without an admin key nobody is the operator. Raises ApiError."""
+        """Raises ApiError unless the request has the admin key. Without an admin key nobody is the operator."""
         if not self._admin:
             message = "this server has no admin key; start it with --admin-key or PENSTOCK_ADMIN_KEY"
             raise ApiError(ErrorKind.BAD_KEY, message)
@@ -77,7 +80,7 @@ class Admission:
             exchange.claim = account.admit()
 
     def readmit(self, exchange: Exchange) -> None:
-        """Count a request that was admitted in a worker that has died. No limit refuses it again."""
+        """Count a request that a worker admitted before it died. No limit refuses it again."""
         account = self._rate_limiter.account(exchange.tenant)
         if account is not None:
             exchange.claim = account.readmit()

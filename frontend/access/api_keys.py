@@ -32,13 +32,13 @@ _RULES = {
     "weight": f"a decimal number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}",
     "admin": "yes or no",
 }
-"""The words of a line that are not limits."""
+"""The settings of a key's line that are not limits."""
 _SALT_CONTEXT = b"penstock: the tenant of an API key"
 _SALT_BYTES = 16
 
 
 class KeyFileError(ValueError):
-    """Says in one line what is wrong with a key file, without showing a key."""
+    """A key file cannot be used. The message is one line and shows no key."""
 
 
 class KeyLimits(Struct, frozen=True):
@@ -60,7 +60,7 @@ class ApiKey:
     name: str
     limits: KeyLimits = KeyLimits()  # noqa: RUF009 - frozen
     weight: float = 1.0
-    """Its owner's share of the device in proportion to the other keys'."""
+    """Its owner's share of the device, relative to the other keys'."""
     is_admin: bool = False
     """It may load and unload models."""
 

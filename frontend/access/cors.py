@@ -58,9 +58,9 @@ class Cors:
         return allowed
 
     def refuse_foreign(self, exchange: Exchange, action: str) -> None:
-        """Refuse what a browser sends for a page of another origin that is not allowed. Other clients pass.
+        """Refuse a request that a browser sends for a page of an origin that is not allowed.
 
-        Action completes "may not … here". Raises ApiError.
+        Other clients pass. action completes "may not … here". Raises ApiError.
         """
         if self._all or self._allows(exchange):
             return

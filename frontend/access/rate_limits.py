@@ -1,9 +1,11 @@
-"""Limits of API keys, over all workers: a request claims what it may use, and settles with what it has used.
+"""Limits of API keys, over all workers: a request claims what it may use, and settles with what it used.
 
 Claims are exact: a worker writes its claim first and adds up second. If two workers claim the last place at the same
-moment, both may be refused, but never both admitted. Three things are inexact. If a request has no max_tokens, its
-tokens count as they are generated, so they can exceed the limit. At the turn of a minute a worker may read a row that
-another has half written. If a worker dies, its claims are lost.
+moment, both may be refused, but never both admitted.
+
+Three things are inexact. If a request has no max_tokens, its tokens count as they are generated, so they can exceed the
+limit. At the turn of a minute a worker may read a row that another has half written. If a worker dies, its claims are
+lost.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class _Meter:
         return max(0, math.floor(self._left))
 
     def seconds_to(self, amount: int) -> float:
-        """Seconds until this much, at most the limit, is allowed if nothing else is used."""
+        """Seconds until this amount, at most the limit, is available if nothing else is used."""
         if self.remaining >= amount:
             return 0.0
         available = self.limit - amount - self.now
@@ -93,7 +95,7 @@ class Account:
         return Claim(self)
 
     def readmit(self) -> Claim:
-        """Claim what a request held that was admitted in a worker that has died. No limit refuses it again."""
+        """Claim for a request that a worker admitted before it died. No limit refuses it again."""
         self.change(num_sequences=1)
         return Claim(self, is_admitted=True)
 
@@ -139,7 +141,7 @@ class Account:
         return planned.num_sequences - 1, num_tokens
 
     def change(self, *, num_sequences: int = 0, num_reserved: int = 0, num_used: int = 0) -> None:
-        """Add to the counts, even beyond a limit. A negative num_sequences is of sequences that have ended."""
+        """Add to the counts, even beyond a limit. num_sequences is negative when sequences end."""
         row = self._now()
         num_released = max(0, -num_sequences)
         self._store(
@@ -170,7 +172,7 @@ class Account:
             raise retry_later(ErrorKind.RATE_LIMITED, message, math.ceil(retry_after_s))
 
     def _in_flight_refusal(self, num_sequences: int, num_requests: int) -> tuple[str, float] | None:
-        """Return the message and the seconds to wait if the claim of so many sequences, now stored, is too much."""
+        """Return the message and the seconds to wait if the stored claim of num_sequences exceeds the limit."""
         most = self.key.limits.requests_in_flight
         rows = list(self._rows())
         in_flight = sum(row.in_flight for row in rows)
@@ -282,9 +284,10 @@ class RateLimiter:
         self.set_keys(keys)
 
     def set_keys(self, keys: Iterable[ApiKey]) -> None:
-        """Replace the keys. Uses and requests in flight of a key still count, even if it was removed meanwhile.
+        """Replace the keys.
 
-        Raises ValueError while too many removed keys have requests in flight; then the old keys stay.
+        A removed key's use and its requests in flight still count. Raises ValueError while too many removed keys have
+        requests in flight; then the old keys stay.
         """
         known = self._removed | self._accounts
         added = {key.salt: key for key in keys}

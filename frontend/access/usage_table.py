@@ -51,7 +51,7 @@ class UsageRow(NamedTuple):
         return bool(self.requests or self.tokens or self.requests_before or self.tokens_before)
 
     def at(self, minute: int) -> UsageRow:
-        """Return the row as it reads in this or a later minute."""
+        """Return the row as of this minute, which is its own or a later one."""
         if minute == self.minute:
             return self
         is_next = minute == self.minute + 1
@@ -71,7 +71,7 @@ class UsageTable(WorkerTable):
         self.replace(())
 
     def replace(self, rows: Iterable[UsageRow]) -> None:
-        """Replace all rows of this worker at once, so that other workers never see the kept ones missing."""
+        """Replace all rows of this worker at once, so that other workers never miss the rows that stay."""
         fresh = memoryview(array("Q", [0]) * self.words_per_worker)
         for row in rows:
             _write(fresh, _row_offset(fresh, 0, row.key_id), row)

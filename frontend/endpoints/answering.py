@@ -46,13 +46,13 @@ class AnswerStyle:
     make_format: MakeFormat
     settle: Settle | None = None
     begun: tuple[str, int] | None = None
-    """The id of an answer that another worker has begun, and when that was, in seconds since 1970."""
+    """The id of an answer that another worker has begun, and when it began, in seconds since 1970."""
     farewell: bytes = b""
     """Ends a stream, after the format's last event."""
     stops_at_context: bool = False
-    """Whether an answer whose limit is beyond the context stops at its end. Otherwise such a limit is refused."""
+    """An answer whose limit exceeds the context stops at the context's end. Otherwise such a limit is refused."""
     by_token: bool = False
-    """Whether each token is a piece of its own, however many arrive together: then a repetition has the same events."""
+    """Each token is its own piece, even when several arrive together: then a repetition has the same events."""
 
 
 async def answer_chat(

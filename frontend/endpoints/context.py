@@ -50,7 +50,7 @@ class EndpointContext:
     exchanges: OpenExchanges
     ignored_fields: IgnoredFields
     places_to_wait: TenantPlaces
-    """Taken by requests that wait for the first model."""
+    """Places of requests that wait for the first model."""
 
     async def receive_body(
         self,
@@ -58,10 +58,10 @@ class EndpointContext:
         decode: Callable[[bytes], Body],
         task: Task | Callable[[Body], Task] = "generate",
     ) -> tuple[Body, ServedModel, int]:
-        """Admit the request; return its body, the model that the body names or that can do the task, and the body's
-        size in bytes. Report fields that are ignored.
+        """Admit the request; return its body, the model to use, and the body's size in bytes.
 
-        Raises ApiError, ClientGoneError.
+        The model is the one that the body names, or one that can do the task. Reports ignored fields. Raises ApiError,
+        ClientGoneError.
         """
         data = await self._receive_data(exchange)
         async with exchange.cancelled_on_disconnect():
@@ -88,7 +88,7 @@ class EndpointContext:
         task: Task = "any",
         model_of: Callable[[Result], str | None],
     ) -> tuple[Result, ServedModel, int]:
-        """Like `receive_body`, for what is not one body; fields that are ignored are not reported."""
+        """Like `receive_body`, for input that is not one body. It does not report ignored fields."""
         data = await self._receive_data(exchange)
         async with exchange.cancelled_on_disconnect():
             decoded = await run_sized(len(data), decode, data)
@@ -157,12 +157,14 @@ class EndpointContext:
         is_streaming: bool = False,
         body: Struct | None = None,
     ) -> ServedModel:
-        """Return the model with this name or, without a name, one that can do the task. A worker that has just started
-        waits for its backend first, as the client does later while no backend is ready; a stream sends keep-alive
-        comments meanwhile. A model that is asleep is woken, unless only its loaded tokenizer is needed; body has the
-        request's time limit. Raises ApiError, ClientGoneError."""
+        """Return the model with this name or, without a name, one that can do the task.
+
+        A worker that has just started waits for its backend first, as the client does later while no backend is ready;
+        a stream sends keep-alive comments meanwhile. A sleeping model is woken, unless only its loaded tokenizer is
+        needed; body has the request's time limit. Raises ApiError, ClientGoneError.
+        """
         waited: ModelKeeper | None = None
-        # What was loaded may be another model than the one that the request names.
+        # The loaded model may differ from the one that the request names.
         while (keeper := self.models.find(task, requested)) is not waited:
             if keeper.waking is not None and (keeper.current is None or task != "any"):
                 with self._waiting(exchange, keeper, is_streaming=is_streaming):
@@ -182,8 +184,10 @@ class EndpointContext:
 
     @contextlib.contextmanager
     def _waiting(self, exchange: Exchange, keeper: ModelKeeper, *, is_streaming: bool) -> Iterator[None]:
-        """Hold a place among the requests that wait for a model. A stream sends comments meanwhile. Raises ApiError
-        without a place."""
+        """Hold a place among the requests that wait for a model.
+
+        A stream sends comments meanwhile. Raises ApiError if there is no place.
+        """
         if not self.places_to_wait.has(exchange.payer):
             raise self._still_loading(keeper)
         self.places_to_wait.take(exchange.payer)

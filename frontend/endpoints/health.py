@@ -30,8 +30,7 @@ async def health(exchange: Exchange, _context: EndpointContext) -> None:
 
 
 async def ready(exchange: Exchange, context: EndpointContext) -> None:
-    """GET /ready: a request for each model, or for the one that the query names, could be answered now. Raises
-    ApiError."""
+    """GET /ready: each model, or the one that the query names, can answer a request now. Raises ApiError."""
     if context.exchanges.is_draining:
         raise shutting_down()
     requested = parse_qs(exchange.query.decode("latin-1")).get("model")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Fields(msgspec.Struct):
-    """The fields that choose an endpoint. Only whether they are there matters; the endpoint checks them."""
+    """The fields that choose an endpoint. Only their presence matters; the endpoint checks them."""
 
     messages: Any = None
     prompt: Any = None

@@ -1,4 +1,4 @@
-"""POST /v1/score and /score with label_token_ids, as SGLang has it. Each token is scored as the end of its prompt."""
+"""POST /v1/score and /score with label_token_ids, as in SGLang. Each token is scored as the end of its prompt."""
 
 from __future__ import annotations
 

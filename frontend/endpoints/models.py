@@ -1,4 +1,4 @@
-"""GET /v1/models and GET /v1/models/{model}: what is served, and what it can do.
+"""GET /v1/models and GET /v1/models/{model}: the served models and their abilities.
 
 POST /v1/models/load and /v1/models/unload: an administrator wakes a model, or lets it sleep.
 """
@@ -56,8 +56,10 @@ async def describe_model(exchange: Exchange, context: EndpointContext) -> None:
 
 
 def _describe(keeper: ModelKeeper, name: str) -> dict[str, object]:
-    """Return the model's object; of one that has never been loaded only what is known. name is the model's or an
-    alias."""
+    """Return the model's object; for a model that has never been loaded, only the known fields.
+
+    name is the model's or an alias.
+    """
     found: dict[str, object] = {"id": name, "object": "model", "created": 0, "owned_by": "penstock", "root": name}
     if keeper.current is not None:
         found |= _known(keeper.current, name)
@@ -71,7 +73,7 @@ def _describe(keeper: ModelKeeper, name: str) -> dict[str, object]:
 
 
 def _known(served: ServedModel, name: str) -> dict[str, object]:
-    """Return OpenAI's model object and Anthropic's in one, and what the model can do."""
+    """Return OpenAI's model object and Anthropic's in one, with the model's abilities."""
     card, syntax, adapter = served.card, served.syntax, served.card.adapter_named(name)
     created = card.created if adapter is None else adapter.created
     _, backend = backends_of(served.backend)[0]  # replicas have as many pages each
@@ -116,8 +118,10 @@ async def load(exchange: Exchange, context: EndpointContext) -> None:
 
 
 async def unload(exchange: Exchange, context: EndpointContext) -> None:
-    """POST /v1/models/unload: answers when the model is asleep. One that requests need stays awake. Raises ApiError,
-    ClientGoneError."""
+    """POST /v1/models/unload: answers when the model is asleep. A model that requests need stays awake.
+
+    Raises ApiError, ClientGoneError.
+    """
     name, _, waking = await _model(exchange, context)
     try:
         async with asyncio.timeout(context.limits.hold_timeout_s), exchange.cancelled_on_disconnect():
@@ -131,7 +135,8 @@ async def unload(exchange: Exchange, context: EndpointContext) -> None:
 
 
 async def _model(exchange: Exchange, context: EndpointContext) -> tuple[str, ModelKeeper, WakingModel]:
-    """Raises ApiError: without an admin key, for an unknown model, and for one that is always awake."""
+    """Return the named model. Raises ApiError: without an admin key, for an unknown model, and for one that is always
+    awake."""
     if not exchange.is_admin:
         message = "this needs an API key with admin=yes in the server's --api-key-file"
         raise ApiError(ErrorKind.NO_ADMIN, message)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.shm.messages import ModelCard
 
 PIECE_TOKENS = 1 << 16
-"""Token ids that one call of C code may handle: it holds the interpreter's lock throughout. More are split."""
+"""Token ids that one call of C code may handle: it holds the interpreter's lock throughout. Longer lists are split."""
 
 
 async def render_chat(body: ChatBody, served: ServedModel, *, is_long: bool) -> list[int]:

@@ -33,9 +33,9 @@ class EndpointDoc:
     query: tuple[tuple[str, type, str], ...] = ()
     """Query parameters: name, type and meaning."""
     other: tuple[type[Struct], Any] | None = None
-    """Body and answer of another API at the same path."""
+    """A second API's body and answer at the same path."""
     can_be_missing: bool = False
-    """Whether what the path names may not exist (404)."""
+    """The path may name something that does not exist (404)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,8 @@ class RouteTable:
         return methods
 
     def _meant(self, path: str) -> str | None:
-        """Return the path that a client with a wrong base URL means: with /v1 once, and without a slash at the end."""
+        """Return the path that a client with a wrong base URL intends: with /v1 once, and without a slash
+        at the end."""
         bare = path.rstrip("/")
         for known in (bare, f"/v1{bare}", bare.replace("/v1", "", 1), bare[bare.find("/v1") :]):
             if known in self._routes and known != path:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.frontend.transport.asgi import Headers
     from penstock.frontend.transport.exchange import Exchange
 
-# Text that a model writes is shown as HTML: only the sanitizer may make HTML out of text (Trusted Types, W3C).
+# A model's text is shown as HTML, and only the sanitizer may make HTML from text (Trusted Types, W3C).
 _POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
     b"form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
@@ -31,7 +31,7 @@ class StaticFiles:
     """The files below a folder of a package, which are known when the process starts."""
 
     def __init__(self, package: str, folder: str, url: str) -> None:
-        """url is where the files are served, such as "/docs/"."""
+        """url is the prefix of the files' paths, such as "/docs/"."""
         self._url = url
         root = files(package).joinpath(folder)
         inner = [(f"{each.name}/", each) for each in root.iterdir() if each.is_dir()]

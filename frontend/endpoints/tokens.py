@@ -34,8 +34,10 @@ _INLINE_TOKENS = 1024
 
 
 async def tokenize(exchange: Exchange, context: EndpointContext) -> None:
-    """POST /tokenize, as vLLM has it; with `content` as llama.cpp, with `inputs` as TEI has it. Raises ApiError,
-    ClientGoneError."""
+    """POST /tokenize: as in vLLM; with `content`, as in llama.cpp; with `inputs`, as in TEI.
+
+    Raises ApiError, ClientGoneError.
+    """
 
     def decode(data: bytes) -> TeiTokenizeBody | tuple[TokenizeBody, ChatBody | None]:
         if is_tei_tokenize(data):
@@ -136,8 +138,8 @@ async def _numbers(token_ids: list[int]) -> list[bytes]:
 async def _array(token_ids: list[int], join: Callable[[list[int]], bytes]) -> list[bytes]:
     """Return a JSON array in parts. join writes some elements with commas between them.
 
-    One call of C code over millions of tokens would hold the interpreter's lock, and so the event loop, throughout;
-    so would joining the parts.
+    One call of C code over millions of tokens would hold the interpreter's lock, and so the event loop, throughout.
+    Joining the parts would too.
     """
 
     def parts() -> list[bytes]:
@@ -154,7 +156,7 @@ def _text(served: ServedModel, token_id: int) -> str:
 
 
 def _piece(served: ServedModel, token_id: int) -> str | list[int]:
-    """Return the token's text, or its bytes when it is part of a character."""
+    """Return the token's text, or its bytes if they are part of a character."""
     raw = served.tokenizer.token_bytes(token_id)
     try:
         return raw.decode()

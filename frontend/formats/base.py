@@ -29,7 +29,7 @@ class Usage:
     timings: Callable[[], dict[str, Any]] | None = None
     """Returns the timings so far; None if the request does not ask for them."""
     progress: Callable[[], dict[str, Any]] | None = None
-    """Returns what was done of the prompt; None if the request does not ask for it."""
+    """Returns the progress of the prompt; None if the request does not ask for it."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -70,7 +70,7 @@ class Format(Protocol):
     def closing(self, index: int, finish_reason: str, stopped_by: str | int | None) -> bytes: ...
 
     def last(self, index: int, delta: Delta, finish_reason: str, stopped_by: str | int | None) -> bytes:
-        """Write the final piece of a choice and close it, in one event if the API has such."""
+        """Write the final piece of a choice and close it, in one event if the API has one for both."""
         return self.delta(index, delta) + self.closing(index, finish_reason, stopped_by)
 
     def end(self) -> bytes:
@@ -78,7 +78,7 @@ class Format(Protocol):
         ...
 
     def failure(self, error: ApiError) -> bytes:
-        """End the stream with an error. The HTTP status has been sent and cannot show it any more."""
+        """End the stream with an error. The HTTP status is already sent and cannot report it."""
         ...
 
     def whole(self, outputs: list[ChoiceOutput]) -> bytes:
@@ -91,7 +91,7 @@ class NotStreamed(Exception):
 
 
 class WholeFormat:
-    """The part of `Format` that answers without a stream do not need; their bodies cannot ask for one."""
+    """The part of `Format` for answers without a stream; their bodies cannot ask for one."""
 
     def _never(self, *_: object, **__: object) -> bytes:
         raise NotStreamed

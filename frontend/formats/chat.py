@@ -20,7 +20,7 @@ _TEXT_TAIL = b'},"logprobs":null,"finish_reason":null}'
 
 
 class ChatFormat:
-    """See `Format`."""
+    """Implements `Format`."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""POST /v1/responses/compact: a conversation as its user's messages and a summary, for the next request's input."""
+"""POST /v1/responses/compact: reduces a conversation to its user's messages and a summary, for the next request's
+input."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def summary_in(content: str) -> str:
 
 
 class CompactionFormat(WholeFormat):
-    """See `Format`."""
+    """Implements `Format`."""
 
     def __init__(self, identity: Identity, usage: Usage, user_texts: Sequence[str]) -> None:
         self._identity = identity

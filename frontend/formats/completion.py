@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CompletionFormat:
-    """See `Format`."""
+    """Implements `Format`."""
 
     def __init__(
         self,

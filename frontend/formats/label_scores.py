@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class LabelScoresFormat(WholeFormat):
-    """See `Format`. Each output is a prompt that ends with a label; the labels of an item are consecutive."""
+    """Implements `Format`. Each output is a prompt that ends with a label; the labels of an item are consecutive."""
 
     def __init__(self, identity: Identity, usage: Usage, num_labels: int, *, is_softmax: bool) -> None:
         """is_softmax: the scores of an item add up to 1; otherwise they are the model's probabilities."""

@@ -28,7 +28,7 @@ _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
 class MessagesFormat(Format):
-    """See `Format`. A message has one choice."""
+    """A message has one choice."""
 
     def __init__(self, identity: Identity, usage: Usage, request_id: str, max_context_tokens: int) -> None:
         """request_id is reported with an error."""

@@ -37,7 +37,7 @@ class OpenAIChunks:
 
     @property
     def after_opening(self) -> bytes:
-        """The end of the chunk that precedes a choice's first token: nothing new is counted, and nothing timed."""
+        """The end of the chunk before a choice's first token: it adds no counts and no timings."""
         if not self._streamed.in_every_chunk:
             return self._after
         reported = replace(

@@ -17,14 +17,14 @@ _custom_input = msgspec.json.Decoder(_CustomInput)
 
 @dataclass(frozen=True, slots=True)
 class CalledTool:
-    """What the client calls a tool. The model calls a custom tool as a function whose argument is the input."""
+    """The client's name for a tool. The model calls a custom tool as a function whose argument is the input."""
 
     name: str
     namespace: str | None = None
     is_custom: bool = False
 
     def fields(self, arguments: str) -> dict[str, Any]:
-        """Return the fields of an item that say what is called, and with what."""
+        """Return the fields of an item that name the tool and give its arguments."""
         where = {} if self.namespace is None else {"namespace": self.namespace}
         if self.is_custom:
             return {"type": "custom_tool_call", "name": self.name, **where, "input": custom_input(arguments)}
@@ -32,7 +32,10 @@ class CalledTool:
 
 
 def custom_input(arguments: str) -> str:
-    """Return the text within a call's arguments. An answer that was cut off within them has them as they are."""
+    """Return the text within a call's arguments.
+
+    If the answer was cut off within them, return them unchanged.
+    """
     try:
         return _custom_input.decode(arguments.encode()).input
     except (msgspec.DecodeError, msgspec.ValidationError):

@@ -27,7 +27,7 @@ _PART_TYPES = {BlockKind.REASONING: "reasoning_text", BlockKind.TEXT: "output_te
 
 
 class ResponsesFormat(Format):
-    """See `Format`. A response has one choice."""
+    """A response has one choice."""
 
     def __init__(
         self,
@@ -38,7 +38,9 @@ class ResponsesFormat(Format):
         called_tools: Mapping[str, CalledTool] | None = None,
     ) -> None:
         """settings are the object's fields that are known in advance. on_end is called when the answer is final.
-        called_tools are the tools that are no plain functions, by the name that the model knows."""
+
+        called_tools are the tools that are not plain functions, by the name that the model knows.
+        """
         self.response_id = identity.response_id
         self.status = "queued"
         self.num_events = 0
@@ -101,7 +103,7 @@ class ResponsesFormat(Format):
         return events + self.end()
 
     def cancel(self) -> None:
-        """End the response at a client's request. Writes no event."""
+        """End the response because a client cancelled it. Writes no event."""
         self._break_off("cancelled")
         self._on_end(self)
 
@@ -220,8 +222,10 @@ class ResponsesFormat(Format):
         return f"{_ID_PREFIXES[block.kind]}{self._id_suffix}_{block.index}"
 
     def _call_id(self, block: OutputBlock) -> str:
-        """Return an id of the same form that the response's own id determines: when another worker repeats the answer,
-        its events are the same."""
+        """Return an id in the usual form that depends only on the response's id and the block.
+
+        When another worker repeats the answer, its events are the same.
+        """
         return repeatable_call_id(block.call_id, f"{self.response_id} {block.index}")
 
     def _location(self, block: OutputBlock) -> dict[str, Any]:

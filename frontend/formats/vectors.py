@@ -1,8 +1,7 @@
-"""Vectors as JSON or base64.
+"""Vectors as JSON or base64. numpy and orjson write float32 in the shortest form that reads back the same.
 
-numpy and orjson write float32 in the shortest form that reads back the same: a vector of 768 values is 9.4 KB, as
-against 16.1 KB through Python's floats, in half the time. They are imported for a model that embeds, because numpy
-takes 13 MB of a worker that may never need it.
+A vector of 768 values has 9.4 KB instead of 16.1 KB through Python's floats, and takes half the time. Both packages are
+imported only for a model that embeds, because numpy takes 13 MB of a worker that may never need it.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ if TYPE_CHECKING:
     from array import array
 
 _PIECE_VALUES = 1 << 15
-"""Values that one call writes: about 2 ms, in which the event loop stands still."""
+"""Values that one call writes: about 2 ms, during which the event loop waits."""
 
 
 def import_writers() -> None:
-    """Import what writes vectors, which takes 0.1 s or more. Callable from any thread."""
+    """Import the packages that write vectors, which takes 0.1 s or more. Callable from any thread."""
     import numpy  # noqa: F401
     import orjson  # noqa: F401
 

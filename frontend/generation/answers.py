@@ -33,7 +33,7 @@ async def answer_whole(
     settle: Settle | None = None,
     num_best: int | None = None,
 ) -> None:
-    """Answer with all choices, or with the num_best choices of each prompt with the likeliest tokens on average.
+    """Answer with all choices, or for each prompt with the num_best choices whose tokens are the likeliest on average.
 
     Raises ApiError, ClientGoneError.
     """

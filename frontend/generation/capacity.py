@@ -1,4 +1,4 @@
-"""Refuses a request for want of a place before the work that makes its tokens."""
+"""Refuses a request that has no place, before the work that makes its tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def check_capacity(served: ServedModel, policy: RequestPolicy, *, may_share: bool) -> None:
     """Refuse a request that the backend would refuse. Raises ApiError.
 
-    may_share says whether one result may serve it and an equal request. Then a full backend is asked all the same: an
-    equal one may be on its way, or in a cache.
+    may_share: one result may serve it and an equal request. Then even a full backend is asked: an equal request may run
+    there, or its result may be cached.
     """
     try:
         served.backend.check_capacity(policy.tenant, may_share=policy.may_join and may_share)

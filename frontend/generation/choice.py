@@ -26,7 +26,7 @@ class ChoicePrompt:
     index: int
     token_ids: Sequence[int]
     text: str | None = None
-    """The text that is echoed; None decodes the token ids."""
+    """The text to echo; None decodes the token ids."""
     max_tokens: int = 0
     """The limit of its answers."""
 
@@ -64,7 +64,7 @@ class Choice:
 
     @property
     def num_generated(self) -> int:
-        """Tokens that count as generated: those of the text, or all that came if the text was cut short."""
+        """Tokens that count as generated: those of the text, or all received tokens if the text was cut short."""
         return self.num_tokens if self.finish_reason is not None else self.stream.num_generated
 
     @property
@@ -131,7 +131,7 @@ class Choice:
         return pieces.joined()
 
     def complete(self, output: ChoiceOutput) -> None:
-        """Add to the output what was not in any piece."""
+        """Add to the output the parts that no piece contained."""
         output.finish_reason = self.finish_reason or "stop"
         output.stopped_by = self.stopped_by
         if self._options.returns_token_ids:

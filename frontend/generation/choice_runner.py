@@ -57,8 +57,10 @@ class ChoiceRunner:
         self._submitted_s = log_entry.submitted_s = time.monotonic()
 
     def cancel(self) -> None:
-        """End every stream now. Streams that have ended are left alone, and the backend goes on with those that linger,
-        if the client knows their id."""
+        """End every stream now.
+
+        Ended streams are left alone, and the backend continues streams that linger, if the client knows their id.
+        """
         keep = Keep.ALL if self._exchange.started else Keep.NOTHING
         for choice in self.choices:
             choice.stream.cancel(keep)
@@ -163,7 +165,8 @@ class ChoiceRunner:
         return delta
 
     def _num_tokens_used(self) -> int:
-        """Return what counts against the key's limit: the generated tokens, and each prompt that was not refused."""
+        """Return the tokens that count against the key's limit: the generated ones, and each prompt that was not
+        refused."""
         accepted = {choice.prompt.index: len(choice.prompt.token_ids) for choice in self.choices if choice.is_accepted}
         return sum(accepted.values()) + self._usage.completion_tokens
 
@@ -183,7 +186,7 @@ class ChoiceRunner:
         )
 
     def prompt_progress(self) -> dict[str, Any]:
-        """Return llama.cpp's progress of the prompt. The last one, with the first token, is that of all of it."""
+        """Return llama.cpp's progress of the prompt. The last one, with the first token, covers the whole prompt."""
         if self._progress is None:
             return self.timings().prompt_progress()
         known = self._progress
@@ -198,10 +201,10 @@ class ChoiceRunner:
         return ((b"x-penstock-coalesced", coalesced.encode()), (b"server-timing", timing))
 
     def _coalesced(self) -> str | None:
-        """Return joined if the first choice of any prompt joined another request's sequence, else none.
+        """Return joined if the first choice of any prompt joined another request's sequence, else none; None while
+        unknown.
 
-        Python's None while that is not known. The other choices of a greedy request join the request's own first
-        choice.
+        The other choices of a greedy request join the request's own first choice.
         """
         known = [stream.is_coalesced for stream in self._first_streams() if stream.is_coalesced is not None]
         if not known:

@@ -19,7 +19,7 @@ _SHOWN_CHARACTERS = 200
 
 
 def overloaded(retry_after_s: int, limit: int) -> ApiError:
-    """limit is the number of places that are taken."""
+    """Return the error of a request for which there is no place. limit is the number of places, all taken."""
     return retry_later(ErrorKind.OVERLOADED, f"too many requests are waiting: the limit is {limit}", retry_after_s)
 
 
@@ -35,7 +35,7 @@ def stream_failure(batch: TokenBatch, num_tokens: int, grammar_field: str | None
     """Return the error of a stream that ended with this batch, REJECTED, FAILED or EXPIRED.
 
     num_tokens were generated; grammar_field is the body's field that asks for a grammar; retry_after_s is for failures
-    that bring no time of their own.
+    without a time of their own.
     """
     if batch.finish is Finish.EXPIRED:
         return ApiError(ErrorKind.EXPIRED, f"the request's time limit has passed, after {num_tokens} tokens")
@@ -102,7 +102,10 @@ def milliseconds(seconds: float | None) -> int | None:
 
 
 def pooled_failure(failed: PooledFailed, field: str, retry_after_s: int) -> ApiError:
-    """Return the error of a request whose inputs, in this field, were not computed. It was not cancelled."""
+    """Return the error of a request whose inputs were not computed and which was not cancelled.
+
+    field is the body's name of the inputs.
+    """
     if failed.finish is Finish.EXPIRED:
         return expired()
     if failed.failure is FailureCode.CONTEXT_TOO_LONG:

@@ -1,4 +1,5 @@
-"""Streams that outlive their connection: which requests may ask for it, and what a worker needs to write them again."""
+"""Streams that outlive their connection: which requests may ask for it, and the data with which a worker writes them
+again."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _STREAM_ID = re.compile(r"(?:chatcmpl-|cmpl-|msg_|resp_)[0-9a-f]{24,40}")
 _MAX_EVENT_ID = (1 << 31) - 1
 _SEED_BITS = 63
 _MAX_REST_BYTES = 1024
-"""A record without its body."""
+"""Size of a record without its body."""
 _MAX_BODY_BYTES = MAX_RECORD_BYTES - _MAX_REST_BYTES
 
 
@@ -52,7 +53,7 @@ _decoder = msgspec.msgpack.Decoder(_Record)
 
 
 def read_linger(exchange: Exchange, body: Any, data: bytes, max_linger_s: int) -> LingeringAnswer | None:
-    """Read the header. data is the body as it was sent. Raises ApiError."""
+    """Read the header. data is the body as the client sent it. Raises ApiError."""
     value, stream = exchange.header(_HEADER.lower().encode()), exchange.header(STREAM_HEADER)
     if value is None:
         if stream is not None:
@@ -101,8 +102,10 @@ async def ask_for_stream(
 
 
 async def kept_or_anew(lingering: LingeringAnswer, keepers: Iterable[ModelKeeper], tenant: bytes) -> LingeringAnswer:
-    """Return the answer to a request that was sent again: the stream, if a backend here has kept it, else lingering,
-    which is computed anew under its old id. Raises ApiError for another request's stream."""
+    """Return the answer to a request that was sent again: the stream if a backend here has kept it, else lingering.
+
+    In the second case it is computed again under its old id. Raises ApiError for another request's stream.
+    """
     if lingering.begun is None:
         return lingering
     stream_id, _ = lingering.begun
@@ -117,8 +120,10 @@ async def kept_or_anew(lingering: LingeringAnswer, keepers: Iterable[ModelKeeper
 
 
 def prepare_to_linger(lingering: LingeringAnswer, body: AnsweredBody, served: ServedModel) -> ServedModel:
-    """Give the body a seed. Return the model, at the backend that has kept the stream. Raises ApiError for what is not
-    the same when the events are written again, or cannot be kept."""
+    """Give the body a seed. Return the model, at the backend that has kept the stream.
+
+    Raises ApiError for requests whose events would differ when written again, or cannot be kept.
+    """
     fields = {"return_timings": body.return_timings, "timings_per_token": body.timings_per_token}
     if isinstance(body, ChatBody):
         fields["return_progress"] = body.return_progress
@@ -135,7 +140,7 @@ def prepare_to_linger(lingering: LingeringAnswer, body: AnsweredBody, served: Se
 
 
 def _seed_of(lingering: LingeringAnswer) -> int:
-    """A seed that any server makes of the answer's id, so that one that computes it anew draws the same tokens."""
+    """A seed that depends only on the answer's id, so that any server that computes it again draws the same tokens."""
     if lingering.begun is None:
         raise RuntimeError("an answer lingers under its id")
     digest = hashlib.blake2b(lingering.begun[0].encode(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""The options of a request's choices: what ends the text, and what is reported with it."""
+"""The options of a request's choices: when the text ends, and which values are reported with it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class OutputOptions:
     returns_token_ids: bool = False
     returns_logprobs: bool = False
     names_logprob_tokens: bool = False
-    """The tokens that log probabilities are reported of are the request's, and before them the generated one."""
+    """Log probabilities are reported for the tokens that the request names, and before them for the generated one."""
     names_tokens_by_id: bool = False
-    """In log probabilities of the answer, and of an echoed prompt."""
+    """Log probabilities of the answer, and of an echoed prompt, name tokens by id."""
     returns_prompt_logprobs: bool = False
     echoes_prompt: bool = False
     """The text begins with the prompt."""
@@ -48,8 +48,10 @@ class OutputOptions:
 
     @property
     def reports_end_token(self) -> bool:
-        """Whether log probabilities include the end token, although the text does not: token ids identify it, and
-        clients that score an echoed prompt expect an entry for each token."""
+        """Whether log probabilities include the end token, although the text does not.
+
+        Token ids identify it, and clients that score an echoed prompt expect an entry for each token.
+        """
         return self.returns_logprobs and (self.returns_token_ids or self.echoes_prompt)
 
     @property

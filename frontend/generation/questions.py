@@ -24,8 +24,11 @@ _TIMEOUT_S = 5.0
 
 
 async def ask(backend: BackendClient, question: RequestName | StreamQuestion) -> TokenStream | None:
-    """Cancel a request, or ask about a stream. Return what has brought the answer; None if the backend does not know
-    the request or the stream. Raises ApiError."""
+    """Cancel a request, or ask about a stream.
+
+    Returns the stream that brought the answer; None if the backend does not know the request or the stream. Raises
+    ApiError.
+    """
     request = GenerationRequest([0], 1, Sampling(temperature=0.0), deadline_s=time.monotonic() + _TIMEOUT_S)
     if isinstance(question, RequestName):
         request.cancels = question

@@ -34,7 +34,7 @@ class RequestPolicy:
     priority: int
     deadline_s: float | None
     refuses_late: bool = False
-    """It is not to run if it is expected to miss its deadline. Pooled requests are not predicted."""
+    """Refuse the request if it should miss its deadline. Pooled requests are not predicted."""
 
 
 def read_request_policy(exchange: Exchange, body: SchedulingBody) -> RequestPolicy:

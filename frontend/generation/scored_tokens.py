@@ -36,7 +36,7 @@ def with_own_first(token_id: int, entry: LogprobEntry) -> LogprobEntry:
 
 
 def named_by_id(scored: ScoredToken) -> ScoredToken:
-    """Return the token, and those beside it, with token_id:N for its text."""
+    """Return the token, and those beside it, with the text token_id:N."""
     name = f"token_id:{scored.token_id}"
     return msgspec.structs.replace(scored, text=name, raw=name.encode(), top=tuple(map(named_by_id, scored.top)))
 

@@ -1,4 +1,4 @@
-"""The models of one worker: each of its backends with what it serves, and which of them answers a request."""
+"""The models of one worker: the model of each backend, and which backend answers a request."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from penstock.shm.messages import ModelCard
 
 Task: TypeAlias = Literal["generate", "rerank", "score", "pooled", "any"] | PooledKind
-"""A task that an endpoint needs a model for. rerank is classify with one score; score is rerank or embed; pooled is a
-vector of any kind; any is the tokenizer alone."""
+"""A task for which an endpoint needs a model.
+
+rerank is classify with one score; score is rerank or embed; pooled is a vector of any kind; any is the tokenizer alone.
+"""
 
 _EMBEDDING_TASKS = ("embed", "token_embed", "sparse", "pooled")
 _ANY_NAME = "*"
@@ -33,7 +35,7 @@ _WORDS = {
 
 
 def abilities(card: ModelCard) -> list[Task]:
-    """Return what a model can do, in the order of `Task`."""
+    """Return the model's abilities, in the order of `Task`."""
     tasks: list[Task] = ["generate"] if card.generates else []
     for pooled in card.pooled:
         tasks += ["rerank", "classify"] if pooled.kind == "classify" and pooled.num_values == 1 else [pooled.kind]
@@ -58,14 +60,14 @@ class ServedModels:
         rerank: ModelKeeper | None = None,
         others: Iterable[ModelKeeper] = (),
     ) -> None:
-        """generation is the backend of a server that has only one, whatever its model does. others have no role."""
+        """generation is the backend of a server that has only one, whatever its model can do. others have no role."""
         self.generation = generation
         self._embedding = embedding
         self._rerank = rerank
         self.keepers = _distinct((generation, embedding, rerank, *others))
 
     def in_order(self, task: Task) -> tuple[ModelKeeper, ...]:
-        """Return all keepers, first the one whose role is the task."""
+        """Return all keepers, the one whose role is the task first."""
         if task in _EMBEDDING_TASKS:
             return _distinct((self._embedding, *self.keepers))
         if task in ("rerank", "score", "classify", "token_classify"):
@@ -109,7 +111,7 @@ class ServedModels:
 
 
 def is_named(card: ModelCard, name: str) -> bool:
-    """Whether the name is the model's, an alias or that of an adapter."""
+    """Whether the name is the model's, an alias or an adapter's."""
     is_own = name == card.model_id or (name in card.aliases and name != _ANY_NAME)
     return is_own or card.adapter_named(name) is not None
 
@@ -119,19 +121,19 @@ def takes_any_name(card: ModelCard) -> bool:
 
 
 def listed_names(card: ModelCard) -> list[str]:
-    """Return the model's names, first the one that answers carry, then those of its adapters."""
+    """Return the model's names, starting with the one in its answers, then those of its adapters."""
     own = [card.model_id, *(name for name in card.aliases if name != _ANY_NAME)]
     return [*own, *(adapter.name for adapter in card.adapters)]
 
 
 def answering_name(card: ModelCard, requested: str | None) -> str:
-    """Return the name that answers carry: of an adapter its own, else the model's."""
+    """Return the name in answers: an adapter's own, else the model's."""
     adapter = None if requested is None else card.adapter_named(requested)
     return card.model_id if adapter is None else adapter.name
 
 
 def names_of(keeper: ModelKeeper) -> list[str]:
-    """Return the names of its model; of one that has never been loaded the name that the operator gave it."""
+    """Return the names of its model; for one that has never been loaded, the operator's name for it."""
     if keeper.current is not None:
         return listed_names(keeper.current.card)
     return [] if keeper.name is None else [keeper.name]
@@ -144,14 +146,14 @@ def check_task(card: ModelCard, task: Task) -> None:
 
 
 def _check_adapter(card: ModelCard, task: Task, requested: str) -> None:
-    """Raises ApiError if the name is an adapter's and the task is none of text."""
+    """Raises ApiError if the name is an adapter's and the task does not generate text."""
     if task not in ("any", "generate") and card.adapter_named(requested) is not None:
         message = f"model: {shorten(requested)} is an adapter, which only generates text; {card.model_id} is its model"
         raise ApiError(ErrorKind.WRONG_MODEL, message, param="model")
 
 
 def check_model(requested: str | None, card: ModelCard) -> None:
-    """Raises ApiError when a request names another model than this one."""
+    """Raises ApiError if a request names another model than this one."""
     if requested is not None and not is_named(card, requested) and not takes_any_name(card):
         raise unknown_model(requested, listed_names(card))
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 class StopMatcher:
     """Passes text on until a stop string is complete. Any split of the text gives the same result.
 
-    The stop string that is complete first matches. If several are complete at the same character, the longest matches.
-    The matched text itself is passed on only if keeps_match.
+    The stop string that is completed first matches. If several are completed at the same character, the longest
+    matches. The matched text itself is passed on only if keeps_match.
     """
 
     def __init__(self, stop_strings: tuple[str, ...], *, keeps_match: bool = False) -> None:

@@ -26,7 +26,7 @@ _LONGEST_RETRY_S = 3600
 class WakingModel:
     """One worker's view of a model that another process wakes while requests need it, and puts to sleep later.
 
-    A request needs it from `use` until `done`, and while it has an open stream, which `watch` sees.
+    A request needs it from `use` until `done`, and while it has an open stream, which `watch` notices.
     """
 
     def __init__(self, name: str, table: ModelTable, index: int, backend: ServingClient) -> None:
@@ -49,7 +49,7 @@ class WakingModel:
 
     @property
     def failure(self) -> str | None:
-        """Why the last attempt to load it failed; None if it did not, or if it has been awake since."""
+        """Why the last attempt to load it failed; None if it succeeded, or if it has been awake since."""
         return self._table.reason(self._index) if self._table.seconds_to_retry(self._index) else None
 
     def use(self) -> None:
@@ -67,7 +67,7 @@ class WakingModel:
         return self._table.uses(self._index)[0]
 
     async def until_asleep(self) -> None:
-        """Ask that it sleeps, and return when it does or when a request needs it."""
+        """Ask that it sleep; return when it does, or when a request needs it."""
         self._table.ask_to_sleep(self._index)
         while self.state is not ModelState.ASLEEP and not (self.state is ModelState.AWAKE and self.num_open):  # noqa: ASYNC110 - in shared memory
             await asyncio.sleep(_LOOK_EVERY_S)

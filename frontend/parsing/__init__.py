@@ -1,8 +1,9 @@
 """Sorts a model's text, while it arrives, into answer, reasoning and tool calls.
 
-`model_syntax` chooses how the served model writes reasoning and tool calls: `reasoning` holds the reasoning formats,
+`model_syntax` chooses the syntax of the served model's reasoning and tool calls: `reasoning` has the reasoning formats,
 `tool_formats` one module per family of tool call formats, `harmony` the messages of gpt-oss, which are both.
-`answer_parser` reads one choice with them; any split of the text into pieces gives the same result, because all
-readings go through `reader`. The pieces are `deltas`; `blocks` and `choice_output` gather them. May import text,
-schemas and what lies below. Start with `answer_parser`.
+`answer_parser` reads one choice with them. Any split of the text into pieces gives the same result, because all of them
+read through `reader`. The pieces are `deltas`; `blocks` and `choice_output` collect them.
+
+May import text, schemas and what lies below. Start with `answer_parser`.
 """

@@ -29,7 +29,7 @@ class AnswerShape:
     tools: ToolFormat | None = None
     functions: Functions = field(default_factory=dict)
     calls_only: bool = False
-    """The answer must be calls: text beside them is dropped. It is the layout of a call that was cut off."""
+    """The answer consists of calls: any text beside them belongs to a call that was cut off, and is dropped."""
     single_call: bool = False
     """The first call ends the answer."""
 

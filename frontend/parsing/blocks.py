@@ -60,7 +60,7 @@ _NO_EVENTS = _NoEvents()
 
 
 class OutputBlocks:
-    """Gathers the pieces of one choice. A block is complete when a piece of another kind arrives, or another call."""
+    """Collects the pieces of one choice. A block is complete when a piece of another kind, or another call, arrives."""
 
     def __init__(self, events: BlockEvents = _NO_EVENTS) -> None:
         self.all: list[OutputBlock] = []

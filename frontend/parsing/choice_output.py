@@ -1,4 +1,4 @@
-"""The whole output of a choice, gathered from its pieces."""
+"""The whole output of a choice, collected from its pieces."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def join_tool_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...
 
 
 def repeatable_call_id(call_id: str, name: str) -> str:
-    """Return an id of the same form that the name determines."""
+    """Return an id with the prefix and length of call_id that depends only on the name."""
     prefix = "call_" if call_id.startswith("call_") else ""
     digest = blake2b(name.encode()).hexdigest()
     return prefix + digest[: len(call_id) - len(prefix)]
@@ -71,7 +71,7 @@ class Delta:
     parts: tuple[Delta, ...] = ()
     """The same content in order, if it mixes text, reasoning and tool calls."""
     has_progress: bool = False
-    """There is news of how much of the prompt is computed, and nothing else."""
+    """It only reports how much of the prompt is computed."""
 
     def __bool__(self) -> bool:
         return bool(
@@ -80,7 +80,7 @@ class Delta:
 
 
 def with_call_ids(delta: Delta, name: str) -> Delta:
-    """Replace the random ids of tool calls by ones that the name and the call's index determine."""
+    """Replace the random ids of tool calls by ids that depend only on the name and the call's index."""
     if delta.tool_calls:
         delta.tool_calls = tuple(
             call if call.id is None else replace(call, id=repeatable_call_id(call.id, f"{name} {call.index}"))

@@ -38,7 +38,7 @@ HARMONY = ReasoningFormat(
 
 
 class Harmony(ToolFormat):
-    """See `ToolFormat`. The model ends its answer with a call to wait for the result, so an answer has only one."""
+    """The model ends its answer with a call to wait for the result, so an answer has only one."""
 
     name = "harmony"
     markers: tuple[str, ...] = _MARKERS
@@ -62,10 +62,11 @@ class Harmony(ToolFormat):
 def read_messages(
     reader: Reader, output: ParsedOutput, functions: Functions | None, *, reasons: bool = True, is_open: bool = False
 ) -> Reading[None]:
-    """Read an answer. Text outside of messages is content. Markers never are, nor is a header that breaks off.
+    """Read an answer. Text outside of messages is content.
 
-    functions: None if there are no calls; a call's arguments are then content. reasons: False if the analysis is
-    content too. is_open: the prompt ends within the analysis.
+    Markers, and a header that is cut off, are never content. functions is None if there are no calls; a call's
+    arguments are then content. If reasons is False, the analysis is content too. is_open: the prompt ends within the
+    analysis.
     """
     messages = _Messages(reader, output, functions, reasons=reasons)
     if is_open:
@@ -90,7 +91,7 @@ class _Messages:
         return (yield from self._reader.until_any(_MARKERS, self._output.content)) is not None
 
     def read_message(self, header: str) -> Reading[None]:
-        """Read the rest of a message whose header begins so, or the marker that comes next if that begins none."""
+        """Read the rest of a message with this header, or the next marker if that starts no message."""
         for end in _ENDS:
             if (yield from self._reader.accept(end)):
                 yield from self._reader.skip_spaces()

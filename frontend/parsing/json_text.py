@@ -1,4 +1,4 @@
-"""Reads JSON (RFC 8259) while it arrives and emits it unchanged, including what precedes an error."""
+"""Reads JSON (RFC 8259) while it arrives and emits it unchanged, including the part before an error."""
 
 from __future__ import annotations
 

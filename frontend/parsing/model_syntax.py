@@ -1,4 +1,5 @@
-"""Chooses how the served model writes reasoning and tool calls: from its chat template and tokens, or as configured."""
+"""Chooses the syntax of the served model's reasoning and tool calls: from its chat template and tokens, or as
+configured."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelSyntax:
-    """How one model writes reasoning and tool calls."""
+    """The syntax of one model's reasoning and tool calls."""
 
     tools: ToolFormat | None = None
     """None if the model writes no calls, or in an unknown format."""
@@ -113,7 +114,7 @@ def _tool_format_of(source: str, added_tokens: Mapping[str, int]) -> str:
 
 
 def _tagged_format_of(source: str) -> str:
-    """Return the name of a format with the tag <tool_call>, by what is inside it."""
+    """Return the name of a format with the tag <tool_call>, judging by the text inside it."""
     if "<function=" in source:
         return "qwen3_coder"
     return "glm4" if "<arg_key>" in source else "hermes"

@@ -1,4 +1,4 @@
-"""Collects what the parsers find: pieces of answer, reasoning and tool calls, in order."""
+"""Collects the parsers' results: pieces of answer, reasoning and tool calls, in order."""
 
 from __future__ import annotations
 

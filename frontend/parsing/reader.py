@@ -1,6 +1,6 @@
 """Reads a text that arrives in pieces as if it were whole: a reading pauses until the text that it needs has arrived.
 
-Parsers built on it do not see the pieces, so any split of a text is parsed alike.
+Parsers built on it do not see the pieces, so they parse any split of a text the same way.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Reader:
         self._held_from = self._position
 
     def release(self) -> str:
-        """Return what was read since `hold` and stop holding. Empty if nothing is held."""
+        """Return the text read since `hold` and stop holding. Empty if nothing is held."""
         if not self._is_holding:
             return ""
         held = "".join((*self._held, self._text[self._held_from : self._position]))
@@ -109,7 +109,7 @@ class Reader:
     def until(self, marker: str, emit: Callable[[str], object], *, keeps_partial: bool = True) -> Reading[bool]:
         """Emit the text before the marker, and stop there. Return False if the text ends without the marker.
 
-        keeps_partial: if the text ends within the marker, emit what there is of it; otherwise drop that.
+        If the text ends within the marker, keeps_partial emits that part of it; otherwise it is dropped.
         """
         return (yield from self.until_any((marker,), emit, keeps_partial=keeps_partial)) is not None
 

@@ -35,7 +35,7 @@ class ReasoningFormat:
 
     @property
     def empty(self) -> str:
-        """No reasoning, and what follows it."""
+        """Empty reasoning, with the text that follows it."""
         return f"{self.opening}{self.line_break * 2}{self.closing}{self.follow}"
 
 

@@ -193,7 +193,7 @@ class InputItems(Struct):
 
 
 class CompactAnswer(Struct):
-    """A conversation in short, to be sent as the input of the next request."""
+    """A shortened conversation, to be sent as the input of the next request."""
 
     id: str
     object: Literal["response.compaction"]
@@ -271,16 +271,16 @@ class ModelAnswer(Struct):
     id: str
     object: Literal["model"]
     created: int
-    """0 for a model that has never been loaded. Then what follows is missing, down to its state."""
+    """0 for a model that has never been loaded. Then the fields down to its state are missing."""
     owned_by: str
     max_model_len: int | None = None
     kv_cache_tokens: int | None = None
     """Tokens of all sequences together; null without a KV cache."""
     max_tokens_per_second: float | None = None
-    """The most that one request alone gets, by one step at the start; null if the model generates no text."""
+    """The most that a single request gets, measured by one step at the start; null if the model generates no text."""
     vocab_size: int | None = None
     state: Literal["asleep", "loading", "awake"] | None = None
-    """Missing, as what follows, if no model of the server sleeps."""
+    """Missing, like the fields after it, if no model of the server sleeps."""
     last_wake_seconds: float | None = None
     last_error: str | None = None
     """Why the last attempt to load it failed."""
@@ -314,7 +314,7 @@ class DeletedStream(Struct):
 
 
 class CancelledRequest(Struct):
-    """The request was open, and is cancelled."""
+    """The request was open and has been cancelled."""
 
     object: Literal["request.cancelled"] = "request.cancelled"
 

@@ -10,24 +10,24 @@ from penstock.frontend.transport.errors import ApiError, ErrorKind
 SMALL_BODY_BYTES = 64 << 10
 """Bodies up to this size are decoded at once; larger ones are checked first, and decoded in a thread."""
 MAX_OBJECTS = 1 << 16
-"""Objects and arrays of a body. Decoding so many takes about 15 ms."""
+"""Objects and arrays of a body. Decoding this many takes about 15 ms."""
 MAX_STRINGS = 1 << 16
-"""Strings of a body, names of fields included."""
+"""Strings of a body, including names of fields."""
 _SLICE_BYTES = 64 << 10
 
 
 async def check_structure(data: bytes) -> None:
-    """Raises ApiError if it is not UTF-8, or if there are too many values. Numbers are not limited: a prompt may be a
-    million token ids.
+    """Raises ApiError if it is not UTF-8, or if there are too many values.
 
-    The loop gets a turn after each slice of a body that has to be read exactly.
+    Numbers are not limited: a prompt may be a million token ids. The loop gets a turn after each slice of a body that
+    must be read exactly.
     """
     if not data.isascii():
         await _check_utf_8(data)
     if len(data) <= SMALL_BODY_BYTES:
         return
     if data.count(b"{") + data.count(b"[") <= MAX_OBJECTS and data.count(b'"') <= 2 * MAX_STRINGS:
-        return  # whether they are within strings or not
+        return  # including any within strings
     # Without escapes, quotes are only at the ends of strings.
     plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     num_objects = num_quotes = 0
@@ -44,7 +44,7 @@ async def check_structure(data: bytes) -> None:
 
 
 async def _check_utf_8(data: bytes) -> None:
-    """Decoders do not look into what they skip, such as names of unknown fields; who reads those later would fail."""
+    """Check what decoders skip, such as names of unknown fields: reading those later would fail."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     for start in range(0, len(data), _SLICE_BYTES):
         if start:

@@ -111,7 +111,7 @@ class ChatBody(GenerationBody, kw_only=True):
     continue_final_message: bool | None = None
     documents: Annotated[list[dict[str, Any]], Meta(max_length=256)] | None = None
     return_progress: bool | None = None
-    """llama.cpp's: a stream's first chunk says how much of the prompt was computed, and how long that took."""
+    """llama.cpp's: a stream's first chunk reports how much of the prompt was computed, and how long that took."""
 
     audio: Raw = ABSENT
     best_of: Raw = ABSENT
@@ -170,7 +170,7 @@ class ChatBody(GenerationBody, kw_only=True):
 
 
 def check_chat(body: ChatBody) -> None:
-    """Check what the types of single fields cannot express. Raises ApiError."""
+    """Check rules that the types of single fields cannot express. Raises ApiError."""
     for position, message in enumerate(body.messages):
         _check_message(f"messages[{position}]", message)
     _check_tools(body)

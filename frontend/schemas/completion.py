@@ -65,7 +65,7 @@ def _check_prompt(body: CompletionBody) -> None:
 
 
 def check_unmixed(field: str, prompts: list[str | int | list[int]]) -> None:
-    """Raises ApiError."""
+    """Raises ApiError if texts and token ids are mixed."""
     first = type(prompts[0])
     if len(set(map(type, prompts))) > 1:
         odd = next(position for position, item in enumerate(prompts) if type(item) is not first)
@@ -75,7 +75,7 @@ def check_unmixed(field: str, prompts: list[str | int | list[int]]) -> None:
 
 
 def check_completion(body: CompletionBody) -> None:
-    """Check what the types of single fields cannot express. Raises ApiError."""
+    """Check rules that the types of single fields cannot express. Raises ApiError."""
     _check_prompt(body)
     num_choices = body.num_candidates * len(body.prompts())
     if num_choices > MAX_CHOICES:

@@ -38,7 +38,7 @@ _any = msgspec.json.Decoder()
 _type_info = cache(msgspec.inspect.type_info)
 
 AnsweredBody: TypeAlias = ChatBody | CompletionBody
-"""A body that is answered. Those of Responses and Messages are translated to a ChatBody first."""
+"""A body that is answered. Bodies of Responses and Messages are translated to a ChatBody first."""
 
 Body = TypeVar("Body", bound=Struct)
 _Decoded = TypeVar("_Decoded")

@@ -31,7 +31,7 @@ ABSENT: Raw = field(default_factory=Raw)
 
 
 class SchedulingBody(Struct, kw_only=True):
-    """When a request runs, and with whom it shares."""
+    """Fields that decide when a request runs and with which requests it shares."""
 
     priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
     timeout_ms: Annotated[int, Meta(ge=1, le=MAX_TIMEOUT_MS)] | None = None

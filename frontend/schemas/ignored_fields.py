@@ -19,9 +19,9 @@ logger = logging.getLogger("penstock.bodies")
 IGNORED_HEADER = b"x-penstock-ignored"
 _MAX_HEADER_BYTES = 1024
 _MAX_LOGGED = 100
-"""Fields of one key."""
+"""Fields logged for one key."""
 _MAX_KEYS = 4096
-"""More than a key file has; keys may be replaced while a worker runs."""
+"""More than a key file can have; keys may be replaced while a worker runs."""
 _INDEX = re.compile(r"\[\d+\]")
 _HEADER_ESCAPES = {ord(","): "\\u002c", 0x7F: "\\u007f"}
 
@@ -49,7 +49,7 @@ class IgnoredFields:
     async def check(self, data: bytes, body_type: type[Struct], key_name: str | None) -> bytes | None:
         """Return the value of the answer's header; None without unknown fields. data must be valid for body_type.
 
-        Writes one log line for each key and field. Raises ApiError for the first unknown field if they are refused.
+        Writes one log line for each key and field. If unknown fields are refused, raises ApiError for the first one.
         """
         unknown = await find_unknown_fields(data, body_type)
         if unknown and self._refuses:
@@ -71,7 +71,7 @@ class IgnoredFields:
         self._log_once(f"field {_INDEX.sub('[]', field.path)}", f"unknown{_suggestion(field)}", key_name)
 
     def _log_once(self, what: str, why: str, key_name: str | None) -> None:
-        """The lines for each key are bounded, so the log is too: names are up to the client."""
+        """The lines for each key are bounded, and so is the log: clients choose the names."""
         if key_name not in self._logged and len(self._logged) >= _MAX_KEYS:
             return
         logged = self._logged.setdefault(key_name, set())
@@ -90,7 +90,7 @@ def _suggestion(field: UnknownField) -> str:
 
 
 def _header_value(fields: list[UnknownField]) -> bytes:
-    """Return the paths, separated by commas, in ASCII; … at the end stands for those that do not fit."""
+    """Return the paths, separated by commas, in ASCII; a final … stands for those that do not fit."""
     value = b""
     for field in fields:
         path = _INDEX.sub("[]", field.path).translate(_HEADER_ESCAPES).encode("ascii", "backslashreplace")

@@ -86,7 +86,7 @@ class Metadata(Struct, frozen=True):
 
 
 class CountTokensBody(GenerationBody, kw_only=True):
-    """The fields that decide the prompt."""
+    """The fields that determine the prompt."""
 
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=2048)]
     system: Content | None = None

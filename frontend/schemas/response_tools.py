@@ -41,7 +41,7 @@ class CallableTool(Struct, frozen=True):
 
 
 class ResponseTool(CallableTool, frozen=True):
-    """A tool; of type namespace, several under a name."""
+    """A tool; one of type namespace contains several under its name."""
 
     tools: Annotated[list[CallableTool], Meta(max_length=MAX_TOOLS)] | None = None
 
@@ -88,7 +88,7 @@ def left_out_tools(tools: Sequence[ResponseTool] | None) -> list[tuple[str, str]
 
 
 def check_tools(tools: Sequence[ResponseTool] | None, choice: str | NamedToolChoice | None) -> None:
-    """Raises ApiError."""
+    """Check the tools and the choice among them. Raises ApiError."""
     for position, tool in enumerate(tools or ()):
         if tool.type == "namespace":
             required(f"tools[{position}].name", tool.name)

@@ -22,7 +22,7 @@ from penstock.shm.messages import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
 
 MAX_ITEMS = 2048
 SUMMARY_MARK = "penstock-summary:"
-"""Begins the content of our compaction items. OpenAI's are encrypted, and useless to any other server."""
+"""The beginning of our compaction items' content. OpenAI's items are encrypted, and useless to any other server."""
 ItemRole = Literal["system", "developer", "user", "assistant"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -86,7 +86,7 @@ class Reasoning(Struct, frozen=True):
 
 
 class ResponsesBody(GenerationBody, kw_only=True):
-    """A response. input may be omitted with previous_response_id."""
+    """A request for a response. input may be omitted with previous_response_id."""
 
     input: str | Annotated[list[ResponseItem], Meta(max_length=MAX_ITEMS)] | None = None
     instructions: str | None = None

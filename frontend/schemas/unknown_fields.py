@@ -44,10 +44,10 @@ _Shape: TypeAlias = _ObjectShape | _ListShape
 
 @dataclass(frozen=True, slots=True)
 class UnknownField:
-    """Names are as in a JSON string, without quotes: no control characters."""
+    """Names are written as in a JSON string without quotes: no control characters."""
 
     path: str
-    """messages[3].weight"""
+    """Such as messages[3].weight."""
     name: str
     """The last name of the path. It may contain dots."""
     nearest: str | None
@@ -55,7 +55,7 @@ class UnknownField:
 
 
 async def find_unknown_fields(data: bytes, body_type: type[Struct]) -> list[UnknownField]:
-    """Return the unknown fields whose values ask for something, the first 16 with different names.
+    """Return the unknown fields whose values ask for something: the first 16 with different names.
 
     data must have been decoded as body_type before: that checked it, and bounded its lists.
     """
@@ -80,7 +80,7 @@ class _Unknown(NamedTuple):
 
 
 def _walk(path: str, raw: Raw, shape: _Shape) -> Iterator[_Unknown | None]:
-    """Yield once for each field of a value: the unknown ones, and None for the others."""
+    """Yield once for each field of a value: an unknown field, or None for a known one."""
     first = bytes(memoryview(raw)[:1])
     if isinstance(shape, _ListShape):
         if first == b"[":

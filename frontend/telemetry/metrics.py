@@ -2,9 +2,10 @@
 
 Metrics without a worker label describe the whole system and are the same from every worker: they come from the
 backend's board, which has the backend's own counters and the sums of all frontends since the backend started. Metrics
-with a worker label are that worker's own, since its start. If a worker has several backends, all metrics have a label
-with the model, and those of replicas one with the replica. The numbers that software around a cluster looks for are
-repeated under vLLM's names.
+with a worker label are that worker's own, since its start.
+
+If a worker has several backends, all metrics have a label with the model, and those of replicas one with the replica.
+Numbers that cluster software reads are repeated under vLLM's names.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ _STREAM_OUTCOMES = ("stop", "length", "cancelled", "rejected", "failed", "expire
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The numbers of one backend's boards by field: those of this worker, and the backend's own."""
+    """The numbers of one backend's boards by field: this worker's, and the backend's own."""
 
     model: str
     worker: Counters
@@ -119,8 +120,10 @@ class Source:
 
 
 def render(worker_pid: int, sources: Sequence[Source]) -> bytes:
-    """Return the whole page. With several sources every sample has a label with the model; those of replicas have one
-    with the replica, too."""
+    """Return the whole page.
+
+    With several sources every sample has a label with the model; samples of replicas also have one with the replica.
+    """
     engines: Counter[str] = Counter()
     page, vllm_page = MetricsPage("penstock_"), MetricsPage("vllm:")
     for source in sources:
@@ -178,7 +181,7 @@ def _backend(page: MetricsPage, board: Counters) -> None:
 
 
 def _streams(page: MetricsPage, prefix: str, label: str, board: Counters) -> None:
-    """Add what frontends count, for one worker or for all together."""
+    """Add the frontends' counts, for one worker or for all together."""
     more = f"{label}," if label else ""
     page.add(f"{prefix}streams_open", "gauge", "Token streams open now.", [(label, board["requests_open"])])
     page.add(

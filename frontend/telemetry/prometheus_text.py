@@ -17,7 +17,7 @@ class MetricsPage:
     """Families in the order in which they were first added; each has the samples of all sources together."""
 
     def __init__(self, prefix: str) -> None:
-        """prefix: what all names begin with."""
+        """prefix begins all names."""
         self._prefix = prefix
         self.labels = ""
         """Labels that are added to those of each sample."""

@@ -23,7 +23,10 @@ _UNANSWERED = ("error", "cancelled", "timeout")
 
 @dataclass(slots=True)
 class RequestLogEntry:
-    """Fields of one request's log line. Times are monotonic seconds; None if the request never got so far."""
+    """Fields of one request's log line.
+
+    Times are monotonic seconds; None if the request did not get so far.
+    """
 
     request_id: str
     received_s: float
@@ -42,16 +45,16 @@ class RequestLogEntry:
     """The limit of each answer: the request's, or the rest of the context."""
     model: str = ""
     path: str = ""
-    """The endpoint's."""
+    """The endpoint's path."""
     trace: TraceContext | None = None
     """The trace that the client named."""
     report_spans: ReportSpans | None = None
     """None without tracing."""
     submitted_s: float | None = None
     replica: str = ""
-    """The backend that ended it, if the model has several; several names if its choices ended on several."""
+    """The backend where it ended, if the model has several; several names if its choices ended on several."""
     num_moves: int = 0
-    """Times that another replica took over one of its choices."""
+    """Number of times that another replica took over one of its choices."""
     queue_s: float = 0.0
     """Time in the backend's queue, of the first choice; 0 until the backend has started it."""
     last_token_s: float | None = None
@@ -67,7 +70,7 @@ class RequestLogEntry:
         self.write(ended_s, trace_id if self.report_spans is None else self.report_spans(self, ended_s))
 
     def note_replicas(self, streams: Iterable[OpenStream]) -> None:
-        """Say where the request was computed. Streams of a single backend have no replica."""
+        """Record where the request was computed. Streams of a single backend have no replica."""
         names: set[str] = set(self.replica.split(",")) if self.replica else set()
         for stream in streams:
             names |= {stream.backend} if stream.backend else set()
@@ -75,8 +78,11 @@ class RequestLogEntry:
         self.replica = ",".join(sorted(names))
 
     def write(self, ended_s: float, trace_id: str | None = None) -> None:
-        """Log the line. prompt_tps is over the time to the first token, generation_tps over the time after it,
-        total_tps over the whole time."""
+        """Log the line.
+
+        prompt_tps is over the time to the first token, generation_tps over the time after it, total_tps over the whole
+        time.
+        """
         if not logger.isEnabledFor(logging.INFO):
             return
         latency_s = ended_s - self.received_s

@@ -8,8 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Times are monotonic seconds. first_token_s is None before the first token; queue_s is what the backend
-    reports."""
+    """Times are monotonic seconds. first_token_s is None before the first token; the backend reports queue_s."""
 
     received_s: float
     submitted_s: float
@@ -28,7 +27,7 @@ class Timings:
 
     @property
     def prefill_s(self) -> float:
-        """From the first step to the first token, including the messages between the processes."""
+        """From the first step to the first token, including the time of messages between the processes."""
         return max(0.0, self._first_s - self.submitted_s - self.queue_s)
 
     @property
@@ -69,7 +68,7 @@ class Timings:
         }
 
     def server_timing(self, *, is_whole: bool) -> bytes:
-        """Return the header's value; for an answer that has just begun, what is known by then."""
+        """Return the header's value; for an answer that has just begun, with the known values only."""
         spent_s = {
             "prepare": self.submitted_s - self.received_s,
             "queue": self.queue_s,

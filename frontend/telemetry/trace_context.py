@@ -20,7 +20,8 @@ class TraceContext:
 
 
 def parse_traceparent(value: bytes | None) -> TraceContext | None:
-    """Return the header's content; None for no header, or an invalid one, which the specification says to ignore."""
+    """Return the header's content; None without a header, or for an invalid one, which the specification says to
+    ignore."""
     found = _TRACEPARENT.fullmatch((value or b"").decode("latin-1"))
     if found is None or not int(found[1], 16) or not int(found[2], 16) or (found[0].startswith("00") and found[4]):
         return None

@@ -1,8 +1,8 @@
 """Spans of requests for OpenTelemetry, with the attributes of its conventions for generative AI.
 
 A request has one span, and below it one for each of its parts: preparing it, waiting in the backend's queue, prefill,
-decode, and delivering what is left after the last token. Spans are made when the request ends, so tracing costs a
-request nothing while it runs. A thread of the SDK sends them; if the collector is slow, the SDK drops spans.
+decode, and delivering the rest after the last token. Spans are made when the request ends, so tracing costs a running
+request nothing. A thread of the SDK sends them; if the collector is slow, the SDK drops spans.
 
 Source: https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
 """
@@ -51,7 +51,7 @@ class SpanReporter:
     """Makes the spans of requests that have ended."""
 
     def __init__(self, exporter: SpanExporter, sample_ratio: float) -> None:
-        """sample_ratio is the share of requests that are traced, unless their caller says whether they are."""
+        """sample_ratio is the share of requests that are traced, unless their caller decides."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -92,7 +92,7 @@ class SpanReporter:
         return format_trace_id(span.get_span_context().trace_id)
 
     def close(self) -> None:
-        """Send what is left. Waits for the collector, but not for long."""
+        """Send the remaining spans. Waits for the collector, but not for long."""
         self._provider.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""vLLM's names for the numbers that routers, autoscalers and dashboards of a cluster look for.
+"""The numbers that a cluster's routers, autoscalers and dashboards read, under vLLM's names.
 
 llm-d, the Gateway API inference extension and KEDA rules read these without configuration. The labels are vLLM's:
 engine and model_name. See https://docs.vllm.ai/en/latest/design/metrics/.

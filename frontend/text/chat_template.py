@@ -37,7 +37,7 @@ _RENDERING_ERRORS = (
     AttributeError,
     RecursionError,
 )
-"""Errors of a compiled template when the messages are not as it expects."""
+"""Errors of a compiled template that expects other messages."""
 
 
 _END_MARK = secrets.token_hex(16)

@@ -1,4 +1,4 @@
-"""From texts and pairs of texts to what a model takes as one input: special tokens, limits, truncation."""
+"""Turns texts and pairs of texts into a model's inputs: special tokens, limits, truncation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EncodedInput:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """max_tokens includes special tokens. side is the end that is dropped; of a pair the longer text loses first."""
+    """max_tokens includes special tokens. side is the end that is dropped; in a pair the longer text is cut first."""
 
     max_tokens: int | None = None
     side: Side = "right"
@@ -55,7 +55,7 @@ class InputEncoder:
         return encoded
 
     def _truncated(self, item: str | tuple[str, str], truncation: Truncation, add_special_tokens: bool) -> Encoding:
-        """The same as the tokenizer's own truncation, which cannot be set while another thread uses it."""
+        """Truncate as the tokenizer would; its own truncation cannot be set while another thread uses it."""
         texts = (item,) if isinstance(item, str) else item
         parts = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         if len(parts) > 1 and truncation.max_second_tokens is not None:
@@ -71,8 +71,11 @@ class InputEncoder:
 
 
 def _longest_first(lengths: list[int], space: int) -> list[int]:
-    """Return how much is kept of one text or two. Tokens are taken from the longer one until both are equally long, and
-    then from both; of an odd number the second keeps more, as in tokenizers."""
+    """Return how many tokens are kept of one text or two.
+
+    Tokens are taken from the longer one until both are equally long, and then from both. If an odd number is left, the
+    second keeps one more, as in tokenizers.
+    """
     if sum(lengths) <= space:
         return lengths
     if len(lengths) == 1:
@@ -86,7 +89,10 @@ def _longest_first(lengths: list[int], space: int) -> list[int]:
 
 
 def _second_start(encoding: Encoding) -> int:
-    """By the token types, or by the texts for a model that has no types; 0 if the second text has no tokens."""
+    """Return where the second text starts: by the token types, or by the texts for a model without types.
+
+    0 if the second text has no tokens.
+    """
     types = encoding.type_ids
     if 1 in types:
         return int(types.index(1))

@@ -1,5 +1,7 @@
-"""Settings of embeddings and scores from the files of a checkpoint: prompts, labels, the activation of scores, and the
-text that a pair becomes for a reranker that is a decoder."""
+"""Settings of embeddings and scores from the files of a checkpoint.
+
+They are prompts, labels, the activation of scores, and the text into which a decoder that reranks puts a pair.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,11 @@ class PoolingFiles:
     """The function from logits to scores; None leaves it to the number of classes."""
     pair_template: PairTemplate | None = None
     pooling: str | None = None
-    """How sentence-transformers' files say that tokens become one vector, such as "cls" or "mean"."""
+    """How tokens become one vector according to sentence-transformers' files, such as "cls" or "mean"."""
 
     def activation_of(self, num_classes: int) -> Activation:
-        """As transformers' pipeline decides: one class is a sigmoid, several are a softmax."""
+        """Return the activation. As in transformers' pipeline, one class defaults to a sigmoid, several to
+        a softmax."""
         if num_classes == 1 and self.activation in (None, "softmax"):
             return "sigmoid"
         return self.activation or "softmax"
@@ -61,7 +64,7 @@ class PoolingFiles:
 
     @classmethod
     def load(cls, model_dir: Path) -> PoolingFiles:
-        """A file that is missing says nothing. Raises ValueError or OSError."""
+        """Read the files that exist. Raises ValueError or OSError."""
         config = _read(model_dir / "config.json")
         sentence = _read(model_dir / "config_sentence_transformers.json")
         prompts = {name: text for name, text in _object(sentence, "prompts").items() if isinstance(text, str)}
@@ -86,7 +89,7 @@ def _object(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """id2label's names for 0, 1, …, as far as there is no gap."""
+    """id2label's names for 0, 1, … up to the first gap."""
     named = _object(config, "id2label")
     labels: list[str] = []
     while str(len(labels)) in named:
@@ -95,7 +98,7 @@ def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _activation(config: Mapping[str, Any]) -> Activation | None:
-    """sentence-transformers' activation_fn, a class of torch, else problem_type as transformers' pipeline reads it."""
+    """Return sentence-transformers' activation_fn, a class of torch, or else the one for transformers' problem_type."""
     declared = _object(config, "sentence_transformers").get("activation_fn")
     declared = declared or config.get("sbert_ce_default_activation_function")
     by_class: dict[str, Activation] = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}

@@ -78,7 +78,7 @@ class ModelTokenizer:
         return cls(Tokenizer.from_file(str(path)), template, config)
 
     def min_num_tokens(self, text: str) -> int:
-        """Return a lower bound of a text's tokens, from its length alone: a cheap check of whether it can fit."""
+        """Return a lower bound of a text's tokens from its length alone: a cheap test of whether it can fit."""
         return len(text) // self._most_characters_per_token
 
     async def encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
@@ -110,8 +110,10 @@ class ModelTokenizer:
         return await asyncio.get_running_loop().run_in_executor(executor, encode, items, truncation)
 
     def located_tokens(self, text: str, *, add_special_tokens: bool) -> list[tuple[int, str, int | None, int | None]]:
-        """Return each token's id, its part of the text, and where that begins and ends, in characters. A special token
-        has its own text and no place. Callable from any thread."""
+        """Return each token's id, its part of the text, and the start and end of that part in characters.
+
+        A special token has its own text and no place. Callable from any thread.
+        """
         (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         special = encoding.special_tokens_mask
         return [

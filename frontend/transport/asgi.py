@@ -13,6 +13,6 @@ AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]
 
 ABORT_EXTENSION = "penstock.abort"
-"""Key in the scope's extensions: a function that drops the connection without sending what is still buffered."""
+"""Key in the scope's extensions: a function that drops the connection and its unsent data."""
 WORKING_EXTENSION = "penstock.working"
 """Key in a WebSocket's extensions: a function that tells whether the application works for the connection."""

@@ -56,7 +56,10 @@ class Abortable:
             yield
 
     async def wait_for(self, event: asyncio.Event, timeout_s: float) -> None:
-        """Return when the event is set or the time is up. Raises `ending`. For use after the body has been read."""
+        """Return when the event is set or the time is up.
+
+        Raises `ending`. Use it after the body has been read.
+        """
         with contextlib.suppress(TimeoutError):
             async with self._cancelled_on_abort(timeout_s):
                 self._watch_for_disconnect()

@@ -210,7 +210,7 @@ _ANTHROPIC_FORMAT = ErrorFormat(anthropic_error, (b"x-request-id", b"request-id"
 
 
 def is_of_tei(path: str, method: str) -> bool:
-    """Whether an endpoint belongs to TEI's API alone. At / that is POST; the chat page has the other methods."""
+    """Whether an endpoint belongs to TEI's API alone. At / that is POST; the chat page uses the other methods."""
     return path in _TEI_PATHS and (path != "/" or method == "POST")
 
 

@@ -44,12 +44,12 @@ class PlannedUse:
     num_sequences: int
     """Choices over all prompts."""
     sequences_field: str
-    """The body's field that asks for so many."""
+    """The body's field that asks for this number of sequences."""
     prompt_tokens: int
     answer_tokens: int
-    """Over all choices: what the request allows, or an assumption if it gives no number."""
+    """Over all choices: the number that the request allows, or an assumption if it gives none."""
     tokens_field: str
-    """The body's field that asks for so many tokens."""
+    """The body's field that asks for this number of tokens."""
     is_stated: bool
     """Whether the request itself limits its answer."""
 
@@ -306,7 +306,7 @@ class Exchange(Abortable):
             self._drop_connection()
 
     def finish(self) -> None:
-        """Release what the exchange holds. Nothing more is read or sent."""
+        """Release the exchange's resources. Nothing more is read or sent."""
         if self.claim is not None:
             self.claim.release()
             self.claim = None

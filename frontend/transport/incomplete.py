@@ -1,7 +1,7 @@
-"""Bounds what clients have begun to send and not completed: heads and bodies of requests, TLS handshakes.
+"""Bounds the unfinished input of clients: heads and bodies of requests, and TLS handshakes.
 
-Their number is limited, in all and for each client address. Beyond a limit a new one displaces the oldest: an
-honest client has completed its own long before.
+Their number is limited, in all and for each client address. Beyond a limit a new one displaces the oldest: an honest
+client has completed its own long before.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Incomplete(Generic[Item]):
     """Items by client address, the oldest first. Times are seconds of the caller's clock."""
 
     def __init__(self, limit: int, displace: Callable[[Item], None]) -> None:
-        """displace is called with an item that has been removed here for a new one."""
+        """displace is called with an item that was removed for a new one."""
         self._limit = limit
         self._limit_of_address = max(1, limit // _ADDRESS_PART)
         self._displace = displace
@@ -89,9 +89,9 @@ class Incomplete(Generic[Item]):
                 del self._since_s[address]
 
     def make_room(self, address: bytes, now_s: float) -> bool:
-        """Displace the oldest item of the address that has most, for a new one of the given address.
+        """Displace the oldest item of the address that has the most, for a new item of the given address.
 
-        Return False if it is younger than MIN_AGE_S. That does not protect an address that has more than its share from
+        Return False if it is younger than MIN_AGE_S. Age does not protect an address that has more than its share from
         a new item of another address.
         """
         if not self._since_s:

@@ -11,16 +11,19 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class LingeringAnswer:
-    """Belongs to one exchange. The same path, body, id, time and seed give the same events."""
+    """An answer to read again. It belongs to one exchange.
+
+    The same path, body, id, time and seed give the same events.
+    """
 
     linger_s: int
     path: str
-    """Of the endpoint that answers."""
+    """The path of the endpoint that answers."""
     body: bytes
     begun: tuple[str, int] | None = None
-    """The answer's id, which names the stream, and the second since 1970 in which it began; None until it begins."""
+    """The answer's id, which names the stream, and the second since 1970 when it began; None until it begins."""
     seed: int | None = None
-    """For a body without one; None until the answer begins."""
+    """The seed for a body without one; None until the answer begins."""
     num_received: int = 0
     """Events that the client has received over earlier connections."""
     backend: BackendClient | None = None

@@ -23,7 +23,7 @@ class OpenExchanges:
     """All requests that are not finished. `run` must run beside them."""
 
     def __init__(self, *, max_open: int, keep_alive_interval_s: float, client_timeout_s: float) -> None:
-        """max_open requests whose bodies have arrived, of one tenant alone, and as many whose bodies have not."""
+        """At most max_open requests of a single tenant whose bodies have arrived, and as many whose bodies have not."""
         self._draining_since_s: float | None = None
         self.incomplete = IncompleteBodies(max_open)
         self.places = TenantPlaces(max_open)
@@ -42,7 +42,7 @@ class OpenExchanges:
 
     @property
     def is_draining(self) -> bool:
-        """Whether new requests are to go to other servers. Those that arrive all the same are answered."""
+        """Whether new requests should go to other servers. Requests that still arrive are answered."""
         return self._draining_since_s is not None
 
     def add(self, exchange: Exchange) -> None:

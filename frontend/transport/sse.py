@@ -31,7 +31,7 @@ class EventNumbers:
         self._next = 0
 
     def number(self, events: bytes) -> bytes:
-        """Return those of the events that the client has not received."""
+        """Return the events that the client has not received."""
         numbered = []
         for event in split_events(events):
             if self._next >= self._num_received:
@@ -79,7 +79,7 @@ class EventStream:
                 await self.write(events)
 
     async def end(self, events: bytes, *, is_failure: bool = False) -> None:
-        """Write the last events. Those of a failure have no id: a later reader may be spared them."""
+        """Write the last events. Failure events have no id: a later reader may skip them."""
         self._exchange.idle_action = None
         unsent, self._unsent = self._unsent, b""
         await self._write(self._numbered(unsent) + (events if is_failure else self._numbered(events)))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class EncoderPass(IBatchedForwardPass):
-    """See `IBatchedForwardPass`. The handle between `forward` and `sample` is vectors that a GPU still computes."""
+    """The handle between `forward` and `sample` is vectors that a GPU still computes."""
 
     def __init__(self, config: EncoderConfig, ops: EncoderOps, model: EncoderModel, spec: PassSpec) -> None:
         self._config = config
@@ -151,7 +151,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _PendingVectors:
-    """See `PendingOutput`."""
+    """Implements `PendingOutput`."""
 
     groups: tuple[_Group, ...]
     num_rows: int

@@ -44,7 +44,7 @@ class HostVectors:
 
 @dataclass(frozen=True, slots=True)
 class OnHost:
-    """See `Fetched`."""
+    """Implements `Fetched`."""
 
     vectors: list[NDArray[np.float32]]
 

@@ -63,7 +63,7 @@ def unsupported_by_kernels(config: EncoderConfig) -> str | None:
 
 
 class NativeEncoderOps(HostVectors):
-    """See `EncoderOps`. dtype is that of weights and activations: float32 or bfloat16."""
+    """Implements `EncoderOps`. dtype is that of weights and activations: float32 or bfloat16."""
 
     group_tokens = GROUP_TOKENS
 

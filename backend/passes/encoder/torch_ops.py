@@ -32,7 +32,7 @@ _QUERY_BLOCK = 256
 
 
 class TorchEncoderOps(HostVectors):
-    """See `EncoderOps`. dtype is that of weights and activations: float32 or bfloat16."""
+    """Implements `EncoderOps`. dtype is that of weights and activations: float32 or bfloat16."""
 
     group_tokens = 0
 

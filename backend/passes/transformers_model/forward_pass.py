@@ -37,7 +37,7 @@ _TILE_LIMITS = TileLimits()
 
 
 class TransformersPass(HostSampling):
-    """See `IBatchedForwardPass`. The model's own code computes all but attention, in torch.
+    """Implements `IBatchedForwardPass`. The model's own code computes all but attention, in torch.
 
     It ignores PassOptions.deterministic: torch's products depend on the number of rows.
     """

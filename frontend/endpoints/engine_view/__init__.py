@@ -1,5 +1,5 @@
-"""The engine view: a page that shows what the scheduler does, and the stream of events that it reads.
+"""The engine view: a page that shows the scheduler's work, and the stream of events that it reads.
 
-`stream.py` has the endpoint, `feed.py` follows one backend for all viewers of this worker, `updates.py` has what is
-sent. No prompt, no token and no other tenant's name is in it.
+`stream.py` has the endpoint, `feed.py` follows one backend for all viewers of this worker, `updates.py` defines the
+events. They contain no prompt, no token and no other tenant's name.
 """

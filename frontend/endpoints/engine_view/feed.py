@@ -1,7 +1,7 @@
 """Follows one backend for all viewers of this worker, and only while there are some.
 
-Viewers read from a short queue of encoded updates at their own pace. One that is slower than the queue loses updates,
-and is told how many steps were in them; neither the engine nor other viewers wait for it.
+Viewers read from a short queue of encoded updates at their own pace. A viewer slower than its queue loses updates, and
+learns how many steps they had; neither the engine nor other viewers wait for it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger("penstock.engine_view")
 
 _EVERY_S = 0.25
 _AT_LEAST_EVERY_S = 1.0
-"""An update is sent so often though nothing has happened."""
+"""An update is sent at least this often, even if nothing has happened."""
 _REOPEN_EVERY_S = 2.0
 MAX_QUEUED = 12
 _MAX_NAMES = 20_000
@@ -53,10 +53,10 @@ class Update:
     data: bytes
     """The engine event."""
     first_step: int
-    """Steps that were read before those in it."""
+    """Number of steps that were read before this update's."""
     end_step: int
     owners: dict[str, list[tuple[int, str]]]
-    """Tenant → the requests in it, by key, with their names."""
+    """Tenant → its requests in the update: each one's key and name."""
     numbers: dict[str, int]
     """Tenant → its number."""
 
@@ -95,8 +95,11 @@ class EngineReader:
         self._ring = self._live = None
 
     def read(self, *, wants_all: bool, now_s: float) -> tuple[Update | None, Update | None]:
-        """Return the update since the last one, None if there is nothing new; and, if it is wanted, one with all steps
-        and events that are remembered."""
+        """Read what is new.
+
+        Returns an update since the last one, or None if nothing is new; and, if wanted, an update with all remembered
+        steps and events.
+        """
         backend = self._find_backend()
         board, model = backend.backend_counters, backend.model
         self._choose_ring(None if board is None else board.get("pid", 0), now_s)
@@ -206,7 +209,7 @@ class EngineFeed:
         self._wake.set()
 
     async def _run(self) -> None:
-        """Read until the last viewer has left. A viewer that comes meanwhile is served too."""
+        """Read until the last viewer has left. Viewers that join meanwhile are served too."""
         reader = EngineReader(self._find_backend)
         try:
             while self._viewers:

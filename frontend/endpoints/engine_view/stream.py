@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from penstock.shm.client import BackendClient
 
 MAX_VIEWERS = 64
-"""Streams of one worker."""
+"""Streams of one worker, at most."""
 _RETRY_AFTER_S = 5
 
 
 class EngineStreams:
-    """One worker's streams. They are no requests to a model, so they take no place of one."""
+    """One worker's streams. They are not requests to a model, so they take no request's place."""
 
     def __init__(self) -> None:
         self._feeds: dict[tuple[ModelKeeper, str], EngineFeed] = {}

@@ -1,4 +1,4 @@
-"""The events of the engine view's stream: what all viewers of a backend receive, and what only one tenant does."""
+"""The events of the engine view's stream: those that all viewers of a backend receive, and those of one tenant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.shm.recording.live_state import LiveRequest, LiveSequence
 
 MAX_STEPS = 1000
-"""Steps in one event. Of more the last ones are sent, and the others are counted as lost."""
+"""Steps in one event, at most. If there are more, the last ones are sent and the others count as lost."""
 MAX_EVENTS = 500
 MAX_WAITING = 200
 _MAX_KEYS = 16
@@ -87,13 +87,13 @@ class TenantPages(NamedTuple):
     tenant: int
     num_pages: int
     num_full: int
-    """Of them, those whose tokens have a name in the prefix cache."""
+    """Full pages: those whose tokens have a name in the prefix cache."""
 
 
 class ShownHistogram(Struct):
     bounds_s: list[float]
     counts: list[int]
-    """One more than the bounds: the last one is of values above them all."""
+    """One more than the bounds: the last counts the values above all of them."""
     sum_s: float
 
 
@@ -105,7 +105,7 @@ class EngineUpdate(Struct, tag="engine"):
     problem: str | None = None
     """Why there are no steps and sequences: the backend is away, or has no flight recorder that can be read."""
     has_gap: bool = False
-    """Steps are missing, because the reader was stopped for longer than the flight recorder lasts."""
+    """Steps are missing: the reader was stopped for longer than the flight recorder remembers."""
     max_running: int = 0
     max_batch_tokens: int = 0
     """The budget of a step."""
@@ -116,18 +116,18 @@ class EngineUpdate(Struct, tag="engine"):
     sequences: list[ShownSequence] = field(default_factory=list)
     waiting: list[ShownWaiting] = field(default_factory=list)
     num_waiting: int = 0
-    """More than are listed, if there are many."""
+    """All waiting requests; the list may contain fewer."""
     tenants: list[TenantPages] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
     histograms: dict[str, ShownHistogram] = field(default_factory=dict)
-    """Time to first token, between tokens, in the queue, and of steps, since the backend began."""
+    """Time to first token, between tokens, in the queue, and of steps, since the backend started."""
 
 
 class OwnUpdate(Struct, tag="own"):
-    """What only the viewer's tenant receives, after each engine event."""
+    """The part that only the viewer's tenant receives, after each engine event."""
 
     lost_steps: int
-    """Steps since the engine event before that this viewer was too slow to receive."""
+    """Steps since the last engine event that this viewer was too slow to receive."""
     tenant: int
     """The viewer's own number among the tenants; -1 if it has no request."""
     requests: list[tuple[int, str]]
@@ -138,7 +138,7 @@ _Name = TypeVar("_Name", bound=Hashable)
 
 
 class Numbers(Generic[_Name]):
-    """Small numbers for tenants and frontends, whose own names are long, and secret."""
+    """Small numbers for tenants and frontends, whose own names are long and secret."""
 
     _MAX = 1 << 16
 
@@ -151,12 +151,12 @@ class Numbers(Generic[_Name]):
         return self._numbers.setdefault(name, len(self._numbers))
 
     def find(self, name: _Name) -> int:
-        """-1 for one that has no number."""
+        """Return the name's number; -1 if it has none."""
         return self._numbers.get(name, -1)
 
 
 def describe_engine(update: EngineUpdate, live: LiveEngine, tenants: Numbers[str]) -> list[LiveRequest]:
-    """Fill in what is open; return the open requests that are shown."""
+    """Fill in the open sequences and requests; return the open requests that are shown."""
     if (started := live.started) is not None:
         update.max_running, update.max_batch_tokens = started.max_running, started.max_batch_tokens
         update.page_size, update.num_pages = started.page_size, started.num_pages

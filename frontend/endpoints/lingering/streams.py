@@ -40,8 +40,10 @@ class LingeringStreams:
 
 
 async def find_stream(exchange: Exchange, context: EndpointContext, stream_id: str, num_received: int) -> str:
-    """Let the exchange continue the stream; return the path of the endpoint that is to answer it. Raises ApiError,
-    ClientGoneError."""
+    """Let the exchange continue the stream; return the path of the endpoint that must answer it.
+
+    Raises ApiError, ClientGoneError.
+    """
     await exchange.read_body(max_bytes=0, timeout_s=_BODY_TIMEOUT_S)
     backend, record = await _ask_all(exchange, context, stream_id, "read")
     exchange.lingering = lingering = read_record(record, backend, num_received)

@@ -1,4 +1,4 @@
 """Endpoints whose answers are vectors or scores, one module for each API's family; they differ in fields and formats.
 
-`computing` is where all of them meet: from a checked body to results. Start with `openai_embeddings`.
+All of them use `computing`, from a checked body to results. Start with `openai_embeddings`.
 """

@@ -31,7 +31,7 @@ _PROMPTS: dict[InputType, tuple[str, ...]] = {
     "classification": ("classification",),
     "clustering": ("clustering",),
 }
-"""Names of prompts in the files of models, the first that a model has counts."""
+"""Names of prompts in models' files, by type of input. The first name that a model has is used."""
 
 
 async def embed(exchange: Exchange, context: EndpointContext) -> None:
@@ -80,7 +80,7 @@ def _truncation(body: CohereEmbedBody, card: ModelCard) -> Truncation:
 
 
 def _prompt_name(input_type: InputType | None, served: ServedModel) -> str | None:
-    """Return the name of the model's prompt for inputs of this type; None if it has none but the default one."""
+    """Return the name of the model's prompt for inputs of this type; None if it has at most the default one."""
     names = () if input_type is None else _PROMPTS[input_type]
     return next((name for name in names if name in served.pooling.prompts), None)
 
@@ -88,7 +88,7 @@ def _prompt_name(input_type: InputType | None, served: ServedModel) -> str | Non
 def _answer(
     computed: Computed[list[bytes]], types: Sequence[EmbeddingType] | None, texts: list[str], version: str
 ) -> list[bytes]:
-    """Return the answer in parts, without types as one list of vectors."""
+    """Return the answer in parts; without types, as one list of vectors."""
     kind = b"embeddings_floats" if types is None else b"embeddings_by_type"
     parts = [b'{"id":"%s","response_type":"%s","embeddings":' % (computed.request_id.encode(), kind)]
     for place, name in enumerate(types or ("float",)):

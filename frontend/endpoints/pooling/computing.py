@@ -72,9 +72,11 @@ async def compute(
     field: str,
     id_prefix: str,
 ) -> Computed[Taken]:
-    """Compute what is wanted of each input; take makes something of each result as it comes. encode makes the inputs'
-    tokens, unless a full backend refuses the request. field is the body's name of the inputs. Raises ApiError,
-    ClientGoneError."""
+    """Compute the wanted vectors of each input. take turns each result into a part of the answer as it comes.
+
+    encode makes the inputs' tokens, unless a full backend refuses the request. field is the body's name of the inputs.
+    Raises ApiError, ClientGoneError.
+    """
     policy = read_request_policy(exchange, body)
     check_capacity(served, policy, may_share=num_inputs == 1)
     async with exchange.cancelled_on_disconnect():
@@ -127,8 +129,10 @@ def names_of(field: str, *, is_list: bool) -> Callable[[int], str]:
 async def encode_pairs(
     pairs: Sequence[tuple[str, str]], rules: InputRules, served: ServedModel, instruction: str | None
 ) -> list[EncodedInput]:
-    """Encode pairs as the model takes them: by its tokenizer's template, or by that of a reranker that is a decoder.
-    Raises ApiError."""
+    """Encode pairs in the model's own way: by its tokenizer's template, or by the template of a decoder that reranks.
+
+    Raises ApiError.
+    """
     template = served.pooling.pair_template
     if template is not None:
         return await encode_templated(pairs, template, instruction, rules, served)

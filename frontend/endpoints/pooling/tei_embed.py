@@ -1,4 +1,4 @@
-"""POST /embed, /embed_all, /embed_sparse and /similarity, as text-embeddings-inference (TEI) has them."""
+"""POST /embed, /embed_all, /embed_sparse and /similarity, as in text-embeddings-inference (TEI)."""
 
 from __future__ import annotations
 

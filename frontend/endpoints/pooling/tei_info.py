@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 async def info(exchange: Exchange, context: EndpointContext) -> None:
-    """GET /info. What this server does not know of a model, or bounds differently, is null. Raises ApiError,
+    """GET /info. Values that this server does not know, or bounds differently, are null. Raises ApiError,
     ClientGoneError."""
     served = await context.model_soon(exchange, "pooled")
     card = served.card

@@ -1,4 +1,4 @@
-"""POST /: TEI's root, which does what the model is for."""
+"""POST /: TEI's root, which does the model's main task."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _needed(body: _RootBody) -> Task:
 
 
 def _task(models: ServedModels, requested: str | None) -> Task:
-    """Return what a body with inputs asks of the model that it names, or of any."""
+    """Return the task of a body with inputs: the first that the named model, or any model, can do."""
     tasks: tuple[Task, ...] = ("embed", "sparse", "classify")
     for task in tasks:
         for served in models.loaded():

@@ -1,4 +1,4 @@
-"""POST /score, /v1/score, /classify and /pooling, as vLLM has them."""
+"""POST /score, /v1/score, /classify and /pooling, as in vLLM."""
 
 from __future__ import annotations
 

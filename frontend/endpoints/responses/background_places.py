@@ -1,6 +1,6 @@
-"""How many responses may run in the background of one worker, and how much they may store, shared among tenants.
+"""Limits how many responses may run in the background of one worker and how much they may store, shared among tenants.
 
-What runs is never evicted from the store, so these bounds, and not the database's, are what one tenant meets.
+A running response is never evicted from the store, so these bounds, not the database's, limit one tenant.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_ANSWER_BYTES = 512 << 10
 MAX_BACKGROUND_BYTES = 96 << 20
 """Bytes that the background responses of one worker may store until they end."""
 HARD_BOUND_BYTES = HARD_BOUND * MAX_BACKGROUND_BYTES
-"""The same, with those of tenants that have less than their share."""
+"""The same limit for all, including tenants with less than their share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class BackgroundClaim:
 
     @classmethod
     def of(cls, payer: bytes, num_input_bytes: int, *, is_streamed: bool) -> BackgroundClaim:
-        """num_input_bytes is what is stored of the request."""
+        """num_input_bytes is the stored size of the request."""
         num_bytes = num_input_bytes + MAX_ANSWER_BYTES + (MAX_LOG_BYTES if is_streamed else 0)
         return cls(payer, num_bytes, is_streamed)
 
@@ -85,7 +85,7 @@ class BackgroundPlaces:
             change(self._streams, claim.payer, 1)
 
     def _full(self, what: str, instead: str = "") -> ApiError:
-        """The time is the one until a response ends, at the recent rate."""
+        """Return the error; its retry time is when a response should end, at the recent rate."""
         retry_after_s = self._end_rate.retry_after_s(1, self._num_ended)
         return retry_later(ErrorKind.OVERLOADED, f"{what}; retry later{instead}", retry_after_s)
 
@@ -95,7 +95,7 @@ def is_too_long(num_event_bytes: int) -> bool:
 
 
 def too_long() -> ApiError:
-    """Return the error of a response whose events take too much space."""
+    """Return the error for a response whose events take too much space."""
     message = (
         f"stream: the events of a background response may take {MAX_LOG_BYTES} bytes; leave stream out for a longer one"
     )

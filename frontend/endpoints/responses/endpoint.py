@@ -60,8 +60,11 @@ _CANCEL_LOOKS_EVERY_S = 0.1
 
 
 class Responses:
-    """The endpoints of one worker. A background response runs in the worker that made it; other workers see it, and
-    cancel it, through the store that they share, and take it over if the worker ends."""
+    """The endpoints of one worker.
+
+    A background response runs in the worker that made it. Other workers see and cancel it through the shared store, and
+    take it over if the worker ends.
+    """
 
     def __init__(self, store: ResponseStore, open_exchanges: OpenExchanges) -> None:
         self._kept = KeptResponses(store)
@@ -70,7 +73,7 @@ class Responses:
         self._is_to_scrub = asyncio.Event()
 
     async def run(self, context: EndpointContext) -> None:
-        """Drop what has expired, and take over what other workers have left. Runs until it is cancelled."""
+        """Drop expired responses, and take over those that other workers left. Runs until it is cancelled."""
         takeovers = Takeovers(self._kept.store, self._runs.places, partial(self._run_again, context))
         async with asyncio.TaskGroup() as group:
             group.create_task(self._sweep())
@@ -131,7 +134,7 @@ class Responses:
     def _run_again(
         self, context: EndpointContext, restart: Restart, claim: BackgroundClaim, served: ServedModel
     ) -> None:
-        """Run a response that another worker has begun. It keeps its id and its time."""
+        """Run a response that another worker began. It keeps its id and its time."""
         earlier, body = restart.earlier, restart.body
         pending = PendingResponse(body, None, served.card, encoded=(earlier.input_items, earlier.message_data))
         client = restart.request.client(earlier.tenant)
@@ -166,7 +169,7 @@ class Responses:
     async def _keep_unanswered(
         self, exchange: Exchange, pending: PendingResponse, served: ServedModel, turn: Turn
     ) -> None:
-        """Answer a turn that generates nothing: its items are at hand for the next one. Raises ApiError."""
+        """Answer a turn that generates nothing: its items are available to the next turn. Raises ApiError."""
         identity = Identity(
             served.new_id(self._kept.id_prefix),
             int(time.time()),
@@ -179,7 +182,7 @@ class Responses:
         await EventStream(exchange, lambda: ()).end(events)
 
     async def _keep(self, tenant: bytes, pending: PendingResponse, turn: Turn | None, _last: bytes) -> None:
-        """Store an answer before its client has all of it. If that fails the client has its answer nevertheless."""
+        """Store an answer before its client has all of it. If that fails, the client still receives its answer."""
         if pending.ended is not None and turn is not None:
             turn.keep(pending.ended)
         if pending.ended is not None and pending.is_stored:
@@ -202,8 +205,10 @@ class Responses:
             await exchange.respond(200, msgspec.json.encode(answer))
 
     async def compact(self, exchange: Exchange, context: EndpointContext) -> None:
-        """POST /v1/responses/compact: let the model summarize a conversation. Nothing is stored. Raises ApiError,
-        ClientGoneError."""
+        """POST /v1/responses/compact: let the model summarize a conversation. Nothing is stored.
+
+        Raises ApiError, ClientGoneError.
+        """
         body, served, num_sent_bytes = await context.receive_body(exchange, decode_responses)
         if body.model is None:
             raise ApiError(ErrorKind.MISSING_FIELD, "model: required", param="model")
@@ -236,7 +241,8 @@ class Responses:
             await exchange.respond(200, (await self._kept.find(exchange.tenant, response_id)).body)
 
     async def delete(self, exchange: Exchange, _context: EndpointContext) -> None:
-        """DELETE /v1/responses/ID: one that still runs is cancelled; another worker sees that it is gone, and ends it.
+        """DELETE /v1/responses/ID. If it still runs it is cancelled: another worker ends it when it finds that it is
+        gone.
 
         Raises ApiError.
         """
@@ -248,7 +254,7 @@ class Responses:
         await exchange.respond(200, msgspec.json.encode(answer))
 
     async def cancel(self, exchange: Exchange, _context: EndpointContext) -> None:
-        """POST /v1/responses/ID/cancel. A response that has ended is returned as it is. Raises ApiError."""
+        """POST /v1/responses/ID/cancel. A response that has ended is returned unchanged. Raises ApiError."""
         response_id = _path_below(exchange).removesuffix("/cancel")
         await self._runs.cancel(exchange.tenant, response_id)
         stored = await self._kept.find(exchange.tenant, response_id)
@@ -311,7 +317,7 @@ class Responses:
     async def _chat(
         self, tenant: bytes, body: ResponsesBody, previous: StoredResponse | None, num_body_bytes: int
     ) -> tuple[ChatBody, int]:
-        """Return the request as a chat, and its bytes with all that it refers to. Raises ApiError."""
+        """Return the request as a chat, and its size in bytes with everything that it refers to. Raises ApiError."""
         num_bytes = num_body_bytes + (0 if previous is None else len(previous.message_data))
         if isinstance(body.input, list):
             body.input, num_referenced = await self._kept.resolved(tenant, body.input)
@@ -345,7 +351,7 @@ class Responses:
     async def _follow_lingering(
         self, exchange: Exchange, context: EndpointContext, response_id: str, starting_after: int
     ) -> bool:
-        """Whether the backend has kept the response. Raises ApiError, ClientGoneError."""
+        """Whether the backend has kept the response; if so, send its events. Raises ApiError, ClientGoneError."""
         try:
             await find_stream(exchange, context, response_id, starting_after + 1)
         except ApiError as error:

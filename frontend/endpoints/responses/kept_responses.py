@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 MAX_REFERENCED_BYTES = 16 << 20
-"""Size of the items that one request refers to, each counted once for each reference: without a limit a short request
-could ask for gigabytes."""
+"""Size of the items that one request refers to, counting each reference: otherwise a short request could ask for
+gigabytes."""
 
 
 class _Output(msgspec.Struct):
@@ -40,7 +40,7 @@ _items_decoder = msgspec.json.Decoder(list[ResponseItem])
 
 
 def _read_output(body: bytes) -> dict[str | None, _Referable]:
-    """Return the items of a response object's output, by id."""
+    """Return the output items of a response object, by id."""
     found = (_Referable(_item_decoder.decode(raw), len(memoryview(raw))) for raw in _output_decoder.decode(body).output)
     return {each.item.id: each for each in found}
 
@@ -54,7 +54,7 @@ class KeptResponses:
 
     @property
     def id_prefix(self) -> str:
-        """Begins the ids of the responses that this worker makes."""
+        """The prefix of the ids that this worker makes."""
         return f"resp_{self.store.tag}"
 
     async def find(self, tenant: bytes, response_id: str, param: str | None = None) -> StoredResponse:
@@ -73,7 +73,8 @@ class KeptResponses:
             raise self._unknown(response_id, None)
 
     async def resolved(self, tenant: bytes, items: Sequence[ResponseItem]) -> tuple[list[ResponseItem], int]:
-        """Replace references to outputs of kept responses by these outputs. Return also the bytes of all of them."""
+        """Replace references to outputs of kept responses by these outputs. Also return the size of all of them in
+        bytes."""
         outputs: dict[str, dict[str | None, _Referable]] = {}
         resolved, num_bytes = [], 0
         for position, item in enumerate(items):

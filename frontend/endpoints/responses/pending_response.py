@@ -1,4 +1,4 @@
-"""A Responses request in progress: makes its answer's format, and what is stored of it."""
+"""A Responses request in progress: makes its answer's format and its stored form."""
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ class PendingResponse:
         encoded: tuple[bytes, bytes] | None = None,
         is_continuable: bool = False,
     ) -> None:
-        """previous is the response that the request continues. encoded is what `encode_input` made of the same request
-        in another worker; then the body has no input. is_continuable: later requests may continue the answer, even if
-        it is not stored."""
+        """previous is the response that the request continues.
+
+        encoded is the result of `encode_input` in another worker, for the same request; then the body has no input.
+        is_continuable: later requests may continue the answer, even if it is not stored.
+        """
         self.input_items: list[ResponseItem] = input_items(body)
         self.format: ResponsesFormat | None = None
         """Set when the request is about to be submitted."""
@@ -59,7 +61,7 @@ class PendingResponse:
         return self.format
 
     def encode_input(self) -> int:
-        """Encode what is stored of the request, its settings aside; return its bytes. Needed once."""
+        """Encode the stored part of the request, except its settings; return its size in bytes. Needed once."""
         self._encoded = self._encode()
         return sum(map(len, self._encoded))
 
@@ -67,7 +69,7 @@ class PendingResponse:
         return msgspec.json.encode(self.input_items), add_messages(self._history, to_messages(self.input_items))
 
     def begun(self, answer: ResponsesFormat) -> StoredResponse:
-        """Return what is to be stored of a background response while it runs."""
+        """Return the stored form of a background response while it runs."""
         return self._stored(answer, ())
 
     def _take(self, answer: ResponsesFormat) -> None:
@@ -139,7 +141,7 @@ def _penalty(requested: float | None, default: float) -> float:
 
 
 def _tool(tool: CallableTool) -> dict[str, Any]:
-    """Return a tool as the API describes it. A function has all fields, even if the request has not."""
+    """Return a tool as the API describes it. A function has all fields, even those that the request omits."""
     if isinstance(tool, ResponseTool) and tool.tools is not None:
         return _without_null(tool) | {"tools": [_tool(each) for each in tool.tools]}
     if tool.type != "function":

@@ -37,7 +37,7 @@ def forces_call(body: ResponsesBody) -> bool:
 
 
 def called_tools(body: ResponsesBody) -> dict[str, CalledTool]:
-    """Return what a call of each tool is in this API, by the name that the model knows. Plain functions are left
+    """Return this API's description of each tool's call, by the name that the model knows. Plain functions are left
     out."""
     return {
         qualified(tool.name or "", namespace): CalledTool(tool.name or "", namespace, is_custom=tool.type == "custom")

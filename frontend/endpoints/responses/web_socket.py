@@ -1,7 +1,7 @@
 """The Responses API over a WebSocket: each `response.create` message is answered like a streamed POST /v1/responses.
 
-Requests of one connection run one after another. The connection's latest response is at hand for the next request, even
-if it is not stored; see `LatestResponses`.
+Requests of one connection run one after another. The next request can use the connection's latest response, even if it
+is not stored (`LatestResponses`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Turn:
     """One request of a connection."""
 
     body: bytes
-    """As POST /v1/responses takes it."""
+    """A body of POST /v1/responses."""
     generates: bool
     """False: the items are only kept, for a later request to continue."""
     connection: object
@@ -82,7 +82,7 @@ class Turn:
 
 
 class _Envelope(msgspec.Struct):
-    """The fields of a message that are not of POST /v1/responses, or that have another meaning there."""
+    """The fields of a message that POST /v1/responses lacks, or that have another meaning there."""
 
     type: str | None = None
     generate: bool | None = None
@@ -156,7 +156,7 @@ class ResponseSocket:
         return not self._gone.is_set()
 
     async def _read(self) -> None:
-        """Queue what arrives, while a response runs too: that is how a client that leaves is noticed."""
+        """Queue arriving messages, also while a response runs, to notice a client that leaves."""
         while (message := await self._receive())["type"] == "websocket.receive":
             data = message.get("bytes") or (message.get("text") or "").encode()
             if len(self._queued) >= MAX_QUEUED or sum(map(len, self._queued)) + len(data) > self._max_queued_bytes:

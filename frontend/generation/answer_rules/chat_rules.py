@@ -1,4 +1,4 @@
-"""The answer rules of a chat, from its body and from how the model writes reasoning and tool calls."""
+"""The answer rules of a chat, from its body and the model's syntax of reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -70,8 +70,10 @@ async def chat_answer_rules(body: ChatBody, prompt: list[int], served: ServedMod
 def _grammar_prefixes(
     body: ChatBody, start: AnswerStart, reasoning: ReasoningFormat | None, added_tokens: Mapping[str, int]
 ) -> tuple[str, str]:
-    """Return Lark for what may precede calls, and an answer's text: optional reasoning, or what follows open
-    reasoning, and the text's own opening."""
+    """Return Lark for the text that may precede calls, and for the text before an answer.
+
+    It allows optional reasoning, or the rest of open reasoning, and then the answer's opening.
+    """
     if reasoning is None:
         return "", ""
     prefix = ""

@@ -13,7 +13,10 @@ _SURROGATES = range(0xD800, 0xE000)
 
 
 def is_gbnf(text: str) -> bool:
-    """Whether a grammar is in GBNF. Lark has no "::=" outside of strings, and llama.cpp takes Lark with this mark."""
+    """Whether a grammar is in GBNF.
+
+    Lark has "::=" only in strings, and llama.cpp accepts Lark only with this mark.
+    """
     return "::=" in text and not text.lstrip().startswith(_LARK_MARK)
 
 

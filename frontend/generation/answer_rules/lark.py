@@ -18,8 +18,11 @@ _NUMBER = "/[0-9]{1,4}/"
 
 
 class MarkedText:
-    """Writes texts as Lark, with the markers that are tokens as those tokens: to a model, their single characters are
-    a different text. `CALL_NUMBER` becomes any number."""
+    """Writes texts as Lark, with markers as the tokens that they are: to a model, their single characters are different
+    text.
+
+    `CALL_NUMBER` becomes any number.
+    """
 
     def __init__(self, markers: tuple[str, ...], added_tokens: Mapping[str, int]) -> None:
         ids = {marker: added_tokens[marker] for marker in markers if marker in added_tokens}
@@ -54,6 +57,6 @@ def literal(text: str) -> str:
 
 
 def json_value(schema: Mapping[str, Any]) -> str:
-    """Return Lark for a JSON value that is valid by the schema."""
+    """Return Lark for a JSON value that the schema accepts."""
     spaced = {**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
     return f"%json {msgspec.json.encode(spaced).decode()}"

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from penstock.frontend.parsing.tool_formats.base import ParameterLayout
 
 _OBJECT_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions"})
-"""Keywords that hold for each parameter by itself. One rule per parameter cannot express any other."""
+"""Keywords that restrict each parameter on its own. One rule per parameter cannot express any other."""
 _KEY = re.compile(r"[^<>\n]+")
 _ANY_KEY = "/[a-zA-Z0-9_.-]{1,64}/"
 _JSON_TYPES = ("null", "boolean", "integer", "number", "array", "object")
 _MAX_TEXT_LENGTH = 10_000
-"""Longer limits of a text's length are not expressed."""
+"""Longer limits on a text's length are not expressed."""
 
 
 class ParameterGrammar:
@@ -53,7 +53,7 @@ class ParameterGrammar:
     def _arguments(self, schema: Mapping[str, Any]) -> str | None:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         others = schema.get("additionalProperties", True)
-        # What is no valid schema is left to the compiler, which refuses it.
+        # An invalid schema is left to the compiler, which refuses it.
         if not (isinstance(properties, dict) and isinstance(required, list) and isinstance(others, bool)):
             return None
         if not schema.keys() <= _OBJECT_KEYWORDS:
@@ -115,7 +115,7 @@ class ParameterGrammar:
         return [f"{name}: {self._json_middle} {name}_json {self._closing}", f"{name}_json: {json_value(schema)}"]
 
     def _text_rules(self, name: str, limits: Mapping[str, int]) -> list[str]:
-        """Return the rule `name` for a text without the closing mark, and the marks around it."""
+        """Return the rule `name` for a text that cannot contain the closing mark, and the marks around it."""
         layout, text = self._layout, self._text
         least, most = limits.get("minLength", 0), limits.get("maxLength", _MAX_TEXT_LENGTH)
         is_unlimited = most >= _MAX_TEXT_LENGTH

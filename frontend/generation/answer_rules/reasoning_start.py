@@ -26,7 +26,7 @@ class AnswerStart:
     is_undecided: bool = False
     """The model may open its reasoning or not."""
     is_answering: bool = False
-    """The answer starts after the reasoning and after what comes before an answer's text."""
+    """The answer starts after the reasoning and after any text before the answer."""
     end_id: int | None = None
     """The token that ends open reasoning, if it is a single token."""
 

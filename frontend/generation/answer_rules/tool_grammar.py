@@ -1,6 +1,6 @@
 """Tools: how the answer's calls are parsed, and a grammar for the backend if calls must be well-formed.
 
-The grammar is in llguidance's Lark; see `lark`.
+The grammar is in llguidance's Lark (`lark`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.frontend.schemas.chat import ChatBody, FunctionDefinition
 
 _GAP = "GAP?"
-"""The empty lines that most models write after their reasoning."""
+"""Empty lines that most models write after their reasoning."""
 _COMMON_RULES = ("TEXT: /(.|\\n)*/", "GAP: /\\n{1,2}/")
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _ANNOTATIONS = frozenset({"title", "description", "examples", "default", "$comment", "x-guidance"})
@@ -57,11 +57,11 @@ def call_grammar(
     prefix: str,
     answer_prefix: str,
 ) -> Grammar | None:
-    """Return the grammar of an answer that may contain calls, or must; None if nothing is enforced.
+    """Return the grammar of an answer that may or must contain calls; None if nothing is enforced.
 
     answer is the requested grammar of an answer without calls. It is returned alone if calls cannot be distinguished
-    from such an answer. prefix is Lark for what may come first; answer_prefix, before the answer alone.
-    Raises ApiError if the request requires both a call and another form, or if the grammar is too long.
+    from such an answer. prefix is Lark for the text that may come first; answer_prefix, before the answer alone. Raises
+    ApiError if the request requires both a call and another form, or if the grammar is too long.
     """
     if body.requires_call and answer is not None:
         invalid("tool_choice", "a required call cannot be combined with response_format or another grammar")
@@ -105,12 +105,15 @@ def _free_answer(form: ToolFormat, text: MarkedText, *, is_within_text: bool) ->
         return None
     if not before:
         return "TEXT (calls TEXT)*", ()
-    # A text may end with what stands before the mark, so both are one terminal.
+    # A text may end with the characters before the mark, so both are one terminal.
     return "(OPENING marked_calls)* TEXT", (f"OPENING: /(.|\\n)*/ {literal(before)}",)
 
 
 def with_prefix(answer: Grammar, prefix: str) -> Grammar:
-    """Put Lark for what may come first before a grammar. Only possible for a JSON schema: others are unchanged."""
+    """Put Lark for the text that may come first before a grammar.
+
+    Only possible for a JSON schema: others are unchanged.
+    """
     if answer.kind != "json_schema" or not prefix:
         return answer
     text = "\n".join((f"start: {prefix} answer", _answer_rule(answer), *_COMMON_RULES))
@@ -126,7 +129,7 @@ def reasoning_rule(form: ReasoningFormat, added_tokens: Mapping[str, int]) -> st
 
 
 def follow_rule(form: ReasoningFormat, added_tokens: Mapping[str, int]) -> str:
-    """Return Lark for what a model writes between its reasoning and the rest."""
+    """Return Lark for the text between a model's reasoning and the rest."""
     return MarkedText(form.markers, added_tokens)(form.follow) if form.follow.strip() else _GAP
 
 

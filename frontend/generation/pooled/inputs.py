@@ -37,7 +37,7 @@ class InputRules:
     prompt: str = ""
     """Goes before each text."""
     how_to_truncate: str = ""
-    """A hint for errors: the field that has an input truncated."""
+    """A hint for errors: the field that allows truncation."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class _Pieces:
 
 
 async def encode_inputs(items: Sequence[Item], rules: InputRules, served: ServedModel) -> list[EncodedInput]:
-    """Return the tokens of each item. Raises ApiError for one that is too long, or has a token that does not exist."""
+    """Return the tokens of each item. Raises ApiError for an item that is too long or has an unknown token."""
     texts = _Pieces()
     for index, item in enumerate(items):
         if not isinstance(item, list):
@@ -93,8 +93,10 @@ async def encode_templated(
     rules: InputRules,
     served: ServedModel,
 ) -> list[EncodedInput]:
-    """Return the tokens of pairs for a reranker that is a decoder: a template around each, which is never truncated.
-    Raises ApiError."""
+    """Return the tokens of pairs for a reranker that is a decoder, with a template around each.
+
+    The template is never truncated. Raises ApiError.
+    """
     no_limit = Truncation()
     ends = [template.prefix, template.suffix]
     prefix, suffix = await served.tokenizer.encode_inputs(ends, no_limit, add_special_tokens=False)
@@ -118,8 +120,10 @@ async def encode_templated(
 
 
 def prompt_text(files: PoolingFiles, requested: str | None) -> str:
-    """Return the text that goes before each input: of the requested prompt, or of the model's default one. Raises
-    ApiError."""
+    """Return the text before each input: the requested prompt's, or that of the model's default prompt.
+
+    Raises ApiError.
+    """
     name = files.default_prompt_name if requested is None else requested
     if name is None:
         return ""
@@ -133,7 +137,7 @@ def _names(prompts: Mapping[str, str]) -> str:
 
 
 def _truncated(token_ids: list[int], rules: InputRules) -> EncodedInput:
-    """Return token ids that the client has sent, as far as they are kept."""
+    """Return the token ids that the client has sent, truncated."""
     limit, kept = rules.truncation.max_tokens, token_ids
     if limit is not None and len(token_ids) > limit:
         kept = token_ids[:limit] if rules.truncation.side == "right" else token_ids[-limit:]

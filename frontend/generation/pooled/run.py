@@ -1,4 +1,4 @@
-"""Runs the inputs of one request: sends them in portions, gathers the results, and ends all of them together."""
+"""Runs the inputs of one request: sends them in portions, collects the results, and ends all of them together."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 PORTION = 128
 """Inputs of a request that are in the backend at a time: more than a step takes, far fewer than may wait there."""
 _INLINE_VALUES = 1 << 13
-"""Larger results are written in a thread: this many take about 0.7 ms."""
+"""Larger results are written in a thread: this many values take about 0.7 ms."""
 MAX_VALUES = 1 << 23
 """Values of one answer, which are about 100 MB of JSON: a request with a vector for each token may ask for more."""
 _groups = itertools.count(1)
@@ -46,7 +46,7 @@ _groups = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The vectors to compute of each input."""
+    """The vectors to compute for each input."""
 
     kind: PooledKind
     num_dimensions: int = 0
@@ -105,7 +105,7 @@ class PooledRun:
             stream.cancel()
 
     async def run(self, inputs: Sequence[EncodedInput], take: Callable[[PooledResult], Taken]) -> list[Taken]:
-        """Return what take makes of each result, in the order of the inputs. It is called as the results come.
+        """Return the output of take for each result, in the order of the inputs. It is called as the results come.
 
         A full backend refuses the request only if none of its inputs has been computed; after that the rest waits.
         Raises ApiError, ClientGoneError.
@@ -177,8 +177,10 @@ class PooledRun:
                     await asyncio.sleep(0)  # many inputs must not hold the event loop
 
     async def _result(self, stream: PooledStream) -> PooledResult | None:
-        """Return the result; None for an input that a full backend has refused and that is to be sent again. Raises
-        ApiError, ClientGoneError."""
+        """Return the result; None if a full backend has refused the input and it must be sent again.
+
+        Raises ApiError, ClientGoneError.
+        """
         try:
             result = await stream.result()
         except PooledFailed as failed:

@@ -39,6 +39,9 @@ def cosine(first: array[float], second: array[float]) -> float:
 
 
 def ranked(scores: Sequence[float], top_n: int | None = None) -> list[int]:
-    """Return the indices of the highest scores, the best first; of equal ones the earlier first. None and 0 are all."""
+    """Return the indices of the top_n highest scores, best first; all of them for None or 0.
+
+    Among equal scores the earlier one comes first.
+    """
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     return order[:top_n] if top_n else order

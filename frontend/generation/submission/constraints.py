@@ -1,4 +1,4 @@
-"""Which tokens may be sampled, as the backend receives it."""
+"""Reads which tokens may be sampled, in the form that the backend receives."""
 
 from __future__ import annotations
 

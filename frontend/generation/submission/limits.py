@@ -53,7 +53,8 @@ def _max_tokens(body: AnsweredBody, num_prompt_tokens: int, max_context_tokens: 
 
 
 def limited_by_context(chat: ChatBody, num_prompt_tokens: int, card: ModelCard) -> ChatBody:
-    """Return the chat with a limit that fits the context after its prompt. Too long a prompt is refused later."""
+    """Return the chat with a limit that fits the context after its prompt. A prompt that is too long is
+    refused later."""
     num_left = card.max_context_tokens - num_prompt_tokens
     if num_left < 1 or (chat.max_completion_tokens or 0) <= num_left:
         return chat
@@ -86,7 +87,7 @@ def _check_logprob_token_ids(body: AnsweredBody, card: ModelCard) -> None:
 
 
 def check_token_id(field: str, token_id: int, card: ModelCard) -> None:
-    """Raises ApiError for one outside the vocabulary."""
+    """Raises ApiError for an id outside the vocabulary."""
     if token_id >= card.vocab_size:
         invalid(field, f"token id {token_id} is outside the vocabulary of {card.vocab_size}")
 

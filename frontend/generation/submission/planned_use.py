@@ -1,4 +1,4 @@
-"""Plans the most that a request may use of its key's limits."""
+"""Estimates the most that a request may use of its key's limits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from penstock.frontend.schemas.decoding import AnsweredBody
 
 ASSUMED_ANSWER_TOKENS = 1024
-"""Tokens reserved for each choice if the request does not limit its answer. Further ones count as they come."""
+"""Tokens reserved for each choice if the request does not limit its answer. Further tokens count as they come."""
 
 
 def planned_use(body: AnsweredBody, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> PlannedUse:
-    """max_tokens has the limit of each prompt's answer."""
+    """max_tokens contains the limit of each prompt's answer."""
     field, requested = body.requested_max_tokens
     is_stated = requested is not None
     limits = max_tokens if is_stated else [min(limit, ASSUMED_ANSWER_TOKENS) for limit in max_tokens]

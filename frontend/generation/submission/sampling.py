@@ -27,7 +27,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 async def read_logit_bias(body: AnsweredBody, served: ServedModel) -> tuple[tuple[int, float], ...]:
-    """Return the bias of each token. A text that is no number biases each of its tokens. Raises ApiError."""
+    """Return the bias of each token. A text that is not a number biases each of its tokens. Raises ApiError."""
     given = body.logit_bias
     if given is None:
         return served.card.default_sampling.logit_bias
@@ -75,8 +75,10 @@ def read_sampling(body: AnsweredBody, card: ModelCard, logit_bias: tuple[tuple[i
 
 
 def is_deterministic(body: AnsweredBody, card: ModelCard) -> bool:
-    """Whether an equal request has the same tokens. One without a seed gets a random one, so it cannot share its
-    sequence."""
+    """Whether an equal request has the same tokens.
+
+    A request without a seed gets a random one, so it cannot share its sequence.
+    """
     return body.seed is not None or _given(body.temperature, card.default_sampling.temperature) == 0.0
 
 

@@ -50,7 +50,7 @@ class PreparedRequest:
 
     @property
     def reports_progress(self) -> bool:
-        """A stream tells how much of the prompt is computed."""
+        """The stream reports how much of the prompt is computed."""
         body = self.body
         return isinstance(body, ChatBody) and body.return_progress is True and body.stream is True
 
@@ -58,7 +58,7 @@ class PreparedRequest:
 async def generation_requests(
     request: PreparedRequest, policy: RequestPolicy, served: ServedModel
 ) -> tuple[list[ChoicePrompt], list[GenerationRequest], OutputOptions]:
-    """Return the prompts, the request of each one's first candidate, and what is reported. Raises ApiError."""
+    """Return the prompts, the request of each one's first candidate, and the output options. Raises ApiError."""
     body, rules = request.body, request.rules
     max_tokens = read_max_tokens(body, request.prompts, served.card)
     check_logprobs(body, request.prompts, max_tokens, served.card)
@@ -119,7 +119,7 @@ async def submit(
                 sampling = for_candidate(of_prompt.sampling, candidate)
                 quote = None if choices else terms  # the first choice stands for all
                 terms_to_linger = terms_of_choice(linger, len(choices))
-                # Of a stream that is taken up again, nothing is left of the prompt: its events would differ.
+                # A resumed stream has no progress of the prompt left, so its events would differ.
                 reports = request.reports_progress and linger is None and not choices
                 own = replace(of_prompt, sampling=sampling, quote=quote, linger=terms_to_linger)
                 stream = backend.submit(replace(own, reports_progress=reports))

@@ -33,29 +33,29 @@ Functions = Mapping[str, Mapping[str, Any]]
 class ParameterLayout:
     """A format's parameters, if it writes them one by one: opening, key, middle, value, closing, gap.
 
-    A text is written as it is, any other value as JSON.
+    A text is written unquoted, any other value as JSON.
     """
 
     opening: str
     middle: str
     closing: str
-    """Ends the value: a text cannot contain it."""
+    """The end of a value: a text cannot contain it."""
     gap: str
-    """Between a parameter and what follows it."""
+    """The text between a parameter and the next part."""
     is_indented: bool = False
-    """The value has lines of its own: the line breaks around it are not part of it."""
+    """The value has its own lines: the line breaks around it are not part of it."""
     json_middle: str = ""
     """Takes the place of `middle` before a value in JSON, if the two differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageLayout:
-    """The messages of an answer, if a format has text only in messages."""
+    """The messages of an answer, in a format that has text only in messages."""
 
     openings: tuple[str, ...]
-    """Any of them begins a message that is no call."""
+    """Each of them begins a message that is not a call."""
     separator: str
-    """Between a message and the next one, or a call."""
+    """The text between a message and the next message or call."""
 
 
 class ToolFormat(Protocol):
@@ -90,7 +90,7 @@ class ToolFormat(Protocol):
         return self.around(name)
 
     def read(self, reader: Reader, output: ParsedOutput, functions: Functions, /) -> Reading[None]:
-        """Read an answer, or the rest of one, with calls of these functions. What stays unread is text."""
+        """Read an answer, or the rest of one, with calls of these functions. Unread text is content."""
         ...
 
     def new_call_id(self) -> str:

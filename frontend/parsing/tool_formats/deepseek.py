@@ -21,7 +21,7 @@ _NAME_CHARACTERS = re.compile(r"[a-zA-Z0-9_.-]+")
 
 
 class DeepSeek(ToolFormat):
-    """See `ToolFormat`. Reads both layouts; in_code selects the one for calls that the model must make."""
+    """Reads both layouts; in_code selects the one for calls that the model must make."""
 
     name = "deepseek"
     markers: tuple[str, ...] = (_CALLS, _CALLS_END, _CALL, _CALL_END, _SEPARATOR)

@@ -36,7 +36,7 @@ _PARAMETER = re.compile(r'(?P<key>.+?)"(?: string="(?P<is_text>true|false)")?')
 
 
 class DeepSeekV32(ToolFormat):
-    """See `ToolFormat`. The section has one name in V3.2 and another in V4, is_fourth; both are read."""
+    """The section has one name in V3.2 and another in V4, is_fourth; both are read."""
 
     name = "deepseek_v32"
     markers: tuple[str, ...] = (MARK,)

@@ -27,7 +27,7 @@ _MAX_DEPTH = 64
 
 
 class Gemma(ToolFormat):
-    """See `ToolFormat`. Arguments may also be JSON, as calls are that the model must make."""
+    """Arguments may also be JSON, as in calls that a grammar enforces."""
 
     name = "gemma"
     opening = ""
@@ -45,7 +45,7 @@ class Gemma(ToolFormat):
         self.trigger = self._call
 
     def around(self, name: str) -> tuple[str, str]:
-        # A grammar of values in these quotes cannot be made of a JSON schema.
+        # No grammar for values in these quotes can be made from a JSON schema.
         return f"{self._call}{_CALL}{name}", self._call_end
 
     def read(self, reader: Reader, output: ParsedOutput, _functions: Functions) -> Reading[None]:

@@ -23,7 +23,7 @@ _NAME_CHARACTERS = re.compile(r"[a-zA-Z0-9_.-]+")
 
 
 class Glm4(ToolFormat):
-    """See `ToolFormat`. Reads calls with and without line breaks; has_lines selects those that the model must make."""
+    """Reads calls with and without line breaks; has_lines selects those that the model must make."""
 
     name = "glm4"
     markers: tuple[str, ...] = (_OPENING, _CLOSING, _KEY, _KEY_CLOSING, _VALUE, _VALUE_CLOSING)

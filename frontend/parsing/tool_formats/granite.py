@@ -18,7 +18,7 @@ _PLAIN_TOOL_CALL = "<tool_call>"
 
 
 class Granite(ToolFormat):
-    """See `ToolFormat`. Granite 3.1 may write the mark without bars."""
+    """Granite 3.1 may write the mark without bars."""
 
     name = "granite"
     markers: tuple[str, ...] = (_TOOL_CALL, _PLAIN_TOOL_CALL)

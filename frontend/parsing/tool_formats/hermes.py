@@ -18,8 +18,6 @@ _CLOSING = "</tool_call>"
 
 
 class Hermes(ToolFormat):
-    """See `ToolFormat`."""
-
     name = "hermes"
     markers: tuple[str, ...] = (_OPENING, _CLOSING)
     trigger: str | None = _OPENING

@@ -27,7 +27,7 @@ _ID_CHARACTERS = re.compile(r"[a-zA-Z0-9_.:-]+")
 
 
 class KimiK2(ToolFormat):
-    """See `ToolFormat`. The model numbers the calls of a conversation; the chat template numbers them again, so the
+    """The model numbers the calls of a conversation; the chat template numbers them again, so the
     numbers are not reported."""
 
     name = "kimi_k2"

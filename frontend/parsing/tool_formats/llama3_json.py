@@ -18,7 +18,7 @@ _PYTHON_TAG = "<|python_tag|>"
 
 
 class Llama3Json(ToolFormat):
-    """See `ToolFormat`. An object that does not name one of the request's functions is an answer in JSON."""
+    """An object that does not name one of the request's functions is an answer in JSON."""
 
     name = "llama3_json"
     markers: tuple[str, ...] = (_PYTHON_TAG,)

@@ -32,7 +32,7 @@ _ID_LENGTH = 9
 
 
 class Mistral(ToolFormat):
-    """See `ToolFormat`. Reads both layouts; names_first selects the layout for calls that the model must make."""
+    """Reads both layouts; names_first selects the layout for calls that the model must make."""
 
     name = "mistral"
     markers: tuple[str, ...] = (_TOOL_CALLS, _CALL_ID, _ARGUMENTS)

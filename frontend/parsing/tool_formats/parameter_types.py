@@ -43,7 +43,7 @@ def types_of(schema: object, root: Mapping[str, Any]) -> Types:
 
 
 def _alternatives(schema: object, root: Mapping[str, Any]) -> list[object]:
-    """Return the schemas of which a value must match one, with their references followed. Each is listed once."""
+    """Return the alternatives that a value may match, with their references followed. Each is listed once."""
     found: list[object] = []
     seen: set[int] = set()
     pending = [schema]
@@ -77,7 +77,7 @@ def _own_types(schema: object) -> Types:
 
 
 def resolved(schema: object, root: Mapping[str, Any]) -> object:
-    """Follow references within root. Return None for one that leads nowhere."""
+    """Follow references within root. Return None for a reference without a target."""
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
             return schema
@@ -95,7 +95,7 @@ def _pointed(reference: str, root: Mapping[str, Any]) -> object:
 
 
 def as_json(text: str, types: Types) -> str:
-    """Return a parameter's text as JSON: the value that it spells if that is of one of the types, else a string."""
+    """Return a parameter's text as JSON: the value that it spells, if that has one of the types; else a string."""
     spelled = text.strip(SPACES)
     spelled = _PYTHON_WORDS.get(spelled, spelled)
     try:

@@ -18,7 +18,7 @@ class ParameterReader:
     """Reads the parameters of one call. A text streams; any other value is emitted when it is complete."""
 
     def __init__(self, output: ParsedOutput, name: str, schema: Mapping[str, Any], layout: ParameterLayout) -> None:
-        """Begin the call. schema is that of its arguments; an empty one allows everything."""
+        """Begin the call. schema describes its arguments; an empty one allows everything."""
         self._emit = output.arguments
         self._schema = schema
         self._layout = layout
@@ -28,7 +28,7 @@ class ParameterReader:
     def read(self, reader: Reader, key: str, *, is_text: bool = False) -> Reading[None]:
         """Read a value and its closing mark. Raises Malformed if the text ends before that.
 
-        is_text: the model says that the value is a text. It is one if the schema allows that.
+        is_text: the model marks the value as a text. It is one if the schema allows a text.
         """
         layout = self._layout
         types = parameter_types(self._schema, key)

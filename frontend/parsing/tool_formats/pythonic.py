@@ -20,7 +20,7 @@ _WORD = re.compile(r"\w+")
 
 
 class Pythonic(ToolFormat):
-    """See `ToolFormat`. A call is emitted when its last parenthesis has arrived, with its arguments as JSON."""
+    """A call is emitted when its last parenthesis has arrived, with its arguments as JSON."""
 
     name = "pythonic"
     markers: tuple[str, ...] = ()

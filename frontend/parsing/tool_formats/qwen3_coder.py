@@ -25,7 +25,7 @@ _NAME_CHARACTERS = re.compile(r"[^<>\n]+")
 
 
 class Qwen3Coder(ToolFormat):
-    """See `ToolFormat`. These models often leave out <tool_call>."""
+    """These models often leave out <tool_call>."""
 
     name = "qwen3_coder"
     markers: tuple[str, ...] = (_OPENING, _CLOSING)

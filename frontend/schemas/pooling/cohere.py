@@ -23,7 +23,7 @@ class TextPart(Struct):
 
 
 class MixedInput(Struct):
-    """An input in parts, of which this server takes one text."""
+    """An input in parts. This server takes one text."""
 
     content: Annotated[list[TextPart], Meta(min_length=1, max_length=1)]
 

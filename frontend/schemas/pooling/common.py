@@ -12,7 +12,7 @@ from penstock.frontend.transport.errors import ApiError, ErrorKind, empty_text, 
 from penstock.shm.messages import MAX_CONTEXT_TOKENS, TokenId
 
 MAX_INPUTS = 2048
-"""Inputs of one request, as at OpenAI. More bodies than this fit neither 2 MiB nor a client's patience."""
+"""Inputs of one request, as at OpenAI. Larger bodies exceed 2 MiB and a client's patience."""
 
 Inputs: TypeAlias = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 """A text or a list of token ids, or several."""
@@ -21,14 +21,14 @@ EncodingFormat: TypeAlias = Literal["float", "base64"]
 
 
 class PooledBody(SchedulingBody, kw_only=True):
-    """Fields of every body. Those of scheduling are ours; no API has them."""
+    """Fields of every body. The scheduling fields are ours; no API has them."""
 
     model: ShortText | None = None
     user: str | None = None
 
 
 class TruncatedBody(PooledBody, kw_only=True):
-    """vLLM's fields about what becomes of an input's tokens."""
+    """vLLM's fields that control an input's tokens."""
 
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_CONTEXT_TOKENS)] | None = None
@@ -65,7 +65,7 @@ def has_several(inputs: Inputs) -> bool:
 
 
 def check_number(field: str, num_inputs: int) -> None:
-    """Raises ApiError."""
+    """Raises ApiError if there are too many inputs."""
     if num_inputs > MAX_INPUTS:
         message = f"{field}: at most {MAX_INPUTS} inputs in one request, got {num_inputs}"
         raise ApiError(ErrorKind.TOO_MANY_INPUTS, message, param=field)

@@ -18,7 +18,7 @@ Instruction = Annotated[str, Meta(max_length=65536)]
 
 
 class Document(Struct):
-    """A document with its text among other fields, which are left out."""
+    """A document with its text among other fields, which are ignored."""
 
     text: str
 

@@ -1,4 +1,4 @@
-"""POST /v1/score with SGLang's fields: how likely a model that generates holds each of some tokens to be next."""
+"""POST /v1/score with SGLang's fields: the probability that a generating model assigns to each of some next tokens."""
 
 from __future__ import annotations
 

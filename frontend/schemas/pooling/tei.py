@@ -21,7 +21,7 @@ Pair: TypeAlias = tuple[str, str]
 
 
 class TeiBody(SchedulingBody, kw_only=True):
-    """model is ours: it chooses among the models of one server."""
+    """model is ours: it chooses one of the server's models."""
 
     model: ShortText | None = None
     truncate: bool | None = None
@@ -95,7 +95,7 @@ class SimilarityParameters(Struct):
 
 
 class SimilarityBody(TeiBody, kw_only=True):
-    """The parameters may also stand beside inputs, as in the other bodies."""
+    """The parameters may also be beside inputs, as in the other bodies."""
 
     inputs: SimilarityInputs
     parameters: SimilarityParameters | None = None

@@ -27,7 +27,7 @@ _SECOND = ("text_2", "data_2", "documents", "items")
 
 
 class ScoreBody(TruncatedBody, kw_only=True):
-    """Each pair of names is one of vLLM's: text_1 and text_2, data_1 and data_2, queries and documents or items."""
+    """Each pair of names comes from vLLM: text_1 and text_2, data_1 and data_2, queries and documents or items."""
 
     text_1: Texts | None = None
     text_2: Texts | None = None
@@ -53,7 +53,7 @@ class ScoreBody(TruncatedBody, kw_only=True):
         return self._given(_SECOND)
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Return one pair per score: a single first text goes with each of the second ones. Raises ApiError."""
+        """Return one pair per score: a single first text is paired with each second one. Raises ApiError."""
         first_field, second_field = self._given(_FIRST), self.second_field()
         first, second = (_texts(getattr(self, name)) for name in (first_field, second_field))
         check_number(second_field, len(second))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MAX_WAITS = 40
-"""After leaving so many connections for a worker in vain, no more are left for it until it looks again."""
+"""After leaving this many connections in vain for a worker, others leave it no more until it looks again."""
 _CONNECTIONS, _LOOKS = 0, 1
 """Indices of a row's words. The first word is the number of connections plus one, or 0 if the worker takes none."""
 
@@ -76,7 +76,7 @@ class AcceptTable(WorkerTable):
         return is_next
 
     def note_wait_in_vain(self) -> None:
-        """Note that this worker takes a connection that the workers with fewer have not taken."""
+        """Note that this worker takes a connection that the less loaded workers have not taken."""
         for row, looks in self._less_loaded():
             seen_looks, num_waits = self._waits.get(row, (-1, 0))
             if seen_looks == looks:
@@ -91,10 +91,10 @@ class AcceptTable(WorkerTable):
             self.words[self.own_start + _CONNECTIONS] = self._num_own + 1
 
     def _less_loaded(self) -> Iterator[tuple[int, int]]:
-        """Yield the row and the looks of each other worker that has far fewer connections."""
+        """Yield the row and the number of looks of each other worker that has far fewer connections."""
         for row in self._others:
             num_connections = self.words[row + _CONNECTIONS] - 1
-            # With some slack: in a burst no worker has to wait for another after each connection.
+            # With some slack, so that in a burst workers do not wait for each other after each connection.
             if num_connections >= 0 and num_connections + 2 + num_connections // 8 < self._num_own + 1:
                 yield row, self.words[row + _LOOKS]
             else:

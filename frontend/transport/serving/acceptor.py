@@ -22,10 +22,12 @@ _LOOKS_AGAIN_AFTER_S = 0.001
 _WAITS_AT_MOST_S = 0.005
 """A connection is left this long for a worker with fewer connections. Then it is taken, and the next one is left."""
 _MAX_AT_ONCE = 8
-"""Connections accepted in a turn of the event loop. Those that are refused have their descriptors for some turns more:
-together they must fit `connections.RESERVED_FDS`."""
+"""Connections accepted in a turn of the event loop.
+
+Refused connections keep their descriptors for some more turns: together they must fit `connections.RESERVED_FDS`.
+"""
 _PAUSE_S = 0.1
-"""After the system has refused to accept, for lack of file descriptors or memory."""
+"""Pause after the system has refused to accept, for lack of file descriptors or memory."""
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -54,8 +56,11 @@ class SharedAcceptor:
         self._loop.add_reader(self._listening, self._look)
 
     def close(self) -> None:
-        """Accept nothing more. What waits in the socket stays for other workers; the last one takes it, because the
-        kernel resets what waits in a socket that is closed."""
+        """Stop accepting.
+
+        Waiting connections stay in the socket for other workers. The last worker takes them, because the kernel resets
+        connections that wait in a closed socket.
+        """
         if not self._is_closed:
             self._is_closed = True
             self._table.close()

@@ -21,9 +21,9 @@ MAX_CONNECTIONS = 8192
 RESERVED_FDS = 96
 """File descriptors not used for connections: about 35 that a worker itself has open, and those about to be closed."""
 MIN_IDLE_S = 1.0
-"""Idle time before a connection may be closed for a new one. Sooner, its first request may be on its way."""
+"""Idle time before a connection may be closed for a new one. Earlier, its first request may be on its way."""
 _WARNS_AGAIN_BELOW = 0.9
-"""Share of the limit. Once the number of connections falls to it, reaching the limit is logged again."""
+"""Share of the limit. Once the number of connections falls to it, the warning is logged again at the limit."""
 
 
 _INCOMPLETE_PART = 2
@@ -38,7 +38,7 @@ class Closable(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Close the connection, which is idle, without haste: nobody needs its place."""
+        """Close the idle connection without haste: nobody needs its place."""
         ...
 
 
@@ -104,7 +104,8 @@ class Connections:
         self._idle_since_s[connection] = now_s
 
     def set_incomplete(self, connection: Closable, address: bytes, now_s: float) -> None:
-        """Note that a part of something has arrived, unless that is known already. Another may be closed for it."""
+        """Note that the start of a head has arrived, unless that is known already. Another connection may be closed for
+        it."""
         self._idle_since_s.pop(connection, None)
         self._incomplete.add(connection, address, now_s)
 

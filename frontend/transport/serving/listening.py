@@ -38,8 +38,7 @@ def tcp_socket(host: str, port: int, command: str) -> socket.socket:
 
 
 def unlink(listening: socket.socket) -> None:
-    """Remove the file of a Unix socket that we made, unless another server has put its own there. Open connections
-    stay."""
+    """Remove the file of a Unix socket that we made, unless another server has replaced it. Open connections stay."""
     if isinstance(listening, _OwnUnixSocket):
         with suppress(FileNotFoundError):
             if os.path.samestat(listening.path.lstat(), listening.file):
@@ -87,8 +86,11 @@ def unix_socket(path: Path, mode: int, command: str) -> socket.socket:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Lock the directory. Without it, of two servers that start at once, one could remove the other's socket as stale
-    before it listens. Raises OSError."""
+    """Lock the directory.
+
+    Without the lock, when two servers start at once, one could remove the other's socket as stale before it listens.
+    Raises OSError.
+    """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         deadline_s = time.monotonic() + _LOCK_TIMEOUT_S

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 KEEP_ALIVE_TIMEOUT_S = 75
 """Longer than load balancers keep connections (60 s is common), so that they never use one that was just closed."""
 MAX_MESSAGE_BYTES = 2 << 20
-"""Of a message that a WebSocket receives; a longer one closes the connection."""
+"""Size of a message that a WebSocket receives; a longer one closes the connection."""
 _IDLE_CLOSE_DELAY_S = 0.5
 """How long a server that stops keeps idle connections open, for requests that are on their way."""
 _LAST_HEADS_TIMEOUT_S = 5.0
-"""How long it waits for the request of a connection that has sent none yet, or a part of its head."""
+"""How long it waits for a connection's first request, or for the rest of its head."""
 _POLL_INTERVAL_S = 0.02
 _LAST_ERRORS_TIMEOUT_S = 2.0
 """How long the errors that end requests may take to be sent."""
@@ -83,7 +83,7 @@ def server_config(
     tls: ssl.SSLContext | None = None,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> uvicorn.Config:
-    """Return how uvicorn runs the app."""
+    """Return uvicorn's configuration."""
     if connections is None:
         connections = Connections()
     return uvicorn.Config(
@@ -170,10 +170,10 @@ class HttpServer:
             connection.transport.abort()
 
     async def _answer_last_requests(self, deadline_s: float) -> None:
-        """Answer what is on its way on open connections: no other worker can.
+        """Answer requests that are on their way on open connections: no other worker can.
 
-        A connection without a request is kept for longer than one that has had an answer: a client sends its first
-        request as soon as it is connected, but it may be slow, and an idle one may never send another.
+        A connection without a request is kept for longer than one that has had an answer. A client sends its first
+        request as soon as it is connected, but may be slow; an idle client may never send another.
         """
         began_s = time.monotonic()
         while len(self._connections) and not self._skip_drain.is_set():

@@ -39,8 +39,8 @@ class ServerTls:
     def reload(self) -> None:
         """Read the files again, for new connections. Raises TlsError, and then the old certificate stays.
 
-        Each reload makes a new context: one with half of a new pair is unusable, and one that had a key of another type
-        would keep using it.
+        Each reload makes a new context. A context with half of a new pair is unusable, and one that had a key of
+        another type would keep using it.
         """
         self._newest = _read(self._files)
 

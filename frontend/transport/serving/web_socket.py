@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 
 WEB_SOCKET_PATHS = (b"/v1/responses",)
 PING_INTERVAL_S = 20.0
-"""A peer that does not answer a ping for as long again is gone."""
+"""Interval of pings. A peer that does not answer one for as long again is gone."""
 _MAX_LINE_BYTES = 4096
-"""Of a line that the websockets library parses; it has a limit of its own above this one."""
+"""Length of a line that the websockets library parses; it has a limit of its own above this one."""
 
 
 def upgrade_head(url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:
-    """Return the part of a request's head that the WebSocket handshake needs; None if it asks for no WebSocket here.
-    Such a request is answered over HTTP/1.1."""
+    """Return the part of a request's head for the WebSocket handshake; None if the request asks for no WebSocket here.
+
+    Such a request is answered over HTTP/1.1.
+    """
     if httptools.parse_url(url).path not in WEB_SOCKET_PATHS:
         return None
     names = [name for name, _ in headers]
@@ -41,7 +43,7 @@ def upgrade_head(url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> bytes | 
 
 
 class WebSocketConnection(WebSocketsSansIOProtocol):
-    """One connection. It is idle unless the application says that it works for it."""
+    """One connection. It is idle unless the application reports that it works for it."""
 
     def __init__(
         self,

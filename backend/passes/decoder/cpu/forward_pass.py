@@ -58,7 +58,8 @@ LoadedPass = TypeVar("LoadedPass", bound="CpuDecoderPass")
 
 
 class CpuDecoderPass(HostSampling):
-    """See `IBatchedForwardPass` and `IPersistsPages`. Logits are numpy float32 arrays, sampled by `HostSampling`."""
+    """Implements `IBatchedForwardPass` and `IPersistsPages`. Logits are numpy float32 arrays;
+    `HostSampling` samples."""
 
     held_weights: WatchedWeights | None = None
     """See `IHeldWeights`."""

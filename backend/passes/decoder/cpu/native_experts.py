@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NativeExpertOps:
-    """See `ExpertOps`. do and linear run or record an operation of `NativeOps`."""
+    """Implements `ExpertOps`. do and linear run or record an operation of `NativeOps`."""
 
     settings: Experts
     packer: WeightPacker

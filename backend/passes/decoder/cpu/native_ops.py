@@ -103,8 +103,11 @@ def supports_native_ops(config: DecoderConfig) -> bool:
 
 
 class NativeOps:
-    """See `CpuOps`. dtype is that of weights and activations: float32 or bfloat16. Needs `supports_native_ops`, and
-    `request_tiles` for uses_tiles. With tiles bf16 products are faster, and their results differ in bits."""
+    """Implements `CpuOps`. dtype is that of weights and activations: float32 or bfloat16.
+
+    Needs `supports_native_ops`, and `request_tiles` for uses_tiles. With tiles bf16 products are faster, and their
+    results differ in bits.
+    """
 
     def __init__(
         self,

@@ -109,7 +109,7 @@ class ExpertGroups:
 
 @dataclass(frozen=True, slots=True)
 class TorchExpertOps:
-    """See `ExpertOps`. The functions are those of the operations, which may be deterministic."""
+    """Implements `ExpertOps`. The functions are those of the operations, which may be deterministic."""
 
     settings: Experts
     dtype: torch.dtype

@@ -53,7 +53,7 @@ class TorchStep:
 
 
 class TorchOps:
-    """See `CpuOps`. dtype is that of weights and activations: float32 or bfloat16."""
+    """Implements `CpuOps`. dtype is that of weights and activations: float32 or bfloat16."""
 
     tile_limits = TileLimits()
 

@@ -93,7 +93,7 @@ class _Sampling:
 
 
 class CudaDecoderPass:
-    """See `IBatchedForwardPass`. Logits are a tensor on the device in the weights' dtype; the next step overwrites it.
+    """Implements `IBatchedForwardPass`. Logits are on the device in the weights' dtype; the next step overwrites them.
 
     `PassOptions.deterministic` changes matmul.py and step_attention.py, and leaves out fused_ops.py; everything else
     computes each row independently anyway.

@@ -86,7 +86,7 @@ class PooledCudaPass(CudaDecoderPass):
 
 @dataclass(frozen=True, slots=True)
 class PendingVectors:
-    """See `PendingOutput`."""
+    """Implements `PendingOutput`."""
 
     device: Device
     fetched: PendingCopy

@@ -21,7 +21,7 @@ logger = logging.getLogger("penstock.backend")
 
 
 class WatchedWeights:
-    """See `pass_extensions.HeldWeights`. Owns the blocks, and opens the mailbox for itself."""
+    """Implements `pass_extensions.HeldWeights`. Owns the blocks, and opens the mailbox for itself."""
 
     def __init__(self, mailbox: FdMailbox, blocks: HeldBlocks, *, is_mapped: bool) -> None:
         self._mailbox = FdMailbox.attach(mailbox.fds)

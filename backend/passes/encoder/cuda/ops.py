@@ -46,7 +46,7 @@ class _Step:
 
 
 class CudaEncoderOps(DeviceVectors, DeviceWeights):
-    """See `EncoderOps`. dtype is that of weights and activations: float32 or bfloat16. Call `open` once all is packed.
+    """Implements `EncoderOps`. dtype: of weights and activations, float32 or bfloat16. Call `open` after packing.
 
     Raises ValueError for a model that the kernels do not support.
     """

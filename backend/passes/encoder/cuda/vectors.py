@@ -83,7 +83,7 @@ class DeviceVectors:
 
 @dataclass(frozen=True, slots=True)
 class FetchedVectors:
-    """See `Fetched`."""
+    """Implements `Fetched`."""
 
     device: Device
     host: Tensor

@@ -1,5 +1,7 @@
-"""The events of one response, which several clients may follow from any position: in memory while it runs here, else in
-the store."""
+"""The events of one response, which several clients may follow from any position.
+
+They are in memory while the response runs here, else in the store.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,16 @@ if TYPE_CHECKING:
     from penstock.frontend.transport.open_exchanges import OpenExchanges
 
 _LOOKS_EVERY_S = 0.25
-"""How often a follower looks whether another worker has stored new events."""
+"""How often a follower checks whether another worker has stored new events."""
 _MOST_LOOKS_IN_VAIN = 12
-"""How often a follower in a worker that drains looks for another worker that takes the response over."""
+"""How often a follower in a draining worker checks, without result, whether another worker takes the response over."""
 
 
 class EventLog:
     """A response's events. The index of an event is its sequence number."""
 
     def __init__(self, earlier: Sequence[bytes] = ()) -> None:
-        """earlier are the events of a run that was broken off. This run begins again, and must repeat them."""
+        """earlier are the events of a run that was interrupted. This run starts again and must repeat them."""
         self.events = list(earlier)
         self.num_bytes = sum(map(len, earlier))
         self.num_to_repeat = len(earlier)
@@ -60,7 +62,7 @@ class EventLog:
         self._wake()
 
     def break_off(self, last: bytes) -> None:
-        """End with this event, though not all earlier ones have been repeated."""
+        """End with this event, even if not all earlier ones have been repeated."""
         self.events += split_events(last)
         self.end()
 
@@ -69,8 +71,10 @@ class EventLog:
             listener.set()
 
     async def send(self, client: Exchange, stream: EventStream, position: int) -> int:
-        """Send the events from this position on, new ones as they come, until the run ends. Return the position after
-        the last. Raises ClientGoneError."""
+        """Send the events from this position on, and new ones as they come, until the run ends.
+
+        Return the position after the last. Raises ClientGoneError.
+        """
         news = asyncio.Event()
         self._listeners.add(news)
         client.on_disconnect(news.set)
@@ -92,16 +96,16 @@ class EventLog:
 
 
 class Followers:
-    """Sends events to clients, from wherever they are."""
+    """Sends events to clients, from memory or from the store."""
 
     def __init__(self, store: ResponseStore, open_exchanges: OpenExchanges) -> None:
         self._store = store
         self._open_exchanges = open_exchanges
 
     async def follow(self, client: Exchange, response_id: str, log: EventLog | None, starting_after: int) -> None:
-        """Send the events after this number, new ones as they come. log has those of a response that runs here.
+        """Send the events after this number, and new ones as they come.
 
-        Raises ClientGoneError, ApiError.
+        log has the events of a response that runs here. Raises ClientGoneError, ApiError.
         """
         stream, position = EventStream(client, tuple), starting_after + 1
         if log is not None:

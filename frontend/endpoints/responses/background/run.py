@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _STORES_AGAIN_AFTER_S = 1.0
 _PASSING_KINDS = (ErrorKind.OVERLOADED, ErrorKind.UNAVAILABLE, ErrorKind.SHUTTING_DOWN)
-"""A response that was taken over waits for the end of these conditions: it was admitted before."""
+"""A response that was taken over waits until these conditions end: it was admitted before."""
 _INTERNAL = "an internal error ended the answer"
 _DIFFERS = (
     "the worker that generated this response ended, and the next one generated another answer than the events that had "
@@ -41,7 +41,7 @@ _DIFFERS = (
 
 
 class PutBackError(Exception):
-    """This worker shuts down, and leaves the response to another one."""
+    """This worker shuts down and leaves the response to another one."""
 
 
 class _BackgroundExchange(Exchange):
@@ -71,14 +71,16 @@ class _BackgroundExchange(Exchange):
         super().abort(PutBackError() if is_shutdown and self._can_move() else ending)
 
     def on_disconnect(self, on_abort: Callable[[], None]) -> None:
-        """Called by the endpoint right after the request has been submitted, which is why it is noted here."""
+        """Called by the endpoint right after it has submitted the request, so the submission is noted here."""
         super().on_disconnect(on_abort)
         self._on_submitted()
 
 
 class BackgroundRun:
-    """Runs one response over an exchange of its own. It is that exchange's client: it takes the events, and hangs up
-    when the run is cancelled."""
+    """Runs one response over an exchange of its own.
+
+    The run acts as that exchange's client: it takes the events, and hangs up when the run is cancelled.
+    """
 
     def __init__(
         self,
@@ -90,7 +92,7 @@ class BackgroundRun:
         request: bytes = b"",
         earlier: TakenOver | None = None,
     ) -> None:
-        """request is what another worker needs to run it again. earlier is what a worker that has ended left of it."""
+        """request lets another worker run it again. earlier is the state that a worker left when it ended."""
         self.exchange = _BackgroundExchange(
             client, self._receive, self._send, self._note_submission, lambda: self.can_move
         )
@@ -119,7 +121,8 @@ class BackgroundRun:
 
     @property
     def can_move(self) -> bool:
-        """Whether another worker, or the next start of the server, can run it: what is not submitted yet is refused."""
+        """Whether another worker, or the next start of the server, can run it. An unsubmitted request is refused
+        instead."""
         return self._store.is_shared and (self.is_submitted or self.earlier is not None)
 
     @property
@@ -133,7 +136,7 @@ class BackgroundRun:
         return self.pending.format
 
     def snapshot(self) -> bytes:
-        """Return the response object as it stands, as JSON."""
+        """Return the response object in its present state, as JSON."""
         return msgspec.json.encode(self._format.snapshot())
 
     async def run(self, work: Coroutine[None, None, None]) -> None:
@@ -147,7 +150,7 @@ class BackgroundRun:
             self.begun.set()
 
     async def conclude(self) -> None:
-        """Add the error's event, if there was an error, and store the answer if that has not been done."""
+        """Add the error's event, if there was an error, and store the answer if that is not done."""
         last = b""
         if self.is_submitted and not self._is_to_wait:
             match self.error:
@@ -166,7 +169,8 @@ class BackgroundRun:
 
     @property
     def _is_to_wait(self) -> bool:
-        """Whether it waits for another worker: this one shuts down, or has no place for what it took over."""
+        """Whether it waits for another worker: this one shuts down, or has no place for the response that
+        it took over."""
         if isinstance(self.error, PutBackError):
             return True
         is_refused = isinstance(self.error, ApiError) and self.error.kind in _PASSING_KINDS
@@ -174,7 +178,7 @@ class BackgroundRun:
 
     @property
     def _is_behind(self) -> bool:
-        """Whether it was taken over, and has not come as far as the run before."""
+        """Whether it was taken over and has not reached the point that the earlier run had reached."""
         return self.earlier is not None and (
             not self.is_submitted or (self.events is not None and self.events.num_to_repeat > 0)
         )
@@ -193,7 +197,7 @@ class BackgroundRun:
             self._is_begun = True
 
     async def publish(self, *, with_body: bool) -> None:
-        """Store what is new, for other workers. Cancel the run if one of them wants that. Raises ApiError."""
+        """Store what is new, for other workers. Cancel the run if one of them asked for that. Raises ApiError."""
         async with self._store_lock:
             if self._is_begun and not self._is_stored:
                 await self._publish(with_body=with_body)
@@ -214,8 +218,8 @@ class BackgroundRun:
         self._stored_version = version if body is not None else self._stored_version
 
     async def settle(self, last: bytes) -> None:
-        """Store the final answer, with these last events, before a client can see them. Tried once: see
-        `store_again`."""
+        """Store the final answer, with these last events, before a client can see them. Tried once (see
+        `store_again`)."""
         async with self._store_lock:
             if self._is_stored or self.is_dropped:
                 return
@@ -244,7 +248,7 @@ class BackgroundRun:
         await self._store.end(self.exchange.tenant, ended, self._num_stored_events, b"".join(events))
 
     async def _break_off(self, earlier: TakenOver) -> None:
-        """End with what the run before has generated: that is more, and clients have seen it."""
+        """End with the output of the earlier run: it is longer, and clients have seen it."""
         error: str | None = _DIFFERS
         if isinstance(self.exchange.ending or self.error, ClientGoneError):
             error = None
@@ -257,7 +261,7 @@ class BackgroundRun:
             self.events.break_off(last)
 
     async def store_again(self) -> None:
-        """Store how it ended, however often that has to be tried."""
+        """Store how it ended; retry until that succeeds."""
         while not self._is_stored and not self.is_dropped:
             await asyncio.sleep(_STORES_AGAIN_AFTER_S)
             await self.settle(b"")

@@ -25,14 +25,14 @@ _PUBLISHES_EVERY_S = 0.25
 _PUBLISHES_BODY_EVERY = 4
 """The whole response object is written less often than its new events."""
 _STOP_TIMEOUT_S = 1.0
-"""How long a worker that ends may take to put its runs back. What it then has not is taken over as from a dead one."""
+"""Time that an ending worker may take to put its runs back. The rest is taken over as from a dead worker."""
 
 
 class BackgroundRuns:
     """The responses that run in the background of one worker. The other workers see them through the store."""
 
     def __init__(self, open_exchanges: OpenExchanges, store: ResponseStore) -> None:
-        """A run's exchange is one of the open ones: it counts, and is ended with them."""
+        """A run's exchange is one of open_exchanges: it counts as open, and ends with them."""
         self._open_exchanges = open_exchanges
         self._store = store
         self._publisher: asyncio.Task[None] | None = None
@@ -41,7 +41,7 @@ class BackgroundRuns:
         self.places = BackgroundPlaces()
 
     async def start(self, run: BackgroundRun, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Start the run. Returns when it has been submitted and stored; raises what it failed with before that.
+        """Start the run. Return once it is submitted and stored; raise the error of an earlier failure.
 
         Raises ApiError when no further run may start.
         """
@@ -62,7 +62,7 @@ class BackgroundRuns:
             raise
 
     def resume(self, run: BackgroundRun, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Start a run that has its place."""
+        """Start a run that already has its place."""
         task = asyncio.create_task(self._run(run, work()))
         self._tasks[task] = run
         task.add_done_callback(self._tasks.pop)
@@ -83,7 +83,7 @@ class BackgroundRuns:
             await run.ended.wait()
 
     async def stop(self) -> None:
-        """Leave the runs to other workers or to the server's next start; end those that cannot be left."""
+        """Leave the runs to other workers or to the server's next start; end the runs that cannot be left."""
         for run in self._tasks.values():
             run.exchange.abort(shutting_down())
         if self._tasks:
@@ -113,10 +113,10 @@ class BackgroundRuns:
         self._runs[run.response_id] = run
 
     async def _publish(self) -> None:
-        """Store what the runs generate while they run, and cancel those that other workers want to end.
+        """Store the output of runs while they run, and cancel those that other workers want to end.
 
-        Put them back once the worker drains: another one generates them while this one waits for its clients. Those
-        whose events clients have seen go on while the drain lasts: not every model can repeat them.
+        Put them back once the worker drains: another one generates them while this one waits for its clients. Runs
+        whose events clients have seen continue while the drain lasts: not every model can repeat them.
         """
         turn = 0
         while self._tasks:

@@ -1,4 +1,4 @@
-"""Runs responses again whose worker ended: what is kept of a request for that, and which worker takes it over."""
+"""Runs responses again whose worker ended: which parts of a request are kept, and which worker takes it over."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class KeptRequest(Struct):
     headers: dict[str, str]
 
     def client(self, tenant: bytes) -> Exchange:
-        """Return an exchange like the client's, from which nothing can be read."""
+        """Return an exchange like the client's, but without a body to read."""
         headers = [(name.encode(), value.encode("latin-1")) for name, value in self.headers.items()]
         exchange = Exchange({"type": "http", "method": "POST", "path": _PATH, "headers": headers}, _receive, _send)
         exchange.tenant, exchange.payer, exchange.weight = tenant, self.payer, self.weight
@@ -61,7 +61,7 @@ class KeptRequest(Struct):
 
 
 class _Created(Struct):
-    """The part of a response object that a new run must repeat."""
+    """The part of a response object that a repeated run must keep."""
 
     created_at: int
 
@@ -107,7 +107,10 @@ def encode_request(body: ResponsesBody, client: Exchange) -> bytes:
 
 
 def _given(struct: Struct) -> dict[str, Any]:
-    """Return the fields that have a value. Raw ones are of parameters that are not supported, and ask for nothing."""
+    """Return the fields that have a value.
+
+    Raw fields belong to parameters that are not supported, and ask for nothing.
+    """
     found: dict[str, Any] = {}
     for field in msgspec.structs.fields(struct):
         value = getattr(struct, field.name)
@@ -125,7 +128,7 @@ async def _send(_: AsgiMessage) -> None:
 
 
 class Takeovers:
-    """Looks for responses whose worker has ended, and runs those again for which this worker has room."""
+    """Looks for responses whose worker has ended, and runs again as many as this worker has room for."""
 
     def __init__(self, store: ResponseStore, places: BackgroundPlaces, run_again: RunAgain) -> None:
         self._store = store
@@ -133,14 +136,15 @@ class Takeovers:
         self._run_again = run_again
 
     async def run(self, context: EndpointContext) -> None:
-        """Runs until it is cancelled."""
+        """Look again and again until cancelled."""
         while self._store.is_shared:
             with contextlib.suppress(ApiError):  # the database has logged it; the next turn tries again
                 await self.look(context)
             await asyncio.sleep(_LOOKS_EVERY_S)
 
     async def look(self, context: EndpointContext) -> None:
-        """Take over what this worker has room for, and end what cannot run again. Raises ApiError."""
+        """Take over as many responses as this worker has room for, and end those that cannot run again. Raises
+        ApiError."""
         for orphan in await self._store.orphans():
             served = context.models.generation.current
             if orphan.claim is None:

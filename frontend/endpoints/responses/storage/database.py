@@ -1,7 +1,7 @@
 """The SQLite database of a server's responses: one file that all workers open, or memory of one worker.
 
-Each worker has one connection, used by one thread, so that the disk never holds up the event loop. Only values are
-bound to statements; none is written into one.
+Each worker has one connection, used by one thread, so that the disk never holds up the event loop. All values are bound
+to statements; no value is written into a statement's text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCHEMA_VERSION = 2
 _LOCK_TIMEOUT_S = 2.0
 """A call waits this long for other processes, and for the calls before it."""
 _LOCKED_FOR_S = 1.0
-"""After a wait in vain, calls do not wait for this long: a request may make several, and many requests may."""
+"""After a wait that failed, calls do not wait for this long: one request may make several calls."""
 _WAL_BYTES = 4 << 20
 _WARNS_EVERY_S = 10.0
 _PRIMARY_CODE = 0xFF
@@ -80,11 +80,11 @@ _STEPS = (_RESPONSES, _RUNS)
 
 
 class UnusableFileError(Exception):
-    """The file is no database, a damaged one, or one of another version. The message is one line."""
+    """The file is not a database, is damaged, or has another version. The message is one line."""
 
 
 class CorruptFileError(UnusableFileError):
-    """The file is damaged or no database."""
+    """The file is damaged or not a database."""
 
 
 class Database:
@@ -100,11 +100,11 @@ class Database:
         self._locked_until_s = 0.0
 
     async def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Run work that changes nothing. Raises ApiError: 503."""
+        """Run a read-only function. Raises ApiError: 503."""
         return await self._run(work, "DEFERRED")
 
     async def write(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Run work in one transaction, which is undone if it raises. Raises ApiError: 503."""
+        """Run a function in one transaction, which is undone if it raises. Raises ApiError: 503."""
         return await self._run(work, "IMMEDIATE")
 
     async def _run(self, work: Callable[[sqlite3.Connection], T], kind: str) -> T:
@@ -122,7 +122,7 @@ class Database:
             raise retry_later(ErrorKind.UNAVAILABLE, message, 5) from None
 
     async def scrub(self) -> None:
-        """Remove from the disk what the write-ahead log still has of deleted responses."""
+        """Remove deleted responses from the write-ahead log on disk."""
         if self._thread is not None:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._truncate_log)
 
@@ -137,7 +137,7 @@ class Database:
 
     @contextmanager
     def _waiting_until(self, deadline_s: float) -> Iterator[None]:
-        """Let the connection wait for locks until this time; not at all for a while after it has waited in vain.
+        """Let the connection wait for locks until this time, but not for a while after a wait that failed.
 
         It still tries: another process that writes does not keep this one from reading.
         """
@@ -166,7 +166,7 @@ class Database:
 
 
 def check_file(path: Path, *, max_file_bytes: int) -> None:
-    """Create the database, or check all of an existing one. Raises UnusableFileError, OSError."""
+    """Create the database, or check an existing one completely. Raises UnusableFileError, OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     os.close(fd)
     with closing(_open(path, max_file_bytes)) as connection:

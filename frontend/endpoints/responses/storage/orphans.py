@@ -1,4 +1,4 @@
-"""Responses in the background whose worker has died or put them back: another one takes them over, or they end.
+"""Background responses whose worker died or put them back: another worker takes them over, or they end.
 
 The functions work inside a transaction of the store.
 """
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import sqlite3
 
 MAX_TAKEOVERS = 3
-"""Workers that may die of one request: after as many it is not begun again."""
+"""Workers that may die of one request. After that many it is not started again."""
 _WORKER_DIED = "the worker that generated this response died; what it had generated is kept. Send the request again"
 NOBODY = ""
-"""Names no process: the owner of a response that was put back."""
+"""The owner of a response that was put back: it names no process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class KeptRun:
 
     claim: BackgroundClaim
     request: bytes
-    """See `background.takeover.KeptRequest`."""
+    """An encoded `background.takeover.KeptRequest`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Orphan:
 
 @dataclass(frozen=True, slots=True)
 class TakenOver:
-    """A response that this process has taken over, as its earlier owner left it."""
+    """A response that this process has taken over, in the state that its earlier owner left."""
 
     tenant: bytes
     response_id: str
@@ -96,9 +96,9 @@ def find_orphans(connection: sqlite3.Connection) -> list[Orphan]:
 
 
 def take_over(connection: sqlite3.Connection, tenant: bytes, response_id: str, now_s: float) -> TakenOver | None:
-    """Make this process the owner of a response without a living owner. End it if it must not run again.
+    """Make this process the owner of a response without a living owner; end it if it must not run again.
 
-    Returns None then, and if another worker was faster.
+    Returns None if it ended, or if another worker was faster.
     """
     row = connection.execute(
         "SELECT key, owner, is_cancelled, body, input_items, messages, num_takeovers, request "
@@ -123,13 +123,16 @@ def take_over(connection: sqlite3.Connection, tenant: bytes, response_id: str, n
 
 
 def put_back(connection: sqlite3.Connection, key: int) -> None:
-    """Leave a response of this process to the next worker that has room. That takeover will not count: nobody died."""
+    """Leave a response of this process to the next worker that has room.
+
+    That takeover will not count as a death.
+    """
     connection.execute("UPDATE responses SET owner = ? WHERE key = ?", (NOBODY, key))
     connection.execute("UPDATE runs SET num_takeovers = num_takeovers - 1 WHERE response = ?", (key,))
 
 
 def break_off(connection: sqlite3.Connection, key: int, error: str | None, now_s: float) -> bytes:
-    """End a response with what is stored of it: as failed, or without an error as cancelled. Return its last event."""
+    """End a response with its stored output: as failed, or without an error as cancelled. Return its last event."""
     body, keeps_events = connection.execute("SELECT body, keeps_events FROM responses WHERE key = ?", (key,)).fetchone()
     num_events = len(all_events(connection, key))
     ended, event = _broken_off(body, num_events, error)
@@ -144,9 +147,9 @@ def break_off(connection: sqlite3.Connection, key: int, error: str | None, now_s
 
 
 def _broken_off(body: bytes, num_events: int, error: str | None) -> tuple[bytes, bytes]:
-    """Return the response object as failed, and the event that says so, which is number num_events.
+    """Return the response object as failed, and event number num_events, which reports it.
 
-    Without an error the response was cancelled, which no event says.
+    Without an error the response was cancelled, which no event reports.
     """
     response: dict[str, Any] = msgspec.json.decode(body)
     response["status"] = "cancelled" if error is None else "failed"

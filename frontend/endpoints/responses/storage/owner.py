@@ -1,4 +1,4 @@
-"""Names the process that generates a response, so that others on this machine can tell whether it still lives."""
+"""Names the process that generates a response, so that others on this machine can tell whether it is alive."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ENDED = ("Z", "X")
 
 @cache
 def own_name() -> str:
-    """Return this process's name. It is never used again, also after a restart of the machine or of a container."""
+    """Return this process's name. It is never reused, not even after a restart of the machine or of a container."""
     started = _started(os.getpid())
     return f"{_machine()}/{os.getpid()}/{started}"
 
 
 def lives(name: str) -> bool:
-    """Return whether the process lives. One of another container, or from before the machine's start, does not."""
+    """Return whether the process is alive. One of another container, or from before the machine's start, is not."""
     machine, _, process = name.rpartition("/")[0].rpartition("/")
     started = name.rpartition("/")[2]
     return machine == _machine() and process.isdecimal() and _started(int(process)) == started

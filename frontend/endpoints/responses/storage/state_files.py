@@ -1,4 +1,4 @@
-"""The places of a server's responses on disk: one directory for each address that it listens on."""
+"""The directories of servers' responses: one for each address that a server listens on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("penstock.responses")
 NO_STATE = "none"
 _FILE = "responses.sqlite3"
 _PASSING = "passing-"
-"""Begins the names of directories of servers on a port that the system chose: they are removed when the server ends."""
+"""Prefix of directories of servers on a port that the system chose: they are removed when the server ends."""
 _OWNER_FILE = "owner"
 
 
@@ -53,16 +53,13 @@ class StateFiles:
     """The directory of one server."""
 
     def __init__(self, state_dir: str, listening: socket.socket, *, is_passing: bool) -> None:
-        """is_passing: nobody will find the server at this address again."""
+        """is_passing: nobody will look for the server at this address again."""
         self._base = Path(state_dir)
         self._is_passing = is_passing
         self._directory = self._base / (f"{_PASSING}{os.getpid()}" if is_passing else _name_of(listening))
 
     def prepare(self, max_file_bytes: int, log: Callable[[str], None]) -> Path:
-        """Make what is missing and check the database. A damaged one is set aside. Return its path.
-
-        Raises StateError.
-        """
+        """Create missing files and check the database; set a damaged one aside. Return its path. Raises StateError."""
         path = self._directory / _FILE
         try:
             check_directory(self._directory, Trust.PRIVATE)
@@ -87,7 +84,7 @@ class StateFiles:
         return path
 
     def close(self) -> None:
-        """Remove what nobody will use again."""
+        """Remove files that nobody will use again."""
         if self._is_passing:
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -102,13 +99,19 @@ class StateFiles:
 
 
 def max_file_bytes(max_stored_bytes: int, num_workers: int) -> int:
-    """Return the bound of the file: twice what is counted as stored, for indices and pages that are partly filled, and
-    what responses may take while they run, which are never evicted."""
+    """Return the bound of the file.
+
+    It is twice the counted size, for indices and pages that are partly filled, plus the space for running responses,
+    which are never evicted.
+    """
     return 2 * max_stored_bytes + num_workers * HARD_BOUND_BYTES
 
 
 def open_database(path: str | None, max_file_bytes: int) -> Database:
-    """Open the database that the command has prepared; in memory without one, or when it can no longer be opened."""
+    """Open the database that the command has prepared.
+
+    It is in memory if there is none, or if it can no longer be opened.
+    """
     if path is not None:
         try:
             return Database(Path(path), max_file_bytes=max_file_bytes)

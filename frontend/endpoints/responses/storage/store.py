@@ -1,8 +1,7 @@
 """Keeps responses in a database, by tenant, bounded by bytes, number and age. All workers may share it.
 
-A response in the background is kept from its start, with the process that generates it: its owner. Only the owner
-changes it, except that anyone may ask the owner to cancel it, delete it, or take it over when the owner has died or put
-it back.
+A background response is kept from its start, with its owner: the process that generates it. Only the owner changes it,
+but anyone may ask the owner to cancel it, delete it, or take it over when the owner has died or put it back.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 _OVERHEAD_BYTES = 1024
 """Added to each response's size for its row and its places in the indices."""
 _USE_GRAIN_S = 1.0
-"""A use is noted only this long after the last one: a client that polls would write all the time."""
+"""A use is recorded only this long after the last one: a polling client would cause constant writes."""
 _COLUMNS = "response_id, body, input_items, messages, is_background, keeps_events, owner, used_s"
 
 
@@ -41,7 +40,7 @@ class StoredResponse:
     input_items: bytes
     """The request's items as JSON."""
     message_data: bytes
-    """The conversation including this answer, without instructions: each request has its own."""
+    """The conversation including this answer, without instructions: each request has its own instructions."""
     is_background: bool = False
     keeps_events: bool = False
     is_running: bool = False
@@ -52,7 +51,7 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that it counts for, without its events."""
+        """The response's size for the bounds, without its events."""
         return _OVERHEAD_BYTES + len(self.body) + len(self.input_items) + len(self.message_data)
 
 
@@ -92,7 +91,8 @@ class ResponseStore:
         await self._database.write(write)
 
     async def begin(self, tenant: bytes, response: StoredResponse, run: KeptRun | None = None) -> None:
-        """Keep a response that this process generates, until `end`, and what another one needs to take it over."""
+        """Keep a response that this process generates, until `end`, and the data that another process needs to take it
+        over."""
 
         def write(connection: sqlite3.Connection) -> None:
             self._expire(connection)
@@ -104,8 +104,10 @@ class ResponseStore:
         await self._database.write(write)
 
     async def update(self, tenant: bytes, response_id: str, body: bytes | None, first: int, events: bytes) -> bool:
-        """Store the present body, and the events from this number on. Return False if the response is to be cancelled,
-        has been deleted, or is another process's."""
+        """Store the present body, and the events from this number on.
+
+        Return False if the response must be cancelled, was deleted, or belongs to another process.
+        """
 
         def write(connection: sqlite3.Connection) -> bool:
             row = connection.execute(
@@ -128,8 +130,10 @@ class ResponseStore:
         return await self._database.write(write)
 
     async def end(self, tenant: bytes, response: StoredResponse, first: int, events: bytes) -> None:
-        """Keep a response of this process as it ended, with its events from this number on. A deleted one stays
-        deleted."""
+        """Keep a response of this process in its final state, with its events from this number on.
+
+        A deleted one stays deleted.
+        """
 
         def write(connection: sqlite3.Connection) -> None:
             key = _own_key(connection, tenant, response.response_id)
@@ -194,7 +198,10 @@ class ResponseStore:
         return await self._database.read(orphans.find_orphans)
 
     async def take_over(self, orphan: Orphan) -> TakenOver | None:
-        """Become the owner of an orphan, or end it if it cannot run again. None then, and if another was faster."""
+        """Become the owner of an orphan, or end it if it cannot run again.
+
+        Returns None if it ended, or if another worker was faster.
+        """
         now_s = self._clock()
         return await self._database.write(
             lambda connection: orphans.take_over(connection, orphan.tenant, orphan.response_id, now_s)
@@ -211,10 +218,8 @@ class ResponseStore:
         await self._database.write(write)
 
     async def break_off(self, tenant: bytes, response_id: str, error: str | None) -> bytes:
-        """End a response of this process with what is stored of it: as failed, or without an error as cancelled.
-
-        Return its last event.
-        """
+        """End a response of this process with its stored output: as failed, or without an error as cancelled. Return
+        its last event."""
 
         def write(connection: sqlite3.Connection) -> bytes:
             key = _own_key(connection, tenant, response_id)
@@ -241,7 +246,7 @@ class ResponseStore:
         return await self._database.read(read)
 
     async def cancel(self, tenant: bytes, response_id: str) -> None:
-        """Ask the owner of a response that runs to cancel it."""
+        """Ask the owner of a running response to cancel it."""
 
         def write(connection: sqlite3.Connection) -> None:
             connection.execute(
@@ -261,7 +266,7 @@ class ResponseStore:
         return await self._database.write(write)
 
     async def sweep(self) -> None:
-        """Drop what has expired."""
+        """Drop expired responses."""
 
         def write(connection: sqlite3.Connection) -> None:
             self._expire(connection)

@@ -16,7 +16,7 @@ NO_MESSAGES = b"[]"
 
 
 class _Message(Struct, array_like=True):
-    """A chat message without its type's bounds: a call that a model makes need not keep to them."""
+    """A chat message without its type's bounds: a model's call need not respect them."""
 
     role: str
     content: str | None

@@ -25,7 +25,8 @@ _RANKS_AT_ONCE = 4
 
 
 class NativeAdapters:
-    """See `LinearAdapters`. Owns the memory that the structs of linears point to. dtype is that of the activations."""
+    """Implements `LinearAdapters`. It owns the memory that the structs of linears point to; dtype is the
+    activations'."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -43,7 +43,7 @@ _CHECKS_AT_START_S = 0.1
 
 
 class CpuMemories:
-    """See `holding.Memories`: shared memory of the host. The first fd is all of it."""
+    """Implements `holding.Memories`: shared memory of the host. The first fd is all of it."""
 
     def fingerprint_of(self, fds: Sequence[int]) -> str:
         return read_manifest(fds[0])[1].fingerprint
@@ -177,7 +177,7 @@ class HeldMemory:
 
 
 class CpuBlocks:
-    """See `HeldBlocks`."""
+    """Implements `HeldBlocks`."""
 
     def __init__(self, fd: int, num_bytes: int, sums: Sequence[int]) -> None:
         """Has an fd of its own until it is closed."""

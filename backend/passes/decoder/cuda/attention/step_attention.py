@@ -67,7 +67,7 @@ class StepAttention(Protocol):
 
 
 class TwoKernelAttention:
-    """See `StepAttention`. Rows of one token use the decode kernel, the others the prefill kernel.
+    """Implements `StepAttention`. Rows of one token use the decode kernel, the others the prefill kernel.
 
     A token's last bits may therefore differ between a row of one token and a longer row.
     """
@@ -115,7 +115,7 @@ class TwoKernelAttention:
 
 
 class OneKernelAttention:
-    """See `StepAttention`. All rows use the prefill kernel, so a token's bits do not depend on the row it is in.
+    """Implements `StepAttention`. All rows use the prefill kernel, so a token's bits do not depend on the row it is in.
 
     A row of one token is one tile, so the tiles are the same in every step in which all rows have one token.
     """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """See `Event`."""
+    """Implements `Event`."""
 
     event: torch.cuda.Event
     device_index: int
@@ -36,7 +36,7 @@ class _Recorded:
 
 
 class _HostMemory:
-    """See `HostMemory`."""
+    """Implements `HostMemory`."""
 
     def __init__(self, driver: DriverDevice, num_bytes: int) -> None:
         self._driver = driver
@@ -61,7 +61,7 @@ class _DeviceBytes:
 
 
 class _BlockRange(DeviceBlocks):
-    """See `BlockRange`."""
+    """Implements `BlockRange`."""
 
     def __init__(self, driver: DriverDevice, torch_device: torch.device, max_bytes: int) -> None:
         super().__init__(driver, max_bytes)
@@ -72,7 +72,7 @@ class _BlockRange(DeviceBlocks):
 
 
 class CudaDevice:
-    """See `Device`. Belongs to the thread that creates it, and becomes that thread's current stream."""
+    """Implements `Device`. Belongs to the thread that creates it, and becomes that thread's current stream."""
 
     def __init__(self, index: int) -> None:
         torch.cuda.set_device(index)

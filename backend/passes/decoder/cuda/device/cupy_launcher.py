@@ -61,7 +61,7 @@ class _Launch(NamedTuple):
 
 
 class CupyLauncher:
-    """See `Launcher`. CuPy allocates no device memory here and has no stream of its own."""
+    """Implements `Launcher`. CuPy allocates no device memory here and has no stream of its own."""
 
     def __init__(self, device_index: int) -> None:
         """Raises KernelFailed if CuPy cannot be imported or cannot use the device, for example with an old driver."""

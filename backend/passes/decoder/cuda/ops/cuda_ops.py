@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class CudaOps(DeviceWeights):
-    """See `Ops`. dtype is that of weights and activations. Call `open_cache` before the first step."""
+    """Implements `Ops`. dtype is that of weights and activations. Call `open_cache` before the first step."""
 
     def __init__(
         self,

@@ -134,7 +134,7 @@ def expert_bytes(config: DecoderConfig, dtype: torch.dtype, max_tokens: int, mat
 
 
 class CudaExpertOps:
-    """See `ExpertOps`. No step allocates."""
+    """Implements `ExpertOps`. No step allocates."""
 
     def __init__(
         self,

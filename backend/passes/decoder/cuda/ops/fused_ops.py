@@ -99,7 +99,7 @@ class _Summed(Residual):
 
 
 class FusedCudaOps(CudaOps):
-    """See `Ops`; of a model that `fuses` accepts. Only models whose linears all have kernels run so."""
+    """Implements `Ops`; of a model that `fuses` accepts. Only models whose linears all have kernels run so."""
 
     _forms: frozenset[RowForm] = frozenset()
     """Forms of all packed linears."""

@@ -102,7 +102,7 @@ class ResultBuffers:
 
 
 class PendingTokens:
-    """See `PendingOutput`."""
+    """Implements `PendingOutput`."""
 
     def __init__(
         self, device: Device, fetched: PendingCopy, layout: ResultLayout, logprob_rows: Ints, doing: str

@@ -50,7 +50,7 @@ _SUMS_AT_ONCE = 64
 
 
 class DeviceMemories:
-    """See `holding.Memories`: blocks of a GPU's memory."""
+    """Implements `holding.Memories`: blocks of a GPU's memory."""
 
     def __init__(self, device: Device, planned_bytes: int) -> None:
         """planned_bytes: the size of the weights, as announced; the first block is for so many."""
@@ -81,7 +81,8 @@ def mapped_bytes(fds: Sequence[int]) -> int:
 
 
 class FilledDeviceMemory:
-    """See `DeviceMemory`, `holding.FilledMemory`. Tensors are made in torch's memory, and copied to their place."""
+    """Implements `DeviceMemory`, `holding.FilledMemory`. Tensors are made in torch's memory and copied to
+    their place."""
 
     is_filled = False
 
@@ -160,7 +161,7 @@ class FilledDeviceMemory:
 
 
 class HeldDeviceMemory:
-    """See `DeviceMemory`, `holding.MappedMemory`."""
+    """Implements `DeviceMemory`, `holding.MappedMemory`."""
 
     is_filled = True
 
@@ -222,7 +223,7 @@ class HeldDeviceMemory:
 
 
 class DeviceHeldBlocks:
-    """See `HeldBlocks`. A check copies its block to the host, beside the running step."""
+    """Implements `HeldBlocks`. A check copies its block to the host, beside the running step."""
 
     def __init__(self, memory: BlockRange, fd: int, num_bytes: int, sums: Sequence[int]) -> None:
         """Has an fd of its own until it is closed."""

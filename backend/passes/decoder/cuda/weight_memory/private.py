@@ -40,7 +40,7 @@ class DeviceMemory(Protocol):
 
 
 class PrivateMemory:
-    """See `DeviceMemory`: torch's memory, freed with the tensors."""
+    """Implements `DeviceMemory`: torch's memory, freed with the tensors."""
 
     is_filled = False
 

@@ -93,7 +93,7 @@ class ImmediateEvent:
 
 @dataclass
 class EmulatedHostMemory:
-    """See `HostMemory`. It starts full of 0xFF, so that a read before a write shows."""
+    """Implements `HostMemory`. It starts full of 0xFF, so that a read before a write shows."""
 
     bytes: Tensor
     is_free: bool = False
@@ -104,7 +104,7 @@ class EmulatedHostMemory:
 
 
 class EmulatedBlocks(DeviceBlocks):
-    """See `BlockRange`: the driver's stub maps memory of the host."""
+    """Implements `BlockRange`: the driver's stub maps memory of the host."""
 
     def tensor(self, begin: int, num_bytes: int) -> Tensor:
         memory = (ctypes.c_uint8 * num_bytes).from_address(self.pointer + begin)

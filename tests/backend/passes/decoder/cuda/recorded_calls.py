@@ -99,7 +99,7 @@ class CapturedCall:
 
 @dataclass
 class RecordedGraph:
-    """See `Graph`."""
+    """Implements `Graph`."""
 
     calls: list[CapturedCall]
     work: Callable[[], None]

@@ -195,7 +195,7 @@ def test_a_failed_launch_names_its_kernel(cupy: FakeCupy) -> None:
 
 
 class FakeDriver:
-    """See `DriverLauncher`."""
+    """Implements `DriverLauncher`."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
