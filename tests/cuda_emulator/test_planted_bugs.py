@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.backend.passes.decoder.cuda.device.launcher import Kernel, KernelFailed
-from penstock.tools.gpu_check.cases import ptx
+from penstock.tools.gpu_check.cases.ptx import wrappers
 from tests.cuda_emulator import EmulatedLauncher
 from tests.cuda_emulator.launcher import Mode, Order
 
@@ -227,7 +227,7 @@ def test_a_launch_beyond_gpu_limits_is_refused() -> None:
 
 
 def test_a_launch_beyond_launch_bounds_is_refused() -> None:
-    kernel = ptx.wrapper_kernel("multiply", 64)
+    kernel = wrappers.wrapper_kernel("multiply", 64)
     with pytest.raises(KernelFailed, match="a block of 64 threads, but __launch_bounds__ allows 32"):
         launcher("fast", "forward").launch(kernel, (1, 1, 1))
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from penstock.backend.passes.decoder.cuda.device.launcher import Kernel
-from penstock.tools.gpu_check.cases.catalogue import Check, invariance_checks, small_checks
-from penstock.tools.gpu_check.cases.logprobs import check_logprobs
-from penstock.tools.gpu_check.cases.ptx import WRAPPERS
-from penstock.tools.gpu_check.cases.sampling import FILTERS, check_distribution, check_filter, check_noise
+from penstock.tools.gpu_check.cases.catalogue import invariance_checks, small_checks
+from penstock.tools.gpu_check.cases.check import Check
+from penstock.tools.gpu_check.cases.ptx.wrappers import WRAPPERS
+from penstock.tools.gpu_check.cases.sampling.logprobs import check_logprobs
+from penstock.tools.gpu_check.cases.sampling.sampler import FILTERS, check_distribution, check_filter, check_noise
 from penstock.tools.gpu_check.checks import deterministic_passes
 from penstock.tools.gpu_check.checks.deterministic_passes import BatchCase, PassSizes
 from penstock.tools.gpu_check.checks.pass_agreement import check_passes

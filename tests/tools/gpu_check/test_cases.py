@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.tools.gpu_check.cases.catalogue import Check, invariance_checks, small_checks, wide_checks
-from penstock.tools.gpu_check.cases.choices import choice_checks
+from penstock.tools.gpu_check.cases.attention.choices import choice_checks
+from penstock.tools.gpu_check.cases.catalogue import invariance_checks, small_checks, wide_checks
+from penstock.tools.gpu_check.cases.check import Check
 from penstock.tools.gpu_check.cases.comparing import Mismatch, require_close, require_same_bits, require_within
 from tests.cuda_emulator import EmulatedLauncher
 

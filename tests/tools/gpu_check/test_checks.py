@@ -14,7 +14,7 @@ from penstock.backend.passes.decoder.cuda import kernel_manifest
 from penstock.backend.passes.decoder.cuda.device.cubin_cache import cubin_name
 from penstock.backend.passes.decoder.cuda.device.cupy_launcher import LoadedKernel
 from penstock.backend.passes.decoder.cuda.device.launcher import Kernel, group_by_module
-from penstock.tools.gpu_check.cases.catalogue import Check
+from penstock.tools.gpu_check.cases.check import Check
 from penstock.tools.gpu_check.cases.comparing import Mismatch
 from penstock.tools.gpu_check.checks import (
     compilation,

@@ -33,7 +33,8 @@ if "--section" in sys.orig_argv:
     from tests.cuda_emulator import EmulatedLauncher
     from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
     from tests.tools.gpu_check.device_context import NoMemoryCounter
-    from penstock.tools.gpu_check.cases import catalogue, choices
+    from penstock.tools.gpu_check.cases import catalogue
+    from penstock.tools.gpu_check.cases.attention import choices
     from penstock.tools.gpu_check.devices import device_context, mirror_launcher
     from penstock.tools.gpu_check.kernel_speed import attention_peers, kernel_cases
 

@@ -13,7 +13,7 @@ from penstock.backend.checkpoint.decoder_config import Experts
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import ALLOWED, CONSTANTS
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
 from penstock.backend.passes.decoder.ops import HeadShape
-from penstock.tools.gpu_check.cases.choices import DECODE_VARIANTS
+from penstock.tools.gpu_check.cases.attention.choices import DECODE_VARIANTS
 from penstock.tools.gpu_check.devices.random_caches import fill_cache
 from penstock.tools.gpu_check.kernel_speed import attention_peers, ceilings, kernel_cases, variants
 from penstock.tools.gpu_check.kernel_speed import kernels as kernel_speed

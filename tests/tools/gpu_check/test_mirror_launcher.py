@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock.backend.passes.decoder.cuda.device.launcher import Kernel, KernelFailed
-from penstock.tools.gpu_check.cases.ptx import wrapper_kernel
+from penstock.tools.gpu_check.cases.ptx.wrappers import wrapper_kernel
 from penstock.tools.gpu_check.devices.mirror_launcher import MirrorLauncher, make_mirrors
 
 KERNEL = Kernel("norms.cu", "add_rms_norm", (("ACT", 0),), num_threads=32)

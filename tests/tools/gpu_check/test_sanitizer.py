@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.backend.passes.decoder.cuda import kernel_manifest
-from penstock.tools.gpu_check.cases.catalogue import small_checks, wgmma_checks
+from penstock.tools.gpu_check.cases.catalogue import small_checks, small_wgmma_checks
 from penstock.tools.gpu_check.checks import sanitizer, sanitizer_child
 from tests.cuda_emulator import EmulatedLauncher
 from tests.tools.gpu_check.device_context import Record
@@ -78,7 +78,7 @@ def test_sanitizer_child_launches_every_kernel_source(capsys: pytest.CaptureFixt
             sources.add(kernel.source)
             super().launch(kernel, grid, *arguments)
 
-    checks = [*small_checks(), *wgmma_checks()]
+    checks = [*small_checks(), *small_wgmma_checks()]
     assert sanitizer_child.run_small_checks(RecordingLauncher(), checks, float("inf")) == 0
     assert "failed: none" in capsys.readouterr().out
     # The kernel that updates the page table has no case of its own; whole passes run it.

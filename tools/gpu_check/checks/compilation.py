@@ -18,7 +18,8 @@ from penstock.backend.passes.decoder.cuda.device.cubin_cache import cubin_name, 
 from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLauncher
 from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed, group_by_module
 from penstock.shm.process.cache_directory import CUBINS_VARIABLE
-from penstock.tools.gpu_check.cases import choices, ptx
+from penstock.tools.gpu_check.cases.attention import choices
+from penstock.tools.gpu_check.cases.ptx import wrappers
 from penstock.tools.gpu_check.machine_code import kernel_rows, kernel_table
 from penstock.tools.gpu_check.machine_code.sass import DisassemblerMissing
 
@@ -51,7 +52,7 @@ def run(results: Results) -> None:
 
 def all_kernels() -> list[Kernel]:
     """Those of the passes and those of the checks."""
-    of_checks = (ptx.wrapper_kernel("multiply", half=half) for half in (0, 1))
+    of_checks = (wrappers.wrapper_kernel("multiply", half=half) for half in (0, 1))
     return list(dict.fromkeys([*kernel_manifest.kernels(), *choices.kernels(), *of_checks]))
 
 

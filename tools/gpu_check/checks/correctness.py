@@ -7,9 +7,9 @@ from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.tools.gpu_check.cases import prefill
-from penstock.tools.gpu_check.cases.catalogue import Check, quick_checks, wgmma_checks, wide_checks
-from penstock.tools.gpu_check.cases.choices import choice_checks
+from penstock.tools.gpu_check.cases.attention.choices import choice_checks
+from penstock.tools.gpu_check.cases.catalogue import quick_checks, wgmma_checks, wide_checks
+from penstock.tools.gpu_check.cases.check import Check
 from penstock.tools.gpu_check.checks.encoder_agreement import check_encoder
 from penstock.tools.gpu_check.checks.library_products import check_library_products
 from penstock.tools.gpu_check.checks.pass_agreement import check_passes
@@ -45,9 +45,7 @@ def run_quick(results: Results) -> None:
 
 
 def _of_wgmma(launcher: MirrorLauncher) -> Iterable[Check]:
-    if not launcher.has_wgmma:
-        return ()
-    return *wgmma_checks(), Check("wgmma", "segments", prefill.check_segments_with_wgmma)
+    return wgmma_checks() if launcher.has_wgmma else ()
 
 
 def run_checks(results: Results, launcher: Launcher, checks: Iterable[Check], reserve_s: float = 0.0) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.tools.gpu_check.cases import quantized, rounded
+from penstock.tools.gpu_check.cases.products import quantized, rounded
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ from penstock.backend.passes.decoder.cuda.pooled_pass import PooledCudaPass
 from penstock.backend.passes.decoder.cuda.workspace_plan import PassSettings, StepSizes
 from penstock.backend.passes.decoder.pooled_weights import WeightsWithHead
 from penstock.tools.gpu_check.cases.comparing import require, require_within
-from penstock.tools.gpu_check.cases.stored_forms import STORED_FORMS
+from penstock.tools.gpu_check.cases.products.stored_forms import STORED_FORMS
 from penstock.tools.gpu_check.checks.float64_model import Float64Model
 from penstock.tools.gpu_check.devices.models import QuantizedRandomWeights, RandomWeights
 from penstock.tools.gpu_check.devices.steps import Steps, generate, launch

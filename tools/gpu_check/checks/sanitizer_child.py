@@ -10,7 +10,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from penstock.tools.gpu_check.cases.catalogue import small_checks, wgmma_checks
+from penstock.tools.gpu_check.cases.catalogue import small_checks, small_wgmma_checks
 from penstock.tools.gpu_check.devices.mirror_launcher import MirrorLauncher
 from penstock.tools.gpu_check.reporting.results import DEADLINE_VARIABLE
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
-    from penstock.tools.gpu_check.cases.catalogue import Check
+    from penstock.tools.gpu_check.cases.check import Check
 
 
 def main(argv: list[str]) -> int:
     leaves_poison = "--leave-poison" in argv
     launcher = MirrorLauncher(pooled=False, leaves_poison=leaves_poison)
     until_s = float(os.environ.get(DEADLINE_VARIABLE, "inf"))
-    checks = [*small_checks(launcher.shared_bytes_per_sm), *(wgmma_checks() if launcher.has_wgmma else ())]
+    checks = [*small_checks(launcher.shared_bytes_per_sm), *(small_wgmma_checks() if launcher.has_wgmma else ())]
     status = run_small_checks(launcher, checks, until_s)
     return 0 if leaves_poison else status  # with --leave-poison the comparisons are meaningless
 

@@ -25,7 +25,7 @@ from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedP
 from penstock.backend.passes.decoder.cuda.step.device_sampler import DeviceSampler, SlotArrays
 from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
 from penstock.backend.passes.decoder.ops import ExpertWeights, HeadShape
-from penstock.tools.gpu_check.cases.quantized import FORMS, random_weight
+from penstock.tools.gpu_check.cases.products.quantized import FORMS, random_weight
 from penstock.tools.gpu_check.devices.random_caches import fill_cache
 from penstock.tools.gpu_check.model_configs import LLAMA_8B
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import CONSTANTS
-from penstock.tools.gpu_check.cases.choices import DECODE_VARIANTS, PREFILL_VARIANTS
+from penstock.tools.gpu_check.cases.attention.choices import DECODE_VARIANTS, PREFILL_VARIANTS
 from penstock.tools.gpu_check.devices.device_context import open_device_context
 from penstock.tools.gpu_check.devices.profiling import GpuProfiler
 from penstock.tools.gpu_check.kernel_speed import weight_products

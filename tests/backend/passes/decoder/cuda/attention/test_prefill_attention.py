@@ -18,9 +18,9 @@ from penstock.backend.passes.decoder.cuda.attention.prefill_attention import (
 )
 from penstock.backend.passes.decoder.cuda.attention.prefill_segments import whole_tiles
 from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
-from penstock.tools.gpu_check.cases import prefill
-from penstock.tools.gpu_check.cases.paged_rows import PagedRows, Row
-from penstock.tools.gpu_check.cases.prefill import TOLERANCE, attention_of, prepare, relative_error, rows_of
+from penstock.tools.gpu_check.cases.attention import prefill
+from penstock.tools.gpu_check.cases.attention.paged_rows import PagedRows, Row
+from penstock.tools.gpu_check.cases.attention.prefill import TOLERANCE, attention_of, prepare, relative_error, rows_of
 from tests.cuda_emulator import EmulatedLauncher
 
 FAST = EmulatedLauncher()

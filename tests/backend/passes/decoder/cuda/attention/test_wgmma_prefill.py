@@ -10,10 +10,10 @@ from penstock.backend.passes.decoder.cuda.attention.prefill_attention import Pre
 from penstock.backend.passes.decoder.cuda.attention.prefill_segments import whole_tiles
 from penstock.backend.passes.decoder.cuda.device import nvrtc
 from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
-from penstock.tools.gpu_check.cases import prefill
-from penstock.tools.gpu_check.cases.paged_rows import STEEP_TOLERANCE, PagedRows, Row
-from penstock.tools.gpu_check.cases.prefill import TOLERANCE, attention_of, prepare, rows_of, run
-from penstock.tools.gpu_check.cases.ptx import HOPPER_SOURCE, HOPPER_WRAPPERS, hopper_kernel
+from penstock.tools.gpu_check.cases.attention import prefill
+from penstock.tools.gpu_check.cases.attention.paged_rows import STEEP_TOLERANCE, PagedRows, Row
+from penstock.tools.gpu_check.cases.attention.prefill import TOLERANCE, attention_of, prepare, rows_of, run
+from penstock.tools.gpu_check.cases.ptx.wrappers import HOPPER_SOURCE, HOPPER_WRAPPERS, hopper_kernel
 from tests.cuda_emulator import EmulatedLauncher
 
 FAST = EmulatedLauncher()

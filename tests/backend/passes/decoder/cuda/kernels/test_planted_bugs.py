@@ -13,19 +13,21 @@ import torch
 from penstock.backend.checkpoint.decoder_config import ClampedGate, Experts
 from penstock.backend.passes.decoder.cuda.attention.prefill_segments import whole_tiles
 from penstock.backend.passes.decoder.ops import HeadShape
-from penstock.tools.gpu_check.cases import decode, prefill, row_products, sampling
+from penstock.tools.gpu_check.cases.attention import decode, prefill
+from penstock.tools.gpu_check.cases.attention.paged_rows import STEEP_TOLERANCE, Row
 from penstock.tools.gpu_check.cases.comparing import Mismatch, require_within
-from penstock.tools.gpu_check.cases.elementwise import (
+from penstock.tools.gpu_check.cases.elementwise.operations import (
     StoreCase,
     check_added_norm,
     check_layer_norm,
     check_norm,
     check_store,
 )
-from penstock.tools.gpu_check.cases.experts import ExpertsCase, check_experts
-from penstock.tools.gpu_check.cases.paged_rows import STEEP_TOLERANCE, Row
-from penstock.tools.gpu_check.cases.quantized import LinearCase, check_embedding, check_linear
-from penstock.tools.gpu_check.cases.rounded import check_rounded
+from penstock.tools.gpu_check.cases.products import row_products
+from penstock.tools.gpu_check.cases.products.experts import ExpertsCase, check_experts
+from penstock.tools.gpu_check.cases.products.quantized import LinearCase, check_embedding, check_linear
+from penstock.tools.gpu_check.cases.products.rounded import check_rounded
+from penstock.tools.gpu_check.cases.sampling import sampler
 from tests.cuda_emulator.planting import VARIABLE, Bug, PlantedLauncher
 
 if TYPE_CHECKING:
@@ -126,13 +128,13 @@ def check_head_norms(launcher: Launcher) -> None:
 def check_sampling(launcher: Launcher) -> None:
     """Filters with a list of the tokens that may pass, with a wrong one, and without; draws of rows with and without
     filters."""
-    for params in (sampling.FILTERS[3], sampling.FILTERS[-1]):
-        for max_listed in (sampling.MAX_LISTED, 0):
-            sampling.check_thresholds(launcher, params, max_listed=max_listed, blocks_to_fill=1)
-    sampling.check_misjudged_rows(launcher)
-    sampling.check_noise(launcher)
-    sampling.check_fallback(launcher)
-    sampling.check_ties(launcher, draws=100)
+    for params in (sampler.FILTERS[3], sampler.FILTERS[-1]):
+        for max_listed in (sampler.MAX_LISTED, 0):
+            sampler.check_thresholds(launcher, params, max_listed=max_listed, blocks_to_fill=1)
+    sampler.check_misjudged_rows(launcher)
+    sampler.check_noise(launcher)
+    sampler.check_fallback(launcher)
+    sampler.check_ties(launcher, draws=100)
 
 
 ITEMS, SINKS = "decode_items.cuh", "sinks.cuh"

@@ -11,7 +11,7 @@ from penstock.backend.passes.decoder.cuda.step.device_sampler import DeviceSampl
 from penstock.backend.passes.decoder.cuda.step.step_results import MAX_NAMED_LOGPROBS
 from penstock.backend.sampling.logprobs import token_logprobs
 from penstock.tools.gpu_check.cases.comparing import require, require_close
-from penstock.tools.gpu_check.cases.sampling import CPU, POISON, random_logits
+from penstock.tools.gpu_check.cases.sampling.sampler import CPU, POISON, random_logits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.passes.decoder.cuda.attention.decode_attention import SM_SHARED_BYTES
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import CONSTANTS, DRIVERS_CHOICE, KernelChoices
-from penstock.tools.gpu_check.cases import decode, prefill
-from penstock.tools.gpu_check.cases.catalogue import Check
+from penstock.tools.gpu_check.cases.attention import decode, prefill
+from penstock.tools.gpu_check.cases.check import Check
 from penstock.tools.gpu_check.cases.comparing import require_within
 
 if TYPE_CHECKING:

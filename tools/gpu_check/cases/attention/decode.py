@@ -11,8 +11,8 @@ import torch
 from penstock.backend.passes.decoder.cuda.attention.decode_attention import DecodeAttention
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import CONSTANTS, KernelChoices
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
+from penstock.tools.gpu_check.cases.attention.paged_rows import STEEP_TOLERANCE, Heads, PagedRows, Row
 from penstock.tools.gpu_check.cases.comparing import require, require_within
-from penstock.tools.gpu_check.cases.paged_rows import STEEP_TOLERANCE, Heads, PagedRows, Row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

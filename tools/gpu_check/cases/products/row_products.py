@@ -14,8 +14,8 @@ from penstock.backend.passes.decoder.cuda.ops.row_products import ROW_DTYPE, Row
 from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
 from penstock.backend.passes.decoder.ops import HeadShape
 from penstock.tools.gpu_check.cases.comparing import require, require_close, require_same_bits
-from penstock.tools.gpu_check.cases.elementwise import EPS, TOLERANCE, make, poisoned, rope_rows
-from penstock.tools.gpu_check.cases.quantized import FORMS, random_weight
+from penstock.tools.gpu_check.cases.elementwise.operations import EPS, TOLERANCE, make, poisoned, rope_rows
+from penstock.tools.gpu_check.cases.products.quantized import FORMS, random_weight
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,9 +15,9 @@ from penstock.backend.passes.decoder.cuda.ops.matmul import WholeMatmul
 from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedProducts
 from penstock.backend.passes.decoder.cuda.ops.rounded_rows import FLOAT8_CAPABILITY, RoundedProducts, rounding_kernels
 from penstock.tools.gpu_check.cases.comparing import require, require_close, require_same_bits
-from penstock.tools.gpu_check.cases.elementwise import TOLERANCE
-from penstock.tools.gpu_check.cases.quantized import CPU, LinearCase
-from penstock.tools.gpu_check.cases.quantized import FORMS as ALL_FORMS
+from penstock.tools.gpu_check.cases.elementwise.operations import TOLERANCE
+from penstock.tools.gpu_check.cases.products.quantized import CPU, LinearCase
+from penstock.tools.gpu_check.cases.products.quantized import FORMS as ALL_FORMS
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,8 +19,8 @@ from penstock.backend.passes.decoder.cuda.ops.matmul import BlockedMatmul, CudaL
 from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedProducts
 from penstock.backend.passes.decoder.ops import ExpertWeights
 from penstock.tools.gpu_check.cases.comparing import require, require_close, require_same_bits, require_within
-from penstock.tools.gpu_check.cases.elementwise import check_close, make, poisoned
-from penstock.tools.gpu_check.cases.stored_forms import STORED_FORMS
+from penstock.tools.gpu_check.cases.elementwise.operations import check_close, make, poisoned
+from penstock.tools.gpu_check.cases.products.stored_forms import STORED_FORMS
 
 if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.device.launcher import Launcher

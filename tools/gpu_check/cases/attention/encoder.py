@@ -10,9 +10,9 @@ from torch import Tensor
 
 from penstock.backend.passes.decoder.cuda.attention.encoder_attention import DTYPES, EncoderAttention
 from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
+from penstock.tools.gpu_check.cases.attention.paged_rows import STEEP_TOLERANCE
+from penstock.tools.gpu_check.cases.attention.prefill import relative_error
 from penstock.tools.gpu_check.cases.comparing import require_same_bits, require_within
-from penstock.tools.gpu_check.cases.paged_rows import STEEP_TOLERANCE
-from penstock.tools.gpu_check.cases.prefill import relative_error
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
 _BEHIND = 70

@@ -22,7 +22,7 @@ from penstock.backend.passes.decoder.cuda.ops.matmul import BlockedMatmul, Whole
 from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedProducts
 from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
 from penstock.tools.gpu_check.cases.comparing import require_close, require_same_bits
-from penstock.tools.gpu_check.cases.elementwise import TOLERANCE, ints, poisoned
+from penstock.tools.gpu_check.cases.elementwise.operations import TOLERANCE, ints, poisoned
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,0 +1,186 @@
+"""Lists the checks of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from penstock.backend.passes.decoder.cuda.attention.encoder_attention import DTYPES as ENCODER_DTYPES
+from penstock.backend.passes.decoder.cuda.attention.encoder_attention import ENCODER_HEAD_DIMS
+from penstock.backend.passes.decoder.cuda.attention.kernel_limits import HEAD_DIMS
+from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
+from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO
+from penstock.backend.passes.decoder.ops import supports_q8_0
+from penstock.tools.gpu_check.cases.attention import decode, encoder, prefill
+from penstock.tools.gpu_check.cases.attention.paged_rows import Row
+from penstock.tools.gpu_check.cases.check import Check
+from penstock.tools.gpu_check.cases.comparing import require_same_bits, require_within
+
+_GROUPS = (1, 2, 4, 7, 8, 16)
+_PAGE_SIZES_TOKENS = (16, 32, 64)
+
+
+def wide_checks(shared_bytes: int) -> Iterator[Check]:
+    """shared_bytes: shared memory of one of the device's multiprocessors."""
+    yield from encoder_checks()
+    yield Check("decode", "plan", decode.check_plan)
+    for number, (kv_dtype, head_dim) in enumerate(_caches()):
+        for group in _GROUPS:
+            page_size = _PAGE_SIZES_TOKENS[(number + group) % 3]
+            yield _decode(shared_bytes, kv_dtype, head_dim, group, page_size, (1, 31, 77, 300), repeats=3)
+            yield _prefill(kv_dtype, head_dim, group, page_size, ((0, 1), (40, 1), (0, 33), (70, 80)), repeats=3)
+    for kv_dtype in KV_MACRO:
+        for page_size in _PAGE_SIZES_TOKENS:
+            around = (1, page_size - 1, page_size, page_size + 1, 255, 256, 257, 511, 512, 513)
+            yield _decode(shared_bytes, kv_dtype, 128, 4, page_size, around)
+            shapes = [(0, edge) for edge in around[:4]] + [(edge, 3) for edge in around[:4]] + [(65, 130), (63, 64)]
+            yield _prefill(kv_dtype, 128, 4, page_size, tuple(shapes))
+        for window in (1, 17, 300):
+            yield _decode(shared_bytes, kv_dtype, 64, 2, 16, (1, window, window + 1, 700), window=window, softcap=3.0)
+            yield _prefill(kv_dtype, 64, 2, 16, ((0, 150), (208, 70), (5, 3)), window=window, softcap=3.0)
+        yield _decode(shared_bytes, kv_dtype, 128, 4, 32, (4096, 1, 700, 33, 1500), repeats=3)
+        yield _prefill(kv_dtype, 128, 4, 32, ((2000, 30), (0, 300), (777, 129)), repeats=3)
+        for name, check in (("steep", decode.check_steep), ("long_chunk", decode.check_long_chunk)):
+            run = partial(check, kv_dtype=kv_dtype, shared_bytes=shared_bytes)
+            yield Check("decode", f"{name}.{kv_dtype}", run, is_of_8b=False)
+        steep = partial(prefill.check_steep, kv_dtype=kv_dtype)
+        yield Check("prefill", f"steep.{kv_dtype}", steep, is_of_8b=False)
+
+
+def small_checks(shared_bytes: int) -> Iterator[Check]:
+    for kv_dtype in KV_MACRO:
+        yield _decode(shared_bytes, kv_dtype, 64, 3, 16, (1, 40, 300))
+        yield _prefill(kv_dtype, 64, 3, 16, ((70, 1), (0, 20), (60, 9)))
+    for dtype in ENCODER_DTYPES:
+        local = encoder.EncoderCase(32, dtype, (9, 70), window=20, has_bias=True)
+        yield Check("encoder", f"small.{ENCODER_DTYPES[dtype]}", partial(encoder.check_attention, case=local))
+    yield _decode(shared_bytes, "bf16", 256, 1, 32, (30,), window=20)
+    yield _prefill("bf16", 80, 1, 32, ((64, 20),), window=20)
+
+
+def invariance_checks(shared_bytes: int) -> Iterator[Check]:
+    for kv_dtype in KV_MACRO:
+        yield Check(
+            "decode",
+            f"company.{kv_dtype}",
+            partial(_decode_beside_other_rows, kv_dtype=kv_dtype, shared_bytes=shared_bytes),
+        )
+        yield Check("prefill", f"cut.{kv_dtype}", partial(_prefill_in_any_chunks, kv_dtype=kv_dtype))
+    for dtype, name in ENCODER_DTYPES.items():
+        yield Check("encoder", f"company.{name}", partial(encoder.check_company, dtype=dtype))
+
+
+def small_wgmma_checks() -> Iterator[Check]:
+    shapes = ((0, 1), (40, 1), (0, 33), (170, 80))
+    yield _prefill("bf16", 128, 4, 32, shapes, repeats=3, has_wgmma=True)
+    yield _prefill("bf16", 64, 7, 16, shapes, window=70, softcap=3.0, has_wgmma=True)
+    yield Check("wgmma", "cut", partial(_prefill_in_any_chunks, kv_dtype="bf16", has_wgmma=True))
+
+
+def segment_checks() -> Iterator[Check]:
+    yield Check("wgmma", "segments", prefill.check_segments_with_wgmma)
+
+
+def encoder_checks() -> Iterator[Check]:
+    """Yield the wide checks of encoders' attention."""
+    for dtype, name in ENCODER_DTYPES.items():
+        for head_dim in ENCODER_HEAD_DIMS:
+            plain = encoder.EncoderCase(head_dim, dtype, (1, 17, 128, 129, 600))
+            local = encoder.EncoderCase(head_dim, dtype, (63, 64, 65, 300), window=head_dim)
+            biased = encoder.EncoderCase(head_dim, dtype, (1, 40, 200), has_bias=True)
+            for kind, case in (("plain", plain), ("local", local), ("biased", biased)):
+                run = partial(encoder.check_attention, case=case)
+                yield Check("encoder", f"{kind}.{name}.{head_dim}", run, is_of_8b=False)
+        steep = encoder.EncoderCase(64, dtype, (150,), is_steep=True)
+        yield Check("encoder", f"steep.{name}", partial(encoder.check_attention, case=steep), is_of_8b=False)
+
+
+def _caches() -> Iterator[tuple[str, int]]:
+    """Yield (KV dtype, head size) of each attention kernel."""
+    for kv_dtype in KV_MACRO:
+        yield from ((kv_dtype, head_dim) for head_dim in HEAD_DIMS if kv_dtype != "q8_0" or supports_q8_0(head_dim))
+
+
+def _decode(
+    shared_bytes: int,
+    kv_dtype: str,
+    head_dim: int,
+    group: int,
+    page_size: int,
+    lengths: tuple[int, ...],
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    repeats: int = 1,
+) -> Check:
+    def run(launcher: Launcher) -> float:
+        attention = decode.attention_of(
+            head_dim,
+            kv_dtype,
+            group=group,
+            page_size=page_size,
+            num_sms=132,
+            shared_bytes=shared_bytes,
+            window=window,
+            softcap=softcap,
+        )
+        case = decode.DecodeCase.of(attention, decode.rows_of(*lengths))
+        out = case.run(launcher)
+        for _ in range(repeats - 1):
+            require_same_bits("a repeat", case.run(launcher), out)
+        return require_within("relative to the largest of a row", case.error(out), decode.TOLERANCE[out.dtype])
+
+    name = _name(kv_dtype, head_dim, group, page_size, window, max(lengths))
+    return Check("decode", name, run, (head_dim, group) == (128, 4))
+
+
+def _prefill(
+    kv_dtype: str,
+    head_dim: int,
+    group: int,
+    page_size: int,
+    shapes: tuple[tuple[int, int], ...],
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    repeats: int = 1,
+    has_wgmma: bool = False,
+) -> Check:
+    def run(launcher: Launcher) -> float:
+        attention = prefill.attention_of(
+            head_dim, kv_dtype, group=group, page_size=page_size, window=window, softcap=softcap, has_wgmma=has_wgmma
+        )
+        step = prefill.prepare(attention, prefill.rows_of(*shapes))
+        out = prefill.run(attention, step, launcher)
+        for _ in range(repeats - 1):
+            require_same_bits("a repeat", prefill.run(attention, step, launcher), out)
+        return require_within("of a query", prefill.error_of(attention, step, out), prefill.TOLERANCE[kv_dtype])
+
+    name = _name(kv_dtype, head_dim, group, page_size, window, max(map(sum, shapes)))
+    return Check("wgmma" if has_wgmma else "prefill", name, run, (head_dim, group) == (128, 4))
+
+
+def _name(kv_dtype: str, head_dim: int, group: int, page_size: int, window: int, longest: int) -> str:
+    return f"{kv_dtype}.d{head_dim}.g{group}.p{page_size}.{longest}" + (f".w{window}" if window else "")
+
+
+def _decode_beside_other_rows(launcher: Launcher, kv_dtype: str, shared_bytes: int) -> None:
+    row, others = decode.row_of(1100, 7), decode.rows_of(5, 300, 2000)
+    alone = decode.DecodeCase.of(decode.attention_of(128, kv_dtype, shared_bytes=shared_bytes), [row]).run(launcher)[0]
+    for seed, place, num_sms in ((1, 0, 132), (2, 2, 7), (3, 3, 66)):
+        attention = decode.attention_of(128, kv_dtype, num_sms=num_sms, shared_bytes=shared_bytes)
+        step = decode.DecodeCase.of(attention, [*others[:place], row, *others[place:]], seed=seed)
+        require_same_bits(f"at place {place} of {len(others) + 1}", step.run(launcher)[place], alone)
+
+
+def _prefill_in_any_chunks(launcher: Launcher, kv_dtype: str, has_wgmma: bool = False) -> None:
+    attention, num_tokens = prefill.attention_of(128, kv_dtype, group=4, has_wgmma=has_wgmma), 150
+    whole = prefill.run(attention, prefill.prepare(attention, [Row(0, num_tokens)]), launcher)
+    for size in (7, 64):
+        chunks = [Row(at, min(size, num_tokens - at)) for at in range(0, num_tokens, size)]
+        parts = [prefill.run(attention, prefill.prepare(attention, [row], seed=size), launcher) for row in chunks]
+        require_same_bits(f"in chunks of {size}", torch.cat(parts), whole)
+    by_token = prefill.prepare(attention, [Row(at, 1) for at in range(num_tokens)], seed=1)
+    require_same_bits("token by token", prefill.run(attention, by_token, launcher), whole)

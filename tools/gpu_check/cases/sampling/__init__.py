@@ -1,0 +1,1 @@
+"""Cases of sampling and of log probabilities."""
