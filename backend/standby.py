@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import pkgutil
 
+from penstock import backend
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.decoder.held_weights.fingerprint import code_hash
 from penstock.backend.plugins import find_forward_pass
@@ -11,8 +14,12 @@ from penstock.shm.process.standby import wait_for_turn
 
 
 def import_and_wait(forward_pass: str, turn_fd: int) -> bool:
-    """Import what takes long, and wait. False if this backend is not needed."""
+    """Import what takes long, and all of the backend: its files may be another version's when the turn comes. Then
+    wait. False if this backend is not needed."""
     with contextlib.suppress(StartupError):  # `serve` reports it
         find_forward_pass(forward_pass)
-    code_hash()  # of the code that is imported now: the files may be another version's when the turn comes
+    for module in pkgutil.walk_packages(backend.__path__, f"{backend.__name__}."):
+        with contextlib.suppress(ImportError):  # `serve` reports the missing package, if it needs that module
+            importlib.import_module(module.name)
+    code_hash()  # of the code that is imported now
     return wait_for_turn(turn_fd)
