@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from penstock.shm.buffers.shared_buffers import BufferGone, BufferSlice, SharedBuffer, SharedBuffers
 from penstock.shm.client.capacity import BackendUnavailable, Capacity
@@ -25,7 +25,6 @@ from penstock.shm.memory.ledger import Ledger
 from penstock.shm.messages import BufferContent, BufferKind, BufferRequest, ContentSpec, FailureCode, Finish, ModelCard
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Sequence
     from pathlib import Path
 
@@ -34,11 +33,12 @@ if TYPE_CHECKING:
     from penstock.shm.client.request import GenerationRequest
     from penstock.shm.client.session import Session
     from penstock.shm.memory.board import BackendBoard, FrontendBoard
-    from penstock.shm.messages import Submit
 
 _READY_POLL_S = 0.01
 _EXPIRY_GRACE_S = 0.1
 """The backend ends an expired stream on time. The client ends it this much later, if the backend is dead or hangs."""
+
+StreamT = TypeVar("StreamT", bound="OpenStream")
 
 
 class BackendClient:
@@ -219,11 +219,12 @@ class BackendClient:
         Raises ValueError for a request outside the bounds of the messages; the backend checks the model's own bounds.
         Raises ValueError, BufferGone and DeviceError for shared buffers that cannot be lent; the caller keeps them.
         """
-        tokens, submit, is_ready = self._prepare(request, request.output)
-        group = request.group or no_group(submit)
-        stream = TokenStream(submit, tokens, self._abandon, request.deadline_s, turns=self._turns, group=group)
-        self._open(stream, is_ready=is_ready)
-        return stream
+        return self._start(TokenStream, request, request.output)
+
+    @property
+    def has_room(self) -> bool:
+        """False from the refusal of a pooled request until `wait_for_room` would return."""
+        return self._streams.room.is_set()
 
     async def wait_for_room(self) -> None:
         """Wait until a backend that refused a pooled request for a full wait queue has places again, or is gone.
@@ -242,11 +243,7 @@ class BackendClient:
     def submit_pooled(self, request: PooledRequest) -> PooledStream:
         """`submit` for a request whose result is a vector. It may share an equal one's computation. Raises as `submit`
         does."""
-        tokens, submit, is_ready = self._prepare(request)
-        group = request.group or no_group(submit)
-        stream = PooledStream(submit, tokens, self._abandon, request.deadline_s, turns=self._turns, group=group)
-        self._open(stream, is_ready=is_ready)
-        return stream
+        return self._start(PooledStream, request)
 
     @property
     def open_streams(self) -> list[OpenStream]:
@@ -275,10 +272,10 @@ class BackendClient:
         self._resubmission.take_over(streams, backend_died=backend_died)
         self._send_soon()
 
-    def _prepare(
-        self, request: GenerationRequest | PooledRequest, output: BufferSlice | None = None
-    ) -> tuple[array[int], Submit, bool]:
-        """Tokens and message of the request, with its buffers lent, and whether it can be sent now."""
+    def _start(
+        self, kind: type[StreamT], request: GenerationRequest | PooledRequest, output: BufferSlice | None = None
+    ) -> StreamT:
+        """Lend the request's buffers, and send it or hold it."""
         is_question = not isinstance(request, PooledRequest) and not request.runs
         uses_buffers = isinstance(request.token_ids, BufferSlice) or output is not None
         is_ready = self._capacity.check(
@@ -292,9 +289,8 @@ class BackendClient:
         if uses_buffers:
             submit = self._buffers(self._connection.session).lend_with(submit, request.token_ids, output)
         self._next_request_id += 1
-        return tokens, submit, is_ready
-
-    def _open(self, stream: OpenStream, *, is_ready: bool) -> None:
+        group = request.group or no_group(submit)
+        stream = kind(submit, tokens, self._abandon, request.deadline_s, turns=self._turns, group=group)
         self._streams.add(stream)
         if stream.deadline_s is not None:
             delay_s = max(0.0, stream.deadline_s - time.monotonic()) + _EXPIRY_GRACE_S
@@ -304,6 +300,7 @@ class BackendClient:
             self._send()
         else:
             self._held.hold(stream)
+        return stream
 
     def _wait_for_next_backend(self, stream: OpenStream) -> bool:
         """The backend refused the request because it ends. Keep it for the next one, if that is possible."""

@@ -19,10 +19,12 @@ import msgspec
 from penstock.shm.client.capacity import BackendUnavailable, Overloaded
 from penstock.shm.client.client import BackendClient
 from penstock.shm.client.connection import Membership
+from penstock.shm.client.pooled import PooledRequest
 from penstock.shm.client.replicas.hand_over import HandOver
 from penstock.shm.client.replicas.place import Place
 from penstock.shm.client.replicas.routing import Replica, Router
 from penstock.shm.client.replicas.socket_directory import index_of, name_of
+from penstock.shm.client.request import GenerationRequest
 from penstock.shm.link.join import Refused
 from penstock.shm.memory.prefix_table import MAX_REPLICAS, PrefixTable
 from penstock.shm.messages import MAX_ADAPTERS
@@ -32,9 +34,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.shm.client.open_stream import OpenStream
-    from penstock.shm.client.pooled import PooledRequest, PooledStream
+    from penstock.shm.client.pooled import PooledStream
     from penstock.shm.client.replicas.socket_directory import SocketDirectory
-    from penstock.shm.client.request import GenerationRequest
     from penstock.shm.client.stream import TokenStream
     from penstock.shm.memory.board import FrontendBoard
     from penstock.shm.messages import Adapter, ModelCard
@@ -166,7 +167,7 @@ class ReplicaSet:
     def check_capacity(self, tenant: bytes, *, may_share: bool) -> None:
         """See `BackendClient.check_capacity`. One replica with a place is enough."""
         refusals: list[Exception] = []
-        for replica in self._ready() or [self._holder]:
+        for replica in self._ready() or [self._holder_of()]:
             try:
                 replica.client.check_capacity(tenant, may_share=may_share)
             except (BackendUnavailable, Overloaded) as refusal:
@@ -197,10 +198,14 @@ class ReplicaSet:
     def _place(self, request: GenerationRequest | PooledRequest, submit: Callable[[BackendClient], StreamT]) -> StreamT:
         """Submit to the best replica, or if that is full, to the least loaded one that is not."""
         ready = self._ready()
-        if not ready:
-            return self._named(submit(self._holder.client), self._holder)
+        adapter = request.adapter if isinstance(request, GenerationRequest) else ""
+        holder = self._holder_of(adapter)
+        if not any(replica.has_adapter(adapter) for replica in ready) and (not ready or holder.has_adapter(adapter)):
+            return self._named(submit(holder.client), holder)
         if len(self._places) == 1:
             return submit(ready[0].client)
+        if isinstance(request, PooledRequest):
+            ready = [replica for replica in ready if replica.client.has_room] or ready
         tokens = request.prompt_tokens()
         wanted = request.to_submit(0, len(tokens))
         best = self._router.place(ready, wanted, tokens)
@@ -217,10 +222,11 @@ class ReplicaSet:
         stream.backend = replica.name
         return stream
 
-    @property
-    def _holder(self) -> Replica:
-        """The client that holds new requests while none is ready: always the same, so that its limits hold for all."""
-        return self._places[0].newest
+    def _holder_of(self, adapter: str = "") -> Replica:
+        """The one that holds new requests while none is ready that has their adapter: always the same, so that its
+        limits hold for all. If none is to come back with the adapter, any."""
+        newest = [place.newest for place in self._places if not place.is_dropped]
+        return next((replica for replica in newest if replica.has_adapter(adapter)), self._places[0].newest)
 
     def _ready(self) -> list[Replica]:
         return [

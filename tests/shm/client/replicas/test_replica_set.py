@@ -8,15 +8,24 @@ import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded, ReplicaSet, SocketDirectory
+from penstock.shm.client import (
+    BackendUnavailable,
+    GenerationRequest,
+    Overloaded,
+    PooledFailed,
+    PooledRequest,
+    ReplicaSet,
+    SocketDirectory,
+)
 from penstock.shm.client.replicas.socket_directory import FIRST_NAME
 from penstock.shm.link.listening_address import take_over
-from penstock.shm.messages import Adapter, FailureCode, Finish
+from penstock.shm.messages import NO_TOKEN, Adapter, Failure, FailureCode, Finish
 from tests.shm.client.harness import GREEDY, at_base, read, request, tokens_of, until
 from tests.shm.scripted_backend import BackendProcess, Script, ScriptedBackend, expected_tokens, model_card
 
@@ -77,6 +86,32 @@ async def test_stream_with_an_adapter_waits_for_the_only_backend_that_has_it(pat
             assert await asyncio.gather(*readers) == [expected_tokens([n, n], 300) for n in (20, 21)]
             assert streams[0].num_moves == 0
             assert streams[0].backend == "1"
+
+
+@pytest.mark.parametrize("comes_last", [False, True])
+async def test_new_request_for_an_adapter_waits_for_the_only_backend_that_has_it(
+    paths: list[Path], comes_last: bool
+) -> None:
+    """The other one would refuse it, whether it is there all the time or comes back before."""
+    script = Script(model_card(adapters=(Adapter("sql", "sql-id", 4),)))
+    with ExitStack() as without, ExitStack() as having:
+        other = without.enter_context(ScriptedBackend(paths[0]))
+        having.enter_context(ScriptedBackend(paths[1], script))
+        async with connected_to(paths, max_held=1) as replicas:
+            await asyncio.to_thread(having.close)
+            if comes_last:
+                await asyncio.to_thread(without.close)
+            await until(lambda: sum(replica.client.ready for replica in replicas.replicas) == (not comes_last))
+            stream = replicas.submit(replace(request([20, 21], 5), adapter="sql-id"))
+            with pytest.raises(BackendUnavailable):  # not the 404 of a backend that has no such adapter
+                replicas.submit(replace(request([22, 23], 5), adapter="sql-id"))
+            if comes_last:
+                other = without.enter_context(ScriptedBackend(paths[0]))
+                await until(lambda: replicas.ready)
+            having.enter_context(ScriptedBackend(paths[1], script))
+            assert await tokens_of(stream) == expected_tokens([20, 21], 5)
+            assert stream.backend == "2"
+            assert not other.engine.board.requests_accepted
 
 
 async def test_streams_survive_deaths_of_both_replicas_in_turn(paths: list[Path]) -> None:
@@ -224,6 +259,33 @@ async def test_full_replica_leaves_requests_to_the_other(paths: list[Path]) -> N
             for backend in (first, second):
                 backend.engine.paused = False
             assert await asyncio.gather(*map(tokens_of, streams)) == [expected_tokens([n], 5) for n in range(20, 24)]
+
+
+async def test_input_that_a_full_replica_has_refused_goes_to_one_with_room(paths: list[Path]) -> None:
+    """Not to the full one again and again, where it was placed first."""
+    with ScriptedBackend(paths[0]) as first, ScriptedBackend(paths[1]) as second:
+        async with connected_to(paths) as replicas:
+            engines = [first.engine, second.engine]
+            for engine in engines:
+                engine.paused = True
+            pooled = PooledRequest([1, 2], "embed", may_share=True, has_begun=True)
+            for number in range(2):
+                stream = replicas.submit_pooled(pooled)
+                await until(lambda: any(engine.running for engine in engines))
+                (full,) = (engine for engine in engines if engine.running)
+                engines.remove(full)
+                failure = Failure(stream.request_id, FailureCode.OVERLOADED, 5)
+                (epoch,) = full.link.frontends
+                push = partial(full.link.push, epoch, stream.request_id, NO_TOKEN, Finish.REJECTED, failure=failure)
+                full.calls += [full.running.clear, push]
+                with pytest.raises(PooledFailed, match="overloaded"):
+                    await stream.result()
+                room = asyncio.ensure_future(replicas.wait_for_room())
+                for _ in range(10):
+                    await asyncio.sleep(0)
+                assert room.done() is (number == 0)
+            full.calls.append(partial(full.link.announce_room, epoch))
+            await room
 
 
 async def test_equal_requests_meet_at_one_replica_and_others_spread(paths: list[Path]) -> None:
