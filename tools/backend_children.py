@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -108,13 +110,14 @@ class PreparedBackend:
             persist_kv_fd=self.pages_fd,
             **changes,
         )
-        fds, on_crash = [self.heartbeat.fd, *(() if self.weights is None else self.weights.fds)], None
+        fds = [self.heartbeat.fd, *(() if self.weights is None else self.weights.fds)]
+        crash_files = None
         if self.pages_fd is not None:
             fds.append(self.pages_fd)
         if self.recorder_fd is not None:
             fds.append(self.recorder_fd)
             if common.crashes is not None:
-                on_crash = CrashFiles(self.recorder_fd, common.crashes, name, common.log).write
+                crash_files = CrashFiles(self.recorder_fd, common.crashes, name, common.log)
         return ChildSpec(
             name,
             module_argv("penstock.backend.main", to_argv(options)),
@@ -123,11 +126,19 @@ class PreparedBackend:
             stage=0,
             heartbeat=self.heartbeat,
             hang_timeout_s=common.hang_timeout_s,
-            on_crash=on_crash,
+            on_crash=functools.partial(self._note_crash, name, crash_files),
             # With replicas streams go on elsewhere, and a further process for each would take as much memory.
             standby_option="--turn-fd" if self.weights is not None and common.num_replicas == 1 else None,
             may_die_often=common.may_die_often,
         )
+
+    def _note_crash(self, name: str, crash_files: CrashFiles | None, returncode: int) -> None:
+        if crash_files is not None:
+            crash_files.write()
+        if returncode == -signal.SIGBUS and self.weights is not None and not self.weights.is_empty:
+            # Each further backend would map the same broken page, and die of it.
+            self.common.log(f"{name} died by SIGBUS, so the held weights are dropped: their memory may be broken")
+            self.drop_weights()
 
     def drop_weights(self) -> None:
         """Free the memory of its weights when no backend uses them any more."""

@@ -59,8 +59,8 @@ class ChildSpec:
     """The child, which has the fd in pass_fds, beats it from its first to its last turn."""
     hang_timeout_s: float = 0.0
     """A child whose heartbeat is silent for longer is killed, and restarted like one that died; 0 is never."""
-    on_crash: Callable[[], None] | None = None
-    """Called after the child has died or failed by itself, before it is restarted."""
+    on_crash: Callable[[int], None] | None = None
+    """Called with the Popen.returncode after the child has died or failed by itself, before it is restarted."""
     standby_option: str | None = None
     """An option of argv that takes an fd.
 
@@ -339,7 +339,7 @@ class Supervisor:
             pause_s = min(self._first_pause_s * 2 ** (child.quick_deaths - 1), self._longest_pause_s)
         child.restart_at_s = now_s + pause_s
         if returncode and child.spec.on_crash is not None:
-            child.spec.on_crash()
+            child.spec.on_crash(returncode)
         self._log(f"{ended}; restarting" + (f" in {pause_s:g} s" if pause_s else ""))
         return True
 

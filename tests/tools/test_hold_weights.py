@@ -86,7 +86,8 @@ def test_waiting_backend_takes_the_place_of_a_killed_one(start: Start) -> None:
 
 
 def test_backends_of_one_model_share_a_place_for_weights_until_the_last_is_closed() -> None:
-    children = BackendChildren(print, 30.0, 2, may_die_often=False, crashes=None, weights=SharedWeights())
+    lines: list[str] = []
+    children = BackendChildren(lines.append, 30.0, 2, may_die_often=False, crashes=None, weights=SharedWeights())
     options = BackendOptions(flight_recorder=0)
     first, second = (children.prepare(replace(options, socket=Path(name))) for name in ("a", "b"))
     other = children.prepare(replace(options, quantize="int8"))
@@ -98,9 +99,13 @@ def test_backends_of_one_model_share_a_place_for_weights_until_the_last_is_close
     first.weights.leave([fd])
     os.close(fd)
     first.close()
-    assert not second.weights.is_empty
-    second.drop_weights()
-    assert second.weights.is_empty
+    for returncode in (-signal.SIGKILL, 1, -signal.SIGBUS):
+        assert not second.weights.is_empty
+        on_crash = second.spec("backend").on_crash
+        assert on_crash is not None
+        on_crash(returncode)
+    assert second.weights.is_empty  # a page that is broken would kill each backend that maps it
+    assert "dropped: their memory may be broken" in lines[-1]
     second.close()
     assert second.weights.fds == (-1, -1)
     other.close()

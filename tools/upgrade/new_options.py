@@ -17,6 +17,7 @@ _FIXED = {
     "socket": "frontends know the path",
     "dry-run": "it starts no backend",
     "heartbeat-fd": "the server sets it",
+    "turn-fd": "the server sets it",
     "recorder-fd": "the server sets it",
     "weights-fds": "the server sets it",
     "persist-kv-fd": "the server sets it",

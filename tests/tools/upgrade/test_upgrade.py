@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 
 import httpx
+import pytest
 
+from penstock.backend.options import BackendOptions
 from penstock.shm.process.supervisor import module_argv
+from penstock.tools.upgrade.new_options import BadOptions, changed
 from tests.system.processes import wait_until
 from tests.tools.serve_process import Serve, Start
 from tests.tools.streams import all_choices, bodies, samples
@@ -34,6 +38,14 @@ def command_line(serve: Serve) -> str:
     """That of the only backend."""
     (pid,) = serve.pids("penstock.backend.main")
     return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+
+
+def test_file_descriptors_are_for_the_server_alone_to_set() -> None:
+    names = [field.name.replace("_", "-") for field in fields(BackendOptions) if field.name.endswith(("_fd", "_fds"))]
+    assert len(names) == 5
+    for name in names:
+        with pytest.raises(BadOptions, match=f"--{name} cannot be changed: the server sets it"):
+            changed(BackendOptions(), [f"--{name}", "0"])
 
 
 def test_streams_go_on_with_the_same_text_while_the_backend_is_replaced(start: Start, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class FilledMemory(Protocol):
     """A `Memory` that is being filled with weights."""
 
     def finish(self, fingerprint: str, dtype: torch.dtype) -> HeldBlocks:
-        """Make it memory that others can map. Raises OSError or DeviceError."""
+        """Make it memory that others can map. Raises OSError, DeviceError, or HeldWeightsError for broken memory."""
         ...
 
     @property
@@ -148,7 +148,7 @@ def _map(
     mapped = memories.map(fds)
     blocks = mapped.blocks
     try:
-        num_checked = mapped.check_some()
+        num_checked = _check_some(mailbox, mapped)
         built = build(WeightShapes(config), mapped.dtype, mapped)
         mapped.check_all_placed()
     except BaseException:
@@ -160,6 +160,15 @@ def _map(
         format_size(blocks.num_bytes), num_checked, len(blocks),
     )  # fmt: skip
     return built, WatchedWeights(mailbox, blocks, is_mapped=True)
+
+
+def _check_some(mailbox: FdMailbox, mapped: MappedMemory) -> int:
+    """Raises HeldWeightsError, and what reading broken memory of a device raises: then every start would fail here."""
+    try:
+        return mapped.check_some()
+    except Exception:
+        mailbox.clear()
+        raise
 
 
 def _fill(
@@ -189,7 +198,7 @@ def _try_fill(
                 blocks.close()
                 raise
             filled.keep()
-    except (OSError, DeviceError) as error:
+    except (OSError, DeviceError, HeldWeightsError) as error:
         logger.warning("the weights cannot be held: %s; the next start loads them again", error)
         return None
     logger.info("%s of packed weights are held for the next backend", format_size(blocks.num_bytes))

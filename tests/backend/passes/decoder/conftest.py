@@ -1,15 +1,17 @@
-"""All implementations of the decoder's operations on the CPU, as fixtures: a test runs on each."""
+"""All implementations of the decoder's operations on the CPU, as fixtures: a test runs on each. And what tests of held
+weights share."""
 
 from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from penstock.backend.checkpoint.quantization import quantized_checkpoint
 from penstock.backend.passes.decoder.cpu.cpu_paths import read_cpu_info, supported_paths
 from penstock.backend.passes.decoder.cpu.deterministic_torch_ops import DeterministicTorchOps
 from penstock.backend.passes.decoder.cpu.native_library import request_tiles
@@ -17,6 +19,7 @@ from penstock.backend.passes.decoder.cpu.native_ops import NativeOps, supports_n
 from penstock.backend.passes.decoder.cpu.path_choice import load_kernels
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.backend.passes.decoder.ops import Ops
+from penstock.shm.memory.fd_mailbox import FdMailbox
 from tests.backend.passes.decoder.cpu.path_libraries import open_emulated_tiles, open_path
 
 if TYPE_CHECKING:
@@ -110,3 +113,16 @@ DETERMINISTIC: dict[str, MakeOps] = {**NATIVE, "torch": make_deterministic_ops}
 def make_deterministic(request: pytest.FixtureRequest) -> MakeOps:
     """Operations that give each row the same bits in any batch."""
     return DETERMINISTIC[request.param]
+
+
+@pytest.fixture
+def mailbox() -> Iterator[FdMailbox]:
+    made = FdMailbox.create()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def keeps_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantised weights are made anew."""
+    monkeypatch.setattr(quantized_checkpoint, "_open_kept", lambda *_: (None, None))

@@ -49,7 +49,10 @@ class CpuMemories:
         return read_manifest(fds[0])[1].fingerprint
 
     def map(self, fds: Sequence[int]) -> HeldMemory:
-        return HeldMemory(fds[0])
+        try:
+            return HeldMemory(fds[0])
+        except OSError as error:
+            raise HeldWeightsError(f"they cannot be mapped: {error.strerror}") from None
 
     def fill(self) -> FilledMemory:
         return FilledMemory()
@@ -100,7 +103,7 @@ class FilledMemory:
         return (self.fd,)
 
     def finish(self, fingerprint: str, dtype: torch.dtype) -> CpuBlocks:
-        """Add the manifest, and make the memory read-only in all processes. Raises OSError."""
+        """Add the manifest, and make the memory read-only in all processes. Raises OSError or HeldWeightsError."""
         sums = tuple(_sum(self.fd, self._end, block) for block in range(num_blocks(self._end)))
         name = next(name for name, known in DTYPES.items() if known is dtype)
         manifest = Manifest(fingerprint, name, tuple(self._weights), sums)  # type: ignore[arg-type]
@@ -123,7 +126,7 @@ class HeldMemory:
     is_filled = True
 
     def __init__(self, fd: int) -> None:
-        """The fd stays the caller's. Raises HeldWeightsError."""
+        """The fd stays the caller's. Raises HeldWeightsError, and OSError if it cannot be mapped."""
         data_bytes, self._manifest = read_manifest(fd)
         self._next = 0
         self._mapping = mmap.mmap(fd, DATA_PLACE + data_bytes, prot=mmap.PROT_READ)
@@ -204,8 +207,12 @@ def _sum(fd: int, data_bytes: int, block: int) -> int:
     # Read, not mapped: pages that are mapped twice would count twice in this process's memory.
     place, num_bytes = block_place(data_bytes, block)
     content = np.empty(num_bytes, np.uint8)
-    if os.preadv(fd, [content.data], DATA_PLACE + place) != len(content):
-        raise HeldWeightsError(f"bytes {place} to {place + len(content)} cannot be read")
+    try:
+        reason = "" if os.preadv(fd, [content.data], DATA_PLACE + place) == num_bytes else ": they are missing"
+    except OSError as error:  # EIO: the memory itself is broken
+        reason = f": {error.strerror}"
+    if reason:
+        raise HeldWeightsError(f"bytes {place} to {place + num_bytes} cannot be read{reason}")
     return block_sum(content)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import logging
 import mmap
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -32,22 +32,12 @@ from penstock.shm.memory.fd_mailbox import FdMailbox
 from tests.backend.passes.decoder.driver import Driver
 from tests.checkpoints import make_checkpoint
 
-pytestmark = pytest.mark.skipif(load_kernels() is None, reason="this machine has no native kernels")
+pytestmark = [
+    pytest.mark.skipif(load_kernels() is None, reason="this machine has no native kernels"),
+    pytest.mark.usefixtures("keeps_no_files"),
+]
 
 PROMPT = [5, 6, 7, 8, 9]
-
-
-@pytest.fixture
-def mailbox() -> Iterator[FdMailbox]:
-    made = FdMailbox.create()
-    yield made
-    made.close()
-
-
-@pytest.fixture(autouse=True)
-def keeps_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quantised weights are made anew."""
-    monkeypatch.setattr(quantized_checkpoint, "_open_kept", lambda *_: (None, None))
 
 
 def load(model_dir: Path, mailbox: FdMailbox, **options: str) -> CpuDecoderPass:
@@ -166,6 +156,25 @@ def test_damaged_weights_are_noticed_by_the_schedule_dropped_and_loaded_again(
     assert mailbox.is_empty
     loaded.close()
     again.close()
+
+
+def test_memory_that_cannot_be_read_is_dropped_and_not_filled_again(
+    tmp_path: Path, mailbox: FdMailbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    model_dir = make_checkpoint("qwen3", tmp_path)
+    loaded = load(model_dir, mailbox)
+    assert loaded.held_weights is not None
+    monkeypatch.setattr(os, "preadv", broken)
+    assert "cannot be read: Input/output error" in str(loaded.held_weights.check_next())
+    assert mailbox.is_empty
+    again = load(model_dir, mailbox)
+    assert "the weights cannot be held: bytes 0 to" in caplog.text
+    assert again.held_weights is None
+    monkeypatch.undo()
+    np.testing.assert_array_equal(logits(again), logits(loaded))
 
 
 def damage(loaded: CpuDecoderPass) -> None:

@@ -6,15 +6,15 @@ import itertools
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from penstock.backend.checkpoint.quantization import quantized_checkpoint
 from penstock.backend.checksum import block_sum
+from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.cuda import loading
 from penstock.backend.passes.decoder.cuda.weight_memory.held import DeviceMemories
@@ -35,20 +35,10 @@ from tests.backend.passes.decoder.cuda.tiny_models import checkpoint, make_pass,
 from tests.backend.passes.decoder.driver import Driver
 from tests.shm.buffers.stub_driver import COMPILER
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="the stub driver needs a C compiler")
-
-
-@pytest.fixture
-def mailbox() -> Iterator[FdMailbox]:
-    made = FdMailbox.create()
-    yield made
-    made.close()
-
-
-@pytest.fixture(autouse=True)
-def keeps_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quantised weights are made anew."""
-    monkeypatch.setattr(quantized_checkpoint, "_open_kept", lambda *_: (None, None))
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="the stub driver needs a C compiler"),
+    pytest.mark.usefixtures("keeps_no_files"),
+]
 
 
 def settings(mailbox: FdMailbox | None, dtype: str = "bf16", quantize: str = "none") -> PassOptions:
@@ -151,6 +141,46 @@ def test_weights_of_a_lost_device_stay_for_the_next_backend(
     assert caplog.text.count("cannot be read, and are checked no more: the device is lost") == 1
     assert loaded.held_weights.num_checks == 0
     assert not mailbox.is_empty
+    end(loaded)
+
+
+def test_weights_that_the_device_cannot_read_are_loaded_by_the_next_start(
+    mailbox: FdMailbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After such an error nothing runs in the process. But each further start would fail in the same place."""
+
+    def fail(*_: object) -> torch.Tensor:
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+
+    end(EmulatedCudaPass.load(checkpoint("llama3"), settings(mailbox)))
+    with monkeypatch.context() as broken:
+        broken.setattr(EmulatedBlocks, "tensor", fail)
+        with pytest.raises(RuntimeError, match="ECC"):
+            EmulatedCudaPass.load(checkpoint("llama3"), settings(mailbox))
+    assert mailbox.is_empty
+    loaded = EmulatedCudaPass.load(checkpoint("llama3"), settings(mailbox))
+    assert not is_mapped(loaded)
+    end(loaded)
+
+
+class PassWithoutRoom(EmulatedCudaPass):
+    """The weights fit, what comes after them does not."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+@pytest.mark.parametrize("are_held", [True, False])
+def test_pass_without_room_beside_its_weights_leaves_them_as_they_were(mailbox: FdMailbox, are_held: bool) -> None:
+    if are_held:
+        end(EmulatedCudaPass.load(checkpoint("llama3"), settings(mailbox)))
+    with pytest.raises(StartupError, match=r"do not fit the GPU: CUDA out of memory\. Tried to allocate"):
+        PassWithoutRoom.load(checkpoint("llama3"), settings(mailbox))
+    assert "penstock-stub-block" not in Path("/proc/self/maps").read_text()
+    assert mailbox.is_empty is not are_held
+    loaded = EmulatedCudaPass.load(checkpoint("llama3"), settings(mailbox))
+    assert is_mapped(loaded) is are_held
     end(loaded)
 
 
