@@ -19,7 +19,6 @@ import msgspec
 from penstock.shm.client.capacity import BackendUnavailable, Overloaded
 from penstock.shm.client.client import BackendClient
 from penstock.shm.client.connection import Membership
-from penstock.shm.client.pooled import PooledRequest
 from penstock.shm.client.replicas.hand_over import HandOver
 from penstock.shm.client.replicas.place import Place
 from penstock.shm.client.replicas.routing import Replica, Router
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.shm.client.open_stream import OpenStream
-    from penstock.shm.client.pooled import PooledStream
+    from penstock.shm.client.pooled import PooledRequest, PooledStream
     from penstock.shm.client.replicas.socket_directory import SocketDirectory
     from penstock.shm.client.stream import TokenStream
     from penstock.shm.memory.board import FrontendBoard
@@ -204,8 +203,6 @@ class ReplicaSet:
             return self._named(submit(holder.client), holder)
         if len(self._places) == 1:
             return submit(ready[0].client)
-        if isinstance(request, PooledRequest):
-            ready = [replica for replica in ready if replica.client.has_room] or ready
         tokens = request.prompt_tokens()
         wanted = request.to_submit(0, len(tokens))
         best = self._router.place(ready, wanted, tokens)

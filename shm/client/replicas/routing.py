@@ -93,6 +93,8 @@ class Router:
         If none has the request's adapter, the chosen replica refuses it.
         """
         replicas = [replica for replica in replicas if replica.has_adapter(submit.adapter)] or replicas
+        if submit.pooled is not None:  # one that has refused an input says when it takes some again
+            replicas = [replica for replica in replicas if replica.client.has_room] or replicas
         prompt = tokens[: submit.num_prompt_tokens]
         names = self._table.names(prompt, submit.own_salt)
         twin = self._name_of(prompt, submit)
