@@ -14,6 +14,7 @@ from penstock.backend.checkpoint.generation_config import read_generation_defaul
 from penstock.backend.checkpoint.json_file import read_json_object
 from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.errors import StartupError
+from penstock.backend.sampling_defaults import SAMPLING_SETTING, read_default_sampling
 from penstock.shm.messages import Adapter, ModelCard, PooledKind, PooledWidth
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def make_card(
     settings = {**settings, "KV dtype": plan.kv_dtype}
     modules = read_modules(model_dir) if spec.pooled else None
     generation = read_generation_defaults(model_dir)
+    chosen = read_default_sampling(settings.get(SAMPLING_SETTING, "{}"))
     card = ModelCard(
         model_id=names.model_id,
         model_dir=str(model_dir.resolve()),
@@ -57,7 +59,7 @@ def make_card(
         max_context_tokens=plan.max_context_tokens,
         max_waiting=max_waiting,
         eos_token_ids=generation.eos_token_ids,
-        default_sampling=generation.sampling,
+        default_sampling=msgspec.structs.replace(generation.sampling, **chosen),
         fingerprint=fingerprint(model_dir, " ".join(settings.values())),
         quantization=_quantization(spec, model_dir),
         generates=spec.generates,

@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from penstock.backend.errors import StartupError
+from penstock.backend.sampling_defaults import SAMPLING_SETTING, read_default_sampling
 from penstock.shm.process.option_groups import grouped
 from penstock.shm.process.options import ByteSize, format_size, parse_size
 from penstock.shm.process.socket_path import default_socket_path
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
 def _convert_budget(_type: Any, tokens: Sequence[Token]) -> int | str:
     text = tokens[0].value
     return "auto" if text.strip().lower() == "auto" else parse_size(text)
+
+
+def _convert_sampling(_type: Any, tokens: Sequence[Token]) -> str:
+    try:
+        read_default_sampling(tokens[0].value)
+    except StartupError as error:
+        raise ValueError(str(error)) from None
+    return tokens[0].value
 
 
 ANY_NAME = "*"
@@ -43,7 +52,8 @@ Quantize = Literal["none", "int8", "int4", "int4-128", "fp8"]
 
 _GROUPS = {
     "Used most": "model served_model_name gpu kv_budget max_context quantize",
-    "Model and weights": "revision task dtype lora_modules deterministic cpu_path forward_pass dry_run",
+    "Model and weights": "revision task dtype default_sampling lora_modules deterministic cpu_path"
+    " forward_pass dry_run",
     "Memory and scheduling": "host_kv_budget kv_dtype page_size max_batch_tokens max_running max_waiting"
     " embedding_cache priority_step_s grammar_timeout_s batch_channel_capacity",
     "Processes": "socket shared_buffers shared_buffer_budget kv_events kv_events_topic heartbeat_fd turn_fd weights_fds"
@@ -98,6 +108,10 @@ class BackendOptions:
     """LoRA adapters of the model, NAME=DIR each, in the layout of the peft library. A request names one as its model.
     All are loaded at start, and requests of all run in the same steps. On the CPU only."""
 
+    default_sampling: Annotated[str | None, Parameter(converter=_convert_sampling, metavar="JSON")] = None
+    """Sampling settings of requests that do not name them, such as '{"temperature": 0.6, "top_p": 0.95}'; also top_k,
+    min_p, typical_p and the penalties. Others are as in the model's generation_config.json."""
+
     quantize: Quantize = "none"
     """Makes the weights of linears smaller when they are loaded: 8 bits with a scale per output (int8; on a GPU
     also fp8), or 4 bits with a scale per 32 inputs (int4) or per 128 (int4-128: smaller, less exact). They are kept
@@ -110,7 +124,8 @@ class BackendOptions:
 
     cpu_path: str = "auto"
     """Instruction set of the CPU's native kernels: amx, avx512_bf16, avx512_vnni, avx512 or avx2; on ARM
-    neon_bf16 or neon. auto takes the fastest that the CPU supports. Paths differ in the last bits of their results."""
+    neon_bf16, neon_dotprod or neon. auto takes the fastest that the CPU supports. Paths differ in the last bits of
+    their results."""
 
     page_size: SmallCount | None = None
     """Tokens per page of the KV cache. Default: 32, or what was measured for the GPU."""
@@ -200,7 +215,7 @@ class BackendOptions:
     """Print what the KV budget holds, computed from the model's config.json alone, and exit."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Lowest level of the messages that are logged."""
+    """Least severe messages to log."""
 
     log_json: bool = False
     """Log one JSON object per line."""
@@ -235,7 +250,7 @@ class BackendOptions:
             "quantize": self.quantize,
             "deterministic": str(self.deterministic),
             "cpu path": self.cpu_path,
-        }
+        } | ({} if self.default_sampling is None else {SAMPLING_SETTING: self.default_sampling})
 
     def page_tokens(self, default: int = PAGE_TOKENS) -> int:
         return default if self.page_size is None else self.page_size

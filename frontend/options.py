@@ -166,7 +166,7 @@ class FrontendOptions:
     """How the model writes tool calls; auto chooses by its chat template, none refuses tools."""
 
     reasoning_parser: ReasoningParserName = "auto"
-    """How the model marks its reasoning: think is the <think> tag, mistral is [THINK] to [/THINK], harmony is the
+    """How the model marks its reasoning: think is the `<think>` tag, mistral is [THINK] to [/THINK], harmony is the
     analysis channel, granite is Granite's phrases or tags, none leaves it in the text; auto chooses by the chat
     template and the tokens."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 from dataclasses import replace
 from typing import Annotated
@@ -146,7 +147,23 @@ app.command("penstock.tools.top.command:top", name="top", help=_TOP)
 
 
 def main() -> None:
-    app()
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_is_gone(sys.stdout.fileno()):
+            raise  # it is about another pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit finds a reader
+        sys.exit(1)
+
+
+def _reader_is_gone(fd: int) -> bool:
+    """Whether fd is a pipe that nobody reads any more, as behind `| head`."""
+    poll = select.poll()
+    poll.register(fd, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 
 from penstock.backend.checkpoint.json_file import convert, read_json_object
 from penstock.backend.checkpoint.layout import CONFIG_FILE, GENERATION_FILE
+from penstock.backend.sampling_defaults import given, sampling_struct
 from penstock.shm.messages import Sampling, TokenId
 
 if TYPE_CHECKING:
@@ -32,16 +32,7 @@ class _EndTokens(Struct, frozen=True):
                 return tuple(dict.fromkeys(token_ids))
 
 
-# Each key has the bounds of the wire format, or is null.
-_SamplingSettings = msgspec.defstruct(
-    "_SamplingSettings",
-    [
-        (field.name, field.type | None, None)
-        for field in msgspec.structs.fields(Sampling)
-        if field.name in _SAMPLING_KEYS
-    ],
-    frozen=True,
-)
+_SamplingSettings = sampling_struct(_SAMPLING_KEYS, is_strict=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +55,4 @@ def read_generation_defaults(model_dir: Path) -> GenerationDefaults:
     if not end_tokens:
         config_path = model_dir / CONFIG_FILE
         end_tokens = convert(read_json_object(config_path), _EndTokens, config_path).as_tuple()
-    settings = msgspec.structs.asdict(convert(values, _SamplingSettings, path))
-    given = {name: value for name, value in settings.items() if value is not None}
-    return GenerationDefaults(end_tokens, Sampling(**given))
+    return GenerationDefaults(end_tokens, Sampling(**given(convert(values, _SamplingSettings, path))))

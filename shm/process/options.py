@@ -44,12 +44,19 @@ def format_size(num_bytes: int) -> str:
     return f"{size:.2f} TB"
 
 
+def shown_size(num_bytes: int) -> str:
+    """The size as an option takes it, exactly: "2MiB" for 2 << 20, "256MB" for 256_000_000."""
+    units = sorted(_UNITS.items(), key=lambda item: item[1])
+    exact = [(num_bytes // size, unit) for unit, size in units if num_bytes % size == 0 and unit != "B"]
+    return "0" if num_bytes == 0 else "{}{}".format(*exact[-1])
+
+
 def _convert_size(_type: Any, tokens: Sequence[Token]) -> int:
     return parse_size(tokens[0].value)
 
 
 OptionalByteSize = Annotated[int | None, Parameter(converter=_convert_size, metavar="SIZE")]
-ByteSize = Annotated[int, Parameter(converter=_convert_size, show_default=format_size, metavar="SIZE")]
+ByteSize = Annotated[int, Parameter(converter=_convert_size, show_default=shown_size, metavar="SIZE")]
 """An option in bytes, such as 6GB or 512MiB."""
 
 ENV_PREFIX = "PENSTOCK_"

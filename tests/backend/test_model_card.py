@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from penstock.backend.errors import StartupError
@@ -13,6 +14,7 @@ from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.model_card import ModelNames, fingerprint, make_card
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.fake import FakePass
+from penstock.backend.sampling_defaults import SAMPLING_SETTING
 from penstock.backend.shipped_models import DEMO_MODEL_DIR
 
 if TYPE_CHECKING:
@@ -44,6 +46,9 @@ def test_model_name_that_frontends_refuse_is_refused_at_start() -> None:
     card = make_card(ModelNames("m"), DEMO_MODEL_DIR, spec, plan, 10, {})
     assert card.fingerprint.startswith("fp_")
     assert card.quantization == "int4"
+    chosen = make_card(ModelNames("m"), DEMO_MODEL_DIR, spec, plan, 10, {SAMPLING_SETTING: '{"temperature": 0.25}'})
+    assert chosen.default_sampling == msgspec.structs.replace(card.default_sampling, temperature=0.25)
+    assert chosen.fingerprint != card.fingerprint
     with pytest.raises(StartupError, match="announced"):
         make_card(ModelNames("m" * 600), DEMO_MODEL_DIR, spec, plan, 10, {})
 

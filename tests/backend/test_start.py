@@ -140,8 +140,9 @@ def test_start_imports_torch_only_for_a_pass_that_needs_it() -> None:
 
 
 def test_settings_that_change_tokens_change_the_fingerprint() -> None:
-    settings = ({"quantize": "int8"}, {"quantize": "int4"}, {"dtype": "fp32"}, {"deterministic": True})
-    assert len({str(BackendOptions(**each).numerics("decoder")) for each in ({}, *settings)}) == 5  # type: ignore[arg-type]
+    settings = [{"quantize": "int8"}, {"quantize": "int4"}, {"dtype": "fp32"}, {"deterministic": True}]
+    settings.append({"default_sampling": '{"temperature": 0.5}'})
+    assert len({str(BackendOptions(**each).numerics("decoder")) for each in ({}, *settings)}) == 6  # type: ignore[arg-type]
 
 
 def test_auto_budget_shows_free_and_reserved_memory(

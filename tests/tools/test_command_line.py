@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -37,6 +40,7 @@ def one_line(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["--ctx-size=4096"], "use --max-context"),
         (["--gpu-memory-utilization", "0.9"], "use --kv-budget"),
         (["--tensor-parallel-size", "2"], "a backend uses one GPU"),
+        (["--data-parallel-size", "2"], "use --replicas, or --gpu"),
         (["--enable-auto-tool-choice"], "this is always so"),
         (["-ngl", "99"], "use --gpu auto or --gpu none"),
         (["--kv_cache_dtype", "fp8"], "use --kv-dtype"),
@@ -150,6 +154,32 @@ def test_help_describes_every_command(capsys: pytest.CaptureFixture[str], monkey
     commands = {name for name in app if not name.startswith("-")}
     assert {"record", "replay", "serve", "timeline", "top", "upgrade"} <= commands
     assert commands <= described.keys()
+
+
+@pytest.mark.parametrize("command", [["serve"], ["inspect"], ["ray", "up"], ["ray", "bench"], ["bench", "attention"]])
+def test_every_option_is_described_and_no_text_is_lost_as_markup(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "2000")
+    with pytest.raises(SystemExit):
+        app([*command, "--help"])
+    lines = re.findall(r"^│[ *]+(\S.*?)  +(.*?) *│$", capsys.readouterr().out, re.MULTILINE)
+    assert lines
+    for name, described in lines:
+        text = re.sub(r"\[(env var|choices|default): [^]]*\]|\[required\]", "", described).strip()
+        assert text, name
+        assert "  " not in text, text  # a tag such as <think> outside backticks is taken for HTML
+        assert "default: (" not in described, described
+
+
+def test_reader_that_leaves_is_no_traceback() -> None:
+    code = "from penstock.tools.main import main; main()"
+    argv = [sys.executable, "-P", "-c", code, "--version"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(argv, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 def test_completion_for_a_shell_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

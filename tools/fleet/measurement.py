@@ -61,6 +61,8 @@ listen all
 @dataclass(frozen=True)
 class RouterOptions:
     servers: Annotated[int, Parameter(validator=Number(gte=2, lte=64))] = 3
+    """Servers behind each router."""
+
     groups: AtLeastOne = 8
     """Groups of prompts that begin alike. Each router gets groups of its own, so none finds another's pages."""
 
@@ -79,7 +81,7 @@ class RouterOptions:
     stream_tokens: AtLeastOne = 20_000
     """Tokens of the stream for a hop's cost of an event."""
 
-    also: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=False)] = ()
+    also: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=False, show_default=False)] = ()
     """NAME=COMMAND of another router, with {port} and {urls}, such as "vllm-router=vllm-router --port {port}
     --worker-urls {urls} --policy cache_aware"; may be repeated."""
 

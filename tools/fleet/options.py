@@ -53,12 +53,12 @@ class FleetOptions:
     """Which servers, and which router."""
 
     address: str | None = None
-    """Of the Ray cluster, such as 10.0.0.1:6379. Default: the one that this machine belongs to."""
+    """Address of the Ray cluster, such as 10.0.0.1:6379. Default: the one that this machine belongs to."""
 
     name: Annotated[str, Parameter(validator=_check_name, show_env_var=False)] = "penstock"
-    """Of these servers; one cluster may have several sets of servers, each with a router."""
+    """Name of this set of servers; one cluster may have several sets, each with a router."""
 
-    router: RouterKind | Literal["none"] = "haproxy"
+    router: Annotated[RouterKind | Literal["none"], Parameter(metavar="CHOICE")] = "haproxy"
     """Program in front of the servers. none: only the list of servers is printed."""
 
     listen: Annotated[str, Parameter(validator=_check_listen)] = "127.0.0.1:8080"

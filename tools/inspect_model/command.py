@@ -32,8 +32,8 @@ class InspectOptions:
     forward_pass: Literal["auto", "transformers"] = "auto"  # noqa: S105 - no password
     """The forward pass that is to serve it: auto is ours, as with penstock serve."""
     base: str | None = None
-    """Of a LoRA adapter the model to compare its tensors with. Default: the one that it names, if that is a directory
-    here."""
+    """Model whose tensors those of a LoRA adapter must fit. Default: the one that the adapter names, if that is a
+    directory here."""
     json: Annotated[bool, Parameter(negative="")] = False
     """Print one JSON object."""
 
@@ -42,6 +42,11 @@ def inspect_model(model: str, /, *, options: InspectOptions = InspectOptions()) 
     """Describe a directory, a GGUF file, a hub id, a demo model, or the directory of a LoRA adapter.
 
     The exit status is 0 if the model can be served, else 1.
+
+    Parameters
+    ----------
+    model
+        A directory, a GGUF file, a hub id, penstock-demo, penstock-demo-embed, or the directory of a LoRA adapter.
     """
     described: AdapterDescription | ModelDescription
     try:

@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.shm.process.options import format_size, parse_size
+from penstock.shm.process.options import format_size, parse_size, shown_size
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,8 @@ def test_error_names_a_text_that_is_not_a_size(text: str) -> None:
 def test_size_prints_in_the_largest_unit_below_it() -> None:
     assert format_size(6_000_000_000) == "6.00 GB"
     assert format_size(512) == "512 B"
+
+
+@pytest.mark.parametrize("text", ["0", "2MiB", "64MiB", "256MB", "1GiB", "1500", "7"])
+def test_default_size_is_shown_as_it_is_typed(text: str) -> None:
+    assert shown_size(parse_size(text)) == text

@@ -11,9 +11,10 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
+from cyclopts import Parameter
 
 from penstock.backend.checkpoint.decoder_config import DecoderConfig, RopeConfig
 from penstock.backend.checkpoint.tensors import LayerWeights
@@ -54,7 +55,11 @@ class AttentionOptions:
     groups: Counts = (1, 3, 4, 8)
     """Query heads for each head of keys and values."""
 
-    kv_dtypes: tuple[Literal["fp32", "bf16", "q8_0"], ...] = ("fp32", "bf16", "q8_0")
+    kv_dtypes: Annotated[tuple[Literal["fp32", "bf16", "q8_0"], ...], Parameter(negative="", show_default=" ".join)] = (
+        "fp32",
+        "bf16",
+        "q8_0",
+    )
     """Types of the cache."""
 
     kv_heads: AtLeastOne = 4

@@ -75,12 +75,16 @@ class EmbeddingOptions:
     drop: Share = 0.5
     """Share of requests whose client hangs up, in a round of Penstock alone."""
 
-    peer: Annotated[tuple[str, ...], Parameter(consume_multiple=False, negative="", metavar="NAME=COMMAND,URL")] = ()
+    peer: Annotated[
+        tuple[str, ...],
+        Parameter(consume_multiple=False, negative="", show_default=False, metavar="NAME=COMMAND,URL"),
+    ] = ()
     """A server with /v1/embeddings to compare with: see `penstock bench compare`. A URL that ends in /embeddings is the
     whole path."""
 
     library: Annotated[
-        tuple[str, ...], Parameter(consume_multiple=False, negative="", metavar="LIBRARY,DTYPE=PYTHON")
+        tuple[str, ...],
+        Parameter(consume_multiple=False, negative="", show_default=False, metavar="LIBRARY,DTYPE=PYTHON"),
     ] = ()
     """A library to compare with, sentence-transformers or onnxruntime, in fp32 or bf16, and the interpreter that has
     it. penstock is our forward pass without a server."""
