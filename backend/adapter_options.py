@@ -36,11 +36,11 @@ class _VllmForm(Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, Meta(min_length=1)]
     path: Annotated[str, Meta(min_length=1)]
     base_model_name: str | None = None
-    """There is only one."""
+    """None of an adapter's own: every adapter has the server's one base model."""
 
 
 def read_adapters(given: Sequence[str], model_names: Sequence[str]) -> tuple[NamedAdapter, ...]:
-    """The adapters by name: NAME=DIR each, or vLLM's JSON object. model_names are taken. Raises StartupError."""
+    """Read the adapters by name: each is NAME=DIR or vLLM's JSON object. model_names are taken. Raises StartupError."""
     found = tuple(map(_read, given))
     names = [*model_names, *(adapter.name for adapter in found)]
     for adapter in found:
@@ -70,7 +70,7 @@ def _read(text: str) -> NamedAdapter:
 
 
 def announce(adapters: Sequence[NamedAdapter], ranks: Sequence[int]) -> tuple[Adapter, ...]:
-    """The adapters as the model card lists them; ranks are those of the pass. Raises StartupError."""
+    """Return the adapters as the model card lists them; ranks are those of the pass. Raises StartupError."""
     if not adapters:
         return ()
     from penstock.backend.checkpoint.adapters.peft_adapter import adapter_id  # it imports torch
@@ -87,7 +87,7 @@ def announce(adapters: Sequence[NamedAdapter], ranks: Sequence[int]) -> tuple[Ad
 
 
 def check_unchanged(adapters: Sequence[NamedAdapter], announced: Sequence[Adapter]) -> None:
-    """Raises StartupError if the files are not those that were announced: the pass may have loaded either."""
+    """Raise StartupError if the files are not the announced ones: the pass may have loaded either."""
     for before, now in zip(announced, announce(adapters, [one.rank for one in announced]), strict=True):
         if now.adapter_id != before.adapter_id:
             raise StartupError(

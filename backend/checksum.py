@@ -1,4 +1,4 @@
-"""A checksum of arrays that are large: against damage, not against attackers."""
+"""A checksum of large arrays, against damage, not against attackers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ COLUMNS = 512
 
 
 def block_sum(block: NDArray[np.uint8]) -> int:
-    """A checksum of a block, whose size is a multiple of 8: `crc_of` the sums of its words' columns and rows, and the
-    words that fill no row.
+    """A checksum of a block, whose size is a multiple of 8.
 
-    It differs if any one word does. It is several times as quick as a crc32 of all bytes.
+    It is `crc_of` the sums of its words' columns and rows, and the words that fill no row. It differs if any single
+    word differs, and is several times as fast as a crc32 of all bytes.
     """
     words = block.view(np.uint64)
     num_whole = len(words) // COLUMNS * COLUMNS

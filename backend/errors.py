@@ -6,7 +6,7 @@ class StartupError(Exception):
 
 
 class NoRoomBeside(StartupError):
-    """There is no memory for it beside the backend that it is to replace."""
+    """There is no memory for this backend beside the one that it would replace."""
 
 
 NO_ROOM_STATUS = 75

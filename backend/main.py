@@ -85,7 +85,8 @@ logger = logging.getLogger("penstock.backend")
 _DECODER = "decoder"
 _DRAIN_TIMEOUT_S = 30.0
 _SETTLE_START_S = 0.5
-"""Frontends look for the new backend every 0.05 s. All of them should be there before a coalesced group goes on."""
+"""Frontends look for the new backend every 0.05 s. All of them should be connected before a coalesced group
+continues."""
 _SETTLE_QUIET_S = 0.1
 _SETTLE_LIMIT_S = 2.0
 _SETTLE_LATER_QUIET_S = 0.005
@@ -192,7 +193,8 @@ def _measure_memory(
     config_dir: Path,
     settings: PassOptions,
 ) -> MemoryInfo:
-    """Held weights that the pass will only map count as free: the plan contains them."""
+    """Return the free memory for the plan. Held weights that the pass will only map count as free: the plan contains
+    them."""
     # A dry run may plan for a GPU that this machine does not have. Only an automatic budget asks the device.
     asks_device = not options.dry_run or (bool(spec.kv_bytes_per_token) and not isinstance(options.kv_budget, int))
     held_bytes = find_held_bytes(pass_class, config_dir, settings)
@@ -311,7 +313,7 @@ def _create_recorder(
     plan: KvPlan | WholePlan,
     forward_pass: IBatchedForwardPass,
 ) -> Recorder | None:
-    """Raises StartupError if there is no memory for it, or the fd is not that of a recorder."""
+    """Raises StartupError if there is no memory for it, or the fd does not belong to a recorder."""
     if not options.flight_recorder:
         return None
     started = BackendStarted(
@@ -379,7 +381,7 @@ def _engine_limits(options: BackendOptions, card: ModelCard, spec: PassSpec) -> 
 
 
 def _drain_on_signals(engine: Engine) -> None:
-    """On the first SIGTERM or SIGINT running requests may end; the second one ends them."""
+    """On the first SIGTERM or SIGINT running requests may finish; the second one ends them."""
     timeouts_s = [0.0, _DRAIN_TIMEOUT_S]
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:

@@ -45,8 +45,10 @@ def make_card(
     max_waiting: int,
     settings: Mapping[str, str],
 ) -> ModelCard:
-    """settings are what else changes the tokens, by name: the pass, dtypes. Raises StartupError for a field out of
-    bounds."""
+    """Make the card. settings are the other settings that change the tokens, by name: the pass, dtypes.
+
+    Raises StartupError for a field out of bounds.
+    """
     settings = {**settings, "KV dtype": plan.kv_dtype}
     modules = read_modules(model_dir) if spec.pooled else None
     generation = read_generation_defaults(model_dir)
@@ -82,19 +84,19 @@ def _pooled(spec: PassSpec) -> tuple[PooledWidth, ...]:
 
 
 def _quantization(spec: PassSpec, model_dir: Path) -> str:
-    """The form that --quantize gave the weights, else the method by which the checkpoint stores them, else "none"."""
+    """The form into which --quantize converted the weights, else the checkpoint's quantisation method, else "none"."""
     if spec.quantization != "none":
         return spec.quantization
     return declared_method(read_json_object(model_dir / CONFIG_FILE)) or "none"
 
 
 def fingerprint(model_dir: Path, settings: str) -> str:
-    """Differs if the text for a seed may differ: other settings, other configuration, other weights."""
+    """A hash that differs if the text for a seed may differ: by settings, configuration or weights."""
     return f"fp_{_hash_of(model_dir, (*_TEXT_SUFFIXES, *WEIGHTS_SUFFIXES), settings)}"
 
 
 def _file_traits(model_dir: Path) -> list[tuple[str, str]]:
-    """Parts of the fingerprint, to tell weights that differ from a tokenizer or a configuration that does."""
+    """Parts of the fingerprint, which show whether weights, tokenizer or configuration differ."""
     return [
         ("weights", _hash_of(model_dir, WEIGHTS_SUFFIXES)),
         ("tokenizer", _hash_of(model_dir, _TEXT_SUFFIXES, only="tokenizer")),

@@ -1,4 +1,4 @@
-"""Builds what plans steps over the pages of a KV cache, and what tells others about them."""
+"""Makes the scheduler of a pass with a KV cache, and the publishers of its pages."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def create_kv_events(
 
 
 def count_host_pages(plan: KvPlan | WholePlan, forward_pass: IBatchedForwardPass) -> int:
-    """Return how many pages the host keeps beside those of the plan."""
-    # Without the state of its sequence a page is of no use, and one behind a window is soon evicted.
+    """Return the number of host pages in addition to the plan's pages."""
+    # A page without its sequence's state is useless, and a page behind a window is soon evicted.
     keeps_state = forward_pass.spec.state_bytes_per_sequence > 0
     if isinstance(plan, WholePlan) or keeps_state or plan.groups.has_windows:
         return 0
@@ -56,7 +56,10 @@ def create_scheduler(
     kv_events: KvEventPublisher | None,
     store: PageStore | None,
 ) -> tuple[ISequenceScheduler, BatchBuilder | WholeBatchBuilder]:
-    """Behind the board, frontends with several backends read which one has a prompt's beginning."""
+    """Create the scheduler.
+
+    The table behind the board tells frontends with several backends which one has a prompt's beginning.
+    """
     if isinstance(plan, WholePlan):
         return WholeScheduler(plan.max_rows, plan.step_tokens), WholeBatchBuilder()
     names = PageDigestWriter(board.behind, plan.page_size_tokens)

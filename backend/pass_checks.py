@@ -1,4 +1,4 @@
-"""Checks at start that a forward pass, which may be other people's code, fits the tokenizer and its own spec."""
+"""Checks at start that a forward pass, which may be third-party code, fits the tokenizer and its own spec."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ logger = logging.getLogger("penstock.backend")
 
 
 def check_vocabulary(spec: PassSpec, model_dir: Path) -> None:
-    """Raises StartupError when the tokenizer has token ids that the pass does not.
+    """Raises StartupError if the tokenizer has token ids that the pass lacks.
 
     More logits than token ids are allowed: many models pad their vocabulary. Added tokens without logits, such as a
-    padding token that fine-tuning left behind, are worth a warning: no prompt needs them.
+    padding token that fine-tuning left, only cause a warning: no prompt needs them.
     """
     counts = count_token_ids(model_dir)
     if counts is None or counts.with_added <= spec.vocab_size:
@@ -47,7 +47,7 @@ def check_vocabulary(spec: PassSpec, model_dir: Path) -> None:
 
 
 def check_groups(spec: PassSpec) -> None:
-    """Raises StartupError for windows that are none, and for groups of layers that have no equal parts."""
+    """Raises StartupError for invalid windows, and for groups of layers with unequal parts."""
     windows = spec.kv_windows
     if not windows or any(window is not None and window < 1 for window in windows):
         raise StartupError(f"the forward pass has kv_windows {windows}: make them one or more, of 1 token or more")
@@ -60,7 +60,7 @@ def check_groups(spec: PassSpec) -> None:
 
 
 def check_adapters(spec: PassSpec, num_adapters: int) -> None:
-    """Raises StartupError if the pass has not as many adapters as the operator gave."""
+    """Raises StartupError if the pass does not have as many adapters as the operator gave."""
     if num_adapters and not spec.adapter_ranks:
         raise StartupError(
             "--lora-modules: this forward pass applies no adapters; the built-in decoder does on the CPU (--gpu none), "
@@ -75,11 +75,9 @@ def check_adapters(spec: PassSpec, num_adapters: int) -> None:
 def check_first_step(forward_pass: IBatchedForwardPass, spec: PassSpec) -> float | None:
     """Run a step of one token for each kind of result, and check what it returns. Raises StartupError.
 
-    Return the duration in seconds of a second step that samples a token: the first one also loads code and allocates.
-    None for a model that does not generate.
-
-    spec is what `describe` returned. The steps write to the first page of each group and use slot 0, before the engine
-    gives out either.
+    Returns the duration in seconds of a second step that samples a token: the first one also loads code and allocates.
+    None for a model that does not generate. spec is the result of `describe`. The steps write to the first page of each
+    group and use slot 0, before the engine gives out either.
     """
     if forward_pass.spec.vocab_size != spec.vocab_size:
         raise StartupError(

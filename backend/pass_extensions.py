@@ -1,4 +1,4 @@
-"""Optional interfaces of a forward pass. A pass has one by having its methods.
+"""Optional interfaces of a forward pass. A pass implements one by having its methods.
 
 This module imports typing only, as `forward_pass` does.
 """
@@ -23,8 +23,10 @@ class IHostPages(Protocol):
 
     @property
     def num_host_pages(self) -> int:
-        """Fixed once the cache is created. 0 if computing a page again is quicker than copying it there and back, or if
-        PassOptions.host_kv_bytes holds no page."""
+        """Fixed once the cache is created.
+
+        0 if recomputing a page is faster than copying it there and back, or if PassOptions.host_kv_bytes holds no page.
+        """
         ...
 
     def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
@@ -43,7 +45,7 @@ class PagePlaces(Protocol):
     def num_places(self) -> int: ...
 
     def place(self, index: int) -> NDArray[np.uint8]:
-        """[page bytes] the memory of one, for the keys and values of a page in all layers."""
+        """The memory of one place, [page bytes], for the keys and values of a page in all layers."""
         ...
 
     def note_written(self, index: int) -> None:
@@ -55,11 +57,11 @@ class PagePlaces(Protocol):
 class IPersistsPages(Protocol):
     """Optional interface of a pass that is IHostPages: its host pages may be in memory that outlives the process.
 
-    A page's content must not depend on its number, or on anything but the model's fingerprint and the row's adapter.
+    A page's content must depend only on the model's fingerprint and the row's adapter, not on the page's number.
     """
 
     def persist_pages(self, places: PagePlaces) -> None:
-        """Have these host pages from now on. Called at most once, after `create_cache`."""
+        """Use these host pages from now on. Called at most once, after `create_cache`."""
         ...
 
 
@@ -89,7 +91,7 @@ class IDeviceHiddenStates(IHiddenStates, IDeviceLogits, Protocol):
     """Hidden states of a GPU pass. A pass that is IDeviceLogits offers hidden states only if it is this as well."""
 
     def device_hidden_states(self, logits: Any) -> DeviceRows:
-        """Hidden states of the last step, on the device: as `device_logits`."""
+        """Hidden states of the last step, on the device, under the same conditions as `device_logits`."""
         ...
 
 
@@ -101,7 +103,7 @@ class HeldWeights(Protocol):
 
     @property
     def is_mapped(self) -> bool:
-        """An earlier process packed them; this one did not load them."""
+        """An earlier process packed the weights; this one did not load them."""
         ...
 
     @property
@@ -110,8 +112,11 @@ class HeldWeights(Protocol):
         ...
 
     def check_next(self) -> str | None:
-        """Compare the next part with its checksum, in milliseconds. Return what is wrong: then no later process gets
-        these weights, and this one must end. Called from one thread, which may be another one than the pass's."""
+        """Compare the next part with its checksum, which takes milliseconds.
+
+        Returns what is wrong, or nothing. After an error no later process gets these weights, and this one must end.
+        Called from one thread, which need not be the pass's.
+        """
         ...
 
 
@@ -127,7 +132,7 @@ class IHeldWeights(Protocol):
 
 @runtime_checkable
 class IFindsHeldWeights(Protocol):
-    """Optional interface of the class of such a pass."""
+    """Optional interface of the class of a pass with `IHeldWeights`."""
 
     def held_bytes(self, model_dir: Path, options: PassOptions) -> int:
         """Bytes of weights that `load` would map: they take no further memory. 0 if it would load them."""

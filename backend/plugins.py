@@ -30,7 +30,7 @@ def find_forward_pass(name: str) -> type[IBatchedForwardPass]:
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except Exception as error:
-        # The module is other people's code: importing it may raise anything.
+        # The module is third-party code: importing it may raise anything.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise StartupError(f'forward pass "{name}" cannot be imported: {reason}') from error
     missing = [method for method in _METHODS if not hasattr(found, method)]

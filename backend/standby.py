@@ -1,4 +1,4 @@
-"""The wait of a backend that takes the place of one that has ended."""
+"""A backend that waits, with its imports done, until it must replace one that has ended."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from penstock.shm.process.standby import wait_for_turn
 
 
 def import_and_wait(forward_pass: str, turn_fd: int) -> bool:
-    """Import what takes long, and all of the backend: its files may be another version's when the turn comes. Then
-    wait. False if this backend is not needed."""
+    """Import slow packages and all of the backend, whose files may be another version's when the turn comes. Then wait.
+
+    Return False if this backend is not needed.
+    """
     with contextlib.suppress(StartupError):  # `serve` reports it
         find_forward_pass(forward_pass)
     for module in pkgutil.walk_packages(backend.__path__, f"{backend.__name__}."):

@@ -85,7 +85,10 @@ def _step_tokens(options: BackendOptions, device: str) -> int:
 
 
 def locate_config(options: BackendOptions) -> Path:
-    """A directory with the checkpoint's config.json. Of a hub model only that is downloaded. Raises StartupError."""
+    """Return a directory with the checkpoint's config.json. For a hub model only that file is downloaded.
+
+    Raises StartupError.
+    """
     name = DEMO_MODEL if options.model is None else options.model
     return SHIPPED_MODELS.get(name) or resolve_config(name, options.revision)
 
@@ -105,8 +108,11 @@ def pass_name(options: BackendOptions, config_dir: Path) -> str:
 def describe_pass(
     options: BackendOptions, name: str, pass_class: type[IBatchedForwardPass], config_dir: Path, settings: PassOptions
 ) -> tuple[PassSpec, PassOptions]:
-    """The pass's spec, and its settings: without a KV cache a step must hold the longest input, and may hold many short
-    ones. Raises StartupError if the pass does not do what the options ask for."""
+    """Return the pass's spec and its settings.
+
+    Without a KV cache a step must hold the longest input, and may hold many short ones. Raises StartupError if the pass
+    cannot do what the options ask for.
+    """
     spec = pass_class.describe(config_dir, settings)
     if not spec.kv_bytes_per_token:
         longest = min(spec.max_context_tokens, settings.max_context_tokens or spec.max_context_tokens)
@@ -167,7 +173,8 @@ def plan_cache(options: BackendOptions, spec: PassSpec, device: str, memory: Mem
 
 
 def find_held_bytes(pass_class: type[IBatchedForwardPass], config_dir: Path, settings: PassOptions) -> int:
-    """Return the size of weights that the pass will only map. Call it before memory is measured: others are freed."""
+    """Return the size of weights that the pass will only map. Call it before memory is measured: it frees other
+    weights."""
     finder: object = pass_class
     if settings.weights_fds is None or not isinstance(finder, IFindsHeldWeights):
         return 0
@@ -189,8 +196,10 @@ def check_memory(plan: KvPlan | WholePlan, memory: MemoryInfo, device: str = "cp
 
 
 def check_room_beside(plan: KvPlan | WholePlan, memory: MemoryInfo, kv_budget: int | str | None, device: str) -> None:
-    """Raises NoRoomBeside unless the memory that another backend leaves free is enough. An automatic budget needs the
-    memory of that one too."""
+    """Raises NoRoomBeside unless the memory that another backend leaves free is enough.
+
+    An automatic budget also needs that backend's memory.
+    """
     if kv_budget == AUTO or (kv_budget is None and device != "cpu"):
         raise NoRoomBeside("an automatic --kv-budget can be computed only when the old backend has ended")
     if plan.device_bytes > memory.free_bytes:
@@ -201,7 +210,7 @@ def check_room_beside(plan: KvPlan | WholePlan, memory: MemoryInfo, kv_budget: i
 
 
 def check_host_memory(host_kv_bytes: int, memory: MemoryInfo) -> None:
-    """Raises StartupError if less is free. Page-locked memory cannot be swapped out."""
+    """Raises StartupError if less memory is free. Page-locked memory cannot be swapped out."""
     if host_kv_bytes > memory.free_bytes:
         raise StartupError(
             f"--host-kv-budget is {format_size(host_kv_bytes)}; {format_size(memory.free_bytes)} are free on "

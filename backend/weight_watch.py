@@ -1,4 +1,4 @@
-"""Compares weights that outlive the process with their checksums, as long as it lives."""
+"""Compares weights that outlive the process with their checksums while it runs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from penstock.backend.pass_extensions import HeldWeights
 
 EVERY_S = 1.0
-"""A part has a few MB, so this takes half a percent of a core, and 10 GB are checked within an hour."""
+"""Interval of the checks. A part has a few MB, so this takes half a percent of a core, and checks 10 GB
+within an hour."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightWatch:
-    """Ends when the weights are damaged, which it reports once, or with the process."""
+    """Runs until the process ends, or until the weights are damaged, which it reports once."""
 
     weights: HeldWeights
     note: Callable[[int], None]

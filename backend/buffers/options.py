@@ -39,7 +39,7 @@ def open_sharing_device(device: str) -> DeviceApi | None:
 def make_exporter(
     choice: str, budget_bytes: int, forward_pass: IBatchedForwardPass, device: DeviceApi | None
 ) -> BufferExporter:
-    """choice is --shared-buffers; device is the pass's, None on the CPU. Raises StartupError."""
+    """Return the exporter. choice is --shared-buffers; device is the pass's, None on the CPU. Raises StartupError."""
     has_device_outputs = device is not None and isinstance(forward_pass, IDeviceLogits)
     if choice == "cuda" and not has_device_outputs:
         raise StartupError(

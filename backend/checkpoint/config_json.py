@@ -54,7 +54,7 @@ def read_decoder_config(model_dir: Path, max_context_tokens: int | None = None) 
 
 
 def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None = None) -> DecoderConfig:
-    """As `read_decoder_config`, from the decoded JSON object."""
+    """Like `read_decoder_config`, from the decoded JSON object."""
     architecture = _architecture(values)
     part, name = TEXT_PARTS.get(architecture), architecture
     if part is not None:
@@ -127,7 +127,7 @@ def _architecture(values: dict[str, Any]) -> str:
 
 
 def _text_model(values: dict[str, Any], architecture: str, part: TextPart) -> tuple[dict[str, Any], str]:
-    """The keys of the text model, with those of the whole model that apply to it; and its entry of FAMILIES."""
+    """The keys of the text model, with keys of the whole model that apply to it; and its entry of FAMILIES."""
     text = values.get("text_config")
     if not isinstance(text, dict):
         raise StartupError(f"text_config is {shorten(text)}; {architecture} needs an object")
@@ -161,7 +161,7 @@ def _refuse_unsupported(values: dict[str, Any], family: Family) -> None:
 
 
 def _split_rope(values: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Give settings per layer type keys of their own."""
+    """Move settings per layer type to keys of their own."""
     settings = values.get("rope_parameters")
     own = {key: value for key, value in values.items() if key != "window_rope_parameters"}
     if family.window_rope_theta is None or not isinstance(settings, dict) or not settings.keys() & _ROPE_KEYS.keys():
@@ -225,7 +225,7 @@ def _rope(config: HfConfig, family: Family, head_dim: int, max_context_tokens: i
 
 
 def _window_rope(config: HfConfig, family: Family, rope: RopeConfig, context_tokens: int) -> RopeConfig | None:
-    """The rotary embeddings of layers with a window, if the architecture has two kinds. rope_scaling is not theirs."""
+    """The rotary embeddings of layers with a window, if the architecture has two kinds. rope_scaling does not apply."""
     if family.window_rope_theta is None:
         return None
     settings = config.window_rope_parameters or RopeSettings()
@@ -268,7 +268,8 @@ def _head_dim(config: HfConfig, family: Family) -> int:
 def _context_tokens(
     config: HfConfig, rope: RopeSettings, original_positions: int, max_context_tokens: int | None
 ) -> int:
-    """Only YaRN extends the context beyond max_position_embeddings: by the factor that the operator adds."""
+    """Return the longest context. Only YaRN extends it beyond max_position_embeddings: by the factor that the operator
+    adds."""
     offered = config.max_position_embeddings
     if rope.kind == "yarn" and rope.factor is not None:
         offered = min(max(offered, int(original_positions * rope.factor)), MAX_CONTEXT_TOKENS)

@@ -17,7 +17,7 @@ MlpKind: TypeAlias = Literal["gated", "plain"]
 
 @dataclass(frozen=True, slots=True)
 class PositionScale:
-    """1 + beta × ln(1 + floor(position / period)), by which queries are multiplied (Llama 4, Ministral 3)."""
+    """The factor of queries at a position: 1 + beta × ln(1 + floor(position / period)) (Llama 4, Ministral 3)."""
 
     beta: float
     period: int
@@ -35,12 +35,12 @@ class RopeConfig:
     inv_freq: tuple[float, ...]
     attention_factor: float = 1.0
     scale: PositionScale | None = None
-    """Not with a rotary_dim below head_dim: the numbers that do not rotate would not be multiplied."""
+    """Not allowed with a rotary_dim below head_dim: the numbers that do not rotate would not be multiplied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """Numbers that a model multiplies by, and soft caps: x becomes cap × tanh(x / cap). None is no cap."""
+    """Factors of a model, and soft caps: x becomes cap × tanh(x / cap). None is no cap."""
 
     scores: float | None = None
     """Attention scores, q·k; None is head_dim ** -0.5."""
@@ -48,9 +48,9 @@ class Scales:
     embedding: float = 1.0
     """Rows of the embedding table; rounded to the weights' dtype first."""
     given_embeddings: float = 1.0
-    """Embeddings that a prompt brings with it."""
+    """Factor of embeddings that a prompt brings with it."""
     residual: float = 1.0
-    """Additions of attention and MLP to the residual stream. Not for models with output norms."""
+    """Factor of additions of attention and MLP to the residual stream. Not for models with output norms."""
     logits: float = 1.0
     logits_softcap: float | None = None
     """Applied after `logits`."""
@@ -66,48 +66,51 @@ class ClampedGate:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts: gated MLPs of which each token uses the few that its router finds likeliest."""
+    """A mixture of experts: gated MLPs. Each token uses the few that its router rates highest."""
 
     count: int
     per_token: int
     """From 1 to count."""
     width: int
-    """Width of an expert's MLP, as intermediate_size is that of a dense one."""
+    """Width of an expert's MLP, like intermediate_size of a dense one."""
     normalises: bool
-    """The probabilities of a token's experts, its weights for their results, are divided by their sum."""
+    """The probabilities of a token's experts, which weight their results, are divided by their sum."""
     shared_width: int | None = None
     """Width of an MLP beside the experts that all tokens use, weighted by the sigmoid of its own linear (Qwen2-MoE)."""
     biased: bool = False
     """The router and the experts' linears have biases."""
     clamped_gate: ClampedGate | None = None
-    """In place of the model's activation."""
+    """Replaces the model's activation."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
     """Names of a layer's tensors in the checkpoint, without the prefix and without .weight or .bias.
 
-    A norm whose name is None is not in the model. A tuple's tensors are stacked, in this order.
+    None means that the model lacks the norm. A tuple's tensors are stacked, in this order.
     """
 
     attention_norm: str | None = "input_layernorm"
     attention_output_norm: str | None = None
-    """Applied to what attention adds to the residual stream."""
+    """Applied to attention's addition to the residual stream."""
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_output_norm: str | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """q, k and v, or one tensor of all three."""
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """Gate and up, or one tensor: of both, or of a plain MLP's only input product."""
+    """Gate and up; or one tensor, of both or of a plain MLP's only input product."""
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
     expert: str = "mlp.experts.{}"
-    """An expert, by its number. Its own tensors follow the name and a dot."""
+    """An expert, by its number. Its tensors' names follow after a dot."""
     expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
     fused_experts: str | None = None
-    """Not None: the experts of a layer lie together in the tensors gate_up_proj and down_proj of this name, matrices as
-    [experts, inputs, outputs], outputs of gate and up by turns; the names of single experts do not exist."""
+    """If not None, a layer's experts are together in the tensors gate_up_proj and down_proj of this name.
+
+    Matrices are [experts, inputs, outputs], and outputs of gate and up alternate. Then the names of single experts do
+    not exist.
+    """
     shared_expert: str = "mlp.shared_expert"
     """Its tensors have the names of an expert's."""
     shared_gate: str = "mlp.shared_expert_gate"
@@ -133,7 +136,7 @@ class DecoderConfig:
     """False: the model ends with the final norm, or with a head that the checkpoint does not call lm_head. Then
     tie_embeddings is False too."""
     head_width: int = 1
-    """Outputs of such a head."""
+    """Outputs of the head that the checkpoint does not call lm_head."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -144,8 +147,8 @@ class DecoderConfig:
     norm_offset: float = 0.0
     """Added to the weights of all norms: 1 for Gemma."""
     qk_norm: QkNormScope | None = None
-    """The norm of q and k before RoPE: over a head with one weight for all (Qwen3), over a head with a weight for each
-    (Command-R+), or over all heads together (OLMo 2)."""
+    """The norm of q and k before RoPE: over each head with one weight for all heads (Qwen3), over each head with its
+    own weight (Command-R+), or over all heads together (OLMo 2)."""
     sinks: bool = False
     """Each head has a learned score that takes part in the softmax of every query and has no value (gpt-oss)."""
     activation: Activation = "silu"
@@ -161,9 +164,9 @@ class DecoderConfig:
     interleaved_rope: bool = False
     """The checkpoint's heads rotate dimensions 2 i and 2 i + 1 together (GLM, Cohere), not i and i + rotary_dim / 2."""
     window_rope: RopeConfig | None = None
-    """RoPE of the layers with a window, if it is not `rope` (Gemma 3); its rotary_dim is the same."""
+    """RoPE of the layers with a window, if it differs from `rope` (Gemma 3); its rotary_dim is the same."""
     query_rope: RopeConfig | None = None
-    """RoPE of queries where keys have `rope`, if it is another one; its rotary_dim is the same."""
+    """RoPE of queries where keys have `rope`, if it differs; its rotary_dim is the same."""
     layer_uses_rope: tuple[bool, ...] = ()
     """False for layers without RoPE (SmolLM3, Cohere 2)."""
     layer_window_tokens: tuple[int | None, ...] = ()
@@ -194,7 +197,7 @@ class DecoderConfig:
         return 1 if self.window_rope is not None and self.window_of_layer(index) is not None else 0
 
     def query_rope_of_layer(self, index: int) -> int | None:
-        """Index into `ropes` of the queries' RoPE; None if they have the same one as the keys."""
+        """Index into `ropes` of the queries' RoPE; None if it is the keys'."""
         return None if self.query_rope is None or self.rope_of_layer(index) != 0 else len(self.ropes) - 1
 
     def experts_of_layer(self, index: int) -> Experts | None:

@@ -18,8 +18,8 @@ _NUM_SAMPLES = 256
 class FilesHash:
     """A hash of files: their names, sizes and content.
 
-    Small files are hashed whole. Of a weight file 256 samples of 4 KiB are hashed; the first sample holds the names and
-    shapes. So a model of any size takes milliseconds.
+    Small files are hashed whole. For a weight file 256 samples of 4 KiB are hashed; the first sample holds the names
+    and shapes. So a model of any size takes milliseconds.
     """
 
     def __init__(self, settings: str) -> None:
@@ -41,8 +41,10 @@ class FilesHash:
 
 
 def weights_fingerprint(model_dir: Path) -> str:
-    """Differs if the weights differ. The times at which the weight files were written, in seconds, count too: a small
-    change might lie between the samples."""
+    """A hash that differs if the weights differ.
+
+    The write times of the weight files, in seconds, count too: a small change might be between the samples.
+    """
     files = [path for path in sorted(model_dir.iterdir()) if path.suffix in WEIGHTS_SUFFIXES and path.is_file()]
     found = FilesHash(" ".join(str(int(path.stat().st_mtime)) for path in files))
     for path in files:

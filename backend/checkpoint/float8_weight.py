@@ -1,4 +1,4 @@
-"""Weights of a linear layer in 8-bit floats, as `quantized_weights.py` has those in integers."""
+"""Weights of a linear layer in 8-bit floats; `quantized_weights.py` has those in integers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 FLOAT8_GROUP_SIZE = 128
-"""Inputs of a group, if kernels are to multiply it."""
+"""Inputs of a group that kernels can multiply."""
 _SCALE_BYTES = 4
 
 
@@ -23,7 +23,7 @@ class Float8Form:
         return 1 if self.group_size is None else -(-inputs // self.group_size)
 
     def num_bytes(self, shape: tuple[int, int]) -> int:
-        """As `PackedForm.num_bytes`."""
+        """Memory of a packed linear, as in `PackedForm.num_bytes`."""
         outputs, inputs = shape
         return outputs * (inputs + self.num_groups(inputs) * _SCALE_BYTES)
 
@@ -37,7 +37,7 @@ class Float8Weight:
     scales: Tensor
     """float32 [outputs, groups], finite. The last group may be smaller."""
     group_size: int | None
-    """As in `Float8Form`."""
+    """Inputs that share a scale, as in `Float8Form`."""
 
     def __post_init__(self) -> None:
         if self.values.dtype is not torch.uint8 or self.values.dim() != 2 or not self.values.numel():

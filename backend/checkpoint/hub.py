@@ -19,7 +19,7 @@ from penstock.backend.checkpoint.progress import logged_downloads
 from penstock.backend.errors import StartupError
 
 CONFIG_FILES = (CONFIG_FILE, "modules.json", "sentence_*_config.json", "[0-9]_*/config.json")
-"""Files that decide what a model computes: its config.json, and the modules of sentence-transformers."""
+"""Files that determine a model's computation: its config.json, and the modules of sentence-transformers."""
 SMALL_FILES = (
     *CONFIG_FILES,
     "config_sentence_transformers.json",
@@ -57,12 +57,12 @@ def resolve_model(model: str, revision: str | None = None, config_dir: Path | No
 
 
 def resolve_config(model: str, revision: str | None = None) -> Path:
-    """As `resolve_model`, but downloads CONFIG_FILES only."""
+    """Like `resolve_model`, but downloads only CONFIG_FILES."""
     return _local_directory(model, revision) or _download_with_config(model, revision, CONFIG_FILES)
 
 
 def resolve_small_files(model: str, revision: str | None = None) -> Path:
-    """As `resolve_model`, but downloads no weights."""
+    """Like `resolve_model`, but downloads no weights."""
     return _local_directory(model, revision) or _download_with_config(model, revision, SMALL_FILES)
 
 
@@ -89,7 +89,7 @@ def _local_directory(model: str, revision: str | None) -> Path | None:
             )
         if revision is not None:
             raise StartupError(f"--revision is {shorten(revision)}; the model {path} is a file: remove --revision")
-        # Imported here: it imports torch, which takes a second and which no other model needs to be found.
+        # Imported here: it imports torch, which takes a second and is not needed to find other models.
         from penstock.backend.checkpoint.gguf.directory import gguf_directory
 
         return gguf_directory(path)
@@ -99,7 +99,7 @@ def _local_directory(model: str, revision: str | None) -> Path | None:
 
 
 def _found_instead(directory: Path) -> str:
-    """Say what a directory without a model contains, and what to do."""
+    """Describe what a directory without a model contains, and say what to do."""
     if (directory / ADAPTER_FILE).is_file():
         return (
             f": it is a LoRA adapter ({ADAPTER_FILE}). Give its base model as --model, and the adapter as "

@@ -20,7 +20,7 @@ MAX_JSON_BYTES = 64 << 20
 T = TypeVar("T")
 
 LFS_MARK = b"version https://git-lfs.github.com/spec/"
-"""Beginning of the small file that git leaves in the place of a large one which is yet to be downloaded."""
+"""Beginning of the small file that git leaves in place of a large file that is not downloaded yet."""
 _ERROR_PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
 _PATH_STEP = re.compile(r"\.(?P<key>[^.\[]+)|\[(?P<index>\d+)\]")
 
@@ -61,8 +61,8 @@ def decode_json_object(data: bytes | memoryview, where: object) -> dict[str, Any
 
 
 def decode_without_twins(data: bytes, where: object) -> dict[str, Any]:
-    """As `decode_json_object`. Refuses an object, at any depth, with a key twice: which of the values counts, no
-    standard says."""
+    """Like `decode_json_object`, but refuses an object, at any depth, with a duplicate key: no standard says which
+    value counts."""
     values = decode_json_object(data, where)
     try:
         # The default parse_int raises for thousands of digits.
@@ -93,7 +93,7 @@ def shorten(value: object) -> str:
 
 
 def _refuse_twins(pairs: list[tuple[str, object]], where: object) -> None:
-    """Keeps nothing of the object."""
+    """Check pairs for duplicate keys; the object itself is dropped."""
     seen: set[str] = set()
     for key, _ in pairs:
         if key in seen:

@@ -28,7 +28,8 @@ TEXT_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-"""Prefixes of the text model in models that read images too: in files of transformers 4 and on the hub, and of 5."""
+"""Prefixes of the text model in models that also read images: in files of transformers 4 and on the hub, and of
+transformers 5."""
 
 T = TypeVar("T")
 
@@ -60,7 +61,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def as_text_names(by_name: dict[str, T], where: object) -> dict[str, T]:
-    """Give the text model's tensors in the checkpoint of a larger model the names that they have without it.
+    """Rename the text model's tensors in a larger model's checkpoint to their names without it.
 
     Raises StartupError if two tensors get the same name.
     """

@@ -35,7 +35,7 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work in progress, in the words of the bar and of the log."""
+    """The name of the work in progress, for the bar and for the log."""
 
     running: str
     done: str
@@ -115,7 +115,7 @@ _waiting_bar = threading.Lock()
 
 @contextmanager
 def waiting_bar(text: str) -> Iterator[None]:
-    """Show a moving bar while the body runs, for work that cannot tell how far it is; nothing without a terminal.
+    """Show a moving bar while the body runs, for work without measurable progress; nothing without a terminal.
 
     Several threads may wait at once; the first one has the bar.
     """

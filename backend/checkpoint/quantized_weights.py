@@ -1,6 +1,7 @@
 """Weights of a linear layer in 8 or 4 bits: the form between a quantiser or a file and the operations that pack them.
 
-A weight is [outputs, inputs], row-major, as an unquantised one. A gated pair is one weight whose rows are [gate | up].
+A weight is [outputs, inputs], row-major, like an unquantised one. A gated pair is one weight whose rows are [gate |
+up].
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ INT4_GROUP_SIZES = (32, 128)
 
 MXFP4_GROUP_SIZE = 32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The number of each value of 4 bits."""
+"""The number that each value of 4 bits stands for."""
 MXFP4_EXPONENTS = range(-23, 17)
 """Exponents that a scale may have: half of each scale is a number of binary16."""
 
@@ -42,7 +43,7 @@ class PackedForm:
     group_size: int | None
     """Inputs that share a scale, and maybe a zero point, of 4-bit values; None for 8 bits and one scale per output."""
     has_zeros: bool = True
-    """For 4 bits."""
+    """For 4 bits: groups have zero points."""
 
     def num_bytes(self, shape: tuple[int, int]) -> int:
         """Memory of a packed linear [outputs, inputs]: values, scales and zeros."""
@@ -206,8 +207,8 @@ class Int4Weight:
 class GroupedWeight:
     """w = scale × value - minimum for groups of inputs, as in GGML's block types.
 
-    A group's scale and minimum are the factors of its block, each times a multiplier if the form has them. Raises
-    ValueError for other shapes, dtypes or values.
+    A group's scale and minimum are the factors of its block, each times a multiplier if the form has multipliers.
+    Raises ValueError for other shapes, dtypes or values.
     """
 
     form: GroupedForm
@@ -280,7 +281,7 @@ class Mxfp4Weight:
     """w = scale × value, values in E2M1. Raises ValueError for other shapes, dtypes or scales."""
 
     values: Tensor
-    """uint8 [outputs, inputs / 2], as those of `Int4Weight`."""
+    """uint8 [outputs, inputs / 2], laid out like `Int4Weight.values`."""
     scales: Tensor
     """float32 [outputs, inputs / 32]: 2 to the power of one of MXFP4_EXPONENTS."""
 
@@ -334,9 +335,10 @@ def take_rows(weight: QuantizedWeight, rows: Tensor | slice) -> QuantizedWeight:
 def stack_weights(
     weights: Iterable[QuantizedWeight | None], form: WeightForm, num_outputs: int
 ) -> QuantizedWeight | None:
-    """One weight in the form with the outputs of all, num_outputs, in order; None if it does not hold one of them.
+    """Join the outputs of all weights, num_outputs together, in order; None if the form cannot hold one of them.
 
-    The result's memory is taken when the first one is there; each is dropped before the next is asked for.
+    The result's memory is allocated when the first weight is there; each weight is dropped before the next is
+    requested.
     """
     stacked: list[Tensor] = []
     first: QuantizedWeight | None = None

@@ -50,7 +50,7 @@ class SafetensorsFile(TensorFile):
 
 
 def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, StoredTensor], object]:
-    """The tensors, and what the writer said about the file, which is not checked."""
+    """Return the tensors, and the writer's metadata, which are not checked."""
     file_bytes = os.fstat(file.fileno()).st_size
     if file_bytes < _LENGTH_BYTES:
         raise StartupError(f"{path} is truncated: expected at least {_LENGTH_BYTES} bytes, found {file_bytes}")

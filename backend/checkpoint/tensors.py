@@ -74,16 +74,16 @@ class LayerWeights(Generic[Matrix]):
 
 @dataclass(frozen=True, slots=True)
 class ExpertSlice:
-    """The place of one expert's matrix or bias in a tensor of all experts of the layer."""
+    """The place of one expert's matrix or bias in a tensor that has all experts of the layer."""
 
     tensor: str
     index: int
     count: int
     takes_turns: bool
-    """Its outputs are those of gate and up by turns, and not all of gate and then all of up."""
+    """Outputs of gate and up alternate; otherwise all of gate come first."""
 
     def part_name(self, part: str) -> str:
-        """The tensor of all experts' parts, if a quantised format stores matrices in parts."""
+        """Name of the tensor with this part for all experts, if a quantised format stores matrices in parts."""
         return f"{self.tensor}_{part}"
 
 
@@ -92,13 +92,13 @@ class TensorSpec:
     """Name of a tensor in the checkpoint, and its required shape."""
 
     name: str
-    """With a place it is the name that the tensor would have by itself."""
+    """The expert's own name, even if it is part of a larger tensor (`place`)."""
     shape: tuple[int, ...]
     place: ExpertSlice | None = None
 
     @property
     def stored_name(self) -> str:
-        """In a checkpoint of floats."""
+        """The name in an unquantised checkpoint."""
         return self.name if self.place is None else self.place.tensor
 
 
@@ -114,7 +114,7 @@ def expected_tensors(config: DecoderConfig) -> Iterator[TensorSpec]:
 
 
 def linear_names(config: DecoderConfig) -> Iterator[str]:
-    """The names of all linears' weights, lm_head's included if it has one of its own."""
+    """The names of all linears' weights, including lm_head if it has its own."""
     for index in range(config.num_layers):
         layout = layer_specs(config, index)
         yield from (spec.name for field in LINEARS for spec in layout.get(field, ()))
@@ -241,5 +241,5 @@ def _qk_norm_shape(scope: QkNormScope, num_heads: int, head_dim: int) -> tuple[i
 
 
 def _divide(names: tuple[str, ...], rows: tuple[int, ...]) -> dict[str, int]:
-    """Name of each tensor → its rows; a single tensor has all."""
+    """Divide rows evenly among the tensors; a single tensor has all."""
     return dict(zip(names, rows, strict=True)) if len(names) > 1 else {names[0]: sum(rows)}

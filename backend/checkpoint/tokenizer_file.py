@@ -19,7 +19,7 @@ class _AddedToken(Struct, frozen=True):
 
 class _Model(Struct, frozen=True):
     vocab: dict[str, int] | list[Any] = {}
-    """Token → id; a list of (token, score), indexed by id, where the model is Unigram."""
+    """Token → id; for a Unigram model a list of (token, score), indexed by id."""
 
 
 class _Tokenizer(Struct, frozen=True):
@@ -28,7 +28,7 @@ class _Tokenizer(Struct, frozen=True):
 
 
 class TokenIdCounts(NamedTuple):
-    """Highest token id + 1: of the tokenizer's own vocabulary, and with the tokens that were added to it later."""
+    """Highest token id + 1: in the tokenizer's own vocabulary, and including tokens that were added later."""
 
     own: int
     with_added: int

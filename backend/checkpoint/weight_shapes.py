@@ -1,4 +1,4 @@
-"""The shapes of a decoder's weights without their content, for weights that are packed already."""
+"""The shapes of a decoder's weights without their content, for weights that are already packed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class WeightShapes:
-    """As `DecoderWeights`: its tensors are on torch's meta device, where operations compute shapes and nothing else."""
+    """Implements the interface of `DecoderWeights`. Tensors are on torch's meta device, where operations compute only
+    shapes."""
 
     def __init__(self, config: DecoderConfig) -> None:
         self._config = config

@@ -73,9 +73,9 @@ class DecoderWeights:
         closers: ExitStack,
         keeps: Callable[[WeightForm], bool] = lambda _: False,
     ) -> None:
-        """stored: every needed tensor, by name. closers closes the files and the progress.
+        """stored contains every needed tensor, by name. closers closes the files and the progress.
 
-        Linears that are stored in a form that it keeps are returned in it; the others are dequantised.
+        Linears that are stored in a form for which keeps is true are returned in it; the others are dequantised.
         """
         self._config = config
         self._stored = stored
@@ -105,7 +105,7 @@ class DecoderWeights:
             self._num_packed = self._num_dequantized = 0
 
     def count_read(self, num_bytes: int) -> None:
-        """Add to the progress what was read from other files."""
+        """Add bytes that were read from other files to the progress."""
         self._progress.advance(num_bytes)
 
     @property
@@ -121,7 +121,7 @@ class DecoderWeights:
         return choose_dtype(requested, self._declared_dtype or self._embedding.dtype, fp16_as)
 
     def embedding(self, dtype: torch.dtype) -> Tensor | QuantizedWeight:
-        """[vocab_size, hidden_size]. Only one that is lm_head too may be quantised."""
+        """Read [vocab_size, hidden_size]. It may be quantised only if it is also lm_head."""
         specs = (embedding_spec(self._config),)
         return self.linear(specs, dtype) if self._config.tie_embeddings else self.stacked(specs, dtype)
 
@@ -156,7 +156,7 @@ class DecoderWeights:
         return self.linear((lm_head_spec(self._config),), dtype) if self._config.has_own_lm_head else None
 
     def linear(self, specs: tuple[TensorSpec, ...], dtype: torch.dtype) -> Tensor | QuantizedWeight:
-        """As `stacked`, or in the checkpoint's own form."""
+        """Like `stacked`, or in the checkpoint's own form."""
         stored = [self._stored[spec.name] for spec in specs]
         matrices = [weight for weight in stored if isinstance(weight, FormattedMatrix)]
         if len(matrices) < len(stored):
@@ -231,7 +231,7 @@ def choose_dtype(requested: str, own: torch.dtype, fp16_as: torch.dtype = torch.
 
 
 def open_tensor_files(model_dir: Path, closers: ExitStack) -> tuple[dict[str, TensorFile], str]:
-    """Tensor name → the file that has it, closed by closers; and a description of the files for messages."""
+    """Tensor name → its file, closed by closers; and a description of the files for messages."""
     ggufs = [closers.enter_context(closing(file)) for file in open_gguf_links(model_dir)]
     if ggufs:
         return {name: file for file in ggufs for name in file.tensors}, str(ggufs[0].path.resolve())
@@ -253,7 +253,7 @@ def open_tensor_files(model_dir: Path, closers: ExitStack) -> tuple[dict[str, Te
 
 
 def _found_instead(model_dir: Path) -> str:
-    """Say which weights a directory without safetensors has, and what to do."""
+    """Describe the weights of a directory without safetensors, and say what to do."""
     others = sorted(path.name for path in model_dir.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if others:
         return f"it has {others[0]}, and only safetensors are loaded; convert it with save_pretrained of transformers"
@@ -261,7 +261,7 @@ def _found_instead(model_dir: Path) -> str:
 
 
 def with_model_prefix(files: dict[str, TensorFile]) -> dict[str, TensorFile]:
-    """Give a decoder without its output layer (Qwen3Model) the names that it has with one."""
+    """Rename a decoder without its output layer (Qwen3Model) as if it had one."""
     if EMBEDDING in files or EMBEDDING.removeprefix(_MODEL_PREFIX) not in files:
         return files
     return rename_tensors(files, lambda name: _MODEL_PREFIX + name)

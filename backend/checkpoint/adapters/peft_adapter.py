@@ -82,7 +82,7 @@ class PeftAdapter:
 
     @property
     def rank(self) -> int:
-        """The largest of its matrices."""
+        """The largest rank of its matrices."""
         return max(tensor.shape[0] for name, tensor in self._tensors.items() if name.endswith(_DOWN))
 
     @property
@@ -91,11 +91,12 @@ class PeftAdapter:
 
     @property
     def modules(self) -> list[str]:
-        """The last parts of the names of the linears that it changes."""
+        """The last parts of the names of the linears that it changes, such as q_proj."""
         return sorted({name.removesuffix(_DOWN).rpartition(".")[2] for name in self._tensors if name.endswith(_DOWN)})
 
     def layer(self, index: int) -> dict[str, list[LowRank]]:
-        """Field of `LayerWeights` → what is added to its outputs, in order. Fields without an adapter are left out."""
+        """Read a layer: field of `LayerWeights` → additions to its outputs, in order. Fields without an adapter are
+        left out."""
         found: dict[str, list[LowRank]] = {}
         for field, first_output, module, _ in _linears(self._config, index):
             if module + _DOWN in self._tensors:
@@ -170,7 +171,7 @@ def open_adapters(
 
 
 def _linears(config: DecoderConfig, index: int) -> Iterator[tuple[str, int, str, tuple[int, ...]]]:
-    """Field, first output in the field, name and shape of each linear of a layer that may have an adapter."""
+    """The field, its first output, name and shape of each linear of a layer that may have an adapter."""
     layout = layer_specs(config, index)
     for field in ADAPTED_FIELDS:
         first_output = 0
@@ -187,7 +188,7 @@ def _module_name(stored: str) -> str:
 
 
 def adapter_id(directory: Path) -> str:
-    """A hash of the adapter's files: another adapter has another id, wherever it lies. Raises StartupError."""
+    """A hash of the adapter's files: other adapters have other ids, wherever they are stored. Raises StartupError."""
     hashes = []
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         with open_file(directory / name) as file:

@@ -1,4 +1,4 @@
-"""Reads adapter_config.json. What changes more than the products of linears is refused by its key."""
+"""Reads adapter_config.json. A key that changes more than the products of linears is refused by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "adapter_config.json"
 MAX_RANK = 512
-"""Beyond it an adapter is a model of its own: merged into the weights it is faster."""
+"""Largest rank. A larger adapter is faster when it is merged into the weights."""
 _INITS_THAT_CHANGE_THE_MODEL = ("pissa", "olora", "corda", "loftq")
 _KNOWN_SWITCHES = ("use_rslora",)
 _REFUSED = {
@@ -29,7 +29,7 @@ _REFUSED = {
     "lora_bias": "biases are trained",
     "fan_in_fan_out": "the matrices are transposed",
 }
-"""Key → what it means, where it is set."""
+"""Key → its meaning, for keys that are refused when they are set."""
 
 T = TypeVar("T")
 _Rank = Annotated[int, Meta(ge=1, le=MAX_RANK)]
@@ -90,5 +90,5 @@ def _check_init(init: Any, path: Path) -> None:
 
 
 def _of_pattern(patterns: dict[str, T], module: str, default: T) -> T:
-    """The value of the first pattern that is the end of the module's name, as in peft."""
+    """The value of the first pattern that matches the end of the module's name, as in peft."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)

@@ -1,6 +1,6 @@
 """The mixtures of experts of models, and which layers have them, from config.json.
 
-A function is a rule of one architecture, with the defaults that transformers has for absent keys.
+A function is one architecture's rule, with the defaults that transformers uses for absent keys.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.architectures.hf_config import HfConfig
 
 MAX_EXPERTS = 1 << 16
-"""In all layers: each has tensors of its own in the checkpoint, whose names are in memory while it loads."""
+"""Experts of all layers together: each has its own tensors in the checkpoint, whose names are in memory
+while it loads."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayers:
     experts: Experts
     layers: tuple[bool, ...]
-    """Whether each layer has them."""
+    """Whether each layer has experts."""
 
 
 def qwen3_experts(config: HfConfig) -> ExpertLayers:

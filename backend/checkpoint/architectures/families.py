@@ -72,7 +72,7 @@ def _qk_norm(scope: QkNormScope) -> Callable[[HfConfig], QkNormScope | None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """An architecture. The functions read what the config.json decides."""
+    """An architecture. The functions read the settings that its config.json decides."""
 
     windows: Callable[[HfConfig], Windows] = no_windows
     uses_rope: Callable[[HfConfig, Windows], tuple[bool, ...]] = rope_everywhere
@@ -86,7 +86,7 @@ class Family:
     attention_bias: bool = False
     """Default of the key."""
     mlp_bias_allowed: bool = False
-    """Whether the key mlp_bias means something."""
+    """Whether the key mlp_bias has a meaning."""
 
     norm: NormKind = "rms"
     norm_bias: bool = False
@@ -95,7 +95,7 @@ class Family:
     norm_eps: float = 1e-6
     activation_key: Literal["hidden_act", "hidden_activation"] = "hidden_act"
     activation: str = "silu"
-    """The only one that is supported, under the name it has in transformers; also the default."""
+    """The only supported activation, named as in transformers; also the default."""
     activation_aliases: tuple[str, ...] = ()
     """Other names that mean the same for this architecture."""
     mlp: MlpKind = "gated"
@@ -104,12 +104,12 @@ class Family:
 
     head_dim: int | None = None
     rope: RopeSettings = RopeSettings()  # noqa: RUF009 - frozen
-    """The rotary embedding if config.json says nothing about scaling."""
+    """The rotary embedding if config.json has no settings of scaling."""
     rope_theta: float = 10_000.0
     scales_queries: bool = False
-    """By their position, if the settings of RoPE have a llama_4_scaling_beta."""
+    """Queries are scaled by their position if the settings of RoPE have a llama_4_scaling_beta."""
     window_rope_theta: float | None = None
-    """Not None: layers with a window have rotary embeddings of their own, of this base if no key says otherwise."""
+    """If not None, layers with a window have their own rotary embeddings, with this base unless a key gives another."""
     partial_rotary_factor: float = 1.0
     interleaved_rope: bool = False
     tie_embeddings: bool = False
@@ -123,7 +123,7 @@ def _cap(value: float | UnsetType | None, default: float | None) -> float | None
 
 
 def _gemma_scales(*, scores_cap: float | None = None, logits_cap: float | None = None) -> Callable[[HfConfig], Scales]:
-    """The caps are the defaults of absent keys."""
+    """Gemma's scales. The caps are the defaults of absent keys."""
 
     def scales(config: HfConfig) -> Scales:
         return Scales(

@@ -24,7 +24,7 @@ _Scale = Annotated[float, Meta(ge=1e-6, le=1e6)]
 
 
 class HfConfig(Struct, frozen=True):
-    """None and an absent key are the same, except where the type has UNSET: there null switches a feature off."""
+    """None and an absent key mean the same, except where the type has UNSET: there null switches a feature off."""
 
     vocab_size: Annotated[int, Meta(ge=1, le=1 << 24)]
     hidden_size: _Width
@@ -40,7 +40,7 @@ class HfConfig(Struct, frozen=True):
     layer_norm_eps: _Epsilon | None = None
     norm_epsilon: _Epsilon | None = None
     norms_have_offset: bool = False
-    """Weights of norms contain what the architecture adds to them, as in GGUF files of Gemma."""
+    """Weights of norms already contain the architecture's offset, as in GGUF files of Gemma."""
     tie_word_embeddings: bool | None = None
     attention_bias: bool | None = None
     mlp_bias: bool = False
@@ -59,13 +59,13 @@ class HfConfig(Struct, frozen=True):
     swiglu_alpha: _Scale | None = None
     swiglu_limit: _Scale | None = None
     separate_experts: bool = False
-    """Each expert has tensors of its own where the architecture fuses them, as in GGUF files of gpt-oss."""
+    """Each expert has its own tensors although the architecture fuses them, as in GGUF files of gpt-oss."""
     decoder_sparse_step: _Interval = 1
     mlp_only_layers: Annotated[tuple[Annotated[int, Meta(ge=0, le=4095)], ...], _PerLayer] | None = None
 
     rope_parameters: RopeSettings | None = None
     window_rope_parameters: RopeSettings | None = None
-    """Never in a file: rope_parameters of sliding_attention, where a file has settings per layer type."""
+    """Never in a file: rope_parameters of sliding_attention, from a file with settings per layer type."""
     rope_scaling: RopeSettings | None = None
     rope_theta: _RopeTheta | None = None
     rope_local_base_freq: _RopeTheta | None = None

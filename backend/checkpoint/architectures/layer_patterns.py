@@ -1,6 +1,6 @@
-"""Which layers of a model have a sliding window, and which have rotary embeddings, from its config.json.
+"""Rules for which layers of a model have a sliding window and which have rotary embeddings.
 
-A function is a rule of one or more architectures; it returns an entry per layer.
+A function is the rule of one or more architectures; it reads config.json and returns an entry per layer.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _window(config: HfConfig, default: int | None) -> int | None:
 
 
 def _by_layer_types(config: HfConfig, window: int | None, default_slides: tuple[bool, ...]) -> Windows:
-    """layer_types decides if given, else default_slides."""
+    """The windows by layer_types, or by default_slides if there are none."""
     if config.layer_types is None:
         return tuple(window if slides else None for slides in default_slides)
     if len(config.layer_types) != config.num_hidden_layers:

@@ -1,4 +1,4 @@
-"""The architectures that also read images, of which only the text model is served."""
+"""Architectures that also read images. Only their text models are served."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class TextPart:
     """The text models that an architecture may contain."""
 
     families: dict[str, str]
-    """model_type of text_config → the entry of FAMILIES that it is; the first without one. Others are other models."""
+    """model_type of text_config → its entry of FAMILIES; a missing one means the first. Other values are refused."""
     tie_embeddings: bool
     defaults: dict[str, int] = field(default_factory=dict)
-    """Values of keys that the files on the hub leave out and HfConfig requires."""
+    """Values of keys that HfConfig requires and files on the hub omit."""
 
 
 TEXT_PARTS = {

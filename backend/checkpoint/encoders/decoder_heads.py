@@ -1,5 +1,8 @@
-"""Decoders that give vectors or scores instead of tokens, in the layouts of Qwen3-Embedding, E5-Mistral, Qwen3-Reranker
-and ForSequenceClassification. What they give is computed from the last token's hidden state after the final norm."""
+"""Decoders that return vectors or scores instead of tokens.
+
+Layouts: Qwen3-Embedding, E5-Mistral, Qwen3-Reranker and ForSequenceClassification. The result is computed from the last
+token's hidden state after the final norm.
+"""
 
 from __future__ import annotations
 

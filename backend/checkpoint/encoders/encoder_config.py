@@ -22,7 +22,7 @@ class EncoderNames:
     """Names of tensors in a checkpoint, without .weight or .bias; those of a layer without its prefix."""
 
     prefixes: tuple[str, ...]
-    """All of these names begin with one of them: the first with which the checkpoint has the tensor of words."""
+    """Possible prefixes of all of these names. The first with which the checkpoint has the table of words is used."""
     words: str = "embeddings.word_embeddings"
     positions: str = "embeddings.position_embeddings"
     token_types: str = "embeddings.token_type_embeddings"  # noqa: S105 - not a password
@@ -38,7 +38,7 @@ class EncoderNames:
     mlp_in: tuple[str, ...] = ("intermediate.dense",)
     """The MLP's first product. A gated MLP has two, gate and up, as two tensors or as one."""
     up_before_gate: bool = False
-    """One tensor of gate and up has the rows of up first."""
+    """In one tensor of gate and up, the rows of up come first."""
     mlp_out: str = "output.dense"
     mlp_norm: str = "output.LayerNorm"
     final_norm: str | None = None
@@ -46,7 +46,8 @@ class EncoderNames:
 
 @dataclass(frozen=True, slots=True)
 class HeadLayer:
-    """A linear of a head: then its activation, then its norm. Names are those of whole tensors in the checkpoint."""
+    """A linear of a head, followed by its activation and its norm. Names are those of whole tensors in the
+    checkpoint."""
 
     weight: str | None
     """None: the table of words."""
@@ -70,7 +71,7 @@ class Head:
     kind: str
     """As in `PooledRows`."""
     pooling: tuple[PoolingMode, ...] = ()
-    """Several are concatenated, in this order."""
+    """Several modes are concatenated, in this order."""
     layers: tuple[HeadLayer, ...] = ()
 
     def width(self, hidden_size: int) -> int:
@@ -93,12 +94,12 @@ class EncoderConfig:
     names: EncoderNames
     heads: tuple[Head, ...] = ()
     normalizes: bool = False
-    """The model's files say that "embed" is normalised. The pass leaves it as it is."""
+    """The model's files ask for "embed" to be normalised. The pass leaves it unnormalised."""
 
     num_positions: int = 0
     """Rows of the table of learned positions; 0 without one."""
     first_position: int = 0
-    """The row of a sequence's first token: RoBERTa's are those behind the padding token's id."""
+    """The row of a sequence's first token. RoBERTa's rows start after the padding token's id."""
     num_token_types: int = 0
     """Rows of the table of token types; 0 without one."""
     norm_first: bool = False
@@ -122,10 +123,13 @@ class EncoderConfig:
     """Rows of the table of relative position biases, the same for all layers (MPNet); 0 without one."""
 
     relative_span: int = 0
-    """Rows to each side in the table of relative positions, whose queries and keys take part in the scores; 0 without
-    one (DeBERTa, arXiv 2006.03654)."""
+    """Rows to each side in the table of relative positions, whose queries and keys take part in the scores; 0 without a
+    table.
+
+    Source: DeBERTa (arXiv 2006.03654).
+    """
     farthest: int = 0
-    """The distance that has the last of these rows. Beyond half of the rows several distances share one."""
+    """The distance of the last of these rows. Beyond half of the rows several distances share one."""
 
     @property
     def score_scale(self) -> float:

@@ -27,7 +27,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "tanh": "tanh",
 }
 SUFFIXES = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
-"""Each follows the family in the name of an architecture."""
+"""Endings of an architecture's name, after the family."""
 PADDING_POSITION = 1
 """RoBERTa's padding token, if a config.json names none; MPNet's always."""
 
@@ -113,14 +113,14 @@ class EncoderFamily:
 
     names: EncoderNames
     keys: dict[str, str] = field(default_factory=dict)
-    """Key of this family's config.json → that of EncoderHfConfig."""
+    """Key of this family's config.json → key of EncoderHfConfig."""
     defaults: dict[str, object] = field(default_factory=dict)
-    """Key of the config.json → its value if it is absent, for those that `refused` then checks."""
+    """Key of the config.json → its value if it is absent, for keys that `refused` then checks."""
     positions: Literal["learned", "after padding", "relative", "rope", "rope by layer type"] = "learned"
     padding_id: int | None = None
-    """Not None: it is this one whatever pad_token_id says."""
+    """If not None, the padding id is this one, whatever pad_token_id says."""
     token_types: int | None = 2
-    """Default of type_vocab_size; None: there are none."""
+    """Default of type_vocab_size; None means no token types."""
     norm_eps: float = 1e-12
     has_norm_bias_key: bool = False
     norm_first: bool = False
@@ -135,7 +135,7 @@ class EncoderFamily:
     words: Layers | None = None
     """The head of ForMaskedLM; None if there is no such model."""
     refused: dict[str, tuple[object, ...]] = field(default_factory=dict)
-    """Key of the config.json → the values that are supported, null always."""
+    """Key of the config.json → its supported values; null is always supported."""
 
 
 _ROBERTA_WORDS = _words("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", "gelu")

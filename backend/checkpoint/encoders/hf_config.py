@@ -1,4 +1,4 @@
-"""The keys of an encoder's config.json that change what it computes, with bounds on every number."""
+"""The keys of an encoder's config.json that change its computation, with bounds on every number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Labels = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
 class EncoderHfConfig(Struct, frozen=True):
-    """Under the names that most architectures have; `families.EncoderFamily.keys` renames the others."""
+    """Keys under the names that most architectures use; `families.EncoderFamily.keys` renames the others."""
 
     vocab_size: Annotated[int, Meta(ge=1, le=1 << 24)]
     hidden_size: _Width
@@ -60,5 +60,5 @@ class EncoderHfConfig(Struct, frozen=True):
 
     @property
     def label_count(self) -> int:
-        """As in transformers: the labels that have names, else num_labels, else 2."""
+        """The number of labels, as in transformers: those with names, else num_labels, else 2."""
         return len(self.id2label) if self.id2label else self.num_labels or 2

@@ -1,4 +1,4 @@
-"""PooledDecoder: a decoder that gives vectors or scores. Reads nothing, so a pass can be made without a checkpoint."""
+"""A decoder that returns vectors or scores. Reads no file, so a pass can be made without a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ HeadKind: TypeAlias = Literal["embed", "yes or no", "score"]
 @dataclass(frozen=True, slots=True)
 class PooledDecoder:
     config: DecoderConfig
-    """Without lm_head; head_width is that of "yes or no" and "score"."""
+    """The decoder without lm_head; head_width is set for "yes or no" and "score"."""
     head: HeadKind
     normalizes: bool = False
-    """The model's files say that "embed" is normalised. The pass leaves it as it is."""
+    """The model's files ask for "embed" to be normalised. The pass leaves it unnormalised."""
 
     @property
     def width(self) -> int:

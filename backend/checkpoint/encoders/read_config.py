@@ -125,7 +125,7 @@ def parse_encoder(values: dict[str, Any], family_name: str, suffix: str) -> tupl
 
 
 def _farthest(own: EncoderHfConfig) -> int:
-    """`EncoderConfig.farthest`. Raises StartupError if no distance is left for the logarithmic rows."""
+    """Return `EncoderConfig.farthest`. Raises StartupError if no distance is left for the logarithmic rows."""
     farthest = own.max_relative_positions if own.max_relative_positions > 0 else own.max_position_embeddings
     if own.position_buckets // 2 >= farthest - 1:
         raise StartupError(
@@ -136,7 +136,7 @@ def _farthest(own: EncoderHfConfig) -> int:
 
 
 def with_common_names(values: dict[str, Any]) -> dict[str, Any]:
-    """An encoder's config.json with the keys that most architectures have; another's as it is."""
+    """Rename an encoder's keys to those of most architectures; return another config.json unchanged."""
     found = split_architecture(values)
     return values if found is None else _renamed(values, FAMILIES[found[0]])
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.encoders.hf_config import EncoderHfConfig
 
 GLOBAL_THETA, LOCAL_THETA = 160_000.0, 10_000.0
-"""ModernBERT's bases if its config.json names none: of layers with full attention, and of those with a window."""
+"""ModernBERT's bases if its config.json gives none: for layers with full attention, and with a window."""
 
 
 def rotary_layers(

@@ -46,7 +46,7 @@ _MODE_KEYS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""Older files have a key a mode. Several are concatenated in this order."""
+"""Older files have one key per mode. Several modes are concatenated in this order."""
 _ACTIVATIONS: dict[str, Activation] = {
     "Identity": "identity",
     "Tanh": "tanh",
@@ -80,7 +80,7 @@ class _Lengths(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Modules:
-    """The modules behind the transformer, in the order in which they run."""
+    """The modules after the transformer, in the order in which they run."""
 
     pooling: tuple[PoolingMode, ...] = ()
     dense: tuple[HeadLayer, ...] = ()

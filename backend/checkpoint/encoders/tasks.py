@@ -20,7 +20,7 @@ Task: TypeAlias = Literal["generate", "embed", "rerank", "classify", "token-clas
 class ModelTask:
     task: Task
     is_encoder: bool
-    """It is served by the encoder pass; otherwise by the decoder pass."""
+    """The encoder pass serves it; otherwise the decoder pass does."""
 
     @property
     def forward_pass(self) -> str:

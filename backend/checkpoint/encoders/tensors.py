@@ -64,7 +64,7 @@ class WeightSource(Protocol):
 
 
 def table_specs(config: EncoderConfig, prefix: str) -> dict[str, TensorSpec]:
-    """By the name of `EncoderWeights.table`."""
+    """Return the table tensors, by the argument of `EncoderWeights.table`."""
     names, hidden = config.names, config.hidden_size
     tables = {
         "words": (names.words, config.vocab_size, hidden),

@@ -55,7 +55,7 @@ class EncoderWeights:
         progress: Progress,
         closers: ExitStack,
     ) -> None:
-        """prefix: what stands before all names. stored: every needed tensor, by name."""
+        """prefix begins all names. stored contains every needed tensor, by name."""
         self._config = config
         self._names = config.names
         self._prefix = prefix
@@ -164,13 +164,14 @@ def _needed(config: EncoderConfig, prefix: str) -> Iterator[TensorSpec]:
 
 
 def _find_prefix(config: EncoderConfig, files: dict[str, TensorFile]) -> str:
-    """The one that the files use. If they use none, the first, so that the missing tensor is named."""
+    """Find the prefix that the files use. If they use none, return the first, so that the error names a
+    missing tensor."""
     prefixes = config.names.prefixes
     return next((prefix for prefix in prefixes if f"{prefix}{config.names.words}.weight" in files), prefixes[0])
 
 
 def _open_folders(model_dir: Path, config: EncoderConfig, closers: ExitStack) -> dict[str, TensorFile]:
-    """The tensors of modules that have a folder of their own, named by it."""
+    """Open the tensors of modules with their own folder, whose name becomes their prefix."""
     found: dict[str, TensorFile] = {}
     weights = (layer.weight for head in config.heads for layer in head.layers)
     for folder in sorted({name.partition("/")[0] for name in weights if name is not None and "/" in name}):

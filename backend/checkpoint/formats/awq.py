@@ -1,4 +1,4 @@
-"""AWQ as AutoAWQ and GPTQModel write it, in three layouts. Each packs four bits a number.
+"""AWQ in three layouts of AutoAWQ and GPTQModel. Each number has four bits.
 
 "gemm" packs along the outputs and keeps outputs last, "gemv" packs along the inputs and keeps outputs first, and
 "gemv_fast" interleaves four outputs in words of 16 bits.
@@ -32,7 +32,7 @@ from penstock.backend.checkpoint.formats.matrix_format import (
 from penstock.backend.checkpoint.quantized_weights import PackedForm, QuantizedWeight
 
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which four bits of a word of "gemm", from the lowest, hold each of its 8 outputs."""
+"""In a word of "gemm": the index of the four bits, from the lowest, that hold each of its 8 outputs."""
 _BLOCK_OUTPUTS, _BLOCK_INPUTS = 4, 64
 """The numbers that "gemv_fast" interleaves."""
 
@@ -83,7 +83,7 @@ class Awq(MatrixFormat):
 
 @dataclass(frozen=True)
 class AwqGemv(MatrixFormat):
-    """As `Awq`, with the groups of each output padded to whole words, or to two or four of them for small groups."""
+    """Like `Awq`, but each output's groups are padded to whole words; for small groups to two or four words."""
 
     group_size: int | None
     """None: all inputs are one group."""
@@ -121,7 +121,7 @@ class AwqGemv(MatrixFormat):
 class AwqGemvFast(MatrixFormat):
     """w[output, input] = scale[group] × value + qzero[group], where qzero is -scale × zero, rounded to binary16.
 
-    Here the rounding is undone: zero points are integers again, as in the other layouts.
+    The rounding is undone here: zero points are integers again, as in the other layouts.
     """
 
     group_size: int | None

@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 _BLOCK = 64
 """Numbers that share a scale in the 4-bit formats."""
 _NESTED_BLOCK = 256
-"""Scales that share one of their own."""
+"""Scales that share one scale."""
 _STATE = "weight.quant_state.bitsandbytes__"
 _INT8_STEP = 7.874015718698502e-3
-"""1 / 127, as bitsandbytes has it."""
+"""1 / 127, rounded as in bitsandbytes."""
 
 
 @dataclass(frozen=True)
 class Bitsandbytes4Bit(MatrixFormat):
-    """w = table[value] × scale of its block of 64 consecutive numbers. Of each byte the high 4 bits come first."""
+    """w = table[value] × the scale of its block of 64 consecutive numbers. The high 4 bits of a byte come first."""
 
     type_name: str
     """"nf4" or "fp4"."""
     nested: bool
-    """Scales are themselves 8-bit numbers: table[value] × scale of 256 of them + offset."""
+    """Scales are 8-bit numbers themselves: table[value] × the scale of 256 of them + offset."""
 
     @property
     def description(self) -> str:
@@ -105,7 +105,7 @@ class Bitsandbytes4Bit(MatrixFormat):
 class BitsandbytesInt8(MatrixFormat):
     """w = value × largest magnitude of its output / 127: LLM.int8().
 
-    No kernel multiplies it: its own product keeps activations that are far larger than the others out of int8.
+    No kernel multiplies it: LLM.int8()'s own product computes unusually large activations separately.
     """
 
     @property

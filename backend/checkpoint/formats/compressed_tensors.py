@@ -1,4 +1,4 @@
-"""The integer formats of compressed-tensors (llm-compressor): int8 as it is, and 4 or 8 bits packed into words."""
+"""The integer formats of compressed-tensors (llm-compressor): plain int8, and 4 or 8 bits packed into words."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Groups:
-    """Which numbers share a scale."""
+    """The numbers that share a scale."""
 
     strategy: str
     """"tensor", "channel" (an output) or "group" (of inputs of an output)."""
@@ -118,7 +118,7 @@ class PackedIntegers(MatrixFormat):
     groups: Groups
     symmetric: bool
     act_order: bool
-    """Groups are of inputs that weight_g_idx lists, not of consecutive ones."""
+    """Groups consist of the inputs that weight_g_idx lists, not of consecutive ones."""
 
     @property
     def description(self) -> str:

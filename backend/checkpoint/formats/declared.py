@@ -78,13 +78,13 @@ class _GptqSettings(Struct, frozen=True):
 
 
 class _GptqChanges(Struct, frozen=True, forbid_unknown_fields=True):
-    """Changes of a rule of `dynamic` for the linears that it matches; None is no change."""
+    """Changes that a rule of `dynamic` makes for the linears that it matches; None is no change."""
 
     bits: int | None = None
     group_size: _GroupSize | None = None
     desc_act: bool | None = None
     sym: bool | None = None
-    """Zero points are read in any case."""
+    """Zero points are read in either case."""
 
 
 def _gptq(values: dict[str, Any]) -> StoredFormats:
@@ -194,7 +194,7 @@ class _GroupSettings(Struct, frozen=True):
 
     @property
     def rounds_rows(self) -> bool:
-        """See `StoredFormats`."""
+        """Whether activations have 8 bits (`StoredFormats.rounds_rows`)."""
         if self.weights is None or self.input_activations is None:
             return False
         kinds = self.input_activations.get("num_bits"), self.input_activations.get("type", "int")
@@ -216,7 +216,7 @@ def _compressed_tensors(values: dict[str, Any]) -> StoredFormats:
     rules, rounds_rows = [], True
     for name, group in settings.config_groups.items():
         if group.weights is None:
-            continue  # it quantises activations or the KV cache, which are computed as other models' are
+            continue  # it quantises only activations or the KV cache, which we compute as usual
         rounds_rows = rounds_rows and group.rounds_rows
         where = f"config_groups.{name}"
         matrix = _compressed_matrix(where, group.weights, group.format or settings.format)
@@ -238,7 +238,7 @@ _FLOAT4_LAYOUTS: dict[str, tuple[int, MatrixFormat]] = {
     "mxfp4-pack-quantized": (32, Mxfp4("compressed-tensors", "weight_packed", "weight_scale", by_blocks=False)),
     "nvfp4-pack-quantized": (16, Nvfp4()),
 }
-"""Each with its group_size."""
+"""Each format with its group_size."""
 
 
 def _compressed_matrix(where: str, weights: _WeightSettings, layout: str) -> MatrixFormat:
@@ -275,7 +275,7 @@ class _Mxfp4Settings(Struct, frozen=True):
 
 
 def _mxfp4(values: dict[str, Any]) -> StoredFormats:
-    """As gpt-oss is published: of experts only."""
+    """MXFP4 as gpt-oss is published: only experts."""
     skipped = convert(values, _Mxfp4Settings, "quantization_config").modules_to_not_convert or ()
 
     def covers(module: str) -> bool:
@@ -310,7 +310,7 @@ class _GgufSettings(Struct, frozen=True):
 
 
 def _gguf(values: dict[str, Any]) -> StoredFormats:
-    """As `checkpoint.gguf.directory` writes it."""
+    """Formats that `checkpoint.gguf.directory` declared."""
     types = convert(values, _GgufSettings, "quantization_config").types
     rules = [
         Rule(GgmlMatrix(_one_of("types", name, tuple(BLOCK_TYPES))), frozenset(modules).__contains__)
@@ -331,19 +331,19 @@ _METHODS: dict[str, Callable[[dict[str, Any]], StoredFormats]] = {
 
 
 def _all_but(names: tuple[str, ...] | None) -> Callable[[str], bool]:
-    """All linears but those of the names, and lm_head, which is plain in these methods."""
+    """All linears except the named ones and lm_head, which is plain in these methods."""
     return lambda module: module != _LM_HEAD and not is_excluded(module, names or ())
 
 
 def _groups(group_size: int | None) -> int | None:
-    """None for one group. Raises StartupError for 0."""
+    """Return group_size, and None for one group. Raises StartupError for 0."""
     if group_size == 0:
         raise StartupError("quantization_config.group_size is 0; it must be -1 or at least 1")
     return None if group_size == -1 else group_size
 
 
 def _one_of(name: str, value: T, allowed: tuple[T, ...]) -> T:
-    """value. Raises StartupError for one that is not allowed."""
+    """Return value. Raises StartupError if it is not allowed."""
     if value not in allowed:
         expected = ", ".join(str(choice) for choice in allowed)
         raise StartupError(f"quantization_config.{name} is {shorten(value)}; supported are {expected}")

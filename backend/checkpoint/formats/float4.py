@@ -34,14 +34,14 @@ _E8M0_NAN = 255
 
 @dataclass(frozen=True)
 class Mxfp4(MatrixFormat):
-    """w = value × 2^exponent: E2M1 values in blocks of 32 inputs. Of each byte the low 4 bits come first."""
+    """w = value × 2^exponent: E2M1 values in blocks of 32 inputs. The low 4 bits of a byte come first."""
 
     method: str
     values: str
-    """Name of the tensor of values, as the next is of exponents."""
+    """Name of the tensor of values; the next field names the tensor of exponents."""
     exponents: str
     by_blocks: bool
-    """values is [outputs, blocks, 16], and not [outputs, bytes]."""
+    """values is [outputs, blocks, 16]; otherwise [outputs, bytes]."""
 
     @property
     def description(self) -> str:

@@ -1,4 +1,4 @@
-"""8-bit floats with a scale for each block of the matrix: DeepSeek's and Qwen's fp8, and that of compressed-tensors."""
+"""8-bit floats with a scale for each block of the matrix: DeepSeek's and Qwen's fp8, and compressed-tensors'."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCALES = (*FLOATS, "F8_E8M0")
 
 @dataclass(frozen=True)
 class Float8(MatrixFormat):
-    """w = scale × value: E4M3 (finite, with NaN). Kernels of a GPU multiply it, none of the CPU."""
+    """w = scale × value: E4M3 (finite, with NaN). Only GPU kernels multiply it."""
 
     method: str
     block: tuple[int, int] | None

@@ -1,7 +1,7 @@
-"""The block types of GGML: rows of blocks of 32 or 256 numbers, each block with scales of its own.
+"""The block types of GGML: rows of blocks of 32 or 256 numbers, each block with its own scales.
 
-A block's numbers are integers times scales, less minima in some types. Dequantised in fp32 they are the same bits as
-GGML's reference code gives: all products are exact there.
+A block's numbers are integers times scales, less minima in some types. Dequantised in fp32 they have the same bits as
+from GGML's reference code: all products are exact there.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 6
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """The content of blocks. A number is scale × value, less the minimum if there is one."""
+    """The content of blocks. A number is scale × value, minus the minimum if there is one."""
 
     values: Tensor
     """int8 [blocks, values]"""
     factors: Tensor
     """float32 [blocks, 1 or 2], from binary16: scale, then minimum."""
     multipliers: Tensor | None = None
-    """int8 [blocks, groups, 1 or 2]: of the factors, for each group of the block."""
+    """int8 [blocks, groups, 1 or 2]: multipliers of the factors, for each group of the block."""
 
     def expand(self) -> Tensor:
         """float32 [blocks, values]"""
@@ -72,11 +72,11 @@ class _Numbers:
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """read receives uint8 [blocks, num_bytes]."""
+    """A block type. read receives uint8 [blocks, num_bytes]."""
 
     num_bytes: int
     form: GroupedForm | None
-    """The kernels' form of groups that holds the same numbers; None if it is another form."""
+    """The kernels' form of groups that holds the same numbers; None if there is none."""
     read: Callable[[Tensor], _Numbers]
 
     @property
@@ -150,23 +150,23 @@ class GgmlMatrix(MatrixFormat):
 
 
 def _halves(blocks: Tensor, *first_bytes: int) -> Tensor:
-    """float32 [blocks, n] of the binary16 that begin at these bytes of each block."""
+    """Read float32 [blocks, n] from the binary16 numbers that begin at these bytes of each block."""
     return torch.cat([blocks[:, byte : byte + 2].contiguous().view(torch.float16) for byte in first_bytes], 1).float()
 
 
 def _nibbles(content: Tensor) -> Tensor:
-    """uint8 [..., 2 × n] of [..., n]: all low 4 bits, then all high ones."""
+    """Split uint8 [..., n] into [..., 2 × n]: all low 4 bits, then all high ones."""
     return torch.cat([content & 15, content >> 4], dim=-1)
 
 
 def _pairs(values: Tensor) -> Tensor:
-    """uint8 [n, m / 2] of int8 [n, m] from 0 to 15: two in a byte, the even one in the low bits."""
+    """Pack int8 [n, m] from 0 to 15 into uint8 [n, m / 2]: two in a byte, the even one in the low bits."""
     numbers = values.view(torch.uint8)
     return numbers[:, ::2] | (numbers[:, 1::2] << 4)
 
 
 def _fifth_bits(content: Tensor) -> Tensor:
-    """uint8 [blocks, 32] from 4 bytes: 16 where the bit is set."""
+    """Read uint8 [blocks, 32] from 4 bytes: 16 where the bit is set."""
     bits = content[:, :, None] >> torch.arange(8, dtype=torch.uint8)
     return (bits.view(len(content), 32) & 1) << 4
 
@@ -190,7 +190,7 @@ def _iq4_nl(blocks: Tensor) -> _Numbers:
 
 
 def _mxfp4(blocks: Tensor) -> _Numbers:
-    """The exponent's bias is 127; the values are doubled to be integers, so the scales are halved."""
+    """Read MXFP4. The exponent's bias is 127; the values are doubled to be integers, so the scales are halved."""
     exponents = blocks[:, :1].int() - 128
     scales = torch.ldexp(torch.ones(exponents.shape), exponents)
     return _Numbers(torch.tensor(_DOUBLED_E2M1, dtype=torch.int8)[_nibbles(blocks[:, 1:]).long()], scales)
@@ -204,7 +204,7 @@ def _mxfp4_parts(blocks: Tensor) -> dict[str, Tensor]:
 
 
 def _offset(values: Tensor, blocks: Tensor) -> _Numbers:
-    """scale × value + offset, for uint8 values: the offset is a negative minimum."""
+    """Numbers scale × value + offset, for uint8 values: the offset is a negative minimum."""
     return _Numbers(values.view(torch.int8), _halves(blocks, 0, 2) * torch.tensor((1.0, -1.0)))
 
 
@@ -217,10 +217,10 @@ def _q5_1(blocks: Tensor) -> _Numbers:
 
 
 def _scales_and_minima(content: Tensor) -> Tensor:
-    """int8 [blocks, 8, 2], of 6 bits each, from 12 bytes.
+    """Read int8 [blocks, 8, 2], of 6 bits each, from 12 bytes.
 
-    Bytes 0 to 3 and 4 to 7 have the first four scales and minima; their upper two bits are those of the last four,
-    whose lower four bits are in bytes 8 to 11.
+    Bytes 0 to 3 and 4 to 7 have the first four scales and minima; their upper two bits belong to the last four, whose
+    lower four bits are in bytes 8 to 11.
     """
     low, middle, last = content[:, :4], content[:, 4:8], content[:, 8:]
     scales = torch.cat([low & 63, (last & 15) | (low >> 6 << 4)], dim=1)
@@ -229,7 +229,7 @@ def _scales_and_minima(content: Tensor) -> Tensor:
 
 
 def _with_minima(values: Tensor, blocks: Tensor) -> _Numbers:
-    """Q4_K and Q5_K, of uint8 values [blocks, 8, 32]."""
+    """Q4_K and Q5_K, from uint8 values [blocks, 8, 32]."""
     integers = values.view(len(blocks), _LARGE_BLOCK).view(torch.int8)
     return _Numbers(integers, _halves(blocks, 0, 2), _scales_and_minima(blocks[:, 4:16]))
 

@@ -1,4 +1,4 @@
-"""GPTQ as AutoGPTQ and GPTQModel write it, with act-order: integers packed along the inputs, outputs last."""
+"""GPTQ with act-order, as in AutoGPTQ and GPTQModel: integers packed along the inputs, outputs last."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Gptq(MatrixFormat):
 
     @staticmethod
     def _is_in_order(parts: Parts) -> bool:
-        """Whether each group is of consecutive inputs, as without act-order."""
+        """Whether each group has consecutive inputs, as without act-order."""
         if "g_idx" not in parts:
             return True
         inputs, groups = len(parts["g_idx"]), len(parts["scales"])

@@ -1,4 +1,4 @@
-"""Integers of 4 and 8 bits in groups of inputs with a scale and a zero point: unpacking, and the numbers meant."""
+"""Integers of 4 and 8 bits in groups of inputs with a scale and a zero point: unpacks and converts them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ INTEGER_BITS = (4, 8)
 
 
 def count_groups(inputs: int, group_size: int | None) -> int:
-    """group_size: None if all inputs are one group. Raises UnreadableMatrixError if it does not divide them."""
+    """Return the number of groups; group_size None means that all inputs are one group.
+
+    Raises UnreadableMatrixError if it does not divide them.
+    """
     if group_size is None:
         return 1
     check_multiple("inputs", inputs, group_size, "group_size")
@@ -47,9 +50,9 @@ def as_bytes(words: Tensor) -> Tensor:
 
 
 def scale_groups(values: Tensor, scales: Tensor, zeros: Tensor, group_of: Tensor | None = None) -> Tensor:
-    """scale × (value - zero), float32 [n, inputs]: values [n, inputs], scales and zeros [n, groups].
+    """Return scale × (value - zero), float32 [n, inputs]: values [n, inputs], scales and zeros [n, groups].
 
-    group_of: the group of each input; without it groups are of consecutive inputs. Exact for values of 8 bits and
+    group_of is the group of each input; without it groups have consecutive inputs. Exact for values of 8 bits and
     scales of 16.
     """
     if group_of is not None:
@@ -65,9 +68,9 @@ def int4_form(inputs: int, group_size: int) -> PackedForm | None:
 
 
 def pack_int4(pairs: Tensor, scales: Tensor, zeros: Tensor) -> Int4Weight | None:
-    """The int4 weight with the same numbers; None where its groups, scales or zeros cannot hold them.
+    """Return the int4 weight with the same numbers; None if its groups, scales or zeros cannot hold them.
 
-    pairs uint8 [outputs, inputs / 2] as `Int4Weight.values`; scales and zeros [outputs, groups].
+    pairs are uint8 [outputs, inputs / 2] as in `Int4Weight.values`; scales and zeros are [outputs, groups].
     """
     inputs = 2 * pairs.shape[1]
     group_size = inputs // scales.shape[1]

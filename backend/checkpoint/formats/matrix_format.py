@@ -1,4 +1,4 @@
-"""The interface of a format of linears' weights: the tensors that store it, and the numbers that they stand for."""
+"""The interface of a format of linears' weights: the tensors that store it, and the numbers that they encode."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Shape: TypeAlias = tuple[int, int]
 """(outputs, inputs)"""
 
 Parts: TypeAlias = Mapping[str, Tensor]
-"""Tensors as they are stored, by their name after the linear's."""
+"""Stored tensors, by the part of their name after the linear's."""
 
 BLOCK_VALUES = 1 << 20
-"""Weights that are dequantised or packed anew at a time: 4 MiB in fp32."""
+"""Weights that are dequantised or repacked at a time: 4 MiB in fp32."""
 MAX_NOTE_BYTES = 4096
 FLOATS = ("F32", "F16", "BF16")
 
@@ -47,7 +47,10 @@ class MatrixFormat(Protocol):
         ...
 
     def parts(self, shape: Shape) -> dict[str, Part]:
-        """The tensors of a linear. Raises UnreadableMatrixError if the format's sizes do not divide the shape."""
+        """The tensors of a linear of this shape, [outputs, inputs].
+
+        Raises UnreadableMatrixError if the format's sizes do not divide the shape.
+        """
         ...
 
     def check(self, parts: Parts, shape: Shape) -> None:  # noqa: ARG002 - a default

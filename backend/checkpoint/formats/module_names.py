@@ -1,4 +1,4 @@
-"""Which linears of a model a list of names in quantization_config means."""
+"""Finds the linears of a model that a list of names in quantization_config refers to."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _LINEAR = "Linear"
-"""As a target: every linear of the model, lm_head included."""
+"""A target that means every linear of the model, including lm_head."""
 _PATTERN = "re:"
 
 
 def is_excluded(module: str, names: Iterable[str]) -> bool:
-    """Whether one of the names means the module or a part of the model that contains it.
+    """Whether one of the names means the module, or a part of the model that contains it.
 
-    A name is consecutive components of the module's ("mlp.gate" means "model.layers.0.mlp.gate", not …mlp.gate_proj),
-    or a regular expression for its first ones. Raises StartupError for an invalid expression.
+    A name is consecutive components of the module's name ("mlp.gate" means "model.layers.0.mlp.gate", not
+    …mlp.gate_proj), or a regular expression for its first ones. Raises StartupError for an invalid expression.
     """
     spellings = _spellings(module)
     return any(
@@ -33,8 +33,11 @@ def is_excluded(module: str, names: Iterable[str]) -> bool:
 
 
 def is_target(module: str, names: Iterable[str]) -> bool:
-    """Whether one of compressed-tensors' targets means the linear: "Linear", its name, or "re:" and an expression for
-    the beginning of its name. Raises StartupError for an invalid expression."""
+    """Whether one of compressed-tensors' targets means the linear.
+
+    A target is "Linear", the linear's name, or "re:" and an expression for the beginning of its name. Raises
+    StartupError for an invalid expression.
+    """
     spellings = _spellings(module)
     return any(
         any(_compile(name.removeprefix(_PATTERN)).match(spelling) is not None for spelling in spellings)
@@ -45,7 +48,7 @@ def is_target(module: str, names: Iterable[str]) -> bool:
 
 
 def _spellings(module: str) -> tuple[str, ...]:
-    """The module's name, and those that it has as a part of a model that reads images too."""
+    """The module's name, and its names as a part of a model that also reads images."""
     path = f"{module}."
     return (
         module,

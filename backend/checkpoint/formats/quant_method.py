@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 CONFIG_KEYS = ("quantization_config", "compression_config")
-"""The second is what compressed-tensors wrote at first."""
+"""The second is the first name that compressed-tensors used."""
 
 
 def quantization_settings(config: Mapping[str, Any]) -> Any:
@@ -17,7 +17,7 @@ def quantization_settings(config: Mapping[str, Any]) -> Any:
 
 
 def declared_method(config: Mapping[str, Any]) -> str | None:
-    """How the decoded config.json says that the weights are stored: a quant_method, such as "gptq"; None if plain."""
+    """The decoded config.json's quant_method, such as "gptq"; None if the weights are plain."""
     settings = quantization_settings(config)
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     return method if isinstance(method, str) else None

@@ -1,4 +1,4 @@
-"""The formats of a checkpoint's linears, whoever declares them."""
+"""The formats of a checkpoint's linears, whichever file declares them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StoredFormats:
     cover_embedding: bool = False
     """Whether rules apply to the embedding too."""
     rounds_rows: bool = False
-    """Whether activations are meant to have 8 bits, of the weights' kind, in the products of all these linears."""
+    """Whether the checkpoint intends 8-bit activations, of the weights' kind, in the products of all these linears."""
 
     def of(self, weight: str) -> MatrixFormat | None:
         """The format of a linear, by the name of its weight; None for plain floats."""

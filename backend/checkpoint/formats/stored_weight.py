@@ -1,4 +1,4 @@
-"""A tensor of a checkpoint, plain or in a format of its own: checked when it is found, read when it is needed."""
+"""A tensor of a checkpoint, plain or quantised: checked when it is found, read when it is needed."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class StoredWeight(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """In the file."""
+        """Size in the file."""
         ...
 
     def copy(self, target: Tensor, advance: Advance) -> None:
-        """Write the whole tensor to target (contiguous, of the same shape), in its dtype."""
+        """Write the whole tensor to target (contiguous, same shape), converted to its dtype."""
         ...
 
     def blocks(self, max_values: int, advance: Advance) -> Iterator[Tensor]:
@@ -53,7 +53,7 @@ class StoredWeight(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlainTensor:
-    """Floats."""
+    """A tensor of floats."""
 
     file: TensorFile
     stored: StoredTensor
@@ -67,7 +67,7 @@ class PlainTensor:
         return FLOAT_DTYPES[self.stored.dtype]
 
     def read(self, advance: Advance) -> Tensor:
-        """As it is stored."""
+        """Return the tensor in its stored dtype."""
         return self.file.read(self.stored, advance)
 
     def copy(self, target: Tensor, advance: Advance) -> None:
@@ -80,7 +80,7 @@ class PlainTensor:
             yield block
 
     def map(self) -> Tensor:
-        """As `TensorFile.map`."""
+        """Map the tensor (`TensorFile.map`)."""
         return self.file.map(self.stored)
 
 
@@ -134,11 +134,12 @@ class FormattedMatrix:
     """A linear's weight in a quantised format. Its parts are read whole."""
 
     name: str
-    """The weight's name in an unquantised checkpoint; and the number of an expert, if it has no tensor of its own."""
+    """The weight's name in an unquantised checkpoint, with the expert's number if the expert has no tensor
+    of its own."""
     format: MatrixFormat
     shape: Shape
     stored: Mapping[str, PlainTensor | ExpertTensor]
-    """By the part's name."""
+    """Stored tensors by the part's name."""
 
     @property
     def num_bytes(self) -> int:
@@ -168,7 +169,8 @@ class FormattedMatrix:
 def find_weight(
     spec: TensorSpec, matrix: MatrixFormat | None, files: Mapping[str, TensorFile], where: str
 ) -> StoredWeight:
-    """The tensor in the files (tensor name → file), which where describes. matrix is the format of a quantised one.
+    """Find the tensor in the files (tensor name → file); where describes the files. matrix is the format if it is
+    quantised.
 
     Raises StartupError with the tensor's name if it, or a part of it, is missing or has another shape or dtype.
     """
@@ -192,14 +194,14 @@ def find_weight(
 
 
 def _plain_part(spec: TensorSpec) -> Part:
-    """Floats. Matrices of all experts lie as [experts, inputs, outputs]."""
+    """A part of a plain weight. Matrices of all experts are [experts, inputs, outputs]."""
     return Part((spec.shape if spec.place is None else spec.shape[::-1],), tuple(FLOAT_DTYPES))
 
 
 def _find(
     part: Part, name: str, source: str, place: ExpertSlice | None, files: Mapping[str, TensorFile], where: str
 ) -> PlainTensor | ExpertTensor:
-    """source: what decides about the shape. With a place, part is an expert's."""
+    """Find a part. source names the setting that determines its shape. With a place, the part is an expert's."""
     shapes = part.shapes if place is None else tuple((place.count, *shape) for shape in part.shapes)
     expected = list(shapes[0]) if shapes else f"[up to {MAX_NOTE_BYTES}]"
     if name not in files:

@@ -1,4 +1,4 @@
-"""A file of tensors whose places are known: copies them out through a moving window.
+"""A file of tensors at known places: copies them out through a moving window.
 
 Mapping a whole file would count a tensor's memory twice while it is copied; an embedding is often a quarter of a model.
 Here at most WINDOW_BYTES are mapped at a time, at the same speed.
@@ -91,15 +91,15 @@ class TensorFile:
             advance(count * item_bytes)
 
     def read(self, tensor: StoredTensor, advance: Callable[[int], None]) -> Tensor:
-        """As `copy`, to a new tensor of the stored dtype and shape."""
+        """Copy to a new tensor of the stored dtype and shape; see `copy`."""
         target = torch.empty(tensor.shape, dtype=_COPIED_DTYPES[tensor.dtype])
         self.copy(tensor, target, advance)
         return target
 
     def map(self, tensor: StoredTensor) -> Tensor:
-        """A float tensor in its own dtype and shape, mapped from the file: private, and alive as long as it is held.
+        """Map a float tensor in its own dtype and shape: private, and valid as long as the tensor lives.
 
-        What is read of it counts as resident, but the kernel may drop it and read it again.
+        The parts that are read count as resident, but the kernel may drop them and read them again.
         """
         lead = tensor.first_byte % mmap.ALLOCATIONGRANULARITY
         mapping = mmap.mmap(
@@ -112,7 +112,7 @@ class TensorFile:
         return torch.frombuffer(mapping, dtype=FLOAT_DTYPES[tensor.dtype], count=count, offset=lead).view(tensor.shape)
 
     def close(self) -> None:
-        """Tensors that were mapped stay valid."""
+        """Close the file. Mapped tensors stay valid."""
         self._file.close()
 
 

@@ -1,4 +1,4 @@
-"""The config.json that a GGUF file's metadata stand for."""
+"""Makes a config.json from a GGUF file's metadata."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Architecture:
     offset_norms: bool = False
     """Weights of norms contain the 1 that the architecture adds."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of config.json that the metadata do not say."""
+    """Keys of config.json that the metadata lack."""
     rope: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of YaRN that the metadata do not say."""
+    """Settings of YaRN that the metadata lack."""
     wide_layers: int | None = None
-    """The number of layers of the size whose scores are divided by √(hidden_size / heads), not by √head_dim."""
+    """The number of layers of the model size whose scores are divided by √(hidden_size / heads), not by √head_dim."""
 
 
 _LLAMA = Architecture("LlamaForCausalLM", interleaved_rope=True)
@@ -85,7 +85,7 @@ _INT_KEYS = {
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
-"""Keys of config.json, each with the architecture's own key. An architecture reads those that it has."""
+"""Keys of config.json, each with the architecture's own key. An architecture reads the keys that it has."""
 
 
 class Metadata:
@@ -115,7 +115,7 @@ class Metadata:
         return value
 
     def own(self, key: str, kind: type[T]) -> T | None:
-        """A key of the architecture."""
+        """Read a key of the architecture."""
         return self.get(self._prefix + key, kind)
 
     def required(self, key: str) -> int:
@@ -125,7 +125,7 @@ class Metadata:
         return value
 
     def same_in_all_layers(self, key: str) -> int | None:
-        """A number, or a list of it for each layer."""
+        """Read a number, or a list of equal numbers for all layers."""
         value = self._values.get(self._prefix + key)
         if isinstance(value, list) and value and all(item == value[0] for item in value):
             value = value[0]
@@ -201,5 +201,5 @@ def _rope_settings(metadata: Metadata, context: int, factors: Mapping[str, tuple
 
 
 def _longrope(short: tuple[float, ...], long: tuple[float, ...], scale: float | None) -> dict[str, Any]:
-    """scale: of cosines and sines; None to compute it."""
+    """LongRoPE's settings. scale is the factor of cosines and sines; None to compute it."""
     return {"rope_type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": scale}

@@ -1,6 +1,6 @@
-"""Presents a GGUF file, or the shards of one, as a checkpoint directory in the Hugging Face layout.
+"""Presents a GGUF file, or its shards, as a checkpoint directory in the Hugging Face layout.
 
-The directory is in the cache: config.json, tokenizer.json, tokenizer_config.json and generation_config.json, made of
+The directory is in the cache: config.json, tokenizer.json, tokenizer_config.json and generation_config.json, made from
 the file's metadata, and links to the files. It is made once for each state of the files, under another name until it is
 complete.
 """
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
 
 FORMAT = "4"
-"""Raise it when the files that are made change."""
+"""Increase it when the generated files change."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAX_SHARDS = 512
 _EXPERT_DIMENSIONS = 3
-"""A tensor with as many has the matrices of all experts."""
+"""Number of dimensions of a tensor with the matrices of all experts."""
 _SHARED_GATE = "shared_expert_gate.weight"
 """A vector in GGUF files, and a matrix of one row elsewhere."""
 
@@ -71,10 +71,10 @@ def gguf_directory(path: Path) -> Path:
 
 
 def open_gguf_links(model_dir: Path) -> list[TensorFile]:
-    """The GGUF files of a directory that `gguf_directory` made, their tensors under Hugging Face's names.
+    """Open the GGUF files of a directory that `gguf_directory` made, with tensors under Hugging Face's names.
 
-    A tensor of all experts becomes one of each. None for another directory. The caller closes them. Raises
-    StartupError.
+    A tensor of all experts becomes one tensor for each expert. None for another directory. The caller closes the files.
+    Raises StartupError.
     """
     links = [path for path in sorted(model_dir.glob(f"*{GGUF_SUFFIX}")) if path.is_symlink()]
     if not links:
@@ -165,7 +165,8 @@ def _all_tensors(headers: list[GgufHeader]) -> dict[str, GgufTensor]:
 
 
 def _refuse_other_tensors(tensors: dict[str, GgufTensor], config: DecoderConfig) -> None:
-    """A tensor that the model has no place for, such as a bias or factors of rope, would change its output."""
+    """Refuse a tensor that the model has no place for, such as a bias or factors of rope: it would change
+    the output."""
     free = {spec.name for spec in expected_tensors(config)}
     names = GgufNames(config.names)
     for name, tensor in tensors.items():

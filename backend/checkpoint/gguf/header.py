@@ -1,8 +1,8 @@
-"""The header of a GGUF file: metadata, and where the tensors are. Everything is checked before it is used.
+"""The header of a GGUF file: metadata, and the places of the tensors. Everything is checked before it is used.
 
 The format (version 2 and 3, little-endian): magic, version, numbers of tensors and of metadata keys, the metadata, the
-tensors' names, dimensions, types and offsets, then padding and the data. A count or length that does not fit the rest
-of the file is refused before anything of its size is allocated.
+tensors' names, dimensions, types and offsets, then padding and the data. A count or length that exceeds the rest of the
+file is refused before anything of its size is allocated.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SUPPORTED_TYPES = (*FLOAT_DTYPES, *BLOCK_TYPES)
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """shape is that of torch: rows first."""
+    """A tensor's place. shape is torch's: rows first."""
 
     type_name: str
     shape: tuple[int, ...]
@@ -75,7 +75,7 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def open_tensors(path: Path) -> TensorFile:
-    """The file's tensors under their GGUF names, whose dtype is U8 for blocks. Raises StartupError."""
+    """Open the file's tensors under their GGUF names; blocks have dtype U8. Raises StartupError."""
     header = read_header(path)
     return TensorFile(path, open_binary(path), {name: tensor.stored for name, tensor in header.tensors.items()})
 

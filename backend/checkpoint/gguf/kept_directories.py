@@ -1,4 +1,4 @@
-"""Bounds the directories that are made of GGUF files: the cache keeps the last used ones whose files exist."""
+"""Bounds the directories made from GGUF files: the cache keeps the last used ones whose files exist."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def mark_used(directory: Path) -> None:
 
 
 def remove_unused(parent: Path) -> None:
-    """Remove directories whose links lead nowhere, and all but the MAX_KEPT that were marked last.
+    """Remove directories whose links lead nowhere, and all but the MAX_KEPT latest ones.
 
-    Another process may do the same at once.
+    Another process may do the same at the same time.
     """
     used: list[tuple[int, Path]] = []
     for directory in parent.iterdir():

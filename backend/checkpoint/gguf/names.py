@@ -1,4 +1,4 @@
-"""Names of tensors in GGUF files, and the same in Hugging Face checkpoints."""
+"""Translates names of tensors in GGUF files to those in Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GgufNames:
     """Translates the names of one architecture's tensors."""
 
     def __init__(self, names: TensorNames) -> None:
-        """names: those of the architecture in Hugging Face checkpoints."""
+        """names are the architecture's names in Hugging Face checkpoints."""
         qkv = ("attn_q", "attn_k", "attn_v") if len(names.qkv) > 1 else ("attn_qkv",)
         gate_up = ("ffn_gate", "ffn_up") if len(names.gate_up) > 1 else ("ffn_up",)
         gate, up = names.expert_gate_up
@@ -50,7 +50,7 @@ class GgufNames:
         self._modules = {name: module for name, module in modules.items() if module is not None}
 
     def hf_names(self, name: str, shape: tuple[int, ...]) -> list[str]:
-        """The names in a checkpoint: one, or that of each expert in a tensor of this shape that has all of them.
+        """The names in a checkpoint: one, or one for each expert if the tensor has all experts.
 
         Empty for a tensor that no model of the architecture has.
         """

@@ -1,6 +1,6 @@
-"""tokenizer.json, tokenizer_config.json and the end tokens, from a GGUF file's metadata.
+"""Makes tokenizer.json, tokenizer_config.json and the end tokens from a GGUF file's metadata.
 
-Two kinds exist: "llama" is SentencePiece with scores in place of merges; "gpt2" is byte-level BPE, whose way to split
+Two kinds exist: "llama" is SentencePiece with scores instead of merges; "gpt2" is byte-level BPE, whose way to split
 text is only named. A name that is not listed here is refused, because another split gives other tokens.
 """
 
@@ -50,7 +50,7 @@ class _Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """How byte-level BPE splits text. Without an expression it is GPT-2's way."""
+    """How byte-level BPE splits text. Without an expression it splits as GPT-2 does."""
 
     expression: str | None = None
     composes: bool = False
@@ -197,7 +197,10 @@ class GgufTokenizer:
         }
 
     def _template(self, *, adds_bos: bool) -> dict[str, Any] | None:
-        """The post-processor that adds bos; None if nothing is added. adds_bos applies if the metadata do not say."""
+        """The post-processor that adds bos; None if nothing is added.
+
+        adds_bos applies if the metadata do not decide.
+        """
         said = self._get("add_bos_token", bool)
         bos = self._token_id("bos_token_id")
         if bos is None or not (adds_bos if said is None else said):
@@ -222,7 +225,7 @@ class GgufTokenizer:
         return merges
 
     def _merges_of_scores(self) -> list[list[str]]:
-        """Every way to build a token of two others, the token with the highest score first."""
+        """Every way to build a token from two others, the token with the highest score first."""
         scores = self._list("scores", float)
         if len(scores) != len(self.tokens):
             raise StartupError(f"{_PREFIX}scores has {len(scores)} items for {len(self.tokens)} tokens")
@@ -253,7 +256,7 @@ class GgufTokenizer:
 
 
 def check_tokenizer(tokenizer_json: dict[str, Any]) -> str:
-    """Its text, if the tokenizers library accepts it. Raises StartupError."""
+    """Return the text if the tokenizers library accepts it. Raises StartupError."""
     from tokenizers import Tokenizer  # not needed by a model whose files are already there
 
     text = json.dumps(tokenizer_json, ensure_ascii=False)

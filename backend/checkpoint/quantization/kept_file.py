@@ -41,17 +41,17 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.quantization.modes import Quantization
 
 FORMAT = "1"
-"""Raise it when the quantiser or the tensors' form changes: files of other formats are made again."""
+"""Increase it when the quantiser or the tensors' form changes: files of other formats are made again."""
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "I8": torch.int8, "U8": torch.uint8}
 
 
 class UnusableFileError(Exception):
-    """The file does not hold what it should. The message is one line, without the remedy."""
+    """The file's content is wrong. The message is one line, without the remedy."""
 
 
 class OutdatedFileError(UnusableFileError):
-    """The file is whole, but of another state of the checkpoint or another version of the quantiser."""
+    """The file is whole, but belongs to another state of the checkpoint or another version of the quantiser."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class KeptForm:
     path: Path
     quantization: Quantization
     labels: dict[str, str]
-    """Metadata that say what the weights were made of, and how."""
+    """Metadata that say which weights were quantised, and how."""
     parts: dict[str, StoredPart]
 
     @classmethod
@@ -96,7 +96,7 @@ class KeptForm:
         return sum(part.num_bytes for part in self.parts.values())
 
     def header(self, checksums: dict[str, int]) -> bytes:
-        """As long for any checksums. Tensors lie in the order of `parts`."""
+        """The header; its length does not depend on the checksums. Tensors follow in the order of `parts`."""
         entries: dict[str, object] = {
             "__metadata__": self.labels | {f"crc32 {name}": f"{checksums.get(name, 0):08x}" for name in self.parts}
         }
@@ -110,7 +110,7 @@ class KeptForm:
 
 
 def _stored_parts(config: DecoderConfig, quantization: Quantization) -> dict[str, StoredPart]:
-    """Widest dtype first, so that every tensor is aligned."""
+    """The tensors, widest dtype first so that every tensor is aligned."""
     parts: dict[str, StoredPart] = {}
     for name, specs in linear_specs(config).items():
         outputs, inputs = stacked_shape(specs)
@@ -131,7 +131,7 @@ def _stored_parts(config: DecoderConfig, quantization: Quantization) -> dict[str
 
 
 class KeptFile:
-    """A file that has the right labels and tensors; each tensor's content is checked when it is read. Close it."""
+    """A file with the right labels and tensors; each tensor's content is checked when it is read. Close it."""
 
     def __init__(self, form: KeptForm) -> None:
         """Raises FileNotFoundError without a file, UnsafeDirectory if others can write its directory, OSError,
@@ -193,7 +193,7 @@ class KeptFile:
         return self._form.num_bytes
 
     def remove(self) -> None:
-        """The file is damaged: the next start shall not find it."""
+        """Remove the damaged file, so that the next start does not find it."""
         with suppress(OSError):
             self._form.path.unlink()
         self.close()
@@ -203,10 +203,11 @@ class KeptFile:
 
 
 class KeptFileWriter:
-    """Writes the file. Until `commit` no other process sees it; without, `discard` removes what was written."""
+    """Writes the file. Other processes see it only after `commit`; `discard` removes what was written."""
 
     def __init__(self, form: KeptForm) -> None:
-        """Raises OSError if it cannot be written: no space, no right, another process at it; UnsafeDirectory."""
+        """Raises UnsafeDirectory, and OSError if it cannot be written: no space, no permission, or another process
+        writes it."""
         check_directory(form.path.parent, Trust.READABLE)
         free_bytes = shutil.disk_usage(form.path.parent).free
         if free_bytes < form.num_bytes:
@@ -232,7 +233,7 @@ class KeptFileWriter:
             place += part.num_bytes
 
     def write(self, linear: str, weight: Int8Weight | Int4Weight | Float8Weight) -> None:
-        """In any order. Raises OSError; then `discard`."""
+        """Write a weight; the order is free. Raises OSError; then call `discard`."""
         parts = {"values": weight.values, "scales": weight.scales}
         if isinstance(weight, Int4Weight):
             parts |= {"scales": weight.scales.half(), "zeros": weight.zeros}
@@ -249,7 +250,7 @@ class KeptFileWriter:
         return self._checksums.keys() == self._form.parts.keys()
 
     def commit(self) -> Path:
-        """Give the complete file its header and its name. Raises OSError; then `discard`."""
+        """Give the complete file its header and its name. Raises OSError; then call `discard`."""
         self._file.seek(0)
         self._file.write(self._form.header(self._checksums))
         self._file.flush()

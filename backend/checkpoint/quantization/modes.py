@@ -1,6 +1,6 @@
-"""The forms that --quantize offers, and the tensors of a model that it applies to: linears.
+"""The values of --quantize, and the tensors of a model that they apply to: linears.
 
-Norms and biases stay as they are: they are a thousandth of a model.
+Norms and biases stay unquantised: they are a thousandth of a model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.tensors import TensorSpec
 
 LM_HEAD = "lm_head"
-"""Name of the quantised output layer, which is the embedding too where both are tied."""
+"""Name of the quantised output layer. It is also the embedding where both are tied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Quantization:
     """Inputs that share a scale in the linears of the layers, which then have 4 bits; None for 8 bits and one scale
     per output. lm_head has 8 bits in any case."""
     is_float: bool = False
-    """The 8 bits are floats, E4M3; else all are integers."""
+    """The 8 bits are floats, E4M3; otherwise all values are integers."""
 
     def form_of(self, linear: str) -> PackedForm | Float8Form:
         return Float8Form(None) if self.is_float else PackedForm(None if linear == LM_HEAD else self.group_size)
@@ -147,8 +147,8 @@ def packed_linears(
 ) -> list[PackedLinear]:
     """The linears that are quantised.
 
-    formats: those of linears that the checkpoint stores quantised. Unless quantization replaces them, they stay so in
-    the forms that keeps is true for.
+    formats are those of linears that the checkpoint stores quantised. Unless quantization replaces them, they stay so
+    in the forms for which keeps is true.
     """
     found = []
     for name, specs in linear_specs(config).items():
@@ -165,7 +165,8 @@ def weight_bytes(
     formats: StoredFormats = PLAIN,
     keeps: Callable[[WeightForm], bool] = has_cpu_kernels,
 ) -> int:
-    """Memory of the loaded weights; those that are not quantised have dtype. The last two: as in `packed_linears`."""
+    """Memory of the loaded weights; weights that are not quantised have dtype. formats and keeps are as in
+    `packed_linears`."""
     packed = packed_linears(config, quantization, formats, keeps)
     quantized = {spec.name for linear in packed for spec in linear.specs}
     plain = [math.prod(spec.shape) for spec in expected_tensors(config) if spec.name not in quantized]

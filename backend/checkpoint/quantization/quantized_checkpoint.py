@@ -98,7 +98,8 @@ class QuantizedCheckpoint:
                 self._writer.discard()
 
     def choose_dtype(self, requested: str, fp16_as: torch.dtype = torch.bfloat16) -> torch.dtype:
-        """As `DecoderWeights.choose_dtype`: of the activations, and of an embedding that is not lm_head as well."""
+        """As `DecoderWeights.choose_dtype`. It applies to activations, and to an embedding that is not
+        lm_head as well."""
         return self._plain.choose_dtype(requested, fp16_as)
 
     def embedding(self, dtype: torch.dtype) -> Tensor | QuantizedWeight:
@@ -154,7 +155,7 @@ class QuantizedCheckpoint:
             logger.info("The %s weights are kept in %s", self._quantization.name, self._writer.commit())
 
     def _keep(self, do: Callable[[], None]) -> None:
-        """Write to the kept file, or give it up."""
+        """Write to the kept file; give it up if that fails."""
         try:
             do()
         except OSError as error:
@@ -170,7 +171,7 @@ def open_served_weights(
     quantization: Quantization | None,
     keeps: Callable[[WeightForm], bool] = has_cpu_kernels,
 ) -> DecoderWeights | QuantizedCheckpoint:
-    """The weights as a mode of --quantize serves them. keeps: see `DecoderWeights`. Raises StartupError."""
+    """Open the weights in a mode of --quantize. keeps: see `DecoderWeights`. Raises StartupError."""
     if quantization is None:
         return open_weights(model_dir, config, keeps=keeps)
     return open_quantized(model_dir, config, quantization)
@@ -184,8 +185,8 @@ def open_quantized(
 ) -> QuantizedCheckpoint:
     """Open a checkpoint, and the file of its quantised weights: to read it, or to write it if there is none.
 
-    Nothing is loaded yet. make_progress receives the number of bytes to read, and how to call that. Raises StartupError
-    for a model whose sizes the mode does not divide, and as `open_weights`; never because of the file.
+    Nothing is loaded yet. make_progress receives the number of bytes to read and the name of the work. Raises
+    StartupError for a model whose sizes the mode does not divide, and as `open_weights`; never because of the file.
     """
     check_sizes(quantization, config)
     with ExitStack() as undo:
@@ -207,7 +208,7 @@ def open_quantized(
 def _open_kept(
     model_dir: Path, config: DecoderConfig, quantization: Quantization
 ) -> tuple[KeptFile | None, KeptFileWriter | None]:
-    """The file if it is of use, else a writer if it can be written. A line of the log says why it is not."""
+    """Open the file if it is usable, else a writer if it can be written. The log says why it is not."""
     try:
         form = KeptForm.of(model_dir, config, quantization)
         try:

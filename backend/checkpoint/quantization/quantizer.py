@@ -13,10 +13,13 @@ from penstock.backend.checkpoint.float8_weight import Float8Weight
 from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight
 
 BLOCK_VALUES = 1 << 17
-"""Values that a thread quantises at a time: its arrays of this size stay in a core's own cache."""
+"""Values that a thread quantises at a time: its arrays of this size stay in one core's cache."""
 RANGE_FACTORS = (1.05, 0.98, 0.91, 0.84, 0.77, 0.7)
-"""Ranges tried for a group of int4 values, relative to that of its numbers; the least squared error wins. A narrower
-one clips the largest numbers and is finer for all others. A wider one makes up for the rounded zero point."""
+"""Ranges tried for a group of int4 values, relative to the range of its numbers; the least squared error wins.
+
+A narrower range clips the largest numbers and is finer for all others. A wider one compensates for the rounded zero
+point.
+"""
 
 _MAX_INT8 = 127
 _MAX_INT4 = 15
@@ -27,7 +30,7 @@ class UnquantizableError(ValueError):
     """Numbers that have no quantised form. The message says what is wrong with them."""
 
     row = 0
-    """The weight's row with which the numbers' block begins."""
+    """The weight's row at which the block begins."""
 
 
 def quantize(blocks: Iterable[Tensor], shape: tuple[int, int], group_size: int | None) -> Int8Weight | Int4Weight:
@@ -87,7 +90,7 @@ def _fill(parts: tuple[Tensor, ...], blocks: Iterable[Tensor], convert: Callable
 def _int8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Values and scales: the largest magnitude of each row becomes 127."""
     scales = _finite(rows.abs().amax(dim=1)) / _MAX_INT8
-    # The quotient may be a bit above 127 where the scale is a denormal number, which has few digits.
+    # The quotient may exceed 127 slightly where the scale is denormal and so has few digits.
     values = rows.div_(_divisors(scales)[:, None]).round_().clamp_(-_MAX_INT8, _MAX_INT8)
     return values.to(torch.int8), scales
 
