@@ -52,7 +52,7 @@ class BatchBuilder:
     def __init__(
         self, max_running: int, max_pages_per_sequence: int, num_groups: int = 1, *, has_adapters: bool = False
     ) -> None:
-        """max_pages_per_sequence: of all groups."""
+        """max_pages_per_sequence counts the pages of all groups."""
         self._adapters = np.full(max_running, NO_ADAPTER, np.int32) if has_adapters else None
         self._page_table = np.zeros((max_running, max_pages_per_sequence), np.int32)
         self._num_groups = num_groups
@@ -101,7 +101,7 @@ class BatchBuilder:
         )
 
     def _build_decodes(self, plan: Plan) -> StepBatch:
-        """`build` for the most frequent plan: one generated token of each row."""
+        """`build` for the most frequent plan: each row computes one generated token."""
         slots, num_rows = _column(plan.slots), len(plan)
         return StepBatch(
             input_ids=self._from_slot[:num_rows].copy(),
@@ -175,9 +175,9 @@ def _num_top(plan: Plan) -> int:
 
 
 def keep_rows(batch: StepBatch, kept: list[int], plan: Plan) -> StepBatch:
-    """The batch with only the rows of these ascending indices. plan has these rows already.
+    """Return the batch with only the rows of these ascending indices.
 
-    Used when sequences have ended between planning and launch.
+    plan already has only these rows. Used when sequences have ended between planning and launch.
     """
     rows = np.array(kept, np.int64)
     lengths = np.diff(batch.query_starts)

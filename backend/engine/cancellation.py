@@ -57,7 +57,7 @@ class Canceller:
                 self._board.observe_cancel(max(0, time.monotonic_ns() - noticed_ns) // 1000)
 
     def cancel_for_operator(self, frontend: int, request_id: int, target: RequestName) -> None:
-        """End the target, of whichever frontend, and answer the request that asks for it."""
+        """End the target, a request of any frontend, and answer the request that asks for it."""
         owner, name = target.frontend, target.request_id
         if not self._open_requests.is_open(owner, name):
             not_open = Failure(request_id, FailureCode.NOT_OPEN)
@@ -77,7 +77,7 @@ class Canceller:
             self._board.requests_accepted += 1
 
     def drop_frontend(self, frontend: int) -> None:
-        """End all requests of a frontend that has died, but for those that linger."""
+        """End all requests of a frontend that has died, except those that linger."""
         num_removed = self._grammar_queue.remove_frontend(frontend)
         self._board.requests_accepted += num_removed
         self._board.requests_cancelled += num_removed

@@ -41,10 +41,11 @@ class ShareKey:
         constraints: Constraints | None = None,
         stop_ids: tuple[int, ...] = (),
     ) -> ShareKey:
-        """The key of a request. Stop ids count only if constraints forbid them; otherwise each subscriber has its own.
+        """The key of a request.
 
-        At temperature 0 filters and seed change nothing, penalties and bias do. Which log probabilities are reported
-        counts, because the sequence computes them once for all.
+        Stop ids count only if constraints forbid them; otherwise each subscriber has its own. At temperature 0 filters
+        and seed change nothing, but penalties and bias do. The reported log probabilities count, because the sequence
+        computes them once for all.
         """
         if sampling.temperature == 0.0:
             sampling = SamplingParams(
@@ -63,7 +64,7 @@ class ShareKey:
 
 @dataclass(frozen=True, slots=True)
 class PooledKey:
-    """Everything that a vector depends on, but for its form: how many of its values, and whether it is normalised."""
+    """Everything that a vector depends on, except its form: its dimensions, and whether it is normalised."""
 
     salt: bytes
     tokens: bytes
@@ -92,8 +93,10 @@ class Presented:
 
 @dataclass(slots=True, eq=False)
 class _Offer:
-    """A sequence that can be joined. Its first num_claimed tokens came with its requests; this backend did not compute
-    them."""
+    """A sequence that can be joined.
+
+    Its first num_claimed tokens came with its requests; this backend did not compute them.
+    """
 
     sequence: Sequence
     num_claimed: int
@@ -116,8 +119,8 @@ class _Offer:
         return presented.frontend in self.claimants and self.sequence.kept_logprobs is None
 
     def is_ahead_of(self, presented: Presented) -> bool:
-        """Whether the request can join only if the sequence, which is not planned yet, begins with the request's fewer
-        tokens."""
+        """Whether the request can join only if the sequence begins with the request's fewer tokens. It is not planned
+        yet."""
         return (
             self.sequence.order < 0
             and self.is_alive
@@ -151,15 +154,18 @@ class Coalescer:
         return None
 
     def note_shortened(self, sequence: Sequence, presented: Presented) -> None:
-        """The sequence, which `find_longer` returned, now begins with the request's tokens."""
+        """Note that the sequence, which `find_longer` returned, now begins with the request's tokens."""
         for offer in self._offers[self._keys[sequence]]:
             if offer.sequence is sequence:
                 offer.num_claimed = presented.num_tokens
                 offer.claimants.add(presented.frontend)
 
     def offer(self, key: ShareKey | PooledKey, sequence: Sequence, presented: Presented) -> None:
-        """Make the sequence joinable. It is found before others with this key, but after those that are held: more
-        requests of their groups may still come. Sequences that have sampled their last token are dropped."""
+        """Make the sequence joinable.
+
+        It is found before others with this key, but after those that are held: more requests of their groups may still
+        come. Sequences that have sampled their last token are dropped.
+        """
         offers = self._offers.setdefault(key, [])
         for stale in [offer for offer in offers if not offer.is_alive] or offers[_MAX_OFFERS - 1 :]:
             offers.remove(stale)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class Delivery:
-    """Tokens of a step that are nothing but tokens take the fast path, all together; see `Sequence.settle`."""
+    """Sends tokens. Those that are only a token to every subscriber take the fast path, all together; see
+    `Sequence.settle`."""
 
     def __init__(
         self,
@@ -41,10 +42,10 @@ class Delivery:
         self._separated: list[Subscriber] = []
 
     def deliver_fast_path(self, plan: Plan, token_ids: list[int]) -> list[int]:
-        """Deliver the tokens of a step, one per row, that are nothing but a token to all their subscribers.
+        """Deliver the tokens of a step, one per row, that need the fast path only.
 
-        Returns the indices of the other rows, which are untouched: stale ones, and those that have no token or one that
-        completes a page, starts a stream or may end one.
+        Returns the indices of the other rows, which are untouched: stale rows, rows without a token, and rows whose
+        token completes a page, starts a stream or may end one.
         """
         slow = []
         outputs: defaultdict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
@@ -87,7 +88,7 @@ class Delivery:
         sequence.num_scored = entries[-1].event
 
     def report_progress(self, sequence: Sequence, num_computed: int, now_s: float) -> None:
-        """Tell those who ask for it how much of the prompt is computed."""
+        """Tell the subscribers that ask for it how much of the prompt is computed."""
         for subscriber in sequence.subscribers:
             if subscriber.reports_progress and not subscriber.is_started:
                 spent_s = max(0.0, now_s - subscriber.arrived_s - (sequence.queue_s or 0.0))
@@ -97,8 +98,10 @@ class Delivery:
                 self._link.push(subscriber.frontend, subscriber.request_id, NO_TOKEN, progress=progress)
 
     def _separate(self, sequence: Sequence, subscriber: Subscriber) -> None:
-        """Take a resumed request out of a sequence that does not continue what its stream has received: its frontend's
-        claim is false, or the tokens depend on the batch. It needs a sequence of its own."""
+        """Take a resumed request out of a sequence that does not continue its stream.
+
+        Either its frontend's claim is false, or the tokens depend on the batch. It needs a sequence of its own.
+        """
         self._open_requests.remove(sequence, subscriber)
         self._board.requests_accepted -= 1  # it is taken in again
         self._separated.append(subscriber)
@@ -164,14 +167,14 @@ class Delivery:
         return started
 
     def fail(self, sequence: Sequence, code: FailureCode = FailureCode.INTERNAL, text: str = "") -> None:
-        """End the sequence and all its requests, for a bug of ours or a fault of its constraints."""
+        """End the sequence and all its requests, because of a bug of ours or a fault of its constraints."""
         for subscriber in list(sequence.subscribers):
             self.fail_one(sequence, subscriber, code, text)
 
     def fail_one(
         self, sequence: Sequence, subscriber: Subscriber, code: FailureCode = FailureCode.INTERNAL, text: str = ""
     ) -> None:
-        """End one request; the sequence goes on for its other subscribers."""
+        """End one request; the sequence continues for its other subscribers."""
         failure = Failure(subscriber.request_id, code, text=text)
         keep_end(sequence, subscriber, Finish.FAILED, failure)
         self.end(subscriber.frontend, subscriber.request_id, Finish.FAILED, failure=failure)
@@ -207,7 +210,7 @@ class Delivery:
                 self._board.requests_failed += 1
 
     def repeat(self, frontend: int, submit: Submit, kept: KeptChoice, num_received: int) -> None:
-        """Send a request that has ended to another reader, after the tokens that it has received. It is not counted
+        """Send a request that has ended to another reader, after the tokens that the reader has. It is not counted
         again."""
         request_id, width, tokens = submit.request_id, submit.sampling.num_reported, kept.tokens
         failure = None if kept.failure is None else msgspec.structs.replace(kept.failure, request_id=request_id)
@@ -252,8 +255,11 @@ def keep_end(
     *,
     num_tokens: int | None = None,
 ) -> None:
-    """Keep the result of a request that lingers. It is then removed from the table of open requests. num_tokens are the
-    sequence's first tokens that belong to it; None for all."""
+    """Keep the result of a request that lingers.
+
+    It is then removed from the table of open requests. num_tokens counts the sequence's first tokens that belong to it;
+    None means all.
+    """
     if subscriber.kept is not None:
         first = sequence.num_prompt_tokens
         tokens, logprobs = sequence.tokens[first:num_tokens], sequence.kept_logprobs

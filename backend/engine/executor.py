@@ -81,7 +81,10 @@ class Executor:
             return 0.0
 
     def launch(self, plan: Plan, batch: StepBatch, saves: PageSaves) -> None:
-        """saves are (page, host place) pairs. They are copied before the step, even if no row of it is left by then."""
+        """Launch a step.
+
+        saves are (page, host place) pairs. They are copied before the step, even if none of its rows is left by then.
+        """
         self._num_in_flight += 1
         self._plans.put((plan, batch, saves))
 
@@ -107,7 +110,7 @@ class Executor:
         os.eventfd_write(self.wake_fd, 1)
 
     def fail(self, reason: str) -> None:
-        """Make `results` raise ExecutorFailed, though the thread still runs. Safe from any thread."""
+        """Make `results` raise ExecutorFailed, although the thread still runs. Safe from any thread."""
         self._fatal = ExecutorFailed(reason)
         self.wake()
 

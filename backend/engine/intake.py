@@ -38,7 +38,7 @@ logger = logging.getLogger("penstock.backend")
 _EMBEDDED = np.int32(FROM_EMBEDDINGS).tobytes()
 _SALT_BYTES = 16
 _NO_SAMPLING = SamplingParams(temperature=0.0)
-"""Stands in for the sampling of pooled requests, which sample nothing."""
+"""Used as the sampling of pooled requests, which sample nothing."""
 _GRAMMAR_DRAIN_S = 1.0
 """After this much of a drain, requests that still wait for their grammar are refused."""
 
@@ -76,13 +76,13 @@ class Intake:
         """Set by the first turn of a drain."""
 
     def submit(self, submission: Submission, arrived_s: float | None = None, deadline_s: float | None = None) -> None:
-        """Take in a request. arrived_s and deadline_s are those of one that is taken in again."""
+        """Take in a request. arrived_s and deadline_s are given for one that is taken in again."""
         try:
             if arrived_s is None:
                 arrived_s, timeout_ms = self._clock(), submission.submit.timeout_ms
                 deadline_s = arrived_s + timeout_ms / 1000 if timeout_ms else None
             self._submit(submission, arrived_s, deadline_s)
-        # As broad as can be: whatever a request's content sets off must not end the loop. _abandon logs the traceback.
+        # Deliberately broad: no request's content may end the loop. _abandon logs the traceback.
         except Exception:  # noqa: BLE001
             self._abandon(submission.frontend, submission.request_id)
 
@@ -101,7 +101,7 @@ class Intake:
             self._refuse_uncompiled()
 
     def _refuse_uncompiled(self) -> None:
-        """End a drain's wait for grammars: one may take its whole time limit."""
+        """Refuse requests that still wait for grammars, to end a drain: one may take its whole time limit."""
         now_s, grammar_queue = self._clock(), self._open_requests.grammar_queue
         if self._grammar_drain_ends_s is None:
             self._grammar_drain_ends_s = now_s + _GRAMMAR_DRAIN_S
@@ -200,7 +200,7 @@ class Intake:
             self._coalescer.offer(key, sequence, presented)
 
     def admit_settled(self) -> None:
-        """Schedule what came back from an earlier backend, once it is complete."""
+        """Schedule sequences that came back from an earlier backend, once they are complete."""
         for sequence in self._open_requests.settlement.take_settled():
             for subscriber in tuple(sequence.subscribers):
                 try:
@@ -215,7 +215,7 @@ class Intake:
                     self._delivery.fail(sequence)
 
     def announce_room(self) -> None:
-        """Tell the frontends whose pooled requests were refused when a request of any tenant finds a place again."""
+        """Tell the frontends whose pooled requests were refused once any tenant's request finds a place again."""
         if (
             self._refused_frontends
             and self._num_waiting() < self.limits.max_waiting
@@ -273,7 +273,7 @@ class Intake:
             self._delivery.replay(sequence, subscriber)
 
     def _rank_of(self, submit: Submit, arrived_s: float) -> float:
-        """The sequence's rank. A request that was admitted before keeps the arrival of that time."""
+        """The sequence's rank. A request that was admitted before keeps the arrival time of then."""
         step_s = self.limits.priority_step_s
         if not step_s:
             return 0.0

@@ -40,15 +40,15 @@ class StepResult:
     ended_s: float = 0.0
     """When the step ended, in CLOCK_MONOTONIC; 0 if unknown."""
     stops: tuple[int, ...] = ()
-    """Indices of rows whose token ended the sequence for all subscribers that it had when the token was sampled."""
+    """Indices of rows whose token ended the sequence for all its subscribers at the time of sampling."""
     logprobs: TokenLogprobs | None = None
     """Its rows are places in the plan's logit_rows."""
     scored: TokenLogprobs | None = None
     """One entry for each position of the plan's scored, in order."""
     vectors: list[Vectors | None] = field(default_factory=list)
-    """One for each of the plan's pooled_rows; None if it is not finite."""
+    """One for each of the plan's pooled_rows; None if one of its values is not finite."""
     faults: dict[int, str] = field(default_factory=dict)
-    """Place in logit_rows → why the row's constraints cannot go on. The row's token is NOT_FINITE."""
+    """Place in logit_rows → why the row's constraints cannot continue. The row's token is NOT_FINITE."""
     late: frozenset[int] = frozenset()
     """Indices of rows whose mask was not ready: they run again. Their token is NOT_FINITE."""
 
@@ -136,12 +136,14 @@ def launch_step(
     before: LaunchedStep | None = None,
     late_masks: LateMasks | None = None,
 ) -> LaunchedStep:
-    """Give the device one plan, without the rows that no longer count. Pages are saved to the host first.
+    """Give the device one plan, without the rows that no longer count.
 
-    A pass that runs ahead gets a call of `sample` without rows too: its output says when the step is computed. Masks of
-    constrained rows depend on the tokens of the step before, so that step is awaited while the device already computes
-    this one's logits. A row whose mask is not ready by then runs without sampling, and later rows of it are dropped.
-    A pass that keeps state cannot run a row again, so its steps wait for their masks.
+    Pages are saved to the host first. A pass that runs ahead gets a call of `sample` even without rows: its output says
+    when the step is computed.
+
+    Masks of constrained rows depend on the tokens of the step before, so that step is awaited while the device already
+    computes this one's logits. A row whose mask is not ready by then runs without sampling, and later rows of it are
+    dropped. A pass that keeps state cannot run a row again, so its steps wait for their masks.
     """
     if forward_pass.spec.state_bytes_per_sequence:
         late_masks = None
@@ -172,13 +174,13 @@ def launch_step(
 
 
 def _stop_rows(plan: Plan) -> None:
-    """Have later plans drop their rows of these sequences: they build on a step that failed."""
+    """Make later plans drop their rows of these sequences: they build on a step that failed."""
     for sequence, generation in zip(plan.sequences, plan.generations, strict=True):
         _stop(sequence, generation)
 
 
 def _stop(sequence: Sequence, generation: int) -> None:
-    """Nobody can join the sequence any more, either."""
+    """Stop the sequence; nobody can join it any more."""
     _drop_later_rows(sequence, generation)
     sequence.final_generation = max(sequence.final_generation, generation)
 

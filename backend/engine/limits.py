@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.shm.messages import Pooled, Submit
 
 _CUT_KINDS = ("embed", "token_embed")
-"""Kinds of which a request may receive the first dimensions."""
+"""Kinds for which a request may ask for only the first dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class EngineLimits:
     vocab_size: int
     max_context_tokens: int
     max_waiting: int
-    """Sequences that may wait. Tenants with less than their share of the places may exceed it: see `tenant_places`."""
+    """Sequences that may wait. Tenants with less than their share of the places may exceed it (`tenant_places`)."""
     priority_step_s: float = 0.0
     """Head start of one priority level over later arrivals; 0 is first come, first served."""
     max_open: int = 1 << 16
-    """Open requests, including those that share a sequence. Tenants may exceed it as they may max_waiting."""
+    """Open requests, including those that share a sequence. Tenants may exceed it as they may exceed max_waiting."""
     max_open_resumed: int = 1 << 17
-    """Open requests at which even one that was admitted before is refused: the bound on what frontends may claim."""
+    """Open requests at which even one that was admitted before is refused: the bound on frontends' claims."""
     scores_prompts: bool = True
     """The forward pass can report log probabilities of prompts."""
     pooled: Mapping[str, int] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class EngineLimits:
     """Id of each adapter → its index in the forward pass."""
 
     def find_fault(self, submission: Submission) -> Failure | None:
-        """Why the model cannot serve the request, whatever else is open."""
+        """Why the model cannot serve the request, whatever else is open; None if it can."""
         submit, request_id = submission.submit, submission.request_id
         tokens = np.frombuffer(submission.tokens, np.uint32)  # a negative id is larger than any other
         if not 1 <= submit.num_prompt_tokens <= len(tokens) or len(tokens) > self.max_context_tokens:

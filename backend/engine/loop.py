@@ -61,8 +61,10 @@ class Engine:
         heartbeat: SignOfLife | None = None,
         kv_events: KvEventPublisher | None = None,
     ) -> None:
-        """heartbeat shows each turn to the process that supervises this one, whatever the device does. kv_events
-        collects what the scheduler's pages report, and sends it once a turn."""
+        """heartbeat shows each turn to the process that supervises this one, even if the device hangs.
+
+        kv_events collects the reports of the scheduler's pages, and sends them once a turn.
+        """
         self._link = link
         self._executor = executor
         self._scheduler = scheduler
@@ -219,7 +221,7 @@ class Engine:
         for index in result.stops:
             sequence = plan.sequences[index]
             if sequence.generation == plan.generations[index]:
-                # A subscriber that joined after the executor saw the stop goes on. Rows planned since were dropped.
+                # A subscriber that joined after the executor saw the stop continues. Rows planned since were dropped.
                 self._scheduler.rewind(sequence, plan.ends[index])
 
     def _apply_scored(self, plan: Plan, scored: TokenLogprobs) -> None:
@@ -265,14 +267,16 @@ class Engine:
         self._delivery.fail(sequence)
 
     def _fail_constrained(self, plan: Plan, index: int, fault: str) -> None:
-        """The grammar of this row reached its limits in the middle of an answer."""
+        """Fail this row: its grammar reached its limits in the middle of an answer."""
         sequence = plan.sequences[index]
         if sequence.generation == plan.generations[index]:
             self._delivery.fail(sequence, FailureCode.BAD_GRAMMAR, fault)
 
     def _run_again(self, plan: Plan, index: int) -> None:
-        """The row's mask was not ready when its token was due. Its last known token is computed again, in a later step
-        that samples."""
+        """Run the row again: its mask was not ready when its token was due.
+
+        Its last known token is computed again, in a later step that samples.
+        """
         sequence, num_computed = plan.sequences[index], plan.ends[index] - 1
         self._board.wasted_tokens += 1
         if sequence.generation != plan.generations[index]:
@@ -298,13 +302,15 @@ class Engine:
                 self._delivery.deliver(sequence, token_id, logprobs)
             else:
                 self._delivery.report_progress(sequence, plan.ends[index], self._clock())
-        except Exception:  # as broad as can be: a bug in what one row sets off must not end the other rows' requests
+        except Exception:  # deliberately broad: a bug that one row triggers must not end the other rows' requests
             logger.exception("a row's token could not be delivered; its requests fail")
             self._delivery.fail(sequence)
 
     def _apply_failure(self, plan: Plan, error: Exception) -> None:
-        """Fail the row of a failed step, or bisect a step of several rows: they run again in halves until the row that
-        causes the error is alone, and the others go on."""
+        """Fail the row of a failed step, or bisect a step of several rows.
+
+        Its rows run again in halves until the row that causes the error is alone, and the others continue.
+        """
         logger.error("a step of %d rows failed", len(plan), exc_info=error)
         self._num_failed_steps += 1
         if self._num_failed_steps >= _MAX_FAILED_STEPS:

@@ -74,7 +74,8 @@ class OpenRequests:
         return list(self._by_frontend.get(frontend, {}).values())
 
     def add(self, sequence: Sequence, subscriber: Subscriber) -> None:
-        """Enter a request that subscribes to the sequence. From now on `remove` undoes all that was done for it."""
+        """Enter a request that subscribes to the sequence. From now on `remove` undoes everything that was
+        done for it."""
         by_id = self._by_frontend.setdefault(subscriber.frontend, {})
         by_id[subscriber.request_id] = OpenRequest(sequence, subscriber)
         self._num_subscribed += 1

@@ -1,4 +1,4 @@
-"""The parts that handle requests, and how they are put together."""
+"""The parts that handle requests, and how they are connected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """A request is taken in, its result is delivered, or it is cancelled: parts around one table."""
+    """Parts around one table of requests: they take in a request, deliver its result, or cancel it."""
 
     table: OpenRequests
     intake: Intake

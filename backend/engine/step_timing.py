@@ -12,16 +12,16 @@ _MAX_SLACK_S = 0.006
 _MORE_SLACK_S = 0.0005
 """Added after a plan that was late. On two cores the loop waits for a core and for the interpreter's lock."""
 _LESS_SLACK_S = 0.00002
-"""Taken back per plan: one plan in 25 may be late."""
+"""Removed per plan: one plan in 25 may be late."""
 _SHORTEST_WAIT_S = 0.0001
 _MARGIN = 2.0
-"""Planning is expected to take at most this many times as long as recently."""
+"""Planning is assumed to take at most this many times as long as recently."""
 _DECAY = 0.98
 """Per step: a slow planning is remembered for about fifty steps."""
 _NUM_REMEMBERED = 4
 """Durations kept per size of step."""
 _BUCKET_TOKENS = 32
-"""Above twice this many tokens, sizes of steps are rounded down to a multiple of it."""
+"""Above twice this many tokens, sizes of steps are rounded down to a multiple of this."""
 
 
 class StepTiming:
@@ -44,7 +44,7 @@ class StepTiming:
         """The longest recent CPU time of a launch, before which the device cannot begin; it decays."""
 
     def spare_s(self, running_s: float) -> float:
-        """Seconds that the next plan can wait while the running step has run for running_s; 0 for plan now."""
+        """Seconds that the next plan can wait while the running step has run for running_s; 0 means plan now."""
         expected_s = [self._expected_s(size) for size in self._in_flight]
         if expected_s:  # a step that takes longer than expected says nothing about the steps behind it
             expected_s[0] = max(0.0, expected_s[0] - running_s)
@@ -58,11 +58,11 @@ class StepTiming:
         self._slack_s = max(_MIN_SLACK_S, self._slack_s - _LESS_SLACK_S)
 
     def note_late(self) -> None:
-        """The device had nothing to do when a plan came that had been put off."""
+        """Note that the device was idle when a delayed plan came."""
         self._slack_s = min(_MAX_SLACK_S, self._slack_s + _MORE_SLACK_S)
 
     def note_result(self, num_tokens: int, step_s: float, launch_s: float) -> None:
-        """The oldest planned step has ended: num_tokens of it ran, 0 if it failed; launch_s is CPU time."""
+        """Note that the oldest planned step has ended: num_tokens of it ran, 0 if it failed; launch_s is CPU time."""
         self._in_flight.popleft()
         self._launch_s = max(launch_s, _DECAY * self._launch_s)
         if not num_tokens:
@@ -74,8 +74,8 @@ class StepTiming:
         self._recent[size].append(step_s)
 
     def typical_s(self, num_tokens: int) -> float | None:
-        """The duration to expect of a step of so many tokens, between those of the nearest sizes; None before the first
-        step."""
+        """The expected duration of a step with num_tokens, interpolated between the nearest sizes; None before the
+        first step."""
         if not self._sizes:
             return None
         size = _size(num_tokens)
@@ -89,8 +89,10 @@ class StepTiming:
         return below_s + (above_s - below_s) * (size - below) / (above - below)
 
     def _extrapolated_s(self, size: int) -> float:
-        """The duration of a larger step than all seen: on the line through the smallest and the largest one, and at
-        most in proportion to the size."""
+        """The duration of a step larger than all seen.
+
+        It lies on the line through the smallest and the largest size, and is at most proportional to the size.
+        """
         smallest, largest = self._sizes[0], self._sizes[-1]
         largest_s = median(self._recent[largest])
         per_token_s = largest_s / largest

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from penstock.shm.messages import Pooled
 
 _ENTRY_BYTES = 512
-"""Memory of an entry beside its values: objects and the key, rounded up."""
+"""Memory of an entry in addition to its values: objects and the key, rounded up."""
 _KEY_BYTES = 32
 
 
@@ -39,7 +39,7 @@ class VectorCache:
         return vectors
 
     def put(self, key: bytes, vectors: Vectors) -> None:
-        """Keep a copy, if it fits at all."""
+        """Keep a copy if it fits."""
         num_bytes = _size(vectors)
         if num_bytes > self._max_bytes:
             return

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.backend")
 
 _SPARSE_PART_VALUES = MAX_VECTOR_PART_BYTES // 8
-"""Values and indices of a part together have the limit of values alone, so that a message holds any part."""
+"""Values and indices of a part together obey the limit of values alone, so that a message holds any part."""
 _Due = tuple["Sequence", "Subscriber", Vectors]
 
 
 class VectorDelivery:
-    """Vectors of a step that are asked for in the same form are packed together."""
+    """Packs vectors of a step together that are requested in the same form."""
 
     def __init__(
         self,
@@ -62,10 +62,8 @@ class VectorDelivery:
         return True
 
     def deliver(self, finished: list[tuple[Sequence, Vectors]]) -> None:
-        """Send each sequence's vectors to its subscribers. They end, and the sequences with them.
-
-        An error fails the one request that it concerns.
-        """
+        """Send each sequence's vectors to its subscribers, which then end with their sequences. An error fails only its
+        own request."""
         groups: defaultdict[tuple[int, int, bool], list[_Due]] = defaultdict(list)
         for sequence, vectors in finished:
             if self._cache is not None and sequence.pooled is not None:
@@ -82,7 +80,7 @@ class VectorDelivery:
                 self._deliver_one(due, values)
 
     def _deliver_one(self, due: _Due, values: bytes | None) -> None:
-        """values is None if they could not be packed."""
+        """Deliver to one subscriber. values is None if they could not be packed."""
         sequence, subscriber, vectors = due
         if values is None:
             self._delivery.fail_one(sequence, subscriber)
@@ -90,7 +88,7 @@ class VectorDelivery:
         try:
             started = self._delivery.start(sequence, subscriber)
             self._send(subscriber.frontend, subscriber.request_id, vectors, values, started)
-        except Exception:  # as broad as can be: a bug in what one request sets off must not end the others
+        except Exception:  # deliberately broad: a bug that one request triggers must not end the others
             logger.exception("a vector could not be delivered; its request fails")
             self._delivery.fail_one(sequence, subscriber)
         else:
@@ -113,7 +111,7 @@ def _pack_each(group: list[Vectors], pooled: Pooled) -> list[bytes | None]:
 
 
 def _pack(group: list[Vectors], pooled: Pooled) -> list[bytes]:
-    """The values that a subscriber receives of each; all are sparse, or all have the same width."""
+    """The values that a subscriber receives of each vector; all are sparse, or all have the same width."""
     if group[0].indices is not None:
         return [pack_sparse(vectors, pooled) for vectors in group]
     return pack_dense(group, pooled)

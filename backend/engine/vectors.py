@@ -21,10 +21,10 @@ PER_TOKEN = frozenset(["token_embed", "token_classify"])
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """The result of one sequence as the pass computed it: neither cut nor normalised."""
+    """The result of one sequence as the pass computed it: full width, not normalised."""
 
     values: NDArray[np.float32]
-    """[vectors, width]; of a sparse one, [values that are not zero]."""
+    """[vectors, width]; for a sparse vector, [values that are not zero]."""
     indices: NDArray[np.int32] | None = None
     """The place of each value of a sparse vector, ascending; None for other vectors."""
 
@@ -37,16 +37,16 @@ class Vectors:
         return self.values.nbytes + (0 if self.indices is None else self.indices.nbytes)
 
     def copy(self) -> Vectors:
-        """Not a part of a step's arrays."""
+        """Copy the values, so that they do not hold a step's arrays."""
         return Vectors(self.values.copy(), None if self.indices is None else self.indices.copy())
 
 
 def collect_vectors(
     plan: Plan, widths: Mapping[str, int], computed: tuple[NDArray[np.float32], ...] | None
 ) -> list[Vectors | None]:
-    """The vectors of plan.pooled_rows; None for one with a value that is not finite.
+    """The vectors of plan.pooled_rows; None for a vector with a value that is not finite.
 
-    widths is `PassSpec.pooled`. Raises RuntimeError for a number or a shape that the pass has not promised.
+    widths is `PassSpec.pooled`. Raises RuntimeError if the number or a shape differs from the pass's spec.
     """
     computed = computed or ()
     if len(computed) != len(plan.pooled_rows):
@@ -79,7 +79,7 @@ def _checked(kind: str, values: NDArray[np.float32]) -> Vectors | None:
 
 
 def pack_dense(vectors: list[Vectors], pooled: Pooled) -> list[bytes]:
-    """The values that a subscriber with these options receives of each; all have the same width. Little-endian."""
+    """The bytes of the values of each vector in the subscriber's form; all have the same width. Little-endian."""
     matrix = vectors[0].values if len(vectors) == 1 else np.concatenate([each.values for each in vectors])
     if pooled.num_dimensions:
         matrix = matrix[:, : pooled.num_dimensions]

@@ -23,7 +23,7 @@ MAX_PAGE_TABLE = 1 << 28
 _MIN_CONTEXT_TOKENS = 2
 """One token of the prompt and one of the answer."""
 AUTO_HOST_BYTES = 4_000_000_000
-"""Default for evicted pages in the host's memory, beside a GPU: 30,000 tokens of a Llama 8B in bf16."""
+"""Default for evicted pages in host memory when the model runs on a GPU: 30,000 tokens of a Llama 8B in bf16."""
 _HOST_SHARE = 4
 _RESERVE_SHARE = 10
 _MIN_RESERVE_BYTES = 512_000_000
@@ -33,7 +33,7 @@ _MIN_RESERVE_BYTES = 512_000_000
 class KvBudget:
     """Bytes for the KV cache and the state of all slots.
 
-    auto_parts are the numbers behind an "auto" budget; empty if the operator named it.
+    auto_parts are the numbers behind an "auto" budget; empty if the operator gave the budget.
     """
 
     num_bytes: int
@@ -79,7 +79,7 @@ class KvCapacity:
 
     kv_dtype: str
     bytes_per_token: int
-    """Over all layers, and so over all groups of layers."""
+    """Over all layers, and thus over all groups of layers."""
     groups: KvGroups
     num_pages: int
     """All groups share them."""
@@ -104,14 +104,14 @@ class KvCapacity:
 
 @dataclass(frozen=True, slots=True)
 class KvDtypeChoice:
-    """The capacity in each KV dtype that was tried, in order; the last one is taken."""
+    """The capacity in each KV dtype that was tried, in order; the last one is used."""
 
     tried: tuple[KvCapacity, ...]
     is_auto: bool
     full_context_tokens: int
     """--max-context, or the model's own."""
     held_tokens: int
-    """The room that a sequence of that length takes: all of it, or what its window needs."""
+    """The room that a sequence of that length takes: all of it, or only its windows' part."""
     needed_tokens: int
     needed_for: str
 
@@ -131,7 +131,7 @@ class KvDtypeChoice:
 
 @dataclass(frozen=True, slots=True)
 class KvPlan(KvCapacity):
-    """The pages planned for a budget: at most what it holds, and at most what max_running full contexts use."""
+    """The pages planned for a budget: at most its capacity, and at most the need of max_running full contexts."""
 
     max_context_tokens: int
     max_running: int
@@ -148,12 +148,12 @@ class KvPlan(KvCapacity):
 
     @property
     def max_pages_per_sequence(self) -> int:
-        """Entries of the page table, of all groups."""
+        """Entries of the page table for all groups."""
         return self.groups.pages_for(self.max_context_tokens)
 
     @property
     def num_longest_sequences(self) -> int:
-        """Sequences of max_context_tokens that the pages hold at a time."""
+        """Number of sequences of max_context_tokens that the pages hold at a time."""
         return self.num_pages // self.groups.most_pages(self.max_context_tokens)
 
     @property

@@ -1,4 +1,4 @@
-"""The KV plan for people: what `--dry-run` prints."""
+"""The KV plan as tables, which `--dry-run` prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eviction: which idle page is given up when the pool needs one, and whether its content is saved to the host."""
+"""Eviction: chooses the idle page to give up when the pool needs one, and whether its content is saved to the host."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from penstock.backend.kv_cache.page_index import PageIndex
 
 _GROWTH = 1.125
-"""A tenant is ranked again when its pages have grown or shrunk by this factor. So the tenant that is chosen has at
-least three quarters of the most pages."""
+"""A tenant is ranked again when its pages have grown or shrunk by this factor.
+
+So the chosen tenant has at least three quarters of the most pages.
+"""
 _STALE_TURNOVERS = 4
 """A page is evicted first, whatever its tenant's share, once this many times the pool's pages were released since."""
 
@@ -34,8 +36,8 @@ class IdlePages:
     """Indexed pages that no sequence holds. Owned by the page pool.
 
     With one tenant, the least recently held page is evicted. With several, the tenant with the most idle pages for its
-    weight loses its least recently held page. So each tenant keeps its share of the cache, however much others use.
-    A tenant that does not come back keeps its pages only for a while: see `_STALE_TURNOVERS`.
+    weight loses its least recently held page. So each tenant keeps its share of the cache, however much others use. A
+    tenant that does not come back keeps its pages only for a while (`_STALE_TURNOVERS`).
     """
 
     def __init__(self, index: PageIndex, host_offload: HostOffload, num_pages: int) -> None:

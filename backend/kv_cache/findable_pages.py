@@ -1,4 +1,4 @@
-"""Names of pages for the frontends, for as long as a page can be found: on the device, or only on the host."""
+"""Names of pages for the frontends, while a page can be found on the device or on the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class FindablePages:
-    """A `FullPageObserver` between the index and the table of names, which also hears what the host forgets.
+    """A `FullPageObserver` between the index and the table of names. It also learns which pages the host forgets.
 
     Pages of an earlier process have no name until they are used: the store does not know their tokens.
     """

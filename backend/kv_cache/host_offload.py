@@ -1,8 +1,10 @@
-"""Pages saved to the host's memory: which content is in which host page, and what is still to be copied there.
+"""Pages saved to host memory: which content is in which host page, and which copies are still to be made.
 
-The memory itself belongs to the forward pass, see `IHostPages`; `StepBatch.page_restores` brings pages back. A host
-page keeps its content after a restore, until it is used for other content. With a store that memory outlives the
-process: then every full page is saved, and what earlier processes saved is found.
+The memory itself belongs to the forward pass (`IHostPages`); `StepBatch.page_restores` brings pages back. A host page
+keeps its content after a restore, until it is used for other content.
+
+With a store the memory outlives the process: then every full page is saved, and pages saved by earlier processes are
+found.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ logger = logging.getLogger("penstock.backend")
 
 
 class IKeepsPages(Protocol):
-    """Remembers for later processes what lies in host pages: a `PageStore`."""
+    """Remembers the content of host pages for later processes: a `PageStore`."""
 
     @property
     def num_places(self) -> int: ...
@@ -43,14 +45,14 @@ class _Saved:
     host_page: int
     salt: bytes
     is_unchecked: bool = False
-    """An earlier process saved it, and nobody has compared it with its sum yet."""
+    """An earlier process saved it, and it has not been compared with its checksum yet."""
 
 
 class HostOffload:
     """A fixed number of host pages, which may be 0. Owned by the page pool; not shared between threads."""
 
     def __init__(self, num_host_pages: int, store: IKeepsPages | None = None) -> None:
-        """With a store num_host_pages is that of its places."""
+        """With a store, num_host_pages is its number of places."""
         self._num_host_pages = num_host_pages if store is None else store.num_places
         self._store = store
         self._saved: OrderedDict[bytes, _Saved] = OrderedDict()
@@ -71,7 +73,7 @@ class HostOffload:
         self._take_over(() if store is None else store.found)
 
     def _take_over(self, found: Sequence[KeptPage]) -> None:
-        """Begin with what earlier processes have saved."""
+        """Begin with the pages that earlier processes have saved."""
         for page in found:
             if (older := self._saved.pop(page.page_hash, None)) is not None and self._store is not None:
                 self._store.withdraw(older.host_page)
@@ -85,12 +87,14 @@ class HostOffload:
 
     @property
     def saves_all(self) -> bool:
-        """Each full page is to be saved at once, not only those that are evicted after they were used again."""
+        """Each full page must be saved at once, not only evicted pages that were used again."""
         return self._store is not None
 
     def contains(self, page_hash: bytes) -> bool:
-        """Whether it can be restored. Content of an earlier process is compared with its sum now; damaged content is
-        forgotten."""
+        """Whether it can be restored.
+
+        Content of an earlier process is compared with its checksum now; damaged content is forgotten.
+        """
         saved = self._saved.get(page_hash)
         if saved is not None and saved.is_unchecked and self._store is not None:
             saved.is_unchecked = False
@@ -101,11 +105,11 @@ class HostOffload:
         return saved is not None
 
     def __contains__(self, page_hash: bytes) -> bool:
-        """As `contains`, without a comparison."""
+        """Like `contains`, without a comparison."""
         return page_hash in self._saved
 
     def save(self, page: int, page_hash: bytes, salt: bytes) -> None:
-        """Save a page whose content is about to go, or is to be kept for later processes.
+        """Save a page whose content will be overwritten, or must be kept for later processes.
 
         Does nothing when the step being planned restores the least recently used content.
         """
@@ -119,7 +123,7 @@ class HostOffload:
                 self._uncopied.append((page_hash, saved))
 
     def touch(self, page_hash: bytes) -> None:
-        """Let other content make room first. Does nothing if it is not saved here."""
+        """Mark as just used, so that other content makes room first. Does nothing if it is not saved here."""
         if page_hash in self._saved:
             self._saved.move_to_end(page_hash)
 
@@ -160,7 +164,8 @@ class HostOffload:
         return saves
 
     def note_step_ended(self) -> None:
-        """The oldest step that was launched after `take_saves` has ended: later processes may find what it saved."""
+        """Note that the oldest step launched after `take_saves` has ended: later processes may find the pages that it
+        saved."""
         if self._store is None:
             return
         for page_hash, saved in self._copying.popleft():

@@ -1,4 +1,4 @@
-"""Which pages of a sequence are needed: of each group of layers all, or those within the window of its layers."""
+"""Which pages of a sequence are needed: in each group of layers all, or those within the window of its layers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KvGroups:
-    """Groups of layers with pages of their own. Pages behind a group's window are given back while their sequence runs.
+    """Groups of layers with their own pages. Pages behind a group's window are released while their sequence runs.
 
     A sequence has one page of each group for the same tokens: a set. Its pages are listed set by set.
     """
 
     page_size_tokens: int
     windows: tuple[int, ...] = (sys.maxsize,)
-    """By group: in its layers a token attends to itself and at most so many tokens - 1 before it."""
+    """By group: in its layers a token attends to itself and at most windows - 1 tokens before it."""
     num_ahead_tokens: int = 0
-    """The most tokens of a sequence in the steps that are planned and not applied."""
+    """Most tokens of a sequence in steps that are planned but not applied."""
 
     @classmethod
     def of(
@@ -43,7 +43,7 @@ class KvGroups:
         return min(self.windows) < sys.maxsize
 
     def num_passed(self, num_computed: int) -> tuple[int, ...]:
-        """First pages of each group that no token after the first num_computed tokens attends to."""
+        """Number of first pages of each group that no token after the first num_computed tokens attends to."""
         return tuple([max(0, num_computed - window + 1) // self.page_size_tokens for window in self.windows])
 
     def pages_for(self, num_tokens: int) -> int:
@@ -51,18 +51,22 @@ class KvGroups:
         return self.count * self._sets_for(num_tokens)
 
     def most_pages(self, num_tokens: int) -> int:
-        """The most pages that a sequence of num_tokens tokens holds at a time."""
+        """Most pages that a sequence of num_tokens tokens holds at a time."""
         return sum([self._most_sets(window, num_tokens) for window in self.windows])
 
     def first_pages(self, num_tokens: int, passed: tuple[int, ...]) -> int:
-        """How many of the pages for num_tokens a sequence may list now, counted from the first. Behind the pages that
-        are passed, no group lists more than it ever holds."""
+        """Number of the pages for num_tokens that a sequence may list now, from the first.
+
+        After the pages in passed, no group lists more pages than it ever holds.
+        """
         ends = [first + self._most_sets(window, num_tokens) for first, window in zip(passed, self.windows, strict=True)]
         return self.count * min(self._sets_for(num_tokens), *ends)
 
     def later_pages(self, num_tokens: int, passed: tuple[int, ...], num_listed: int) -> int:
-        """Pages that a sequence will hold when it comes to num_tokens, beside the num_listed that it lists now. Only
-        with several groups: a long prompt's pages are given as its steps come, so that those of windows are few."""
+        """Number of pages that a sequence will add by num_tokens to the num_listed that it lists now.
+
+        Only with several groups: a long prompt's pages are allocated as its steps come, so that windows need few.
+        """
         num_sets, num_later = num_listed // self.count, 0
         for first, window in zip(passed, self.windows, strict=True):
             end = min(self._sets_for(num_tokens), first + self._most_sets(window, num_tokens))
@@ -74,7 +78,7 @@ class KvGroups:
         return bisect_right(range(1, longest + 1), num_pages, key=self.most_pages)
 
     def most_tokens(self, num_tokens: int) -> int:
-        """The room in whole sets that a sequence of num_tokens tokens can use."""
+        """Room of a sequence of num_tokens tokens: the whole sets that it needs at a time, at most num_tokens."""
         return min(num_tokens, -(-self.most_pages(num_tokens) // self.count) * self.page_size_tokens)
 
     def _sets_for(self, num_tokens: int) -> int:

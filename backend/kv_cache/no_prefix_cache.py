@@ -1,4 +1,4 @@
-"""In the place of the prefix cache when the pass keeps state for each sequence."""
+"""Replaces the prefix cache when the pass keeps state for each sequence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 class NoPrefixCache:
-    """Finds nothing and indexes nothing: the state after a prefix is not in its pages, so nobody can go on from there.
+    """Finds nothing and indexes nothing: the state after a prefix is not in its pages, so no sequence can continue from
+    it.
 
     Has the methods of `PrefixCache`.
     """

@@ -15,7 +15,7 @@ _secret = secrets.token_bytes(32)
 
 
 def use_secret(secret: bytes) -> None:
-    """Hash as the earlier processes did whose pages are kept. Call it before the first hash is computed."""
+    """Use the hash secret of the earlier processes whose pages are kept. Call it before the first hash is computed."""
     global _secret
     _secret = secret
 

@@ -27,7 +27,7 @@ class IndexedPage:
 
 
 class FullPageObserver(Protocol):
-    """Learns which full pages can be found. Partial ones change too often to tell."""
+    """Learns which full pages can be found. Partial pages change too often to report."""
 
     def note_stored(self, page_hash: bytes, parent_hash: bytes, salt: bytes, content: bytes) -> None:
         """content is int32 tokens. The salt is the tenant's, and the parent's hash of a first page."""
@@ -56,7 +56,8 @@ class PageIndex:
         return self._pages[page]
 
     def children(self, parent_hash: bytes) -> dict[int, bytes]:
-        """Pages that follow the page of this hash, with their content; the latest last. Callers must not change it."""
+        """Pages that follow the page of this hash, with their content; the latest last. Callers must not change the
+        result."""
         return self._children.get(parent_hash, {})
 
     def pages_of_tenant(self, salt: bytes) -> list[int]:

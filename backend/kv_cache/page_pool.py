@@ -1,7 +1,9 @@
-"""The pages of the KV cache: who holds which, and which content can be found again.
+"""The pages of the KV cache: their holders, and the pages whose content can be found again.
 
 A page is free, held by one or more sequences, or idle: no sequence holds it, but its content is indexed, so it may be
-held again until it is evicted. The memory itself belongs to the forward pass.
+held again until it is evicted.
+
+The memory itself belongs to the forward pass.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ class PagePool:
         store: IKeepsPages | None = None,
         names: FullPageObserver | None = None,
     ) -> None:
-        """store has the host pages, if they outlive this process. names hears of pages that are found on the device or
-        on the host; observers hear of those on the device."""
+        """store has the host pages, if they outlive this process.
+
+        names learns of pages that are found on the device or on the host; observers learn of those on the device.
+        """
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}; at least 1 is needed")
         self.num_pages = num_pages
@@ -57,8 +61,11 @@ class PagePool:
         return len(self._idle)
 
     def allocate(self, count: int) -> list[int]:
-        """count pages with one holder, the caller, who releases each once. Free pages go first; then idle pages are
-        evicted. Raises MemoryError, and allocates none, when fewer are available."""
+        """Return count pages with one holder, the caller, who releases each once.
+
+        Free pages go first; then idle pages are evicted. Raises MemoryError, and allocates none, when fewer are
+        available.
+        """
         if count > self.num_available:
             raise MemoryError(f"{count} pages requested, {self.num_available} available")
         pages = [self._free.pop() if self._free else self._idle.evict() for _ in range(count)]
@@ -115,11 +122,11 @@ class PagePool:
             self.host_offload.save(page, entry.page_hash, entry.salt)
 
     def pages_following(self, parent_hash: bytes) -> dict[int, bytes]:
-        """See `PageIndex.children`."""
+        """Pages that follow the page of this hash; see `PageIndex.children`."""
         return self._index.children(parent_hash)
 
     def mark_for_offload(self, page_hashes: list[bytes]) -> None:
-        """This content has been used more than once: save it to the host when its page is evicted, or now."""
+        """Mark content that has been used more than once: it is saved to the host when its page is evicted, or now."""
         for page_hash in page_hashes:
             self._index.mark_for_offload(page_hash)
         if not self.host_offload.saves_all:
@@ -137,7 +144,7 @@ class PagePool:
             self._remove_from_index(page)
 
     def discard(self, page_hashes: list[bytes]) -> None:
-        """Forget content that no request can ask for again, here and on the host."""
+        """Forget content that no request can ask for again, on the device and on the host."""
         self.host_offload.discard(page_hashes)
         for page_hash in page_hashes:
             if (page := self._index.find(page_hash)) is not None:

@@ -37,9 +37,9 @@ class Prefix:
     pages: list[int]
     """Full pages to hold, set by set."""
     passed: tuple[int, ...]
-    """By group, full pages before those, behind the window: nobody reads them."""
+    """By group, number of full pages before those that are behind the window: nobody reads them."""
     num_on_host: int = 0
-    """Full pages after those whose content is on the host."""
+    """Number of full pages after those whose content is on the host."""
     num_copied_tokens: int = 0
     """Tokens to copy into the page after those."""
     copy_source: int = -1
@@ -49,12 +49,12 @@ class Prefix:
 
     @property
     def num_full_pages(self) -> int:
-        """Pages of a group that need no computation at all."""
+        """Number of a group's pages that need no computation."""
         return self.num_held_or_passed + self.num_on_host
 
     @property
     def num_held_or_passed(self) -> int:
-        """Pages of a group."""
+        """Number of a group's pages."""
         return (len(self.pages) + sum(self.passed)) // len(self.passed)
 
     @property
@@ -137,7 +137,7 @@ class PrefixCache:
         return pages
 
     def _hashes(self, page_hash: bytes) -> list[bytes]:
-        """The hashes of the pages of a set. page_hash is that of the first group's page."""
+        """The hashes of a set's pages. page_hash is the first group's."""
         return [page_hash, *[page_hash + bytes([group]) for group in range(1, self._groups.count)]]
 
     def _is_coming(self, page_hash: bytes) -> bool:
@@ -180,7 +180,8 @@ class PrefixCache:
         self._filling[_parent_hash(sequence, kv.num_indexed_pages)][sequence] = None
 
     def note_computed(self, sequence: Sequence, num_tokens: int) -> list[Awaited]:
-        """Index the pages that its first num_tokens fill. Return what no sequence needs to wait for any more."""
+        """Index the pages that its first num_tokens fill. Return the hashes that no sequence needs to wait for any
+        more."""
         kv = sequence.kv
         num_indexed, num_full = kv.num_indexed_pages, num_tokens // self._page_size
         kv.num_prefilled = num_tokens
@@ -196,7 +197,7 @@ class PrefixCache:
         return [sequence, *self._end_computing(sequence, kv.page_hashes[num_indexed:num_full])]
 
     def stop(self, sequence: Sequence) -> list[Awaited]:
-        """The sequence stops running; it still holds its pages. Its partial page is indexed as well.
+        """Note that the sequence stops running; it still holds its pages. Its partial page is indexed as well.
 
         Returns what no sequence needs to wait for any more.
         """
@@ -207,7 +208,7 @@ class PrefixCache:
         return [sequence, *self._end_computing(sequence, kv.page_hashes[kv.num_indexed_pages :])]
 
     def discard(self, sequence: Sequence) -> None:
-        """Forget its pages, whose content no request can ask for again."""
+        """Forget its pages: no request can ask for their content again."""
         self._pool.discard([own for page_hash in sequence.kv.page_hashes for own in self._hashes(page_hash)])
 
     def invalidate_tenant(self, salt: bytes) -> None:

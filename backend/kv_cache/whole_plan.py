@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WholePlan:
-    """Each input is computed whole, in one step. Has the properties of `KvPlan` that others than schedulers read."""
+    """Each input is computed whole, in one step.
+
+    Has the properties of `KvPlan` that parts other than schedulers read.
+    """
 
     num_pages: ClassVar[int] = 0
     page_size_tokens: ClassVar[int] = 0
@@ -23,7 +26,7 @@ class WholePlan:
 
     max_context_tokens: int
     step_tokens: int
-    """Budget of a step with several inputs. A longer input has a step of its own."""
+    """Tokens of a step with several inputs, at most. A longer input has its own step."""
     max_rows: int
     weight_bytes: int
     workspace_bytes: int

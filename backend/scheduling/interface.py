@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ISequenceScheduler(Protocol):
-    """All sequences that have not ended: each is either waiting or running."""
+    """All sequences that have not ended. Each is either waiting or running."""
 
     num_preemptions: int
 
@@ -22,7 +22,7 @@ class ISequenceScheduler(Protocol):
         ...
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence has ended, in whatever state."""
+        """Remove a sequence that has ended, in any state."""
         ...
 
     def plan(self) -> Plan:
@@ -30,19 +30,20 @@ class ISequenceScheduler(Protocol):
         ...
 
     def bisect(self, chunks: list[tuple[Sequence, int]]) -> None:
-        """A step with these rows, sequences and numbers of tokens, has failed. Run each half in steps of its own."""
+        """Run each half of a failed step's rows, sequences and numbers of tokens, in steps of its own."""
         ...
 
     def rewind(self, sequence: Sequence, num_computed: int) -> None:
-        """Drop the results of a running sequence's steps in flight, and go on after its first num_computed tokens."""
+        """Drop the results of a running sequence's steps in flight, and continue after its first
+        num_computed tokens."""
         ...
 
     def note_computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """The step that computed the sequence's first num_tokens has been applied."""
+        """Note that the step that computed the sequence's first num_tokens has been applied."""
         ...
 
     def invalidate_tenant(self, sequence: Sequence) -> None:
-        """The sequence's result was bad. Keep nothing that was computed for its tenant."""
+        """The sequence's result was bad: keep nothing that was computed for its tenant."""
         ...
 
     def take_saves(self) -> tuple[tuple[int, int], ...]:
@@ -55,7 +56,7 @@ class ISequenceScheduler(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """False if `plan` would return a plan without rows, whatever steps in flight bring."""
+        """False if `plan` would return a plan without rows, even after the steps in flight end."""
         ...
 
     @property
@@ -79,13 +80,14 @@ class ISequenceScheduler(Protocol):
     def num_waiting_of(self, tenant: bytes) -> int: ...
 
     def share_of(self, tenant: bytes, weight: float) -> float:
-        """The part of all places that the tenant is due, or would be due with a sequence of this weight."""
+        """The part of all places that the tenant may claim, or could claim with a sequence of this weight."""
         ...
 
     def outlook(self, sequence: Sequence) -> Outlook | None:
-        """What runs, and what starts before the sequence, which waits or has not been added; None if it cannot say."""
+        """The running sequences, and those that start before the sequence, which waits or has not been added; None if
+        unknown."""
         ...
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless the sequences account for all that is held."""
+        """Raises RuntimeError unless the sequences account for everything that is held."""
         ...

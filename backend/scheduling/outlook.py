@@ -1,4 +1,4 @@
-"""Which sequences run, and which wait before a certain one: the scheduler's state as a quote needs it."""
+"""The running sequences, and those that wait before a certain one: the scheduler's state as a quote needs it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Copies of the scheduler's tables. The sequences are its own."""
+    """Copies of the scheduler's tables; the sequences are not copied."""
 
     running: list[Sequence]
     waiting: list[Sequence]
-    """Those that are expected to start before the sequence, in this order."""
+    """Sequences that are expected to start before the sequence, in this order."""
     num_cached: int
-    """Tokens of the sequence that need not be computed."""
+    """Cached tokens of the sequence."""
     num_slots: int
     num_pages: int
     groups: KvGroups
@@ -34,11 +34,11 @@ class Outlook:
 
 
 def those_before(newcomer: Sequence, turn: Turn, account: TenantAccount, waiting: Iterable[Sequence]) -> list[Sequence]:
-    """Return the waiting sequences that start before one with this turn, in order: tenants take turns by the service
-    that they will have received, if each sequence is charged when it starts, and
-    generates all that it may, or half if it may stop.
+    """Return the waiting sequences that start before one with this turn, in order.
 
-    That a tenant under its share preempts others is not foreseen.
+    Tenants take turns by the service that they will have received. Each sequence is charged when it starts, for all
+    tokens that it may generate, or half of them if it may stop. Preemption for a tenant under its share is not
+    predicted.
     """
     queues: dict[TenantAccount, list[tuple[bool, Turn, int, Sequence]]] = {}
     for number, sequence in enumerate(waiting):

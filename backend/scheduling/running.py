@@ -33,7 +33,7 @@ class RunningSequences:
     ) -> None:
         """num_plans_ahead is the largest number of plans between a step's own plan and the end of that step.
 
-        keeps_state: the pass keeps state for each slot. Pages alone do not say how a sequence goes on.
+        keeps_state: the pass keeps state for each slot, so a sequence cannot continue from its pages alone.
         """
         self._pool = pool
         self._groups = groups
@@ -74,7 +74,7 @@ class RunningSequences:
         return self._tenants.num_waiting_of(tenant)
 
     def share_of(self, tenant: bytes, weight: float) -> float:
-        """The part of all places that the tenant is due, or would be due with a sequence of this weight."""
+        """The part of all places that the tenant may claim, or could claim with a sequence of this weight."""
         return self._tenants.share_with(tenant, weight)
 
     @property
@@ -95,27 +95,36 @@ class RunningSequences:
         return self._pool.host_offload
 
     def note_computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """The step that computed the sequence's first num_tokens has been applied. Pages that they fill can be shared,
-        and sequences that wait for these pages are unparked. Pages behind the window are given back."""
+        """Note that the step that computed the sequence's first num_tokens has been applied.
+
+        Pages that they fill can be shared, and sequences that wait for these pages are unparked. Pages behind the
+        window are released.
+        """
         self._waiting.unpark(self._prefix_cache.note_computed(sequence, num_tokens))
         if self._groups.has_windows:
             self._pass_pages(sequence.kv, self._groups.num_passed(num_tokens))
 
     def _pass_pages(self, kv: KvState, passed: tuple[int, ...]) -> None:
-        """Give back the first pages of each group that it has not given back yet."""
+        """Release the first pages of each group that are not released yet."""
         count = len(passed)
         for group, (first, end) in enumerate(zip(kv.passed, passed, strict=True)):
             self._pool.release(kv.pages[first * count + group : end * count : count])
         kv.passed = tuple(map(max, kv.passed, passed))
 
     def rewind(self, sequence: Sequence, num_computed: int) -> None:
-        """Drop the results of a running sequence's steps in flight. It goes on after its first num_computed tokens, or
-        begins again if the pass keeps state: the state may have advanced further, and does not go back."""
+        """Drop the results of a running sequence's steps in flight.
+
+        It continues after its first num_computed tokens. If the pass keeps state, it begins again: the state may have
+        advanced further, and cannot go back.
+        """
         sequence.rewind(0 if self._keeps_state else num_computed)
 
     def invalidate_tenant(self, sequence: Sequence) -> None:
-        """Make all cached pages of the sequence's tenant unfindable: its logits were bad, so its pages may be, and with
-        them the pages that it found or that others copied from it."""
+        """Make all cached pages of the sequence's tenant unfindable.
+
+        Its logits were bad, so its pages may be bad, and with them the pages that it found or that others copied from
+        it.
+        """
         self._prefix_cache.invalidate_tenant(sequence.salt)
 
     def take_saves(self) -> tuple[tuple[int, int], ...]:
@@ -128,7 +137,7 @@ class RunningSequences:
         return preempted
 
     def _is_enough(self, num_left: int, newcomer: Sequence) -> bool:
-        """Whether num_left pages last for the plans that are made before the newcomer's first step is applied."""
+        """Whether num_left pages suffice for the plans that are made before the newcomer's first step is applied."""
         num_ahead = self._num_plans_ahead
         if num_left >= num_ahead * (len(self._running) + 1) * self._groups.count:
             return True
@@ -144,7 +153,7 @@ class RunningSequences:
         return num_left >= num_due
 
     def _start(self, sequence: Sequence, prefix: Prefix, num_new_pages: int, *, may_copy: bool) -> None:
-        """may_copy: the source page is held by others, or one page is left over."""
+        """Start the sequence. may_copy: the source page has other holders, or one page is left over."""
         kv = sequence.kv
         self._running[sequence] = None
         sequence.account.num_running += 1
@@ -154,7 +163,7 @@ class RunningSequences:
         for page in prefix.pages:
             self._pool.hold(page)
         num_indexed = prefix.num_held_or_passed
-        # Restored first: what is saved now must not take the place of what comes back.
+        # Restored first: a save must not overwrite content that comes back.
         places = list(map(self._pool.host_offload.restore, kv.page_hashes[num_indexed : prefix.num_full_pages]))
         self._pool.mark_for_offload(kv.page_hashes[:num_indexed])
         kv.num_prefilled = num_indexed * self._page_size
@@ -176,7 +185,7 @@ class RunningSequences:
         self._prefix_cache.start(sequence)
 
     def _find_pages(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Get pages for num_tokens of a running sequence, and preempt others for them. False if it is preempted
+        """Get pages for num_tokens of a running sequence, preempting others if necessary. False if it is preempted
         itself."""
         if sequence.slot is None:
             return False
@@ -194,7 +203,7 @@ class RunningSequences:
     def _choose_victim(self) -> Sequence:
         """The last sequence of the tenant that holds the most pages for its weight.
 
-        The first of all sequences keeps its pages as long as another runs. So one always comes to its end.
+        The first of all sequences keeps its pages as long as another runs, so one sequence always finishes.
         """
         if not self._tenants.are_several:
             return max(self._running, key=_turn)
@@ -207,7 +216,8 @@ class RunningSequences:
     def _choose_victims(
         self, account: TenantAccount, num_slots: int, num_pages: int, kept: set[Sequence]
     ) -> list[Sequence]:
-        """Sequences to preempt, so that num_slots and num_pages become free for the tenant; none if it takes too many.
+        """Sequences to preempt so that num_slots and num_pages become free for the tenant; none if too many would be
+        needed.
 
         They belong to tenants that have received at least as much service and keep their share of slots and pages.
         """
@@ -234,7 +244,7 @@ class RunningSequences:
         return []
 
     def _count_pages(self) -> Counter[TenantAccount]:
-        """Pages by the tenant whose running sequences hold them. A page of two sequences counts twice."""
+        """Count pages by the tenant whose running sequences hold them. A page of two sequences counts twice."""
         num_held: Counter[TenantAccount] = Counter()
         for sequence in self._running:
             num_held[sequence.account] += len(sequence.kv.held_pages)
@@ -265,7 +275,7 @@ class RunningSequences:
             sequence.slot = None
 
     def _num_promised(self) -> int:
-        """Pages that the running sequences' prompts will still take, of those that admission has counted."""
+        """Pages that the running sequences' prompts will still take, of the pages that admission has reserved."""
         if self._groups.count == 1:
             return 0
         return sum(self._pages_later(sequence) for sequence in self._running)

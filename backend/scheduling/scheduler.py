@@ -1,8 +1,8 @@
 """Decides which sequences run in the next step, and how many tokens of each. Knows pages and slots, no model, no link.
 
 There is no prefill phase and no decode phase. A step takes the running sequences first: decodes, then those with more
-tokens to compute. Then it admits waiting sequences as slots, pages and the token budget allow. Tenants take turns: see
-`tenants`. What one of them has beyond its share goes to another that waits.
+tokens to compute. Then it admits waiting sequences as slots, pages and the token budget allow. Tenants take turns
+(`tenants`). The unused share of one goes to another that waits.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ if TYPE_CHECKING:
     """A sequence with known tokens that are not computed, and how many of them the step computes."""
 
 _PREEMPTING_PART = 2
-"""Others are preempted for a tenant that has less than one part in 2 of its share. The rest of it comes as they end."""
+"""Others are preempted for a tenant that has less than half of its share. It gets the rest as they end."""
 _MAX_PASSING = 16
-"""A sequence that does not fit is passed by as many pages as it needs itself. Tenants that have received less, or have
-less than half of their share, may pass it by this many times as much."""
+"""Limit on passing a sequence that does not fit, in multiples of the pages that it needs itself.
+
+Without it the limit is one multiple. It holds for tenants that have received less service, or have less than half of
+their share.
+"""
 _SHORT_STEP_PART = 4
-"""A short step computes at most one part in 4 of the usual tokens of prompts."""
+"""A short step computes at most a quarter of the usual tokens of prompts."""
 _STEPS_PER_SHORT_STEP = 4
-"""At most one step in so many is short: the others keep the throughput."""
+"""At most one step in four is short: the others keep the throughput."""
 _LOOK_AGAIN_STEPS = 16
-"""A sequence that does not fit is looked at again after this many steps: more of its prefix may be cached by then."""
+"""A sequence that does not fit is tried again after this many steps: more of its prefix may be cached by then."""
 
 
 class Scheduler(RunningSequences):
-    """All sequences that have not ended: each is either waiting or running."""
+    """All sequences that have not ended. Each is either waiting or running."""
 
     def __init__(
         self,
@@ -54,10 +57,8 @@ class Scheduler(RunningSequences):
         keeps_state: bool = False,
         kv_windows: tuple[int | None, ...] = (None,),
     ) -> None:
-        """A sequence that waits for another one's prefix does so while the prefix grows within max_park_steps steps.
-
-        num_plans_ahead, keeps_state: see `RunningSequences`. kv_windows: see `PassSpec`.
-        """
+        """A sequence that waits for another's prefix does so while the prefix grows within max_park_steps steps.
+        num_plans_ahead, keeps_state: see `RunningSequences`. kv_windows: see `PassSpec`."""
         groups = KvGroups.of(page_size_tokens, kv_windows, max_batch_tokens, num_plans_ahead, keeps_state=keeps_state)
         super().__init__(pool, groups, max_running, num_plans_ahead, keeps_state=keeps_state)
         self._max_batch_tokens = max_batch_tokens
@@ -80,10 +81,8 @@ class Scheduler(RunningSequences):
         again in the same plan would have two rows in it."""
 
     def add(self, sequence: Sequence) -> None:
-        """Put the sequence into the wait queue. The caller has checked that the pool can hold it.
-
-        After an error it has not been added, and `remove` may be called nevertheless.
-        """
+        """Put the sequence into the wait queue. The caller has checked that the pool can hold it. After an error it has
+        not been added, but `remove` may still be called."""
         order, goes_first = self._num_added, bool(self._num_precedences_left) and sequence.has_run_before
         account = sequence.account = self._tenants.open(sequence.tenant, sequence.weight)
         try:
@@ -99,7 +98,7 @@ class Scheduler(RunningSequences):
         self._num_precedences_left -= goes_first
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence has ended, in whatever state. Its pages and slot are free at once."""
+        """Remove a sequence that has ended, in any state. Its pages and slot are free at once."""
         sequence.ended = True
         sequence.generation += 1
         if sequence.order < 0:  # it was never added
@@ -161,7 +160,7 @@ class Scheduler(RunningSequences):
         )
 
     def _max_prompt_tokens(self) -> int:
-        """The most tokens of prompts in the next step. They are few when the step is about to serve a short prompt of a
+        """The most tokens of prompts in the next step. A short step is planned when it will serve a short prompt of a
         tenant that has nothing running: the first token of its answer comes when the step ends."""
         if self._tenants.are_several and self._num_plans >= self._no_short_step_before:
             head, num_tokens = self._waiting.head(), self._max_batch_tokens // _SHORT_STEP_PART
@@ -171,7 +170,7 @@ class Scheduler(RunningSequences):
         return self._max_batch_tokens
 
     def _choose_decodes(self, budget: int) -> tuple[list[Sequence], list[Sequence]]:
-        """Advance the sequences that decode. Returns them, and the running ones with given tokens left to compute."""
+        """Advance the sequences that decode. Return them, and the running ones with given tokens left to compute."""
         decodes: list[Sequence] = []
         need_pages, unfinished = [], []
         for sequence in self._running:
@@ -196,10 +195,8 @@ class Scheduler(RunningSequences):
         return decodes, unfinished
 
     def _choose_chunks(self, unfinished: list[Sequence], budget: int, *, may_admit: bool) -> list[Chunk]:
-        """Share the budget among running sequences with given tokens left to compute, and newcomers.
-
-        Tenants that have received less come first. Returns the chunks of the former.
-        """
+        """Share the budget among running sequences with given tokens left to compute, and newcomers. Tenants that have
+        received less come first. Returns the chunks of the former."""
         may_admit = may_admit and self._may_admit_any()
         if not unfinished:
             if may_admit:
@@ -226,7 +223,7 @@ class Scheduler(RunningSequences):
         return chunks
 
     def bisect(self, chunks: list[Chunk]) -> None:
-        """A step with these rows has failed. Rewind them to before it, and run each half in steps of its own first."""
+        """Rewind the rows of a failed step to before it. Each half then runs in steps of its own, before other work."""
         ends = [(sequence, sequence.num_applied + length) for sequence, length in chunks]
         for sequence, _ in chunks:
             self.rewind(sequence, sequence.num_applied)
@@ -235,7 +232,7 @@ class Scheduler(RunningSequences):
         self._bisections.extendleft(half for half in (ends[middle:], ends[:middle]) if half)
 
     def _choose_bisected(self) -> list[Chunk]:
-        """The next tokens of the first part of a failed step that has any left."""
+        """The next tokens of the first part of a failed step that has tokens left."""
         while self._bisections:
             chunks, budget = [], self._max_batch_tokens
             for sequence, end in self._bisections[0]:
@@ -277,14 +274,15 @@ class Scheduler(RunningSequences):
     # Admission
 
     def _may_admit_any(self) -> bool:
-        """Whether a look at the wait queue can lead to anything. Cheap: asked in every plan."""
+        """Whether looking at the wait queue can have an effect. Cheap: called in every plan."""
         return len(self._waiting) > self._waiting.num_parked and (bool(self._free_slots) or self._tenants.are_several)
 
     def _admit(self, budget: int, *, before: list[Sequence] | None = None, in_parts: bool = False) -> int:
-        """Start waiting sequences while budget, slots and pages last. Returns the budget that is left.
+        """Start waiting sequences while budget, slots and pages last. Return the remaining budget.
 
-        before: only of tenants that have received no more service than the first of these sequences, and have none of
-        them. in_parts: a prompt that does not fit the budget gets half of it, so that a shorter one behind it fits.
+        before: only sequences of tenants that have received no more service than the first of these sequences, and have
+        none of them. in_parts: a prompt that does not fit the budget gets half of it, so that a shorter one behind it
+        fits.
         """
         busy = {sequence.account for sequence in before or ()}
         if before is None:
@@ -315,11 +313,9 @@ class Scheduler(RunningSequences):
         return is_due or not self._running
 
     def _may_start(self, sequence: Sequence) -> bool:
-        """Whether there may be a slot for the sequence, and it may pass those before it that do not fit.
-
-        A slot is kept free for each parked sequence, because it came first. This also bounds the number of sequences of
-        one prefix that are looked at in one plan.
-        """
+        """Whether there may be a slot for the sequence, and it may pass those before it that do not fit. A slot is kept
+        free for each parked sequence, because it came first. This also bounds the number of sequences of one prefix
+        that are tried in one plan."""
         is_poor = self._is_poor(sequence.account)
         if len(self._free_slots) <= self._waiting.num_parked and not is_poor:
             return False
@@ -340,8 +336,8 @@ class Scheduler(RunningSequences):
         return account.num_running + 1 <= max(1.0, num_due)
 
     def _start_if_it_fits(self, sequence: Sequence, budget: int, *, in_parts: bool) -> int:
-        """Start the head of the queue or a passed sequence, or park it. Returns the budget that is left, unless there
-        is no room: then minus the missing pages, or -1 without a free slot."""
+        """Start the head of the queue or a passed sequence, or park it. Returns the remaining budget. If there is no
+        room, returns minus the missing pages, or -1 without a free slot."""
         prefix = self._prefix_cache.find(sequence)
         num_available = prefix.num_full_pages * self._page_size + prefix.num_copied_tokens
         if prefix.awaited is not None and sequence.parking.may_wait(

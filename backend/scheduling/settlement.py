@@ -15,11 +15,11 @@ _LATER_LIMIT = 10
 
 
 class Settlement:
-    """Sequences go to the scheduler in their old order, once no more seem to come. By then a coalesced group should be
-    complete, and begin with the tokens that all its members have received.
+    """Sequences go to the scheduler in their old order, once no more are expected.
 
-    It opens with the first sequence that was admitted before. Near the backend's start it also holds new sequences, so
-    that they do not overtake; later new sequences pass it.
+    By then a coalesced group should be complete, and begin with the tokens that all its members have received. It opens
+    with the first sequence that was admitted before. Near the backend's start it also holds new sequences, so that they
+    do not overtake; later new sequences pass it.
     """
 
     def __init__(
@@ -31,12 +31,14 @@ class Settlement:
         longest_s: float = 0.0,
         later_quiet_s: float | None = None,
     ) -> None:
-        """The backend starts now. It is settled quiet_s after the last resumed sequence, but not before start_s after
-        the start, and at the latest longest_s after it opened. The defaults hold a sequence until the next plan.
+        """The backend starts now.
+
+        It is settled quiet_s after the last resumed sequence, but not before start_s after the start, and at the latest
+        longest_s after it opened. The defaults hold a sequence until the next plan.
 
         If it opens later than start_s after the start, later_quiet_s replaces quiet_s: then the sequences come from a
-        replica, and their frontends, which are all connected, send them at the same moment. A leaving replica's come
-        one by one, so then it lasts at most ten times later_quiet_s.
+        replica, and their frontends, which are all connected, send them at the same moment. Sequences of a leaving
+        replica come one by one, so then it lasts at most ten times later_quiet_s.
         """
         self._clock = clock
         self._started_s = clock()
@@ -63,11 +65,11 @@ class Settlement:
         return True
 
     def note_resumed(self) -> None:
-        """A resumed request has joined a held sequence: more may come."""
+        """Note that a resumed request has joined a held sequence: more may come."""
         self._last_resumed_s = self._clock()
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence has ended. It need not be held."""
+        """Remove a sequence that has ended. It need not be held."""
         self._held.pop(sequence, None)
 
     def num_held_of(self, tenant: bytes) -> int:
@@ -87,7 +89,8 @@ class Settlement:
         return self._opened_s > self._started_s + self._start_s
 
     def take_settled(self) -> list[Sequence]:
-        """Remove and return all sequences when it is settled, in the order in which they run; until then nothing."""
+        """When it is settled, remove and return all sequences in the order in which they run; until then
+        return none."""
         if not self._held or self.next_due_s(1.0) > 0.0:
             return []
         settled = sorted(self._held, key=lambda sequence: (sequence.rank, sequence.admitted_ns))

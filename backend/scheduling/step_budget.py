@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 _RESERVED_PART = 4
-"""One part in 4 of a step is kept from the first prompts: short ones are soon done, long ones hardly notice."""
+"""A quarter of a step is reserved for short prompts: they finish soon, and long prompts hardly notice."""
 
 
 def share_out(needs: list[int], budget: int, *, num_of_first_tenant: int, someone_waits: bool) -> tuple[list[int], int]:
     """Return how many tokens of each prompt the step computes, and how many are left for newcomers.
 
-    needs are the prompts' missing tokens, in order. If they all fit they are all computed. If not, the first ones get
-    three quarters. Those of the first tenant with the fewest missing tokens get the rest; half of it is left for
+    needs are the prompts' missing tokens, in order. If all fit, all are computed. If not, the first prompts get three
+    quarters. The prompts of the first tenant with the fewest missing tokens get the rest; half of it is left for
     newcomers if someone waits. So neither a long prompt nor a short one waits for all others.
     """
     left = budget - sum(needs)

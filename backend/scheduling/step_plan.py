@@ -39,7 +39,7 @@ class Plan:
     """Tokens whose KV is computed after the step; the row computes the last `lengths` of them."""
     lengths: list[int] = field(default_factory=list)
     num_decodes: int = 0
-    """The first rows: each computes the token that its slot sampled last, and samples the next one."""
+    """Number of first rows that compute the token that their slot sampled last, and sample the next one."""
     logit_rows: list[int] = field(default_factory=list)
     """Indices of the rows that sample, ascending."""
     slot_init_sequences: list[Sequence] = field(default_factory=list)

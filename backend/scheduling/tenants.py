@@ -70,7 +70,7 @@ class Tenants:
             heapq.heappush(self._idle, (account.service, self._num_idled, account))
 
     def forget_idle(self, floor: float) -> None:
-        """Forget idle accounts with no more service than floor. If they come back, they start with at least that."""
+        """Forget idle accounts with no more service than floor. If they come back, they start with at least floor."""
         while self._idle and (self._idle[0][0] <= floor or len(self._idle) > _MAX_IDLE):
             service, _, account = heapq.heappop(self._idle)
             if not account.num_open and account.service == service and self._accounts.get(account.key) is account:
@@ -90,11 +90,11 @@ class Tenants:
             self.charge(account, count * DECODE_COST)
 
     def share_of(self, account: TenantAccount) -> float:
-        """The part of slots and pages that an account with open sequences is due, from 0 to 1."""
+        """The part of slots and pages that an account with open sequences may claim, from 0 to 1."""
         return account.weight / self._total_weight
 
     def find(self, key: bytes, weight: float) -> TenantAccount:
-        """The tenant's account, or one like that which it would get."""
+        """The tenant's account, or a new account like the one that it would get."""
         account = self._accounts.get(key)
         if account is None:
             account = TenantAccount(key, weight)
@@ -107,7 +107,7 @@ class Tenants:
         return 0 if account is None else account.num_open - account.num_running
 
     def share_with(self, key: bytes, weight: float) -> float:
-        """The part that the tenant is due, or would be due with a sequence of this weight."""
+        """The part that the tenant may claim, or could claim with a sequence of this weight."""
         account = self._accounts.get(key)
         if account is not None and account.num_open:
             return self.share_of(account)

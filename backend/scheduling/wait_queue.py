@@ -36,11 +36,12 @@ class Passed:
 
 
 class WaitQueue:
-    """Each waiting sequence is here once: in its tenant's queue, among the passed ones, or parked under one key. The
-    cost of a call grows with the logarithm of the number of waiting sequences and tenants.
+    """Each waiting sequence is here once: in its tenant's queue, among the passed ones, or parked under one key.
 
-    The head is the first of the sequences that an earlier backend had started (`Sequence.goes_first`). Without these
-    it is the first sequence of the tenant that has received the least service.
+    The cost of a call grows with the logarithm of the number of waiting sequences and tenants.
+
+    The head is the first of the sequences that an earlier backend had started (`Sequence.goes_first`). If there are
+    none, it is the first sequence of the tenant that has received the least service.
     """
 
     def __init__(self, tenants: Tenants) -> None:
@@ -72,13 +73,13 @@ class WaitQueue:
 
     @property
     def num_tenants(self) -> int:
-        """Tenants with a queue, which may have nothing but ended sequences."""
+        """Tenants with a queue, even if all its entries have ended."""
         return len(self._queues)
 
     def put(self, sequence: Sequence) -> None:
         """Add to its tenant's queue by `Sequence.turn`, which a preempted sequence keeps.
 
-        A tenant that begins to wait gets at least the service of the `floor`: being idle gains it no advantage.
+        A tenant that begins to wait gets at least the service of the `floor`: it gains no advantage from being idle.
         """
         account = sequence.account
         queue = self._queues.get(account)
@@ -142,7 +143,7 @@ class WaitQueue:
         return min(least, default=self._tenants.highest_service)
 
     def take(self, sequence: Sequence) -> None:
-        """Remove what `head` or `passed` has returned."""
+        """Remove a sequence that `head` or `passed` has returned."""
         if sequence in self._passed:
             self._unpass(sequence)
         else:
@@ -152,7 +153,8 @@ class WaitQueue:
     # Passing
 
     def passed(self) -> Iterator[tuple[Sequence, Passed]]:
-        """Sequences that others may pass, in the order in which they were set aside. `take` may be called meanwhile."""
+        """Sequences that others may pass, in the order in which they were set aside. `take` may be called during the
+        iteration."""
         return iter(list(self._passed.items()))
 
     def is_next(self, sequence: Sequence) -> bool:
@@ -164,11 +166,11 @@ class WaitQueue:
         return itertools.takewhile(lambda other: other is not sequence, self._passed)
 
     def can_pass(self, sequence: Sequence) -> bool:
-        """Whether one more sequence may be passed. A head that may not keeps all others waiting."""
+        """Whether one more sequence may be passed. If not, this head keeps all others waiting."""
         return len(self._passed) < _MAX_PASSED and sequence.account.num_passed < _MAX_PASSED_OF_TENANT
 
     def pass_over(self, sequence: Sequence, passed: Passed) -> None:
-        """Set aside what `head` has returned, so that others can pass it."""
+        """Set aside the sequence that `head` has returned, so that others can pass it."""
         self.take(sequence)
         self._passed[sequence] = passed
         sequence.account.num_passed += 1
@@ -208,7 +210,7 @@ class WaitQueue:
             del self._parked[key]
 
     def forget(self, sequence: Sequence) -> None:
-        """A waiting sequence has ended. A queue drops it at its turn, or when most of all entries are stale."""
+        """Note that a waiting sequence has ended. Its entry is dropped at its turn, or when most entries are stale."""
         if (key := self._key_of.pop(sequence, None)) is not None:
             self._remove_parked(key, sequence)
         elif sequence in self._passed:
@@ -219,7 +221,8 @@ class WaitQueue:
                 self._drop_all_ended()
 
     def _drop_all_ended(self) -> None:
-        """Drop tenants without other entries too: their turns may not come as long as one with less service waits."""
+        """Drop ended sequences, and tenants without other entries: their turns may not come while one with less service
+        waits."""
         self._num_queued = self._num_stale = 0
         for queue in (*self._queues.values(), self._first):
             queue[:] = [entry for entry in queue if not entry[1].ended]
@@ -232,7 +235,7 @@ class WaitQueue:
     # Checks
 
     def sequences(self) -> list[Sequence]:
-        """All waiting sequences in no order."""
+        """All waiting sequences, in no particular order."""
         queues = (*self._queues.values(), self._first)
         queued = [entry[1] for queue in queues for entry in queue if not entry[1].ended]
         return [*queued, *self._passed, *self._key_of]

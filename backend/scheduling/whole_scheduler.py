@@ -1,4 +1,4 @@
-"""Schedules sequences that are computed whole, in one step each: those of passes without a KV cache."""
+"""Schedules sequences that are computed whole, in one step each, for passes without a KV cache."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 class WholeScheduler:
-    """A step takes the sequences that are next as long as they fit its tokens. One that does not fit the rest of a step
-    is passed by shorter ones, and is the first of the next step; one that is longer than a step has a step of its own.
+    """A step takes the next sequences as long as they fit its tokens.
 
-    Tenants take turns as in `Scheduler`. There are no pages, and nothing is preempted. A slot is a row's number in its
-    step.
+    Shorter sequences pass one that does not fit the rest of a step; it is the first of the next step. A sequence longer
+    than a step has a step of its own. Tenants take turns as in `Scheduler`. There are no pages, and nothing is
+    preempted. A slot is a row's number in its step.
     """
 
     def __init__(self, max_rows: int, max_batch_tokens: int) -> None:
-        """The most rows of a step, and the most tokens of a step with several rows."""
+        """max_rows limits each step; max_batch_tokens limits a step with several rows."""
         self._max_rows = max_rows
         self._max_batch_tokens = max_batch_tokens
         self._tenants = Tenants()
@@ -52,7 +52,7 @@ class WholeScheduler:
         self._num_added += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence has ended, in whatever state."""
+        """Remove a sequence that has ended, in any state."""
         sequence.ended = True
         sequence.generation += 1
         if sequence.order < 0:  # it was never added
@@ -106,7 +106,7 @@ class WholeScheduler:
         chosen.append(sequence)
 
     def bisect(self, chunks: list[tuple[Sequence, int]]) -> None:
-        """A step with these rows has failed. Run each half as a step of its own, before anything else."""
+        """Run each half of a failed step as a step of its own, before other work."""
         sequences = [sequence for sequence, _ in chunks]
         for sequence in sequences:
             sequence.rewind(0)
@@ -118,10 +118,10 @@ class WholeScheduler:
         raise RuntimeError(f"{len(sequence.tokens)} tokens computed whole go back to {num_computed}; this is a bug")
 
     def note_computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """Nothing is kept of a step."""
+        """Do nothing: a step leaves nothing behind."""
 
     def invalidate_tenant(self, sequence: Sequence) -> None:
-        """Nothing is kept of a step."""
+        """Do nothing: a step leaves nothing behind."""
 
     def take_saves(self) -> tuple[tuple[int, int], ...]:
         return ()
@@ -131,7 +131,7 @@ class WholeScheduler:
 
     @property
     def has_work(self) -> bool:
-        """Running sequences have nothing left to plan."""
+        """False if no sequence waits: running sequences have nothing left to plan."""
         return bool(self._bisections or self._waiting)
 
     @property
@@ -162,7 +162,7 @@ class WholeScheduler:
         return self._tenants.share_with(tenant, weight)
 
     def outlook(self, sequence: Sequence) -> None:
-        """See `ISequenceScheduler`: it takes whole inputs, of which no step's duration can be told."""
+        """Return None: it takes whole inputs, and no step's duration can be predicted."""
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless each sequence either waits or runs, and the accounts count them."""

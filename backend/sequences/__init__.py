@@ -1,7 +1,8 @@
-"""A sequence: the tokens that are being computed, and who receives them.
+"""A sequence: the tokens that are being computed, and their receivers.
 
-`Sequence` holds the tokens and how far their computation is. It has three parts: the pages that hold its KV
-(`kv_state`), its subscribers (`subscribers`), and how long it may wait for another sequence's prefix (`parking`).
-The scheduler, the prefix cache and the engine write to it, all on the main thread. It imports `forward_pass`, and for
-types `structured_output` and `penstock.shm`. Start with `sequence`.
+`Sequence` holds the tokens and how many are computed. It has three parts: the pages that hold its KV (`kv_state`), its
+subscribers (`subscribers`), and how long it may wait for another sequence's prefix (`parking`). The scheduler, the
+prefix cache and the engine write to it, all on the main thread.
+
+It imports `forward_pass`, and for types `structured_output` and `penstock.shm`. Start with `sequence`.
 """

@@ -1,4 +1,4 @@
-"""Streams that outlive their readers: what is kept of each, whether it still runs or has ended."""
+"""Streams that outlive their readers: the kept parts of each, and whether it still runs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 _CHOICE_BYTES = 512
 _ENTRY_BYTES = 256
-"""Log probability of a token, about."""
+"""Approximate memory of a token's log probability."""
 _TOP_BYTES = 72
-"""Each further log probability with it: an id and a value with their references."""
+"""Memory of each further log probability of that token: an id and a value with their references."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +51,7 @@ class KeptChoice:
 
 @dataclass(slots=True, eq=False)
 class KeptStream:
-    """The requests of one client's request, by choice."""
+    """The parts of one client request's stream, by choice."""
 
     number: int
     name: StreamName
@@ -68,7 +68,7 @@ class KeptStream:
 
     @property
     def has_ended(self) -> bool:
-        """Nothing of it runs or is read."""
+        """No part of it runs or is read."""
         return all(choice.finish is not Finish.NONE for choice in self.choices.values()) and not self.is_read
 
     @property

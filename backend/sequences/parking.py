@@ -1,4 +1,4 @@
-"""How long one sequence waits for a prefix that another one computes, and how many pages others take before it."""
+"""Limits how long one sequence waits for a prefix that another one computes."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ class Sequence:
 
     @property
     def turn(self) -> tuple[float, int, int, int]:
-        """Its place among all sequences: the lowest is admitted first and preempted last."""
+        """Its order among all sequences: the lowest is admitted first and preempted last."""
         return self.rank, self.admitted_ns, self.round, self.order
 
     @property
@@ -202,14 +202,14 @@ class Sequence:
         self.fast_path_until = 0
 
     def note_renamed(self) -> None:
-        """A subscriber belongs to another frontend now, and may have to start again."""
+        """Note that a subscriber belongs to another frontend now, and may have to start again."""
         self.subscribers.first_end = self.fast_path_until = 0
 
     def settle(self) -> None:
         """Allow the fast path after a token took the slow one.
 
-        A fast-path token is nothing but a token to all subscribers: it completes no page, all have started, none stops
-        at it or comes to its limit, and none receives log probabilities. A change of the subscribers ends it.
+        A fast-path token is only a token to all subscribers: it completes no page, all have started, none stops at it
+        or reaches its limit, and none receives log probabilities. A change of the subscribers ends the fast path.
         """
         if not self.subscribers.first_end and self.subscribers.find_first_end():
             self.stop_ids = _NO_TOKEN.union(*(subscriber.stop_token_ids for subscriber in self.subscribers))
@@ -219,7 +219,7 @@ class Sequence:
 
     @property
     def awaits_mask(self) -> bool:
-        """Its next token cannot be sampled yet. The executor wakes the loop when it can."""
+        """The next token cannot be sampled yet. The executor wakes the loop when it can."""
         return self.constraints is not None and self.constraints.awaits_mask
 
     @property
@@ -228,15 +228,17 @@ class Sequence:
         return self.num_prompt_tokens - 1 if self.num_prompt_logprobs >= 0 else 0
 
     def next_scored(self, num_tokens: int) -> tuple[int, int] | None:
-        """(first, end) of the next num_tokens to compute that are to be scored; None if there are none."""
+        """(first, end) of the tokens to score among the next num_tokens to compute; None if there are none."""
         first = max(self.num_computed, self.num_scored)
         end = min(self.num_computed + num_tokens, self.num_to_score)
         return (first, end) if first < end else None
 
     @property
     def num_reusable(self) -> int:
-        """First tokens whose KV may be taken from the cache. Logits are needed of the last known token, and of those
-        that are still to be scored."""
+        """First tokens whose KV may come from the cache.
+
+        Logits are needed of the last known token, and of tokens that are still to be scored.
+        """
         return self.num_scored if self.num_scored < self.num_to_score else len(self.tokens) - 1
 
     @property

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What was quoted for a request that runs, in seconds after its arrival, and what that was before correction."""
+    """The quote of a running request, in seconds after its arrival, and its value before correction."""
 
     first_token_s: float
     modelled_first_token_s: float
@@ -44,15 +44,15 @@ class Subscriber:
     tenant: bytes = b""
     """Owner of the request. The sequence is charged to the tenant of its first subscriber."""
     pooled: Pooled | None = None
-    """How it receives the vector that is its result."""
+    """The form of the vector that is its result."""
     resumed: Submission | None = None
     """The request, until the sequence has caught up with the tokens that came with it."""
     reports_progress: bool = False
     """It receives how much of the prompt is computed, until its first token."""
     prediction: Prediction | None = None
-    """Compared with what happens; None for most requests."""
+    """Compared with the actual times; None for most requests."""
     kept: KeptChoice | None = None
-    """What outlives its reader, if the request lingers."""
+    """The part of the request that outlives its reader, if it lingers."""
 
     def contradicts(self, index: int, token_id: int) -> bool:
         """The token at index, which the sequence computed, is not the one that came with the request."""

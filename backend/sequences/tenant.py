@@ -30,10 +30,9 @@ class TenantAccount:
         """The rounds of each group's sequences that wait for their first start, ascending. No two are equal."""
 
     def next_round(self, group: Group | None) -> int:
-        """The round in which a new sequence is due: the next one, or for a group the one after its last sequence that
-        waits.
+        """The round in which a new sequence runs: the next one, or for a group the one after its last waiting sequence.
 
-        So the requests of a tenant take turns, a sequence of each per round, and those with one sequence start in the
+        So the requests of a tenant take turns, one sequence of each per round, and those with one sequence start in the
         order of arrival.
         """
         number = self.round + 1
@@ -45,7 +44,7 @@ class TenantAccount:
         return number
 
     def leave_round(self, group: Group | None, number: int, *, has_started: bool) -> None:
-        """A sequence no longer waits. A preempted sequence, which waits again, has left its round before."""
+        """Note that a sequence no longer waits. A preempted sequence, which waits again, has left its round before."""
         if has_started:
             self.round = max(self.round, number)
         if group is not None and (rounds := self._rounds.get(group)) is not None:

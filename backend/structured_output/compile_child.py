@@ -1,4 +1,4 @@
-"""A process that compiles grammars, so that it can be killed over one that takes too long or too much memory.
+"""A process that compiles grammars, so that it can be killed if one takes too much time or memory.
 
 The backend starts it (`compiler_process`) with a socket and the backend's process id as arguments. It imports no torch.
 It ends when the socket closes, and the kernel kills it when the backend dies.
@@ -104,7 +104,7 @@ def main(arguments: list[str]) -> None:
             send(channel, CompilerReady(one_line(f"{type(error).__name__}: {error}")))
             return
         send(channel, CompilerReady())
-        # Whatever the library prints from now on may quote a client's grammar, which does not belong into the log.
+        # From now on the library's output may quote a client's grammar, which must not be logged.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         while True:
             grammar = receive(channel, Grammar)

@@ -24,7 +24,7 @@ _Error = Annotated[str, Meta(max_length=MAX_ERROR_CHARACTERS)]
 
 
 class CompilerSetup(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Tells a child the model for which it compiles."""
+    """Tells a child which model it compiles for."""
 
     tokenizer_json: Annotated[str, Meta(max_length=4096)]
     vocab_size: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
@@ -34,13 +34,13 @@ class CompilerSetup(Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class CompilerReady(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """error says why the tokenizer cannot be used; empty if it can."""
+    """error explains why the tokenizer cannot be used; empty if it can."""
 
     error: _Error = ""
 
 
 class CompileReport(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The grammar compiles, and its first mask can be filled; or error says why not."""
+    """The grammar compiles, and its first mask can be filled; otherwise error explains why not."""
 
     error: _Error = ""
     num_bytes: _U63 = 0
@@ -48,7 +48,7 @@ class CompileReport(Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class ChannelClosed(Exception):
-    """The other process has ended, or it sent something that is not the message that is due."""
+    """The other process has ended, or sent a message that was not expected."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,8 +1,8 @@
-"""Compiles grammars in killable child processes, taking turns between tenants.
+"""Compiles grammars in killable child processes, in turns between tenants.
 
-Each thread of the pool has one child. The child compiles a grammar within the limits, or is killed; then the thread
-compiles it again in this process, because a compiled grammar cannot be sent. That second time ends: it takes about as
-much time and memory as the child reported.
+Each thread of the pool has one child. The child compiles a grammar within the limits, or is killed. Then the thread
+compiles it again in this process, because a compiled grammar cannot be sent. The second compilation is bounded: it
+takes about as much time and memory as the child reported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAX_PER_TENANT = _NUM_CHILDREN - 1
 _MAX_ATTEMPTS = 2
 """A grammar whose child was killed from outside is tried once more."""
 _STACK_BYTES = 16 << 20
-"""Twice the child's: what fitted there fits here."""
+"""Twice the child's stack, so that every grammar that fits there fits here."""
 _CLOSE_TIMEOUT_S = 1.0
 
 
@@ -52,10 +52,10 @@ class ICompilePool(Protocol):
         """The future raises BadGrammar, TokenizerUnusable, CompilerFailed. Only `cancel` may cancel it."""
 
     def add_tenant(self, future: Future[CompiledGrammar], grammar: Grammar, tenant: bytes) -> None:
-        """Another tenant waits for the same grammar, so it may come up at that tenant's turn too."""
+        """Note that another tenant waits for the same grammar, so it may also be compiled at that tenant's turn."""
 
     def cancel(self, future: Future[CompiledGrammar]) -> bool:
-        """Nobody waits for it any more. False if it is being compiled already, or done."""
+        """Note that nobody waits for it any more. False if it is already being compiled, or done."""
 
     def close(self) -> None: ...
 
@@ -111,7 +111,7 @@ class CompilePool:
             return True
 
     def close(self) -> None:
-        """Kill the children. Futures that are not done stay so."""
+        """Kill the children. Unfinished futures stay unfinished."""
         with self._work:
             self._is_closed = True
             for child in self._children.values():
@@ -139,8 +139,10 @@ class CompilePool:
             child.close()
 
     def _run_next(self, place: int) -> bool:
-        """Wait for a grammar and compile it; return False when the pool is closed. The thread keeps nothing of it: its
-        memory is the caller's."""
+        """Wait for a grammar and compile it; return False when the pool is closed.
+
+        The thread keeps no reference to it: its memory is the caller's.
+        """
         with self._work:
             while not self._is_closed and (turn := self._turns.take()) is None:
                 self._work.wait()
@@ -227,7 +229,7 @@ class CompileTurns:
         self._tenants.setdefault(future, []).append(tenant)
 
     def take(self) -> tuple[bytes, Future[CompiledGrammar], Grammar] | None:
-        """The next grammar, whose future is now running; `end` must follow. None if nothing may run now."""
+        """The next grammar, whose future is now running; call `end` afterwards. None if nothing may run now."""
         for tenant, queue in self._waiting.items():
             if self._num_running[tenant] < self._max_per_tenant:
                 future, grammar = next(iter(queue.items()))
@@ -240,14 +242,14 @@ class CompileTurns:
         return None
 
     def discard(self, future: Future[CompiledGrammar]) -> None:
-        """It is not compiled."""
+        """Remove a grammar that need not be compiled."""
         for tenant in self._tenants.pop(future, ()):
             del self._waiting[tenant][future]
             if not self._waiting[tenant]:
                 del self._waiting[tenant]
 
     def end(self, tenant: bytes) -> None:
-        """The tenant's grammar has been compiled."""
+        """Note that the tenant's grammar has been compiled."""
         self._num_running[tenant] -= 1
         if not self._num_running[tenant]:
             del self._num_running[tenant]

@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from penstock.shm.messages import Grammar
 
 _START_TIMEOUT_S = 120.0
-"""To import llguidance and read the tokenizer. A large tokenizer takes 2 s on an idle machine."""
+"""Time to import llguidance and read the tokenizer. A large tokenizer takes 2 s on an idle machine."""
 _CRASHES = frozenset({-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL})
-"""Ends of a child that the grammar causes: out of memory (Rust aborts), out of stack, a bug in the library."""
+"""Exit statuses that the grammar causes: out of memory (Rust aborts), out of stack, a bug in the library."""
 Message = TypeVar("Message", bound=Struct)
 
 
 @dataclass(frozen=True, slots=True)
 class CompileLimits:
-    """Limits of one grammar. The backend compiles it again after a child has done so within these limits."""
+    """Limits of one grammar. The backend compiles it again after a child has compiled it within these limits."""
 
     timeout_s: float = 5.0
     memory_bytes: int = 256 << 20
@@ -140,7 +140,7 @@ class CompilerProcess:
         return receive(self._channel, kind)
 
     def _end(self) -> str:
-        """How it ended. A child that sent nonsense and goes on is killed."""
+        """Return how the child ended. A child that sent an invalid message and still runs is killed."""
         self._channel.close()
         try:
             returncode = self._process.wait(1.0)

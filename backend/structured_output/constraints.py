@@ -38,7 +38,10 @@ class ConstraintFailed(Exception):
 
 
 class SequenceConstraints:
-    """Once made, used only by the threads that run the steps, and by that of `LateMasks` while `late` is not done."""
+    """The constraints of one sequence.
+
+    Once made, used only by the threads that run the steps, and by the thread of `LateMasks` while `late` is not done.
+    """
 
     def __init__(
         self,
@@ -51,8 +54,8 @@ class SequenceConstraints:
     ) -> None:
         """grammar is this sequence's own copy, at its beginning. stop_ids are masked until min_tokens.
 
-        The backlog are tokens that were generated before, in another backend; they are taken in before the first mask.
-        Late masks take the tenant's turns, and the tenant pays for the grammar's growth.
+        The backlog are tokens that another backend generated before; they are consumed before the first mask. Late
+        masks take the tenant's turns, and the tenant pays for the grammar's growth.
         """
         self.tenant = tenant
         self._requested = requested
@@ -76,12 +79,12 @@ class SequenceConstraints:
 
     @property
     def num_tokens(self) -> int:
-        """Generated tokens, with the backlog."""
+        """Generated tokens, including the backlog."""
         return len(self._tokens) + len(self._backlog)
 
     @property
     def is_late(self) -> bool:
-        """The next mask takes long, or may: `LateMasks` should fill it."""
+        """The next mask may take long: `LateMasks` should fill it."""
         if self._backlog:
             return True
         return self._pace.is_slow and self._grammar_start is not None
@@ -93,12 +96,12 @@ class SequenceConstraints:
         return late is not None and not late.is_done
 
     def take_backlog(self) -> Sequence[int]:
-        """The caller gives these tokens to `advance` first."""
+        """Return and clear the backlog; the caller gives these tokens to `advance` first."""
         backlog, self._backlog = self._backlog, ()
         return backlog
 
     def advance(self, token_id: int, consume: Callable[[LLMatcher, int], bool] | None = None) -> None:
-        """Take the next generated token. consume has a matcher take in a token; default: `consume_token`."""
+        """Consume the next generated token. consume makes a matcher consume a token; default: `consume_token`."""
         self._tokens.append(token_id)
         if self._thinking_stop is None and self._ends_with(self._requested.thinking_end):
             self._thinking_stop = len(self._tokens)
@@ -115,7 +118,7 @@ class SequenceConstraints:
                 self._failure = self._note_failure(error_of(self._matcher))
 
     def rewind(self, num_tokens: int) -> None:
-        """Drop all but the first num_tokens tokens taken. Does nothing when no more than that were taken."""
+        """Drop all but the first num_tokens consumed tokens. Does nothing when no more than that were consumed."""
         num_kept = min(num_tokens, len(self._tokens))
         if self._grammar_start is not None:
             if self._matcher is not None and len(self._tokens) > self._grammar_start:
@@ -168,7 +171,7 @@ class SequenceConstraints:
         return one_line(f"the grammar cannot continue: {reason}")
 
     def _forced_token(self) -> int | None:
-        """The next token of thinking_end once the reasoning budget is spent."""
+        """The next token of thinking_end once the reasoning budget is used up."""
         requested = self._requested
         index = len(self._tokens) - requested.thinking_budget_tokens
         is_due = requested.thinking_budget_tokens > 0 and index >= 0 and self._thinking_stop is None

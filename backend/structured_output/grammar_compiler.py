@@ -1,5 +1,5 @@
-"""Grammars that are compiled, being compiled, or refused. `compile_pool` does the work; `constraints` applies a
-compiled grammar."""
+"""Grammars that are compiled, being compiled, or refused. `compile_pool` compiles; `constraints` applies a compiled
+grammar."""
 
 from __future__ import annotations
 
@@ -26,11 +26,15 @@ logger = logging.getLogger("penstock.backend")
 
 _CACHE_BYTES = 128 << 20
 _MAX_GROWTH_BYTES = 8 << 20
-"""A grammar that has grown more leaves the cache, and is compiled anew for the next request: large schemas grow by less
-than 1 MB, and a lexer that is nearly full fails its new streams."""
+"""A grammar that has grown by more leaves the cache, and is compiled again for the next request.
+
+Large schemas grow by less than 1 MB, and a lexer that is nearly full fails its new streams.
+"""
 _BYTES_PER_GRAMMAR, _BYTES_PER_CHARACTER = 32 << 10, 512
-"""Least memory that a compiled grammar counts: a base and an amount per character of its text. Counts where the
-compiling child measured less, or could not measure."""
+"""Least memory that a compiled grammar counts: a base, and an amount per character of its text.
+
+Used when the compiling child measured less, or could not measure.
+"""
 _BYTES_PER_REFUSAL = 1 << 10
 MAX_PENDING = 256
 
@@ -113,13 +117,13 @@ class GrammarCompiler:
         return _copy_of(outcome)
 
     def cancel(self, grammar: Grammar) -> None:
-        """No request waits for the grammar any more. It is not compiled unless that has begun."""
+        """Note that no request waits for the grammar. It is not compiled unless compilation has begun."""
         pending = self._pending.get(grammar)
         if pending is not None and self._pool.cancel(pending.future):
             self._forget_pending(grammar, pending.future)
 
     def settle_abandoned(self, grammar: Grammar, future: Future[CompiledGrammar], tenant: bytes) -> None:
-        """A request that was cancelled has waited for this future, which is done. Its result counts in the cache."""
+        """Count the result of a future, which is done, in the cache after its waiting request was cancelled."""
         pending = self._pending.get(grammar)
         if pending is not None and pending.future is future:
             # Other requests that wait for it take it themselves.
@@ -145,7 +149,8 @@ class GrammarCompiler:
         self._trim()
 
     def _trim(self) -> None:
-        """Drop those that grew too much, then the least recently used until all, with their growth, fit the cache."""
+        """Drop grammars that grew too much, then the least recently used until all, with their growth, fit
+        the cache."""
         num_grown_bytes = 0
         for grammar, growth in list(self._growths.items()):
             if growth.is_spent or growth.num_bytes > _MAX_GROWTH_BYTES:
@@ -156,7 +161,7 @@ class GrammarCompiler:
             num_grown_bytes -= self._drop(next(iter(self._settled)))
 
     def _drop(self, grammar: Grammar) -> int:
-        """Return by how much it had grown. Streams that use it keep it alive until they end."""
+        """Drop it and return its growth. Streams that use it keep it alive until they end."""
         self._num_bytes -= _num_bytes(grammar, self._settled.pop(grammar))
         growth = self._growths.pop(grammar, None)
         return growth.num_bytes if growth is not None else 0

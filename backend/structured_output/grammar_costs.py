@@ -1,4 +1,4 @@
-"""Measures what grammars cost in use: time for masks, and memory for their lexers and for each stream's parser.
+"""Measures the costs of grammars in use: time for masks, and memory for their lexers and for each stream's parser.
 
 Imports llguidance for type checking only, so the steps of requests without grammars do not need it.
 """
@@ -19,18 +19,20 @@ if TYPE_CHECKING:
 _SLOW_NS = 2_000_000
 """A mask that takes longer is not filled within a step."""
 _NUM_UNTIL_QUICK = 16
-"""Quick masks and tokens after a slow one until masks are filled within steps again."""
+"""Number of quick masks and tokens after a slow one before masks are filled within steps again."""
 _READ_AFTER_NS = 5_000_000
-"""Memory is measured again after masks that took so long together. That takes 0.04 to 0.4 ms, and more for a stream
-whose parser is large."""
+"""Memory is measured again after this much time for masks.
+
+A measurement takes 0.04 to 0.4 ms, and more for a stream with a large parser.
+"""
 _NUM_READING_TIMES = 16
-"""It is measured at the earliest after masks that took this many times as long as the last measurement."""
+"""At the earliest, memory is measured after masks that took this many times as long as the last measurement."""
 _BYTES_PER_LEXER_COST = 32
 """Memory of new states per unit of the lexer's work. Measured: 7 to 26, and 67 where it is little (0.5 MB)."""
 _NS_PER_BYTE = 4
-"""Masks take at least so long per byte of new states."""
+"""Masks take at least this long per byte of new states."""
 _COPIED_BYTES_PER_NS = 32
-"""A parser of up to this many bytes takes a nanosecond to copy. Measured: 2 to 4, and 21 into memory just freed."""
+"""Upper bound of a parser's bytes per nanosecond of copying. Measured: 2 to 4, and 21 into memory just freed."""
 _MAX_TOTAL_BYTES = 1 << 30
 _MAX_PARSER_BYTES = 64 << 20
 """Memory that one stream's parser may take. A copy measures it and holds the GIL: 4 ms at this limit."""
@@ -40,10 +42,10 @@ MAX_ERROR_CHARACTERS = 300
 
 
 class Pace:
-    """Whether the masks of a grammar take long. All its sequences share one, as they share llguidance's lexer, which is
-    locked while a mask is filled.
+    """Whether the masks of a grammar take long.
 
-    Threads may write at the same time: a note that is lost costs a step, never a token.
+    All its sequences share one, as they share llguidance's lexer, which is locked while a mask is filled. Threads may
+    write at the same time: a lost note costs a step, never a token.
     """
 
     def __init__(self) -> None:
@@ -54,7 +56,7 @@ class Pace:
         return self._num_until_quick > 0
 
     def note(self, spent_ns: int) -> None:
-        """Note the time of a mask, or of taking in a token."""
+        """Note the time of a mask, or of consuming a token."""
         if spent_ns >= _SLOW_NS:
             self._num_until_quick = _NUM_UNTIL_QUICK
         elif self._num_until_quick and spent_ns < _SLOW_NS // 2:
@@ -69,7 +71,7 @@ class GrammarMemory:
     """The memory of all grammars that are cached or in use, by tenant. Safe for threads.
 
     Together they take up to limit_bytes. Beyond that only tenants with less than their share get more, up to twice as
-    much in all: see `tenant_places`.
+    much in all (`tenant_places`).
     """
 
     def __init__(self, limit_bytes: int = _MAX_TOTAL_BYTES) -> None:
@@ -87,7 +89,7 @@ class GrammarMemory:
             return self._places.num_taken
 
     def resize(self, held: Counter[bytes], num_bytes: int, tenant: bytes) -> None:
-        """Change what is held, by tenant, to num_bytes in all. The difference is the tenant's.
+        """Change the held memory, by tenant, to num_bytes in all. The difference is the tenant's.
 
         Raises GrammarMemoryFull, and then nothing has changed.
         """
@@ -133,11 +135,11 @@ class _Holding:
 
 
 class Growth:
-    """How much memory a grammar has taken in use: its lexer keeps the states that masks and tokens needed. All copies
-    share the lexer, its states and their limit.
+    """How much memory a grammar has taken in use: its lexer keeps the states that masks and tokens needed.
 
-    An estimate: the lexer's work as of the last measurement, and since then as much as the time may have made. Threads
-    may write at the same time: a note that is lost delays the next measurement.
+    All copies share the lexer, its states and their limit. The value is an estimate: the lexer's work at the last
+    measurement, plus the most that the time since then can have added. Threads may write at the same time: a lost note
+    delays the next measurement.
     """
 
     def __init__(self) -> None:
@@ -154,7 +156,8 @@ class Growth:
         self._unread_ns = 0
 
     def start(self, matcher: LLMatcher) -> None:
-        """The grammar has been compiled, and its first mask filled: what it has taken until now does not count."""
+        """Start counting: the grammar has been compiled, and its first mask filled. Memory taken before
+        does not count."""
         self._first_cost = _measure(matcher).lexer_cost
 
     def charge(self, compiled_bytes: int, memory: GrammarMemory, tenant: bytes) -> None:
@@ -171,8 +174,11 @@ class Growth:
         return unread_ns
 
     def note_cost(self, lexer_cost: int, tenant: bytes) -> None:
-        """Note the lexer's work; the tenant pays for what is new. No mask adds to it whose states are known: time alone
-        would charge a schema that many requests use. Raises GrammarMemoryFull."""
+        """Note the lexer's work; the tenant pays for new states.
+
+        A mask whose states are known adds nothing: charging time would charge a schema that many requests use. Raises
+        GrammarMemoryFull.
+        """
         self._unread_ns = 0
         self._read_bytes = max(self._read_bytes, (lexer_cost - self._first_cost) * _BYTES_PER_LEXER_COST)
         self.num_bytes = self._read_bytes
@@ -180,7 +186,7 @@ class Growth:
 
 
 class StreamGrowth:
-    """The memory that one stream's use of a grammar takes: its own parser, and what it adds to the lexer."""
+    """The memory that one stream's use of a grammar takes: its own parser, and its additions to the lexer."""
 
     def __init__(self, grammar: Growth, tenant: bytes) -> None:
         self._grammar = grammar
@@ -202,7 +208,7 @@ class StreamGrowth:
         self._unread_ns = 0
         self._read_after_ns = max(_READ_AFTER_NS, _NUM_READING_TIMES * (time.thread_time_ns() - began_ns))
         parser_bytes = found.parser_bytes
-        if parser_bytes > _MAX_PARSER_BYTES:  # perhaps the kernel was busy on this thread's account: ask again
+        if parser_bytes > _MAX_PARSER_BYTES:  # perhaps the kernel delayed this thread: measure again
             parser_bytes = min(parser_bytes, _measure(matcher).parser_bytes)
         if parser_bytes > _MAX_PARSER_BYTES:
             raise GrammarMemoryFull(f"its parser takes more memory than the limit of {_MAX_PARSER_BYTES >> 20} MiB")
@@ -219,7 +225,8 @@ class _Measured(NamedTuple):
 
 
 def _measure(matcher: LLMatcher) -> _Measured:
-    """llguidance tells the lexer's work in the text of an error only, and the parser's memory not at all."""
+    """Measure the matcher. llguidance reports the lexer's work only in the text of an error, and never the parser's
+    memory."""
     began_ns = time.thread_time_ns()
     spare = matcher.deep_copy()
     parser_bytes = (time.thread_time_ns() - began_ns) * _COPIED_BYTES_PER_NS

@@ -38,8 +38,8 @@ class WaitingSubmission:
 class GrammarQueue:
     """Owned by `OpenRequests`, on the main thread. A thread of the compiler calls `wake` when a grammar is compiled.
 
-    max_waiting requests may wait, and beyond that those of a tenant that has less than its share of the places: see
-    `tenant_places`.
+    max_waiting requests may wait, and beyond that those of a tenant with less than its share of the places
+    (`tenant_places`).
     """
 
     def __init__(self, compiler: GrammarCompiler | None, wake: Callable[[], None], max_waiting: int) -> None:
@@ -66,9 +66,9 @@ class GrammarQueue:
     def submit(
         self, submission: Submission, grammar: Grammar, arrived_s: float, deadline_s: float | None
     ) -> CompiledGrammar | Failure | None:
-        """The grammar if it is compiled already, a failure, or None: the submission waits here from now on.
+        """Return the grammar if it is already compiled, a failure, or None: then the submission waits here.
 
-        One that was admitted before a backend's death has passed the limits, and they do not hold for it.
+        Limits do not apply to one that was admitted before a backend's death.
         """
         request_id, tenant = submission.submit.request_id, submission.submit.tenant
         is_new = not submission.submit.admitted_ns
@@ -95,7 +95,7 @@ class GrammarQueue:
         return None
 
     def _overload(self, request_id: int, limit: int = 0, text: str = "") -> Failure:
-        """The refusal, with the time in which all that wait here are settled at the recent rate."""
+        """The refusal; its retry time is when all waiting requests will be settled at the recent rate."""
         retry_after_s = self._settle_rate.retry_after_s(len(self._waiting), self._num_settled)
         return Failure(request_id, FailureCode.OVERLOADED, limit, text=text, retry_after_s=retry_after_s)
 
@@ -132,7 +132,7 @@ class GrammarQueue:
             return Failure(submit.request_id, FailureCode.INTERNAL)
 
     def take_all(self) -> list[Submission]:
-        """Remove and return all submissions. Their grammars are not compiled unless that has begun."""
+        """Remove and return all submissions. Their grammars are not compiled unless compilation has begun."""
         submissions = [waiting.submission for waiting in self._waiting.values()]
         for submission in submissions:
             self.remove(submission.frontend, submission.request_id)

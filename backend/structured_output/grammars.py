@@ -1,7 +1,8 @@
-"""Compiles a grammar with llguidance. The compiling children and the backend do it in the same way, so a grammar that a
-child has compiled within the limits costs the backend as much again and no more.
+"""Compiles a grammar with llguidance.
 
-llguidance (https://github.com/guidance-ai/llguidance) cannot serialize a compiled grammar. Imports no torch.
+The compiling children and the backend do it in the same way, so a grammar that a child has compiled within the limits
+costs the backend the same again. llguidance (https://github.com/guidance-ai/llguidance) cannot serialize a compiled
+grammar. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ _LIMITS = LLParserLimits(
     verbose_errors=True,  # they tell the lexer's work: see `Growth`; `error_of` cuts the client's schema off
 )
 _WHITESPACE = r" ?|\n {0,24}"
-"""Allowed between the parts of a JSON text: what models write, on one line or indented. Bounded, so it always ends."""
+"""Whitespace allowed between the parts of a JSON text: models write one line or indent. Bounded, so it always ends."""
 _SLICES = ["[a-z]+", *LLTokenizer.general_slices()]
 """Groups of tokens that are masked at once when all of them are allowed; a token belongs to the first that matches it.
 Other tokens are checked one by one: about 1 ms for 100,000. "[a-z]+" is for names and for text that is not JSON."""
 
 
 class BadGrammar(Exception):
-    """The grammar does not compile within the limits. The text tells its author why, in one line."""
+    """The grammar does not compile within the limits. The text explains why, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """matcher is at its beginning. num_bytes is its memory, 0 if unknown, without its growth."""
+    """matcher is at its beginning. num_bytes is its memory without its growth; 0 if unknown."""
 
     matcher: LLMatcher
     num_bytes: int = 0
@@ -54,8 +55,11 @@ def load_tokenizer(tokenizer_json: Path, vocab_size: int, eos_token_ids: tuple[i
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
-    """Releases the GIL. Takes exponential time and memory for some grammars: no limit of llguidance ends its check
-    whether an intersection of expressions is empty. Raises BadGrammar."""
+    """Compile; releases the GIL.
+
+    Some grammars take exponential time and memory: no limit of llguidance ends its check whether an intersection of
+    expressions is empty. Raises BadGrammar.
+    """
     try:
         matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
     except ValueError as error:  # the schema is not a JSON object

@@ -1,11 +1,9 @@
-"""Masks that take long: a thread of their own fills them, while their rows sit out of the steps.
+"""Slow masks: a separate thread fills them, while their rows sit out of the steps.
 
-A grammar may be ambiguous, so that a mask takes up to 0.3 s; and a stream that is resumed comes with tokens that its
-grammar has not taken in. Neither may hold up the rows of others. Which tokens are sampled does not depend on it: a late
-mask is the same mask, in a later step.
-
-One thread fills them all, and tenants take turns for it: a tenant's mask waits for its own tenant's earlier ones, and
-for one slice of work of each other tenant.
+A grammar may be ambiguous, so that a mask takes up to 0.3 s; and a resumed stream comes with tokens that its grammar
+has not consumed. Neither may delay the rows of others. Sampled tokens do not depend on it: a late mask is the same
+mask, in a later step. One thread fills them all, and tenants take turns for it: a tenant's mask waits for its own
+tenant's earlier ones, and for one slice of work of each other tenant.
 """
 
 from __future__ import annotations
@@ -30,13 +28,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.backend")
 
 _SLICE_S = 0.01
-"""A sequence that has many tokens to take in lets the next one go after this time."""
+"""A sequence with many tokens to consume gives way to the next one after this time."""
 _TOO_MANY_TOKENS = 1 << 30
 
 
 class LateMasks:
-    """Owned by the executor, whose threads call it, never two of them for one sequence at a time: the step before has
-    finished when the masks of the next one are filled."""
+    """Owned by the executor, whose threads call it, but never two of them for one sequence at a time.
+
+    The step before has finished when the masks of the next one are filled.
+    """
 
     def __init__(self, vocab_size: int, wake: Callable[[], None]) -> None:
         """wake is called by the thread after each mask: its sequence can be planned again."""
@@ -65,7 +65,7 @@ class LateMasks:
         return False
 
     def advance(self, constraints: SequenceConstraints, token_id: int) -> None:
-        """Take in a sampled token and fill the mask that follows it."""
+        """Consume a sampled token and fill the mask that follows it."""
         self._begin(constraints, (token_id,), constraints.num_tokens + 1)
 
     def _begin(self, constraints: SequenceConstraints, tokens: Iterable[int], num_tokens: int) -> None:
@@ -91,7 +91,7 @@ class LateMasks:
                     self._turns.put(late)
 
     def work_on(self, late: LateMask) -> bool:
-        """Work for a while; return whether nothing is left to do."""
+        """Work for a while; return whether no work is left."""
         constraints = late.constraints()
         if constraints is None:
             return True
@@ -107,7 +107,7 @@ class LateMasks:
             late.mask = mask
         except ConstraintFailed as error:
             late.failure = str(error)
-        except Exception as error:  # whatever it is fails this row alone: without the thread all late rows would wait
+        except Exception as error:  # deliberately broad: without the thread all late rows would wait
             logger.exception("a late mask could not be filled; its request fails")
             late.failure = f"an internal error: {type(error).__name__}"
         late.is_done = True
@@ -115,7 +115,7 @@ class LateMasks:
         return True
 
     def _consume(self, matcher: LLMatcher, token_id: int) -> bool:
-        """`consume_token` holds the GIL; the call for several matchers does not."""
+        """Let matchers consume tokens. `consume_token` holds the GIL; the call for several matchers does not."""
         if self._llguidance is None:
             from llguidance import LLExecutor
 
@@ -129,10 +129,10 @@ class LateMasks:
 
 
 class MaskTurns:
-    """Masks that wait to be filled: tenants take turns, each tenant's own are first come, first served. Not safe for
-    threads.
+    """Masks that wait to be filled: tenants take turns, each tenant's own are first come, first served.
 
-    `CompileTurns` takes the same turns for work that several tenants may wait for and that can be cancelled.
+    Not safe for threads. `CompileTurns` takes turns in the same way, for work that several tenants may wait for and
+    that can be cancelled.
     """
 
     def __init__(self) -> None:

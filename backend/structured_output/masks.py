@@ -22,7 +22,7 @@ class StepMasks(NamedTuple):
     faults: dict[int, str]
     """Row → why its constraints failed. It has no mask."""
     late: frozenset[int]
-    """Rows whose mask is not ready. They have none, and the token that is sampled for them does not count."""
+    """Rows whose mask is not ready. They have no mask, and their sampled token does not count."""
 
 
 def fill_masks(

@@ -1,4 +1,4 @@
-"""The table of lingering streams: who reads them, what is kept of them, and until when."""
+"""The table of lingering streams: their readers, their kept tokens, and their expiry."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NO_READER = (1 << 63) - 1
 """Stands for the frontend of a request whose reader has gone. The link knows no such frontend, and sends it nothing."""
 MAX_STREAMS = 4096
 MAX_BYTES = 256 << 20
-"""Records, and tokens of what has ended."""
+"""Limit of records, and of tokens of ended streams."""
 
 
 class LingeringStreams:
@@ -64,7 +64,7 @@ class LingeringStreams:
     # New requests
 
     def find_refusal(self, submit: Submit) -> Failure | None:
-        """Why there is no room for the stream, after those that have ended have made room."""
+        """Why there is no room for the stream, after ended streams have made room; None if there is room."""
         linger = submit.linger
         if linger is None or linger.stream in self._streams:
             return None
@@ -75,8 +75,10 @@ class LingeringStreams:
         return Failure(submit.request_id, FailureCode.OVERLOADED, self._max_streams, text)
 
     def keep(self, submit: Submit, sequence: Sequence, subscriber: Subscriber) -> None:
-        """Enter a request that is about to subscribe to the sequence. Not if log probabilities of its first tokens are
-        unknown, because an earlier backend has computed them."""
+        """Enter a request that is about to subscribe to the sequence.
+
+        Not if log probabilities of its first tokens are unknown, because an earlier backend has computed them.
+        """
         linger = submit.linger
         num_generated = len(sequence.tokens) - sequence.num_prompt_tokens
         if linger is None or (sequence.kept_logprobs is not None and len(sequence.kept_logprobs) != num_generated):
@@ -96,8 +98,10 @@ class LingeringStreams:
     # Readers
 
     def resume(self, submission: Submission) -> bool:
-        """Let the request read what is kept of it, from its own first missing token on. False if nothing is kept, or
-        something that contradicts its tokens."""
+        """Let the request read what is kept of its stream, from its first missing token on.
+
+        False if nothing is kept, or if its tokens contradict the kept ones.
+        """
         linger = submission.submit.linger
         stream = None if linger is None else self._streams.get(linger.stream)
         kept = None if stream is None or linger is None else stream.choices.get(linger.choice)
@@ -161,7 +165,7 @@ class LingeringStreams:
     # The end
 
     def expire(self, *, is_draining: bool = False) -> None:
-        """Drop the streams whose time is up. A backend that drains drops all without a reader: none can come back."""
+        """Drop the streams whose time is up. A draining backend drops all without a reader: no reader can come back."""
         for _, number in self._deadlines.passed(self._clock()):
             self._drop(self._by_number[number])
         if is_draining:
@@ -196,7 +200,7 @@ class LingeringStreams:
             self._deadlines.note(0, stream.number, stream.expires_s)
 
     def _drop(self, stream: KeptStream) -> None:
-        """End what runs of the stream, and forget it."""
+        """End the running requests of the stream, and forget it."""
         for kept in list(stream.choices.values()):
             if kept.finish is Finish.NONE and (found := self._open_requests.find(*kept.open_as)) is not None:
                 self._dismiss(kept)
@@ -216,7 +220,7 @@ class LingeringStreams:
         self._count(-stream.num_bytes)
 
     def _evict(self, max_bytes: int, max_streams: int) -> None:
-        """Forget streams that have ended, of the tenant that has the most, until there is room or none is left."""
+        """Forget ended streams, of the tenant that has the most, until there is room or none is left."""
         while self._num_bytes > max_bytes or len(self._streams) > max_streams:
             num_of = Counter(stream.tenant for stream in self._streams.values())
             ended = [stream for stream in self._streams.values() if stream.has_ended]

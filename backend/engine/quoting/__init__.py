@@ -1,6 +1,6 @@
-"""Quotes: when a request would start and finish, predicted from the history of steps and answers.
+"""Quotes: predictions of when a request would start and finish, from the history of steps and answers.
 
-`quoter` makes a quote when one is asked for, and now and then of a request that did not ask, to measure the errors.
+`quoter` makes a quote when one is asked for, and now and then for a request that did not ask, to measure the errors.
 `forecast` runs the sequences ahead through a coarse model of the scheduler. `answer_lengths` knows how long answers
-become, `quote_errors` how far past quotes were off. Nothing here runs per token.
+become, `quote_errors` how wrong past quotes were. Nothing here runs per token.
 """

@@ -1,4 +1,4 @@
-"""How many tokens answers have, from the last answers that ended."""
+"""Estimates answers' lengths in tokens from the last answers that ended."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _NUM_REMEMBERED = 256
 class AnswerLengths:
     """Kaplan and Meier's estimate of the distribution of answers' lengths.
 
-    An answer that its own limit has cut says only that it would have been longer, which this estimate accounts for.
-    Beyond all known lengths it takes the answer to go on up to its limit.
+    An answer cut by its own limit only shows that it would have been longer; this estimate accounts for that. Beyond
+    all known lengths an answer is assumed to reach its limit.
     """
 
     def __init__(self) -> None:
@@ -25,12 +25,12 @@ class AnswerLengths:
         self._is_stale = False
 
     def note(self, num_tokens: int, *, is_cut: bool) -> None:
-        """An answer has ended. Cheap: the estimate is made when it is next used."""
+        """Note that an answer has ended. Cheap: the estimate is computed when it is next used."""
         self._recent.append((num_tokens, is_cut))
         self._is_stale = True
 
     def expected(self, num_generated: int, limit: int) -> int | None:
-        """The expected length of an answer that has num_generated tokens and goes on; None without a history."""
+        """The expected length of an answer that has num_generated tokens and continues; None without a history."""
         return self.expected_longest(1, limit, num_generated)
 
     def expected_longest(self, num_answers: int, limit: int, num_generated: int = 0) -> int | None:

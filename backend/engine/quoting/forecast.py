@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 class Work(NamedTuple):
-    """What is left to compute of a sequence."""
+    """The work left for a sequence."""
 
     num_given: int
     """Known tokens that are not computed yet, at least 1 for a sequence that waits."""
     num_to_generate: int
     num_pages: int
-    """Pages that it needs, or holds if it runs."""
+    """Pages that it needs; the pages that it holds if it runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The bounds on what runs at a time."""
+    """The limits on concurrent sequences, pages and tokens."""
 
     num_slots: int
     num_pages: int
@@ -40,11 +40,11 @@ class Forecast(NamedTuple):
 def forecast(
     running: Sequence[Work], waiting: Sequence[Work], target: int, room: Room, step_s: Callable[[int], float]
 ) -> Forecast:
-    """Predict for the sequence with this index in [*running, *waiting]. step_s is the duration of a step of so many
+    """Predict for the sequence with this index in [*running, *waiting]. step_s gives the duration of a step by its
     tokens.
 
-    Waiting sequences start in order, as slots and pages become free. Decodes go first in each step, prompts share the
-    rest. It takes a few microseconds for each sequence: runs of equal steps are taken together.
+    Waiting sequences start in order, as slots and pages become free. Decodes go first in each step, and prompts share
+    the rest. It takes a few microseconds for each sequence: runs of equal steps are simulated together.
     """
     model = _Model(running, waiting, room, step_s)
     while target not in model.finishes:
@@ -53,7 +53,7 @@ def forecast(
 
 
 class _Model:
-    """The scheduler in outline: nothing is preempted, cancelled or added."""
+    """A coarse model of the scheduler: nothing is preempted, cancelled or added."""
 
     def __init__(
         self, running: Sequence[Work], waiting: Sequence[Work], room: Room, step_s: Callable[[int], float]
@@ -80,7 +80,7 @@ class _Model:
                 heapq.heappush(self._ends, (work.num_to_generate, index))
 
     def advance(self) -> None:
-        """Run steps until a sequence ends, a prompt is computed or, with a long prompt, as many as are alike."""
+        """Run steps until a sequence ends or a prompt is computed; with a long prompt, as many steps as are equal."""
         self._admit()
         if self._prompts:
             self._run_prompts()

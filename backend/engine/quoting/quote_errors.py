@@ -1,4 +1,4 @@
-"""How far quotes were off: shown on the board, and used to correct the next ones."""
+"""Errors of quotes: shown on the board, and used to correct the next quotes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from penstock.shm.memory.board import BackendBoard
 
 _KEPT = 0.95
-"""A prediction counts for about twenty later ones."""
+"""Weight of past predictions: one counts for about the next twenty."""
 _MAX_CORRECTION = 8.0
 
 
 class Correction:
-    """The factor between what the model of the scheduler predicts and what happens: planning, delivery and later
-    requests, which the model leaves out, take time too."""
+    """The ratio of actual to predicted time: planning, delivery and later requests, which the model leaves out, take
+    time too."""
 
     def __init__(self) -> None:
         self._predicted_s = self._actual_s = 0.0
@@ -39,7 +39,7 @@ class Correction:
 
 
 class QuoteErrors:
-    """Learns what became of requests when they get their first token and when their answer is complete."""
+    """Compares quotes with the actual times of the first token and of the complete answer."""
 
     def __init__(self, board: BackendBoard, clock: Callable[[], float]) -> None:
         self._board = board

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from penstock.shm.messages import QuoteTerms
 
 _MAX_MODELLED = 256
-"""Waiting sequences whose start is modelled; more before them are taken to start at the same rate."""
+"""Waiting sequences whose start is modelled; earlier ones are assumed to start at the same rate."""
 _MAX_RETRY_AFTER_S = 60
 _SAMPLE_INTERVAL_S = 0.25
-"""A request that asks for no quote is quoted at most this often, to measure errors and to correct later quotes."""
+"""A request that asks for no quote is quoted at most this often, to measure errors and correct later quotes."""
 
 
 class Target(NamedTuple):
-    """Whose end is predicted."""
+    """The request or sequence whose end is predicted."""
 
     sequence: Sequence
     limit: int
@@ -41,7 +41,7 @@ class Target(NamedTuple):
 
 
 class Quoter:
-    """One backend's quotes. Nothing is remembered but the history."""
+    """One backend's quotes. Keeps nothing except the history."""
 
     def __init__(
         self,
@@ -65,10 +65,10 @@ class Quoter:
         rank: float,
         joined: Sequence | None,
     ) -> tuple[Quote, Failure | None] | None:
-        """Return the quote with which the request ends, because it asked for nothing else or would finish too late;
-        None if it is to run. joined is the sequence that it would join.
+        """Return the quote with which the request ends: it asked for nothing else, or would finish too late. None if it
+        must run.
 
-        What is unknown does not refuse a request.
+        joined is the sequence that it would join. A request is not refused for an unknown time.
         """
         quote, submit = self._quote(submission, subscriber, sampling, rank, joined), submission.submit
         if quote is None or submit.quote_only:
@@ -89,7 +89,7 @@ class Quoter:
         rank: float,
         joined: Sequence | None,
     ) -> Quote | None:
-        """Return the quote; None if the request has not asked for one. What was predicted is noted in the subscriber.
+        """Return the quote; None if the request has not asked for one. The prediction is noted in the subscriber.
 
         A request that another backend has admitted is not refused, and its answer is not measured.
         """
@@ -156,7 +156,8 @@ class Quoter:
         return self._lengths.expected_longest(target.num_choices, target.limit, num_generated)
 
     def _forecast(self, target: Target, outlook: Outlook, num_expected: int | None) -> Forecast:
-        """The target has num_expected tokens, and others as many as usual. With None all have as many as they may."""
+        """Forecast the target with num_expected tokens, and others with the usual number. With None, all generate as
+        many as they may."""
         lengths = self._lengths if num_expected is not None else None
 
         def work(sequence: Sequence) -> Work:
@@ -197,7 +198,7 @@ class Quoter:
         return Forecast(predicted.first_token_s + late_s, predicted.finish_s + late_s)
 
     def _start_of_hidden_s(self, running: list[Work], waiting: list[Work], num_hidden: int, room: Room) -> float:
-        """Seconds until num_hidden sequences before those that wait have started, at the rate of these."""
+        """Seconds until num_hidden sequences before the waiting ones have started, at the rate of the waiting ones."""
         if not num_hidden:
             return 0.0
         last = len(running) + len(waiting) - 1

@@ -1,7 +1,7 @@
-"""Writes what the engine decides into a ring, for `penstock record` and for the time after a crash.
+"""Writes the engine's decisions into a ring, for `penstock record` and for analysis after a crash.
 
-The loop calls it for every step, so plans and results are packed at once. Requests and sequences take the slower way of
-`events`. Without permission to record tokens, none leaves this module.
+The loop calls it for every step, so plans and results are packed directly. Events of requests and sequences are slower
+(`events`). Without permission to record tokens, no token leaves this module.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ if TYPE_CHECKING:
     from penstock.shm.recording.events import BackendStarted, Event
 
 _PLANS_PER_KEY_PLAN = 64
-"""One plan in so many has its rows and their sequences, so that a reader can begin there."""
+"""Every 64th plan records its rows and their sequences, so that a reader can begin there."""
 _PRINT_BYTES = 8
 """Bytes of a page's hash that are recorded."""
 _MAX_PRINTS = 4096
 _MAX_REQUESTS = 1024
-"""Listeners of a sequence that are named when it starts."""
+"""Listeners of a sequence that are named when it starts, at most."""
 _PLAN = int(Kind.PLAN)  # an enum takes longer to pack than all other fields together
 _RESULT = int(Kind.RESULT)
 _PLAN_BYTES = PLAN_HEAD.size
@@ -178,7 +178,7 @@ class Recorder:
             self._append(pack_tokens(step, self._clock(), slots, result.token_ids))
 
     def _columns(self, plan: Plan, num_decodes: int) -> tuple[int, bytes]:
-        """The flags and columns of a plan whose rows are not those of the plan before.
+        """The flags and columns of a plan whose rows differ from those of the plan before.
 
         The same number of decoding rows means the same rows, unless a sequence has started, left, was preempted or has
         computed the last of its given tokens since the plan before.
@@ -217,7 +217,7 @@ class Recorder:
     # Requests
 
     def note_event(self, event: LinkEvent) -> None:
-        """What a frontend sends, before the engine acts on it."""
+        """Record a frontend's event before the engine acts on it."""
         match event:
             case Submission():
                 if event.submit.cancels is None and event.submit.asks is None:
@@ -249,7 +249,7 @@ class Recorder:
             )
         )
         if self._with_tokens and submission.embeddings is None:
-            # The tokens may be in memory that the frontend uses again, so they are kept beside the message.
+            # The tokens may be in memory that the frontend reuses, so they are copied beside the message.
             encoded = encode(msgspec.structs.replace(submit, tokens=bytes(4), output=None, linger=None))
             for record in pack_prompt(
                 submission.frontend, submit.request_id, encoded, submission.tokens, self._clock()

@@ -34,11 +34,11 @@ def open_store(
     *,
     beside_another: bool,
 ) -> PageStore | None:
-    """Give the pass host pages in the memory of the fd; None, and a line in the log, if its pages cannot be kept.
-    Without an fd pages are not to be kept.
+    """Give the pass host pages in the memory of the fd.
 
-    fingerprint is the model's, memory the host's. Call it before a page is hashed. Raises StartupError; NoRoomBeside if
-    memory is missing beside another backend.
+    Returns None, with a line in the log, if its pages cannot be kept. Without an fd no pages are kept. fingerprint is
+    the model's, memory the host's. Call it before a page is hashed. Raises StartupError; NoRoomBeside if memory is
+    missing beside another backend.
     """
     if fd is None:
         return None

@@ -1,4 +1,4 @@
-"""The rows of a page store: what lies in which place.
+"""The rows of a page store: which content is in which place.
 
 A row is valid if its checksum is, so a process may be killed while it writes one.
 """
@@ -37,7 +37,7 @@ class PageRows:
         self._next_number = 0
 
     def read(self) -> dict[int, tuple[KeptPage, int]]:
-        """Return each valid row by its place, with the sum of its content; the one written first comes first."""
+        """Return each valid row by its place, with the checksum of its content; the oldest row first."""
         found: list[tuple[int, KeptPage, int]] = []
         for place in range(self._num_rows):
             begin = self._start + place * ROW_BYTES

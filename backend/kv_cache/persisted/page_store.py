@@ -33,14 +33,15 @@ class PageStoreError(Exception):
 class PageStore:
     """Places for pages, which one process at a time uses.
 
-    A row names the content of a place. It is cleared before other content is written there, and written when that is
-    complete. So whenever the process is killed, a valid row means complete content. The sum of the content, compared
-    when a later process uses it, notices all else.
+    A row identifies the content of a place. It is cleared before other content is written there, and written when that
+    is complete. So whenever the process is killed, a valid row means complete content. The content's checksum, compared
+    when a later process uses it, detects all other damage.
     """
 
     def __init__(self, fd: int, key: bytes, page_bytes: int) -> None:
-        """Use the whole memfd, whose fd stays the caller's; its memory is allocated now. What lies there is kept if it
-        was written with the same key and page size. Raises PageStoreError.
+        """Use the whole memfd, whose fd stays the caller's; its memory is allocated now.
+
+        Existing content is kept if it was written with the same key and page size. Raises PageStoreError.
         """
         num_bytes = os.fstat(fd).st_size
         self._place_bytes = -(-page_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -79,21 +80,21 @@ class PageStore:
         return bytes(secret)
 
     def place(self, index: int) -> NDArray[np.uint8]:
-        """[page bytes] the memory of a place."""
+        """The memory of a place, [page bytes]."""
         return self._places[index, : self._page_bytes]
 
     def note_written(self, index: int) -> None:
-        """The content of the place is complete. May be called on another thread than the rest."""
+        """Note that the content of the place is complete. May be called on another thread than the other methods."""
         self._sums[index] = block_sum(self._places[index])
 
     def publish(self, page: KeptPage) -> None:
-        """Later processes find the content, of which `note_written` has returned."""
+        """Let later processes find the content, for which `note_written` has returned."""
         self._rows.write(page, self._sums[page.place])
 
     def withdraw(self, index: int) -> None:
-        """Nobody finds the content any more."""
+        """Let no process find the content any more."""
         self._rows.clear(index)
 
     def is_intact(self, index: int) -> bool:
-        """Whether the content is what was published."""
+        """Whether the content is still what was published."""
         return block_sum(self._places[index]) == self._sums[index]
