@@ -1,8 +1,8 @@
-"""The plugin interface: what a model must offer to be served. What it may offer beside is in `pass_extensions`.
+"""The interface of a model that the engine serves. `pass_extensions` has its optional parts.
 
-The engine owns sequences, pages and the schedule; a pass owns the weights, the memory of the KV cache and its layout.
-A step is one call of `forward` over rows of any query length (decode is length 1), then one call of `sample`. There is
-no prefill call and no decode call.
+The engine owns sequences, pages and the schedule; a pass owns the weights, the memory of the KV cache and its layout. A
+step is one call of `forward` over rows of any query length (decode is length 1), then one call of `sample`. There is no
+prefill call and no decode call.
 
 This module imports typing and dataclasses only, so importing it costs nothing.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FROM_SLOT = -1
 """In `StepBatch.input_ids`: the last token sampled for the row's slot, which the host may not know yet."""
 FROM_EMBEDDINGS = -2
-"""In `StepBatch.input_ids` and in a sequence's tokens: not a token; its embedding is given directly."""
+"""In `StepBatch.input_ids` and in a sequence's tokens: no token; its embedding is given directly."""
 NOT_FINITE = -1
 """In `StepOutput.token_ids`: no token, because the row's logits are not finite."""
 NO_ADAPTER = -1
@@ -50,13 +50,13 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
     num_logprobs: int = -1
-    """Top log probabilities to report per token, beside the token's own; -1 for none at all."""
+    """Top log probabilities to report per token, in addition to the token's own; -1 for none."""
     logprob_token_ids: tuple[int, ...] = ()
-    """Distinct tokens to report instead of the top ones. Without effect if num_logprobs is -1."""
+    """Distinct tokens to report instead of the top ones. No effect if num_logprobs is -1."""
 
     @property
     def num_reported(self) -> int:
-        """Tokens to report beside the sampled one; -1 for none at all."""
+        """Tokens to report in addition to the sampled one; -1 for none."""
         if self.num_logprobs < 0:
             return -1
         return len(self.logprob_token_ids) or self.num_logprobs
@@ -126,15 +126,16 @@ class ScoredTokens:
     next_ids: NDArray[np.int32]
     """[S] the token that follows each."""
     num_top: int
-    """Top log probabilities to report for each, beside that of next_ids; at least 0."""
+    """Top log probabilities to report for each, in addition to that of next_ids; at least 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """Rows of a step whose result is a vector or one vector a token, not a sampled token. Their sequences end with it.
+    """Rows of a step whose result is a vector or one vector per token, not a sampled token. Their sequences end with
+    it.
 
-    Kinds: "embed" is one vector, pooled and projected as the model's files say, not normalised; "token_embed" is one
-    vector for each token; "sparse" is one weight for each entry of the vocabulary (SPLADE, arXiv 2109.10086);
+    Kinds: "embed" is one vector, pooled and projected according to the model's files, not normalised; "token_embed" is
+    one vector for each token; "sparse" is one weight for each entry of the vocabulary (SPLADE, arXiv 2109.10086);
     "classify" is the logits of the labels, "token_classify" those of each token.
     """
 
@@ -163,7 +164,7 @@ class StepBatch:
     context_lens: NDArray[np.int32]
     """[R] tokens of the sequence whose KV was computed before this step."""
     page_table: NDArray[np.int32]
-    """[R, P] page numbers; entries beyond a row's pages, and those behind the window, are void and must not be used.
+    """[R, P] page numbers; entries after a row's pages, and those behind the window, are void and must not be used.
     With G groups of layers [R, P, G]: pages of the same tokens, one for each entry of `PassSpec.kv_windows`."""
     slots: NDArray[np.int32]
     """[R] the sequence's slot in [0, max_running): constant while it runs, reused afterwards."""
@@ -219,9 +220,11 @@ class TokenLogprobs:
     """Natural logarithms of the probabilities in the raw logits: before bias, penalties, masks and filters."""
 
     rows: NDArray[np.int32]
-    """[K] ascending indices into batch.logit_rows, where num_logprobs is not -1; of scored tokens, all their places."""
+    """[K] ascending indices into batch.logit_rows, where num_logprobs is not -1; for scored tokens, all
+    their places."""
     chosen: NDArray[np.float32]
-    """[K] that of the sampled or scored token; NaN, and the rest void, for a scored one whose logits are bad."""
+    """[K] of the sampled or scored token; NaN for a scored one whose logits are not finite, and then the
+    rest is void."""
     ranks: NDArray[np.int32]
     """[K] number of tokens that are at least as likely as that one, itself included."""
     top_ids: NDArray[np.int32]
@@ -246,7 +249,7 @@ class StepOutput:
     not finite fails the row's requests. None without batch.pooled."""
 
     def wait(self) -> StepOutput:
-        """Return itself: it is a `PendingOutput` that is complete."""
+        """Return itself: the output is already complete."""
         return self
 
 
@@ -254,7 +257,7 @@ class PendingOutput(Protocol):
     """The result of `sample`: tokens that the device may still be computing."""
 
     def wait(self) -> StepOutput:
-        """Block until the step is computed. May be called from another thread than the pass's. Raises DeviceLost."""
+        """Block until the step is computed. Another thread than the pass's may call it. Raises DeviceLost."""
         ...
 
 
@@ -283,7 +286,7 @@ class PassSpec:
     page_sizes: tuple[int, ...] = ()
     """The page_size_tokens that `create_cache` takes; empty if it takes any."""
     quantization: str = "none"
-    """The form of the weights. The backend refuses a pass in which it is not PassOptions.quantize."""
+    """The form of the weights. The backend refuses a pass whose form differs from PassOptions.quantize."""
     runs_ahead: bool = False
     """`forward` and `sample` return before the device has computed. The next step is launched behind the running one,
     whose tokens only the device knows yet. `sample` is called for steps without logit rows too, to wait for them."""

@@ -1,11 +1,9 @@
 """A pass without weights, for tests of the whole system, and for measuring it without the cost of a model.
 
 Its "model" is a hash. The KV cache holds, for each position, the sum of the hashes of all tokens up to it; the next
-token is derived from that sum. So a token depends on every token before it, read through the page table: an engine
-that mixes up pages, positions or slots gives other tokens than `next_token`.
-
-An embedding counts as the token that `embedded_token` derives from its bytes. An adapter adds a number of its own to
-each token's hash.
+token is derived from that sum. So a token depends on every token before it, read through the page table: an engine that
+mixes up pages, positions or slots gives other tokens than `next_token`. An embedding counts as the token that
+`embedded_token` derives from its bytes. An adapter adds its own number to each token's hash.
 """
 
 from __future__ import annotations
@@ -81,7 +79,7 @@ def _spec(vocab_size: int, num_adapters: int = 0) -> PassSpec:
 
 
 def fake_vocab_size(model_dir: Path | None) -> int:
-    """That of the checkpoint, or a default. Raises StartupError."""
+    """The checkpoint's vocabulary size, or a default. Raises StartupError."""
     if model_dir is None:
         return _DEFAULT_VOCAB_SIZE
     path = model_dir / "config.json"
@@ -92,7 +90,7 @@ def fake_vocab_size(model_dir: Path | None) -> int:
 
 
 class FakePass(HostSampling):
-    """See the module. vocab_size is that of the checkpoint's config.json, or 4096 without a checkpoint."""
+    """A fake pass. vocab_size is that of the checkpoint's config.json, or 4096 without a checkpoint."""
 
     def __init__(self, vocab_size: int, max_running: int, host_kv_bytes: int = 0, num_adapters: int = 0) -> None:
         super().__init__(vocab_size, max_running)
@@ -175,7 +173,7 @@ class FakePass(HostSampling):
 
 
 class StatefulFakePass(FakePass):
-    """The fake pass with a state: a row goes on from the sum that its slot has kept, not from the pages.
+    """The fake pass with a state: a row continues from the sum that its slot has kept, not from the pages.
 
     It samples the same tokens, if each token is added exactly once.
     """

@@ -49,7 +49,7 @@ def _values(seeds: NDArray[np.uint64], kind: str, second_start: int, width: int)
 
 
 class FakeEncoder:
-    """See the module. vocab_size is that of the checkpoint's config.json, or 4096 without a checkpoint."""
+    """A fake encoder. vocab_size is that of the checkpoint's config.json, or 4096 without a checkpoint."""
 
     def __init__(self, vocab_size: int) -> None:
         self.spec = _spec(vocab_size)

@@ -62,7 +62,7 @@ def token_logprobs(
 
 
 def score_in_blocks(scored: ScoredTokens, logits_of: Callable[[slice], NDArray[np.float32]]) -> TokenLogprobs:
-    """`StepOutput.scored`. logits_of returns the logits [n, V] of a part of the scored tokens."""
+    """Return `StepOutput.scored`. logits_of returns the logits [n, V] of a part of the scored tokens."""
     parts = []
     for first in range(0, len(scored.tokens), _BLOCK_ROWS):
         part = slice(first, first + _BLOCK_ROWS)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class DecoderPass(IBatchedForwardPass):
-    """The registered pass. It has no instances: `load` returns a pass for the device, and for what the model gives."""
+    """The registered pass. It has no instances: `load` returns a pass for the device and the model's task."""
 
     @classmethod
     def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
@@ -48,12 +48,12 @@ class DecoderPass(IBatchedForwardPass):
                 if pooled is None
                 else PooledCudaPass.load_pooled(model_dir, options, pooled, device)
             )
-        # They differ from the interface only in what their own class methods take.
+        # They differ from the interface only in the parameters of their class methods.
         return cast("IBatchedForwardPass", loaded)
 
     @classmethod
     def held_bytes(cls, model_dir: Path, options: PassOptions) -> int:
-        """See `IFindsHeldWeights`."""
+        """Size of the weights that `load` would map; see `IFindsHeldWeights`."""
         if options.device == "cpu":
             return CpuDecoderPass.held_bytes(model_dir, options)
         return CudaDecoderPass.held_bytes(model_dir, options, uuid_of(options.device))

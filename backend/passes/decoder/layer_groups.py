@@ -1,4 +1,4 @@
-"""Which layers share pages of the KV cache: those with the same window, in groups of equal size."""
+"""Divides layers into groups that share pages of the KV cache: layers with the same window, in groups of equal size."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ if TYPE_CHECKING:
     from penstock.backend.forward_pass import PassOptions, StepBatch
 
 _BLOCK_TOKENS = 64
-"""Attention kernels read keys and values in blocks of up to this many tokens, which begin at a multiple of it: kBlock
-of kernels/engine.h, kTokens of the CUDA kernels for prompts."""
+"""Attention kernels read keys and values in blocks of up to this many tokens, at multiples of this.
+
+kBlock of kernels/engine.h, kTokens of the CUDA kernels for prompts.
+"""
 _MAX_GROUPS = 16
-"""A page of each is found for the same tokens, by one thread."""
+"""Most groups. For the same tokens, one thread finds a page of each."""
 _MAX_SPARE_PART = 12
-"""At most one part in 12 of the cache is lost because a window's layers do not fill their last group."""
+"""At most a twelfth of the cache is lost because a window's layers do not fill their last group."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """A page has memory for num_layers layers."""
+    """Groups of layers. A page has memory for num_layers layers."""
 
     windows: tuple[int | None, ...]
-    """See `PassSpec.kv_windows`."""
+    """The groups' windows, as in `PassSpec.kv_windows`."""
     num_layers: int
     """Layers in each group; the last group of a window may have fewer."""
     places: tuple[tuple[int, int], ...]
-    """By layer: its group, and its index there."""
+    """By layer: its group, and its index in the group."""
 
 
 def layer_groups(config: DecoderConfig, options: PassOptions) -> LayerGroups:
@@ -37,21 +39,21 @@ def layer_groups(config: DecoderConfig, options: PassOptions) -> LayerGroups:
 
 
 def check_groups(batch: StepBatch, num_groups: int) -> None:
-    """Raises ValueError for a page table of other groups: the kernels would read anywhere."""
+    """Raises ValueError for a page table with another number of groups: the kernels would read out of bounds."""
     found = 1 if batch.page_table.ndim == 2 else batch.page_table.shape[2]
     if found != num_groups:
         raise ValueError(f"a page table of {found} groups of layers; the pass has {num_groups}")
 
 
 def one_group(config: DecoderConfig) -> LayerGroups:
-    """All layers share pages. They have a window if every layer has one."""
+    """Make one group: all layers share pages. They have a window if every layer has one."""
     windows = _windows(config)
     window = None if None in windows else max(window for window in windows if window is not None)
     return LayerGroups((window,), config.num_layers, tuple((0, index) for index in range(config.num_layers)))
 
 
 def split_groups(config: DecoderConfig) -> LayerGroups:
-    """Layers with the same window share pages. One group if their numbers leave no good division."""
+    """Give layers with the same window their own pages. One group if their numbers leave no good division."""
     layers: defaultdict[int | None, list[int]] = defaultdict(list)
     for index, window in enumerate(_windows(config)):
         layers[window].append(index)
@@ -72,7 +74,7 @@ def split_groups(config: DecoderConfig) -> LayerGroups:
 
 
 def _windows(config: DecoderConfig) -> list[int | None]:
-    """By layer, how far back its kernels may read; None also for windows that are longer than any sequence."""
+    """By layer, how far back its kernels may read; None also for windows longer than any sequence."""
     windows = [config.window_of_layer(index) for index in range(config.num_layers)]
     reaches = [None if window is None else window + _BLOCK_TOKENS - 1 for window in windows]
     return [None if reach is None or reach >= config.max_context_tokens else reach for reach in reaches]

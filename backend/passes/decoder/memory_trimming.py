@@ -1,4 +1,4 @@
-"""Return freed memory to the system while weights are loaded."""
+"""Returns freed memory to the system while weights are loaded."""
 
 from __future__ import annotations
 

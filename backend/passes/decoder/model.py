@@ -1,8 +1,8 @@
 """The order of a decoder's operations, the same for all architectures and on every device.
 
-Decoder layers (attention, MLP) as in arXiv 2302.13971, with the variations that DecoderConfig declares: where norms
-stand, which, what is added to what. A checkpoint's conventions end here: norms that add 1 to their weights and heads
-that rotate neighbouring dimensions become plain ones when the weights are packed.
+Decoder layers (attention, MLP) as in arXiv 2302.13971, with the variations that DecoderConfig declares: the norms and
+their places, and the additions. A checkpoint's conventions end here: norms that add 1 to their weights and heads that
+rotate neighbouring dimensions become plain ones when the weights are packed.
 """
 
 from __future__ import annotations
@@ -80,8 +80,10 @@ class DecoderModel:
     """The packed weights, and the computation of a step. `normed` is the only state that a step leaves."""
 
     normed: Array | None = None
-    """[L + S, hidden] after the final norm, of the last step with logits. The buffer belongs to the operations; the
-    next step overwrites it."""
+    """[L + S, hidden] after the final norm, from the last step with logits.
+
+    The buffer belongs to the operations; the next step overwrites it.
+    """
 
     def __init__(
         self, config: DecoderConfig, ops: Ops, weights: Weights, dtype: torch.dtype, groups: LayerGroups
@@ -107,7 +109,7 @@ class DecoderModel:
         self._final_norm = _pack_norm(config, ops, weights.final_norm(dtype))
 
     def adapt(self, of_linears: LinearAdapters, adapters: Sequence[PeftAdapter]) -> None:
-        """Give the linears their adapters, which are read layer by layer. of_linears are those of the model's ops."""
+        """Give the linears their adapters, which are read layer by layer. of_linears belongs to the model's ops."""
         for index, layer in enumerate(self._layers):
             of_layer = [adapter.layer(index) for adapter in adapters]
             linears = {"qkv": layer.qkv, "o": layer.output}
@@ -121,16 +123,16 @@ class DecoderModel:
                     of_linears.give(linear, added)
 
     def forward(self, step: Step, *, needs_logits: bool) -> Array | None:
-        """Return the logits of the step's logit rows, [L, vocab] fp32, or None if needs_logits is False or the model
-        has no head: then `normed` is the result.
+        """Return the logits of the step's logit rows, [L, vocab] fp32.
 
-        A step that scores tokens needs logits, even if it has no logit rows.
+        None if needs_logits is False or the model has no head: then `normed` is the result. A step that scores tokens
+        needs logits, even if it has no logit rows.
         """
         qkv, residual = self.store_tokens(step)
         return self.finish(qkv, residual, step) if needs_logits else None
 
     def store_tokens(self, step: Step) -> tuple[Array, Array]:
-        """Run the step up to the last layer's cache write; return what `finish` takes."""
+        """Run the step up to the last layer's cache write; return the arguments of `finish`."""
         residual = self._ops.embed(self._embedding, step)
         for layer in self._layers[:-1]:
             qkv = self._project(layer, residual, step)
@@ -138,7 +140,7 @@ class DecoderModel:
         return self._project(self._layers[-1], residual, step), residual
 
     def finish(self, qkv: Array, residual: Array, step: Step) -> Array | None:
-        """Run the rest of a step, as `forward` with needs_logits.
+        """Run the rest of a step, like `forward` with needs_logits.
 
         After the last cache write, only the tokens that need logits matter, and those that are scored.
         """
@@ -151,7 +153,7 @@ class DecoderModel:
         return self.logits(ops.logit_rows(self.normed, step))
 
     def logits(self, normed: Array) -> Array:
-        """[n, vocab] of any rows [n, hidden] of `normed`."""
+        """Logits [n, vocab] of any rows [n, hidden] of `normed`."""
         return self._ops.logits(normed, self._lm_head)
 
     def _project(self, layer: _Layer, residual: Array, step: Step) -> Array:
@@ -207,7 +209,7 @@ def _expert_ops(ops: Ops) -> ExpertOps:
 
 
 class _Unpacked:
-    """A layer's weights, each for one taker: a matrix is freed when it is packed, and not with its layer."""
+    """A layer's weights, each for a single use: a matrix is freed when it is packed, not with its layer."""
 
     def __init__(self, plain: LayerWeights[Tensor | QuantizedWeight]) -> None:
         self._fields: dict[str, Any] = {field.name: getattr(plain, field.name) for field in fields(plain)}
@@ -216,7 +218,7 @@ class _Unpacked:
         return self._fields.get(name) is not None
 
     def take(self, name: str) -> Any:
-        """The field of LayerWeights. It is not kept."""
+        """Return the field of LayerWeights and forget it."""
         return self._fields.pop(name)
 
 
@@ -312,7 +314,7 @@ def rotate_half_order(config: DecoderConfig) -> Tensor:
 
 
 def _reorder_outputs(config: DecoderConfig, low_rank: LowRank) -> LowRank:
-    """The outputs are whole parts of q, k and v, and the new order mixes no parts."""
+    """Reorder an adapter's outputs. They are whole parts of q, k and v, and the new order mixes no parts."""
     first, count = low_rank.first_output, len(low_rank.up)
     return replace(low_rank, up=low_rank.up[rotate_half_order(config)[first : first + count] - first])
 

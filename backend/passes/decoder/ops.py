@@ -50,7 +50,7 @@ Step: TypeAlias = Any
 
 
 class Forward(Protocol):
-    """`DecoderModel.forward`."""
+    """The signature of `DecoderModel.forward`."""
 
     def __call__(self, step: Step, *, needs_logits: bool) -> Array | None: ...
 
@@ -95,22 +95,22 @@ class AttentionLayer:
     q_norm: Array | None
     k_norm: Array | None
     query_rope: int | None = None
-    """Index of the rope that queries have, if it is another one."""
+    """Index of the queries' rope, if it differs."""
     sinks: Array | None = None
     """[num_heads] a score for each head that takes part in the softmax and has no value."""
     group: int = 0
-    """Whose pages have its keys and values: an entry of `PassSpec.kv_windows`."""
+    """The group whose pages have its keys and values: an entry of `PassSpec.kv_windows`."""
     group_index: int | None = None
     """Its index among the group's layers; None if all layers are one group."""
 
     @property
     def cache_index(self) -> int:
-        """Which part of its group's pages is the layer's."""
+        """Index of the layer's part in its group's pages."""
         return self.index if self.group_index is None else self.group_index
 
     @property
     def ropes(self) -> tuple[int | None, int | None]:
-        """The ropes of queries and of keys."""
+        """The rope indices of queries and of keys."""
         return self.rope if self.query_rope is None else self.query_rope, self.rope
 
 
@@ -122,9 +122,9 @@ class ExpertOps(Protocol):
         ...
 
     def add(self, x: Array, experts: Experts, residual: Array) -> None:
-        """Add to residual [T, hidden] in place, in fp32, the results of each token's experts, weighted.
+        """Add the weighted results of each token's experts to residual [T, hidden] in place, in fp32.
 
-        The weights are the router's probabilities, from logits in fp32. Of equal ones the lower expert is taken. A
+        The weights are the router's probabilities, from logits in fp32. Among equal ones the lower expert is chosen. A
         token's results are added in an order that does not depend on the batch.
         """
         ...
@@ -137,34 +137,34 @@ class ExpertOps(Protocol):
 class Ops(Protocol):
     """The operations that the model needs from a device. Weights are packed once, in the fastest layout there.
 
-    What is the same in all layers (the kind and epsilon of norms, the activation, the scales and soft caps that no
-    argument names) is that of the model's DecoderConfig.
+    Settings that are the same in all layers (the kind and epsilon of norms, the activation, the scales and soft caps
+    that no argument names) come from the model's DecoderConfig.
     """
 
     @property
     def experts(self) -> ExpertOps | None:
-        """None if the model has no experts."""
+        """The operations of experts; None if the model has none."""
         ...
 
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
     ) -> Linear:
-        """weight [out, in], bias [out]; is_gated: out is [gate | up], for `activated_linear`.
+        """Pack weight [out, in] and bias [out]; is_gated: out is [gate | up], for `activated_linear`.
 
         The result is multiplied by scale. The caller drops its copy.
         """
         ...
 
     def vector(self, weight: Tensor) -> Array:
-        """A norm's weight, [n], of a layer norm [weight | bias]; or other numbers that are used in fp32."""
+        """Pack a norm's weight, [n], or a layer norm's, [weight | bias]; or other numbers that are used in fp32."""
         ...
 
     def table(self, weight: Tensor) -> Array:
-        """The embedding table, [vocab, hidden]."""
+        """Pack the embedding table, [vocab, hidden]."""
         ...
 
     def tied_table(self, weight: Tensor | QuantizedWeight, lm_head: Linear) -> Array:
-        """As `table`; lm_head was packed from the same weight, so its memory may serve as the table."""
+        """Like `table`; lm_head was packed from the same weight, so its memory may serve as the table."""
         ...
 
     def embed(self, table: Array, step: Step) -> Array:
@@ -172,11 +172,11 @@ class Ops(Protocol):
         ...
 
     def norm(self, residual: Array, weight: Array | None) -> Array:
-        """[T, hidden] in the dtype of the weights. Without a weight the numbers are only converted."""
+        """Return [T, hidden] in the dtype of the weights. Without a weight the numbers are only converted."""
         ...
 
     def final_norm(self, residual: Array, weight: Array | None) -> Array:
-        """As `norm`, for the model's last one, whose result is also read by others than these operations."""
+        """Like `norm`, for the model's last norm, whose result is also read outside of these operations."""
         ...
 
     def linear(self, x: Array, weights: Linear) -> Array: ...
@@ -186,7 +186,7 @@ class Ops(Protocol):
         ...
 
     def activated_linear(self, x: Array, weights: Linear) -> Array:
-        """[T, intermediate]: activation(x @ gate) * (x @ up) of gated weights, activation(product) of others."""
+        """Return [T, intermediate]: activation(x @ gate) * (x @ up) of gated weights, activation(product) of others."""
         ...
 
     def rotate_and_store(self, qkv: Array, step: Step, layer: AttentionLayer) -> None:
@@ -213,13 +213,17 @@ class Ops(Protocol):
 
 
 class LinearAdapters(Protocol):
-    """The adapters of the packed linears. `linear`, `linear_add` and `activated_linear` add to the product of a token
-    what its row's adapter adds, in fp32, before anything else is done with it. Tokens of rows without an adapter have
-    the same bits as without adapters."""
+    """The adapters of the packed linears.
+
+    `linear`, `linear_add` and `activated_linear` add the part of a row's adapter to a token's product, in fp32, before
+    it is used otherwise. Tokens of rows without an adapter have the same bits as without adapters.
+    """
 
     def give(self, linear: Linear, adapters: Sequence[Sequence[LowRank]]) -> None:
-        """Give a linear an entry for each of `PassOptions.adapters`, empty for one that leaves it alone. Called at most
-        once for a linear, before the first step."""
+        """Give a linear an entry for each of `PassOptions.adapters`, empty for an adapter that leaves it unchanged.
+
+        Called at most once for a linear, before the first step.
+        """
         ...
 
 
@@ -260,10 +264,10 @@ class CpuOps(Ops, Protocol):
     def score(
         self, normed: Array, first: int, scored: ScoredTokens, logits_of: Callable[[Array], NDArray[np.float32]]
     ) -> TokenLogprobs:
-        """`StepOutput.scored` of the last step. Its tokens' rows of normed, the final norm's result, begin at `first`.
+        """Return `StepOutput.scored` of the last step.
 
-        logits_of is `DecoderModel.logits`. It may be called for the first step only, as `forward` in `run_step`. The
-        result of `run_step` may be overwritten.
+        Its tokens' rows of normed, the final norm's result, begin at `first`. logits_of is `DecoderModel.logits`; like
+        `forward` in `run_step`, it may be called for the first step only. The result of `run_step` may be overwritten.
         """
         ...
 

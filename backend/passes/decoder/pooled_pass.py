@@ -1,4 +1,4 @@
-"""PooledDecoderPass: a decoder on the CPU that gives vectors or scores of sequences instead of tokens."""
+"""PooledDecoderPass: a decoder on the CPU that returns vectors or scores of sequences instead of tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class PooledDecoderPass(CpuDecoderPass):
-    """The handle between `forward` and `sample` is the pooled arrays. Pages and chunks are those of a decoder."""
+    """The handle between `forward` and `sample` is the pooled arrays. Pages and chunks are a decoder's."""
 
     def __init__(
         self,

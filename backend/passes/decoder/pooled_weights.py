@@ -1,4 +1,4 @@
-"""What decoders that give vectors or scores have in common on all devices: their weights and their `PassSpec`."""
+"""Weights and `PassSpec` of decoders that return vectors or scores, the same on all devices."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ class WeightsWithHead:
 
 
 def pooled_spec(spec: PassSpec, pooled: PooledDecoder) -> PassSpec:
-    """spec: that of the decoder."""
+    """Change a decoder's spec to that of a pooling one."""
     return replace(spec, pooled={pooled.kind: pooled.width}, generates=False, scores_prompts=False)

@@ -15,10 +15,10 @@ _FIRST_POSITIONS = 4096
 
 
 class RopeTable:
-    """Rows [cos | sin] for positions 0 … n - 1, [n, rotary_dim] fp32, computed in fp64. Of several ropes, all with the
-    same rotary_dim, the rows stand side by side: [n, ropes × rotary_dim].
+    """Rows [cos | sin] for positions 0 … n - 1, [n, rotary_dim] fp32, computed in fp64.
 
-    The table doubles when a sequence outgrows it, so positions that no sequence reaches take no memory.
+    The rows of several ropes, all with the same rotary_dim, are joined: [n, ropes × rotary_dim]. The table doubles when
+    a sequence outgrows it, so positions that no sequence reaches take no memory.
     """
 
     def __init__(self, *ropes: RopeConfig) -> None:

@@ -34,9 +34,9 @@ def make_spec(
     groups: LayerGroups | None = None,
     adapters: Sequence[PeftAdapter] = (),
 ) -> PassSpec:
-    """The spec of a model with weights of dtype, except those that are quantised, by us or (formats) in the checkpoint.
+    """The spec of a model with weights of dtype, except those that are quantised, by us or in the checkpoint (formats).
 
-    groups: of layers with pages of their own; by default all share them. KV dtypes wider than dtype come last, for an
+    groups are layers with pages of their own; by default all share them. KV dtypes wider than dtype come last, for an
     explicit choice.
     """
     groups = groups or one_group(config)

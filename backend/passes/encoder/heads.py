@@ -49,7 +49,7 @@ class PackedHead:
 
     @property
     def is_of_row(self) -> bool:
-        """It gives one vector for each row; otherwise one for each token."""
+        """The head returns one vector for each row; otherwise one for each token."""
         return bool(self.pooling) or self._is_sparse
 
     def _apply(self, layers: list[_Layer], x: Vectors) -> Vectors:

@@ -1,4 +1,4 @@
-"""What heads do between their products, with arrays of the host."""
+"""The steps of heads between their products, with arrays of the host."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Array: TypeAlias = Any
 Linear: TypeAlias = Any
 """A packed linear."""
 Vectors: TypeAlias = Any
-"""What heads compute with, [n, width] fp32 where the operations run: an NDArray on the CPU, a Tensor on a GPU."""
+"""The heads' arrays, [n, width] fp32 where the operations run: an NDArray on the CPU, a Tensor on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class EncoderRows:
     token_types: NDArray[np.int32]
     """[T] rows of the table of token types."""
     only_first: bool = False
-    """Nobody reads the result of a row's other tokens than the first, so it need not be computed."""
+    """Only the result of a row's first token is read; the others need not be computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingTables:
-    """Their rows are added: of the token, of its position and of its type."""
+    """Tables whose rows are added: of the token, of its position and of its type."""
 
     words: Array
     positions: Array | None
@@ -49,14 +49,14 @@ class EmbeddingTables:
 
 @dataclass(frozen=True, slots=True)
 class RelativePositions:
-    """What a layer's queries and keys are multiplied with beside each other (arXiv 2006.03654)."""
+    """Further factors of a layer's queries and keys, for relative positions (arXiv 2006.03654)."""
 
     keys: Array
     """[heads, 2 span, head_dim] fp32: multiplied with the query."""
     queries: Array
     """[heads, 2 span, head_dim] fp32: multiplied with the key."""
     places: Array
-    """int64 [2 n - 1]: the row of both for keys n - 1 before the query … n - 1 behind it."""
+    """int64 [2 n - 1]: the row in both for keys from n - 1 before the query to n - 1 after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class LayerAttention:
     window: int | None
     """Tokens to each side; None for all."""
     relative_bias: Array | None
-    """[heads, 2 n - 1] fp32: what is added to the scores of keys n - 1 before the query … n - 1 behind it."""
+    """[heads, 2 n - 1] fp32: added to the scores of keys from n - 1 before the query to n - 1 after it."""
     relative: RelativePositions | None = None
 
 
@@ -81,10 +81,10 @@ class Fetched(Protocol):
 
 
 class EncoderOps(Protocol):
-    """Weights are packed once. What is the same in all layers is that of the model's EncoderConfig.
+    """The operations of an encoder. Weights are packed once.
 
-    An Array is valid until the operation that made it runs again. A row's numbers have the same bits whatever the other
-    rows are.
+    Settings that are the same in all layers come from the model's EncoderConfig. An Array is valid until the operation
+    that made it runs again. A row's numbers have the same bits whatever the other rows are.
     """
 
     @property
@@ -124,7 +124,7 @@ class EncoderOps(Protocol):
         ...
 
     def norm_in_place(self, residual: Array, weight: Array) -> Array:
-        """As `norm`; the residual stream becomes its norm too."""
+        """Like `norm`; the residual stream becomes its norm too."""
         ...
 
     def linear(self, x: Array, weights: Linear) -> Array: ...
@@ -175,10 +175,10 @@ class EncoderOps(Protocol):
 
 
 class FirstTokens(Protocol):
-    """Operations that leave out what only the other tokens of a row need. Those that are left have the same bits."""
+    """Operations that skip work which only the other tokens of a row need. The remaining results have the same bits."""
 
     def first_attention(self, qkv: Array, layer: LayerAttention, residual: Array) -> Array:
-        """As `EncoderOps.attention`, of each row's first token. All later operations are on these tokens alone."""
+        """Like `EncoderOps.attention`, for each row's first token. All later operations are on these tokens alone."""
         ...
 
     def spread_first(self, residual: Array) -> None:

@@ -25,7 +25,7 @@ def make_spec(config: EncoderConfig, dtype: torch.dtype, quantize: str) -> PassS
 
 
 def weight_bytes(config: EncoderConfig, dtype: torch.dtype, quantize: str) -> int:
-    """Memory of the loaded weights, but for norms and biases."""
+    """Memory of the loaded weights, without norms and biases."""
     hidden, item = config.hidden_size, dtype.itemsize
     tables = (config.vocab_size + config.num_positions + config.num_token_types) * hidden
     by_position = 4 * 2 * 2 * config.relative_span * hidden * config.num_layers  # queries and keys in fp32

@@ -57,7 +57,7 @@ class Attention(Protocol):
 
 
 class UnsupportedAttentionError(Exception):
-    """The model asks its attention function for something that this one does not do."""
+    """The model asks its attention function for something that this one does not support."""
 
 
 _CURRENT: ContextVar[Attention] = ContextVar("penstock_attention")

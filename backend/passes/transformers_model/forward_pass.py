@@ -45,7 +45,7 @@ class TransformersPass(HostSampling):
     def __init__(
         self, facts: ModelFacts, model: Module, spec: PassSpec, max_running: int, gpu: Device | None = None
     ) -> None:
-        """model: on the GPU, if there is one, else on the CPU."""
+        """model is on the GPU, if there is one, else on the CPU."""
         super().__init__(facts.vocab_size, max_running)
         self._gpu = gpu
         self._device = _CPU if gpu is None else gpu.torch_device

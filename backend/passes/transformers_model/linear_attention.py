@@ -29,7 +29,7 @@ _CHECKED_ROWS = [4, 1, 4]
 
 
 class UnsupportedStateError(Exception):
-    """A layer uses its state in a way that is not known here."""
+    """A layer uses its state in a way that is not supported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class StepStates:
 
 @dataclass(slots=True)
 class _RowCache:
-    """Stands in for transformers' `Cache` in a layer: conv [n, channels, width], recurrent [n, …]."""
+    """Replaces transformers' `Cache` in a layer: conv [n, channels, width], recurrent [n, …]."""
 
     conv: Tensor
     recurrent: Tensor
@@ -130,7 +130,7 @@ class _RowCache:
 
 @dataclass(slots=True)
 class _StateProbe:
-    """Stands for a cache without states, and notes what the layer gives it."""
+    """A cache without states, which records the layer's values."""
 
     conv: list[Tensor] = field(default_factory=list)
     recurrent: list[Tensor] = field(default_factory=list)
@@ -177,8 +177,10 @@ def probe_states(model: Module, hidden_size: int, dtype: torch.dtype) -> dict[in
 def check_layers(
     model: Module, shapes: Mapping[int, StateShape], hidden_size: int, dtype: torch.dtype, device: torch.device
 ) -> float:
-    """The largest difference between a layer's output for a whole sequence, and for one in several steps, as a fraction
-    of the largest output. Call it before `run_layers_by_row`."""
+    """The largest difference between a layer's output for a whole sequence and for one in several steps.
+
+    It is a fraction of the largest output. Call it before `run_layers_by_row`.
+    """
     generator = torch.Generator().manual_seed(0)
     hidden_states = torch.randn(1, sum(_CHECKED_ROWS), hidden_size, generator=generator).to(device, dtype)
     states, slot, largest = SlotStates(shapes, 1, device), torch.zeros(1, dtype=torch.int64, device=device), 0.0
@@ -224,7 +226,7 @@ _CURRENT: ContextVar[StepStates] = ContextVar("penstock_states")
 
 @contextmanager
 def states_by(states: StepStates) -> Iterator[None]:
-    """Within the context, layers with a state use these."""
+    """Within the context, layers with a state use these states."""
     token = _CURRENT.set(states)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Loads a model of transformers for serving over the paged cache, and refuses by name what cannot be served so."""
+"""Loads a model of transformers for serving over the paged cache, and refuses unsupported models by name."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _import_transformers() -> Any:
 
 
 def _why_not(config: Any, text: Any, transformers: Any) -> str | None:
-    """Why a model cannot be served over paged attention, as far as its configuration and class tell."""
+    """Why a model cannot be served over paged attention, judging by its configuration and class."""
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:
         return f"model_type {shorten(config.model_type)} is no decoder of transformers"
@@ -206,7 +206,7 @@ def _why_not(config: Any, text: Any, transformers: Any) -> str | None:
 
 
 def _kv_shape(text: Any) -> KvShape:
-    """From the usual names in configurations; `_check` compares with what the layers really pass."""
+    """The shape by the usual names in configurations; `_check` compares it with the layers' actual values."""
     heads = text.num_attention_heads
     if (latent := getattr(text, "v_head_dim", None)) is not None and getattr(text, "qk_nope_head_dim", None):
         return KvShape(heads, text.qk_nope_head_dim + text.qk_rope_head_dim, latent)
@@ -234,7 +234,7 @@ def _check_states(model: Any, facts: ModelFacts, where: str, device: torch.devic
 def _check(model: Any, facts: ModelFacts, where: str, device: torch.device) -> None:
     """Compare a short prompt's logits with those of the model's own attention. Raises StartupError.
 
-    So a model that does more in its attention than it tells its attention function is not served wrongly.
+    So a model that does more in its attention than it passes to its attention function is refused.
     """
     everything = torch.arange(_PROBE_TOKENS, device=device)
     ids = everything * 7 % facts.vocab_size

@@ -28,7 +28,7 @@ class CpuPath:
     uses_tiles: bool = False
     """bf16 products run on AMX tiles. The build must have been granted them by `request_tiles`."""
     rival: str | None = None
-    """A path that is faster on some CPUs that support both. Which one is faster here is measured at start."""
+    """A path that is faster on some CPUs that support both. A measurement at start decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def supported_paths(cpu: CpuInfo) -> tuple[CpuPath, ...]:
 
 
 def read_cpu_info(file: Path = Path("/proc/cpuinfo")) -> CpuInfo:
-    """The CPU's model, and the flags that all its cores have; nothing where the system does not say."""
+    """The CPU's model, and the flags that all its cores have; empty if the system does not report them."""
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

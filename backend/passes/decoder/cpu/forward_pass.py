@@ -62,7 +62,7 @@ class CpuDecoderPass(HostSampling):
     `HostSampling` samples."""
 
     held_weights: WatchedWeights | None = None
-    """See `IHeldWeights`."""
+    """Weights that outlive the process (`IHeldWeights`); None if they end with it."""
 
     def __init__(
         self,
@@ -76,8 +76,11 @@ class CpuDecoderPass(HostSampling):
         groups: LayerGroups | None = None,
         adapters: Sequence[PeftAdapter] = (),
     ) -> None:
-        """quantization: how the weights are quantised, if not as in the checkpoint, whose formats are the others.
-        groups: of layers with pages of their own; None for one. adapters: open until this returns."""
+        """quantization: how the weights are quantised if not as in the checkpoint. formats: how the checkpoint
+        quantises them.
+
+        groups: layers with pages of their own; None for one group. adapters: must stay open until this returns.
+        """
         super().__init__(config.vocab_size, max_running)
         self._config = config
         self._groups = groups or one_group(config)
@@ -92,7 +95,7 @@ class CpuDecoderPass(HostSampling):
 
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
-        # Imported here and in `load`: a pass that gets its weights elsewhere needs no packages that read checkpoints.
+        # Imported here and in `load`: a pass with other weights needs no packages that read checkpoints.
         from penstock.backend.checkpoint.adapters.peft_adapter import open_adapters
         from penstock.backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
@@ -134,7 +137,8 @@ class CpuDecoderPass(HostSampling):
         config: DecoderConfig,
         build: Callable[[Weights, torch.dtype, CpuOps], LoadedPass],
     ) -> LoadedPass:
-        """Return build's pass. It packs the weights, in memory that outlives this process if the options give it."""
+        """Return build's pass, which packs the weights, into memory that outlives this process if the options provide
+        it."""
         from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
         from penstock.backend.passes.decoder.cpu.weight_memory.held import CpuMemories
         from penstock.backend.passes.decoder.held_weights.holding import load_or_map
@@ -194,7 +198,7 @@ class CpuDecoderPass(HostSampling):
 
     @property
     def ops(self) -> CpuOps:
-        """Owns the KV cache, and times operations for benchmarks."""
+        """The operations. They own the KV cache, and time themselves for benchmarks."""
         return self._ops
 
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
@@ -205,7 +209,8 @@ class CpuDecoderPass(HostSampling):
 
     @property
     def num_host_pages(self) -> int:
-        """The cache is in the host's memory itself, so only pages that are to outlive the process are copied."""
+        """Number of host pages. The cache is in host memory itself, so only pages that must outlive the process are
+        copied."""
         return 0 if self._places is None else self._places.num_places
 
     def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
@@ -261,9 +266,9 @@ def make_cpu_ops(
     deterministic: bool = False,
     memory: WeightMemory | None = None,
 ) -> CpuOps:
-    """Return the fastest operations that this machine has for the model. The native ones are always deterministic.
+    """Return the fastest operations that this machine has for the model. Native ones are always deterministic.
 
-    The native ones pack weights into memory, by default this process's own. Raises StartupError if the kernels of
+    memory is where native operations pack weights, by default this process's own. Raises StartupError if the kernels of
     cpu_path, unless it is "auto", cannot be used.
     """
     unsupported = unsupported_by_kernels(config)

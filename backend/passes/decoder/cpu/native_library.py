@@ -1,9 +1,9 @@
-"""Open the shared objects of the native CPU kernels: kernels/cpu.cpp, compiled once for each path (cpu_paths.py).
+"""Opens the shared objects of the native CPU kernels: kernels/cpu.cpp, compiled once for each path (cpu_paths.py).
 
-All objects of an architecture are in one directory, whose name hashes sources and flags but not the CPU: what one
-machine compiles runs on another. `penstock compile-kernels` compiles all of them beside the package, where every start
-looks first. Otherwise a start compiles those that it needs into the user's cache, or for itself alone if that directory
-cannot be used. An object is renamed into place once it is complete.
+All objects of an architecture are in one directory, whose name hashes sources and flags but not the CPU: objects
+compiled on one machine run on another. `penstock compile-kernels` compiles all of them beside the package, where every
+start looks first. Otherwise a start compiles the ones it needs into the user's cache, or for itself alone if that
+directory cannot be used. An object is renamed into place once it is complete.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _COMPILE_TIMEOUT_S = 300.0
 
 
 class LibraryUnavailableError(Exception):
-    """A library cannot be had. The message is the reason, in one line."""
+    """A library is not available. The message is the reason, in one line."""
 
 
 class CacheUnusableError(LibraryUnavailableError):
@@ -71,7 +71,7 @@ def find_compiler() -> str | None:
 
 
 def directory_name(builds: tuple[KernelBuild, ...]) -> str:
-    """The name of the directory that holds these builds: a hash of everything that determines their code.
+    """The name of the directory of these builds: a hash of everything that determines their code.
 
     Raises LibraryUnavailableError for unreadable sources.
     """
@@ -87,7 +87,7 @@ def directory_name(builds: tuple[KernelBuild, ...]) -> str:
 
 
 def open_build(build: KernelBuild, builds: tuple[KernelBuild, ...]) -> ctypes.CDLL:
-    """Open one of the builds from where it lies; compile it if it is nowhere. That takes about ten seconds.
+    """Open one of the builds where it is stored; if it is nowhere, compile it, which takes about ten seconds.
 
     Raises LibraryUnavailableError.
     """
@@ -129,7 +129,7 @@ def open_library(directory: Path, build: KernelBuild, compiler: str | None, *, c
 def compile_builds(out: Path, builds: tuple[KernelBuild, ...]) -> Path:
     """Compile all builds into a directory below out that every user may read, and return it.
 
-    Raises LibraryUnavailableError; builds that are complete by then stay.
+    Raises LibraryUnavailableError; builds that are already complete stay.
     """
     directory = out / directory_name(builds)
     compiler = find_compiler()

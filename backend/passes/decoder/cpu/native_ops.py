@@ -62,7 +62,7 @@ _SCORED_VALUES = 1 << 22
 class _Step:
     num_logits: int
     num_last: int
-    """Tokens that remain after `last_tokens`: those of the logit rows, and the scored ones."""
+    """Tokens that remain after `last_tokens`: tokens of logit rows, and scored ones."""
     embeddings: tuple[EmbeddedTokens, ...]
 
 

@@ -38,8 +38,8 @@ class OperationKind(IntEnum):
 
 
 class LinearOutput(IntEnum):
-    """Uses that a linear makes of its results: store them in the activations' type or in fp32, add them, gate them, or
-    store their activation."""
+    """A linear's use of its results: store them in the activations' type or in fp32, add them, gate them, or store
+    their activation."""
 
     STORE = 0
     STORE_FLOAT = 1
@@ -188,8 +188,10 @@ class ScoredRows(Structure):
 
 
 class ScoredBlocks:
-    """The arrays into which the kernels write log probabilities of scored tokens. `logprobs` is complete when they have
-    scored the rows of all blocks."""
+    """The arrays into which the kernels write log probabilities of scored tokens.
+
+    `logprobs` is complete when they have scored the rows of all blocks.
+    """
 
     def __init__(self, scored: ScoredTokens, vocab_size: int) -> None:
         count, self._vocab_size = len(scored.tokens), vocab_size
@@ -253,7 +255,7 @@ def declare_functions(library: CDLL) -> None:
 
 
 def make_shape(config: DecoderConfig, dtype: torch.dtype, *, uses_tiles: bool) -> Shape:
-    """With any cache; `create_cache` sets the real one's size and form."""
+    """Make the shape without a cache; `create_cache` sets the cache's size and form."""
     gate = None if config.experts is None else config.experts.clamped_gate
     return Shape(
         hidden=config.hidden_size,

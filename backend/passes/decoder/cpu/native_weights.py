@@ -57,7 +57,7 @@ class PackedExperts:
     weights: tuple[Tensor, ...]
     """uint8 [experts, bytes]: gate and up, and down."""
     biases: tuple[Tensor | None, Tensor | None]
-    """float32, of the same, as in `ExpertWeights`."""
+    """float32 biases of gate and up, and of down, as in `ExpertWeights`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class _Numbers:
 class WeightPacker:
     """Packs weights for the kernels of one engine. dtype is that of weights: float32 or bfloat16.
 
-    In memory that is filled it only reads how they are packed: then tensors need shapes but no content.
+    If the memory is already filled, it only reads how the weights are packed: then tensors need shapes but no content.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class WeightPacker:
         self._library.ps_pack_int4(engine, struct, values, scales, None)
 
     def _fill(self, struct: Linear, weight: Tensor | QuantizedWeight, count: int = 1, num_read: int = 1) -> Tensor:
-        """Pack count linears, one after the other, of which a row reads num_read. struct becomes that of the first."""
+        """Pack count linears, one after the other. A row reads num_read of them. struct describes the first."""
         self._memory.give_form_to(struct)
         numbers = None if self._memory.is_filled else self._numbers_of(weight, struct)
         num_bytes = self._library.ps_packed_bytes(self._engine, ctypes.byref(struct))
@@ -177,7 +177,7 @@ class WeightPacker:
         return EmbeddingTable(rows.data_ptr(), False, rows)
 
     def vector(self, weight: Tensor) -> Tensor:
-        """float32, contiguous."""
+        """Convert to float32, contiguous."""
         return self._copy(weight, torch.float32)
 
     def _bias(self, bias: Tensor | None) -> Tensor | None:

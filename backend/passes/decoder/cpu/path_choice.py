@@ -1,6 +1,6 @@
-"""Choose the path of the native CPU kernels at start, and open its library.
+"""Chooses the path of the native CPU kernels at start, and opens its library.
 
-The best path that the CPU supports is taken. Where another may be faster on some CPUs (`CpuPath.rival`) both are timed
+The best path that the CPU supports is used. Where another may be faster on some CPUs (`CpuPath.rival`) both are timed
 once, and the result is kept in the user's cache: later starts take the same path, so a request keeps its tokens.
 """
 
@@ -46,8 +46,10 @@ logger = logging.getLogger("penstock.backend")
 AUTO = "auto"
 
 _RIVAL_GAIN = 0.9
-"""A rival is taken if it needs less than this share of the other path's time, in the mean over TIMED_ROWS. Paths that
-are about equally fast must not change places from one measurement to the next."""
+"""A rival is chosen if it needs less than this share of the other path's time, on average over TIMED_ROWS.
+
+Paths of about equal speed must not change places from one measurement to the next.
+"""
 _MAX_RECORD_BYTES = 4096
 
 
@@ -165,8 +167,10 @@ def _open_builds(builds: list[KernelBuild]) -> dict[KernelBuild, ctypes.CDLL | L
 
 
 def choose_kernels(candidates: list[NativeKernels], cpu: CpuInfo) -> NativeKernels:
-    """Return the fastest of the candidates, the first being the expected one. Measures them unless a record of the same
-    CPU and sources tells."""
+    """Return the fastest of the candidates; the first is the expected one.
+
+    Measures them unless there is a record for the same CPU and sources.
+    """
     expected = candidates[0]
     if len(candidates) == 1:
         logger.info("CPU kernels: path %s", expected.path.name)
@@ -215,7 +219,7 @@ def _read_record(name: str) -> _Record | None:
 
 
 def _keep_record(name: str, record: _Record) -> str:
-    """Write the record. Returns how the choice came about, for the log."""
+    """Write the record. Return how the choice was made, for the log."""
     try:
         directory = cache_directory()
         check_directory(directory, Trust.READABLE)

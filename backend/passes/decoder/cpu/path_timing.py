@@ -1,4 +1,4 @@
-"""Time products on several paths of the native kernels, for the choice between them at start."""
+"""Times products on several paths of the native kernels, for the choice between them at start."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HEAD_DIM = 64
 
 
 def product_config(hidden_size: int, num_heads: int) -> DecoderConfig:
-    """Return a layer whose product of q, k and v has this many inputs, and 2 * num_heads heads of 64 outputs."""
+    """Return a layer whose product of q, k and v has hidden_size inputs, and 2 * num_heads heads of 64 outputs."""
     return DecoderConfig(
         architecture="timing",
         vocab_size=16,
@@ -70,7 +70,7 @@ def time_products(libraries: Mapping[str, tuple[ctypes.CDLL, bool]]) -> dict[str
 
 
 def timed_products(ops: NativeOps, config: DecoderConfig) -> list[Callable[[], float]]:
-    """For each number of rows in TIMED_ROWS a function that multiplies and returns the seconds that this took.
+    """For each number of rows in TIMED_ROWS, a function that multiplies and returns its duration in seconds.
 
     ops is made for a `product_config`.
     """
@@ -97,7 +97,7 @@ def _decode_step(num_rows: int) -> StepBatch:
 
 
 def _least_times(products: Mapping[str, list[Callable[[], float]]]) -> dict[str, tuple[float, ...]]:
-    """Run all products in turns, so that other load meets all paths alike, until the budget is used."""
+    """Run all products in turns until the budget is used, so that other load affects all paths equally."""
     least = {name: [math.inf] * len(TIMED_ROWS) for name in products}
     deadline_s = time.perf_counter() + _BUDGET_S
     for turn in itertools.count():

@@ -1,5 +1,6 @@
-"""How many threads a pass on the CPU uses, and how torch's own threads wait. Does not import torch, which reads these
-settings when it is imported.
+"""Sets the number of threads of a pass on the CPU, and how torch's own threads wait.
+
+Does not import torch, which reads these settings when it is imported.
 
 By default torch's OpenMP threads spin while they wait for each other. That is fast on an otherwise idle machine. When
 an HTTP process needs a core too, a spinning thread keeps the thread that it waits for from running, and a step takes 4

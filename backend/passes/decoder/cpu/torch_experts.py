@@ -1,4 +1,4 @@
-"""Mixtures of experts in torch: a layer's experts, and where its tokens go."""
+"""Mixtures of experts in torch: a layer's experts, and the assignment of its tokens to them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.ops import ExpertWeights
 
 _ALIGNMENT_BYTES = 16
-"""The rows of both operands of torch._grouped_mm begin at multiples of it."""
+"""Alignment of the rows of both operands of torch._grouped_mm."""
 
 GroupedWeights: TypeAlias = Tensor | tuple[QuantizedLinear, ...]
-"""A matrix of each expert: [experts, outputs, inputs], with zeros after the last input where torch needs an even number
-of bytes; or quantised."""
+"""A matrix of each expert: plain or quantised.
+
+Plain: [experts, outputs, inputs], with zeros after the last input where torch needs an even number of bytes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +78,11 @@ class ExpertGroups:
     """Pairs of a token and an expert, grouped by expert."""
 
     tokens: Tensor
-    """[pairs] the token of each, in ascending order within a group."""
+    """[pairs] the token of each pair, ascending within a group."""
     experts: Tensor
-    """[pairs] the expert of each."""
+    """[pairs] the expert of each pair."""
     places: Tensor
-    """[T, experts per token] where a token's pairs are."""
+    """[T, experts per token] indices of a token's pairs."""
     weights: Tensor
     """[T, experts per token] fp32."""
     ends: Tensor
@@ -88,8 +90,8 @@ class ExpertGroups:
 
     @staticmethod
     def route(logits: Tensor, experts: Experts) -> ExpertGroups:
-        """logits [T, experts] fp32."""
-        # topk does not say which of equal numbers it takes.
+        """Choose each token's experts. logits is [T, experts] fp32."""
+        # topk does not specify which of equal numbers it returns.
         ordered, chosen = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
         weights, chosen = ordered[:, : experts.per_token], chosen[:, : experts.per_token]
         if experts.normalises:
@@ -115,8 +117,10 @@ class TorchExpertOps:
     dtype: torch.dtype
     product: Callable[[Tensor, PackedLinear], Tensor]
     grouped: Callable[[Tensor, GroupedWeights, Tensor], Tensor]
-    """[pairs, outputs]: x [pairs, inputs] times the weight of each pair's expert, whose pairs end where int32 [experts]
-    says."""
+    """Compute [pairs, outputs]: x [pairs, inputs] times the weight of each pair's expert.
+
+    int32 [experts] contains the end of each expert's pairs.
+    """
     activate: Callable[[Tensor], Tensor]
     sigmoid: Callable[[Tensor], Tensor]
 
@@ -149,7 +153,7 @@ class TorchExpertOps:
 
 
 def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """See `TorchExpertOps.grouped`."""
+    """Compute all experts at once (`TorchExpertOps.grouped`)."""
     return torch._grouped_mm(_align(x), weights.transpose(1, 2), offs=ends)
 
 
@@ -159,7 +163,7 @@ def product_by_product(
     ends: Tensor,
     product: Callable[[Tensor, TorchLinear], Tensor],
 ) -> Tensor:
-    """As `grouped_product`, one expert after the other."""
+    """Like `grouped_product`, one expert after the other."""
     products, begin = [], 0
     for weight, end in zip(weights, ends.tolist(), strict=True):
         if end > begin:
@@ -169,7 +173,7 @@ def product_by_product(
 
 
 def _row_sums(x: Tensor) -> Tensor:
-    """[rows, 1], one number after the other: a row's bits do not depend on the others."""
+    """Sum each row, [rows, 1], one number after the other: a row's bits do not depend on the other rows."""
     return _sum(_columns(x))
 
 

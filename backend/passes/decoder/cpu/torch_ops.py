@@ -128,11 +128,11 @@ class TorchOps:
     final_norm = norm
 
     def _product(self, x: Tensor, weights: TorchLinear) -> Tensor:
-        """x times the weight, plus the bias; fp32 of quantised weights. All linear layers use it."""
+        """x times the weight, plus the bias; fp32 for quantised weights. All linear layers use it."""
         return weights(x)
 
     def _adapted(self, x: Tensor, weights: TorchLinear) -> Tensor:
-        """The same with what the rows' adapters add."""
+        """The product plus the additions of the rows' adapters."""
         return self.adapters.add(x, weights, self._product(x, weights), self._product)
 
     def _activate(self, x: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class TorchOps:
         return self._activate(gate).mul_(up).to(self._dtype)
 
     def _grouped_product(self, x: Tensor, weights: GroupedWeights, ends: Tensor) -> Tensor:
-        """See `TorchExpertOps.grouped`."""
+        """Compute all experts' products (`TorchExpertOps.grouped`)."""
         if isinstance(weights, torch.Tensor):
             return grouped_product(x, weights, ends)
         return product_by_product(x, weights, ends, self._product)
@@ -216,14 +216,14 @@ class TorchOps:
         self.cache = PagedCache((), 0, 1, "fp32")
 
     def _row_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [T, hidden] fp32; weight as given to `norm`."""
+        """Normalise rows: x [T, hidden] fp32, weight as given to `norm`."""
         if self._config.norm == "rms":
             return self._normalise(x) * weight
         scale, bias = weight.chunk(2)
         return self._normalise(x) * scale + bias
 
     def _norm_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
-        """heads [T, heads, head_dim] fp32."""
+        """Normalise heads [T, heads, head_dim] fp32."""
         if self._config.qk_norm == "projection":
             return (self._normalise(heads.flatten(1)) * weight).view(heads.shape)
         return self._normalise(heads) * weight.view(-1, self._heads.head_dim)

@@ -17,9 +17,9 @@ from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
 
 _MAX_INT8 = 127.0
 _SMALLEST = 1e-30
-"""A row without a larger magnitude becomes 0; so its factor is finite."""
+"""A row whose largest magnitude is smaller becomes 0, so its factor is finite."""
 _EXACT_INPUTS = 1024
-"""127 × 127 × this is below 2^24: a sum of so many products is exact in fp32."""
+"""127 × 127 × this is below 2^24, so a sum of this many products is exact in fp32."""
 _BLOCK_VALUES = 1 << 22
 """Weights that are in memory in fp32 at a time."""
 

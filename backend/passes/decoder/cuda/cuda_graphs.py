@@ -1,4 +1,4 @@
-"""Capture steps as CUDA graphs, one for each padded size, and replay them."""
+"""Captures steps as CUDA graphs, one for each padded size, and replays them."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class CudaDecoderPass:
     """Cost to copy a token's KV and to recompute it; measured by `create_cache`, which then chooses the cheaper one."""
 
     held_weights: WatchedWeights | None = None
-    """See `IHeldWeights`."""
+    """Weights that outlive the process (`IHeldWeights`); None if they end with it."""
 
     def __init__(
         self,
@@ -120,7 +120,9 @@ class CudaDecoderPass:
         memory: DeviceMemory | None = None,
     ) -> None:
         """host_kv_bytes limits the host memory for offloaded pages. quantization and formats are as in `make_spec`.
-        memory: of the weights, by default this process's own."""
+
+        memory holds the weights; by default it is this process's own.
+        """
         self._memory = memory or PrivateMemory()
         self._config = config
         self._device = device
@@ -160,7 +162,8 @@ class CudaDecoderPass:
 
     @classmethod
     def held_bytes(cls, model_dir: Path, options: PassOptions, device_uuid: bytes) -> int:
-        """See `IFindsHeldWeights`. Frees other weights that are held: `load` would not map them."""
+        """Size of the weights that `load` would map (`IFindsHeldWeights`). Frees other held weights: `load` would not
+        map them."""
         from penstock.backend.passes.decoder.cuda.loading import find_held_bytes
 
         return find_held_bytes(model_dir, options, device_uuid)

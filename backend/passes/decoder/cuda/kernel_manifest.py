@@ -1,4 +1,4 @@
-"""List every supported instantiation of every kernel. Tests compile and emulate them all."""
+"""Lists every supported instantiation of every kernel. Tests compile and emulate them all."""
 
 from __future__ import annotations
 

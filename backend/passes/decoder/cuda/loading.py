@@ -1,4 +1,4 @@
-"""What a pass on a GPU reads from a checkpoint."""
+"""Reads a checkpoint for a pass on a GPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ P = TypeVar("P", bound="_Loaded")
 
 
 def describe_checkpoint(model_dir: Path, config: DecoderConfig, options: PassOptions) -> PassSpec:
-    """config: that of the checkpoint, or one that was made from it. Raises StartupError."""
+    """Describe the pass. config is the checkpoint's, or was made from it. Raises StartupError."""
     dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16, torch.float16)
     quantization = find_quantization(options.quantize)
     return plan_spec(config, dtype, step_sizes(config, options), quantization, read_stored_formats(model_dir))
@@ -61,9 +61,10 @@ def load_pass(
     device: Device,
     build: Callable[[Weights, PassSettings, DeviceMemory], P],
 ) -> P:
-    """Return build's pass. Its weights outlive this process, or are those of an earlier one, if the options say so.
+    """Return build's pass.
 
-    Raises StartupError, also if the weights do not fit the GPU.
+    If the options ask for it, its weights outlive this process, or come from an earlier one. Raises StartupError, also
+    if the weights do not fit the GPU.
     """
     quantization, formats = find_quantization(options.quantize), read_stored_formats(model_dir)
     sizes = step_sizes(config, options)
@@ -93,7 +94,7 @@ def load_pass(
 
 
 def find_held_bytes(model_dir: Path, options: PassOptions, device_uuid: bytes) -> int:
-    """Return how much device memory the weights have that `load_pass` would map. Free others."""
+    """Return how much device memory the weights take that `load_pass` would map. Free other held weights."""
     if options.weights_fds is None:
         return 0
     fingerprint = _fingerprint(model_dir, options, device_uuid)

@@ -1,9 +1,9 @@
-"""Capture mixed steps, in which some rows have several tokens or no logits: all that comes before the last cache write.
+"""Captures mixed steps, in which some rows have several tokens or no logits, up to the last cache write.
 
-A graph has one number of tokens, and serves any rows with at most so many. What depends on the rows is data at fixed
-addresses: their starts, contexts and slots, which of them have one token, and the tiles of prefill attention. A row
-without a slot has the padding tokens, which no kernel stores and no row attends to; unused tiles belong to such a row
-too, and their blocks end at once.
+A graph has one number of tokens, and serves any rows with at most that many. Everything that depends on the rows is
+data at fixed addresses: their starts, contexts and slots, which of them have one token, and the tiles of prefill
+attention. A row without a slot has the padding tokens, which no kernel stores and no row attends to; unused tiles
+belong to such a row too, and their blocks end at once.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.model import DecoderModel
 
 _LAUNCH_S = 8.5e-6
-"""Host time of a launch outside a graph: an estimate, not measured. As the next two."""
+"""Host time of a launch outside a graph. Like the next two, an estimate, not measured."""
 _LAUNCHES_OF_LAYER = 9
 _DEVICE_BYTES_PER_S, _DEVICE_OPERATIONS_PER_S = 4.3e12, 790e12
-"""The rates of an H200. A slower device makes the host wait even more."""
+"""The rates of an H200. A slower device makes the host wait even longer."""
 _SIZE_STEP, _LARGE_SIZE_STEP, _FEW_TOKENS = 64, 128, 512
 """A product of 64 tokens or fewer takes as long as one of 64: it reads the weights. The library's own tiles have 64 to
 256 rows, so up to 63 rows of padding add little to larger ones."""
@@ -47,9 +47,9 @@ def mixed_sizes(max_tokens: int, max_rows: int, mixed_tokens: int) -> list[int]:
 
 
 def launch_bound_tokens(weight_bytes: int, num_weights: int, num_layers: int) -> int:
-    """Return up to how many tokens a step's launches take longer than its products.
+    """Return the number of tokens up to which a step's launches take longer than its products.
 
-    Other steps gain nothing from a graph, because the host is a step ahead, and would compute their padding.
+    Larger steps gain nothing from a graph, because the host is a step ahead, and would compute their padding.
     """
     launches_s = num_layers * _LAUNCHES_OF_LAYER * _LAUNCH_S
     if launches_s < weight_bytes / _DEVICE_BYTES_PER_S:
@@ -61,7 +61,7 @@ class MixedGraphs:
     """The graphs of one pass."""
 
     is_used = True
-    """False launches all mixed steps kernel by kernel, to compare."""
+    """False launches all mixed steps kernel by kernel, for comparison."""
 
     def __init__(
         self, device: Device, ops: CudaOps, model: DecoderModel, buffers: StepBuffers, sizes: Sequence[int]
@@ -83,7 +83,7 @@ class MixedGraphs:
         return MixedPadding(size, self._num_tiles[size], num_decode, tiles)
 
     def replay(self, padding: MixedPadding, num_logits: int, *, is_scored: bool) -> tuple[Tensor, Residual, CudaStep]:
-        """Run a step that `StepBuffers.load` has sent, up to the last cache write. Return what `finish` takes."""
+        """Run a step that `StepBuffers.load` has sent, up to the last cache write. Return the arguments of `finish`."""
         self._graphs.replay(padding.num_tokens)
         buffers = self._buffers
         step = buffers.mixed_step(padding.num_tokens, padding.num_tiles)

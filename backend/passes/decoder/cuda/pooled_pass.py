@@ -1,4 +1,4 @@
-"""PooledCudaPass: a decoder on a GPU that gives vectors or scores of sequences instead of tokens."""
+"""PooledCudaPass: a decoder on a GPU that returns vectors or scores of sequences instead of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decide which models the kernels support, and how much memory a pass takes, before anything is loaded."""
+"""Decides which models the kernels support, and how much memory a pass takes, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ _SM_SHARED_BYTES = 164 << 10
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """The inputs of the memory plan: the largest step, the longest sequence, `PassOptions.deterministic`, and what was
-    measured for the GPU."""
+    """The inputs of the memory plan: the largest step, the longest sequence, `PassOptions.deterministic`, and the GPU's
+    measured settings."""
 
     max_rows: int
     max_tokens: int
@@ -64,9 +64,9 @@ class StepSizes:
     deterministic: bool = False
     choices: KernelChoices = CONSTANTS
     splits_layers: bool = False
-    """As `PassOptions` has it."""
+    """The option `PassOptions.splits_layers`."""
     captures_all: bool = False
-    """Capture mixed steps also where no gain is expected, to measure that."""
+    """Capture mixed steps also where no gain is expected, to measure them."""
 
     @property
     def max_graph_rows(self) -> int:
@@ -149,7 +149,7 @@ def plan_spec(
 def captured_sizes_of(
     config: DecoderConfig, dtype: torch.dtype, sizes: StepSizes, weight_bytes: int, *, rounds_rows: bool
 ) -> list[int]:
-    """See `captured_sizes`."""
+    """Return `captured_sizes` of a model."""
     weights = make_spec(config, dtype, KV_MACRO).weight_bytes // dtype.itemsize
     return captured_sizes(sizes, weight_bytes, weights, config.num_layers, rounds_rows=rounds_rows)
 
@@ -157,10 +157,11 @@ def captured_sizes_of(
 def captured_sizes(
     sizes: StepSizes, weight_bytes: int, weights: int, num_layers: int, *, rounds_rows: bool
 ) -> list[int]:
-    """Return the tokens of captured mixed steps. weight_bytes: as `PassSpec` has it. weights: their number.
+    """Return the tokens of captured mixed steps.
 
-    rounds_rows: as `rounds_rows`. Such steps have few enough rows that none is rounded: a library that allocates for
-    products of 8 bits would do so in a graph.
+    weight_bytes is `PassSpec.weight_bytes`; weights is the number of weights. rounds_rows is the result of that
+    function. Such steps have few enough rows that none is rounded: a library that allocates for products of 8 bits
+    would do so in a graph.
     """
     max_tokens = min(sizes.max_tokens, MIN_ROUNDED_ROWS - 1) if rounds_rows else sizes.max_tokens
     if not sizes.captures_all:
@@ -175,8 +176,10 @@ def choose_matmul(sizes: StepSizes) -> Matmul:
 def rounds_rows(
     formats: StoredFormats, quantization: Quantization | None, sizes: StepSizes, dtype: torch.dtype
 ) -> bool:
-    """Whether a step may round rows of activations to 8 bits: only such a checkpoint's, or with --quantize fp8, and
-    never if a row must have the same bits in a step of any size."""
+    """Whether a step may round rows of activations to 8 bits.
+
+    Only with such a checkpoint or --quantize fp8, and never if a row must have the same bits in a step of any size.
+    """
     is_declared = formats.rounds_rows if quantization is None else quantization.is_float
     return is_declared and takes_packed(dtype) and not sizes.deterministic and sizes.max_tokens >= MIN_ROUNDED_ROWS
 

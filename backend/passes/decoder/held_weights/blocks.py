@@ -1,15 +1,15 @@
-"""The parts that all held weights have: blocks with checksums, and an error for those that cannot be used."""
+"""The common parts of all held weights: blocks with checksums, and an error for unusable ones."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 BLOCK_BYTES = 4 << 20
-"""The weights have a checksum for each block of this size; the last block may be smaller."""
+"""Size of a block with its own checksum; the last block may be smaller."""
 
 
 class HeldWeightsError(Exception):
-    """Held memory does not hold what it should. The message is one line."""
+    """Held memory has wrong content. The message is one line."""
 
 
 class HeldBlocks(Protocol):
@@ -17,7 +17,7 @@ class HeldBlocks(Protocol):
 
     @property
     def fd(self) -> int:
-        """The first one in the mailbox, by which the content is recognised."""
+        """The first fd in the mailbox, which identifies the content."""
         ...
 
     @property

@@ -17,9 +17,9 @@ _CODE_SUFFIXES = ("py", "h", "cpp", "cu", "cuh")
 
 
 def packing_fingerprint(model_dir: Path, settings: Iterable[object]) -> str:
-    """Differs if other weights would be packed, or in another way.
+    """A text that differs if other weights would be packed, or packed in another way.
 
-    Of a file its place, size, inode and times count, not its content: so this takes milliseconds.
+    For files, place, size, inode and times count, not content: so this takes milliseconds.
     """
     digest = hashlib.sha256(repr((tuple(map(str, settings)), code_hash())).encode())
     for path in _files(model_dir):
@@ -30,7 +30,7 @@ def packing_fingerprint(model_dir: Path, settings: Iterable[object]) -> str:
 
 
 def _files(directory: Path) -> Iterator[Path]:
-    """Files of the checkpoint, and those in its directories, as sentence-transformers has them."""
+    """Files of the checkpoint, and of its directories, as sentence-transformers has them."""
     found = sorted(path for pattern in ("*", "*/*") for path in directory.glob(pattern) if path.is_file())
     yield from found[:_MAX_FILES]
 

@@ -26,7 +26,7 @@ logger = logging.getLogger("penstock.backend")
 
 P = TypeVar("P")
 Memory: TypeAlias = Any
-"""Gives out places for packed weights, of the kind that a device's operations use."""
+"""Gives out places for packed weights, in the form of a device's operations."""
 
 
 class MappedMemory(Protocol):
@@ -49,7 +49,7 @@ class MappedMemory(Protocol):
         ...
 
     def unmap(self) -> None:
-        """Its tensors are not used."""
+        """Unmap the memory; its tensors must not be used any more."""
         ...
 
 
@@ -66,7 +66,7 @@ class FilledMemory(Protocol):
         ...
 
     def keep(self) -> None:
-        """Others can find it now: `close` leaves it mapped."""
+        """Note that others can find it now: `close` leaves it mapped."""
         ...
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class Memories(Protocol):
         ...
 
     def private(self) -> Memory:
-        """Memory that ends with the process."""
+        """Return memory that ends with the process."""
         ...
 
 
@@ -122,7 +122,7 @@ def load_or_map(
 
 
 def find_held(mailbox: FdMailbox, fingerprint: str, memories: Memories) -> tuple[int, ...]:
-    """Fds of memory with these weights, which the caller closes; none if others or none are held."""
+    """Fds of memory with these weights, which the caller closes; empty if none or other weights are held."""
     fds = mailbox.find()
     if not fds:
         return ()
@@ -178,7 +178,7 @@ def _fill(
     load: Callable[[Memory], tuple[P, torch.dtype]],
 ) -> tuple[P, WatchedWeights | None]:
     filled = _try_fill(mailbox, fingerprint, memories, load)
-    # Only now is what a failed attempt took free: its frames kept it.
+    # Only now is the memory of a failed attempt free: its frames kept it.
     return filled or (load(memories.private())[0], None)
 
 

@@ -34,8 +34,10 @@ class WatchedWeights:
         self._is_closed = self._is_lost = False
 
     def check_next(self) -> str | None:
-        """Check one block; all have their turn, in another order each time. Return what is wrong: then no later
-        backend finds the weights."""
+        """Check one block; all are checked in turn, in a new order each time.
+
+        Returns what is wrong, or nothing; after an error no later backend finds the weights.
+        """
         with self._lock:
             if self._is_closed or self._is_lost:
                 return None

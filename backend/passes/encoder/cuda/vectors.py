@@ -1,4 +1,4 @@
-"""What heads do between their products, with tensors of a GPU."""
+"""The steps of heads between their products, with tensors of a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class DeviceVectors:
-    """Those methods of `EncoderOps`, and copies to and from the device. A row is summed by itself, in one order."""
+    """These methods of `EncoderOps`, and copies to and from the device. A row is summed by itself, in one order."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Adapters in the layout of the native kernels: see kernels/low_rank.h."""
+"""Adapters in the layout of the native kernels (kernels/low_rank.h)."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _fill(struct: Adapter, low_ranks: list[LowRank], linear: Linear, dtype: torc
 
 
 def _halves(low_rank: LowRank, linear: Linear) -> Iterator[LowRank]:
-    """The parts for gate and for up, which may share their `down`; a linear that is not gated has one half."""
+    """The parts for gate and for up, which may share their `down`; a linear that is not gated has one part."""
     first, end = low_rank.first_output, low_rank.first_output + len(low_rank.up)
     if linear.gated and first < linear.outputs < end:
         yield replace(low_rank, up=low_rank.up[: linear.outputs - first])

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cpu.torch_quantized_linear import TorchLinear
 
 _Part = tuple[slice, PackedLinear, PackedLinear]
-"""Outputs, and the two matrices in fp32."""
+"""Slice of the outputs, and the two matrices in fp32."""
 
 
 class TorchAdapters:
-    """The adapters of all linears, and which of a step's tokens use which."""
+    """The adapters of all linears, and which of a step's tokens use which adapter."""
 
     def __init__(self) -> None:
         self._parts: dict[int, list[list[_Part]]] = {}
@@ -42,7 +42,7 @@ class TorchAdapters:
         self._choose(None if rows is None else rows.repeat(batch.query_starts[1:] - batch.query_starts[:-1]))
 
     def narrow(self, tokens: NDArray[np.int64]) -> None:
-        """The step consists of these tokens now."""
+        """Limit the step to these tokens from now on."""
         if self._of_tokens is not None:
             self._choose(self._of_tokens[tokens])
 
@@ -55,8 +55,10 @@ class TorchAdapters:
     def add(
         self, x: Tensor, linear: TorchLinear, product: Tensor, multiply: Callable[[Tensor, TorchLinear], Tensor]
     ) -> Tensor:
-        """Return product, linear's result for x, with what the tokens' adapters add; fp32 if there is something to add.
-        multiply is the product of the operations."""
+        """Return product, linear's result for x, plus the adapters' additions; fp32 if there are any.
+
+        multiply is the matrix product of the operations.
+        """
         adapters = self._parts.get(id(linear)) if self._tokens else None
         if adapters is None:
             return product

@@ -1,4 +1,4 @@
-"""The paged KV cache of all layers in plain torch, and a step's way through it: store, then attend."""
+"""The paged KV cache of all layers in plain torch, and a step's use of it: store, then attend."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class PagedCache:
         return [tensor[:, page] for heads in (*self.keys, *self.values) for tensor in heads.tensors]
 
     def _copy_pages(self, batch: StepBatch) -> None:
-        """Copies only the tokens that a row will see; the rest of a page might hold NaN."""
+        """Copy only the tokens that a row will see; the rest of a page might hold NaN."""
         if not batch.page_copies:
             return
         size = self._page_size_tokens
@@ -96,7 +96,7 @@ class PagedStep:
     """One step's tokens in the cache."""
 
     def __init__(self, cache: PagedCache, positions: Tensor, queries: QueryTiles) -> None:
-        """positions: [T] of each token in its sequence."""
+        """positions [T] are the tokens' positions in their sequences. queries are the step's tiles."""
         self.positions = positions
         self._cache = cache
         self._queries = queries
@@ -104,7 +104,7 @@ class PagedStep:
         self._fresh_pages = queries.fresh_pages()
 
     def single(self, tokens: NDArray[np.int64]) -> PagedStep:
-        """The same for these tokens only: `attend` takes their queries."""
+        """Return the step for these tokens only: `attend` takes their queries."""
         return PagedStep(self._cache, self.positions[torch.from_numpy(tokens)], self._queries.single(tokens))
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TileLimits:
-    """How many queries one call handles."""
+    """Limits on the queries of one call."""
 
     tile_tokens: int = 32
     """Most tokens of a row in one tile."""
@@ -53,7 +53,8 @@ class QueryTiles:
         limits: TileLimits,
         device: torch.device,
     ) -> None:
-        """rows and positions: [T], one per token. tiles: [n, 2], first token and length of each. device: of tensors."""
+        """rows and positions: [T], one per token. tiles: [n, 2], first token and length of each. device: where tensors
+        are made."""
         self._limits = limits
         self._device = device
         self._rows = rows
@@ -64,7 +65,7 @@ class QueryTiles:
         self._groups: dict[int | None, list[TileGroup]] = {}
 
     def single(self, tokens: NDArray[np.int64]) -> QueryTiles:
-        """The tiles of these tokens only, each a tile of its own."""
+        """Return the tiles of these tokens only, each a tile of its own."""
         tiles = np.stack([np.arange(len(tokens)), np.ones(len(tokens), np.int64)], axis=1)
         rows, positions = self._rows[tokens], self._positions[tokens]
         return QueryTiles(rows, positions, tiles, self._page_table, self._page_size_tokens, self._limits, self._device)

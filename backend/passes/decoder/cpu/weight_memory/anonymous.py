@@ -1,4 +1,4 @@
-"""Memory for weights that ends with the process, and what a memory for weights is."""
+"""The interface of memory for weights, and the memory that ends with the process."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _ALIGNMENT = 64
 
 
 class WeightMemory(Protocol):
-    """Gives out memory for one weight after the other. It is never freed while a tensor of it exists."""
+    """Gives each weight its place, one after the other. It is never freed while a tensor of it exists."""
 
     is_filled: bool
-    """Weights are there already: callers get the same ones in the same order, and write nothing."""
+    """Weights are already there: callers get the same ones in the same order, and write nothing."""
 
     def give_form_to(self, linear: Linear) -> None:
-        """Set how the linear is packed to what is in filled memory; otherwise change nothing."""
+        """Copy the packing of the linear from filled memory; otherwise change nothing."""
         ...
 
     def place(self, num_bytes: int, linear: Linear | None = None) -> Tensor:
-        """uint8 [num_bytes], at a multiple of 64 bytes. linear: says how a linear is packed."""
+        """Return uint8 [num_bytes], at a multiple of 64 bytes. linear describes how a linear is packed."""
         ...
 
     def used(self) -> list[Tensor]:
@@ -47,7 +47,7 @@ class AnonymousMemory:
         self._full: list[Tensor] = []
 
     def give_form_to(self, linear: Linear) -> None:
-        """There is none."""
+        """Do nothing: the memory is not filled."""
 
     def place(self, num_bytes: int, linear: Linear | None = None) -> Tensor:  # noqa: ARG002 - nobody asks for it again
         if num_bytes == 0:

@@ -74,7 +74,7 @@ class FilledMemory:
         self._end = 0
 
     def give_form_to(self, linear: Linear) -> None:
-        """There is none yet."""
+        """Do nothing: the memory is not filled yet."""
 
     def place(self, num_bytes: int, linear: Linear | None = None) -> Tensor:
         """Raises OSError without memory."""
@@ -113,7 +113,7 @@ class FilledMemory:
         return CpuBlocks(self.fd, self._end, sums)
 
     def keep(self) -> None:
-        """Its tensors keep it in any case."""
+        """Do nothing: its tensors keep it."""
 
     def close(self) -> None:
         """Its tensors stay valid."""
@@ -135,7 +135,8 @@ class HeldMemory:
         self.blocks = CpuBlocks(fd, data_bytes, self._manifest.block_sums)
 
     def check_some(self) -> int:
-        """Also maps all pages now: page by page in the first step costs several times as much."""
+        """Check some blocks, and map all pages now: mapping page by page in the first step costs several
+        times as much."""
         end_s = time.monotonic() + _CHECKS_AT_START_S
         num_checked = 0
         for block in random.sample(range(len(self.blocks)), len(self.blocks)):
@@ -155,7 +156,7 @@ class HeldMemory:
         form.give_to(linear)
 
     def place(self, num_bytes: int, linear: Linear | None = None) -> Tensor:
-        """Raises HeldWeightsError if the next weight is another one."""
+        """Raises HeldWeightsError if the next weight differs."""
         weight = self._peek()
         if (weight.num_bytes, weight.form) != (num_bytes, _form_of(linear)):
             raise HeldWeightsError(f"weight {self._next} has {weight.num_bytes} bytes; expected are {num_bytes}")
@@ -183,7 +184,7 @@ class CpuBlocks:
     """Implements `HeldBlocks`."""
 
     def __init__(self, fd: int, num_bytes: int, sums: Sequence[int]) -> None:
-        """Has an fd of its own until it is closed."""
+        """Keeps its own fd until it is closed."""
         self.fd = os.dup(fd)
         self.num_bytes = num_bytes
         self._sums = sums
@@ -221,7 +222,7 @@ def _address(mapping: mmap.mmap) -> int:
 
 
 def _tensor(mapping: mmap.mmap, start: int, num_bytes: int) -> Tensor:
-    """A tensor that keeps the mapping alive. Torch knows no tensors that are only read, so it must not notice."""
+    """A tensor that keeps the mapping alive. Torch has no read-only tensors, so it must not notice."""
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     array = (ctypes.c_uint8 * num_bytes).from_address(_address(mapping) + start)

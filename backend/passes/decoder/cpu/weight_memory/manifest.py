@@ -1,4 +1,4 @@
-"""What lies in held memory: a header, the weights, and at the end a manifest that says how they are packed.
+"""The content of held memory: a header, the weights, and at the end a manifest that describes how they are packed.
 
 The memory is private to a server's processes, but damage to it must not become a wrong address: everything is checked
 before it is used.
@@ -45,12 +45,12 @@ class LinearForm(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackedWeight(msgspec.Struct, frozen=True, array_like=True):
-    """Weights lie in the order in which they are packed."""
+    """A packed weight. Weights are in the order in which they are packed."""
 
     place: Size
     num_bytes: Size
     form: LinearForm | None
-    """None if it is no linear."""
+    """None if it is not a linear."""
 
 
 class Manifest(msgspec.Struct, frozen=True):

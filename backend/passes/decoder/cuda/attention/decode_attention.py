@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _FIRST_MULTIPLE_TOKENS = 16
-"""The first chunk of a window begins at a multiple of this."""
+"""The first chunk of a window begins at a multiple of this many tokens."""
 _MAX_ROWS = (1 << 16) - 1
-"""The sampler's grids have a row in their second dimension, which CUDA limits."""
+"""Most rows. The sampler's grids have a row in their second dimension, which CUDA limits."""
 _MAX_SMS = 1 << 12
 _NUM_WARPS = 4
 _PLAN_THREADS = 512
 _BLOCKS_TO_FILL_A_DEVICE = 256
 _FEWEST_CHUNKS = 16
 SM_SHARED_BYTES = (100 << 10, 164 << 10, 228 << 10)
-"""Shared memory of a multiprocessor: sm_86, sm_89 and sm_120; sm_80; sm_90 and sm_100."""
+"""Shared memory of a multiprocessor: of sm_86, sm_89 and sm_120; of sm_80; of sm_90 and sm_100."""
 _RESERVED_SHARED_BYTES = 1024
 """Shared memory that CUDA reserves in each block."""
 _ACTS = {dtype: np.int32(value) for dtype, value in ACT_MACRO.items()}

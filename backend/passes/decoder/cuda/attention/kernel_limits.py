@@ -1,4 +1,4 @@
-"""Check which shapes the attention kernels support."""
+"""Checks which shapes the attention kernels support."""
 
 from __future__ import annotations
 

@@ -38,8 +38,10 @@ WGMMA_CAPABILITY = (9, 0)
 MAX_TILES = 65535
 """CUDA's limit of blocks in a grid's second dimension."""
 _SPARE_TILES = 64
-"""Tiles of a captured step beyond those of one long row: of more rows, or of segments. Each that a step does not use
-is a block that ends at once, in every layer."""
+"""Tiles of a captured step beyond those of one long row, for more rows or for segments.
+
+An unused tile is a block that ends at once, in every layer.
+"""
 _ACTS = {dtype: np.int32(value) for dtype, value in ACT_MACRO.items()}
 
 
@@ -112,13 +114,16 @@ class PrefillAttention:
     def tiles(
         self, query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], first_row: int = 0
     ) -> NDArray[np.int32]:
-        """Return the blocks [n, 4] of first_row and the rows after it: (row, first query of the tile within its row,
-        first position of its segment of the context or -1, slot of the workspace).
+        """Return the blocks [n, 4] of first_row and the rows after it.
 
-        n is at most R + T * group // 32 + max_parts. Blocks with the most keys come first. They serve all layers of a
-        model: a windowed layer's go through all of a tile's keys, and skip all segments but the first. query_starts
-        [R + 1] and context_lens [R] describe the step. A row of k tokens has k * group queries per KV head, token by
-        token. Raises ValueError if a launch cannot have that many tiles.
+        A block is (row, first query of the tile within its row, first position of its segment of the context or -1,
+        slot of the workspace). n is at most R + T * group
+
+        32 + max_parts. Blocks with the most keys come first. They serve all layers of a model: a windowed layer's
+        blocks go through all of a tile's keys, and skip all segments but the first.
+
+        query_starts [R + 1] and context_lens [R] describe the step. A row of k tokens has k * group queries per KV
+        head, token by token. Raises ValueError if a launch cannot have that many tiles.
         """
         tiles, last_positions = _tiles_and_ends(query_starts, context_lens, self._group, self._tile_rows, first_row)
         if not self._has_segments:

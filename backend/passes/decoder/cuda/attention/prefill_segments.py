@@ -1,4 +1,4 @@
-"""Cut long contexts of prefill attention into segments at fixed positions; see kernels/prefill_segments.cuh.
+"""Cuts long contexts of prefill attention into segments at fixed positions; see kernels/prefill_segments.cuh.
 
 A block goes through all segments of its tile of queries, or a few tiles have a block for each segment so that they fill
 the device. A row's bits are the same either way.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _WHOLE = -1
-"""Instead of a segment's first position: the tile's block goes through all segments."""
+"""Replaces a segment's first position: the tile's block goes through all segments."""
 
 SEGMENT_STARTS = np.array(segment_starts())
 """The first positions of all segments."""
@@ -31,7 +31,7 @@ SEGMENT_STARTS = np.array(segment_starts())
 
 @dataclass(frozen=True, slots=True)
 class PrefillWorkspace:
-    """Lives as long as the model. Results of segments, in fp32; one launch at a time uses it."""
+    """Results of segments, in fp32. Lives as long as the model; one launch at a time uses it."""
 
     merged_sums: Tensor
     """[max_tokens, num_heads, head_dim]."""
@@ -86,10 +86,10 @@ def whole_tiles(tiles: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def cut_segments(tiles: NDArray[np.int32], last_positions: NDArray[np.int64], num_kv_heads: int) -> NDArray[np.int32]:
-    """Return blocks [m, 4] for tiles [n, 2], those with the most keys first: a tile's two numbers, then the first
-    position of the block's segment or -1 for all, and a slot of the workspace; a tile's slots follow each other.
+    """Return blocks [m, 4] for tiles [n, 2], those with the most keys first.
 
-    last_positions: of each tile's queries, in falling order.
+    A block is a tile's two numbers, the first position of the block's segment or -1 for all, and a slot of the
+    workspace; a tile's slots follow each other. last_positions are those of each tile's last query, descending.
     """
     if len(tiles) * num_kv_heads >= ENOUGH_BLOCKS:
         return whole_tiles(tiles)

@@ -1,4 +1,4 @@
-"""Places at which segments of a long context begin in prefill attention, without torch and numpy for predictions."""
+"""Positions at which segments of a long context begin in prefill attention. Needs neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from itertools import pairwise
 MAX_CONTEXT_TOKENS = 1 << 24
 SHORTEST_SEGMENT_TOKENS = 2048
 ENOUGH_BLOCKS = 1024
-"""Blocks that fill any device; a step with as many tiles is not cut further."""
+"""Blocks that fill any device. A step with this many tiles is not cut further."""
 
 
 def segment_starts() -> list[int]:
-    """Return the first positions of all segments: of kernels/prefill_segments.cuh."""
+    """Return the first positions of all segments, as in kernels/prefill_segments.cuh."""
     starts, step = [], SHORTEST_SEGMENT_TOKENS
     position = 0
     while position < MAX_CONTEXT_TOKENS:
@@ -22,6 +22,6 @@ def segment_starts() -> list[int]:
 
 
 def longest_segment(num_tokens: int) -> int:
-    """Return the tokens of the longest segment of a context of num_tokens."""
+    """Return the number of tokens in the longest segment of a context of num_tokens."""
     starts = [start for start in segment_starts() if start < num_tokens]
     return max(end - start for start, end in pairwise([*starts, num_tokens]))

@@ -1,4 +1,4 @@
-"""Attention of a whole step in the layers of one window: choose the kernel for each row."""
+"""Attention of a whole step in the layers of one window: chooses the kernel for each row."""
 
 from __future__ import annotations
 

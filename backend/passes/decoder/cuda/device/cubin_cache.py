@@ -2,7 +2,7 @@
 
 A cubin is one source with its macros, for one architecture. Its file is named for a digest of sources, macros, options
 and architecture, so a file that exists is current. The compiler's version is not part of it, so that files made
-elsewhere are found: after an update of NVRTC empty the directory to compile with it. Files are looked for in
+elsewhere are found: after an update of NVRTC empty the directory to compile again. Files are looked for in
 $PENSTOCK_CUBINS first, which the user names and trusts, and then in the cache directory, which is checked.
 """
 

@@ -37,7 +37,7 @@ class LoadedKernel:
     registers: int
     """Registers per thread."""
     local_bytes: int
-    """Local memory per thread: what registers are spilled to."""
+    """Local memory per thread, which holds spilled registers."""
 
 
 class Stream:

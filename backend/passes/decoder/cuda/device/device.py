@@ -116,7 +116,7 @@ class Device(Protocol):
         ...
 
     def block_range(self, max_bytes: int) -> BlockRange:
-        """Return an empty range for at most so many bytes. Raises DeviceError if the device has no such memory."""
+        """Return an empty range for at most max_bytes. Raises DeviceError if the device lacks such memory."""
         ...
 
     def record(self) -> Event:
@@ -156,5 +156,5 @@ def annotate_faults(device: Device, doing: str) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """What an error of the driver or of torch says, without the traces that follow."""
+    """The first line of an error of the driver or of torch, without the traces that follow."""
     return str(error).strip().partition("\n")[0]

@@ -1,4 +1,4 @@
-"""Choose the device that --gpu names, or say in one line what the machine lacks."""
+"""Chooses the device that --gpu names, or explains in one line what the machine lacks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Launch kernels as CuPy cannot: before the kernels before them have ended (programmatic dependent launch), and with
-tensor maps as arguments.
+"""Launches kernels in ways that CuPy does not support.
 
-This calls the driver itself, in the context that is current. Structures and constants: cuda.h, CUDA 12 and 13. A
-captured launch keeps its attribute and the maps.
+They are launches that begin before earlier kernels have ended (programmatic dependent launch), and launches with tensor
+maps as arguments. This calls the driver itself, in the current context. Structures and constants: cuda.h, CUDA 12 and
+13. A captured launch keeps its attribute and the maps.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _C_TYPES: dict[type, Any] = {
     np.int64: ctypes.c_int64,
     np.float32: ctypes.c_float,
 }
-"""C type of a parameter by the argument's type; an int is an address."""
+"""C type of a parameter, by the argument's type; an int is an address."""
 
 
 class LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute, with the one value that is used of a union of 64 bytes."""
+    """CUlaunchAttribute, with the one value that is used from a union of 64 bytes."""
 
     _fields_ = (("id", c_int), ("padding", c_int), ("is_allowed", c_int), ("rest", ctypes.c_ubyte * 60))
 
@@ -85,8 +85,10 @@ class DriverLauncher:
         *,
         is_dependent: bool,
     ) -> None:
-        """Launch the driver's function. arguments: addresses as int, results of `encode`, numpy scalars otherwise.
-        Raises LaunchRefused."""
+        """Launch the driver's function.
+
+        arguments are addresses as int, results of `encode`, or numpy scalars. Raises LaunchRefused.
+        """
         values: list[Any] = [
             argument if isinstance(argument, ctypes.Array) else _C_TYPES[type(argument)](argument)
             for argument in arguments
@@ -103,7 +105,7 @@ class DriverLauncher:
         self._require("cuLaunchKernelEx", self._launch(ctypes.byref(config), function, addresses, None))
 
     def encode(self, tensor_map: TensorMap, address: int) -> EncodedMap:
-        """Return the map as an argument of `launch`; address: of its tensor, on the device. Raises LaunchRefused."""
+        """Return the map as an argument of `launch`; address is its tensor's, on the device. Raises LaunchRefused."""
         status, encoded = self._maps.encode(tensor_map, address)
         self._require("cuTensorMapEncodeTiled", status)
         return encoded

@@ -1,7 +1,7 @@
-"""Settings of kernels and steps that a measurement chooses for a GPU model: constants, until one was adopted.
+"""Settings of kernels and steps that a measurement chooses for a GPU model; constants until one is adopted.
 
 `penstock gpu-check` measures them and writes choices.toml into its report; `--adopt` copies that file to DIRECTORY. A
-start reads it once, so the settings are the same as long as the process lives.
+start reads it once, so the settings stay the same while the process runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.backend.errors import StartupError
 DIRECTORY = Path(__file__).parents[1] / "choices"
 FILE_NAME = "choices.toml"
 DRIVERS_CHOICE = -1
-"""Instead of a percentage of shared memory: the driver chooses by what a block needs."""
+"""Replaces a percentage of shared memory: the driver chooses by a block's need."""
 _MAX_FILE_BYTES = 1 << 16
 
 
@@ -28,7 +28,7 @@ class KernelChoices:
     step_tokens: int = 2048
     """Default of --max-batch-tokens."""
     ring_tiles: int = 8
-    """Most tiles of keys and values that a warp of decode attention has in shared memory."""
+    """Most tiles of keys and values that a warp of decode attention keeps in shared memory."""
     carveout_percent: int = 100
     """The share of a multiprocessor's memory that is shared memory, not L1, while decode attention runs."""
     chunk_tokens: int = 256
@@ -38,9 +38,9 @@ class KernelChoices:
     key_tokens: int = 64
     """Keys of a tile of prefill attention, for such heads."""
     wgmma: int = 1
-    """1: prefill attention multiplies with warpgroups where there is such a kernel, with tiles of its own; 0: never."""
+    """1: prefill attention multiplies with warpgroups where such a kernel exists, with its own tiles; 0: never."""
     mixed_tokens: int = 512
-    """Most tokens of prompts, beside decodes, in a captured step; with 0 only decode steps are captured."""
+    """Most tokens of prompts, in addition to decodes, in a captured step; with 0 only decode steps are captured."""
 
     @property
     def uses_wgmma(self) -> bool:
@@ -49,7 +49,8 @@ class KernelChoices:
         return bool(self.wgmma) and tile == constant_tile
 
     def numerics(self) -> dict[str, str]:
-        """The choices that change bits, by name, if one of them is not the constant: sums are cut elsewhere then."""
+        """The choices that change bits, by name, if one of them differs from the constant: sums are cut
+        elsewhere then."""
         ours, constants = (
             {"chunk tokens": choices.chunk_tokens, "key tokens": choices.key_tokens, "wgmma": int(choices.uses_wgmma)}
             for choices in (self, CONSTANTS)
@@ -61,7 +62,7 @@ class KernelChoices:
         return ", ".join(f"{name} {value}" for name, value in values.items())
 
     def of_kernels(self) -> str:
-        """In words, without the defaults of options, which may be overruled."""
+        """The kernels' choices in words, without the defaults of options, which may be overruled."""
         return str(self).partition(", ")[2].partition(", ")[2]
 
 
@@ -84,7 +85,7 @@ class ChoicesRefused(Exception):
 
 
 def read_choices(path: Path) -> KernelChoices:
-    """Settings that the file does not name are the constants. Raises ChoicesRefused."""
+    """Read the settings; those that the file omits are the constants. Raises ChoicesRefused."""
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_FILE_BYTES + 1)
@@ -105,18 +106,20 @@ def read_choices(path: Path) -> KernelChoices:
 
 
 def choices_text(settings: dict[str, int], source: str) -> str:
-    """The file's text. source: one line on where the settings come from."""
+    """The file's text. source is one line on the origin of the settings."""
     return "\n".join([f"# {source}", *(f"{name} = {value}" for name, value in settings.items()), ""])
 
 
 def file_of(gpu: str, directory: Path = DIRECTORY) -> Path:
-    """The file of a GPU model, by its name as the driver says it."""
+    """The file of a GPU model, by the driver's name for it."""
     return directory / f"{re.sub('[^a-z0-9]+', '-', gpu.lower()).strip('-')}.toml"
 
 
 def find_choices(gpu: str, capability: tuple[int, int], directory: Path = DIRECTORY) -> tuple[KernelChoices, str]:
-    """The adopted settings of the GPU model, or of its architecture, else the constants; and in words, where they are
-    from. Raises ChoicesRefused."""
+    """The adopted settings of the GPU model, or of its architecture, else the constants; and their origin in words.
+
+    Raises ChoicesRefused.
+    """
     architecture = f"sm_{capability[0]}{capability[1]}"
     for path in (file_of(gpu, directory), directory / f"{architecture}.toml"):
         if path.exists():
@@ -126,8 +129,10 @@ def find_choices(gpu: str, capability: tuple[int, int], directory: Path = DIRECT
 
 @cache
 def adopted_choices(device: str) -> tuple[KernelChoices, str]:
-    """As `find_choices`, for `PassOptions.device`; the constants for the CPU, and for a GPU that is not there, of which
-    a dry run plans. Raises StartupError."""
+    """The adopted settings for `PassOptions.device`.
+
+    The CPU has the constants, and so has a missing GPU, for which a dry run plans. Raises StartupError.
+    """
     if device == "cpu" or not any(DIRECTORY.glob("*.toml")):
         return CONSTANTS, "not measured"
     import torch  # slow to import, and not needed while nothing was adopted

@@ -1,4 +1,4 @@
-"""Describe a CUDA kernel to Python, and the interface that launches it: CuPy on a GPU, an emulator in tests."""
+"""Describes a CUDA kernel to Python, and the interface that launches it: CuPy on a GPU, an emulator in tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure how fast bytes travel between pinned host memory and the device."""
+"""Measures how fast bytes travel between pinned host memory and the device."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Compile kernels with NVRTC alone, for GPUs that need not be present, and parse the report of ptxas.
+"""Compiles kernels with NVRTC alone, for GPUs that need not be present, and parses the report of ptxas.
 
-The library comes from the wheel nvidia-cuda-nvrtc, from conda, or from a CUDA toolkit. Several threads
-can compile at once; calls release the GIL.
+The library comes from the wheel nvidia-cuda-nvrtc, from conda, or from a CUDA toolkit. Several threads can compile at
+once; calls release the GIL.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Encode `TensorMap` as the driver's CUtensorMap, which the copy engine of sm_90 and later reads (TMA).
+"""Encodes `TensorMap` as the driver's CUtensorMap, which the copy engine of sm_90 and later reads (TMA).
 
 Constants: cuda.h, CUDA 12 and 13. The driver copies a map with the launch's other arguments.
 """
@@ -23,7 +23,7 @@ EncodedMap = ctypes.Array[ctypes.c_uint64]
 
 
 class MapEncoder:
-    """The driver's cuTensorMapEncodeTiled. Maps are kept: each layer's cache has the same one at every launch."""
+    """The driver's cuTensorMapEncodeTiled. Maps are kept: each layer's cache has the same map at every launch."""
 
     def __init__(self, driver: ctypes.CDLL) -> None:
         """Raises AttributeError if the driver is too old."""
@@ -35,7 +35,7 @@ class MapEncoder:
         self._kept: dict[tuple[int, int, int, int], EncodedMap] = {}
 
     def encode(self, tensor_map: TensorMap, address: int) -> tuple[int, EncodedMap]:
-        """Return the driver's status, 0 for success, and the map. address: of the tensor, on the device."""
+        """Return the driver's status, 0 for success, and the map. address is the tensor's, on the device."""
         key = address, tensor_map.rows, tensor_map.columns, tensor_map.box_rows
         if key in self._kept:
             return 0, self._kept[key]

@@ -49,7 +49,7 @@ class Uplink:
     def send(self, parts: Sequence[Ints]) -> list[Tensor]:
         """Copy the parts to the start of the block, each at a multiple of 16 bytes, and return them there, flat.
 
-        Waits until the device has read the host block that it reuses, which is that of the second last `send`. Raises
+        Waits until the device has read the host block that it reuses: the one of the second last `send`. Raises
         ValueError if the parts do not fit.
         """
         sizes = [part.size for part in parts]

@@ -26,7 +26,7 @@ class CacheLayout:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token of one head, keys or values only, scales included."""
+        """Bytes of one token of one head, keys or values only, including scales."""
         return self.head_dim * KV_BLOCK_BYTES[self.kv_dtype] // KV_BLOCK_VALUES
 
     @property

@@ -1,4 +1,4 @@
-"""KV pages in host memory: decide whether copying is faster than recomputing, and allocate the memory."""
+"""KV pages in host memory: decides whether copying is faster than recomputing, and allocates the memory."""
 
 from __future__ import annotations
 

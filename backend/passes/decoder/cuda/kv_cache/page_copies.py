@@ -1,4 +1,4 @@
-"""Copy pages of KV cache between the cache and host memory, or within the cache."""
+"""Copies pages of KV cache between the cache and host memory, or within the cache."""
 
 from __future__ import annotations
 

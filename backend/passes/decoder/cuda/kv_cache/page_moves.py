@@ -1,4 +1,4 @@
-"""Move pages within the cache, to host memory, and back."""
+"""Moves pages within the cache, to host memory, and back."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class PageMoves:
         self._num_pages = layout.num_pages
 
     def save(self, pairs: tuple[tuple[int, int], ...]) -> None:
-        """See `IHostPages.save_pages`. Raises ValueError for a page out of range, or a host page given twice."""
+        """Save pages (`IHostPages.save_pages`). Raises ValueError for a page out of range, or a host page
+        given twice."""
         saves = _pairs(pairs)
         _check_range("pages to save", saves[:, 0], self._num_pages)
         _check_range("host pages to save to", saves[:, 1], self.pool.num_pages)

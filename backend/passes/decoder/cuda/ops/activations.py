@@ -51,13 +51,13 @@ class Activations:
 
 
 def narrow(buffer: Tensor, width: int) -> Tensor:
-    """Return as many rows of a smaller width, which lie one after the other."""
+    """Return the same number of rows with a smaller width, stored one after the other."""
     rows = len(buffer)
     return buffer if buffer.shape[1] == width else buffer.view(-1)[: rows * width].view(rows, width)
 
 
 def mlp_widths(config: DecoderConfig) -> dict[str, int]:
-    """Name → width of each kind of MLP in the model's layers, without the experts that tokens choose."""
+    """Name → width of each kind of MLP in the model's layers, except the experts that tokens choose."""
     widths = {}
     if any(config.experts_of_layer(index) is None for index in range(config.num_layers)):
         widths["intermediate_size"] = config.intermediate_size
@@ -81,12 +81,12 @@ def activation_widths(config: DecoderConfig) -> dict[str, int]:
 
 
 def max_linear_inputs(config: DecoderConfig) -> int:
-    """Return the most inputs of a linear outside of the experts that tokens choose."""
+    """Return the most inputs of a linear, except in the experts that tokens choose."""
     return max(activation_widths(config)[name] for name in ("hidden", "attended", "gated"))
 
 
 def activation_bytes(config: DecoderConfig, dtype: torch.dtype, max_tokens: int, max_rows: int, matmul: Matmul) -> int:
-    """Upper bound of what `CudaOps` allocates, without the cache, the experts and the weights that keep their dtype."""
+    """Upper bound of `CudaOps`' memory, without the cache, the experts and the weights that keep their dtype."""
     widths, heads = activation_widths(config), head_shape(config)
     per_token = sum(widths.values()) * dtype.itemsize + widths["residual"] * (4 - dtype.itemsize)
     per_row = widths["residual"] * 4 + widths["qkv"] * dtype.itemsize

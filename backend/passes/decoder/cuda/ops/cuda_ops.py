@@ -151,8 +151,10 @@ class CudaOps(DeviceWeights):
                 attention.begin(step.decode_rows)
 
     def resume(self, step: CudaStep) -> tuple[Tensor, Residual]:
-        """Go on with a step whose beginning, `begin` and `DecoderModel.store_tokens`, a graph has run. Return what the
-        latter returned."""
+        """Continue a step whose beginning, `begin` and `DecoderModel.store_tokens`, a graph has run.
+
+        Returns the result of the latter.
+        """
         self._now = self._all.cut(step.num_tokens)
         return self._now.qkv, Residual(self._now.residual)
 
@@ -273,13 +275,13 @@ class CudaOps(DeviceWeights):
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def last_logits(self, num_rows: int) -> Tensor:
-        """Return what `logits` wrote last, [num_rows, vocab]; the next step overwrites it."""
+        """Return the latest result of `logits`, [num_rows, vocab]; the next step overwrites it."""
         return self._logits[:num_rows]
 
     def last_normed(self, num_rows: int, *, is_scored: bool) -> Tensor:
         """Return the final norm's output for these logits, [num_rows, hidden] in the weights' dtype.
 
-        is_scored: as the step was. The next step overwrites it.
+        is_scored as in the step. The next step overwrites the result.
         """
         return (self._last_hidden if is_scored else self._all.hidden)[:num_rows]
 

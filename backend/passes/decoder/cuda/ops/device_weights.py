@@ -28,7 +28,7 @@ class DeviceWeights:
         quantized: QuantizedProducts,
         memory: DeviceMemory | None = None,
     ) -> None:
-        """memory: where weights that are not quantised lie, by default in this process's own."""
+        """memory holds weights that are not quantised; by default it is this process's own."""
         self._memory = memory or PrivateMemory()
         self._torch_device = torch_device
         self._dtype = dtype

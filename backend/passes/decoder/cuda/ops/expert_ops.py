@@ -73,7 +73,7 @@ class CudaExperts:
     gate_up: Tensor | CudaQuantizedLinear
     """[experts, gate | up, hidden]; quantised, the first two are one dimension."""
     down: Tensor | CudaQuantizedLinear
-    """[experts, hidden, width], as above."""
+    """[experts, hidden, width], or quantised like gate_up."""
     biases: tuple[Tensor, Tensor] | None
     """fp32 [experts, gate | up] and [experts, hidden]."""
     scale: float
@@ -84,11 +84,11 @@ class _Buffers:
     """Buffers for a step of T tokens with `per_token` pairs each."""
 
     x: Tensor
-    """[T, hidden] fp32, what the router reads."""
+    """[T, hidden] fp32, the router's input."""
     logits: Tensor
     """[T, experts] fp32"""
     chosen: Tensor
-    """int32 [T, per_token], as places."""
+    """int32 [T, per_token], by place."""
     weights: Tensor
     """fp32 [T, per_token]"""
     places: Tensor
@@ -99,7 +99,7 @@ class _Buffers:
     gate_up: Tensor
     gated: Tensor
     results: Tensor
-    """[pairs, hidden] by place, as the two before."""
+    """[pairs, hidden] by place, like the two before."""
 
 
 def _shapes(
@@ -236,7 +236,10 @@ class CudaExpertOps:
         launch(self._group, (settings.count, 1, 1), buffers.chosen, *grouped, *sizes)
 
     def _products(self, x: Tensor, weight: Tensor | CudaQuantizedLinear, out: Tensor, *, gathers: bool) -> None:
-        """out [pairs, outputs]: each pair's row of x [pairs, inputs], or [T, inputs] if gathers, times its expert's."""
+        """Write out [pairs, outputs]: each pair's row of x times its expert's matrix.
+
+        x is [pairs, inputs], or [T, inputs] if gathers.
+        """
         count, tokens, ends = self._experts.count, self._buffers.tokens, self._buffers.ends
         if not isinstance(weight, torch.Tensor):
             self._quantized.multiply_experts(x, weight, count, tokens, ends, out, gathers=gathers)
@@ -249,5 +252,5 @@ class CudaExpertOps:
 
 
 def _chunks(width: int, kernel: Kernel) -> int:
-    """Blocks for a row, whose threads have _VALUES numbers each."""
+    """Number of blocks for a row. Each thread has _VALUES numbers."""
     return -(-width // (_VALUES * kernel.num_threads))

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 def fuses(config: DecoderConfig, dtype: torch.dtype, matmul: Matmul) -> bool:
     """Whether decode steps of few rows run in fused kernels.
 
-    Not with `BlockedMatmul`: there all products of a weight have one kernel, whatever the number of rows.
+    Not with `BlockedMatmul`: there all products of a weight use one kernel, whatever the number of rows.
     """
     names = config.names
     is_plain = names.attention_output_norm is None and names.mlp_output_norm is None and not config.parallel_blocks
@@ -99,7 +99,7 @@ class _Summed(Residual):
 
 
 class FusedCudaOps(CudaOps):
-    """Implements `Ops`; of a model that `fuses` accepts. Only models whose linears all have kernels run so."""
+    """Implements `Ops`, for a model that `fuses` accepts. Only models whose linears all have kernels run this way."""
 
     _forms: frozenset[RowForm] = frozenset()
     """Forms of all packed linears."""

@@ -34,7 +34,7 @@ class CudaLinear:
 
 
 class Matmul(Protocol):
-    """A way to cut a step's rows into products."""
+    """A way to divide a step's rows into products."""
 
     @property
     def kernel_rows(self) -> int:

@@ -1,4 +1,4 @@
-"""Quantised weights on the device: which forms have kernels, their memory, and their layout."""
+"""Quantised weights on the device: the forms that have kernels, their memory, and their layout."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _FORMS = frozenset(
     {PackedForm(None), *map(PackedForm, INT4_GROUP_SIZES), MXFP4_FORM, Float8Form(None), Float8Form(FLOAT8_GROUP_SIZE)}
 )
 _CHUNK_BYTES = 64
-"""Bytes of one output's values that lie together; see kernels/quantised_weights.cuh."""
+"""Contiguous bytes of one output's values; see kernels/quantised_weights.cuh."""
 _E8M0_BIAS = 127
 
 
 def has_kernels(form: WeightForm) -> bool:
-    """Whether linears that are stored in the form stay in it. Others are dequantised when they are read."""
+    """Whether linears stored in the form stay in it. Others are dequantised when they are read."""
     return isinstance(form, GroupedForm) or form in _FORMS
 
 
 def takes_packed(dtype: torch.dtype) -> bool:
-    """Whether weights stay packed beside activations of dtype. Beside fp32 they are dequantised."""
+    """Whether weights stay packed with activations of dtype. With fp32 they are dequantised."""
     return dtype is not torch.float32
 
 
@@ -50,7 +50,7 @@ def value_bits(form: KernelForm) -> int:
 
 
 def chunk_inputs(form: KernelForm) -> int:
-    """Inputs of an output whose values lie together; the last ones are filled up."""
+    """Inputs of an output whose values are contiguous; the last ones are filled up."""
     return _CHUNK_BYTES * 8 // value_bits(form)
 
 
@@ -102,14 +102,14 @@ class CudaQuantizedLinear:
 
 
 def distinct_parts(packed: CudaQuantizedLinear) -> tuple[Tensor, ...]:
-    """Return `parts` without zeros that nobody reads: then scales are the last part."""
+    """Return `parts` without unused zeros: then scales are the last part."""
     return packed.parts[:2] if packed.zeros is packed.scales else packed.parts
 
 
 def as_linear(
     form: KernelForm, parts: tuple[Tensor, ...], shape: tuple[int, int], dtype: torch.dtype
 ) -> CudaQuantizedLinear:
-    """Return the linear of these `distinct_parts`. Raises HeldWeightsError if they are not those of such a linear."""
+    """Return the linear of these `distinct_parts`. Raises HeldWeightsError if they do not fit such a linear."""
     num_bytes = sum(part.numel() * part.itemsize for part in parts)
     if not has_kernels(form) or not 2 <= len(parts) <= 3 or num_bytes != packed_bytes(form, shape, dtype):
         raise HeldWeightsError(f"{len(parts)} parts of {num_bytes} bytes are no linear {shape} in {form}")
@@ -148,12 +148,12 @@ def _pack_parts(form: KernelForm, values: Tensor, scales: Tensor, *zeros: Tensor
 
 
 def _order_bytes(filled: Tensor) -> Tensor:
-    """Values of 8 bits in the order of the kernels."""
+    """Order 8-bit values for the kernels."""
     return filled.view(len(filled), -1, 2, 4, 8).transpose(2, 3).reshape(len(filled), -1)
 
 
 def _order_pairs(filled: Tensor) -> Tensor:
-    """Values of 4 bits in the order of the kernels."""
+    """Order 4-bit values for the kernels."""
     outputs = len(filled)
     pairs = filled.view(outputs, -1, 4, 4, 4)  # chunk, step, lane, two inputs in each of four bytes
     low, high = pairs & 15, pairs >> 4
@@ -162,6 +162,6 @@ def _order_pairs(filled: Tensor) -> Tensor:
 
 
 def _fill(part: Tensor, count: int) -> Tensor:
-    """[outputs, count, …] of [outputs, fewer, …]."""
+    """Fill up [outputs, fewer, …] to [outputs, count, …]."""
     missing = (0, count - part.shape[1])
     return functional.pad(part, (0, 0, *missing) if part.dim() == 3 else missing)

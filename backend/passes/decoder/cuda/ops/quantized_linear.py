@@ -43,8 +43,10 @@ if TYPE_CHECKING:
 TILE_ROWS, TILE_OUTPUTS = 64, 32
 """kTileRows and kTileOutputs of product_tiles.cuh."""
 SCRATCH_BYTES = 64 << 20
-"""Weights that are widened in memory at a time: what a product reads again stays in an H200's L2 cache for the most
-part (computed, not measured)."""
+"""Weights that are widened in memory at a time.
+
+A product reads them again, and most of them stay in an H200's L2 cache (computed, not measured).
+"""
 _FORMS: tuple[KernelForm, ...] = (
     PackedForm(None),
     *map(PackedForm, INT4_GROUP_SIZES),
@@ -53,7 +55,7 @@ _FORMS: tuple[KernelForm, ...] = (
     Float8Form(FLOAT8_GROUP_SIZE),
     *(GroupedForm(bits, GROUP_SIZES[0], GROUP_SIZES[0], has_minima=False) for bits in (4, 8)),
 )
-"""One for each set of kernels: those of `GroupedForm` depend on its bits only."""
+"""One form for each set of kernels: those of `GroupedForm` depend only on its bits."""
 _VALUES = 8
 
 
@@ -82,7 +84,7 @@ def form_macros(form: KernelForm) -> tuple[tuple[str, int], ...]:
 
 
 def scratch_bytes(max_tokens: int, matmul: Matmul) -> int:
-    """Memory that a model with packed linears needs beside them."""
+    """Memory that a model with packed linears needs in addition to them."""
     widened = SCRATCH_BYTES if max_tokens > matmul.kernel_rows else 0
     return widened + 4 * (max_tokens + 1)
 
@@ -99,7 +101,7 @@ def _widened_outputs(inputs: int, dtype: torch.dtype) -> int:
 
 
 class QuantizedProducts:
-    """Packs such linears on one device, and launches their kernels. dtype is that of the activations."""
+    """Packs such linears on one device, and launches their kernels. dtype is the activations'."""
 
     def __init__(
         self,
@@ -132,7 +134,7 @@ class QuantizedProducts:
     def take(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
     ) -> CudaQuantizedLinear | None:
-        """Pack the weight to its place in memory, or find it there. Return None if it is not a packed one."""
+        """Pack the weight into its place in memory, or find it there. Return None if it is not packed."""
         if self._memory.is_filled:
             found = self._memory.find_parts()
             if found is None:
@@ -148,7 +150,7 @@ class QuantizedProducts:
     def pack(
         self, weight: QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
     ) -> CudaQuantizedLinear:
-        """As `pack_weight`."""
+        """Pack without a place in memory; see `pack_weight`."""
         return self._open(pack_weight(weight, self._torch_device, bias, scale, is_gated=is_gated))
 
     def _open(self, packed: CudaQuantizedLinear) -> CudaQuantizedLinear:
@@ -161,7 +163,7 @@ class QuantizedProducts:
         return packed
 
     def _allocate(self) -> None:
-        """Allocate what `scratch_bytes` announces; a model without such linears needs none of it."""
+        """Allocate the memory of `scratch_bytes`; a model without such linears needs none."""
         device, num_values = self._torch_device, SCRATCH_BYTES // self._dtype.itemsize
         if self._max_tokens > self._kernel_rows:
             self._scratch = torch.empty(num_values, dtype=self._dtype, device=device)
@@ -229,5 +231,5 @@ class QuantizedProducts:
 
 
 def most_tiles(num_pairs: int, num_experts: int) -> int:
-    """Return how many tiles of rows there may be, with rows of one expert each."""
+    """Return the most tiles of rows, each with the rows of one expert."""
     return num_pairs // TILE_ROWS + min(num_experts, num_pairs)

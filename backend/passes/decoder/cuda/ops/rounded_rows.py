@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 
 ROUNDED_FORMS: tuple[PackedForm | Float8Form, ...] = (PackedForm(None), Float8Form(None))
 MIN_ROUNDED_ROWS = 257
-"""Captured steps of such models have fewer: what the library allocates for a product never becomes part of a graph."""
+"""Captured steps of such models have fewer rows: memory that the library allocates for a product never becomes part of
+a graph."""
 FLOAT8_CAPABILITY = (8, 9)
 """The first GPUs with products of E4M3."""
 _OUTPUTS_MULTIPLE = 16
-"""The library's condition."""
+"""A condition of the library."""
 _SUM_BYTES = 4
 _VALUES = 8
 
@@ -82,8 +83,8 @@ class RoundedProducts:
             yield from kernels
 
     def open(self, form: KernelForm) -> None:
-        """Allow products with weights of the form, if they can be multiplied so; at the first such form, take the
-        memory that `row_bytes` announces."""
+        """Allow products with weights of the form, if it supports them. The first such form takes the memory of
+        `row_bytes`."""
         if form not in ROUNDED_FORMS or (isinstance(form, Float8Form) and not self._has_float8):
             return
         if not self._kernels:

@@ -1,4 +1,4 @@
-"""Products of a step of few rows with all that stands between them in a layer: five kernels a layer, with attention.
+"""Products of a step of few rows, with everything between them in a layer: five kernels a layer, including attention.
 
 Weights stream through shared memory and begin before the kernel's input exists. A row's bits do not depend on the other
 rows. Activations are bf16; weights are too, or they have 8 bits and are widened in registers.
@@ -41,7 +41,7 @@ _RING_BYTES_OF_OUTPUT = 8 * 6 * 64
 _OUTPUT_TILES = (32, 16)
 _NUM_UNUSED = 4
 _FEW_OUTPUTS = 4096
-"""Below it tiles of 16 outputs: 32 would leave most of a GPU's multiprocessors without a block."""
+"""Below it tiles have 16 outputs: 32 would leave most of a GPU's multiprocessors without a block."""
 
 RowLinear: TypeAlias = CudaLinear | CudaQuantizedLinear
 RowForm: TypeAlias = KernelForm | None
@@ -73,7 +73,7 @@ def scratch_bytes(hidden_size: int, heads: HeadShape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WeighedRows:
-    """Rows that an RMS norm lacks its factor of, which the next product finds."""
+    """Rows that lack the factor of an RMS norm, which the next product computes."""
 
     values: Tensor
     """[n, hidden]: the residual stream times the norm's weight."""
@@ -188,7 +188,7 @@ class RowProducts:
         )  # fmt: skip
 
     def _parts(self, linear: RowLinear) -> tuple[Tensor, ...]:
-        """values, scales, zeros and bias; those that are missing are any tensor, which is not read."""
+        """values, scales, zeros and bias. Missing ones are any tensor, which is not read."""
         if isinstance(linear, CudaQuantizedLinear):
             parts = linear.parts
         else:
@@ -197,7 +197,7 @@ class RowProducts:
 
 
 def _factors(linear: RowLinear) -> tuple[np.int32, np.float32, np.int32]:
-    """has_bias, scale and blocks."""
+    """The arguments has_bias, scale and blocks."""
     blocks = linear.blocks if isinstance(linear, CudaQuantizedLinear) else 0
     return np.int32(linear.bias is not None), np.float32(linear.scale), np.int32(blocks)
 

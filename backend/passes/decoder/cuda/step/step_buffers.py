@@ -65,7 +65,7 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class MixedPadding:
-    """A captured step in which some rows have several tokens, or no logits, and how a step is padded to its size."""
+    """A captured step in which some rows have several tokens, or no logits, and its padding."""
 
     num_tokens: int
     num_tiles: int
@@ -129,7 +129,7 @@ class StepBuffers:
         """Send the step, padded to num_padded_rows rows or as `mixed`, and its page table changes to the device.
 
         parts, at most tail_ints in total, are sent along; returns them on the device, each int32 [n]. The token ids
-        FROM_SLOT and FROM_EMBEDDINGS are sent as they are. Raises ValueError for an invalid batch.
+        FROM_SLOT and FROM_EMBEDDINGS are sent unchanged. Raises ValueError for an invalid batch.
         """
         changes = self._page_changes(batch, self._check(batch))
         try:
@@ -162,7 +162,7 @@ class StepBuffers:
         return CudaStep(num_rows, rows, rows, None, logit_rows, self.logit_tokens[:num_rows], True)
 
     def mixed_step(self, num_tokens: int, num_tiles: int) -> CudaStep:
-        """As `decode_step`, of a mixed step without its logits."""
+        """Like `decode_step`, for a mixed step without its logits."""
         return CudaStep(
             num_tokens=num_tokens,
             rows=self.rows,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_TOP_LOGPROBS = 20
 """Most top log probabilities per token; the API's limit."""
 MAX_NAMED_LOGPROBS = 128
-"""Most log probabilities per sampled token, whose request names the tokens; the API's limit."""
+"""Most log probabilities per sampled token when the request names the tokens; the API's limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class PendingTokens:
 
     @staticmethod
     def _of_sampled(tokens: Ints, logprobs: TokenLogprobs) -> TokenLogprobs | None:
-        """Without the rows that have no token."""
+        """Log probabilities of sampled tokens, without the rows that have no token."""
         has_token = np.flatnonzero(tokens[logprobs.rows] >= 0)
         if not len(has_token):
             return None

@@ -33,10 +33,10 @@ class CudaStep:
     decode_rows: RowArrays
     """The rows of one token; they come first. In a captured step, rows of several tokens are padding here."""
     prefill_tiles: Tensor | None
-    """What `StepAttention.tiles` returns, and padding; None if there are none."""
+    """The result of `StepAttention.tiles`, with padding; None if there are no tiles."""
     logit_rows: RowArrays
     logit_tokens: Tensor
     is_decode_only: bool
     """Every row has one token and needs its logits."""
     is_scored: bool = False
-    """Tokens are scored: the last layer computes all tokens, as the layers before it do."""
+    """Tokens are scored: the last layer computes all tokens, like the layers before it."""

@@ -53,7 +53,7 @@ class DeviceMemories:
     """Implements `holding.Memories`: blocks of a GPU's memory."""
 
     def __init__(self, device: Device, planned_bytes: int) -> None:
-        """planned_bytes: the size of the weights, as announced; the first block is for so many."""
+        """planned_bytes is the announced size of the weights; the first block has this size."""
         self._device = device
         self._planned_bytes = planned_bytes
 
@@ -87,7 +87,7 @@ class FilledDeviceMemory:
     is_filled = False
 
     def __init__(self, device: Device, planned_bytes: int) -> None:
-        """Raises DeviceError if the driver gives no such memory."""
+        """Raises DeviceError if the driver does not provide such memory."""
         self._device = device
         self._range: BlockRange = device.block_range(2 * planned_bytes + _MORE_BYTES)
         self._block_fds: list[int] = []
@@ -184,7 +184,7 @@ class HeldDeviceMemory:
         self.blocks = DeviceHeldBlocks(self._range, manifest_fd, self._manifest.data_bytes, self._manifest.sums)
 
     def check_some(self) -> int:
-        """Checks all: the device reads them in milliseconds."""
+        """Check all blocks: the device reads them in milliseconds."""
         for block, found in enumerate(_sums(self._range, self._manifest.data_bytes)):
             if found != self._manifest.sums[block]:
                 raise changed(*block_place(self._manifest.data_bytes, block))
@@ -226,7 +226,7 @@ class DeviceHeldBlocks:
     """Implements `HeldBlocks`. A check copies its block to the host, beside the running step."""
 
     def __init__(self, memory: BlockRange, fd: int, num_bytes: int, sums: Sequence[int]) -> None:
-        """Has an fd of its own until it is closed."""
+        """Keeps its own fd until it is closed."""
         self.fd = os.dup(fd)
         self.num_bytes = num_bytes
         self._range = memory

@@ -60,7 +60,7 @@ class HeldForm(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeldWeight(msgspec.Struct, frozen=True, array_like=True):
-    """Weights lie in the order in which they are packed."""
+    """A held weight. Weights are in the order in which they are packed."""
 
     tensors: Annotated[tuple[HeldTensor, ...], msgspec.Meta(min_length=1, max_length=3)]
     form: HeldForm | None
@@ -83,7 +83,7 @@ def dtype_name(dtype: torch.dtype) -> DtypeName:
 
 
 def read_manifest(fd: int, num_fds: int) -> DeviceManifest:
-    """Return the manifest of so many blocks. Raises HeldWeightsError."""
+    """Return the manifest, which must have num_fds blocks. Raises HeldWeightsError."""
     _, manifest = sealed_manifest.read_manifest(fd, DeviceManifest)
     if len(manifest.block_bytes) != num_fds or manifest.data_bytes > sum(manifest.block_bytes):
         raise HeldWeightsError(

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
 
 class DeviceMemory(Protocol):
-    """Gives one weight after the other its place. Callers of filled memory get the same weights in the same order."""
+    """Gives each weight its place, one after the other. Callers of filled memory get the same weights in the same
+    order."""
 
     @property
     def is_filled(self) -> bool:
-        """Weights are there already: what the callers have are shapes without content."""
+        """Weights are already there: the callers have shapes without content."""
         ...
 
     def place(self, make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -27,7 +28,7 @@ class DeviceMemory(Protocol):
         ...
 
     def place_parts(self, form: WeightForm, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """As `place`, for a quantised weight; not of filled memory."""
+        """Place a quantised weight's parts; not in filled memory."""
         ...
 
     def find_parts(self) -> tuple[WeightForm, tuple[Tensor, ...]] | None:
