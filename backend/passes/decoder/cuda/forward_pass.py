@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -23,21 +23,14 @@ from penstock.backend.passes.decoder.cuda.cuda_graphs import StepGraphs, graph_s
 from penstock.backend.passes.decoder.cuda.device.device import annotate_faults, first_line
 from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed
 from penstock.backend.passes.decoder.cuda.device.link_probe import LinkSpeed, measure_link
-from penstock.backend.passes.decoder.cuda.device.transfers import Uplink
 from penstock.backend.passes.decoder.cuda.kv_cache import page_copies
 from penstock.backend.passes.decoder.cuda.kv_cache.host_pool import HostPool, TokenCosts, open_pool
 from penstock.backend.passes.decoder.cuda.kv_cache.page_moves import PageMoves
 from penstock.backend.passes.decoder.cuda.mixed_graphs import MixedGraphs
 from penstock.backend.passes.decoder.cuda.ops.fused_ops import make_ops
 from penstock.backend.passes.decoder.cuda.step import step_buffers
-from penstock.backend.passes.decoder.cuda.step.device_sampler import (
-    DeviceSampler,
-    LogprobBuffers,
-    SamplerFeatures,
-    SlotArrays,
-)
 from penstock.backend.passes.decoder.cuda.step.step_buffers import StepBuffers, count_decode_rows
-from penstock.backend.passes.decoder.cuda.step.step_results import ResultBuffers
+from penstock.backend.passes.decoder.cuda.step.step_sampling import NO_INTS, StepSampling
 from penstock.backend.passes.decoder.cuda.weight_memory.private import PrivateMemory
 from penstock.backend.passes.decoder.cuda.workspace_plan import (
     StepSizes,
@@ -46,10 +39,9 @@ from penstock.backend.passes.decoder.cuda.workspace_plan import (
     choose_matmul,
     groups_of,
     make_layout,
-    mask_ints,
-    max_update_ints,
     plan_spec,
     rounds_rows,
+    sampling_sizes,
     step_limits,
 )
 from penstock.backend.passes.decoder.model import DecoderModel
@@ -66,7 +58,6 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.quantization.modes import Quantization
     from penstock.backend.forward_pass import EmbeddedTokens, PassOptions, PassSpec, PendingOutput, TokenMasks
     from penstock.backend.passes.decoder.cuda.device.device import Device
-    from penstock.backend.passes.decoder.cuda.device.transfers import Ints
     from penstock.backend.passes.decoder.cuda.weight_memory.private import DeviceMemory
     from penstock.backend.passes.decoder.cuda.workspace_plan import PassSettings
     from penstock.backend.passes.decoder.held_weights.watch import WatchedWeights
@@ -75,21 +66,6 @@ if TYPE_CHECKING:
 PassT = TypeVar("PassT", bound="CudaDecoderPass")
 
 logger = logging.getLogger("penstock.backend")
-
-_NO_INTS = np.empty(0, np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sampling:
-    """State that `forward` leaves for `sample` of the same step."""
-
-    features: SamplerFeatures
-    logprob_rows: Tensor
-    named: Tensor
-    """int32, as in `SamplerFeatures`."""
-    scored_tokens: Tensor
-    """int32 [S], as scored_next_ids; empty if nothing is scored."""
-    scored_next_ids: Tensor
 
 
 class CudaDecoderPass:
@@ -191,23 +167,18 @@ class CudaDecoderPass:
             )
         except ValueError as error:
             raise StartupError(f"the GPU kernels do not support this cache: {error}") from error
-        slots = SlotArrays(sizes.max_rows, config.logits_width, device.torch_device)
-        self._sampler = DeviceSampler(device.launcher, slots, self._dtype)
-        self._buffers = StepBuffers(
-            device, step_limits(config, sizes, page_size_tokens, num_pages, max(self._mixed_sizes, default=0))
-        )
-        self._masks = Uplink(device, mask_ints(config, sizes))
-        self._results = ResultBuffers(device, sizes.max_rows, sizes.max_tokens)
-        self._max_update_ints = max_update_ints(config, sizes)
+        limits = step_limits(config, sizes, page_size_tokens, num_pages, max(self._mixed_sizes, default=0))
+        self._buffers = StepBuffers(device, limits)
+        self._sampling = StepSampling(device, self._dtype, limits, sampling_sizes(config, sizes), self._buffers)
         ropes = tuple(
             RopeTable(rope).cover(longest)[:longest].to(device.torch_device, copy=True) for rope in config.ropes
         )
-        self._ops.open_cache(layout, self._buffers, slots.last_tokens, ropes, attention)
+        self._ops.open_cache(layout, self._buffers, self._sampling.last_tokens, ropes, attention)
         no_host_pages = HostPool(device, layout, 0)
         self._moves = PageMoves(device.launcher, layout, self._ops.pages, self._buffers.uplink, no_host_pages)
         try:
             device.launcher.prepare(
-                [*self._ops.kernels(), *self._sampler.kernels, *step_buffers.kernels(), *page_copies.kernels()]
+                [*self._ops.kernels(), *self._sampling.kernels, *step_buffers.kernels(), *page_copies.kernels()]
             )
             self.link = measure_link(device)
             self._graphs = StepGraphs(device, graph_sizes(sizes.max_graph_rows), self._run_padding)
@@ -267,13 +238,13 @@ class CudaDecoderPass:
         return DeviceRows(self._shared_hidden_states.data_ptr(), self._device.stream)
 
     def _last_normed(self, num_rows: int) -> Tensor:
-        return self._ops.last_normed(num_rows, is_scored=len(self._sampling.scored_tokens) > 0)
+        return self._ops.last_normed(num_rows, is_scored=self._sampling.is_scored)
 
     def close(self) -> None:
         self._device.synchronize()
         self._ops.close()
         self._moves.close()
-        del self._graphs, self._mixed_graphs, self._buffers, self._sampler, self._masks, self._results, self._model
+        del self._graphs, self._mixed_graphs, self._buffers, self._sampling, self._model
         if self.held_weights is not None:
             self.held_weights.close()
         self._memory.unmap()
@@ -284,21 +255,17 @@ class CudaDecoderPass:
         num_logits = len(batch.logit_rows)
         is_decode_only = num_decode == num_logits == batch.num_rows
         num_padded = self._graphs.size_for(batch.num_rows) if is_decode_only else None
-        updates, num_updates = self._pack_slots(batch.slot_inits)
+        updates, num_updates = self._sampling.pack_slots(batch.slot_inits)
         restores, copies = self._moves.pack(batch)
-        tiles, mixed = _NO_INTS, None
+        tiles, mixed = NO_INTS, None
         if not is_decode_only:
             tiles = self._ops.tiling.tiles(batch.query_starts, batch.context_lens, num_decode)
             mixed = self._mixed_graphs.fit(batch, num_decode, tiles)
-        features = self._sampler.features(batch.slots[batch.logit_rows])
-        scored = (_NO_INTS, _NO_INTS) if batch.scored is None else (batch.scored.tokens, batch.scored.next_ids)
-        own_tiles = tiles if mixed is None else _NO_INTS
-        parts = [updates, restores, copies, own_tiles, features.logprob_rows, features.named, *scored]
+        own_tiles = tiles if mixed is None else NO_INTS
+        parts = [updates, restores, copies, own_tiles, *self._sampling.parts(batch)]
         sent = self._buffers.load(batch, num_padded or 0, parts, mixed)
         device_updates, device_restores, device_copies, device_tiles, *sampling_parts = sent
-        self._sampling = _Sampling(features, *sampling_parts)
-        if num_updates:
-            self._sampler.take_slots(device_updates, num_updates)
+        self._sampling.begin(device_updates, num_updates, sampling_parts)
         self._moves.run(device_restores, device_copies)
         for given in batch.embeddings:
             self._put_embeddings(given)
@@ -316,31 +283,12 @@ class CudaDecoderPass:
         return self._ops.last_logits(num_logits)
 
     def _sample(self, logits: Tensor, batch: StepBatch, masks: TokenMasks | None) -> PendingOutput:
-        num_rows = len(logits)
-        features, rows = self._sampling.features, self._buffers.logit_rows.cut(num_rows)
-        results = self._results
-        scored = 0, 0
-        if batch.scored is not None:
-            scored = len(batch.scored.tokens), min(batch.scored.num_top, self._config.vocab_size)
-        layout = results.lay_out(num_rows, (len(features.logprob_rows), features.num_top), scored)
-        tokens = results.tokens(num_rows)
-        placed = None if masks is None else self._send_masks(masks, num_rows)
-        self._sampler.sample(logits, rows.slots, rows.context_lens, features, tokens, placed)
-        if len(features.logprob_rows):
-            out, sent = results.logprobs(layout.sampled), self._sampling
-            self._sampler.logprobs(logits, tokens, sent.logprob_rows, out, sent.named, features.num_likeliest)
-        if batch.scored is not None:
-            self._score(results.logprobs(layout.scored))
-        return results.fetch(layout, features.logprob_rows, step_name(batch))
+        return self._sampling.sample(logits, batch, masks, self._scored_logits, step_name(batch))
 
-    def _score(self, out: LogprobBuffers) -> None:
-        """Compute log probabilities of the scored tokens in blocks, in the memory of the step's logits."""
-        tokens, next_ids, max_rows = self._sampling.scored_tokens, self._sampling.scored_next_ids, self._sizes.max_rows
-        for first in range(0, len(tokens), max_rows):
-            part = slice(first, first + max_rows)
-            logits = self._model.logits(self._ops.gather_normed(tokens[part]))
-            rows, own = self._results.row_numbers[: len(logits)], out.cut(part)
-            self._sampler.logprobs(logits, next_ids[part], rows, own, tokens[:0], own.top_ids.shape[1])
+    def _scored_logits(self, tokens: Tensor) -> Tensor:
+        """Logits of scored tokens, in the memory of the step's logits."""
+        logits: Tensor = self._model.logits(self._ops.gather_normed(tokens))
+        return logits
 
     def _run_padding(self, num_rows: int) -> None:
         """Launch a decode step of num_rows padding rows, for a graph to capture."""
@@ -367,18 +315,6 @@ class CudaDecoderPass:
             self._sample(self._forward(batch), batch, None).wait()
         return (time.perf_counter() - started_s) / num_tokens
 
-    def _pack_slots(self, inits: tuple[SlotInit, ...]) -> tuple[Ints, int]:
-        """Pack new slots to travel with the step. If they are too large, send them ahead and return nothing."""
-        if not inits:
-            return _NO_INTS, 0
-        updates = self._sampler.pack(inits)
-        if updates.size <= self._max_update_ints:
-            return updates, len(inits)
-        for init in inits:
-            (update,) = self._buffers.uplink.send([self._sampler.pack([init])])
-            self._sampler.take_slots(update, 1)
-        return _NO_INTS, 0
-
     def _put_embeddings(self, given: EmbeddedTokens) -> None:
         """Write a prompt's embeddings to the residual stream, where captured steps read it too."""
         rows = self._ops.residual_rows(given.first, given.values.num_rows)
@@ -391,12 +327,6 @@ class CudaDecoderPass:
             rows.copy_(staged, non_blocking=True)
         if self._config.scales.given_embeddings != 1.0:
             rows.mul_(self._config.scales.given_embeddings)
-
-    def _send_masks(self, masks: TokenMasks, num_rows: int) -> tuple[Tensor, Tensor]:
-        which = np.full(num_rows, -1, np.int32)
-        which[masks.rows] = np.arange(len(masks.rows))
-        rows, bits = self._masks.send([which, masks.bits.view(np.int32)])
-        return rows, bits
 
 
 def step_name(batch: StepBatch) -> str:

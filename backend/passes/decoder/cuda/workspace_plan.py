@@ -32,6 +32,7 @@ from penstock.backend.passes.decoder.cuda.ops.rounded_rows import MIN_ROUNDED_RO
 from penstock.backend.passes.decoder.cuda.step.device_sampler import MAX_BIASES, MAX_VOCAB, SlotArrays
 from penstock.backend.passes.decoder.cuda.step.step_buffers import StepBuffers, StepLimits
 from penstock.backend.passes.decoder.cuda.step.step_results import MAX_NAMED_LOGPROBS, ResultBuffers
+from penstock.backend.passes.decoder.cuda.step.step_sampling import SamplingSizes
 from penstock.backend.passes.decoder.layer_groups import LayerGroups, one_group, split_groups
 from penstock.backend.passes.decoder.spec import make_spec
 
@@ -284,6 +285,10 @@ def max_update_ints(config: DecoderConfig, sizes: StepSizes) -> int:
 def mask_ints(config: DecoderConfig, sizes: StepSizes) -> int:
     """Ints of one mask per row, and of the table from row to mask."""
     return sizes.max_rows * (-(-config.logits_width // 32) + 1) + 8
+
+
+def sampling_sizes(config: DecoderConfig, sizes: StepSizes) -> SamplingSizes:
+    return SamplingSizes(config.logits_width, mask_ints(config, sizes), max_update_ints(config, sizes))
 
 
 def step_limits(

@@ -1,0 +1,197 @@
+"""The input of a step: its rows, and the parameters with which their next tokens are sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from penstock.backend.forward_pass.output import DeviceRows
+
+
+FROM_SLOT = -1
+"""In `StepBatch.input_ids`: the last token sampled for the row's slot, which the host may not know yet."""
+FROM_EMBEDDINGS = -2
+"""In `StepBatch.input_ids` and in a sequence's tokens: no token; its embedding is given directly."""
+NO_ADAPTER = -1
+"""In `StepBatch.adapters`: the row's sequence uses the model alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Everything that changes the distribution of a sequence's next token. Bounds are checked where requests enter.
+
+    temperature 0 is greedy. top_k 0, top_p 1, typical_p 1 and min_p 0 are off. Filters apply in the order temperature →
+    top_k → typical_p (arXiv 2202.00666) → top_p → min_p. Presence and frequency penalties are those of the OpenAI API
+    reference, over generated tokens. The repetition penalty is that of CTRL (arXiv 1909.05858), over prompt and
+    generated tokens.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    num_logprobs: int = -1
+    """Top log probabilities to report per token, in addition to the token's own; -1 for none."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Distinct tokens to report instead of the top ones. No effect if num_logprobs is -1."""
+
+    @property
+    def num_reported(self) -> int:
+        """Tokens to report in addition to the sampled one; -1 for none."""
+        if self.num_logprobs < 0:
+            return -1
+        return len(self.logprob_token_ids) or self.num_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class SlotInit:
+    """A sequence takes a slot. Sent once, with the first step that has a row for it.
+
+    token_ids is int32 [n]: the prompt and, for a sequence that resumes, the tokens generated so far; the first
+    num_prompt_tokens of them are the prompt. Penalties do not count FROM_EMBEDDINGS.
+    """
+
+    slot: int
+    sampling: SamplingParams
+    token_ids: NDArray[np.int32]
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedTokens:
+    """Consecutive tokens of one row whose embeddings are given."""
+
+    first: int
+    """Index in `StepBatch.input_ids`."""
+    values: EmbeddingRows
+
+
+class EmbeddingRows(Protocol):
+    """float32 [num_rows, embedding_size] in the memory of a client, which may take it away at any time.
+
+    After a sequence ends, reads may return zeros or stale data.
+    """
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def device_reads(self) -> bool:
+        """The rows are in memory that the pass's device can read: use `copy_to`. Otherwise use `read`."""
+        ...
+
+    def read(self) -> NDArray[np.float32]:
+        """A copy."""
+        ...
+
+    def copy_to(self, there: DeviceRows) -> None:
+        """Enqueue a copy in the stream of `there`. Raises `penstock.shm.buffers.device_api.DeviceError`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """Tokens of a step after which the sequence's next token is known: the step reports its log probability."""
+
+    tokens: NDArray[np.int32]
+    """[S] ascending indices into input_ids, S >= 1; none is the last token of a row in logit_rows."""
+    next_ids: NDArray[np.int32]
+    """[S] the token that follows each."""
+    num_top: int
+    """Top log probabilities to report for each, in addition to that of next_ids; at least 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """Rows of a step whose result is a vector or one vector per token, not a sampled token. Their sequences end with
+    it.
+
+    Kinds: "embed" is one vector, pooled and projected according to the model's files, not normalised; "token_embed" is
+    one vector for each token; "sparse" is one weight for each entry of the vocabulary (SPLADE, arXiv 2109.10086);
+    "classify" is the logits of the labels, "token_classify" those of each token.
+    """
+
+    rows: NDArray[np.int32]
+    """[Q] ascending indices of rows, each with the last token of its sequence; none is in logit_rows."""
+    kinds: tuple[str, ...]
+    """[Q] each is a key of `PassSpec.pooled`."""
+    second_starts: NDArray[np.int32]
+    """[Q] position of the first token of a pair's second text; 0 if the sequence is one text."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One step: R rows with T tokens in total. The arrays belong to the pass until `sample` has returned.
+
+    Rows of query length 1 come first. A row's tokens are at positions context_lens[r] … context_lens[r] + length - 1 of
+    its sequence. The KV of position p goes to page page_table[r, p // page_size], place p % page_size. A token attends
+    to all positions of its sequence up to its own.
+    """
+
+    input_ids: NDArray[np.int32]
+    """[T] token ids, rows back to back. FROM_SLOT is the last token sampled for the row's slot; the embedding of a
+    FROM_EMBEDDINGS is in `embeddings`."""
+    query_starts: NDArray[np.int32]
+    """[R + 1] start of each row in input_ids; the last entry is T."""
+    context_lens: NDArray[np.int32]
+    """[R] tokens of the sequence whose KV was computed before this step."""
+    page_table: NDArray[np.int32]
+    """[R, P] page numbers; entries after a row's pages, and those behind the window, are void and must not be used.
+    With G groups of layers [R, P, G]: pages of the same tokens, one for each entry of `PassSpec.kv_windows`."""
+    slots: NDArray[np.int32]
+    """[R] the sequence's slot in [0, max_running): constant while it runs, reused afterwards."""
+    logit_rows: NDArray[np.int32]
+    """[L] ascending indices of the rows that need logits for their last token, and a sampled token."""
+    slot_inits: tuple[SlotInit, ...] = ()
+    page_copies: tuple[tuple[int, int], ...] = ()
+    """(source, destination) pages: copy the source's content, over all layers, before the step writes anything. No page
+    is both, and no page is a destination twice."""
+    page_restores: tuple[tuple[int, int], ...] = ()
+    """(host page, page): copy what `IHostPages.save_pages` saved there back to the page, before page_copies. Only for
+    passes that have host pages. No page is a destination twice, or a destination of page_copies too."""
+    embeddings: tuple[EmbeddedTokens, ...] = ()
+    """Ascending; covers exactly the tokens that are FROM_EMBEDDINGS. Only if the spec has an embedding_size."""
+    scored: ScoredTokens | None = None
+    """Tokens of prompts whose log probabilities a client requests. Only for passes whose spec says scores_prompts."""
+    pooled: PooledRows | None = None
+    """Rows that give vectors. Only for passes whose spec has `pooled`."""
+    adapters: NDArray[np.int32] | None = None
+    """[R] index into PassOptions.adapters, or NO_ADAPTER; constant for a sequence. None if no row has an adapter."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.context_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def logit_tokens(self) -> NDArray[np.int32]:
+        """[L + S] indices into input_ids: the last token of each of logit_rows, then the scored tokens."""
+        last_tokens: NDArray[np.int32] = self.query_starts[1:][self.logit_rows] - 1
+        if self.scored is None:
+            return last_tokens
+        from numpy import concatenate  # here, so that importing this module costs nothing
+
+        return concatenate([last_tokens, self.scored.tokens])
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Tokens that some rows of a step may sample."""
+
+    rows: NDArray[np.int32]
+    """[M] ascending indices into batch.logit_rows."""
+    bits: NDArray[np.uint32]
+    """[M, ceil(vocab_size / 32)] bit i % 32 of word i // 32 is set if token i is allowed; at least one bit is set."""
