@@ -85,14 +85,15 @@ class EndpointContext:
         exchange: Exchange,
         decode: Callable[[bytes], Result],
         *,
-        task: Task = "any",
+        task: Task | Callable[[Result], Task] = "any",
         model_of: Callable[[Result], str | None],
     ) -> tuple[Result, ServedModel, int]:
         """Like `receive_body`, for input that is not one body. It does not report ignored fields."""
         data = await self._receive_data(exchange)
         async with exchange.cancelled_on_disconnect():
             decoded = await run_sized(len(data), decode, data)
-        return decoded, await self.model_soon(exchange, task, model_of(decoded)), len(data)
+        needed: Task = task(decoded) if callable(task) else task
+        return decoded, await self.model_soon(exchange, needed, model_of(decoded)), len(data)
 
     def report_left_out(self, exchange: Exchange, tools: list[tuple[str, str]]) -> None:
         """Report tools that are not offered to the model, by path and type, in the log and in the answer's header."""

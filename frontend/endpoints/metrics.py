@@ -33,6 +33,6 @@ async def prometheus(exchange: Exchange, context: EndpointContext) -> None:
 
 
 async def load(exchange: Exchange, context: EndpointContext) -> None:
-    """GET /v1/load: open requests of this worker, and the whole system's sequences and pages."""
-    body = {"server_load": len(context.exchanges)} | shown_counters(context.models.keepers)
+    """GET /v1/load: other open requests of this worker, and the whole system's sequences and pages."""
+    body = {"server_load": len(context.exchanges) - 1} | shown_counters(context.models.keepers)
     await exchange.respond(200, msgspec.json.encode(body))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from penstock.frontend.endpoints.context import EndpointContext
     from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.generation.served_models import Task
     from penstock.frontend.schemas.chat import ChatBody
     from penstock.frontend.schemas.utilities import TokenizeBody
     from penstock.frontend.transport.exchange import Exchange
@@ -48,7 +49,10 @@ async def tokenize(exchange: Exchange, context: EndpointContext) -> None:
     def model_of(decoded: TeiTokenizeBody | tuple[TokenizeBody, ChatBody | None]) -> str | None:
         return decoded.model if isinstance(decoded, TeiTokenizeBody) else decoded[0].model
 
-    decoded, served, _ = await context.receive(exchange, decode, model_of=model_of)
+    def task_of(decoded: TeiTokenizeBody | tuple[TokenizeBody, ChatBody | None]) -> Task:
+        return context.models.tei_task(decoded.model) if isinstance(decoded, TeiTokenizeBody) else "any"
+
+    decoded, served, _ = await context.receive(exchange, decode, task=task_of, model_of=model_of)
     if isinstance(decoded, TeiTokenizeBody):
         await tei_tokens.answer_tokenize(exchange, decoded, served)
         return

@@ -102,6 +102,13 @@ class ServedModels:
             raise unknown_model(requested, [name for keeper in keepers for name in names_of(keeper)])
         raise _unable(task, [served.card for served in loaded])
 
+    def tei_task(self, requested: str | None) -> Task:
+        """The task whose model's tokenizer TEI's endpoints use: without a name a model that computes vectors, if the
+        server has one."""
+        has_role = self._embedding is not None or self._rerank is not None
+        has_vectors = has_role or any(can_do(served.card, "pooled") for served in self.loaded())
+        return "pooled" if requested is None and has_vectors else "any"
+
     def loaded(self) -> list[ServedModel]:
         return [keeper.current for keeper in self.keepers if keeper.current is not None]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct
 
-from penstock.frontend.schemas.generation import ABSENT, GenerationBody, ShortText
+from penstock.frontend.schemas.generation import ABSENT, GenerationBody, MaxTokens, ShortText, limit_of
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
 from penstock.shm.messages import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
 
@@ -92,8 +92,8 @@ class ChatBody(GenerationBody, kw_only=True):
     """A chat. max_tokens is the older name of max_completion_tokens."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=2048)]
-    max_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)] | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[ChatTool], Meta(max_length=128)] | None = None
@@ -121,6 +121,11 @@ class ChatBody(GenerationBody, kw_only=True):
     functions: Raw = ABSENT
     modalities: Raw = ABSENT
     web_search_options: Raw = ABSENT
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.max_tokens = limit_of(self.max_tokens)
+        self.max_completion_tokens = limit_of(self.max_completion_tokens)
 
     @property
     def offered_tools(self) -> list[ChatTool]:
@@ -178,6 +183,9 @@ def check_chat(body: ChatBody) -> None:
         if body.thinking_budget is not None:
             invalid("thinking_token_budget", "cannot be combined with thinking_budget, its other name")
         body.thinking_budget, body.thinking_token_budget = body.thinking_token_budget, None
+    field, limit = body.requested_max_tokens
+    if limit == 0:
+        invalid(field, "must be at least 1, got 0; -1 is the rest of the context")
     if body.top_logprobs and not body.logprobs:
         invalid("top_logprobs", "needs logprobs to be true")
     if body.continue_final_message:

@@ -6,19 +6,23 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from penstock.frontend.schemas.generation import MAX_CHOICES, GenerationBody
+from penstock.frontend.schemas.generation import MAX_CHOICES, GenerationBody, MaxTokens, limit_of
 from penstock.frontend.transport.errors import invalid
-from penstock.shm.messages import MAX_CONTEXT_TOKENS, MAX_LOGPROBS, TokenId
+from penstock.shm.messages import MAX_LOGPROBS, TokenId
 
 
 class CompletionBody(GenerationBody, kw_only=True):
     """A text completion. max_tokens 0 is allowed with `echo`: the answer is the prompt alone."""
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
-    max_tokens: Annotated[int, Meta(ge=0, le=MAX_CONTEXT_TOKENS)] | None = None
+    max_tokens: MaxTokens | None = None
     best_of: Annotated[int, Meta(ge=1, le=16)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.max_tokens = limit_of(self.max_tokens)
 
     @property
     def num_logprobs(self) -> int:

@@ -25,7 +25,7 @@ _DEFAULTS: dict[str, frozenset[object]] = {
     "mirostat": frozenset({0}),
     "padding": frozenset({"do_not_pad"}),
     "modalities": frozenset({"text"}),
-    "top_n_sigma": frozenset({-1}),
+    "top_n_sigma": frozenset({-1, 0}),
     "xtc_probability": frozenset({0}),
 }
 """Values of unsupported fields that ask for the default behavior."""

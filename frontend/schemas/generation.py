@@ -27,7 +27,13 @@ StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 TypeName = Annotated[str, Meta(max_length=64)]
 ShortText = Annotated[str, Meta(max_length=512)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=512)]
+MaxTokens = Annotated[int, Meta(ge=-1, le=MAX_CONTEXT_TOKENS)]
 ABSENT: Raw = field(default_factory=Raw)
+
+
+def limit_of(max_tokens: int | None) -> int | None:
+    """Return None for -1, by which clients of llama.cpp ask for the rest of the context."""
+    return None if max_tokens == -1 else max_tokens
 
 
 class SchedulingBody(Struct, kw_only=True):
@@ -106,6 +112,8 @@ class GenerationBody(SchedulingBody, kw_only=True):
     """By token id or, as llama.cpp has it, by text; false there forbids the token."""
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=4096)] | None = None
     bad_words: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=64)] | None = None
+    repeat_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] | None = None
+    """llama.cpp's name for repetition_penalty; `__post_init__` moves the value there."""
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] | None = None
@@ -162,6 +170,13 @@ class GenerationBody(SchedulingBody, kw_only=True):
     top_n_sigma: Raw = ABSENT
     use_beam_search: Raw = ABSENT
     xtc_probability: Raw = ABSENT
+
+    def __post_init__(self) -> None:
+        if self.seed == -1:  # a random one, as in vLLM and llama.cpp
+            self.seed = None
+        if self.repetition_penalty is None:
+            self.repetition_penalty = self.repeat_penalty
+        self.repeat_penalty = None
 
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:

@@ -38,7 +38,12 @@ async def answer_tokenize(exchange: Exchange, body: TeiTokenizeBody, served: Ser
 
 async def decode(exchange: Exchange, context: EndpointContext) -> None:
     """POST /decode: the text of each list of token ids. Raises ApiError, ClientGoneError."""
-    body, served, _ = await context.receive(exchange, decode_decode, task="pooled", model_of=lambda body: body.model)
+    body, served, _ = await context.receive(
+        exchange,
+        decode_decode,
+        task=lambda body: context.models.tei_task(body.model),
+        model_of=lambda body: body.model,
+    )
     async with exchange.cancelled_on_disconnect():
         answer = await asyncio.to_thread(partial(_texts, body, served))
     await exchange.respond(200, answer)

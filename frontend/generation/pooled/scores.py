@@ -31,11 +31,11 @@ def sigmoid(logit: float) -> float:
 
 
 def cosine(first: array[float], second: array[float]) -> float:
-    """Return the product of two vectors of length 1, in double precision."""
+    """Return the product of two vectors of length 1, in double precision; rounding never makes it more than 1."""
     import numpy
 
     one, other = (numpy.frombuffer(values, dtype=numpy.float32).astype(numpy.float64) for values in (first, second))
-    return float(one @ other)
+    return max(-1.0, min(1.0, float(one @ other)))
 
 
 def ranked(scores: Sequence[float], top_n: int | None = None) -> list[int]:

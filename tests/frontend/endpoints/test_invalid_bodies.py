@@ -115,6 +115,7 @@ async def test_field_unsupported_in_chat_is_refused_by_name(
         ("dry_multiplier", 0.0),
         ("xtc_probability", 0),
         ("top_n_sigma", -1.0),
+        ("top_n_sigma", 0),
         ("dynatemp_range", 0),
         ("structured_outputs", {}),
         ("structured_outputs", {"structural_tag": None, "disable_any_whitespace": False}),

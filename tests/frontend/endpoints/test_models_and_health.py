@@ -142,9 +142,9 @@ async def test_only_health_is_200_before_the_model_is_known(backend: FakeBackend
 
 async def test_version_and_load_are_reported(connection: ClientConnection) -> None:
     assert (await connection.request("GET", "/version")).json() == {"version": importlib.metadata.version("penstock")}
-    assert (await connection.request("GET", "/v1/load")).json() == {"server_load": 1, "running": 2, "pages_used": 5}
+    assert (await connection.request("GET", "/v1/load")).json() == {"server_load": 0, "running": 2, "pages_used": 5}
 
 
 async def test_load_without_a_backend_is_the_workers_own(connection: ClientConnection, backend: FakeBackend) -> None:
     backend.backend_counters = None
-    assert (await connection.request("GET", "/v1/load")).json() == {"server_load": 1}
+    assert (await connection.request("GET", "/v1/load")).json() == {"server_load": 0}

@@ -115,7 +115,7 @@ REACHING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"logit_bias": {}}, {}),
     ({"logit_bias": [[9, 1.5], ["5", False]]}, {"logit_bias": ((5, -100.0), (9, 1.5))}),
     ({"logit_bias": {"the": 2}}, {"logit_bias": ((token_ids("the")[0], 2.0),)}),
-    ({"seed": -1}, {"seed": (1 << 63) - 1}),
+    ({"seed": -2}, {"seed": (1 << 63) - 2}),
     ({"stop_token_ids": [8, 8]}, {"stop_token_ids": (END_TOKEN, 8)}),
     ({"ignore_eos": True}, {"stop_token_ids": ()}),
     ({"ignore_eos": True, "stop_token_ids": [8]}, {"stop_token_ids": (8,)}),

@@ -247,6 +247,18 @@ async def test_tokens_have_their_places_in_teis_format(connection: ClientConnect
     assert kept.json() == [f"<|im_start|>{text}<|im_end|>"]
 
 
+async def test_teis_tokens_are_those_of_the_model_that_embeds_unless_another_is_named(
+    connection: ClientConnection,
+) -> None:
+    async def tokens_of(**model: str) -> list[int]:
+        (tokens,) = (await connection.post("/tokenize", {"inputs": "the cat"} | model)).json()
+        return [token["id"] for token in tokens]
+
+    of_llm = await tokens_of(model="llm")
+    assert await tokens_of() == await tokens_of(model="bert") != of_llm
+    assert (await connection.post("/decode", {"ids": of_llm, "model": "llm"})).json() == ["the cat"]
+
+
 async def test_info_describes_the_model_that_embeds_or_scores(
     connection: ClientConnection, classifying: ClientConnection
 ) -> None:
