@@ -241,8 +241,8 @@ class BackendClient:
         self._capacity.check(tenant, may_share=may_share, may_hold=True)
 
     def submit_pooled(self, request: PooledRequest) -> PooledStream:
-        """`submit` for a request whose result is a vector. It may share an equal one's computation. Raises as `submit`
-        does."""
+        """`submit` for a request whose result is a vector. It may share an equal one's computation. Requests of a group
+        that are submitted in one turn of the event loop are sent together. Raises as `submit` does."""
         return self._start(PooledStream, request)
 
     @property
@@ -297,7 +297,10 @@ class BackendClient:
             stream.expiry = asyncio.get_running_loop().call_later(delay_s, stream.expire)
         if is_ready:
             self._outbox.submit(stream)
-            self._send()
+            if submit.pooled is not None and submit.pooled.group:
+                self._send_soon()
+            else:
+                self._send()
         else:
             self._held.hold(stream)
         return stream

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from penstock.shm.memory.arena import ArenaFull
-from penstock.shm.messages import BufferRef, FailureCode, Finish, Keep
+from penstock.shm.messages import MAX_INLINE_PROMPT_TOKENS, MAX_SUBMITS, BufferRef, FailureCode, Finish, Keep
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 _MAX_TIMEOUT_MS = 1 << 31
 _MAX_AT_ONCE = 128
-"""More messages would hold the event loop for longer than a few milliseconds."""
+"""More would hold the event loop for longer than a few milliseconds."""
 
 
 class Outbox:
@@ -51,33 +52,48 @@ class Outbox:
         self.is_blocked = False
 
     def send(self, session: Session) -> bool:
-        """Send until the link takes no more, at most _MAX_AT_ONCE messages. Return whether some are left to send at
+        """Send until the link takes no more, about _MAX_AT_ONCE items at most. Return whether some are left to send at
         once."""
-        for _ in range(_MAX_AT_ONCE):
-            if not self._items:
-                self.is_blocked = False
-                return False
-            item = self._items[0]
-            if isinstance(item, tuple):
-                self.is_blocked = not session.send_cancel(*item)
-            elif item.finish is Finish.NONE and not self._send_stream(session, item):
-                self.is_blocked = True
-            else:
-                self.is_blocked = item.is_queued = False
+        num_left = _MAX_AT_ONCE
+        while self._items and num_left > 0:
+            num_done = self._send_next(session)
+            self.is_blocked = not num_done
             if self.is_blocked:
                 return False
-            self._items.popleft()
+            num_left -= num_done
+            for _ in range(num_done):
+                if not isinstance(item := self._items.popleft(), tuple):
+                    item.is_queued = False
+        self.is_blocked = False
         return bool(self._items)
+
+    def _send_next(self, session: Session) -> int:
+        """Send the first item, together with streams behind it that fit its message. Return the number of items that
+        are done, 0 to try again later."""
+        item = self._items[0]
+        if isinstance(item, tuple):
+            return int(session.send_cancel(*item))
+        together = self._first_streams()
+        if len(together) > 1:
+            submits = [(stream.submit, stream.tokens, _timeout_ms(stream)) for stream in together]
+            return len(submits) if session.send_submits(submits) else 0
+        return int(item.finish is not Finish.NONE or self._send_stream(session, item))
+
+    def _first_streams(self) -> list[OpenStream]:
+        """Return the streams at the beginning that fit one message."""
+        streams: list[OpenStream] = []
+        for item in islice(self._items, MAX_SUBMITS):
+            if isinstance(item, tuple) or not _fits_with_others(item):
+                break
+            streams.append(item)
+        return streams
 
     def _send_stream(self, session: Session, stream: OpenStream) -> bool:
         """False to try again later; True when the stream is sent or has ended."""
-        timeout_ms = 0
-        if stream.deadline_s is not None:
-            left_s = stream.deadline_s - time.monotonic()
-            if left_s <= 0.0:
-                self._streams.finish(stream, Finish.EXPIRED)
-                return True
-            timeout_ms = min(_MAX_TIMEOUT_MS, math.ceil(1000 * left_s))
+        if _has_expired(stream):
+            self._streams.finish(stream, Finish.EXPIRED)
+            return True
+        timeout_ms = _timeout_ms(stream)
         if isinstance(stream.submit.tokens, BufferRef):
             return session.send_with_buffer(stream.submit, timeout_ms)
         if not session.can_carry(len(stream.tokens)):
@@ -88,3 +104,25 @@ class Outbox:
             return session.send_submit(stream.submit, stream.tokens, timeout_ms)
         except ArenaFull:
             return False
+
+
+def _fits_with_others(stream: OpenStream) -> bool:
+    """Whether the stream is to be sent and its message is small: MAX_SUBMITS of them fit one."""
+    return (
+        stream.submit.pooled is not None
+        and stream.finish is Finish.NONE
+        and not isinstance(stream.submit.tokens, BufferRef)
+        and len(stream.tokens) <= MAX_INLINE_PROMPT_TOKENS
+        and not _has_expired(stream)
+    )
+
+
+def _has_expired(stream: OpenStream) -> bool:
+    return stream.deadline_s is not None and stream.deadline_s <= time.monotonic()
+
+
+def _timeout_ms(stream: OpenStream) -> int:
+    """Milliseconds that a stream has left, at least 1; 0 for one without a deadline."""
+    if stream.deadline_s is None:
+        return 0
+    return max(1, min(_MAX_TIMEOUT_MS, math.ceil(1000 * (stream.deadline_s - time.monotonic()))))

@@ -24,10 +24,12 @@ from penstock.shm.messages import (
     Credit,
     Keep,
     Submit,
+    Submits,
     encode,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from penstock.shm.buffers.device_api import OpenDevice
@@ -115,6 +117,14 @@ class Session:
         self._refs[submit.request_id] = ref
         self._ledger.acquire("slot", (self.epoch, ref.slot), self.epoch)
         return True
+
+    def send_submits(self, together: Sequence[tuple[Submit, array[int], int]]) -> bool:
+        """`send_submit` of (submit, tokens, timeout_ms), all inline and in one message."""
+        submits = (
+            msgspec.structs.replace(submit, tokens=tokens.tobytes(), timeout_ms=timeout_ms)
+            for submit, tokens, timeout_ms in together
+        )
+        return self._link.send(Submits(tuple(submits)))
 
     def send_with_buffer(self, submit: Submit, timeout_ms: int) -> bool:
         """Like `send_submit`, for tokens in a shared buffer."""

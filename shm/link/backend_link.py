@@ -33,6 +33,8 @@ from penstock.shm.messages import (
     Started,
     StreamRecord,
     Submit,
+    Submits,
+    ToBackend,
     VectorPart,
     WireError,
     decode_to_backend,
@@ -201,10 +203,13 @@ class BackendLink:
             except WireError:
                 self._fault(frontend)
 
-    def _take(self, frontend: ConnectedFrontend, message: Submit | Cancel | Credit) -> None:
+    def _take(self, frontend: ConnectedFrontend, message: ToBackend) -> None:
         match message:
             case Submit():
                 self._take_submit(frontend, message)
+            case Submits(submits):
+                for submit in submits:
+                    self._take_submit(frontend, submit)
             case Cancel(request_id, noticed_ns, keep):
                 if request_id in frontend.open_requests:
                     self._close_request(frontend, request_id)
@@ -225,13 +230,7 @@ class BackendLink:
             embeddings = frontend.borrow_embeddings(submit)
             tokens = frontend.copy_tokens(submit) if embeddings is None else b""
         except (DescriptorError, LoanError, WireError) as error:
-            logger.warning(
-                "rejected request %d of frontend %d (pid %d): %s",
-                submit.request_id,
-                frontend.epoch,
-                frontend.connection.pid,
-                error,
-            )
+            logger.warning("rejected request %d of %s: %s", submit.request_id, frontend.name, error)
             failure = Failure(submit.request_id, FailureCode.BAD_DESCRIPTOR)
             self.push(frontend.epoch, submit.request_id, NO_TOKEN, Finish.REJECTED, failure=failure)
             self._fault(frontend)
@@ -251,12 +250,7 @@ class BackendLink:
         frontend.num_faults += 1
         if frontend.num_faults == MAX_FAULTS:
             self.counters.expelled += 1
-            logger.warning(
-                "disconnecting frontend %d (pid %d): it sent %d malformed messages",
-                frontend.epoch,
-                frontend.connection.pid,
-                MAX_FAULTS,
-            )
+            logger.warning("disconnecting %s: it sent %d malformed messages", frontend.name, MAX_FAULTS)
             self._disconnect(frontend)
 
     # The end of frontends
@@ -274,12 +268,7 @@ class BackendLink:
         for frontend in list(self._pending.values()):
             if frontend.waiting_since_s is not None and now_s - frontend.waiting_since_s >= self._stall_limit_s:
                 self.counters.stalled += 1
-                logger.warning(
-                    "disconnecting frontend %d (pid %d): it took no output for %g s",
-                    frontend.epoch,
-                    frontend.connection.pid,
-                    self._stall_limit_s,
-                )
+                logger.warning("disconnecting %s: it took no output for %g s", frontend.name, self._stall_limit_s)
                 self._disconnect(frontend)
 
     # Sending

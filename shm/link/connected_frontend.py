@@ -119,6 +119,11 @@ class ConnectedFrontend:
             self._fds = fds.pop_all()
             self._mappings = mappings.pop_all()
 
+    @property
+    def name(self) -> str:
+        """How log lines name it."""
+        return f"frontend {self.epoch} (pid {self.connection.pid})"
+
     def close_fds(self) -> None:
         """The frontend has received them, or never will. The mappings stay."""
         self._fds.close()

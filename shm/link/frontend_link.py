@@ -13,7 +13,7 @@ from penstock.shm.link.zmq_sockets import MAX_REQUESTS_IN_FLIGHT, new_socket, re
 from penstock.shm.messages import MAX_TO_FRONTEND_BYTES, WireError, decode_to_frontend, encode
 
 if TYPE_CHECKING:
-    from penstock.shm.messages import Cancel, Credit, StepOutputs, Submit, Welcome
+    from penstock.shm.messages import StepOutputs, ToBackend, Welcome
 
 _ONE_PART = 1
 
@@ -55,7 +55,7 @@ class FrontendLink:
             self._opened = opened.pop_all()
         self.fd = int(self._socket.getsockopt(zmq.FD))
 
-    def send(self, message: Submit | Cancel | Credit) -> bool:
+    def send(self, message: ToBackend) -> bool:
         """False while the link is full; `fd` wakes when that changes. Check `needs_drain` afterwards."""
         self._has_sent = True
         try:

@@ -16,6 +16,7 @@ from penstock.shm.messages.bounds import (
     MAX_SHARED_BUFFER_BYTES,
     MAX_SHARED_BUFFERS,
     MAX_STEP_EVENTS,
+    MAX_SUBMITS,
     MAX_TO_BACKEND_BYTES,
     MAX_TO_FRONTEND_BYTES,
     MAX_VECTOR_PART_BYTES,
@@ -33,6 +34,7 @@ from penstock.shm.messages.buffers import (
     ContentSpec,
 )
 from penstock.shm.messages.codec import (
+    ToBackend,
     WireError,
     decode_hello,
     decode_to_backend,
@@ -77,6 +79,7 @@ from penstock.shm.messages.submit import (
     RequestName,
     Sampling,
     Submit,
+    Submits,
 )
 
 __all__ = [
@@ -91,6 +94,7 @@ __all__ = [
     "MAX_SHARED_BUFFERS",
     "MAX_SHARED_BUFFER_BYTES",
     "MAX_STEP_EVENTS",
+    "MAX_SUBMITS",
     "MAX_TO_BACKEND_BYTES",
     "MAX_TO_FRONTEND_BYTES",
     "MAX_VECTOR_PART_BYTES",
@@ -136,6 +140,8 @@ __all__ = [
     "StreamQuestion",
     "StreamRecord",
     "Submit",
+    "Submits",
+    "ToBackend",
     "TokenId",
     "VectorPart",
     "Welcome",

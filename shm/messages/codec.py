@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
 from penstock.shm.messages.handshake import Hello, Refusal, Welcome
 from penstock.shm.messages.outputs import StepOutputs
-from penstock.shm.messages.submit import Cancel, Credit, Submit
+from penstock.shm.messages.submit import Cancel, Credit, Submit, Submits
+
+ToBackend: TypeAlias = Submit | Submits | Cancel | Credit
 
 
 class WireError(ValueError):
@@ -16,7 +18,7 @@ class WireError(ValueError):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_to_backend: msgspec.msgpack.Decoder[Submit | Cancel | Credit] = msgspec.msgpack.Decoder(Submit | Cancel | Credit)
+_to_backend: msgspec.msgpack.Decoder[ToBackend] = msgspec.msgpack.Decoder(ToBackend)
 _to_frontend = msgspec.msgpack.Decoder(StepOutputs)
 _hello = msgspec.msgpack.Decoder(Hello)
 _welcome: msgspec.msgpack.Decoder[Welcome | Refusal] = msgspec.msgpack.Decoder(Welcome | Refusal)
@@ -35,7 +37,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
         raise WireError(str(error)) from None
 
 
-def decode_to_backend(data: bytes | memoryview) -> Submit | Cancel | Credit:
+def decode_to_backend(data: bytes | memoryview) -> ToBackend:
     return _decode(_to_backend, data)
 
 

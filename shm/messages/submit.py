@@ -14,6 +14,7 @@ from penstock.shm.messages.bounds import (
     MAX_INLINE_PROMPT_TOKENS,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
+    MAX_SUBMITS,
     MAX_WEIGHT,
     MIN_WEIGHT,
     U63,
@@ -210,6 +211,12 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
     @property
     def generates(self) -> bool:
         return self.pooled is None and not self.quote_only
+
+
+class Submits(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
+    """Requests that are submitted together, in order, such as the inputs of one client's request."""
+
+    submits: Annotated[tuple[Submit, ...], Meta(min_length=1, max_length=MAX_SUBMITS)]
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 PORTION = 128
 """Inputs of a request that are in the backend at a time: more than a step takes, far fewer than may wait there."""
+_AT_ONCE = 32
+"""Inputs that are submitted in one turn of the event loop, and travel in one message."""
 _INLINE_VALUES = 1 << 13
 """Larger results are written in a thread: this many values take about 0.7 ms."""
 MAX_VALUES = 1 << 23
@@ -87,8 +89,9 @@ class PooledRun:
         self._policy = policy
         self._log_entry = log_entry
         self._field = field
-        self._group = next(_groups)
+        self._group = 0
         self._open: deque[tuple[int, PooledStream]] = deque()
+        self._num_submitted = 0
         self._has_results = False
         self._is_refused = False
         """A full backend has refused an input. More are sent after the next result of this request or, while none of
@@ -118,6 +121,7 @@ class PooledRun:
         if claim is not None:
             claim.reserve(PlannedUse(1, self._field, num_tokens, 0, self._field, is_stated=True))
         self._exchange.on_disconnect(self.cancel)
+        self._group = next(_groups) if len(inputs) > 1 else 0
         waiting = deque(range(len(inputs)))
         taken: dict[int, Taken] = {}
         num_used = 0
@@ -173,7 +177,8 @@ class PooledRun:
                 raise backend_unavailable(self._backend.retry_after_s) from None
             else:
                 self._open.append((waiting.popleft(), stream))
-                if waiting:
+                self._num_submitted += 1
+                if waiting and self._num_submitted % _AT_ONCE == 0:
                     await asyncio.sleep(0)  # many inputs must not hold the event loop
 
     async def _result(self, stream: PooledStream) -> PooledResult | None:

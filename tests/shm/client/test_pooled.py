@@ -5,15 +5,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.shm.client import BackendUnavailable, Finish, Overloaded, PooledFailed, PooledRequest, pool_into
+from penstock.shm.client import (
+    BackendUnavailable,
+    Finish,
+    Overloaded,
+    PooledFailed,
+    PooledRequest,
+    PooledResult,
+    pool_into,
+)
 from penstock.shm.link.connected_frontend import MAX_VECTOR_PART_BYTES
 from penstock.shm.link.events import Submission
 from penstock.shm.messages import NO_TOKEN, Failure, FailureCode, PooledWidth, VectorPart
@@ -65,6 +75,28 @@ async def test_parts_become_the_values_of_each_request(socket_path: Path) -> Non
                 assert (result.num_vectors, result.num_prompt_tokens, result.indices) == (len(prompt),) * 2 + (None,)
                 assert result.is_cached
                 assert not result.is_coalesced
+
+
+async def test_requests_of_a_group_travel_in_few_messages(socket_path: Path) -> None:
+    def vector_parts(submission: Submission) -> list[VectorPart]:
+        return parts_of(submission, floats(WIDTH, array("i", submission.tokens)[0]))
+
+    with ScriptedBackend(socket_path, Script(CARD, vector_parts=vector_parts)) as backend:
+        async with connected(socket_path) as client:
+            num_before = backend.engine.link.counters.messages_in
+            requests = [PooledRequest([100 + n], "embed", group=1) for n in range(70)]
+            requests[20] = replace(requests[20], deadline_s=time.monotonic() + 600)
+            requests[50] = replace(requests[50], deadline_s=time.monotonic() - 1)
+            streams = [client.submit_pooled(each) for each in requests]
+            assert backend.engine.link.counters.messages_in == num_before
+            streams[5].cancel()
+            results = await asyncio.gather(*(stream.result() for stream in streams), return_exceptions=True)
+            ends = [result.finish for result in results if isinstance(result, PooledFailed)]
+            values = [result.values for result in results if isinstance(result, PooledResult)]
+            assert ends == [Finish.CANCELLED, Finish.EXPIRED]
+            assert values == [floats(WIDTH, 100 + n) for n in range(70) if n not in (5, 50)]
+            # 0 to 4, 6 to 49, 51 to 69.
+            assert backend.engine.link.counters.messages_in == num_before + 3
 
 
 async def test_a_result_larger_than_a_message_arrives_whole(socket_path: Path) -> None:

@@ -72,11 +72,12 @@ submits = st.builds(
     asks=st.none() | st.builds(wire.StreamQuestion, names, st.sampled_from(["read", "drop"])),
 )
 cancels = st.builds(Cancel, u63, u63, st.sampled_from(wire.Keep))
-to_backend = submits | cancels | st.builds(Credit, st.integers(1, 1 << 16))
+several = st.builds(wire.Submits, st.lists(submits, min_size=1, max_size=3).map(tuple))
+to_backend = submits | several | cancels | st.builds(Credit, st.integers(1, 1 << 16))
 
 
 @given(to_backend)
-def test_messages_decode_to_what_was_encoded(message: Submit | Cancel | Credit) -> None:
+def test_messages_decode_to_what_was_encoded(message: wire.ToBackend) -> None:
     assert decode_to_backend(encode(message)) == message
 
 
@@ -99,7 +100,7 @@ def test_columns_of_unequal_length_are_refused() -> None:
             decode_to_frontend(encode(StepOutputs(0, bytes(ids), bytes(tokens), bytes(finishes))))
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(st.binary(max_size=300))
 def test_random_bytes_raise_only_wire_errors(data: bytes) -> None:
     for decode in DECODERS:
@@ -110,7 +111,7 @@ def test_random_bytes_raise_only_wire_errors(data: bytes) -> None:
         assert encode(message)
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(to_backend, st.data())
 def test_damaged_messages_raise_only_wire_errors_or_stay_within_bounds(message: Any, data: st.DataObject) -> None:
     raw = bytearray(encode(message))
@@ -240,6 +241,20 @@ def test_longest_messages_fit_their_limits() -> None:
     )
     assert decode_to_backend(encode(submit)) == submit
     assert len(encode(submit)) < MAX_TO_BACKEND_BYTES
+    pooled = Submit(
+        request_id=submit.request_id,
+        tokens=b"\xff" * 4 * MAX_INLINE_PROMPT_TOKENS,
+        num_prompt_tokens=biggest,
+        max_tokens=1,
+        sampling=Sampling(),
+        salt=b"s" * 16,
+        tenant=b"t" * 16,
+        timeout_ms=1 << 31,
+        admitted_ns=submit.request_id,
+        pooled=wire.Pooled("token_classify", MAX_CONTEXT_TOKENS, 1 << 16, group=submit.request_id),
+        adapter="\U0001f408" * 64,
+    )
+    assert len(encode(wire.Submits((pooled,) * wire.MAX_SUBMITS))) < MAX_TO_BACKEND_BYTES
     events = wire.MAX_STEP_EVENTS
     outputs = StepOutputs(
         (1 << 63) - 1,
