@@ -33,14 +33,14 @@ class SharedWeights:
         self._users: list[tuple[object, FdMailbox]] = []
 
     def open(self, options: BackendOptions) -> FdMailbox:
-        """The same one for all backends that pack the same weights; `release` it. Raises OSError."""
+        """Return the mailbox of all backends that pack the same weights; `release` it. Raises OSError."""
         key = (options.model, options.revision, options.task, options.dtype, options.quantize, options.gpu)
         mailbox = next((known for other, known in self._users if other == key), None) or FdMailbox.create()
         self._users.append((key, mailbox))
         return mailbox
 
     def release(self, mailbox: FdMailbox) -> None:
-        """The last one frees the weights that are left there."""
+        """Release the mailbox. The last release frees the weights in it."""
         index = next(index for index, (_, known) in enumerate(self._users) if known is mailbox)
         del self._users[index]
         if all(known is not mailbox for _, known in self._users):
@@ -48,20 +48,20 @@ class SharedWeights:
 
 
 class CannotStart(Exception):
-    """The message is one line for the operator."""
+    """A backend cannot start. The message is one line for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendChildren:
-    """What all backends of a server have in common."""
+    """Settings that all backends of a server share."""
 
     log: Callable[[str], None]
     hang_timeout_s: float
     num_replicas: int
-    """Backends with the same model. On the CPU they share the cores: all of them would wait for each other's threads.
-    One alone decides for itself."""
+    """Backends with the same model. On the CPU they share the cores: each gets its part, so that none waits for
+    another's threads. A single backend decides for itself."""
     may_die_often: bool
-    """One of many that dies again and again leaves the others running."""
+    """A backend that dies again and again leaves the others running."""
     crashes: Path | None
     """Directory for the last seconds of backends that crashed."""
     weights: SharedWeights | None = None
@@ -70,9 +70,10 @@ class BackendChildren:
     """Bytes for pages that outlive a backend, for each."""
 
     def prepare(self, options: BackendOptions, before: PreparedBackend | None = None) -> PreparedBackend:
-        """Allocate what a backend shares with this process. before has ended, and leaves its pages to this one.
+        """Allocate the memory that a backend shares with this process.
 
-        Raises CannotStart for a recorder whose size is out of bounds, or without memory.
+        before has ended, and leaves its pages to this one. Raises CannotStart for a recorder whose size is out of
+        bounds, or without memory.
         """
         recorder_fd = pages_fd = None
         try:
@@ -90,7 +91,8 @@ class BackendChildren:
 
 @dataclass(frozen=True, slots=True)
 class PreparedBackend:
-    """A backend's options, and what outlives each of its processes: heartbeat, flight recorder, weights, pages."""
+    """A backend's options, and the resources that outlive each of its processes: heartbeat, flight recorder, weights,
+    pages."""
 
     common: BackendChildren
     options: BackendOptions
@@ -127,7 +129,7 @@ class PreparedBackend:
             heartbeat=self.heartbeat,
             hang_timeout_s=common.hang_timeout_s,
             on_crash=functools.partial(self._note_crash, name, crash_files),
-            # With replicas streams go on elsewhere, and a further process for each would take as much memory.
+            # With replicas streams continue elsewhere, and a standby process for each would take as much memory.
             standby_option="--turn-fd" if self.weights is not None and common.num_replicas == 1 else None,
             may_die_often=common.may_die_often,
         )

@@ -1,6 +1,6 @@
 """`penstock compile-kernels`: compiles the native CPU kernels for every CPU of this machine's architecture.
 
-For images: what is compiled here runs without a compiler, on any CPU that has a path.
+For images: the compiled kernels run without a compiler, on any CPU that has a path.
 """
 
 from __future__ import annotations

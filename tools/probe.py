@@ -1,4 +1,4 @@
-"""Asks our own server over its listening socket, whatever kind that is."""
+"""Queries our own server over its listening socket, of any kind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Probe(http.client.HTTPConnection):
 
 
 def get(listening: socket.socket, path: str, *, tls: bool, key: str | None = None) -> bytes | None:
-    """Return what our own server answers now; None for any status but 200."""
+    """Return our own server's answer; None for any status except 200."""
     connection = _Probe(listening, tls=tls)
     try:
         connection.request("GET", path, headers={} if key is None else {"X-API-Key": key})

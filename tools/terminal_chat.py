@@ -66,9 +66,9 @@ class Conversation:
         self._fields = fields
 
     def ask(self, text: str) -> Iterator[str]:
-        """Add the message, and yield its answer in pieces. What has come of it is kept, however it ends.
+        """Add the message, and yield its answer in pieces. The received part is kept, however it ends.
 
-        Raises ChatError; the message is then forgotten, unless a part of the answer has come.
+        Raises ChatError; then the message is forgotten, unless part of the answer has come.
         """
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []

@@ -21,7 +21,7 @@ Use: TypeAlias = Literal["chat", "embeddings", "rerank", "classify"]
 
 @dataclass(frozen=True, slots=True)
 class ShownModel:
-    """A model of /v1/models. None stands for what is unknown, or does not exist, such as an encoder's KV cache."""
+    """A model of /v1/models. None means unknown or absent, such as an encoder's KV cache."""
 
     name: str
     use: Use = "chat"
@@ -29,7 +29,7 @@ class ShownModel:
     context_tokens: int | None = None
     kv_tokens: int | None = None
     tokens_per_s: float | None = None
-    """The most that one request alone gets: what delivery costs is not in it."""
+    """The most that a single request gets, without the cost of delivery."""
 
     def request(self) -> tuple[str, dict[str, Any]]:
         """Return the path and the body of an example."""
@@ -44,7 +44,7 @@ class ShownModel:
         return "/v1/chat/completions", body
 
     def sdk_call(self) -> str | None:
-        """Return a line for OpenAI's Python package; None for what it does not have."""
+        """Return a line for OpenAI's Python package; None if it lacks the endpoint."""
         if self.use == "embeddings":
             request = f"model={_quoted(self.name)}, input=[{_quoted(_QUESTION)}]"
             return f"print(client.embeddings.create({request}).data[0].embedding[:4])"
@@ -57,7 +57,7 @@ class ShownModel:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """address is http://HOST:PORT, https://HOST:PORT or unix:PATH, as the server listens on it."""
+    """The greeting. address is http://HOST:PORT, https://HOST:PORT or unix:PATH, as the server listens on it."""
 
     address: str
     models: tuple[ShownModel, ...]

@@ -29,11 +29,8 @@ if TYPE_CHECKING:
 _PREEMPTING_PART = 2
 """Others are preempted for a tenant that has less than half of its share. It gets the rest as they end."""
 _MAX_PASSING = 16
-"""Limit on passing a sequence that does not fit, in multiples of the pages that it needs itself.
-
-Without it the limit is one multiple. It holds for tenants that have received less service, or have less than half of
-their share.
-"""
+"""Others may pass a sequence that does not fit with as many pages as it needs itself. Tenants that have received less
+service, or have less than half of their share, may pass it with this many times as much."""
 _SHORT_STEP_PART = 4
 """A short step computes at most a quarter of the usual tokens of prompts."""
 _STEPS_PER_SHORT_STEP = 4

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 COMMAND = "penstock bench"
-"""Begins each line that says why it failed."""
+"""Begins each line that explains a failure."""
 
 
 class BenchError(Exception):
-    """The measurement cannot go on. The message is one line for the user; a server's last log lines may follow it."""
+    """The measurement cannot continue. The message is one line for the user; a server's last log lines may
+    follow it."""

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from penstock.tools.chaos.ledger import Ledger
 
 MAX_GROWTH_BYTES = 24 << 20
-"""Bytes that a process may grow by after it is warm, whatever it has served: arenas of malloc, caches that fill."""
+"""Bytes that a process may grow by after warming up, whatever it has served: arenas of malloc, caches that fill."""
 MAX_GROWTH_BYTES_PER_10K = 8 << 20
-"""Bytes that it may grow by besides for each 10,000 requests: 0.8 KB for each, less than any leaked request."""
+"""Further growth allowed for each 10,000 requests: 0.8 KB for each, less than any leaked request."""
 
 ELASTIC_ROLE = "grammar compiler"
-"""Its processes come and go with the work, and each costs the backend a descriptor."""
+"""Role of processes that come and go with the work. Each costs the backend a descriptor."""
 
 _LISTENING = "0A"
 """As /proc/net/tcp writes it."""
@@ -119,7 +119,7 @@ def take_census(roles: Mapping[str, Iterable[int]]) -> list[ProcessState]:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How the memory of one process changed after it was warm."""
+    """Change of one process's memory after warming up."""
 
     role: str
     pid: int
@@ -127,7 +127,7 @@ class Growth:
     from_bytes: int
     to_bytes: int
     bytes_per_10k: float
-    """The slope of a straight line through all that was measured."""
+    """The slope of a straight line through all measurements."""
 
     @property
     def limit_bytes(self) -> int:
@@ -144,13 +144,13 @@ class Watch:
         self._roles: dict[tuple[int, int], str] = {}
 
     def take_base(self, states: Iterable[ProcessState]) -> None:
-        """The server is warm and idle: these are the numbers to which it must come back."""
+        """Take the numbers of the warm, idle server, to which it must come back."""
         for state in states:
             self._descriptors[state.role] = max(state.descriptors, self._descriptors.get(state.role, 0))
             self._counts[state.role] += 1
 
     def problems(self, states: Sequence[ProcessState]) -> list[tuple[str, str]]:
-        """Return the imbalances: the kind of each, and whose it is."""
+        """Return the imbalances: the kind and the role of each."""
         found = []
         counts = Counter(state.role for state in states)
         more_compilers = counts[ELASTIC_ROLE] - self._counts[ELASTIC_ROLE]
@@ -167,7 +167,7 @@ class Watch:
         return found
 
     def note_memory(self, states: Iterable[ProcessState], num_requests: int) -> None:
-        """Remember how much memory each process has after so many requests."""
+        """Remember each process's memory after num_requests."""
         for state in states:
             self._rss[state.key].append((num_requests, state.rss_bytes))
             self._roles[state.key] = state.role

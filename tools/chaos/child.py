@@ -56,7 +56,7 @@ class Child:
         return self.process.wait()
 
     def kill_session(self) -> list[int]:
-        """Kill whatever is left of it, and return that."""
+        """Kill all remaining processes of the session, and return them."""
         left = [pid for pid in session_members(self.pid) if pid != self.pid]
         for pid in left:
             with suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Sends one request, misbehaves as planned, and says what was seen."""
+"""Sends one request, misbehaves as planned, and records the result."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Choice(Struct):
 
 
 class _Usage(Struct):
-    """The usage of any endpoint. Anthropic's input tokens do not include cached ones."""
+    """The usage of any endpoint. Anthropic's input tokens exclude cached ones."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -55,7 +55,7 @@ class _ErrorObject(Struct):
 
 
 class _Delta(Struct):
-    """A piece of text of /v1/messages, or how a message ended."""
+    """A piece of text of /v1/messages, or the end of a message."""
 
     text: str = ""
     stop_reason: str | None = None
@@ -72,7 +72,7 @@ class _Item(Struct):
 
 
 class _Body(Struct):
-    """An event, a whole answer or an error: what this client reads of them."""
+    """An event, a whole answer or an error: the fields that this client reads."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -91,7 +91,7 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 class _Partial:
-    """A choice of which more may come."""
+    """A choice that may be incomplete."""
 
     __slots__ = ("finish_reason", "texts", "token_ids")
 
@@ -135,7 +135,7 @@ class _Seen:
                 partial.finish_reason = choice.finish_reason
 
     def _take_single(self, body: _Body) -> None:
-        """Take what /v1/messages or /v1/responses sends: its one choice."""
+        """Add an event of /v1/messages or /v1/responses: its one choice."""
         partial = self.choices.setdefault(0, _Partial())
         match body.type, body.delta:
             case "response.output_text.delta", str(piece):
@@ -155,7 +155,7 @@ class _Seen:
                 partial.finish_reason = body.stop_reason or body.status
 
     def answer(self, recipe: Recipe) -> Answer:
-        """Choices of which nothing came are empty."""
+        """The answer so far. Choices without any content are empty."""
         partials = [self.choices.get(index) or _Partial() for index in range(recipe.choices)]
         usage = self.usage or _Usage()
         return Answer(
@@ -242,12 +242,12 @@ class ChaosClient:
 
 
 _BAD_GATEWAY = 502
-"""The connection to the server broke. With 503 and 504 a proxy says that it had none, or no answer in time."""
+"""The connection to the server broke. With 503 and 504 a proxy reports no connection, or no answer in time."""
 _PARTS = (Stage.CONNECTED, Stage.IN_HEAD, Stage.IN_BODY)
 
 
 async def _send_part(connection: ClientConnection, request: bytes, hangup: Hangup) -> None:
-    """Send a part of a request, wait, and go."""
+    """Send a part of a request, wait, and hang up."""
     head_bytes = request.index(b"\r\n\r\n") + 4
     end = {Stage.CONNECTED: 0, Stage.IN_HEAD: head_bytes // 2}.get(hangup.stage, (head_bytes + len(request)) // 2)
     connection.send(request[:end])
@@ -289,7 +289,7 @@ async def _exchange(connection: ClientConnection, request: bytes, act: Act, seen
 
 
 def _error_code(body: bytes) -> str:
-    """Return the code of an error object, or Anthropic's type; empty if the body is none."""
+    """Return the code of an error object, or Anthropic's type; empty if the body is not an error."""
     try:
         error = _decoder.decode(body).error
     except msgspec.MsgspecError:

@@ -1,4 +1,4 @@
-"""The server's own numbers, from /metrics and /ready, and the clients' numbers that they must agree with."""
+"""The server's own numbers, from /metrics and /ready, compared with the clients' numbers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def wait_ready(http: HttpClient, timeout_s: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class IdleServer:
-    """The last samples of a server that has become idle, or was waited for in vain."""
+    """The last samples of a server that became idle, or did not in time."""
 
     samples: Samples
     waited_s: float
@@ -97,7 +97,7 @@ async def wait_idle(http: HttpClient, timeout_s: float) -> IdleServer:
 
 
 async def wait_totals(http: HttpClient, timeout_s: float) -> IdleServer:
-    """Wait as `wait_idle` does, and until the totals count every answer before the last reading, and not that one.
+    """Wait as `wait_idle` does, and until the totals count every answer before the last reading, but not that one.
 
     Raises ChaosError.
     """
@@ -111,7 +111,7 @@ async def wait_totals(http: HttpClient, timeout_s: float) -> IdleServer:
 
 
 def _unbalanced(samples: Samples) -> dict[str, tuple[float, float]]:
-    """Return each number of an idle server that is not what it must be, with what it must be."""
+    """Return each wrong number of an idle server, with its right value."""
     wrong = {name: (samples.get(name, -1.0), 0.0) for name in _IS_ZERO_WHEN_IDLE if samples.get(name) != 0}
     accepted, ended = (
         samples.get("penstock_requests_accepted_total", -1.0),
@@ -133,12 +133,13 @@ class CountedRound:
 
     requests: int
     streams: int
-    """One for each choice."""
+    """Streams, one for each choice."""
     tokens: int
     reads: int
     """Answers of /metrics that the samples count: the one that the samples before come from, but not the last one."""
     most_checks: int | None
-    """Health checks of proxies that may have been answered. None: others may have asked, as often as they like."""
+    """Health checks of proxies that may have been answered, at most. None: others may have asked any number
+    of times."""
 
     @classmethod
     def of(cls, answers: Sequence[Answer], reads: int, most_checks: int | None) -> CountedRound:

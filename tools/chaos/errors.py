@@ -4,4 +4,4 @@ COMMAND = "penstock chaos"
 
 
 class ChaosError(Exception):
-    """The run cannot start or go on. The message is one line for the operator."""
+    """The run cannot start or continue. The message is one line for the operator."""

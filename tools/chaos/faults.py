@@ -1,4 +1,4 @@
-"""Kills, stops, terminates and reloads the server's processes, one after the other, as the plan says."""
+"""Kills, stops, terminates and reloads the server's processes, one after the other, as planned."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _STALE_S = 2.2
 
 
 class FaultInjector:
-    """Runs the faults of a round. The next one waits until the server has got over the last."""
+    """Runs the faults of a round. The next fault waits until the server has recovered from the last."""
 
     def __init__(self, server: Server, ledger: Ledger) -> None:
         self.done: list[DoneFault] = []
@@ -112,7 +112,8 @@ class FaultInjector:
                     os.kill(pid, signal.SIGCONT)
 
     async def _kill_worker(self, pid: int) -> None:
-        """Count its connections while it is stopped: so it accepts none between the count and its end."""
+        """Kill a worker. Its connections are counted while it is stopped, so it accepts none between the count and its
+        end."""
         os.kill(pid, signal.SIGSTOP)
         while is_running(pid) and not is_stopped(pid):  # noqa: ASYNC110 - a signal takes effect a moment later
             await asyncio.sleep(0)
@@ -123,7 +124,10 @@ class FaultInjector:
         kill.gone_s = time.monotonic()
 
     async def _wait_ended(self, pid: int, every_s: float = 0.1) -> None:
-        """Wait until a process is gone that drains or hangs: a second SIGTERM would end its streams, as it should."""
+        """Wait until a process that drains or hangs is gone.
+
+        A second SIGTERM would end its streams, so it gets only one.
+        """
         timeout_s = self._server.options.drain_timeout_s + _EXIT_MARGIN_S
         deadline_s = time.monotonic() + timeout_s
         while is_running(pid):
@@ -133,7 +137,7 @@ class FaultInjector:
             await asyncio.sleep(every_s)
 
     async def _restart_frontend_b(self) -> None:
-        """As a rolling restart does: it drains and ends, then the next one takes its port."""
+        """Restart frontend B as a rolling restart does: it drains and ends, then the next one takes its port."""
         child = self._server.frontend_b
         if child is None:
             return

@@ -1,4 +1,4 @@
-"""The clients' books: how each request ended, whether that was right, and what does not balance."""
+"""The clients' books: how each request ended, whether that was right, and which numbers do not balance."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class ChoiceAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer, or what had arrived of one. A finish_reason is empty until it is known."""
+    """A whole answer, or the received part of one. A finish_reason is empty until it is known."""
 
     choices: tuple[ChoiceAnswer, ...]
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    """As in the usage; 0 if there was none."""
+    """Tokens by the usage; 0 without a usage."""
     has_token_ids: bool = True
 
     @property
@@ -63,9 +63,9 @@ class Ending:
     """The code of the error object, if there was one."""
     has_retry_after: bool = False
     fault: str = ""
-    """Why the answer is not whole, if nobody hung up and no status says so."""
+    """Why the answer is incomplete, if nobody hung up and no status explains it."""
     is_broken: bool = False
-    """The connection ended early, or a proxy said so with a 502."""
+    """The connection ended early, or a proxy reported that with a 502."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class DoneFault:
     at_s: float
     """time.monotonic()."""
     took_s: float
-    """Until the server had got over it: the victim's end, if it drains, and then both frontends ready."""
+    """Time until the server recovered: the victim's end, if it drains, and then both frontends ready."""
 
 
 @dataclass(slots=True)
@@ -91,14 +91,16 @@ class WorkerKill:
     at_s: float
     """time.monotonic()."""
     num_connections: int
-    """TCP connections that it had: at most as many requests are cut."""
+    """Its TCP connections: at most as many requests are cut."""
     gone_s: float = math.inf
-    """Until then its connections were open, and proxies sent requests on them that nobody read."""
+    """Time until which its connections were open: proxies sent requests on them that nobody read."""
     num_cut: int = 0
 
     def explains(self, ending: Ending) -> bool:
-        """Whether the request began before everybody knew, and broke at once. One that breaks later had another
-        worker."""
+        """Whether the request began before everyone knew of the kill, and broke at once.
+
+        One that breaks later had another worker.
+        """
         began_early = ending.started_s <= self.gone_s + _CLOSE_SEEN_S
         return began_early and self.at_s <= ending.ended_s <= self.gone_s + _BREAK_SEEN_S
 
@@ -106,7 +108,7 @@ class WorkerKill:
 _CLOSE_SEEN_S = 0.25
 """A client or proxy on a busy machine may still send on an idle connection that the system has closed."""
 _BREAK_SEEN_S = 3.0
-"""A slow reader sees the end of its stream after its pause of at most 1 s, on a busy machine a little later."""
+"""A slow reader sees the end of its stream after its pause of at most 1 s, or later on a busy machine."""
 NEEDS_RETRY_AFTER = frozenset({429, 503, 529})
 
 
@@ -139,7 +141,7 @@ def difference(got: Answer, right: Answer, *, is_whole: bool) -> str:
 
 @dataclass
 class Ledger:
-    """Every request is opened once and ended once. Whatever does not balance is in `imbalances`, by name."""
+    """Every request is opened once and ended once. Everything that does not balance is in `imbalances`, by name."""
 
     allow_refusals: bool = False
     """Let any request be refused with a 429 or 503 that has a Retry-After."""
@@ -165,7 +167,7 @@ class Ledger:
         return sum(kill.num_connections for kill in self._kills)
 
     def note_kill(self, at_s: float, num_connections: int) -> WorkerKill:
-        """A worker is killed: the connections that it had are lost. The caller sets when it was gone."""
+        """Note that a worker is killed: its connections are lost. The caller sets the time when it was gone."""
         self._kills.append(kill := WorkerKill(at_s, num_connections))
         return kill
 
@@ -210,7 +212,7 @@ class Ledger:
         return EndKind.COMPLETE
 
     def _judge_cut(self, ending: Ending) -> EndKind:
-        """Charge a kill that explains it, the last one first."""
+        """Find the latest kill that explains the cut request, and charge it."""
         for kill in reversed(self._kills):
             if kill.explains(ending) and kill.num_cut < kill.num_connections:
                 kill.num_cut += 1
@@ -232,7 +234,7 @@ class Ledger:
         return EndKind.FAILED
 
     def close(self) -> None:
-        """Nothing more ends. A request that is still open is lost."""
+        """Close the books: a request that is still open is lost."""
         for index in self._open:
             self.imbalance("a request never ended", f"request {index}")
         self._open.clear()
@@ -247,6 +249,6 @@ class Ledger:
             examples.append(example)
 
     def expect(self, what: str, got: Any, want: Any) -> None:
-        """Book a difference between a number and what it must be."""
+        """Record the difference between a number and its right value."""
         if got != want:
             self.imbalance(what, f"{got} instead of {want}")

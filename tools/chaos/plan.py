@@ -82,10 +82,10 @@ class Act:
     """False: `X-Penstock-Coalesce: off`."""
     hangup: Hangup | None = None
     pause_s: float = 0.0
-    """A slow reader takes nothing for so long after the first event."""
+    """A slow reader reads nothing for this long after the first event."""
     in_flood: bool = False
     cache_salt: str | None = None
-    """Shares no page with other requests, so that pages have to be evicted."""
+    """A salt of its own: it shares no page with other requests, so that pages must be evicted."""
 
 
 def make_recipes(model: str, vocab_size: int | None, seed: int, count: int) -> list[Recipe]:
@@ -173,7 +173,7 @@ def _structured(rng: random.Random, _vocab_size: int | None) -> _Drawn:
 
 @dataclass(frozen=True)
 class Workload:
-    """Draws the requests of a run. The n-th is always the same, whatever became of those before it."""
+    """Draws the requests of a run. The n-th is always the same, whatever happened to those before it."""
 
     recipes: list[Recipe]
     tenants: list[Tenant]
@@ -181,10 +181,10 @@ class Workload:
     seed: int
     drop_rate: float = 0.5
     flood_every: int = 400
-    """One flood in so many requests."""
+    """One request in this many starts a flood."""
     flood_size: int = 32
     hot: int = 6
-    """Recipes that are asked for so often that their requests meet and share a sequence."""
+    """Number of recipes that are requested so often that their requests meet and share a sequence."""
     _weights: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -193,7 +193,10 @@ class Workload:
         object.__setattr__(self, "_weights", weights)
 
     def groups(self, first: int, count: int) -> Iterator[list[Act]]:
-        """Yield the acts numbered from first on. A group has one act, or the many of a flood, to be sent at once."""
+        """Yield the acts numbered from first on.
+
+        A group has one act, or the acts of a flood, which are sent at once.
+        """
         index, end = first, first + count
         while index < end:
             rng = random.Random(f"act {self.seed} {index}")
@@ -257,7 +260,7 @@ class Fault:
     pick: int
     """Chooses the victim among several."""
     lasts_s: float
-    """How long a stopped process stays so."""
+    """How long a stopped process stays stopped."""
 
 
 def draw_faults(

@@ -17,9 +17,9 @@ from penstock.tools.chaos.child import Child
 from penstock.tools.chaos.errors import ChaosError
 
 SHIPPED = Path(penstock.__file__).parents[1] / "docs" / "operations"
-"""A wheel has no docs, so this folder exists in a checkout only."""
+"""Folder of the configurations. A wheel has no docs, so it exists only in a checkout."""
 _SYSTEM_FOLDERS = ":/usr/sbin:/usr/local/sbin"
-"""Debian has proxies where the PATH of a user does not look."""
+"""Folders where Debian has proxies and a user's PATH does not look."""
 _CHECKS_EVERY_S = {"haproxy": (1.0, 1.0, 2.0, 2.0), "nginx": ()}
 """Periods of the health checks in the shipped configurations: of /ready and of /health, on both frontends."""
 _CHECK_MARGIN_S = 1.0
@@ -51,11 +51,10 @@ class Addresses:
 
 
 def free_port() -> int:
-    """Return a port of loopback that nobody uses now and that, where possible, no outgoing connection takes before it
-    is bound.
+    """Return a loopback port that is free now and, where possible, outside the range of outgoing connections.
 
-    The kernel gives ports of its ephemeral range to connections at any moment, so this one lies outside that range. If
-    the range leaves none, or the system does not tell it, the kernel chooses.
+    The kernel gives ports of its ephemeral range to connections at any moment. If that range leaves no port, or the
+    system does not report it, the kernel chooses.
     """
     try:
         first, last = map(int, _EPHEMERAL_RANGE.read_text().split())
@@ -90,12 +89,12 @@ class Proxy(Child):
         super().__init__(run, environment, directory / "log")
 
     def most_checks(self, lasts_s: float) -> int:
-        """Return how many health checks it sends in this time at the most, while all are answered."""
+        """Return the most health checks that it sends in this time, while all are answered."""
         return sum(int((lasts_s + _CHECK_MARGIN_S) / every_s) + 1 for every_s in _CHECKS_EVERY_S[self.name])
 
 
 _Command = tuple[list[str], list[str], dict[str, str]]
-"""How to check the configuration, how to run it in the foreground, and the environment of both."""
+"""Command that checks the configuration, command that runs it in the foreground, and the environment of both."""
 
 
 def _haproxy(program: str, addresses: Addresses, _directory: Path, configurations: Path) -> _Command:

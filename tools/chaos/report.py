@@ -1,4 +1,4 @@
-"""The findings of a run: for people on the terminal and in Markdown, for machines in JSON."""
+"""The results of a run: for people on the terminal and in Markdown, for machines in JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Outcome:
-    """Everything that a run found."""
+    """Everything that a run recorded."""
 
     ledger: Ledger
     model: str = ""
@@ -32,7 +32,7 @@ class Outcome:
     lasted_s: float = 0.0
     faults: list[DoneFault] = field(default_factory=list)
     resumed: int = 0
-    """Streams that went on in another backend, as far as it was read before the next one died."""
+    """Streams that another backend continued, as far as it was read before the next one died."""
     longest_settle_s: float = 0.0
     longest_request: Ending | None = None
     """The slowest request whose answer was complete and right."""
@@ -68,7 +68,7 @@ class ChaosReport:
     longest_settle_s: float
     longest_complete_request: str
     descriptors: dict[str, list[int]]
-    """By role: at the base, and at the end; of the process that has most."""
+    """By role: at the base and at the end, of the process with the most."""
     memory: list[dict[str, Any]]
     memory_not_measured: list[str]
     """Roles of which no process was measured twice."""

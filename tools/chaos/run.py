@@ -35,7 +35,7 @@ from penstock.tools.chaos.server import Server
 _START_TIMEOUT_S = 600.0
 _SETTLE_TIMEOUT_S = 30.0
 _GRACE_S = 90.0
-"""How long the last requests of a round may take to end. Those that have not are lost."""
+"""Time that the last requests of a round may take to end. Later ones are lost."""
 _CENSUS_TIMEOUT_S = 10.0
 _REFERENCE_CLIENTS = 4
 _ROUND_S = 60.0
@@ -98,7 +98,8 @@ class ChaosRun:
         self._next_index = 0
 
     async def run(self) -> Outcome:
-        """Raises ChaosError if it cannot start. What ends it later is an imbalance, so that the report is not lost."""
+        """Run. Raises ChaosError if it cannot start. A later failure is an imbalance, so that the report is
+        not lost."""
         self.outcome.started_s = time.monotonic()
         await self._start()
         workload = await self._learn()
@@ -152,7 +153,7 @@ class ChaosRun:
             http.close()
 
     async def _learn(self) -> Workload:
-        """Ask every recipe once, undisturbed: the right answers. Raises ChaosError."""
+        """Send every recipe once, undisturbed, to learn the right answers. Raises ChaosError."""
         key = self._tenants[0].api_key
         http = HttpClient(self._entrances[0], key)
         try:
@@ -188,7 +189,7 @@ class ChaosRun:
         return None if self._plan.num_requests is None else round(part * self._plan.num_requests)
 
     async def _round(self, workload: Workload, number: int, deadline_s: float, injector: FaultInjector | None) -> None:
-        """A storm, with faults unless it is one of the last rounds, and then the books."""
+        """Run a storm, with faults unless it is one of the last rounds, and then check the books."""
         plan = self._plan
         rounds_left = plan.num_rounds - number
         lasts_s = max(0.0, deadline_s - time.monotonic()) / rounds_left
@@ -207,9 +208,9 @@ class ChaosRun:
         await self._settle(f"after round {number + 1}", is_base=False, is_quiet=is_quiet)
 
     async def _storm(self, workload: Workload, count: int | None, lasts_s: float, overtime_s: float = 0.0) -> None:
-        """Send requests at an even rate over the time; without a count, as fast as the clients go.
+        """Send requests at an even rate over the time; without a count, as fast as the clients allow.
 
-        What a slow server leaves no time for, overtime included, is sent in the next round.
+        Requests for which a slow server leaves no time, overtime included, are sent in the next round.
         """
         started_s = time.monotonic()
         first = self._next_index
@@ -250,7 +251,7 @@ class ChaosRun:
                 self.outcome.longest_request = ending
 
     async def _settle(self, when: str, *, is_base: bool, is_quiet: bool = True) -> None:
-        """Everybody has gone: compare what the server holds with what it held when it was warm."""
+        """Compare the server's resources with those when it was warm; all clients have left."""
         self._close_connections()
         idle = await wait_idle(self._numbers, _SETTLE_TIMEOUT_S)
         self.outcome.longest_settle_s = max(self.outcome.longest_settle_s, idle.waited_s)
@@ -356,7 +357,10 @@ class ChaosRun:
 
 
 def _allowance(act: Act) -> Allowance:
-    """Only a tenant with limits and a flood may be refused. Of each pair the second is what /v1/messages says."""
+    """The refusals that the act may meet: only a limited tenant and a flood may be refused.
+
+    The second code of each pair is that of /v1/messages.
+    """
     refusals = set()
     if act.tenant.is_limited:
         refusals |= {(429, "rate_limit_exceeded"), (429, "rate_limit_error")}

@@ -1,4 +1,4 @@
-"""The target of the attack: `penstock serve`, a second frontend on its backend, and the proxies before both."""
+"""The attacked server: `penstock serve`, a second frontend on its backend, and the proxies before both."""
 
 from __future__ import annotations
 
@@ -109,17 +109,17 @@ class Server:
         return [proxy.url for proxy in self.proxies] or [self.url_a]
 
     def most_checks(self, lasts_s: float) -> int:
-        """Return how many health checks of proxies may be answered in this time, if all are."""
+        """Return the most health checks of proxies that may be answered in this time, if all are."""
         return sum(proxy.most_checks(lasts_s) for proxy in self.proxies)
 
     def check_alive(self) -> None:
-        """Raises ChaosError if what never should has ended: the supervisor or a proxy."""
+        """Raises ChaosError if a process that must not end has ended: the supervisor or a proxy."""
         self.serve.check_alive()
         for proxy in self.proxies:
             proxy.check_alive()
 
     def roles(self) -> dict[str, list[int]]:
-        """The pids of all our processes but zombies and proxies, by role. The children of a role have one too."""
+        """The pids of all our processes except zombies and proxies, by role. The children of a role have a role too."""
         found: dict[str, list[int]] = {}
         for child in (self.serve, self.frontend_b):
             for pid, state in session_members(child.pid).items() if child is not None else ():
@@ -162,7 +162,7 @@ class Server:
         draft.replace(self._keys)
 
     def stop(self) -> list[str]:
-        """Stop everything, and say what did not end as it should."""
+        """Stop everything, and return the processes that did not end properly."""
         faults = []
         for proxy in self.proxies:
             proxy.terminate()
@@ -179,14 +179,17 @@ class Server:
         return faults
 
     def tracebacks(self) -> Iterator[str]:
-        """The first lines of errors that our processes did not expect, from their logs."""
+        """The first lines of unexpected errors in our processes' logs."""
         for child in (self.serve, self.frontend_b):
             if child is not None and (place := (log := child.log()).find("Traceback (most")) >= 0:
                 yield log[max(0, place - 200) : place + 1500]
 
 
 def _role(pid: int) -> str:
-    """A child that a process forked has its parent's command line: it is "child of" that role."""
+    """The role of a process.
+
+    A child that a process forked has its parent's command line: it is "child of" that role.
+    """
     module = _module(pid)
     role = _MODULES.get(module, "other")
     parent = _parent(pid)

@@ -1,6 +1,6 @@
-"""Training pairs of the demo embedding model: what somebody asks, and the page of the documentation that answers it.
+"""Training pairs of the demo embedding model: a question, and the page of the documentation that answers it.
 
-Pages and questions come from the same docstrings (see `entries`), so that whoever trains needs nothing but Python.
+Pages and questions come from the same docstrings (`entries`), so that training needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Page:
 
     @property
     def text(self) -> str:
-        """As it is embedded by somebody who searches the documentation."""
+        """The text that is embedded for a search of the documentation."""
         return f"{self.name}{self.signature}\n{self.summary}\n{self.rest}".strip()[:_MAX_PAGE_CHARS]
 
     @property
@@ -87,8 +87,10 @@ def name_words(name: str) -> str:
 
 
 def make_pair(page: Page, rng: random.Random) -> tuple[str, str]:
-    """A question and the text that answers it. Now and then the words that both share are taken out of the text, so
-    that the model must know more than equal words."""
+    """A question and the text that answers it.
+
+    Sometimes the words that both share are removed from the text, so that the model must learn more than equal words.
+    """
     if not page.summary:
         return name_words(page.name), page.rest[:_MAX_PAGE_CHARS].partition("\n")[2] or page.rest[:_MAX_PAGE_CHARS]
     kind = rng.random()

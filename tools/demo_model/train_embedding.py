@@ -29,7 +29,7 @@ MODEL_DIR = Path(__file__).parents[2] / "backend" / "demo_embedding_model"
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 MAX_TOKENS = 256
 _QUESTION_TOKENS, _PAGE_TOKENS = 24, 48
-"""Training cuts texts at these lengths; the positions behind them are trained by moving some texts back."""
+"""Training cuts texts at these lengths. Some texts are shifted, to train the positions behind them."""
 _TEMPERATURE = 0.05
 _SAME_MODULE_PART = 0.5
 """This part of a batch comes from few modules: their pages are harder to tell apart."""
@@ -53,7 +53,7 @@ class TrainingOptions:
 
     @property
     def dimensions(self) -> tuple[int, ...]:
-        """The lengths that a vector may be cut to."""
+        """The lengths to which a vector may be cut."""
         return self.hidden, self.hidden // 2, self.hidden // 4
 
 
@@ -170,7 +170,7 @@ def train(network: BertModel, tokenizer: Tokenizer, pages: list[Page], options: 
 def recall(
     network: BertModel, tokenizer: Tokenizer, questions: Sequence[str], pages: Sequence[str], size: int, first: int = 10
 ) -> float:
-    """The part of the questions whose page, pages[i] of question i, is among the first by cosine of size values."""
+    """The part of the questions whose page, pages[i] for question i, is among the first by cosine of size values."""
     network.train(mode=False)
     left, right = (_vectors(network, tokenizer, texts, size) for texts in (questions, pages))
     scores = left @ right.T

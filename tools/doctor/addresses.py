@@ -1,4 +1,4 @@
-"""The places where the server listens: the backend's socket with its directory, and the port."""
+"""The addresses where the server listens: the backend's socket with its directory, and the port."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def http_port(host: str, port: int) -> Finding:
 
 
 def whose(address: str, port: int) -> str:
-    """Return how a Penstock that listens there is, to follow "in use"; nothing for another program, or behind TLS."""
+    """Describe a Penstock that listens there, to follow "in use"; empty for another program, or behind TLS."""
     try:
         ready = httpx2.get(
             f"http://{f'[{address}]' if ':' in address else address}:{port}/ready",

@@ -60,7 +60,10 @@ def cores(count: int) -> Finding:
 
 
 def features(cpu: CpuInfo, paths: Sequence[CpuPath]) -> Finding:
-    """paths are those of this architecture, best first. What the best one needs and the CPU lacks is named."""
+    """Report on the CPU's features.
+
+    paths are those of this architecture, best first. Features that the best one needs and the CPU lacks are named.
+    """
     subject = "CPU features"
     known = sorted(frozenset[str]().union(*(path.cpu_flags for path in paths)) & cpu.flags)
     if not any(path.cpu_flags <= cpu.flags for path in paths):

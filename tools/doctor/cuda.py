@@ -1,6 +1,6 @@
-"""The CUDA versions of the driver, of torch and of CuPy: whether they go together.
+"""The CUDA versions of the driver, of torch and of CuPy, and whether they fit together.
 
-The driver must be new enough for CUDA's major version; within a major version any driver does. Source:
+The driver must be new enough for CUDA's major version; within a major version any driver works. Source:
 https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 """
 
@@ -27,15 +27,15 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, slots=True)
 class CudaVersions:
-    """What is installed. A version of CUDA is (major, minor)."""
+    """Installed versions. A version of CUDA is (major, minor)."""
 
     driver_cuda: tuple[int, int] | None = None
     """The newest CUDA that the driver supports; None without a driver."""
     driver: str = ""
-    """The driver's own version, such as 580.65.06; empty if the system does not say."""
+    """The driver's own version, such as 580.65.06; empty if the system does not report it."""
     torch: str = ""
     torch_cuda: tuple[int, int] | None = None
-    """What torch was built for; None if for the CPU."""
+    """CUDA version of torch's build; None if it is for the CPU."""
     cupy: Mapping[str, str] = field(default_factory=dict)
     """Versions of CuPy by the name of their package, such as cupy-cuda13x."""
 
@@ -102,7 +102,7 @@ def cupy(packages: Mapping[str, str], torch_major: int, level_if_missing: Level)
 
 
 def _cupy_major(name: str) -> int | None:
-    """None for CuPy that was built on this machine, whose package has no version of CUDA in its name."""
+    """None for a CuPy that was built on this machine, whose package has no CUDA version in its name."""
     found = _CUPY.fullmatch(name)
     return int(found[1]) if found and found[1] else None
 

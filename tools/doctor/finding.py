@@ -1,4 +1,4 @@
-"""What an examination finds."""
+"""The result of an examination."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Level(enum.StrEnum):
     WARNING = "warning"
     """It works now, and may fail or be slow later."""
     ERROR = "error"
-    """The server does not start, or does not serve."""
+    """The server does not start, or cannot serve."""
 
 
 @dataclass(frozen=True, slots=True)

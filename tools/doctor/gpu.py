@@ -22,7 +22,10 @@ def examine_gpu(
     find: Callable[[], list[Gpu]] = find_gpus,
     memory_of: Callable[[int], MemoryInfo] = cuda_memory,
 ) -> Iterator[Finding]:
-    """gpu is an option as in `choose_device`. A machine without a GPU is in order, unless the option names one."""
+    """Examine the GPU.
+
+    gpu is an option as in `choose_device`. A machine without a GPU is fine, unless the option names one.
+    """
     if gpu == "none":
         yield Finding(Level.OK, "GPU", "not asked for; the CPU computes")
         return

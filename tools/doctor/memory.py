@@ -1,4 +1,4 @@
-"""Memory that this process may have, and its pages."""
+"""Memory that this process may use, and its pages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def free_memory(found: MemoryInfo) -> Finding:
 
 
 def huge_pages(setting: Path) -> Finding:
-    """setting is a file as the kernel's transparent_hugepage/enabled: the value that holds is in brackets."""
+    """setting is a file like the kernel's transparent_hugepage/enabled: the value in brackets applies."""
     try:
         value = setting.read_text(encoding="ascii").partition("[")[2].partition("]")[0]
     except OSError:

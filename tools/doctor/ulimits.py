@@ -1,4 +1,4 @@
-"""The limits of each process that ulimit shows. The stack's is not among them: the server runs with 128 KiB."""
+"""The limits of each process that ulimit shows. The stack's limit is not checked: the server runs with 128 KiB."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def address_space(limit: int) -> Finding:
 
 
 def private_memory(limit: int, free_bytes: int) -> Finding:
-    """free_bytes: free memory, of which weights and KV cache may take as much as the limit allows."""
+    """free_bytes is free memory. Weights and KV cache may take as much of it as the limit allows."""
     if limit == _UNLIMITED or limit >= free_bytes:
         return Finding(Level.OK, "private memory", _size(limit))
     remedy = "raise it (ulimit -d, LimitDATA= of systemd): weights and KV cache must fit into it"

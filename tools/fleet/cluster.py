@@ -1,4 +1,4 @@
-"""What the keeper needs of a cluster: nodes, and one server on each that it places there."""
+"""The keeper's interface to a cluster: nodes, and one server on each that it places there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Phase(StrEnum):
-    """Of the process that serves."""
+    """Phase of the serving process."""
 
     STARTING = "starting"
     UP = "up"
@@ -27,24 +27,24 @@ class Phase(StrEnum):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a server's actor says of it."""
+    """An actor's report on its server."""
 
     phase: Phase
     node_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
     server: Server | None = None
-    """Where it listens, from UP on."""
+    """The server's address, from UP on."""
     num_open: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Its sequences that run or wait."""
     reason: str = ""
-    """The last line of one that has FAILED."""
+    """The last line of a server that has FAILED."""
 
 
 class ClusterError(Exception):
-    """The message is one line for the operator."""
+    """The cluster failed. The message is one line for the operator."""
 
 
 class Cluster(Protocol):
-    """Ray, or a fake of tests. Methods raise ClusterError if the cluster does not answer."""
+    """The cluster that Ray runs, or a fake for tests. Methods raise ClusterError if the cluster does not answer."""
 
     def nodes(self) -> Sequence[str]:
         """Return the ids of the nodes that are alive and could run a server, in any order."""
@@ -53,16 +53,17 @@ class Cluster(Protocol):
         """Return the numbers of all servers that are placed."""
 
     def reports(self, numbers: Sequence[int]) -> dict[int, Report | None]:
-        """Return what these servers say: None for one that will not come back; none of those that do not answer now."""
+        """Return these servers' reports: None for one that will not come back; no entry for those that do not answer
+        now."""
 
     def place(self, number: int, node_id: str) -> None:
-        """Start a server. Its process, if it dies, is started again there."""
+        """Start a server. If its process dies, it is started again there."""
 
     def drain(self, number: int) -> None:
         """Let the server finish its streams and end."""
 
     def remove(self, number: int) -> None:
-        """Forget the server, and kill what is left of it."""
+        """Forget the server, and kill its remaining processes."""
 
     def want_nodes(self, count: int) -> None:
         """Ask the autoscaler for so many nodes. A cluster without one ignores it."""

@@ -24,24 +24,27 @@ class CannotStart(Exception):
 
 @dataclass(slots=True)
 class _Place:
-    """One server's number, and what is there."""
+    """One server's number and state."""
 
     is_placed: bool = False
     node_id: str | None = None
     """None until a server that another keeper placed has reported."""
     server: Server | None = None
-    """Where it was last up. While the server is restarted on its node, this is stale and costs the router retries."""
+    """The last known server. While it is restarted on its node, this is stale and costs the router retries."""
     num_open: int = 0
     is_leaving: bool = False
     is_told: bool = False
-    """It drains."""
+    """It has been told to drain."""
     num_failures: int = 0
     retry_at_s: float = 0.0
 
 
 @dataclass(slots=True)
 class Keeper:
-    """All lasting state is in the cluster: a second keeper with the same options goes on where one has ended."""
+    """Keeps the servers running.
+
+    All lasting state is in the cluster: a second keeper with the same options continues where one has ended.
+    """
 
     cluster: Cluster
     scaling: Scaling
@@ -56,7 +59,7 @@ class Keeper:
     """Servers that wait for a node, as last logged."""
 
     def turn(self, now_s: float) -> None:
-        """Do what there is to do now. Raises CannotStart, and what publish raises: the next turn publishes again."""
+        """Do the work that is due. Raises CannotStart, and any error of publish: the next turn publishes again."""
         try:
             self._look(now_s)
             wanted = self.scaling.note(sum(place.num_open for place in self._places.values()), now_s)
@@ -75,7 +78,7 @@ class Keeper:
 
     @property
     def servers(self) -> Sequence[Server]:
-        """Those that the router should have, by number. It checks itself which of them are ready."""
+        """The servers for the router, by number. The router checks itself which of them are ready."""
         places = (place for _, place in sorted(self._places.items()))
         return [place.server for place in places if place.server is not None and not place.is_leaving]
 
@@ -120,7 +123,7 @@ class Keeper:
             place.server, place.num_failures = report.server, 0
 
     def _lose(self, number: int, place: _Place, why: str, now_s: float) -> None:
-        """Its successor is placed at once, after a failed start with a growing pause."""
+        """Note a lost server. Its successor is placed at once, or after a growing pause if the start failed."""
         self.log(f"server {number} is lost: {why}")
         self.cluster.remove(number)
         pause_s = 0.0 if place.server else min(_FIRST_PAUSE_S * 2.0**place.num_failures, _LONGEST_PAUSE_S)
@@ -153,7 +156,8 @@ class Keeper:
                 self.log(f"server {number} is not needed any longer")
 
     def _drain_leavers(self) -> None:
-        """Only once the router has learned of it. A request that still arrives is retried at another server."""
+        """Drain servers once the router no longer knows them. A request that still arrives is retried at another
+        server."""
         for number, place in self._places.items():
             if place.is_leaving and not place.is_told:
                 try:

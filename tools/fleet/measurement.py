@@ -91,16 +91,16 @@ class RouterOptions:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """What one router did."""
+    """The result of one router."""
 
     router: str
     prompt_tokens: int
     computed_tokens: int
-    """Of them, in all servers."""
+    """Prompt tokens computed in all servers."""
     busiest: float
     """Prompt tokens of the busiest server over the mean."""
     request_ms: float
-    """Median of the single client."""
+    """Median request time of the single client."""
     request_cpu_us: float
     """CPU time of the router's processes."""
     event_cpu_us: float
@@ -108,7 +108,7 @@ class Routed:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """A way to the servers."""
+    """A route to the servers."""
 
     name: str
     url: str
@@ -151,7 +151,7 @@ def _server(number: int, options: str) -> Iterator[Server]:
 def _ways(
     servers: Sequence[Server], options: RouterOptions, directory: Path
 ) -> Iterator[contextlib.AbstractContextManager[_Way]]:
-    """All servers behind each router; first one server alone, which is the best that there is."""
+    """All routes: all servers behind each router; first one server alone, the best possible case."""
     yield contextlib.nullcontext(_Way("one server, no router", f"http://{servers[0].address}", None))
     template = directory / "round-robin"
     template.write_text(_ROUND_ROBIN)

@@ -1,4 +1,4 @@
-"""The options of `penstock ray`, and what it accepts of those of `penstock serve`."""
+"""The options of `penstock ray`, and the options of `penstock serve` that it accepts."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class UpOptions(FleetOptions):
 
     @property
     def needs(self) -> dict[str, float]:
-        """Of one server, in Ray's terms."""
+        """The resources of one server, in Ray's terms."""
         return {"GPU": 1.0} if self.nodes_with == "gpu" else {"CPU": float(self.cpus_per_server)}
 
 

@@ -27,7 +27,7 @@ _KEEPER_GONE_TIMEOUT_S = 10.0
 
 
 class _Actor(ServerProcess):
-    """Lives on its node. It has one thread for calls, the main one."""
+    """An actor on its node. It has one thread for calls, the main one."""
 
     def __init__(self, number: int, options: Sequence[str], environment: Mapping[str, str]) -> None:
         node_id = ray.get_runtime_context().get_node_id()
@@ -39,8 +39,10 @@ class _KeeperMark:
 
 
 class RayCluster:
-    """Servers are named actors of one namespace, detached, so that they outlive the keeper. Ray restarts an actor whose
-    process has died, on its node; if the node has died, the keeper places the number anew."""
+    """Servers are named actors of one namespace, detached, so that they outlive the keeper.
+
+    Ray restarts an actor whose process has died, on its node. If the node has died, the keeper places the number again.
+    """
 
     def __init__(
         self,
@@ -60,8 +62,7 @@ class RayCluster:
             raise ClusterError(f"no Ray cluster at {address or 'this machine'}: {_line(error)}") from error
 
     def claim(self) -> None:
-        """Be the only keeper of these servers, or find that there is none, until this process ends. Raises
-        ClusterError."""
+        """Become the only keeper of these servers until this process ends. Raises ClusterError if there is another."""
         deadline_s = time.monotonic() + _KEEPER_GONE_TIMEOUT_S
         with _translated():
             while _find(_KEEPER) is not None:
@@ -135,7 +136,7 @@ class RayCluster:
 
 
 class _translated:  # noqa: N801 - used as a function
-    """Turns Ray's exceptions in its block into ClusterError."""
+    """Turn Ray's exceptions in the block into ClusterError."""
 
     def __enter__(self) -> None: ...
 

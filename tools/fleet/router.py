@@ -30,12 +30,12 @@ FILES: dict[RouterKind, str] = {"haproxy": "haproxy.cfg", "nginx": "nginx.conf"}
 TARGETS = "servers.json"
 TEMPLATES = Path(__file__).parent / "templates"
 BEGINNING = r'"(?:content|prompt|input|instructions|system|query|inputs|text)" *: *(?:"|\[)'
-"""What stands before a prompt's first character, in the body of every endpoint that has a prompt."""
+"""Text before a prompt's first character, in the body of every endpoint that has a prompt."""
 NUM_BEGINNING_BYTES = 1024
-"""About 256 tokens. Requests whose prompts agree so far go to one server."""
+"""About 256 tokens. Requests whose prompts agree this far go to one server."""
 BALANCE_FACTOR_PERCENT = 150
 SLACK_REQUESTS = 32
-"""Open requests that no bound applies to."""
+"""Open requests that no bound limits."""
 _COMMAND_TIMEOUT_S = 30.0
 _ASK_EVERY_S = 0.05
 _SIGNAL_AGAIN_S = 1.0
@@ -44,24 +44,27 @@ _GENERATION_BYTES = 8
 
 
 class RouterError(Exception):
-    """The message is one line for the operator."""
+    """The router failed. The message is one line for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
     kind: RouterKind
     directory: Path
-    """Of the files that are written: the configuration, the list of servers, and what the proxy needs."""
+    """Directory of the written files: the configuration, the list of servers, and the proxy's own files."""
     listen: str
     """HOST:PORT where clients connect."""
     template: Path | None = None
-    """Instead of the shipped one."""
+    """Replaces the shipped template."""
     reload_command: str | None = None
-    """Runs after each change, for a proxy that somebody else runs. Without it the proxy is started here as a daemon."""
+    """Runs after each change, for a proxy that somebody else runs.
+
+    Without it the proxy is started here as a daemon.
+    """
 
 
 def render(settings: RouterSettings, servers: Sequence[Server], generation: str) -> str:
-    """Return the proxy's configuration; generation tells it from others. Raises RouterError for a wrong template."""
+    """Return the proxy's configuration; generation identifies it. Raises RouterError for a wrong template."""
     path = settings.template or TEMPLATES / FILES[settings.kind]
     try:
         environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)  # noqa: S701 - no HTML
@@ -97,8 +100,10 @@ class Router:
             raise RouterError(str(error)) from error
 
     def apply(self, servers: Sequence[Server]) -> None:
-        """Route to these servers from now on. Open streams go on. Raises RouterError; then the proxy goes on as before,
-        or it does not run."""
+        """Route to these servers from now on. Open streams continue.
+
+        Raises RouterError; then the proxy keeps its configuration, or does not run.
+        """
         generation = secrets.token_hex(_GENERATION_BYTES)
         configuration = render(self._settings, servers, generation).encode()
         try:
@@ -144,14 +149,14 @@ class Router:
             time.sleep(_ASK_EVERY_S)
 
     def stop(self) -> None:
-        """Let it accept nothing new and end with its last stream. Raises RouterError."""
+        """Accept nothing new, and end with the last stream. Raises RouterError."""
         if self._settings.kind == "haproxy":
             self._signal_until(signal.SIGUSR1, lambda: self._generation() is None)
         else:
             self._signal_until(signal.SIGQUIT, lambda: True)
 
     def _signal_until(self, number: signal.Signals, is_done: Callable[[], bool]) -> None:
-        """HAProxy's main process loses signals while it executes itself again, so it may need a second one."""
+        """Send a signal until is_done. HAProxy's main process loses signals while it executes itself again."""
         deadline_s = time.monotonic() + _COMMAND_TIMEOUT_S
         while (pid := self.pid) is not None:
             with suppress(ProcessLookupError):  # it has ended since
@@ -167,7 +172,7 @@ class Router:
             raise RouterError("haproxy ended when it read its configuration again")
 
     def _generation(self) -> str | None:
-        """Of the HAProxy process that accepts connections now; None without one."""
+        """The generation of the HAProxy process that accepts connections now; None without one."""
         with socket.socket(socket.AF_UNIX) as asking:
             asking.settimeout(_SIGNAL_AGAIN_S)
             try:
@@ -194,7 +199,7 @@ class Router:
         return [self._program, "-e", "stderr", "-p", str(self._directory), "-c", str(path)]
 
     def _run(self, argv: list[str], failed: str) -> None:
-        """Output goes to a file: a daemon keeps it open."""
+        """Run a command. Output goes to a file: a daemon keeps it open."""
         log = self._directory / f"{self._settings.kind}.log"
         try:
             begin = log.stat().st_size if log.exists() else 0

@@ -1,4 +1,4 @@
-"""How many servers there should be, by the requests that are open."""
+"""Computes the number of servers from the number of open requests."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Bounds:
     least: int
     most: int
     open_requests: int = 0
-    """Running and waiting sequences that one server should have; 0 leaves the number at least."""
+    """Target of running and waiting sequences for one server; 0 keeps the least number of servers."""
 
 
 class Scaling:
-    """The target of open requests decides, smoothed: more servers once the load has asked for them for UP_WINDOW_S,
-    fewer once it has needed no more for DOWN_WINDOW_S."""
+    """Smooths the target: more servers once the load has needed them for UP_WINDOW_S, fewer once it has not for
+    DOWN_WINDOW_S."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
@@ -29,11 +29,11 @@ class Scaling:
         self.wanted = bounds.least
 
     def start_from(self, num_servers: int) -> None:
-        """Begin with so many, within the bounds."""
+        """Begin with this many servers, within the bounds."""
         self.wanted = min(max(num_servers, self._bounds.least), self._bounds.most)
 
     def note(self, num_open: int, now_s: float) -> int:
-        """Take the open requests of all servers in; return how many servers there should be."""
+        """Note the open requests of all servers; return the number of servers that should run."""
         bounds = self._bounds
         if not bounds.open_requests:
             return self.wanted

@@ -1,4 +1,4 @@
-"""One `penstock serve` on a node of the cluster, and what its actor says of it. Knows nothing of Ray."""
+"""One `penstock serve` on a node of the cluster, and its actor's report. Knows nothing of Ray."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ _READY = re.compile(r"Ready: http://\S+:(\d{1,5})/v1\s*")
 _CHECK_EVERY_S = 1.0
 _CHECK_TIMEOUT_S = 2.0
 UNREADY_LIMIT_S = 600.0
-"""`penstock serve` replaces what dies or hangs itself, and a model may take minutes to load. After this time without
-/ready it is taken to be hung as a whole."""
+"""`penstock serve` replaces processes that die or hang, and a model may take minutes to load.
+
+After this time without /ready it is considered hung as a whole.
+"""
 _RESTART_STATUS = 1
 
 
@@ -40,15 +42,16 @@ class _Counts(msgspec.Struct):
 
 
 class ServerProcess:
-    """Belongs to an actor. Create it in the actor's main thread: when that ends, the server is killed.
+    """A server's process. It belongs to an actor.
 
-    If the server dies after it was ready, or is hung, the actor's process ends, and Ray starts it again.
+    Create it in the actor's main thread: when that ends, the server is killed. If the server dies after it was ready,
+    or is hung, the actor's process ends, and Ray starts it again.
     """
 
     def __init__(
         self, number: int, options: Sequence[str], environment: Mapping[str, str], *, host: str, node_id: str
     ) -> None:
-        """options are those of `penstock serve`; host is the node's address, where the server listens."""
+        """options are those of `penstock serve`; host is the node's address, on which the server listens."""
         self._number, self._host, self._node_id = number, host, node_id
         self._server: Server | None = None
         self._num_open = 0
@@ -132,7 +135,7 @@ class ServerProcess:
 
 
 def _ask(server: Server) -> _Counts | None:
-    """Return what /ready says; None unless it is green."""
+    """Return the body of /ready; None unless it is green."""
     connection = http.client.HTTPConnection(server.host, server.port, timeout=_CHECK_TIMEOUT_S)
     try:
         connection.request("GET", "/ready")

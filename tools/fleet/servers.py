@@ -17,7 +17,7 @@ MAX_SERVERS = 1024
 @dataclass(frozen=True, slots=True, order=True)
 class Server:
     number: int
-    """Of the replica, from 0. It stays when the replica moves to another node, so that the ring stays."""
+    """Number of the replica, from 0. It stays when the replica moves to another node, and so does the ring."""
     host: str
     """An IP address."""
     port: int
@@ -33,7 +33,7 @@ class Server:
 
     @property
     def name(self) -> str:
-        """The number as it stands in the ids of the server's answers."""
+        """The number in the ids of the server's answers."""
         return f"s{self.number:04x}"
 
     @property

@@ -1,6 +1,6 @@
-"""The contract suite: what the engine relies on, for any forward pass. Needs numpy and pytest only.
+"""The contract suite: the engine's requirements on any forward pass. Needs only numpy and pytest.
 
-    python -m penstock.tools.forward_pass_contract package.module:Class --model DIR
+python -m penstock.tools.forward_pass_contract package.module:Class --model DIR
 
 `test_contract`, `test_pooling` and `test_adapters` have the tests, `steps` builds the batches that they run, `options`
 gives pytest its options and the `forward_pass` fixture. May import `penstock.backend.forward_pass` and

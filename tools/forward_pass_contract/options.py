@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _HOST_KV_BYTES = 64 << 20
 """Host memory for passes that keep pages on the host."""
 _NUM_PLACES = 3
-"""The same for passes that can keep them in memory which outlives the process."""
+"""Host pages of passes that can keep them in memory which outlives the process."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Ints: TypeAlias = NDArray[np.int32]
 
 NUM_PAGES = 256
-"""Of each group of layers."""
+"""Pages of each group of layers."""
 NOT_ITS_OWN = NUM_PAGES - 1
 MAX_RUNNING = 20
 MAX_BATCH_TOKENS = 512
@@ -109,7 +109,7 @@ class StepRow:
     pooled: tuple[str, int] | None = None
     """Kind of the vector that the row completes, and the position of a second text."""
     passed: tuple[int, ...] = ()
-    """By group, the first pages that are behind the window: those of set NOT_ITS_OWN stand in their place."""
+    """By group, the first pages that are behind the window; pages of set NOT_ITS_OWN replace them."""
     adapter: int = NO_ADAPTER
 
 
@@ -131,7 +131,7 @@ class StepRunner:
         return len(self.forward_pass.spec.kv_windows)
 
     def random_pages(self, num_tokens: int) -> list[int]:
-        """Pages for num_tokens, in any order; two calls may return the same page."""
+        """Pages for num_tokens, in random order; two calls may return the same page."""
         num_pages = -(-num_tokens // page_size_of(self.forward_pass))
         return [int(page) for page in self.rng.permutation(NUM_PAGES)[:num_pages]]
 

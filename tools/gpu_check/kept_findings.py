@@ -1,4 +1,4 @@
-"""Keeps what a run has found below its directory, so that the same command goes on after a kill, and parts add up."""
+"""Keeps a run's findings in its directory, so that the same command continues after a kill, and parts add up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OtherRun(Exception):
 
 
 class KeptFindings:
-    """The findings of each section in a file that its process writes, and how the sections ended that have ended."""
+    """The findings of each section, in a file that its process writes, and how the ended sections ended."""
 
     def __init__(self, out: Path, environment: dict[str, str]) -> None:
         """Raises OtherRun, or OSError if the directory cannot be written."""
@@ -45,7 +45,7 @@ class KeptFindings:
         self._ended(outcome.name).write_text(json.dumps(ended) + "\n", encoding="utf-8")
 
     def load(self, section: str) -> SectionOutcome | None:
-        """How the section ended, with its findings; None if it has not ended."""
+        """A section's outcome and findings; None if it has not ended."""
         try:
             ended = json.loads(self._ended(section).read_text(encoding="utf-8"))
             outcome, wall_s = str(ended["outcome"]), float(ended["wall_s"])

@@ -1,8 +1,8 @@
-"""Pack what the user has downloaded of other engines into one archive for `--peers`, after importing it.
+"""Packs downloaded packages of other engines into one archive for `--peers`, after importing them.
 
 `python3 -m penstock.tools.gpu_check.pack_peers --out peers.tar.xz flash_attn_3-3.0.0-….whl nano-vllm/`: wheels are
-unpacked, of directories the packages in them are taken. Of vLLM's wheel only FlashAttention 3 is taken, under the name
-that it has in its own wheel. Unpack the archive on the GPU's machine and name its directory with `--peers`.
+unpacked, and packages in directories are copied. From vLLM's wheel only FlashAttention 3 is taken, under the name that
+it has in its own wheel. Unpack the archive on the GPU's machine and name its directory with `--peers`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 _MAX_BYTES = 4 << 30
-"""Of one wheel, unpacked."""
+"""Limit of one wheel's unpacked size."""
 _IMPORT_TIMEOUT_S = 120.0
 VLLM_LIBRARY = "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
 _FUNCTIONS = Path(__file__).parent / "kernel_speed" / "flash_attn_3_of_vllm.py"
@@ -53,7 +53,8 @@ def gather(sources: list[Path], directory: Path) -> None:
 
 @contextmanager
 def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
-    """Raises PeersRefused for a file that is no wheel, or whose files would lie elsewhere or are too large."""
+    """Raises PeersRefused for a file that is not a wheel, or whose files are too large or would be unpacked
+    elsewhere."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = archive.namelist()

@@ -1,5 +1,5 @@
-"""`penstock inspect`: what a model is, and whether Penstock can serve it, from small files and tensor headers alone.
+"""`penstock inspect`: describes a model, and whether Penstock can serve it, from small files and tensor headers alone.
 
 `headers` reads names, dtypes and shapes of the tensors; `config_fields` the dimensions of any architecture;
-`description` puts them together; `command` prints.
+`description` combines them; `command` prints.
 """

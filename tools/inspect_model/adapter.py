@@ -19,13 +19,13 @@ from penstock.backend.shipped_models import SHIPPED_MODELS
 
 
 class AdapterDescription(Struct, frozen=True):
-    """None for what is unknown."""
+    """An adapter's description. Unknown values are None."""
 
     adapter: str
     base_model: str | None
     """As the adapter's files name it."""
     checked_with: str | None
-    """The model that its tensors were compared with."""
+    """The model with which its tensors were compared."""
     not_served_because: str | None
     rank: int | None
     alpha: float | None
@@ -43,9 +43,10 @@ def is_adapter(model: str) -> bool:
 
 
 def describe_adapter(directory: Path, base: str | None) -> AdapterDescription:
-    """base is the model to compare it with; by default the one that the adapter names, if that is a directory here.
+    """Describe the adapter.
 
-    Raises StartupError for files that cannot be read.
+    base is the model to compare it with; by default the one that the adapter names, if that is a directory here. Raises
+    StartupError for files that cannot be read.
     """
     config: PeftConfig | None = None
     reason = None
@@ -75,7 +76,7 @@ def describe_adapter(directory: Path, base: str | None) -> AdapterDescription:
 
 
 def _find_fault(directory: Path, base: str) -> str | None:
-    """Raises StartupError for a base model that is none."""
+    """Compare the tensors with base. Raises StartupError if base is not a model."""
     config = read_decoder_config(SHIPPED_MODELS.get(base) or resolve_small_files(base))
     try:
         with PeftAdapter(directory, config):

@@ -1,4 +1,4 @@
-"""The dimensions that config.json of any architecture gives, whether it is served or not."""
+"""The dimensions in any architecture's config.json, whether it is served or not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Count = Annotated[int, Meta(ge=0, le=1 << 32)]
 
 
 class Quantization(Struct, frozen=True):
-    """quantization_config, as the formats on the hub write it."""
+    """quantization_config, in the forms of the formats on the hub."""
 
     quant_method: str | None = None
     bits: _Count | None = None
@@ -24,7 +24,7 @@ class Quantization(Struct, frozen=True):
 
     @property
     def bits_per_weight(self) -> int:
-        """Bits of a weight in a packed tensor; 8 where the format does not say."""
+        """Bits of a weight in a packed tensor; 8 where the format does not specify them."""
         if self.load_in_4bit or self.quant_method == "mxfp4":
             return 4
         return self.bits or self._in_groups("num_bits") or 8
@@ -51,7 +51,7 @@ class Quantization(Struct, frozen=True):
 
 
 class ConfigFields(Struct, frozen=True):
-    """None for what the file does not say."""
+    """Fields of config.json. Missing ones are None."""
 
     num_hidden_layers: _Count | None = None
     hidden_size: _Count | None = None
@@ -93,7 +93,7 @@ class ConfigFields(Struct, frozen=True):
 
 
 def read_fields(values: dict[str, Any], where: object) -> ConfigFields:
-    """The fields of config.json's object; those of its text model, if it describes several. Raises StartupError."""
+    """Read the fields of config.json's object, or of its text model if it describes several. Raises StartupError."""
     text = values.get("text_config")
     own = {**values, **text} if isinstance(text, dict) else values
     return convert(own, ConfigFields, where)

@@ -41,20 +41,20 @@ _OTHER_DATA = (
     *("scale", "scales", "scale_inv", "_scales", "zero_point", "qzeros", "g_idx", "weight_shape"),
     *("absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state.bitsandbytes__nf4"),
 )
-"""Endings of tensors that belong to quantised weights and are no parameters."""
+"""Endings of the names of tensors that belong to quantised weights and are not parameters."""
 
 
 class ModelDescription(Struct, frozen=True):
-    """None for what is unknown. Bytes are those of the files."""
+    """A model's description. Unknown values are None. Bytes are those of the files."""
 
     model: str
     architecture: str | None
     not_served_because: str | None
-    """None if this version serves the model on the CPU."""
+    """None if this version serves the model on the CPU; otherwise the reason."""
     task: str | None
     """As `backend --task auto` chooses it."""
     vectors: dict[str, int]
-    """Kind of vector that the model gives instead of tokens → numbers of each vector."""
+    """Kind of vector that the model returns instead of tokens → numbers of each vector."""
     layers: int | None
     hidden_size: int | None
     intermediate_size: int | None
@@ -80,15 +80,17 @@ class ModelDescription(Struct, frozen=True):
     kv_bytes_per_token: dict[str, int]
     """By KV dtype, as `--kv-dtype` takes it."""
     state_bytes_per_sequence: int
-    """Of layers that keep a state in place of keys and values."""
+    """Memory of layers that keep a state instead of keys and values."""
     tool_format: str | None
     reasoning_format: str | None
     tokenizer_error: str | None
 
 
 def describe_named_model(model: str, revision: str | None, *, by_own_code: bool = False) -> ModelDescription:
-    """Describe what --model names, served by our code or by transformers'. Only small files of a hub model are
-    downloaded. Raises StartupError."""
+    """Describe the model that --model names, served by our code or by transformers'.
+
+    Only small files of a hub model are downloaded. Raises StartupError.
+    """
     shipped = SHIPPED_MODELS.get(model)
     model_dir = shipped or resolve_small_files(model, revision)
     is_local = shipped is not None or Path(model).expanduser().exists()
@@ -99,9 +101,9 @@ def describe_named_model(model: str, revision: str | None, *, by_own_code: bool 
 def describe_model(
     model: str, model_dir: Path, files: WeightFiles, *, is_local: bool, by_own_code: bool = False
 ) -> ModelDescription:
-    """model_dir has the small files; is_local: and the weights. by_own_code: transformers' code is to serve it.
+    """Describe a model. model_dir has the small files, and with is_local the weights.
 
-    Raises StartupError if config.json cannot be read.
+    by_own_code: transformers' code serves it. Raises StartupError if config.json cannot be read.
     """
     path = model_dir / CONFIG_FILE
     values = read_json_object(path)
@@ -157,7 +159,7 @@ def describe_model(
 
 
 def _quantization_text(quantization: Quantization | None, dtypes: Counter[str]) -> str | None:
-    """Describe the quantisation. A GGUF file's is the types of its blocks, most of the bytes first."""
+    """Describe the quantisation; for a GGUF file, the types of its blocks, those with the most bytes first."""
     if quantization is None or quantization.quant_method != "gguf":
         return None if quantization is None else quantization.text
     return ", ".join(name for name, _ in dtypes.most_common() if name in BLOCK_TYPES) or None
@@ -192,9 +194,9 @@ def _architecture(values: dict[str, Any]) -> str | None:
 def _served(
     model_dir: Path, architecture: str | None, *, checks_weights: bool
 ) -> tuple[str | None, str | None, PassSpec | None]:
-    """Why the model is not served, if so; its task; and what its pass says of it.
+    """Return why the model is not served, if so; its task; and its pass's description.
 
-    For a decoder that is not ours: what transformers' code says of it.
+    A decoder that is not ours is described by transformers' code.
     """
     task = spec = None
     try:
@@ -218,7 +220,7 @@ def _served(
 
 
 def _served_by_own_code(model_dir: Path) -> tuple[str | None, str | None, PassSpec | None]:
-    """As `_served`. What only loading the weights would show is not checked."""
+    """Like `_served`. Obstacles that only loading the weights would show are not checked."""
     try:
         return None, "generate", TransformersPass.describe(model_dir, PassOptions())
     except StartupError as error:
@@ -226,7 +228,7 @@ def _served_by_own_code(model_dir: Path) -> tuple[str | None, str | None, PassSp
 
 
 def _syntax(model_dir: Path) -> tuple[str | None, str | None, str | None]:
-    """The names of tool and reasoning format; and why the tokenizer cannot be loaded, if so."""
+    """Return the names of tool and reasoning format; and why the tokenizer cannot be loaded, if so."""
     try:
         syntax = model_syntax_of(ModelTokenizer.load(model_dir))
     except Exception as error:  # noqa: BLE001 - the tokenizer library raises plain Exception for a bad file

@@ -1,4 +1,5 @@
-"""The tensors of a checkpoint by their headers: of a directory or GGUF file, or of a hub model that stays there."""
+"""The tensors of a checkpoint by their headers: of a directory or GGUF file, or of a hub model without
+downloading it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 class TensorHeader(NamedTuple):
     dtype: str
-    """As in the file: "BF16", "F8_E4M3", "I32", and for GGUF "Q4_K"."""
+    """The dtype's name in the file: "BF16", "F8_E4M3", "I32", and for GGUF "Q4_K"."""
     shape: tuple[int, ...]
     num_bytes: int
 
@@ -29,8 +30,10 @@ class WeightFiles(NamedTuple):
 
 
 def read_directory(model_dir: Path) -> WeightFiles:
-    """The tensors of model.safetensors, of the index's shards that are there, or of the GGUF files of a directory that
-    was made for them. Raises StartupError for a bad file."""
+    """The tensors of model.safetensors, of the index's existing shards, or of the GGUF files behind the directory.
+
+    Raises StartupError for a bad file.
+    """
     if ggufs := sorted(model_dir.glob(f"*{GGUF_SUFFIX}")):
         return WeightFiles(
             {

@@ -19,27 +19,28 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
-"""A model whose backend cannot start is tried again after a pause that doubles."""
+"""Limit of the pause, which doubles, before a model whose backend cannot start is tried again."""
 _LOADS = (ModelState.STARTING, ModelState.LOADING)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SleepingModel:
-    """A model, and its backend while it has one. num_bytes is an estimate of what it takes while it is awake."""
+    """A model, and its backend while it has one. num_bytes is an estimate of its memory while it is awake."""
 
     name: str
     prepared: PreparedBackend
     num_bytes: int
     child: Child | None = None
     changed_s: float = 0.0
-    """When its state has changed, of CLOCK_MONOTONIC."""
+    """CLOCK_MONOTONIC time of the last change of state."""
     wanted_s: float | None = None
     num_failures: int = 0
-    """In a row."""
+    """Consecutive failures."""
 
 
 class ModelAttendant:
-    """Wakes models that requests wait for, and lets those sleep that nobody needs. A sleeping model has no process."""
+    """Wakes models that requests wait for, and puts models to sleep that nobody needs. A sleeping model has
+    no process."""
 
     def __init__(
         self,
@@ -60,10 +61,10 @@ class ModelAttendant:
         self._budget_bytes = budget_bytes
 
     def note_signal(self) -> None:
-        """Other commands have nothing to say to it."""
+        """Do nothing: other commands have no messages for it."""
 
     def turn(self) -> bool:
-        """Look at all models. True: it wants further turns."""
+        """Look at all models. Always returns True: it wants further turns."""
         for index, model in enumerate(self._models):
             self._follow(index, model)
         now_s = time.monotonic()
@@ -79,7 +80,7 @@ class ModelAttendant:
         return True
 
     def _follow(self, index: int, model: SleepingModel) -> None:
-        """Note what has become of its process."""
+        """Note the state of its process."""
         state, child = self._table.state(index), model.child
         if child is None:
             if state is ModelState.STARTING:

@@ -1,4 +1,4 @@
-"""Which models wake and which sleep, from what is awake, what is wanted, and the memory that there is."""
+"""Decides which models wake and which sleep, from their state, the requests and the memory."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class ModelView:
 
     state: ModelState
     num_bytes: int
-    """Estimate of what it takes while it is awake."""
+    """Estimate of its memory while it is awake."""
     num_open: int
-    """Requests that need it. A model with some never falls asleep."""
+    """Requests that need it. A model with any never falls asleep."""
     used_s: float
-    """When it was last needed or, if that was earlier, when it woke."""
+    """Time when it was last needed or, if later, when it woke."""
     asked_s: float
-    """When an administrator asked that it sleeps."""
+    """Time when an administrator asked that it sleep."""
     wanted_s: float | None
-    """Since when requests wait for it, if it is asleep and may be loaded."""
+    """Time since when requests wait for it, if it is asleep and may be loaded."""
 
 
 @dataclass(slots=True)
@@ -39,10 +39,11 @@ class Decision:
 
 
 def decide(models: Sequence[ModelView], now_s: float, *, idle_s: float, budget_bytes: int | None) -> Decision:
-    """idle_s is how long a model that nobody needs stays awake, 0 is for ever; budget_bytes None is no limit.
+    """Decide which models wake and which sleep.
 
-    Models are woken in the order in which they were wanted. The first one that does not fit makes those sleep that
-    nobody has needed for the longest time; the others wait behind it, so that a large model is not passed for ever.
+    idle_s is how long a model that nobody needs stays awake, 0 means forever; budget_bytes None means no limit. Models
+    wake in the order in which they were wanted. The first one that does not fit makes the least recently needed ones
+    sleep; the others wait behind it, so that a large model is not passed forever.
     """
     decision = Decision()
     idle = [

@@ -1,6 +1,6 @@
-"""What each model takes while it is awake, as its backend plans it: weights, steps' workspace and KV cache.
+"""Estimates each model's memory while it is awake, as its backend plans it: weights, workspace and KV cache.
 
-It runs in a process of its own, because a plan imports torch, which `penstock serve` does not need afterwards.
+It runs in its own process, because a plan imports torch, which `penstock serve` does not need afterwards.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PROCESS_BYTES = 300_000_000
-"""A backend on the CPU without weights and cache: torch, the interpreter and the tokenizer's grammar compiler."""
+"""Memory of a backend on the CPU without weights and cache: torch, the interpreter and the grammar compiler's
+tokenizer."""
 _FREE_SHARE = 0.9
 
 
 class Sizes(msgspec.Struct, frozen=True):
     free_bytes: int
-    """A tenth less than what is free on the models' device."""
+    """Nine tenths of the free memory on the models' device."""
     models: tuple[int | str, ...]
     """Bytes of each model, or why its size is unknown."""
 

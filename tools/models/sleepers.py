@@ -41,10 +41,11 @@ class Sleepers:
         idle_s: float,
         budget_bytes: int | None,
     ) -> Sleepers:
-        """The first num_loaded models are loaded at the start, as far as the budget goes.
+        """Make the table and estimate the sizes.
 
-        One of the others that cannot be used, or is larger than the budget, stays asleep with the reason. Raises
-        StartupError for such a model among the first, and OSError without memory for the table.
+        The first num_loaded models are loaded at the start, as far as the budget goes. One of the others that cannot be
+        used, or is larger than the budget, stays asleep with the reason. Raises StartupError for such a model among the
+        first, and OSError without memory for the table.
         """
         estimated = estimate(backends)
         limit_bytes = estimated.free_bytes if budget_bytes is None else budget_bytes

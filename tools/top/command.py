@@ -79,7 +79,7 @@ def top(
 
 
 class View:
-    """What is shown, and what the keys have chosen. operator is None without an admin key."""
+    """The view, with the choices that keys have made. operator is None without an admin key."""
 
     def __init__(self, meter: Meter, sort: Sort, operator: Operator | None = None) -> None:
         """Raises ValueError for records that are damaged."""

@@ -25,7 +25,7 @@ CANCEL_HELP = "j k choose   c cancels"
 def draw(
     snapshot: Snapshot, sort: Sort, *, num_lines: int, notice: str = "", chosen: str | None = None
 ) -> RenderableType:
-    """Return a frame with at most num_lines requests. chosen is the name of the one that is marked."""
+    """Return a frame with at most num_lines requests. chosen is the name of the marked request."""
     parts: list[RenderableType] = [_header(snapshot), _pages(snapshot), *_rates(snapshot.rates)]
     if notice:
         parts.append(Text(notice, style="yellow"))

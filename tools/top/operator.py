@@ -22,7 +22,7 @@ class Operator:
     transport: httpx2.BaseTransport | None = None
 
     def cancel(self, line: Line) -> str:
-        """Cancel the request of a line; return what came of it, in one line."""
+        """Cancel the request of a line; return the result in one line."""
         if line.request is None:
             return "this sequence began before the recorder's first record, so its request is not known"
         frontend, request_id = line.request

@@ -1,4 +1,4 @@
-"""Sums up what a running engine does: its requests, its tenants, and the rates of the last seconds."""
+"""Sums up a running engine's state: its requests, its tenants, and the rates of the last seconds."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class TenantLine:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Means over the last `WINDOW_S` seconds, or over less if the recorder knows less."""
+    """Means over the last `WINDOW_S` seconds, or over the shorter time that the recorder covers."""
 
     steps_per_s: float = 0.0
     tokens_per_s: float = 0.0
-    """Computed, given ones and generated ones."""
+    """Computed tokens, given and generated ones."""
     decodes_per_s: float = 0.0
     arrived_per_s: float = 0.0
     ended_per_s: float = 0.0
@@ -89,9 +89,9 @@ class Snapshot:
     steps: list[StepColumn]
     """The latest ones, oldest first."""
     num_running: int
-    """Sequences."""
+    """Running sequences."""
     num_waiting: int
-    """Requests."""
+    """Waiting requests."""
     has_gap: bool
 
 
@@ -107,7 +107,7 @@ class Meter:
         """Time of the first thing that was read."""
 
     def take(self, now_s: float) -> Snapshot:
-        """Read what is new. Raises ValueError for records that are damaged."""
+        """Read new records. Raises ValueError for damaged ones."""
         live, changes = self._live, self._live.poll()
         times_s = [step.ended_s for step in changes.steps[:1]] + [event.time_s for event in changes.events[:1]]
         if self._first_s is None and times_s:
@@ -199,7 +199,7 @@ def _line(live: LiveEngine, request: LiveRequest, name: str, now_s: float) -> Li
 
 
 def _progress(request: LiveRequest, sequence: LiveSequence | None, now_s: float) -> tuple[int, float]:
-    """Return the generated tokens, and how many a second."""
+    """Return the number of generated tokens, and the rate per second."""
     if sequence is None or request.pooled or sequence.num_computed < request.num_prompt_tokens:
         return 0, 0.0
     num_generated = sequence.num_computed + 1 - request.num_prompt_tokens

@@ -30,7 +30,7 @@ _MAX_BYTES = 1 << 16
 
 
 class CannotUpgrade(Exception):
-    """The message is one line for the operator."""
+    """The upgrade is impossible. The message is one line for the operator."""
 
 
 class Report(Struct, frozen=True):
@@ -41,7 +41,7 @@ class Report(Struct, frozen=True):
 
 
 class Caller:
-    """Whoever asked for an upgrade. It may be gone: then the log alone has the lines."""
+    """The process that asked for an upgrade. It may be gone: then only the log has the lines."""
 
     def __init__(self, connection: socket.socket | None, log: Callable[[str], None]) -> None:
         """Takes the connection over; None for a signal without one."""
@@ -91,8 +91,10 @@ class ControlSocket:
             return None
 
     def accept(self) -> tuple[Caller, list[str]]:
-        """Return the next caller with the words that it sent; without one, nobody and no words. Raises BadOptions after
-        it has told the caller what is wrong with its message."""
+        """Return the next caller with the words that it sent; without one, a caller without a connection and no words.
+
+        Raises BadOptions after it has told the caller what is wrong with its message.
+        """
         connection = self._next_connection()
         caller = Caller(connection, self._log)
         if connection is None:

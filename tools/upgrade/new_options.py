@@ -31,7 +31,7 @@ class BadOptions(Exception):
 
 
 def changed(options: BackendOptions, words: Sequence[str]) -> BackendOptions:
-    """Return the options with those changed that words, such as ["--max-running", "32"], name. Raises BadOptions."""
+    """Return the options changed by words, such as ["--max-running", "32"]. Raises BadOptions."""
     if len(words) > MAX_TOKENS:
         raise BadOptions(f"{len(words)} words; the limit is {MAX_TOKENS}")
     given = {_name(word) for word in words if word.startswith("--")}
@@ -59,5 +59,5 @@ def _take(*, options: BackendOptions = BackendOptions()) -> BackendOptions:  # n
 
 
 def _name(word: str) -> str:
-    """The option's name: that of --no-deterministic and --deterministic=true is "deterministic"."""
+    """The option's name. For --no-deterministic and --deterministic=true it is "deterministic"."""
     return word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("_", "-")

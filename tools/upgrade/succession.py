@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.tools.backend_children import BackendChildren, PreparedBackend
 
 _CONNECT_LIMIT_S = 10.0
-"""How long the old backend waits for its frontends to find the new one."""
+"""Time that the old backend waits for its frontends to find the new one."""
 _JOIN_LIMIT_S = 1.0
 _NEXT = "-next"
 
@@ -49,7 +49,7 @@ class Running:
 
 
 class Succession:
-    """Replaces backends. Its iterators do a part of the work at a time, so they do not hold the supervisor up."""
+    """Replaces backends. Its iterators do part of the work at a time, so they do not hold up the supervisor."""
 
     def __init__(self, supervisor: Supervisor, children: BackendChildren, tell: Callable[[str], None]) -> None:
         self._supervisor = supervisor
@@ -57,7 +57,7 @@ class Succession:
         self._tell = tell
 
     def replace(self, running: Running, options: BackendOptions) -> Iterator[None]:
-        """Replace one backend by one with these options. Raises CannotUpgrade if the old one goes on instead."""
+        """Replace one backend by one with these options. Raises CannotUpgrade if the old one continues instead."""
         path = options.socket
         next_path = path.with_name(f"{path.stem}{_NEXT}{path.suffix}")
         prepared = self._children.prepare(options)
@@ -103,7 +103,8 @@ class Succession:
             yield
 
     def _replace_in_place(self, running: Running, options: BackendOptions) -> Iterator[None]:
-        """Raises CannotUpgrade if the new one does not start; then the old options hold again."""
+        """Replace without room for both. Raises CannotUpgrade if the new one does not start; then the old options apply
+        again."""
         yield from self._end(running.child, is_quick=True)
         prepared = self._children.prepare(options, running.prepared)
         new = self._supervisor.add(prepared.spec(running.name))
@@ -127,7 +128,7 @@ class Succession:
         self._tell(f"the new {running.name} is ready")
 
     def _end(self, child: Child, *, is_quick: bool = False) -> Iterator[None]:
-        """is_quick: its streams continue with the next backend, so it does not wait for their ends."""
+        """End the backend. is_quick: its streams continue with the next backend, so it does not wait for their ends."""
         self._supervisor.retire(child)
         while child.end is None:
             yield
@@ -151,7 +152,7 @@ class _Visit:
     """A connection to a backend, as a frontend without requests: it shows the model, and the number of frontends."""
 
     def __init__(self, invitation: Invitation) -> None:
-        """Takes the invitation over. Raises CannotUpgrade if the backend's board is that of other code."""
+        """Takes ownership of the invitation. Raises CannotUpgrade if the backend's board belongs to other code."""
         self._control = invitation.control
         self.card = invitation.welcome.model
         try:
@@ -164,7 +165,7 @@ class _Visit:
 
     @property
     def num_frontends(self) -> int:
-        """With this visit, once the backend has counted it."""
+        """Number of frontends including this visit, once the backend has counted it."""
         count: int = self._board.frontends
         return count
 

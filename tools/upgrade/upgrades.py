@@ -37,7 +37,7 @@ class Upgrades:
         self._work: Iterator[None] | None = None
 
     def note_signal(self) -> None:
-        """Begin what the caller asks for, or refuse it."""
+        """Begin the upgrade that the caller asks for, or refuse it."""
         try:
             caller, words = self._control.accept()
         except BadOptions:
@@ -50,7 +50,7 @@ class Upgrades:
             self._caller, self._work = caller, self._upgrade(words, caller.tell)
 
     def turn(self) -> bool:
-        """Go on with the upgrade. False when there is none."""
+        """Continue the upgrade. False when there is none."""
         if self._work is None:
             return False
         try:

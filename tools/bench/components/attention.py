@@ -1,7 +1,7 @@
 """`penstock bench attention`: decode attention on the CPU against reading the keys and values once.
 
-Decode steps of thin decoders: their linears are small, and the keys and values of all layers are larger than the CPU's
-caches. Between two steps the same threads read the memory of the whole cache.
+It measures decode steps of thin decoders: their linears are small, and the keys and values of all layers are larger
+than the CPU's caches. Between two steps the same threads read the memory of the whole cache.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class AttentionPoint:
     context_tokens: int
     rows: int
     attention_gb_per_s: float
-    """Bytes of the keys and values, each once, in the time of the attention of all layers."""
+    """Size of all keys and values, each read once, divided by the time of the attention of all layers."""
     read_gb_per_s: float
     share: float
     """Median of the rounds' ratios."""
@@ -210,7 +210,7 @@ class ThinWeights:
 
 
 def attention_aims(points: Sequence[AttentionPoint]) -> list[Aim]:
-    """One for each type and group: the point with the least share."""
+    """One aim for each type and group: the point with the least share."""
     kinds = dict.fromkeys((point.kv_dtype, point.group) for point in points)
     aims = []
     for kv_dtype, group in kinds:

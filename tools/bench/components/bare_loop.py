@@ -34,7 +34,7 @@ _VOCAB_SIZE = 32_000
 
 
 class UnsentLink:
-    """BackendLink without sockets: every message is made and none is sent."""
+    """BackendLink without sockets: every message is built, none is sent."""
 
     def __init__(self) -> None:
         self.arrivals: list[LinkEvent] = []
@@ -154,7 +154,7 @@ class BareLoop:
         return elapsed_ms
 
     def settle(self, num_running: int, num_turns: int) -> None:
-        """Run until so many sequences run, then num_turns more: after those, all of them decode."""
+        """Run until num_running sequences run, then num_turns more: after those, all of them decode."""
         while self._scheduler.num_running < num_running:
             self.turn_ms()
         for _ in range(num_turns):

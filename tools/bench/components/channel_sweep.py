@@ -73,7 +73,7 @@ class ChannelSweepOptions:
 
 
 class Variant(NamedTuple):
-    """Plans that may be ahead, and whether each is made as late as possible (as the engine does) or at once."""
+    """Most plans ahead, and whether each is made as late as possible (as the engine does) or at once."""
 
     capacity: int
     is_late: bool = True

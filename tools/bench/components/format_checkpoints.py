@@ -1,7 +1,7 @@
 """Checkpoints of random weights in the quantised formats of other programs, for `penstock bench formats`.
 
-The formats say themselves which tensors a linear has; here they are filled with random bits and small scales. Weights
-in GGML's block types are in a safetensors file, as rows of the same bytes.
+The formats themselves list the tensors of a linear; here they are filled with random bits and small scales. Weights in
+GGML's block types are in a safetensors file, as rows of the same bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCALE_BYTES = {
     "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "IQ4_NL": (0,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
 }  # fmt: skip
-"""First bytes of the binary16 numbers in a block of each of GGML's types."""
+"""First bytes of the binary16 numbers in a block of each GGML type."""
 _SYMMETRIC_ZEROS = 0x77
 """Zero points of 8 in GPTQ's format, which stores one less."""
 _SCALE = 2e-3
@@ -39,7 +39,7 @@ _BLOCK_SCALE = 1e-4
 _E2M1_EXPONENT = 120
 """A biased exponent of MXFP4, which means 2^-7."""
 _FINITE_E4M3_BITS = 0b10111111
-"""Bytes with these bits only are below 2."""
+"""Bytes that use only these bits are below 2."""
 
 
 def _compressed(layout: str, **weights: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """`penstock bench formats`: memory and speed of quantised checkpoints of other programs, on the CPU.
 
-A model of random weights is written in each format and loaded in a process of its own.
+A model of random weights is written in each format and loaded in its own process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Sequences of one length in a pass on the CPU, one token of each in a step, with the logits after every token."""
+"""Runs sequences of one length in a pass on the CPU, one token of each per step, and returns the logits after every
+token."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class MaskCost:
 
 @dataclass(frozen=True, slots=True)
 class BenchVocabulary:
-    """A tokenizer.json, and what the backend knows about it from other files."""
+    """A tokenizer.json, and the backend's knowledge of it from other files."""
 
     tokenizer_json: Path
     vocab_size: int

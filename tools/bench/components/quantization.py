@@ -1,7 +1,7 @@
-"""`penstock bench quantization`: what a form of the weights costs in quality, on the CPU.
+"""`penstock bench quantization`: the loss of quality of each form of the weights, on the CPU.
 
 The same text runs through the model in every form, a token of each window in a step, as decodes are served. Perplexity
-is that of the text; all else compares a form with the reference, whose logits wait in a temporary file.
+is that of the text; all else compares a form with the reference, whose logits are kept in a temporary file.
 """
 
 from __future__ import annotations

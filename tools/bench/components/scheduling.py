@@ -50,9 +50,9 @@ class SchedulingCost:
     with_queue: TurnCost
     """The same sequences run, and many more requests wait."""
     arrival_ms: float
-    """The longest turn while all of those arrive at once, divided by their number."""
+    """The longest turn while all waiting requests arrive at once, divided by their number."""
     recorder_us: float
-    """Added to the median turn by the flight recorder."""
+    """Time that the flight recorder adds to the median turn."""
 
     def aims(self) -> list[Aim]:
         added_ms = self.with_queue.p50_ms - self.alone.p50_ms
@@ -99,9 +99,9 @@ def measure_scheduling(num_running: int = 256, num_waiting: int = 10_000, num_tu
 
 
 def _measure_recorder(num_running: int, num_turns: int) -> float:
-    """Microseconds that it adds to a turn.
+    """Microseconds that the recorder adds to a turn.
 
-    Two loops take turns, so that the machine's speed is the same for both. Where their objects lie in memory matters as
+    Two loops take turns, so that the machine's speed is the same for both. Where their objects are in memory matters as
     much as the recorder does, so it is the mean of several pairs.
     """
     return fmean(_measure_pair(num_running, num_turns, is_first=number % 2 == 0) for number in range(_NUM_PAIRS))

@@ -105,7 +105,7 @@ class SimulatedDevice:
 
 
 class RecordingLink(UnsentLink):
-    """Records what is pushed."""
+    """Records the pushed messages."""
 
     def __init__(self) -> None:
         super().__init__()

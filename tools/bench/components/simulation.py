@@ -167,7 +167,7 @@ class Simulation:
         heapq.heappush(self._due, (at_s, next(self._order), action))
 
     def _turn(self, now_s: float) -> None:
-        """Do everything that is due by now, then run one turn of the loop and add its CPU time to the clock."""
+        """Do everything that is due now, then run one turn of the loop and add its CPU time to the clock."""
         self._device.advance(now_s)
         while self._due and self._due[0][0] <= now_s:
             at_s, _, action = heapq.heappop(self._due)

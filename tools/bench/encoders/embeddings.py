@@ -110,14 +110,14 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class OwnRounds:
-    """Figures that only Penstock's counters tell."""
+    """Figures that only Penstock's counters provide."""
 
     duplicate_inputs: float
     """Share of inputs that repeat another."""
     computed_of_sent: float
     """Computed tokens / tokens of all inputs, with these duplicates."""
     computed_of_plain: float
-    """The same without duplicates: 1 without padding."""
+    """The same ratio without duplicates: 1 without padding."""
     wasted_of_computed: float
     """Tokens computed after their client had hung up / computed tokens, with the clients that drop."""
 

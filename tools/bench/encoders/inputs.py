@@ -38,7 +38,10 @@ class InputLength:
 
 
 def draw_text(num_tokens: int, rng: random.Random) -> str:
-    """num_tokens with the two special ones. Equal texts are as good as impossible, so no cache answers."""
+    """Text with num_tokens, including the two special ones.
+
+    Equal texts are practically impossible, so no cache answers.
+    """
     return " ".join(word(rng.randrange(NUM_WORDS)) for _ in range(num_tokens - _SPECIAL_TOKENS))
 
 

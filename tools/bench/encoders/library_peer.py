@@ -1,9 +1,9 @@
 """Runs in the Python environment of a library that is compared. Only the library penstock imports Penstock.
 
-    PYTHON library_peer.py sentence-transformers|onnxruntime|penstock MODEL_DIR DTYPE
+PYTHON library_peer.py sentence-transformers|onnxruntime|penstock MODEL_DIR DTYPE
 
 Each line of standard input is a JSON list of texts. For each, a line of standard output has the seconds that the
-vectors took, tokenising included. The first line says what runs.
+vectors took, including tokenising. The first line names the versions that run.
 """
 
 from __future__ import annotations

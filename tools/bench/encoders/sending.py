@@ -76,8 +76,10 @@ class EmbeddingRound:
 async def send_all(
     target: EmbeddingTarget, batches: Sequence[Batch], concurrency: int, *, drop: float = 0.0, seed: int = 0
 ) -> EmbeddingRound:
-    """Send the batches from so many clients; each sends its next one when its last has ended. drop is the share of
-    requests whose client hangs up early. Raises BenchError if a request fails."""
+    """Send the batches from `concurrency` clients; each sends its next one when its last has ended.
+
+    drop is the share of requests whose client hangs up early. Raises BenchError if a request fails.
+    """
     found = EmbeddingRound(0, 0, 0.0)
     waiting = iter(batches)
     rng = random.Random(seed)  # noqa: S311

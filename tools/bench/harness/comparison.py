@@ -1,4 +1,5 @@
-"""Findings of a comparison of servers: figures of each, ratios of the rounds, tables, and what makes them doubtful."""
+"""Results of a comparison of servers: figures of each, ratios of the rounds, tables, and warnings about doubtful
+figures."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 PENSTOCK = "penstock"
 """Name of our own server among the others."""
 _TOKEN_TOLERANCE = 0.02
-"""By this share, numbers of tokens may differ between servers: one may begin each prompt with a token of its own."""
+"""Numbers of tokens may differ between servers by this share: one may begin each prompt with a token of its own."""
 _KEPT_AIM = 0.5
 
 
@@ -72,7 +73,7 @@ class ComparedRow:
 
 @dataclass(frozen=True, slots=True)
 class BesideRow:
-    """The same beside busy threads."""
+    """The same load beside busy threads."""
 
     server: str
     concurrency: int
@@ -163,7 +164,7 @@ def beside_table(rows: Sequence[BesideRow], num_threads: int) -> Table:
 
 
 def warnings(rows: Sequence[ComparedRow] | Sequence[BesideRow]) -> Iterator[str]:
-    """Tell what makes figures doubtful. Each load begins with the row of Penstock."""
+    """Warn about doubtful figures. Each load begins with the row of Penstock."""
     ours = (0.0, 0.0)
     for row in rows:
         name = f"c={row.concurrency}, {row.server}" + (" beside busy threads" if isinstance(row, BesideRow) else "")

@@ -1,4 +1,4 @@
-"""The backend's own counters, read while it runs. They lie in shared memory, so reading costs the backend nothing."""
+"""The backend's own counters, read while it runs. They are in shared memory, so reading costs the backend nothing."""
 
 from __future__ import annotations
 

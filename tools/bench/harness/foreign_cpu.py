@@ -33,7 +33,7 @@ def machine_cpu_s() -> float:
 
 
 class ForeignCpu:
-    """CPU time of all processes but this one and those of the given trees, from now on."""
+    """CPU time of all processes except this one and those of the given trees, from now on."""
 
     def __init__(self, *our_pids: int) -> None:
         self._our_pids = our_pids

@@ -1,4 +1,4 @@
-"""The machine that a figure comes from. No figure is printed without it."""
+"""The machine on which a figure was measured. No figure is printed without it."""
 
 from __future__ import annotations
 

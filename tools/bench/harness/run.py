@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class MeasurementRun:
-    """Collects what a measurement finds. Tables go to standard output, progress to standard error."""
+    """Collects the results of a measurement. Tables go to standard output, progress to standard error."""
 
     report: BenchReport
     console: Console

@@ -69,7 +69,7 @@ class Answer:
 class Failover:
     streams: int
     moved: int
-    """Streams that the killed replica had."""
+    """Streams that were on the killed replica."""
     equal_answers: int
     """Answers whose tokens are those of the undisturbed run."""
     step_ms: float
@@ -77,7 +77,7 @@ class Failover:
     gap_undisturbed_ms: tuple[float, float]
     """Median and largest of the streams' longest gaps."""
     gap_of_kill_ms: tuple[float, float]
-    """The same of all streams of the disturbed run."""
+    """The same for all streams of the disturbed run."""
     gap_of_moved_ms: tuple[float, float]
     """The longest gap that ends after the kill: median and largest of as many streams as moved, those that waited
     longest."""

@@ -1,4 +1,4 @@
-"""`penstock bench fleet`: how prompts find their prefixes among 10 to 1,000 simulated backends."""
+"""`penstock bench fleet`: how requests find cached prefixes among 10 to 1,000 simulated backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a request finds its backend among many: the policies that `penstock bench fleet` compares."""
+"""The policies that `penstock bench fleet` compares: how a request finds its backend among many."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Place(Protocol):
 
     @property
     def owner(self) -> Owner:
-        """The backend's present life, for a prefix table."""
+        """The backend's present life, as a prefix table stores it."""
 
 
 class Policy(Protocol):
     def place(self, alive: Sequence[Place], submit: Submit, tokens: array[int]) -> Place:
-        """One of the backends that are alive, of at least one."""
+        """Choose one of the backends that are alive, of which there is at least one."""
 
 
 class RoundRobin:
@@ -72,7 +72,7 @@ class _Ring:
         self._members = [member for _, member in points]
 
     def find(self, key: bytes, loads: Mapping[int, float]) -> int:
-        """The member for the key, of those in loads, whose load is at most a quarter above the mean."""
+        """The key's member among those in loads; its load is at most a quarter above the mean."""
         most = _MAX_OVER_MEAN * sum(loads.values()) / len(loads) + _SLACK
         start = bisect_left(self._hashes, _hash(key))
         for point in range(start, start + len(self._members)):
@@ -83,7 +83,7 @@ class _Ring:
 
 
 class HashRing:
-    """What a proxy does that knows a request's first tokens and its own open requests, and keeps no table."""
+    """The policy of a proxy that knows a request's first tokens and its own open requests, and keeps no table."""
 
     def __init__(self, num_backends: int) -> None:
         self._ring = _Ring(num_backends)

@@ -1,8 +1,9 @@
 """Many backends with the real loop, scheduler and prefix cache, on simulated devices and one simulated clock.
 
-A step of a device lasts STEP_S, and TOKEN_S longer for each of its tokens. Loops and wires take no time: what a backend
-costs its host is `penstock bench scheduling`'s matter. A backend may die: its streams go on at others with the tokens
-that they have, and it comes back with an empty cache.
+A step of a device lasts STEP_S, and TOKEN_S longer for each of its tokens. Loops and wires take no time: `penstock
+bench scheduling` measures the cost of a backend's loop.
+
+A backend may die: its streams continue at others with the tokens that they have, and it comes back with an empty cache.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from penstock.tools.bench.replicas.fleet_routing import Policy
 
 TOKEN_S = 20e-6
-"""Prefill of 50,000 tokens a second: about a large GPU's, for a model of 8 billion parameters."""
+"""Time of a prompt's token: prefill of 50,000 tokens a second, like a large GPU's for a model of 8 billion
+parameters."""
 PAGE_SIZE_TOKENS = 32
 NUM_PAGES = 1024
 """32,768 tokens: room for the sequences that run and for about forty prefixes."""
@@ -58,7 +60,7 @@ class Traffic:
     output_tokens: int = 16
 
     def draw(self, num_backends: int, seed: int) -> list[tuple[float, array[int]]]:
-        """Time and prompt of each request, in order of time."""
+        """Draw time and prompt of each request, in order of time."""
         draw = random.Random(seed)  # noqa: S311 - a load, not a secret
         num_groups, num_requests = (
             each * num_backends for each in (self.groups_per_backend, self.requests_per_backend)
@@ -129,7 +131,7 @@ class _Backend:
         return not adapter_id
 
     def end_life(self) -> None:
-        """Count what it has computed, and lose the rest."""
+        """Count what it has computed, and drop all its state."""
         self.computed_tokens += self.board.computed_tokens
         self.prompt_tokens += self.board.prompt_tokens
         self.cached_tokens += self.board.cached_tokens
@@ -164,7 +166,7 @@ class FleetResult:
     hit_rate: float
     """Prompt tokens that were found in a cache."""
     best_hit_rate: float
-    """The same, if each prefix were computed once in the whole fleet."""
+    """The hit rate if each prefix were computed once in the whole fleet."""
     ttft_p50_ms: float
     ttft_p99_ms: float
     in_time: float
@@ -172,7 +174,7 @@ class FleetResult:
     busiest_over_mean: float
     """Device time of the busiest backend, over the mean."""
     moved: int
-    """Streams that went on elsewhere because their backend died."""
+    """Streams that continued elsewhere because their backend died."""
     routing_us: float
     """CPU time of one choice."""
 
@@ -219,7 +221,7 @@ class Fleet:
         heapq.heappush(self._due, (at_s, next(self._order), action))
 
     def _await(self, arrivals: Iterator[tuple[float, array[int]]]) -> None:
-        """Only the next arrival is in the heap."""
+        """Schedule the next arrival; only that one is in the heap."""
         if (arrival := next(arrivals, None)) is None:
             return
         at_s, prompt = arrival
@@ -271,7 +273,7 @@ class Fleet:
             self._turn_at(backend, due_s)
 
     def _kill(self, backends: Sequence[_Backend]) -> None:
-        """All at once; then their streams look for other places."""
+        """Kill the backends at once; then their streams look for other places."""
         for backend in backends:
             backend.end_life()
             self._next_turn_s.pop(backend.index, None)

@@ -98,9 +98,9 @@ class TimedDecoder:
 
 
 def load_decoders(options: BackendOptions, max_batch: int, num_pages: int) -> list[TimedDecoder]:
-    """Load the implementation that the backend would use, then plain torch if that is another.
+    """Load the implementation that the backend would use, then plain torch if that is another one.
 
-    Quantised weights do without torch, which multiplies them far more slowly. Raises StartupError.
+    Not torch for quantised weights, which it multiplies far more slowly. Raises StartupError.
     """
     if choose_device(options.gpu) != "cpu":
         raise StartupError("the bare work is measured on the CPU: give --gpu none")

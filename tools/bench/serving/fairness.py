@@ -1,7 +1,7 @@
 """`penstock bench fairness`: short requests of one tenant beside another tenant's flood of long ones.
 
-Short requests are sent one at a time to the idle server, and the flood is run alone. Then both come together. A server
-that is fair gives a short request its first token within a few steps, and the flood hardly notices.
+Short requests are sent one at a time to the idle server, and the flood is run alone. Then both come together. A fair
+server gives a short request its first token within a few steps, and the flood hardly slows down.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _KEYS = ("bench-flood", "bench-short")
 _MAX_TTFT_RATIO = 3.0
 _STEPS_ALLOWED = 2
 _PAUSE_STEPS = 10
-"""Steps between two short requests, on average: they are to wait for the flood, not to compete with it."""
+"""Steps between two short requests, on average: they should wait for the flood, not compete with it."""
 _MAX_FLOOD_LOSS = 0.05
 
 

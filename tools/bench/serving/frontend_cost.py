@@ -82,7 +82,7 @@ class FrontendCost:
     """The largest of the frontend's processes, after the run."""
     backend_rss_bytes: int
     viewer_bytes: int
-    """All that the viewers received."""
+    """Bytes that all viewers received."""
 
     @property
     def loop_to_pass(self) -> float:

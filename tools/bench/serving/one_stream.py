@@ -87,7 +87,7 @@ class OneStream:
 
     @property
     def middle(self) -> StreamRound:
-        """The round with the median step."""
+        """The round with the median step time."""
         return sorted(self.rounds, key=lambda each: each.profile.step_ms)[len(self.rounds) // 2]
 
     def aim(self) -> Aim:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from penstock.backend.forward_pass import IBatchedForwardPass
 
 _TURN_S = 0.5
-"""The server looks after its heartbeat at least this often."""
+"""The server beats its heartbeat at least this often."""
 
 app = make_app("static_batch", "Runs static batches read from standard input, one JSON object a line.")
 

@@ -1,4 +1,4 @@
-"""The parts of the time of a decode step of one row on the CPU, beside the time to read the step's weights once.
+"""Measures the parts of a decode step of one row on the CPU, beside the time to read the step's weights once.
 
 Runs as a child of `penstock bench one-stream`: the load generator holds no model, and rounds of this and of the server
 can take turns. Reads a number of steps per line from standard input and prints a StreamProfile, as JSON.

@@ -51,7 +51,7 @@ def run(results: Results) -> None:
 
 
 def all_kernels() -> list[Kernel]:
-    """Those of the passes and those of the checks."""
+    """The kernels of the passes and of the checks."""
     of_checks = (wrappers.wrapper_kernel("multiply", half=half) for half in (0, 1))
     return list(dict.fromkeys([*kernel_manifest.kernels(), *choices.kernels(), *of_checks]))
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LENGTHS = (1, 16, 75, 150, 33, 250, 7)
 _DISTANCE = {"fp32": 1e-5, "bf16": 1e-3}
-"""Most that a vector's cosine may be below 1."""
+"""Most that a vector's cosine may fall below 1."""
 
 
 def check_encoder(results: Results, context: DeviceContext, lengths: Sequence[int] = LENGTHS) -> None:

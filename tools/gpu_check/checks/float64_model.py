@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Float64Model:
-    """Rounds nothing but the weights that it is given, quantised ones to the numbers that they mean."""
+    """Rounds nothing except the given weights; quantised ones have the numbers that they encode."""
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
         self._config = config
@@ -34,7 +34,7 @@ class Float64Model:
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int] | NDArray[np.int32]) -> NDArray[np.float64]:
-        """[tokens, vocab]: those after each token of one sequence."""
+        """Logits [tokens, vocab] after each token of one sequence."""
         config = self._config
         residual = self._embedding[torch.as_tensor(np.asarray(tokens), dtype=torch.int64)] * config.scales.embedding
         for index, layer in enumerate(self._layers):
@@ -158,7 +158,7 @@ class Float64Model:
 
 
 def _numbers(weight: Any) -> Tensor:
-    """A weight's numbers, of a quantised one those that it stands for."""
+    """A weight's numbers; for a quantised one, the numbers that it encodes."""
     plain: Tensor = weight if isinstance(weight, torch.Tensor) else weight.dequantize()
     return plain.double()
 

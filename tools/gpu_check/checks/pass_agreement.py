@@ -40,9 +40,9 @@ _NUM_TOP = 4
 _SCORE_ERROR = 1e-3
 _VECTOR_ERROR = 1e-3
 _TIE = 1e-4
-"""Largest gap of two logits, relative to the largest logit, that kernels of fp32 may turn around."""
+"""Largest gap of two logits, relative to the largest logit, that fp32 kernels may reverse."""
 _NUM_FED = 4
-"""Tokens after each prompt that are given one by one: decode steps."""
+"""Tokens after each prompt that are given one by one, in decode steps."""
 _LEAST_ERROR = {"fp32": 1e-5, "bf16": 0.0, "fp16": 1e-2}
 """An error of a row's logits, relative to their norm, that is allowed whatever the CPU pass's error is. fp16: the CPU
 computes with bf16, whose error is larger."""
@@ -54,7 +54,7 @@ _ALL_EXPERTS = replace(
     TINY_FAMILY["gpt-oss"],
     experts=Experts(4, 4, 96, normalises=True, biased=True, clamped_gate=ClampedGate(1.702, 7.0)),
 )
-"""Every token uses all experts: of fewer, 16-bit activations choose others here and there."""
+"""Every token uses all experts: with fewer, 16-bit activations sometimes choose other experts."""
 _QUANTIZED_ERROR = 6e-2
 
 

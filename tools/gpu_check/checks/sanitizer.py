@@ -39,8 +39,10 @@ UNDECIDED = {
     "multiply_and_store": "each lane reads only what its own cp.async brought",
     "multiply_rows": "each lane reads only what its own cp.async brought",
 }
-"""Kernels in which racecheck's hazards are findings to examine, not failures: why a tool that watches blocks may report
-races that are none. The emulator, which knows cp.async and its waits, finds no race in them in any order of threads."""
+"""Kernels in which racecheck's hazards are findings to examine, not failures, with the reason for false reports.
+
+The emulator, which knows cp.async and its waits, finds no race in them in any order of threads.
+"""
 _STOP_EARLY_S = 5.0
 """The child stops this long before its timeout, because a killed child reports nothing."""
 

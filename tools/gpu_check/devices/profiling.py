@@ -1,4 +1,4 @@
-"""Which kernels ran, when: torch's profiler on a GPU, or a stand-in in tests."""
+"""Records which kernels ran and when: torch's profiler on a GPU, or a stand-in in tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class KernelRun:
     """A kernel or a copy on the device, in microseconds of the device's clock."""
 
     name: str
-    """Without template arguments and parameters."""
+    """The kernel's name, without template arguments and parameters."""
     start_us: float
     end_us: float
 

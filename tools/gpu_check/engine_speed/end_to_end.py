@@ -33,7 +33,7 @@ PAGE_TOKENS = 32
 _SPARE_TOKENS = 64
 """KV slots of a sequence beyond its set length, for the timed steps."""
 _RESERVE_BYTES = 1 << 30
-"""Of the device's memory, for what libraries take and for what freed blocks cannot be used for."""
+"""Device memory reserved for libraries, and for freed blocks that cannot be reused."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ModelPlan:
     host_kv_bytes: int = 1 << 30
 
     def describe(self) -> str:
-        """The sizes that the cases' names do not tell."""
+        """The sizes that the cases' names omit."""
         config = self.config
         heads = f"{config.num_heads}/{config.num_kv_heads} heads of {config.head_dim}"
         layers = f"{config.num_layers} layers of {config.hidden_size}, {heads}, vocabulary {config.vocab_size}"
@@ -90,7 +90,7 @@ BIASED_PLAN = ModelPlan(
     (("1k", 1024),),
     EnginePlan(num_concurrent=0),
 )
-"""Above all for its memory, with a bias."""
+"""Measured mainly for its memory, with a bias."""
 
 
 def run(results: Results) -> None:

@@ -49,7 +49,7 @@ class EnginePlan:
     concurrent_prompt_tokens: int = 256
     concurrent_new_tokens: int = 160
     is_goal: bool = False
-    """Whether the figures of the concurrent sequences are those that the goals name."""
+    """Whether the goals name the figures of the concurrent sequences."""
 
 
 LLAMA_ENGINE = EnginePlan(users=32, is_goal=True)

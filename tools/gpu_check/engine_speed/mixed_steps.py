@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 WAYS = {"captured": True, "single": False}
 _LEAST_GAIN = 0.02
-"""Padding is computed too, and may cost other models more than is measured here."""
+"""Least gain of a graph: it also computes padding, and may cost other models more than is measured here."""
 
 
 @dataclass(frozen=True, slots=True)

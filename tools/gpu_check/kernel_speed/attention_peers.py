@@ -34,7 +34,7 @@ def measure(
     backends: dict[str, SDPBackend] = BACKENDS,
     cold_bytes: int = 1 << 30,
 ) -> None:
-    """cold_bytes: of keys and values that decode attention reads in turn, many times what the L2 cache holds."""
+    """cold_bytes: size of the keys and values that decode attention reads in turn, many times the L2 cache's."""
     for backend, kind in backends.items():
         for name, rows, tokens in decode:
             work = partial(_sdpa, context, heads, rows, 1, tokens, kind, cold_bytes)

@@ -86,11 +86,11 @@ class KernelSizes:
     expert_hidden: int = 2048
     expert_tokens: tuple[int, ...] = (1, 64, 2048)
     cold_bytes: int = 1 << 30
-    """Total bytes that are read in turn: many times what the L2 cache holds."""
+    """Total bytes that are read in turn: many times the size of the L2 cache."""
     with_peers: bool = True
 
     def describe(self) -> str:
-        """The sizes that the cases' names do not tell."""
+        """The sizes that the cases' names omit."""
         heads = f"{self.heads.num_heads}/{self.heads.num_kv_heads} heads of {self.heads.head_dim}"
         return (
             f"{heads}, hidden {self.hidden}, intermediate {self.intermediate}, pages of {PAGE_TOKENS}, "

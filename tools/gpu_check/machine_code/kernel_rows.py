@@ -1,4 +1,4 @@
-"""Rows of the static table, their file in docs/gpu, and what makes one worse than another."""
+"""Rows of the static table, their file in docs/gpu, and their comparison."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ TABLE = Path(__file__).resolve().parents[3] / "docs" / "gpu" / f"kernels-{HELD_A
 
 @dataclass(frozen=True, slots=True)
 class KernelRow:
-    """A tile is one turn of the loop with the most matrix instructions, or without any, with the most loads."""
+    """A kernel's row. A tile is one turn of the loop with the most matrix instructions; without any, with the most
+    loads."""
 
     kernel: str
     threads: int
@@ -25,17 +26,17 @@ class KernelRow:
     local_accesses: int
     """Instructions that read or write local memory."""
     shared_bytes: int
-    """Static and dynamic, per block."""
+    """Static and dynamic shared memory per block."""
     blocks_per_sm: int
     instructions: int
     tile_instructions: int
     """Issued by a warp for a tile, on the longest way through the loop; 0 without a loop."""
     tile_matrix: int
-    """Of these, matrix instructions, such as HMMA, HGMMA and QGMMA."""
+    """Matrix instructions among these, such as HMMA, HGMMA and QGMMA."""
     tile_copies: int
-    """Of these, asynchronous copies to shared memory."""
+    """Asynchronous copies to shared memory among these."""
     tile_indirect: int
-    """Of these, indirect jumps."""
+    """Indirect jumps among these."""
     matrix: str
     """Kinds of matrix instructions in the whole kernel, such as "HMMA 160"."""
     loads_in_flight: int
@@ -47,7 +48,7 @@ _TEXTS = ("kernel", "matrix")
 
 
 def worse_in(held: KernelRow, now: KernelRow) -> list[str]:
-    """What is worse than in the held row; more instructions by up to 2 % are the same."""
+    """The properties that are worse than in the held row; up to 2 % more instructions count as equal."""
     as_many_run = now.blocks_per_sm >= held.blocks_per_sm
     is_worse = {
         "registers": now.registers > held.registers and not as_many_run,

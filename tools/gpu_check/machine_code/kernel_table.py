@@ -1,4 +1,4 @@
-"""The static table: what each kernel's machine code needs and does, one row per kernel.
+"""The static table: the resources and instructions of each kernel's machine code, one row per kernel.
 
 `python3 -m penstock.tools.gpu_check.machine_code.kernel_table --kernels decode_attention` prints rows, without a GPU.
 `--save` writes docs/gpu/kernels-sm_90a.tsv, whose bounds a test holds.

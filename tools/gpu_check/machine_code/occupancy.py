@@ -1,4 +1,4 @@
-"""How many blocks a multiprocessor runs at once, from registers, shared memory and threads.
+"""Computes how many blocks a multiprocessor runs at once, from registers, shared memory and threads.
 
 Limits: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
 """

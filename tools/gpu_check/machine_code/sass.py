@@ -32,7 +32,7 @@ class DisassemblerMissing(Exception):
 @dataclass(frozen=True, slots=True)
 class Instruction:
     opcode: str
-    """With its modifiers, such as LDG.E.128."""
+    """The opcode with its modifiers, such as LDG.E.128."""
     operands: str
     is_predicated: bool
     targets: tuple[str, ...]

@@ -33,16 +33,20 @@ _SHORTEST_CHUNK, _FEWEST_CHUNKS, _BLOCKS_TO_FILL = 256, 16, 256
 _PREFILL_MATRIX = 256
 """Matrix instructions of a warp for 32 queries and 64 keys in heads of 128."""
 _WGMMA_ROWS, _WGMMA_TOKENS = 16, 128
-"""Of a warp's tile of prefill attention with wgmma."""
+"""Rows and tokens of a warp's tile of prefill attention with wgmma."""
 _WGMMA_TAKEN = 0.55
-"""Of the longest way through that tile's loop, what a tile without a cap and a mask takes."""
+"""Share of the longest way through that tile's loop that a tile without a cap and a mask takes."""
 _SAMPLED_AT_ONCE = 512
 """Logits of a warp in a turn of the sampler's loops."""
 _DRAWN_TAKEN, _SCANNED_TAKEN, _LISTED_TAKEN = 0.19, 0.036, 0.13
-"""Of the longest way through such a loop, what a row without penalties, biases and masks takes: where a token is drawn,
-where only the largest logits are sought, and where few tokens are listed. Counted in the listings."""
+"""Shares of the longest way through such a loop that a row without penalties, biases and masks takes.
+
+In order: where a token is drawn, where only the largest logits are sought, and where few tokens are listed. Counted in
+the listings.
+"""
 _FILTER_PASSES, _FILTER_PASS_US = 11, 1.15
-"""Over a row's list, with all filters; each reads the list, adds to a histogram and waits at barriers."""
+"""Passes over a row's list with all filters, and the time of each. A pass reads the list, adds to a histogram and waits
+at barriers."""
 
 
 @dataclass(frozen=True)
@@ -109,21 +113,23 @@ class KernelTimes:
         return ENDS_US + 2 * machine.read_latency_us + idle * together(issue_us, mma_us)
 
     def product(self, num_rows: int, outputs: int, inputs: int) -> float:
-        """cuBLAS's bf16 product."""
+        """Time of cuBLAS's bf16 product."""
         num_bytes = 2 * (outputs * inputs + num_rows * (outputs + inputs))
         flop = 2 * max(num_rows, 16) * outputs * inputs
         stream_us = num_bytes / (self.machine.bandwidth * GEMV_SHARE) * 1e6
         return ENDS_US + together(stream_us, flop / (self.machine.products * GEMM_SHARE) * 1e6)
 
     def row_product(self, num_rows: int, outputs: int, inputs: int) -> float:
-        """Our product of at most 32 rows, with what stands before and behind it. Blocks read the rows from L2, as many
-        bytes as of weights at 32 rows."""
+        """Time of our product of at most 32 rows, including the operations before and after it.
+
+        Blocks read the rows from L2, as many bytes as of weights at 32 rows.
+        """
         num_bytes = 2 * (outputs * inputs * (1 + 0.2 * num_rows / 32) + num_rows * (outputs + inputs))
         stream_us = num_bytes / (self.machine.bandwidth * ROW_PRODUCT_SHARE) * 1e6
         return ENDS_US / 2 + stream_us
 
     def elementwise(self, num_bytes: float) -> float:
-        """A norm, rotary embedding with the store, or activation, of few rows or many."""
+        """Time of a norm, a rotary embedding with the store, or an activation, of few rows or many."""
         return ENDS_US + self.machine.read_latency_us + num_bytes / (self.machine.bandwidth * STREAM_SHARE) * 1e6
 
     def sampling(self, num_rows: int, vocab_size: int, *, filtered: bool) -> float:

@@ -17,7 +17,7 @@ _KERNELS_OF_LAYER = 9
 _FUSED_ROWS = 32
 """Steps of up to this many rows run four products of our own and attention in each layer."""
 _KERNELS_BESIDE_GRAPH = 20
-"""Of a captured mixed step: its last layer behind the cache write, and the sampler."""
+"""Kernels of a mixed step that its graph does not contain: its last layer behind the cache write, and the sampler."""
 _MIXED_TOKENS, _MIXED_MULTIPLE = 512, 64
 """Steps of a prompt of up to this many tokens are captured, padded to a multiple of 64."""
 _KERNELS_OF_STEP = 5

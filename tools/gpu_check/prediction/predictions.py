@@ -30,7 +30,7 @@ class Prediction:
     value: float
     unit: str
     is_computed: bool = True
-    """False for an estimate from publications of others."""
+    """False for an estimate from others' publications."""
 
 
 def make_predictions(machine: Machine = H200) -> dict[str, Prediction]:
@@ -107,7 +107,7 @@ def _loads(times: KernelTimes) -> dict[str, Prediction]:
 
 
 def _taken_over(computed: dict[str, Prediction]) -> dict[str, Prediction]:
-    """What no arithmetic of ours gives."""
+    """Figures that our arithmetic does not predict."""
     ours = computed["llama8b.decode.64x1k"].value
     theirs = 0.4 * 11_514  # 28.6 ms a step of 32 rows of 8k is 0.4 of the limit there
     return {
@@ -133,7 +133,7 @@ def table_lines(predictions: dict[str, Prediction]) -> list[str]:
 
 
 def _shown(value: float) -> str:
-    """Three digits: no prediction knows more."""
+    """Three digits: no prediction is more exact."""
     return f"{float(f'{value:.3g}'):,g}"
 
 

@@ -54,9 +54,10 @@ class Results:
     """One section's findings. Owned by the section's process, which appends whole lines to the file."""
 
     def __init__(self, path: Path, budget_s: float, device_fault: Callable[[], str | None] = lambda: None) -> None:
-        """Go on where a killed run of the section stopped, if the file is there.
+        """Continue where a killed run of the section stopped, if the file exists.
 
-        device_fault is called after a failure; it returns the device's error, or None if the device works."""
+        device_fault is called after a failure; it returns the device's error, or None if the device works.
+        """
         self._path = path
         self._attempts = path.with_suffix(".attempts")
         self._ended = frozenset(_read_lines(self._attempts))
@@ -75,7 +76,7 @@ class Results:
         self._write(Finding(name, value, unit, None, detail))
 
     def sizes(self, of: str, described: str) -> None:
-        """Record sizes that the figures' names do not tell. Runs are compared only if they are equal."""
+        """Record sizes that the figures' names omit. Runs are compared only if they are equal."""
         self.fact(f"{SIZES_PREFIX}{of}", described)
 
     def check(self, name: str, passed: bool, detail: str = "", value: float | int | str | None = None) -> None:
@@ -87,10 +88,10 @@ class Results:
         self._write(Finding(name, None, "", None, f"not measured: {reason}"))
 
     def attempt(self, name: str, work: Callable[[], object], needs_s: float = 0.0) -> bool:
-        """Run one measurement, which records its own findings. Returns whether it ended without an error.
+        """Run one measurement, which records its own findings. Return whether it ended without an error.
 
-        An error is recorded as a failed check of this name, and the section goes on. The measurement is skipped if
-        at most needs_s seconds are left, or if an earlier run has made it. Raises SectionOver if the device is lost.
+        An error is recorded as a failed check of this name, and the section continues. The measurement is skipped if at
+        most needs_s seconds are left, or if an earlier run has made it. Raises SectionOver if the device is lost.
         """
         if name in self._ended:
             return True

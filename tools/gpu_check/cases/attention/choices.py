@@ -1,4 +1,4 @@
-"""The kernels' settings that are measured and chosen between, and checks that results are right with each."""
+"""The kernels' settings that are measured, and checks that results are right with each."""
 
 from __future__ import annotations
 

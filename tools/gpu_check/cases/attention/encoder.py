@@ -16,7 +16,7 @@ from penstock.tools.gpu_check.cases.comparing import require_same_bits, require_
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
 _BEHIND = 70
-"""Tokens behind the rows, which belong to none."""
+"""Tokens after the rows, which belong to no row."""
 
 
 @dataclass(frozen=True)

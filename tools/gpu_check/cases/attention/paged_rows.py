@@ -63,7 +63,7 @@ class PagedRows:
     layer_cache: Tensor
     page_table: Tensor
     sinks: Tensor
-    """[num_heads]: of every other head."""
+    """[num_heads]: the sink of every other head."""
 
     @classmethod
     def of(cls, heads: Heads, rows: list[Row], act: torch.dtype, seed: int = 0, window_tokens: int = 0) -> PagedRows:

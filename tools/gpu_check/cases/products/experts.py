@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-"""Largest error of what experts add to a row, relative to its largest number; they round twice in the dtype."""
+"""Largest error of the experts' sum in a row, relative to its largest number; they round twice in the dtype."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ExpertsCase:
         return residual
 
     def expected(self, x: Tensor) -> Tensor:
-        """As `run`, in float64."""
+        """Like `run`, in float64."""
         weights, count = self.weights(), self.experts.count
         rows = x.double()
         router_bias, gate_up_bias, down_bias = (

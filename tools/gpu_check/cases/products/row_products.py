@@ -43,7 +43,7 @@ class RowCase:
     rotary_dim: int = 64
     has_head_norms: bool = False
     form: str | None = None
-    """Of the weights, one of `quantized.FORMS`; None for bf16."""
+    """Form of the weights, one of `quantized.FORMS`; None for bf16."""
 
     def random(self, *shape: int, seed: int) -> Tensor:
         return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
@@ -62,7 +62,7 @@ class RowCase:
         return random_weight(linear.num_outputs, inputs, linear.form).dequantize().double()
 
     def product(self, x: Tensor, linear: RowLinear) -> Tensor:
-        """In float64."""
+        """The product in float64."""
         y = x.double() @ self.weights(linear, x.shape[1]).T
         return (y if linear.bias is None else y + linear.bias.double()) * linear.scale
 
@@ -92,13 +92,13 @@ class RowCase:
 
 
 def normed(residual: Tensor, norm: Tensor) -> Tensor:
-    """In float64."""
+    """The normed rows in float64."""
     x = residual.double()
     return x / (x.square().mean(dim=-1, keepdim=True) + EPS).sqrt() * norm.double()
 
 
 def finished(rows: WeighedRows) -> Tensor:
-    """The norm's rows as a product sees them, in float64."""
+    """The norm's rows as a product reads them, in float64."""
     values = rows.values.double()
     return values * (rows.squares.double().sum(dim=1, keepdim=True) / values.shape[1] + EPS).rsqrt()
 

@@ -1,1 +1,1 @@
-"""Cases of single instructions: each inline PTX wrapper against what the manual says."""
+"""Cases of single instructions: each inline PTX wrapper against the manual."""
