@@ -90,17 +90,27 @@ TINY = DecoderConfig(
 
 TINY_FAMILY = {
     "llama": TINY,
-    "llama-tied": replace(TINY, tie_embeddings=True),
-    "qwen2-bias": replace(TINY, qkv_bias=True, num_kv_heads=1),
-    "qwen2-window": replace(TINY, qkv_bias=True, layer_window_tokens=(None, 32)),
+    "qwen2-window": replace(TINY, qkv_bias=True, num_kv_heads=1, layer_window_tokens=(None, 32)),
     "qwen3": replace(TINY, qk_norm="head", tie_embeddings=True),
     "smollm3": replace(TINY, layer_uses_rope=(True, False)),
     "phi3-partial": replace(TINY, rope=RopeConfig(32, make_rope(32, 10_000.0).inv_freq)),
+    "8-kv-heads-of-128": replace(
+        TINY, num_layers=1, num_heads=16, num_kv_heads=8, head_dim=128, rope=make_rope(128, 10_000.0)
+    ),
+    "1-kv-head-of-256": replace(
+        TINY, num_layers=1, num_heads=3, num_kv_heads=1, head_dim=256, rope=make_rope(256, 10_000.0)
+    ),
     "qwen3-moe": replace(
-        TINY, qk_norm="head", experts=Experts(8, 2, 96, normalises=True), layer_has_experts=(True, False)
+        TINY,
+        num_heads=8,
+        num_kv_heads=8,
+        qk_norm="head",
+        experts=Experts(8, 2, 96, normalises=True),
+        layer_has_experts=(True, False),
     ),
     "gpt-oss": replace(
         TINY,
+        num_kv_heads=1,
         qkv_bias=True,
         sinks=True,
         layer_window_tokens=(16, None),
@@ -117,7 +127,7 @@ TINY_FAMILY = {
         names=TensorNames(attention_output_norm="a", mlp_output_norm="b"),
     ),
 }
-"""One tiny model per feature that distinguishes the supported architectures."""
+"""One tiny model per feature that distinguishes the supported architectures, with 1, 2 and 8 KV heads of 64 to 256."""
 
 
 def weight_shapes(config: DecoderConfig) -> dict[str, tuple[int, int, int]]:

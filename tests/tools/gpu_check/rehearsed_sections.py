@@ -14,7 +14,7 @@ from penstock.backend.passes.decoder.cuda.device.cubin_cache import CubinCache
 from penstock.backend.passes.decoder.cuda.device.launcher import group_by_module
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
 from penstock.backend.passes.decoder.ops import HeadShape
-from penstock.tools.gpu_check.cases.catalogue import invariance_checks, small_checks
+from penstock.tools.gpu_check.cases.catalogue import invariance_checks, small_checks, wgmma_checks
 from penstock.tools.gpu_check.checks import (
     compilation,
     correctness,
@@ -63,7 +63,7 @@ def run_ceilings(results: Results) -> None:
 
 
 def run_correctness(results: Results) -> None:
-    correctness.run_checks(results, EmulatedLauncher(), small_checks(), reserve_s=25.0)
+    correctness.run_checks(results, EmulatedLauncher(), [*small_checks(), *wgmma_checks()], reserve_s=25.0)
     pass_agreement.check_passes(results, make_device_context(), ("llama", "qwen3"), ("int8",))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +18,9 @@ from penstock.tools.gpu_check.cases.attention import decode, encoder, prefill
 from penstock.tools.gpu_check.cases.attention.paged_rows import Row
 from penstock.tools.gpu_check.cases.check import Check
 from penstock.tools.gpu_check.cases.comparing import require_same_bits, require_within
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _GROUPS = (1, 2, 4, 7, 8, 16)
 _PAGE_SIZES_TOKENS = (16, 32, 64)
@@ -45,6 +49,8 @@ def wide_checks(shared_bytes: int) -> Iterator[Check]:
         for name, check in (("steep", decode.check_steep), ("long_chunk", decode.check_long_chunk)):
             run = partial(check, kv_dtype=kv_dtype, shared_bytes=shared_bytes)
             yield Check("decode", f"{name}.{kv_dtype}", run, is_of_8b=False)
+        if kv_dtype != "fp32":  # whose contexts are not cut
+            yield from _segments(kv_dtype)
         steep = partial(prefill.check_steep, kv_dtype=kv_dtype)
         yield Check("prefill", f"steep.{kv_dtype}", steep, is_of_8b=False)
 
@@ -79,8 +85,17 @@ def small_wgmma_checks() -> Iterator[Check]:
     yield Check("wgmma", "cut", partial(_prefill_in_any_chunks, kv_dtype="bf16", has_wgmma=True))
 
 
-def segment_checks() -> Iterator[Check]:
-    yield Check("wgmma", "segments", prefill.check_segments_with_wgmma)
+def wgmma_checks() -> Iterator[Check]:
+    yield from small_wgmma_checks()
+    yield from _segments("bf16", has_wgmma=True)
+
+
+def _segments(kv_dtype: str, *, has_wgmma: bool = False) -> Iterator[Check]:
+    family = "wgmma" if has_wgmma else "prefill"
+    attention = prefill.attention_of(128, kv_dtype, group=4, page_size=32, has_wgmma=has_wgmma)
+    for name, shapes in (("segments", prefill.SEGMENTED), ("far_segments", prefill.FAR_SEGMENTS)):
+        run = partial(prefill.check_segments, attention=attention, shapes=shapes)
+        yield Check(family, f"{name}.{kv_dtype}", run)
 
 
 def encoder_checks() -> Iterator[Check]:
@@ -177,10 +192,12 @@ def _decode_beside_other_rows(launcher: Launcher, kv_dtype: str, shared_bytes: i
 
 def _prefill_in_any_chunks(launcher: Launcher, kv_dtype: str, has_wgmma: bool = False) -> None:
     attention, num_tokens = prefill.attention_of(128, kv_dtype, group=4, has_wgmma=has_wgmma), 150
-    whole = prefill.run(attention, prefill.prepare(attention, [Row(0, num_tokens)]), launcher)
+
+    def run(rows: list[Row], seed: int) -> Tensor:
+        return prefill.run(attention, prefill.widened(prefill.prepare(attention, rows, seed=seed)), launcher)
+
+    whole = run([Row(0, num_tokens)], 0)
     for size in (7, 64):
         chunks = [Row(at, min(size, num_tokens - at)) for at in range(0, num_tokens, size)]
-        parts = [prefill.run(attention, prefill.prepare(attention, [row], seed=size), launcher) for row in chunks]
-        require_same_bits(f"in chunks of {size}", torch.cat(parts), whole)
-    by_token = prefill.prepare(attention, [Row(at, 1) for at in range(num_tokens)], seed=1)
-    require_same_bits("token by token", prefill.run(attention, by_token, launcher), whole)
+        require_same_bits(f"in chunks of {size}", torch.cat([run([row], size) for row in chunks]), whole)
+    require_same_bits("token by token", run([Row(at, 1) for at in range(num_tokens)], 1), whole)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cuda.attention.prefill_attention import PrefillAttention
+from penstock.backend.passes.decoder.cuda.attention.prefill_attention import PrefillAttention, cut_tiles, query_rows
+from penstock.backend.passes.decoder.cuda.attention.prefill_segments import SEGMENT_STARTS, whole_tiles
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import CONSTANTS, KernelChoices
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
 from penstock.tools.gpu_check.cases.attention.paged_rows import STEEP_TOLERANCE, Heads, PagedRows, Row
-from penstock.tools.gpu_check.cases.comparing import require, require_within
+from penstock.tools.gpu_check.cases.comparing import require, require_same_bits, require_within
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -22,6 +25,10 @@ if TYPE_CHECKING:
 ACT_OF = {"fp32": torch.float32, "bf16": torch.bfloat16, "q8_0": torch.float16, "fp8": torch.float16}
 """KV dtype → dtype of the queries in which the products lose no precision."""
 TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3, "q8_0": 2e-3, "fp8": 2e-3}
+SEGMENTED = (2035, 30), (4096, 1), (0, 90)
+"""Histories and lengths of rows with several segments of context, and of one beside them; few, for emulators."""
+FAR_SEGMENTS = (16_380, 40), (21_000, 60)
+"""The same with segments that are longer than the first ones."""
 
 
 def attention_of(
@@ -86,12 +93,39 @@ def check_steep(launcher: Launcher, kv_dtype: str) -> float:
     return require_within("relative error of a query", error, STEEP_TOLERANCE[kv_dtype])
 
 
-def check_segments_with_wgmma(launcher: Launcher) -> float:
-    """Check histories of several segments, whose sums a block merges, or several blocks."""
-    attention = attention_of(128, "bf16", group=4, page_size=32, has_wgmma=True)
-    step = prepare(attention, rows_of((2035, 30), (4096, 1), (0, 90)))
-    error = error_of(attention, step, run(attention, step, launcher))
-    return require_within("relative error of a query", error, TOLERANCE["bf16"])
+def check_segments(
+    launcher: Launcher, attention: PrefillAttention, shapes: tuple[tuple[int, int], ...] = SEGMENTED
+) -> float:
+    """Check contexts of several segments. The bits are the same from one block for all segments of a tile and from a
+    block for each, and if the first row comes in chunks, which end at a segment's end and beside it."""
+    rows = rows_of(*shapes)
+    step = widened(prepare(attention, rows))
+    out = run(attention, step, launcher)
+    error = require_within(
+        "relative error of a query", error_of(attention, step, out), TOLERANCE[attention.layout.kv_dtype]
+    )
+    whole = run(attention, step, launcher, tiles=one_block_tiles(attention, step))
+    require_same_bits("one block for all segments", whole, out)
+    row = rows[0]
+    middle = int(SEGMENT_STARTS[np.searchsorted(SEGMENT_STARTS, row.history, side="right")])
+    ends = (row.history, middle - 1, middle, row.end)
+    chunks = [Row(at, end - at, row.seed) for at, end in pairwise(ends)]
+    parts = [run(attention, widened(prepare(attention, [chunk], seed=chunk.end)), launcher) for chunk in chunks]
+    require_same_bits("the first row in chunks", torch.cat(parts), out[: row.length])
+    return error
+
+
+def widened(step: PagedRows) -> PagedRows:
+    """Return the step with its queries in fp32: results of 16 bits would hide most differences."""
+    return replace(step, qkv=step.qkv.float())
+
+
+def one_block_tiles(attention: PrefillAttention, step: PagedRows) -> NDArray[np.int32]:
+    """Return the step's tiles with one block for all segments of each."""
+    layout, arrays = attention.layout, step.arrays
+    tile_rows = query_rows(layout.kv_dtype, layout.head_dim, attention.choices)
+    starts, contexts = arrays.query_starts.numpy(), arrays.context_lens.numpy()
+    return whole_tiles(cut_tiles(starts, contexts, step.heads.group, tile_rows))
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -112,6 +112,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
         const auto skip = [&] {
             for (int i = 0; i < 2; ++i, ++number) {
                 shared.ring.wait(number);
+                __syncwarp();  // Without products no lane waits for the others: one might miss two phases.
                 shared.ring.release(number);
             }
         };

@@ -12,11 +12,8 @@ from torch import Tensor
 
 from penstock.backend.passes.decoder.cuda.attention.prefill_attention import (
     PrefillAttention,
-    cut_tiles,
     kernels,
-    query_rows,
 )
-from penstock.backend.passes.decoder.cuda.attention.prefill_segments import whole_tiles
 from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
 from penstock.tools.gpu_check.cases.attention import prefill
 from penstock.tools.gpu_check.cases.attention.paged_rows import PagedRows, Row
@@ -105,18 +102,15 @@ def test_long_histories_and_long_chunks_equal_float64(head_dim: int, kv_dtype: s
     check(attention, rows_of((2000, 30), (0, 300), (777, 129)))
 
 
-@pytest.mark.parametrize(("head_dim", "kv_dtype"), [(64, "bf16"), (128, "q8_0"), (96, "fp8"), (256, "bf16")])
-def test_contexts_of_several_segments_equal_float64_in_one_block_or_several(head_dim: int, kv_dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "kv_dtype", "launcher"),
+    [(64, "bf16", FAST), (128, "q8_0", REVERSE), (96, "fp8", RANDOM), (256, "bf16", FAST)],
+)
+def test_contexts_of_several_segments_equal_float64_in_one_block_or_several(
+    head_dim: int, kv_dtype: str, launcher: Launcher
+) -> None:
     """The bits are the same in both, in other chunks, and whatever rows are beside."""
-    attention = attention_of(head_dim, kv_dtype, group=3, page_size=32)
-    rows = [Row(2035, 30), Row(4096, 1, 2), Row(0, 90, 3)]
-    step = prepare(attention, rows)
-    cut = check(attention, rows)
-    whole = run(attention, step, REVERSE, tiles=whole_tiles_of(attention, step))
-    assert torch.equal(whole, cut)
-    parts = [Row(2035, 12), Row(2047, 1), Row(2048, 17)]
-    alone = [run(attention, prepare(attention, [part], seed=part.length), RANDOM) for part in parts]
-    assert torch.equal(torch.cat(alone), cut[:30])
+    prefill.check_segments(launcher, attention_of(head_dim, kv_dtype, group=3, page_size=32))
 
 
 def test_segments_grow_with_the_position() -> None:
@@ -127,7 +121,7 @@ def test_segments_grow_with_the_position() -> None:
     assert sorted(tiles[:, 2].tolist()) == [*range(0, 16384, 2048), 16384, 20480]
     assert tiles[0].tolist() == [0, 0, 16384, 8]
     out = check(attention, step.rows)
-    assert torch.equal(run(attention, step, tiles=whole_tiles_of(attention, step)), out)
+    assert torch.equal(run(attention, step, tiles=prefill.one_block_tiles(attention, step)), out)
 
 
 @pytest.mark.parametrize("launcher", CHECKED[1:], ids=["reverse", "random"])
@@ -135,7 +129,7 @@ def test_segments_grow_with_the_position() -> None:
 def test_segments_have_no_races(is_cut: bool, launcher: Launcher) -> None:
     attention = attention_of(64, group=1, page_size=64)
     step = prepare(attention, [Row(2040, 10)])
-    out = run(attention, step, launcher, tiles=None if is_cut else whole_tiles_of(attention, step))
+    out = run(attention, step, launcher, tiles=None if is_cut else prefill.one_block_tiles(attention, step))
     assert prefill.error_of(attention, step, out) <= TOLERANCE["bf16"]
 
 
@@ -145,13 +139,6 @@ def test_layers_with_a_window_skip_other_layers_segments() -> None:
     tiles = everywhere.tiles(step.arrays.query_starts.numpy(), step.arrays.context_lens.numpy())
     assert len(tiles) == 2
     assert torch.equal(run(local, step, tiles=tiles), run(local, step))
-
-
-def whole_tiles_of(attention: PrefillAttention, step: PagedRows) -> NDArray[np.int32]:
-    starts, contexts = step.arrays.query_starts.numpy(), step.arrays.context_lens.numpy()
-    layout = attention.layout
-    group = attention.num_heads // layout.num_kv_heads
-    return whole_tiles(cut_tiles(starts, contexts, group, query_rows(layout.kv_dtype, layout.head_dim)))
 
 
 def test_a_step_with_many_tiles_is_not_cut_into_segments() -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from penstock.backend.passes.decoder.cuda.attention.prefill_attention import PrefillAttention, cut_tiles
-from penstock.backend.passes.decoder.cuda.attention.prefill_segments import whole_tiles
+from penstock.backend.passes.decoder.cuda.attention.prefill_attention import PrefillAttention
 from penstock.backend.passes.decoder.cuda.device import nvrtc
 from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
 from penstock.tools.gpu_check.cases.attention import prefill
-from penstock.tools.gpu_check.cases.attention.paged_rows import STEEP_TOLERANCE, PagedRows, Row
+from penstock.tools.gpu_check.cases.attention.paged_rows import STEEP_TOLERANCE, Row
 from penstock.tools.gpu_check.cases.attention.prefill import TOLERANCE, attention_of, prepare, rows_of, run
 from penstock.tools.gpu_check.cases.ptx.wrappers import HOPPER_SOURCE, HOPPER_WRAPPERS, hopper_kernel
 from tests.cuda_emulator import EmulatedLauncher
@@ -30,11 +28,6 @@ def check(attention: PrefillAttention, rows: list[Row], launcher: Launcher = FAS
     out = run(attention, step, launcher)
     assert prefill.error_of(attention, step, out) <= TOLERANCE["bf16"]
     return out
-
-
-def whole(attention: PrefillAttention, step: PagedRows) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
-    group = attention.num_heads // attention.layout.num_kv_heads
-    return whole_tiles(cut_tiles(step.arrays.query_starts.numpy(), step.arrays.context_lens.numpy(), group, 128))
 
 
 @pytest.mark.parametrize("launcher", [FAST, REVERSE, RANDOM], ids=["forward", "reverse", "random"])
@@ -93,17 +86,11 @@ def test_soft_caps_and_steep_logits_equal_float64(window: int) -> None:
     assert prefill.error_of(steep, step, run(steep, step, FAST)) <= STEEP_TOLERANCE["bf16"]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_contexts_of_several_segments_have_the_same_bits_in_one_block_or_several(head_dim: int) -> None:
-    """The bits are the same in other chunks, too, and whatever rows are beside."""
-    of_segments = attention(head_dim, group=3, page_size=32)
-    rows = [Row(2035, 30), Row(4096, 1, 2), Row(0, 90, 3)]
-    step = prepare(of_segments, rows)
-    cut = check(of_segments, rows)
-    assert torch.equal(run(of_segments, step, REVERSE, tiles=whole(of_segments, step)), cut)
-    parts = [Row(2035, 12), Row(2047, 1), Row(2048, 17)]
-    alone = [run(of_segments, prepare(of_segments, [part], seed=part.length), RANDOM) for part in parts]
-    assert torch.equal(torch.cat(alone), cut[:30])
+@pytest.mark.parametrize(("head_dim", "launcher"), [(64, REVERSE), (128, RANDOM)])
+def test_contexts_of_several_segments_have_the_same_bits_in_one_block_or_several(
+    head_dim: int, launcher: Launcher
+) -> None:
+    prefill.check_segments(launcher, attention(head_dim, group=3, page_size=32))
 
 
 @pytest.mark.parametrize(("group", "window"), [(3, 0), (1, 70)])
@@ -138,4 +125,6 @@ def test_warpgroups_have_no_races_and_stay_in_bounds(launcher: Launcher) -> None
     check(attention(64, group=3, window=20), rows_of((150, 9), (0, 20)), launcher)
     segments = attention(64, group=1, page_size=64)
     step = prepare(segments, [Row(2040, 10)])
-    assert torch.equal(run(segments, step, launcher), run(segments, step, launcher, tiles=whole(segments, step)))
+    assert torch.equal(
+        run(segments, step, launcher), run(segments, step, launcher, tiles=prefill.one_block_tiles(segments, step))
+    )

@@ -89,6 +89,10 @@ def check_segments(launcher: Launcher) -> None:
             require_within("of a query", error, tolerance["bf16"])
 
 
+def check_cuts(launcher: Launcher, *, has_wgmma: bool = False) -> None:
+    prefill.check_segments(launcher, prefill.attention_of(64, group=1, has_wgmma=has_wgmma), ((4095, 3),))
+
+
 def check_weights(launcher: Launcher, form: str) -> None:
     """An odd number of outputs and inputs that fill no chunk; products, and a table's rows."""
     case = LinearCase(form, 24, 256 if form == "q6_k" else 288, 5, BF16, has_bias=True, scale=0.5)
@@ -195,6 +199,10 @@ PREFILL_WGMMA = (
     Bug(RING, "first < begin || first + kTokens > end", "first + kTokens > end"),
     Bug(RING, "half * 64", "0"),
     Bug("prefill_products.cuh", "chunk % 8 ^ row % 8", "chunk % 8"),
+)
+_STOP = "min(end, segment_end(first))"
+CUTS = (  # results stay right, but their bits depend on the number of blocks
+    Bug("prefill_segments.cuh", _STOP, "min(end, segment_end(first) + (first > 0 ? kShortestSegment : 0))"),
 )
 PREFILL_FP32 = (
     Bug(FP32, "token <= positions[r] - step.window", "token < positions[r] - step.window"),
@@ -329,6 +337,8 @@ PLANTED = {
     "prefill": Planted((MMA,), partial(check_prefill, kv_dtype="bf16"), PREFILL),
     "prefill with warpgroups": Planted((WGMMA,), check_wgmma, PREFILL_WGMMA),
     "prefill segments": Planted((MMA,), check_segments, SEGMENTS),
+    "cuts of prefill": Planted((MMA,), check_cuts, CUTS),
+    "cuts of prefill with warpgroups": Planted((WGMMA,), partial(check_cuts, has_wgmma=True), CUTS),
     "prefill in fp32": Planted((FP32,), partial(check_prefill, kv_dtype="fp32"), PREFILL_FP32),
     "int4": Planted((PRODUCTS,), partial(check_weights, form="int4"), INT4),
     "int8": Planted((PRODUCTS,), partial(check_weights, form="int8"), INT8),
