@@ -7,9 +7,8 @@
             layer = weights.layer(i, dtype)
 
 Canonical means: q, k and v are stacked into one matrix, gate and up into another, whatever the checkpoint stores. Every
-tensor is a new copy that the caller owns. Only one window of the file is in memory beside them, and of a quantised
-checkpoint the stored matrices of one linear. The exception is `mapped_embedding`, for an embedding table that is not
-held in memory.
+tensor is a new copy that the caller owns. In addition, only one window of the file is in memory, and of a quantised
+checkpoint the stored matrices of one linear.
 """
 
 from __future__ import annotations
@@ -125,18 +124,11 @@ class DecoderWeights:
         specs = (embedding_spec(self._config),)
         return self.linear(specs, dtype) if self._config.tie_embeddings else self.stacked(specs, dtype)
 
-    def mapped_embedding(self) -> Tensor:
-        """[vocab_size, hidden_size] in the stored dtype, mapped from the file and not copied.
-
-        For row lookups: only the rows that are used come into memory. Stays valid after close.
-        """
-        return self._embedding.map()
-
     @property
     def _embedding(self) -> PlainTensor:
         stored = self._stored[EMBEDDING]
         if not isinstance(stored, PlainTensor):
-            raise TypeError("a quantised embedding has no floats to map")
+            raise TypeError("a quantised embedding is not a tensor of floats")
         return stored
 
     def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Tensor | QuantizedWeight]:

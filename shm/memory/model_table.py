@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MAX_MODELS = 256
 """Models of one server. Each needs a client in every worker."""
 _ROW_WORDS = 40
-_STATE, _SINCE_NS, _WAKE_US, _FAILURES, _RETRY_NS, _REASON_BYTES, _REASON = range(7)
+_STATE, _WAKE_US, _FAILURES, _RETRY_NS, _REASON_BYTES, _REASON = range(6)
 _OPEN, _USED_NS, _UNLOAD_NS = range(3)
 _MAX_REASON_BYTES = 8 * (_ROW_WORDS - _REASON)
 
@@ -82,7 +82,6 @@ class ModelTable(WorkerTable):
         row = self._owner_row(model)
         if wake_s is not None:
             self.words[row + _WAKE_US] = round(1e6 * wake_s)
-        self.words[row + _SINCE_NS] = time.monotonic_ns()
         self.words[row + _STATE] = state
 
     def fail(self, model: int, reason: str, retry_after_s: float) -> None:
@@ -98,10 +97,6 @@ class ModelTable(WorkerTable):
 
     def state(self, model: int) -> ModelState:
         return ModelState(self.words[self._owner_row(model) + _STATE])
-
-    def state_age_s(self, model: int) -> float:
-        """Return the seconds since the state has changed."""
-        return (time.monotonic_ns() - self.words[self._owner_row(model) + _SINCE_NS]) / 1e9
 
     def wake_s(self, model: int) -> float | None:
         """Return how long the last wake took; None before the first."""

@@ -79,10 +79,6 @@ class PlainTensor:
             self.file.copy(self.stored.rows(rows.start, len(block)), block, advance)
             yield block
 
-    def map(self) -> Tensor:
-        """Map the tensor (`TensorFile.map`)."""
-        return self.file.map(self.stored)
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensor:

@@ -6,7 +6,6 @@ Here at most WINDOW_BYTES are mapped at a time, at the same speed.
 
 from __future__ import annotations
 
-import math
 import mmap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -96,23 +95,7 @@ class TensorFile:
         self.copy(tensor, target, advance)
         return target
 
-    def map(self, tensor: StoredTensor) -> Tensor:
-        """Map a float tensor in its own dtype and shape: private, and valid as long as the tensor lives.
-
-        The parts that are read count as resident, but the kernel may drop them and read them again.
-        """
-        lead = tensor.first_byte % mmap.ALLOCATIONGRANULARITY
-        mapping = mmap.mmap(
-            self._file.fileno(),
-            lead + tensor.num_bytes,
-            access=mmap.ACCESS_COPY,
-            offset=tensor.first_byte - lead,
-        )
-        count = math.prod(tensor.shape)
-        return torch.frombuffer(mapping, dtype=FLOAT_DTYPES[tensor.dtype], count=count, offset=lead).view(tensor.shape)
-
     def close(self) -> None:
-        """Close the file. Mapped tensors stay valid."""
         self._file.close()
 
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     import mmap
 
 ROW_BYTES = 64
-HASH_BYTES = 16
 _ROW = struct.Struct("<16s16sBxxxIQ")  # hash, salt, length of the salt, sum of the content, number
 _CRC = struct.Struct("<I")
 _MAX_SALT_BYTES = 16

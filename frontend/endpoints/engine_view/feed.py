@@ -191,10 +191,6 @@ class EngineFeed:
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
 
-    @property
-    def is_reading(self) -> bool:
-        return self._task is not None
-
     def join(self) -> Viewer:
         """Return a viewer, which leaves with `leave`."""
         viewer = Viewer()

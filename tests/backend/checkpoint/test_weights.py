@@ -137,15 +137,6 @@ def test_tensors_that_are_not_needed_are_ignored(tmp_path: Path) -> None:
         assert weights.lm_head(torch.float32) is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mapped_embedding_equals_the_embedding_and_outlives_the_file(dtype: torch.dtype, tmp_path: Path) -> None:
-    model_dir = make_checkpoint("llama-tied", tmp_path, dtype=dtype)
-    with open_checkpoint(model_dir) as weights:
-        mapped, copied = weights.mapped_embedding(), weights.embedding(dtype)
-    (model_dir / "model.safetensors").unlink()
-    torch.testing.assert_close(mapped, copied, rtol=0, atol=0)
-
-
 def test_progress_counts_every_byte_once_and_is_closed_once(tmp_path: Path) -> None:
     class Recorder:
         def __init__(self, total_bytes: int) -> None:
