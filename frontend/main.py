@@ -74,10 +74,7 @@ def main() -> None:
 
 def serve(options: FrontendOptions) -> int:
     """Run until told to stop; return the exit status."""
-    check_replica_sockets(options)
-    models = model_sockets(options)
-    check_backend_socket("--embedding-socket", options.embedding_socket)
-    check_backend_socket("--rerank-socket", options.rerank_socket)
+    main_socket, models = _backend_sockets(options)
     access, tls = read_access(options, "frontend"), tls_files(options, "frontend")
     check_chat_template(options.chat_template, "frontend")
     listening = listening_socket(options, "frontend")
@@ -89,7 +86,7 @@ def serve(options: FrontendOptions) -> int:
         num_workers=options.workers,
         listen_fd=listening.fileno(),
         accept_fd=AcceptTable.create_fd(options.workers),
-        socket_path=str(_main_socket(options)),
+        socket_path=str(main_socket),
         replica_socket_paths=tuple(str(path) for path in options.replica_socket),
         replica_dir=_text(options.replica_dir),
         prefixes_fd=_prefixes_fd(options),
@@ -220,6 +217,16 @@ def check_backend_socket(option: str, socket_path: Path | None) -> None:
         fail("frontend", f"{option} {socket_path}: {error}")
     except OSError as error:
         fail("frontend", f"{option} {socket_path} cannot be used: {error.strerror}")
+
+
+def _backend_sockets(options: FrontendOptions) -> tuple[Path, tuple[ModelSocket, ...]]:
+    """Return the main backend's socket and those of several models. Exits with one line if any socket is unusable."""
+    main_socket = _main_socket(options)
+    check_replica_sockets(options)
+    models = model_sockets(options)
+    check_backend_socket("--embedding-socket", options.embedding_socket)
+    check_backend_socket("--rerank-socket", options.rerank_socket)
+    return main_socket, models
 
 
 def _main_socket(options: FrontendOptions) -> Path:

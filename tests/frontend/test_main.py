@@ -267,7 +267,9 @@ def test_busy_port_is_reported_in_one_line_with_status_1(directory: Path) -> Non
     ],
 )
 def test_invalid_option_is_named(directory: Path, options: tuple[str, ...], named: str) -> None:
-    status, output = run_to_its_end(directory, *options)
+    with socket.create_server(("127.0.0.1", 0)) as busy:  # options are refused before the port is tried
+        port = () if "--port" in options else ("--port", str(busy.getsockname()[1]))
+        status, output = run_to_its_end(directory, *port, *options)
     assert status != 0
     assert named in output
     assert "Traceback" not in output
