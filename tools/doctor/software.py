@@ -35,6 +35,6 @@ def packages(requirements: list[str]) -> Finding:
         if not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} is {version}, not {requirement.specifier}")
     if wrong:
-        return Finding(Level.ERROR, "packages", "; ".join(wrong), "pip install --upgrade penstock")
+        return Finding(Level.ERROR, "packages", "; ".join(wrong), "pip install penstock")
     torch = importlib.metadata.version("torch")
     return Finding(Level.OK, "packages", f"all are installed; torch is {torch}")
