@@ -31,65 +31,59 @@ __device__ __forceinline__ void copy(Shared& shared, const TensorMap& map, int s
     copy_box(shared.box[slot], map, row, 0, &shared.full[slot]);
 }
 
+// The kernel's shared memory, with a copy of box 0 under way.
+__device__ __forceinline__ Shared& start(const TensorMap& map, int num_bytes = kBoxBytes, bool fenced = true) {
+    Shared& shared = shared_memory();
+    init(shared, 1, fenced);
+    if (threadIdx.x == 0) copy(shared, map, 0, 0, num_bytes);
+    return shared;
+}
+
 __device__ __forceinline__ float first_number(const unsigned char* box) {
     return __uint_as_float(unsigned(reinterpret_cast<const unsigned short*>(box)[threadIdx.x * 8]) << 16);
 }
 
 extern "C" __global__ void box_not_awaited(const __grid_constant__ TensorMap map, float* out) {
-    Shared& shared = shared_memory();
-    init(shared, 1);
-    if (threadIdx.x == 0) copy(shared, map, 0, 0);
+    Shared& shared = start(map);
     if (BUG) __syncthreads();
     else barrier_wait(&shared.full[0], 0);
     out[threadIdx.x] = first_number(shared.box[0]);
 }
 
 extern "C" __global__ void awaited_by_another_thread(const __grid_constant__ TensorMap map, float* out) {
-    Shared& shared = shared_memory();
-    init(shared, 1);
-    if (threadIdx.x == 0) copy(shared, map, 0, 0);
+    Shared& shared = start(map);
     if (!BUG || threadIdx.x < 64) barrier_wait(&shared.full[0], 0);
     else barrier_wait(&shared.full[1], 1);
     out[threadIdx.x] = first_number(shared.box[0]);
 }
 
 extern "C" __global__ void wrong_phase(const __grid_constant__ TensorMap map, float* out) {
-    Shared& shared = shared_memory();
-    init(shared, 1);
-    if (threadIdx.x == 0) copy(shared, map, 0, 0);
+    Shared& shared = start(map);
     barrier_wait(&shared.full[0], BUG);
     out[threadIdx.x] = first_number(shared.box[0]);
 }
 
 extern "C" __global__ void too_many_bytes_announced(const __grid_constant__ TensorMap map, float* out) {
-    Shared& shared = shared_memory();
-    init(shared, 1);
-    if (threadIdx.x == 0) copy(shared, map, 0, 0, BUG ? kBoxBytes + 16 : kBoxBytes);
+    Shared& shared = start(map, BUG ? kBoxBytes + 16 : kBoxBytes);
     barrier_wait(&shared.full[0], 0);
     out[threadIdx.x] = first_number(shared.box[0]);
 }
 
 extern "C" __global__ void too_many_arrivals(const __grid_constant__ TensorMap map, float* out) {
-    Shared& shared = shared_memory();
-    init(shared, 1);
-    if (threadIdx.x == 0) copy(shared, map, 0, 0);
+    Shared& shared = start(map);
     if (BUG && threadIdx.x == 0) barrier_arrive_for_bytes(&shared.full[0], 0);
     barrier_wait(&shared.full[0], 0);
     out[threadIdx.x] = first_number(shared.box[0]);
 }
 
 extern "C" __global__ void block_ends_before_its_copy(const __grid_constant__ TensorMap map, float* out) {
-    Shared& shared = shared_memory();
-    init(shared, 1);
-    if (threadIdx.x == 0) copy(shared, map, 0, 0);
+    Shared& shared = start(map);
     if (!BUG) barrier_wait(&shared.full[0], 0);
     out[threadIdx.x] = 1.0f;
 }
 
 extern "C" __global__ void barrier_not_fenced(const __grid_constant__ TensorMap map, float* out) {
-    Shared& shared = shared_memory();
-    init(shared, 1, !BUG);
-    if (threadIdx.x == 0) copy(shared, map, 0, 0);
+    Shared& shared = start(map, kBoxBytes, !BUG);
     barrier_wait(&shared.full[0], 0);
     out[threadIdx.x] = first_number(shared.box[0]);
 }
@@ -133,137 +127,104 @@ extern "C" __global__ void some_threads_meet_at_two_places(const __grid_constant
 
 // ---- Products: out = the first 8 rows of box 0 · box 1, both as [64, 16] at the start of their rows ----
 
-using Sums = float[8][4];
+struct Product {
+    Shared& shared;
+    float sums[8][4] = {};
+    unsigned a[4];
 
-__device__ __forceinline__ void start(Shared& shared, const TensorMap& map, Sums& sums, unsigned (&a)[4]) {
-    init(shared, 1);
-    if (threadIdx.x == 0) copy(shared, map, 0, 0);
-    barrier_wait(&shared.full[0], 0);
-    for (int i = 0; i < 4; ++i) {
-        a[i] = 0x3f803f80u;
-        for (int j = 0; j < 8; ++j) sums[j][i] = 0.0f;
+    __device__ __forceinline__ explicit Product(const TensorMap& map) : shared(start(map)) {
+        barrier_wait(&shared.full[0], 0);
+        for (int i = 0; i < 4; ++i) a[i] = 0x3f803f80u;
     }
-}
 
-__device__ __forceinline__ unsigned long long values(const Shared& shared, int slot) {
-    return matrix_descriptor(shared.box[slot], 16, 1024);
-}
+    __device__ __forceinline__ unsigned long long values() const { return matrix_descriptor(shared.box[0], 16, 1024); }
+
+    __device__ __forceinline__ void multiply(unsigned long long descriptor) {
+        wgmma_fence();
+        wgmma_bf16_by_rows(sums, a, descriptor);
+        wgmma_commit();
+    }
+};
 
 extern "C" __global__ void registers_not_fenced(const __grid_constant__ TensorMap map, float* out) {
-    Shared& shared = shared_memory();
-    Sums sums;
-    unsigned a[4];
-    start(shared, map, sums, a);
+    Product product(map);
     if (!BUG) wgmma_fence();
-    wgmma_bf16_by_rows(sums, a, values(shared, 0));
+    wgmma_bf16_by_rows(product.sums, product.a, product.values());
     wgmma_commit();
     wgmma_wait<0>();
-    out[threadIdx.x] = sums[0][0];
+    out[threadIdx.x] = product.sums[0][0];
 }
 
 extern "C" __global__ void product_never_awaited(const __grid_constant__ TensorMap map, float* out) {
-    Shared& shared = shared_memory();
-    Sums sums;
-    unsigned a[4];
-    start(shared, map, sums, a);
+    Product product(map);
     wgmma_fence();
-    wgmma_bf16_by_rows(sums, a, values(shared, 0));
+    wgmma_bf16_by_rows(product.sums, product.a, product.values());
     if (!BUG) wgmma_commit();
     wgmma_wait<0>();
-    out[threadIdx.x] = sums[0][0];
+    out[threadIdx.x] = product.sums[0][0];
 }
 
 extern "C" __global__ void part_of_a_warpgroup_multiplies(const __grid_constant__ TensorMap map, float* out) {
-    Shared& shared = shared_memory();
-    Sums sums;
-    unsigned a[4];
-    start(shared, map, sums, a);
+    Product product(map);
     if (!BUG || threadIdx.x < 96) {
-        wgmma_fence();
-        wgmma_bf16_by_rows(sums, a, values(shared, 0));
-        wgmma_commit();
+        product.multiply(product.values());
         wgmma_wait<0>();
     }
-    out[threadIdx.x] = sums[0][0];
+    out[threadIdx.x] = product.sums[0][0];
 }
 
 extern "C" __global__ void rows_not_at_1024(const __grid_constant__ TensorMap map, float* out) {
-    Shared& shared = shared_memory();
-    Sums sums;
-    unsigned a[4];
-    start(shared, map, sums, a);
-    wgmma_fence();
-    wgmma_bf16_by_rows(sums, a, values(shared, 0) + (BUG ? 128 / 16 : 1024 / 16));
-    wgmma_commit();
+    Product product(map);
+    product.multiply(product.values() + (BUG ? 128 / 16 : 1024 / 16));
     wgmma_wait<0>();
-    out[threadIdx.x] = sums[0][0];
+    out[threadIdx.x] = product.sums[0][0];
 }
 
 extern "C" __global__ void operands_stored_without_a_fence(const __grid_constant__ TensorMap map, float* out) {
-    Shared& shared = shared_memory();
-    Sums sums;
-    unsigned a[4];
-    start(shared, map, sums, a);
-    if (threadIdx.x < 8) *reinterpret_cast<uint4*>(shared.box[0] + threadIdx.x * 16) = make_uint4(0, 0, 0, 0);
+    Product product(map);
+    if (threadIdx.x < 8) *reinterpret_cast<uint4*>(product.shared.box[0] + threadIdx.x * 16) = make_uint4(0, 0, 0, 0);
     if (!BUG) fence_stores();
     __syncthreads();
-    wgmma_fence();
-    wgmma_bf16_by_rows(sums, a, values(shared, 0));
-    wgmma_commit();
+    product.multiply(product.values());
     wgmma_wait<0>();
-    out[threadIdx.x] = sums[0][0];
+    out[threadIdx.x] = product.sums[0][0];
 }
 
 // The slot is given back while products still read it.
 extern "C" __global__ void released_during_a_product(const __grid_constant__ TensorMap map, float* out) {
-    Shared& shared = shared_memory();
-    Sums sums;
-    unsigned a[4];
-    start(shared, map, sums, a);
-    Barrier* empty = &shared.empty[0];
+    Product product(map);
+    Barrier* empty = &product.shared.empty[0];
     const auto release = [&] {
         __syncwarp();
         if (threadIdx.x % 32 == 0) barrier_arrive(empty);
     };
-    if (threadIdx.x == 0) barrier_init(&shared.empty[1], 4);
+    if (threadIdx.x == 0) barrier_init(&product.shared.empty[1], 4);
     __syncthreads();
-    empty = &shared.empty[1];
-    wgmma_fence();
-    wgmma_bf16_by_rows(sums, a, values(shared, 0));
-    wgmma_commit();
+    empty = &product.shared.empty[1];
+    product.multiply(product.values());
     if (BUG) release();
     else wgmma_wait<0>(), release();
     if (threadIdx.x == 0) {
         barrier_wait(empty, 0);
-        copy(shared, map, 0, 1);
+        copy(product.shared, map, 0, 1);
     }
     wgmma_wait<0>();
-    barrier_wait(&shared.full[0], 1);
-    out[threadIdx.x] = sums[0][0];
+    barrier_wait(&product.shared.full[0], 1);
+    out[threadIdx.x] = product.sums[0][0];
 }
 
 // Two bugs of values: the results differ.
 extern "C" __global__ void accumulators_read_too_early(const __grid_constant__ TensorMap map, float* out) {
-    Shared& shared = shared_memory();
-    Sums sums;
-    unsigned a[4];
-    start(shared, map, sums, a);
-    wgmma_fence();
-    wgmma_bf16_by_rows(sums, a, values(shared, 0));
-    wgmma_commit();
-    if (BUG) out[threadIdx.x] = sums[0][0];
+    Product product(map);
+    product.multiply(product.values());
+    if (BUG) out[threadIdx.x] = product.sums[0][0];
     wgmma_wait<0>();
-    if (!BUG) out[threadIdx.x] = sums[0][0];
+    if (!BUG) out[threadIdx.x] = product.sums[0][0];
 }
 
 extern "C" __global__ void wrong_distance_of_rows(const __grid_constant__ TensorMap map, float* out) {
-    Shared& shared = shared_memory();
-    Sums sums;
-    unsigned a[4];
-    start(shared, map, sums, a);
-    wgmma_fence();
-    wgmma_bf16_by_rows(sums, a, matrix_descriptor(shared.box[0], 16, BUG ? 2048 : 1024));
-    wgmma_commit();
+    Product product(map);
+    product.multiply(matrix_descriptor(product.shared.box[0], 16, BUG ? 2048 : 1024));
     wgmma_wait<0>();
-    out[threadIdx.x] = sums[0][0];
+    out[threadIdx.x] = product.sums[0][0];
 }

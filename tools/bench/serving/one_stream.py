@@ -6,22 +6,19 @@ threads (`stream_profile`), and then streams one answer from the server. Its pro
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import uvloop
 
 from penstock.backend.options import BackendOptions
 from penstock.shm.process.options import to_argv
-from penstock.shm.process.supervisor import module_argv
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.counters import Counters, backend_counters
+from penstock.tools.bench.harness.job_child import JobChild
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.harness.run import MeasurementRun, measurement_run
 from penstock.tools.bench.load_generator.sending import run_open_loop, warm_up
@@ -115,7 +112,10 @@ async def _measure(
     async with server.address.connect() as target, backend_counters(server) as counters:
         workload = Workload(Lengths(1, 1), Lengths(options.answer_tokens, options.answer_tokens), target.vocab_size)
         await warm_up(target, workload, 1, 1, rounds.seed)
-        with run.status("profiled steps and streams take turns"), profiler(backend, options) as child:
+        with (
+            run.status("profiled steps and streams take turns"),
+            ProfilerChild(backend, options.answer_tokens // 2) as child,
+        ):
             for seed in range(rounds.seed + 1, rounds.seed + 1 + rounds.rounds):
                 profile = child.profile(options.steps)
                 found.append(StreamRound(profile, await _stream(target, counters, workload, seed)))
@@ -142,45 +142,18 @@ def stream_times(record: ObservedRequest) -> ServedStream:
     return ServedStream(float(gaps_ms.mean()) / tokens_per_event, float(np.median(gaps_ms)) / tokens_per_event, 0.0)
 
 
-class ProfilerChild:
+class ProfilerChild(JobChild):
     """The process that profiles steps."""
 
     def __init__(self, options: ServeOptions, context_tokens: int) -> None:
         """Raises BenchError; the child prints the reason on standard error."""
         arguments = ["--context", str(context_tokens), *to_argv(select_options(options, BackendOptions))]
-        self._process = subprocess.Popen(
-            module_argv("penstock.tools.bench.serving.stream_profile", arguments),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        if self._read_line() != b"loaded\n":
-            raise BenchError("the steps of the bare pass could not be profiled")
+        module = "penstock.tools.bench.serving.stream_profile"
+        super().__init__(module, arguments, "the steps of the bare pass could not be profiled")
 
     def profile(self, num_steps: int) -> StreamProfile:
         """Raises BenchError."""
-        if self._process.stdin is not None:
-            self._process.stdin.write(b"%d\n" % num_steps)
-            self._process.stdin.flush()
-        try:
-            return msgspec.json.decode(self._read_line(), type=StreamProfile)
-        except msgspec.MsgspecError:
-            raise BenchError("the steps of the bare pass could not be profiled") from None
-
-    def _read_line(self) -> bytes:
-        return self._process.stdout.readline() if self._process.stdout is not None else b""
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
-@contextlib.contextmanager
-def profiler(backend: ServeOptions, options: OneStreamOptions) -> Iterator[ProfilerChild]:
-    child = ProfilerChild(backend, options.answer_tokens // 2)
-    try:
-        yield child
-    finally:
-        child.close()
+        return self.ask(b"%d" % num_steps, StreamProfile)
 
 
 def stream_table(found: OneStream) -> Table:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +25,8 @@ from cyclopts.validators import Number
 
 from penstock.backend.options import BackendOptions
 from penstock.shm.process.options import to_argv
-from penstock.shm.process.supervisor import module_argv
 from penstock.tools.bench.errors import BenchError
+from penstock.tools.bench.harness.job_child import JobChild
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.harness.run import measurement_run
 from penstock.tools.bench.harness.server import bench_frontend
@@ -156,7 +155,7 @@ async def _compare(
                 return await compare_static(sides, num_rounds=rounds.rounds, stagger_s=stagger_s, seed=rounds.seed)
 
 
-class StaticChild:
+class StaticChild(JobChild):
     """The process that runs the static batch."""
 
     def __init__(self, options: ServeOptions, num_rows: int, workload: Workload) -> None:
@@ -167,43 +166,23 @@ class StaticChild:
         sizes = ["--rows", num_rows, "--longest-prompt", longest_prompt]
         sizes += ["--longest-context", longest_prompt + workload.output_tokens.high]
         arguments = [*map(str, sizes), *to_argv(select_options(options, BackendOptions))]
-        self._process = subprocess.Popen(
-            module_argv("penstock.tools.bench.serving.static_batch", arguments),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        if self._read_line() != b"loaded\n":
-            raise BenchError("the static batch did not start")
+        super().__init__("penstock.tools.bench.serving.static_batch", arguments, "the static batch did not run")
 
     def run(self, requests: Sequence[PlannedRequest]) -> StaticTiming:
         """Raises BenchError."""
         prompts = [list(request.prompt) for request in requests if not isinstance(request.prompt, str)]
         job = StaticJob(prompts, [request.output_tokens for request in requests])
-        if self._process.stdin is None or len(prompts) != len(requests):
+        if len(prompts) != len(requests):
             raise BenchError("a static batch needs prompts of token ids; this server offers none")
-        self._process.stdin.write(msgspec.json.encode(job) + b"\n")
-        self._process.stdin.flush()
-        try:
-            return msgspec.json.decode(self._read_line(), type=StaticTiming)
-        except msgspec.MsgspecError:
-            raise BenchError("the static batch failed") from None
-
-    def _read_line(self) -> bytes:
-        return self._process.stdout.readline() if self._process.stdout is not None else b""
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        return self.ask(msgspec.json.encode(job), StaticTiming)
 
 
 @contextlib.contextmanager
 def static_child(options: ServeOptions, num_rows: int, workload: Workload) -> Iterator[StaticChild]:
     with tempfile.TemporaryDirectory(prefix="penstock-static-") as directory:
-        child = StaticChild(replace(options, socket=Path(directory) / "backend.sock"), num_rows, workload)
-        try:
+        own_options = replace(options, socket=Path(directory) / "backend.sock")
+        with StaticChild(own_options, num_rows, workload) as child:
             yield child
-        finally:
-            child.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,33 @@ class OpsHarness:
         return torch.as_tensor(getattr(self.ops, name).rows[:num_rows]).clone()
 
 
+def check_rows_alone(
+    harness: OpsHarness, sizes: tuple[int, int], dtype: torch.dtype, num_rows: int, spans: list[tuple[int, int]]
+) -> None:
+    """Check that rows of norms and linears have the same bits in a batch of num_rows and in each of the spans.
+
+    sizes are the inputs of the linears, and the outputs of one of them before its gate.
+    """
+    hidden, gate_up = sizes
+    ops, x, residual = harness.ops, randn(num_rows, hidden, dtype=dtype, seed=1), 3 * randn(num_rows, hidden, seed=2)
+    linear, norm = ops.pack_linear(randn(256, hidden, dtype=dtype, seed=3), None), ops.vector(randn(hidden, seed=4))
+    gated = ops.pack_linear(randn(gate_up, hidden, dtype=dtype, seed=5), None, is_gated=True)
+
+    def run(first: int, last: int) -> list[Tensor]:
+        rows = last - first
+        harness.begin(rows)
+        return [
+            harness.get("_hidden", ops.norm(harness.put("_residual", residual[first:last]), norm), rows),
+            harness.get("_qkv", ops.linear(harness.put("_hidden", x[first:last]), linear), rows),
+            harness.get("_gated", ops.activated_linear(harness.put("_hidden", x[first:last]), gated), rows),
+        ]
+
+    together = run(0, num_rows)
+    for first, last in spans:
+        for found, expected in zip(run(first, last), together, strict=True):
+            assert torch.equal(found, expected[first:last])
+
+
 def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype, tolerance: float = 1e-5) -> None:
     """A bf16 result may be wrong by one or two roundings of its own size."""
     scale = float(expected.abs().max())

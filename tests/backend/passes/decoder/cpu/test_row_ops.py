@@ -14,7 +14,16 @@ from penstock.backend.checkpoint.decoder_config import ClampedGate, Experts, Nor
 from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
 from penstock.backend.passes.decoder.ops import ExpertWeights
 from tests.backend.passes.decoder.conftest import MakeOps, make_native_ops
-from tests.backend.passes.decoder.cpu.ops_harness import BASE, BF16, FP32, OpsHarness, assert_close, randn, step_batch
+from tests.backend.passes.decoder.cpu.ops_harness import (
+    BASE,
+    BF16,
+    FP32,
+    OpsHarness,
+    assert_close,
+    check_rows_alone,
+    randn,
+    step_batch,
+)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -197,23 +206,7 @@ def test_rows_are_the_same_bits_in_any_batch_size(dtype: torch.dtype, make_deter
     """With sizes at which libraries choose other kernels, or divide arrays among their threads."""
     config = replace(BASE, hidden_size=520, intermediate_size=1111 * 2)
     harness = OpsHarness(make_deterministic(config, dtype))
-    ops, x, residual = harness.ops, randn(301, 520, dtype=dtype, seed=1), 3 * randn(301, 520, seed=2)
-    linear, norm = ops.pack_linear(randn(256, 520, dtype=dtype, seed=3), None), ops.vector(randn(520, seed=4))
-    gated = ops.pack_linear(randn(4444, 520, dtype=dtype, seed=5), None, is_gated=True)
-
-    def run(first: int, last: int) -> list[Tensor]:
-        rows = last - first
-        harness.begin(rows)
-        return [
-            harness.get("_hidden", ops.norm(harness.put("_residual", residual[first:last]), norm), rows),
-            harness.get("_qkv", ops.linear(harness.put("_hidden", x[first:last]), linear), rows),
-            harness.get("_gated", ops.activated_linear(harness.put("_hidden", x[first:last]), gated), rows),
-        ]
-
-    together = run(0, 301)
-    for first, last in ((0, 1), (77, 78), (300, 301), (5, 22), (64, 160)):
-        for found, expected in zip(run(first, last), together, strict=True):
-            assert torch.equal(found, expected[first:last])
+    check_rows_alone(harness, (520, 4444), dtype, 301, [(0, 1), (77, 78), (300, 301), (5, 22), (64, 160)])
 
 
 def test_bf16_products_work_without_packing(monkeypatch: pytest.MonkeyPatch) -> None:

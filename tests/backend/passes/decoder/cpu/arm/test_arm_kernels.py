@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from penstock.backend.checkpoint.decoder_config import ClampedGate, DecoderConfig, NormKind, QkNormScope
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps
@@ -27,7 +26,16 @@ from tests.backend.passes.decoder.cpu import test_quantized_linear as quantized
 from tests.backend.passes.decoder.cpu import test_row_ops as row_ops
 from tests.backend.passes.decoder.cpu.arm.arm_libraries import CPUS, start_driver
 from tests.backend.passes.decoder.cpu.arm.remote_kernels import RemoteKernels
-from tests.backend.passes.decoder.cpu.ops_harness import BASE, BF16, FP32, PLAIN, OpsHarness, randn, step_batch
+from tests.backend.passes.decoder.cpu.ops_harness import (
+    BASE,
+    BF16,
+    FP32,
+    PLAIN,
+    OpsHarness,
+    check_rows_alone,
+    randn,
+    step_batch,
+)
 from tests.backend.passes.decoder.cpu.test_tiles import VALUES, bits_of, multiply, random_bf16
 
 pytestmark = pytest.mark.timeout(300)  # the first test compiles for every ARM path
@@ -214,23 +222,7 @@ def test_attention_matches_float64_over_long_contexts(kv_dtype: str, make_ops: M
 def test_rows_are_the_same_bits_in_any_batch_size(dtype: torch.dtype, make_ops: MakeOps) -> None:
     config = replace(BASE, hidden_size=136, intermediate_size=72)
     harness = OpsHarness(make_ops(config, dtype))
-    ops, x, residual = harness.ops, randn(53, 136, dtype=dtype, seed=1), 3 * randn(53, 136, seed=2)
-    linear, norm = ops.pack_linear(randn(256, 136, dtype=dtype, seed=3), None), ops.vector(randn(136, seed=4))
-    gated = ops.pack_linear(randn(144, 136, dtype=dtype, seed=5), None, is_gated=True)
-
-    def run(first: int, last: int) -> list[Tensor]:
-        rows = last - first
-        harness.begin(rows)
-        return [
-            harness.get("_hidden", ops.norm(harness.put("_residual", residual[first:last]), norm), rows),
-            harness.get("_qkv", ops.linear(harness.put("_hidden", x[first:last]), linear), rows),
-            harness.get("_gated", ops.activated_linear(harness.put("_hidden", x[first:last]), gated), rows),
-        ]
-
-    together = run(0, 53)
-    for first, last in ((0, 1), (52, 53), (7, 9), (5, 22)):
-        for found, expected in zip(run(first, last), together, strict=True):
-            assert torch.equal(found, expected[first:last])
+    check_rows_alone(harness, (136, 144), dtype, 53, [(0, 1), (52, 53), (7, 9), (5, 22)])
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
