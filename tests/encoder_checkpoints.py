@@ -92,7 +92,7 @@ def make_encoder(preset: str, suffix: str, path: Path, **settings: Any) -> Any:
 
 
 def make_sentence_encoder(preset: str, path: Path, pooling: dict[str, Any], *, dense: int = 0, **settings: Any) -> Any:
-    """As `make_encoder`, in the layout of sentence-transformers. dense: outputs of a Dense behind the pooling."""
+    """Like `make_encoder`, in the layout of sentence-transformers. dense: outputs of a Dense behind the pooling."""
     from safetensors.torch import save_file
 
     model = make_encoder(preset, "Model", path, **settings)

@@ -7,4 +7,4 @@ TEXTS = ["Join two or more path components.", "Return the current time in second
 
 COMMAND, OUTPUT = "echo done-$((7300 + 19))", "done-7319"
 ANSWER = "The command has run."
-"""What the scripted model (scripted_pass.py) has an agent run, and what it says once it sees the command's output."""
+"""The command that the scripted model (scripted_pass.py) has an agent run, and its answer to the command's output."""

@@ -37,7 +37,7 @@ def program(pattern: str) -> Path:
 
 
 def run(argv: list[str], home: Path, **env: str) -> str:
-    """What the agent prints. It starts in an empty directory, which is its home."""
+    """Return the agent's output. It starts in an empty directory, which is its home."""
     others = ("ANTHROPIC_", "CLAUDE", "OPENAI_")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     ended = subprocess.run(

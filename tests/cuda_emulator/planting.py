@@ -31,7 +31,7 @@ static inline bool is_planted(int bug) {{
 
 @dataclass(frozen=True)
 class Bug:
-    """In `file`, the expression `right` becomes `wrong`."""
+    """A planted bug: in `file`, the expression `right` becomes `wrong`."""
 
     file: str
     right: str

@@ -185,7 +185,7 @@ class FakeBackend:
     num_preemptions: int = 0
     quote: Quote = Quote(0, 3, 2, False, 0.25, 1.5, 4.0, 20)  # noqa: RUF009 - frozen
     records: dict[StreamName, bytes] = field(default_factory=dict)
-    """Of the streams that linger."""
+    """Records of the streams that linger."""
 
     def submit(self, request: GenerationRequest) -> FakeStream:
         if self.refusal is not None:

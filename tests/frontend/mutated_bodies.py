@@ -85,7 +85,7 @@ class Sender:
         return response.status
 
     async def check_not_objects(self) -> None:
-        """What is no JSON object, or is nested too deeply, is refused."""
+        """Bodies that are not JSON objects, or are nested too deeply, are refused."""
         for data in (*NOT_JSON, *(json.dumps(value).encode() for value in NOT_AN_OBJECT), DEEP):
             assert await self.status(data) in (400, 422)
 

@@ -95,7 +95,7 @@ class Script:
     credit: int = 256
     stall_limit_s: float = 5.0
     vector_parts: Callable[[Submission], list[VectorPart]] = lambda _: []
-    """What a pooled request receives before its end."""
+    """Returns the vectors that a pooled request receives before its end."""
     exporter: BufferExporter | None = None
     """Exports shared buffers on the host. A token's row of logits repeats the token; an embedding counts as token 0."""
 

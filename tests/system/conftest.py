@@ -42,7 +42,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def errors() -> Iterator[list[str]]:
-    """What a page's console says is wrong; nothing at the end of the test."""
+    """Errors in a page's console; empty at the end of the test."""
     errors: list[str] = []
     yield errors
     assert errors == []

@@ -27,7 +27,7 @@ JUDGE_PREFIX = (
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 JUDGE_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-"""As the model card of Qwen3-Reranker has them."""
+"""The texts of Qwen3-Reranker's model card."""
 
 
 BROKEN = "~"

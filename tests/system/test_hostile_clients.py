@@ -28,8 +28,8 @@ MAX_FDS = 1200
 """Fewer than there are slow clients."""
 NUM_ROUNDS = 30
 NUM_REPLACED = 20
-"""In each round. In all they fill fewer places than there are: if rounds are quick, all newcomers are too young to be
-displaced."""
+"""Replaced in each round. Together they fill fewer places than there are: if rounds are quick, all newcomers are too
+young to be displaced."""
 MAX_OPEN_REQUESTS = 128
 SLOW_BEGINNINGS = (
     b"",

@@ -1,4 +1,4 @@
-"""What was admitted survives the backend: killed, stopped, hung or restarted, with more listeners than places."""
+"""Admitted requests survive the backend: killed, stopped, hung or restarted, with more listeners than places."""
 
 from __future__ import annotations
 

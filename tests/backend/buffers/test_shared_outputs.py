@@ -103,7 +103,7 @@ def logits_alone(load: Callable[[], IBatchedForwardPass], tokens: list[int], num
 
 @pytest.mark.parametrize("load", [fake, decoder])
 async def test_each_shared_row_holds_the_logits_of_its_token(load: Callable[[], IBatchedForwardPass]) -> None:
-    """In a busy batch with preemption and chunks, compared with each context computed alone."""
+    """The batch is busy, with preemption and chunks; each row is compared with its context computed alone."""
     with served(load) as path:
         async with connected(path, BufferRequest(3, 1 << 17)) as client:
             buffers = [client.take_buffer() for _ in range(3)]

@@ -1,4 +1,4 @@
-"""What absent keys of config.json mean, against the defaults of transformers' config classes."""
+"""Absent keys of config.json have the defaults of transformers' config classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine's state machines share: cancellations, deaths, steps and turns in any order."""
+"""Common rules of an engine's state machines: cancellations, deaths, steps and turns in any order."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def new_sequence() -> Sequence:
 
 
 class CoalescerMachine(RuleBasedStateMachine):
-    """As the engine uses it: a sequence is offered for a key that finds none, and withdrawn at its end."""
+    """Uses the coalescer like the engine: a sequence is offered for a key that finds none, and withdrawn at its end."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""What an earlier backend had admitted is admitted again: in its old order, before newcomers, whatever the limits."""
+"""Requests that an earlier backend admitted are admitted again: in their old order, before newcomers, whatever the
+limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose idle pages are evicted: the tenant's with the most for its weight, least recently held first."""
+"""Eviction takes idle pages of the tenant with the most for its weight, least recently held first."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class PersistedPagesMachine(RuleBasedStateMachine):
 
     @rule(place=st.integers(0, 4), byte=st.integers(0, PAGE_BYTES - 1))
     def kill_and_damage(self, place: int, byte: int) -> None:
-        """What was damaged is not found, and the rest is."""
+        """Damaged pages are not found; the others are."""
         place %= self.store.num_places
         self.store.place(place)[byte] ^= 1
         damaged = {page_hash for page_hash, saved in self.offload._saved.items() if saved.host_page == place}

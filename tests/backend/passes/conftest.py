@@ -1,4 +1,4 @@
-"""What tests of passes on the emulator share."""
+"""Helpers for tests of passes on the emulator."""
 
 from __future__ import annotations
 

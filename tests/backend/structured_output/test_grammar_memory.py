@@ -90,7 +90,7 @@ def test_growth_of_one_tenant_fails_at_the_limit_and_another_tenant_goes_on(
 
 @pytest.mark.parametrize("setup", [8], indirect=True)
 def test_memory_of_a_failed_stream_is_given_back_at_once(setup: Setup) -> None:
-    """Not when the garbage collector comes by: an exception must not keep the matcher alive."""
+    """The garbage collector is not needed: an exception must not keep the matcher alive."""
     late_masks = LateMasks(VOCAB_SIZE, lambda: None)
     gc.disable()
     try:

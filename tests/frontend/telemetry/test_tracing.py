@@ -107,7 +107,8 @@ async def test_caller_that_does_not_record_decides_for_its_request(backend: Fake
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
 def test_share_of_the_traces_is_chosen_by_their_ids(ratio: float) -> None:
-    """As TraceIdRatioBased says: the lower 64 bits of a trace's id decide, so that every service chooses the same."""
+    """The rule of TraceIdRatioBased: the lower 64 bits of a trace's id decide, so that every service
+    chooses the same."""
     tracing = Tracing(ratio)
     ids = [tracing.reporter.report(RequestLogEntry("r", 0.0, model="m"), 1.0) for _ in range(300)]
     recorded = {format_trace_id(span.context.trace_id) for span in tracing.finished() if span.kind is SpanKind.SERVER}

@@ -147,7 +147,7 @@ def test_many_events_are_split_into_messages_in_order(backend: Backend, monkeypa
 def test_log_probabilities_of_prompts_and_tokens_together_fit_a_message(
     backend: Backend, num_named: int, num_tokens: int, num_messages: int
 ) -> None:
-    """As many entries as possible wait, each of maximal length, and all of them arrive."""
+    """The most entries possible wait, each of maximal length, and all of them arrive."""
     num_each = MAX_LOGPROBS_PER_MESSAGE - 1
     named = tuple(range((1 << 31) - num_named, 1 << 31)), (-1.5,) * num_named
     top_ids, top = tuple(range((1 << 31) - MAX_LOGPROBS, 1 << 31)), (-1.5,) * MAX_LOGPROBS

@@ -1,4 +1,4 @@
-"""What a service manager is told, read from a socket as systemd reads it."""
+"""Messages to a service manager, read from a socket like systemd's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read from a running engine's ring is what the engine has open and has run."""
+"""The state read from a running engine's ring is the engine's own."""
 
 from __future__ import annotations
 

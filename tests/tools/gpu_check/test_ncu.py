@@ -42,7 +42,7 @@ COLUMNS: dict[str, tuple[str, list[str]]] = {
 
 
 def raw_page(columns: dict[str, tuple[str, list[str]]] = COLUMNS) -> str:
-    """As `--page raw --csv` prints it: names, units, and a line for each launch."""
+    """Output of `--page raw --csv`: names, units, and a line for each launch."""
     lines = [list(columns), [unit for unit, _ in columns.values()]]
     lines += [list(row) for row in zip(*(values for _, values in columns.values()), strict=True)]
     return "".join(",".join(json.dumps(cell) for cell in line) + "\n" for line in lines)

@@ -86,7 +86,7 @@ SCHEMA = (
     " float softcap, bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa,"
     " int sm_margin, Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k) -> Tensor[]"
 )
-"""As in vllm-0.33.0."""
+"""The operator's schema in vllm-0.33.0."""
 
 
 def attend_plainly(*arguments: Any) -> list[Tensor]:

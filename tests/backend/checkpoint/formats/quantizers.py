@@ -149,7 +149,7 @@ def awq(group_size: int = 32) -> Callable[[np.random.Generator, int, int], tuple
 
 
 def awq_gemv(group_size: int) -> Callable[[np.random.Generator, int, int], tuple[Tensors, torch.Tensor]]:
-    """As AutoAWQ's WQLinear_GEMV packs: along the inputs, groups padded to a multiple of a few words."""
+    """Pack like AutoAWQ's WQLinear_GEMV: along the inputs, groups padded to a multiple of a few words."""
 
     def quantize(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[Tensors, torch.Tensor]:
         groups, multiple = inputs // group_size, {32: 4, 64: 2}.get(group_size, 1)
@@ -169,7 +169,7 @@ def awq_gemv(group_size: int) -> Callable[[np.random.Generator, int, int], tuple
 
 
 def awq_gemv_fast(group_size: int) -> Callable[[np.random.Generator, int, int], tuple[Tensors, torch.Tensor]]:
-    """As AutoAWQ's WQLinear_GEMVFast packs: 64 inputs of four outputs in 64 words of 16 bits."""
+    """Pack like AutoAWQ's WQLinear_GEMVFast: 64 inputs of four outputs in 64 words of 16 bits."""
 
     def quantize(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[Tensors, torch.Tensor]:
         groups, multiple = inputs // group_size, {32: 4, 64: 2}.get(group_size, 1)
@@ -204,7 +204,7 @@ NF4 = (
 
 
 def nf4(*, nested: bool) -> Callable[[np.random.Generator, int, int], tuple[Tensors, torch.Tensor]]:
-    """In float64, but for sums and products that bitsandbytes rounds to fp32."""
+    """Quantise in float64, except sums and products that bitsandbytes rounds to fp32."""
 
     def quantize(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[Tensors, torch.Tensor]:
         values = rng.integers(0, 16, outputs * inputs)

@@ -110,7 +110,7 @@ def test_missing_expert_of_a_quantised_layer_is_refused_by_name(tmp_path: Path) 
 
 @pytest.mark.parametrize("qzero", [-0.53125, 0.0625, -1.0])
 def test_zero_point_that_is_no_integer_of_four_bits_is_refused(qzero: float, tmp_path: Path) -> None:
-    """In AWQ's gemv_fast, beside a scale of 1/16: 8.5, -1 and 16."""
+    """The zero points, in AWQ's gemv_fast with a scale of 1/16, are 8.5, -1 and 16."""
     config = {"quant_method": "awq", "version": "gemv_fast", "bits": 4, "group_size": 64}
     checkpoint = write_checkpoint(tmp_path, config, awq_gemv_fast(64))
     read_all(tmp_path)

@@ -219,7 +219,7 @@ def read_layer(
 
 @pytest.mark.parametrize(("checkpoint", "name"), [(name, name) for name in CASES], indirect=["checkpoint"])
 def test_weights_are_those_of_the_reference(checkpoint: Checkpoint, name: str) -> None:
-    """In fp32, and in the form in which kernels multiply them where there is one."""
+    """Compares in fp32, and in the kernels' form where there is one."""
     plain, kept = read_layer(checkpoint), read_layer(checkpoint, has_cpu_kernels)
     for field in ("qkv", "o", "gate_up", "down"):
         exact = stacked_exact(checkpoint, 1, field)

@@ -163,7 +163,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere-qk-norm": {"attention_bias": False, "tie_word_embeddings": True},
     "gpt-oss": {"swiglu_limit": 7.0},
 }
-"""What GGUF files cannot say is as in the models that exist."""
+"""Settings that GGUF files lack, with the values of existing models."""
 
 
 @pytest.mark.parametrize("preset", ARCHITECTURES)

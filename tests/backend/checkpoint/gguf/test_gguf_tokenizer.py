@@ -74,13 +74,13 @@ SPLIT_TEXTS = (
 
 
 def starcoder() -> Tokenizer:
-    """As in the tokenizer.json of bigcode/starcoder2-3b, smallcloudai/Refact-1_6-base and Granite 3."""
+    """The pre-tokenizer of bigcode/starcoder2-3b, smallcloudai/Refact-1_6-base and Granite 3."""
     digits, level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     return published(pre_tokenizers.Sequence([digits, level]))
 
 
 def glm() -> Tokenizer:
-    """As in the tokenizer.json of GLM-4-9B-0414: GPT-4's expression."""
+    """The pre-tokenizer of GLM-4-9B-0414: GPT-4's expression."""
     expression = Regex(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
         r"|\s+(?!\S)|\s+"

@@ -21,7 +21,7 @@ SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>")
 
 @dataclass
 class GgufFile:
-    """What is written; tests change it."""
+    """The content to write; tests change it."""
 
     arch: str
     metadata: dict[str, Any]
@@ -85,7 +85,7 @@ def byte_level_vocabulary(vocab_size: int, pre: str = "llama-bpe") -> dict[str, 
 
 
 def metadata_of(arch: str, config: Any) -> dict[str, Any]:
-    """As llama.cpp's converter writes it for a config of transformers."""
+    """The metadata that llama.cpp's converter writes for a config of transformers."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     ropes = config.rope_parameters
     rope = ropes.get("full_attention", ropes)

@@ -45,7 +45,7 @@ def checkpoint(preset: str) -> Path:
 
 @cache
 def adapters(preset: str) -> tuple[Path, ...]:
-    """Of all linears; of two of them, with ranks that are no multiple of 4; and of two with a rank for each."""
+    """Adapters of all linears; of two, with ranks that are not multiples of 4; and of two with a rank each."""
     model = load_oracle(checkpoint(preset))
     plain = preset == "starcoder2"
     fused = preset in ("phi3-partial", "glm4")

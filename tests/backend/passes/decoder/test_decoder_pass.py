@@ -132,7 +132,7 @@ def test_logits_of_a_mixed_batch_equal_those_of_transformers(architecture: str, 
 def test_hidden_states_equal_the_last_ones_of_transformers(
     architecture: str, dtype: torch.dtype, make_ops: MakeOps
 ) -> None:
-    """In prefill, beside rows whose prompts are not finished, and in decode."""
+    """Compares prefill, beside rows with unfinished prompts, and decode."""
     driver = Driver(make_pass(architecture, make_ops, dtype), num_pages=64, page_size=8)
     driver.read = driver.forward_pass.host_hidden_states
     rows = [driver.add(prompt) for prompt in prompts((1, 17, 40))]
@@ -194,7 +194,7 @@ def for_all_dtypes(test: Callable[..., None]) -> Callable[..., None]:
 def test_row_is_the_same_bits_alone_and_in_a_batch(
     architecture: str, dtype: torch.dtype, kv_dtype: str, make_deterministic: MakeOps
 ) -> None:
-    """In prefill and in decode, in other pages."""
+    """Compares prefill and decode, in other pages."""
     assert_same_bits_alone_and_in_a_batch(architecture, dtype, kv_dtype, make_deterministic)
 
 

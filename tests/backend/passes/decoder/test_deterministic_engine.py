@@ -45,7 +45,7 @@ def load_on_cpu() -> CpuDecoderPass:
 
 
 def load_on_emulator() -> EmulatedCudaPass:
-    """In fp32: there, products of one row and of several differ in bits on a CPU."""
+    """Load in fp32, in which products of one row and of several differ in bits on a CPU."""
     return EmulatedCudaPass.load(checkpoint(head_dim=64), replace(OPTIONS, dtype="fp32"))
 
 

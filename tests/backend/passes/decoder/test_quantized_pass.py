@@ -133,7 +133,7 @@ def test_logits_are_those_of_the_same_weights_in_transformers(
 def test_row_is_the_same_bits_alone_in_a_batch_and_in_chunks(
     architecture: str, mode: str, make_deterministic: MakeOps
 ) -> None:
-    """In prefill and in decode, in other pages, behind a tied embedding."""
+    """Compares prefill and decode, in other pages, with a tied embedding."""
     prompt, *others = prompts((37, *range(1, 60, 7)), seed=2)
     alone, busy, chunked = (
         Driver(make_pass(architecture, mode, make_deterministic, torch.bfloat16), 64, 16, "q8_0", seed)

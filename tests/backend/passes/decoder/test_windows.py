@@ -36,7 +36,7 @@ def test_pages_behind_the_window_are_not_read(architecture: str, kv_dtype: str, 
 
 
 def test_requests_in_few_pages_have_the_tokens_of_transformers(make_usual_ops: MakeOps) -> None:
-    """In the engine: seven groups of layers, six of which give pages back, and requests that preempt each other."""
+    """Runs in the engine: seven groups of layers, six of which release pages, and requests that preempt each other."""
     decoder = make_pass("gemma3", make_usual_ops)
     num_pages = KvGroups.of(16, decoder.spec.kv_windows, 32, 1).most_pages(230)
     bench = Bench(

@@ -29,7 +29,7 @@ PATHS = ("avx512_bf16", "avx2", TILES)
 
 
 def load_pass(model_dir: Path, path: str, dtype: torch.dtype, num_threads: int = 3) -> EncoderPass:
-    """By torch if path is empty."""
+    """Load the pass, with torch's operations if path is empty."""
     config = read_encoder(model_dir)
     ops: EncoderOps = TorchEncoderOps(config, dtype)
     if path:

@@ -95,7 +95,8 @@ def test_a_row_has_the_same_bits_in_any_batch(preset: str, dtype: str, tmp_path:
 def test_first_tokens_alone_have_the_bits_of_a_whole_pass(
     preset: str, lengths: tuple[int, ...], quantize: str, tmp_path: Path
 ) -> None:
-    """Where only these are pooled, the last layer computes nothing else; as a whole and in parts of the threads."""
+    """When only first tokens are pooled, the last layer computes nothing else; as a whole and in parts of
+    the threads."""
     make_encoder(preset, "Model", tmp_path, max_position_embeddings=320)
     forward_pass = EncoderPass.load(tmp_path, PassOptions(dtype="bf16", quantize=quantize))
     rows = random_rows(lengths)

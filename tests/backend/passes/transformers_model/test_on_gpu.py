@@ -41,7 +41,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> EmulatedDevice:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_step_uses_no_tensor_of_the_cpu(name: str) -> None:
-    """In bf16: torch's grouped product, which transformers uses for experts, takes nothing else on this device."""
+    """Uses bf16: torch's grouped product, which transformers uses for experts, supports nothing else on this device."""
     facts = model.read_facts(checkpoint(name), "bf16", None)
     loaded = model._model_without_memory(facts.config, facts.dtype)
     linear_attention.run_layers_by_row(loaded)

@@ -35,7 +35,7 @@ def checkpoint(name: str) -> Path:
 
 @cache
 def generated(name: str) -> list[list[int]]:
-    """What transformers continues each prompt with, greedily."""
+    """The greedy continuation of each prompt by transformers."""
     oracle = load_oracle(checkpoint(name))
     oracle.generation_config.eos_token_id = None  # otherwise it stops there
     settings = transformers.GenerationConfig(max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0)

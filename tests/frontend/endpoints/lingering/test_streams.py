@@ -218,7 +218,7 @@ def without_times(body: bytes) -> bytes:
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
 async def test_request_sent_again_to_a_server_without_the_stream_gets_the_rest(path: str, body: dict[str, Any]) -> None:
-    """As after the death of the machine that had it: the same id, the same seed, the events that are missing."""
+    """Simulates the death of the machine that had the stream: the same id and seed, and the missing events."""
     body = {name: value for name, value in body.items() if "logprobs" not in name}
     backend = FakeBackend(script=MODEL.says(TEXT if "tools" not in body else REASONED_CALLS, batch_size=1))
     async with talking(backend) as connection:

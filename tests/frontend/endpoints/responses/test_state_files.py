@@ -74,7 +74,7 @@ def test_passing_servers_leave_no_files(tmp_path: Path) -> None:
 
 
 def test_passing_server_replaces_the_files_of_a_killed_one_with_its_number(tmp_path: Path) -> None:
-    """In a container a server has the same process id each time."""
+    """A server in a container has the same process id each time."""
     own = tmp_path / f"passing-{os.getpid()}"
     own.mkdir(mode=0o700)
     (own / "owner").write_text("boot/1/2/3")

@@ -31,7 +31,7 @@ BEARER = [("authorization", "Bearer secret")]
 
 @dataclass
 class Left:
-    """What a worker left when it died."""
+    """The state that a worker left when it died."""
 
     file: Path
     response_id: str

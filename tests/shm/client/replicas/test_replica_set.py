@@ -262,7 +262,7 @@ async def test_full_replica_leaves_requests_to_the_other(paths: list[Path]) -> N
 
 
 async def test_input_that_a_full_replica_has_refused_goes_to_one_with_room(paths: list[Path]) -> None:
-    """Not to the full one again and again, where it was placed first."""
+    """It is not sent again and again to the full replica, where it was placed first."""
     with ScriptedBackend(paths[0]) as first, ScriptedBackend(paths[1]) as second:
         async with connected_to(paths) as replicas:
             engines = [first.engine, second.engine]

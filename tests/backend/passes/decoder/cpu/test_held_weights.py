@@ -45,7 +45,7 @@ def load(model_dir: Path, mailbox: FdMailbox, **options: str) -> CpuDecoderPass:
 
 
 def logits(loaded: CpuDecoderPass) -> np.ndarray:
-    """Of the last token; closes the pass."""
+    """Return the last token's logits; closes the pass."""
     driver = Driver(loaded, num_pages=4, page_size=16)
     found = driver.step([(driver.add(PROMPT), len(PROMPT))])[0]
     loaded.close()

@@ -30,7 +30,7 @@ from tests.users import NOBODY, needs_root
 
 @pytest.fixture(scope="module")
 def build() -> KernelBuild:
-    """What this machine's CPU runs."""
+    """The build that this machine's CPU runs."""
     paths = supported_paths(read_cpu_info())
     if not paths:
         pytest.skip("this CPU has no native kernels")

@@ -11,7 +11,7 @@ from penstock.backend.passes.decoder.cpu.torch_cache.paged_cache import KvShape,
 
 NUM_PAGES = 3
 BYTES_PER_TOKEN = {"fp32": 2 * 2 * 64 * 4, "bf16": 2 * 2 * 64 * 2, "q8_0": 2 * 2 * 2 * 34}
-"""Of two layers with one head of 32 each."""
+"""KV bytes of two layers with one head of 32 each."""
 
 
 def random_cache(kv_dtype: str, seed: int) -> list[torch.Tensor] | PagedCache:

@@ -57,7 +57,7 @@ def generate_alone(model: Model) -> list[NDArray[np.float32]]:
 
 
 alone = cache(generate_alone)
-"""For tests that change nothing but the driver."""
+"""A shared cache for tests that change only the driver."""
 
 
 def require_same_bits(found: list[NDArray[np.float32]], expected: list[NDArray[np.float32]]) -> None:

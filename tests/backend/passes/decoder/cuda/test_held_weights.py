@@ -47,7 +47,7 @@ def settings(mailbox: FdMailbox | None, dtype: str = "bf16", quantize: str = "no
 
 
 def logits(loaded: EmulatedCudaPass) -> list[np.ndarray]:
-    """Of two prompts; closes the pass."""
+    """Return two prompts' logits; closes the pass."""
     driver = Driver(loaded, num_pages=32, page_size=16)
     found = [np.array(each) for each in run_prompts(driver, prompts((5, 17)))]
     loaded.close()

@@ -91,7 +91,7 @@ def test_pages_behind_a_groups_window_are_not_read() -> None:
 
 
 def test_requests_in_few_pages_have_the_tokens_of_transformers() -> None:
-    """In the engine: one of two groups gives pages back, and requests preempt each other."""
+    """Runs in the engine: one of two groups releases pages, and requests preempt each other."""
     made = EmulatedCudaPass.load(checkpoint("ministral"), replace(options(), splits_layers=True))
     num_pages = KvGroups.of(16, made.spec.kv_windows, 48, 1).most_pages(230)
     bench = AheadBench(made, num_pages)

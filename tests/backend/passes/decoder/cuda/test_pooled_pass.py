@@ -30,7 +30,7 @@ LENGTHS = (1, 5, CHUNK + 1, 90)
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> EmulatedDevice:
-    """What the pass opens as a GPU."""
+    """The device that the pass opens as a GPU."""
     device = EmulatedDevice()
     monkeypatch.setattr(decoder_pass, "open_gpu", lambda _: device)
     return device

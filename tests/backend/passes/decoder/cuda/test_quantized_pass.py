@@ -69,7 +69,7 @@ def oracle(model_dir: Path, mode: str) -> Any:
 def test_logits_are_those_of_the_same_weights_in_transformers(
     architecture: str, mode: str, is_deterministic: bool
 ) -> None:
-    """In a prompt of more rows than our kernel multiplies, in chunks, and in captured steps. qwen3's embedding is
+    """Compares a prompt of more rows than our kernel multiplies, chunks, and captured steps. qwen3's embedding is
     lm_head."""
     options = PassOptions(dtype="bf16", max_running=3, max_batch_tokens=128, quantize=mode)
     options = replace(options, deterministic=is_deterministic)

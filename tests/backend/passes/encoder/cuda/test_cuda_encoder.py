@@ -27,7 +27,7 @@ MAX_TOKENS = 600
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> EmulatedDevice:
-    """What the pass opens as a GPU."""
+    """The device that the pass opens as a GPU."""
     device = EmulatedDevice()
     monkeypatch.setattr(encoder_pass, "open_gpu", lambda _: device)
     return device

@@ -23,7 +23,7 @@ _DRIVER = Path(__file__).parent / "kernel_driver.cpp"
 
 # What neon_dotprod compiles is in neon or in neon_bf16.
 CPUS = {"neon": "cortex-a72", "neon_bf16": "max"}
-"""For each path a CPU of qemu. A Cortex-A72 has ARMv8.0 only: instructions of later versions end the process."""
+"""qemu's CPU for each path. A Cortex-A72 has ARMv8.0 only: instructions of later versions end the process."""
 
 _BUILDS = tuple(path.build for path in PATHS["aarch64"] if path.name in CPUS)
 

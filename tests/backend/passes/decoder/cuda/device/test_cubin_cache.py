@@ -19,7 +19,7 @@ KERNEL = Kernel("step.cu", "change_pages", (), 128)
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where cubins are kept. Compilation is replaced."""
+    """The directory of cubins. Compilation is replaced."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(CUBINS_VARIABLE, raising=False)
     cubin_cache._warn_not_kept.cache_clear()

@@ -70,7 +70,7 @@ class Resources(TypedDict):
     compiled: list[list[int]]
     """Per kernel: registers, bytes spilled, bytes of static shared memory."""
     rows: list[list[Any]]
-    """Of kernels in the table, the fields of their rows; empty without nvdisasm."""
+    """Fields of the rows of kernels in the table; empty without nvdisasm."""
 
 
 class Compilations:

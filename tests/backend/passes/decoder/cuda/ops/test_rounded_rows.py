@@ -82,5 +82,5 @@ def test_other_products_keep_rows_of_16_bits(
 
 
 def test_captured_steps_round_no_rows() -> None:
-    """What the library allocates would stay with the graph."""
+    """Memory that the library allocates would stay with the graph."""
     assert MIN_ROUNDED_ROWS > cuda_graphs.MAX_GRAPH_ROWS
