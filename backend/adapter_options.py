@@ -36,7 +36,7 @@ class _VllmForm(Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, Meta(min_length=1)]
     path: Annotated[str, Meta(min_length=1)]
     base_model_name: str | None = None
-    """None of an adapter's own: every adapter has the server's one base model."""
+    """Always None: every adapter has the server's one base model."""
 
 
 def read_adapters(given: Sequence[str], model_names: Sequence[str]) -> tuple[NamedAdapter, ...]:

@@ -228,7 +228,7 @@ def _supervise(
 def _frontend(
     options: ServeOptions, backends: Mapping[str, BackendOptions], listening: socket.socket, models_fd: int | None
 ) -> ChildSpec:
-    """It inherits the listening socket, so a restarted one answers at the same address."""
+    """Return the frontend's child. It inherits the listening socket, so a restarted one answers at the same address."""
     public_options, environment = split_keys(
         dataclasses.replace(
             options,

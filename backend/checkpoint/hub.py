@@ -72,7 +72,7 @@ def _pinned(revision: str | None, snapshot: Path) -> str | None:
 
 
 def _local_directory(model: str, revision: str | None) -> Path | None:
-    """None if model can only be a hub id. Raises StartupError."""
+    """The model's directory; None if model can only be a hub id. Raises StartupError."""
     path = Path(model).expanduser()
     if model and path.is_dir():
         if not (path / CONFIG_FILE).is_file():

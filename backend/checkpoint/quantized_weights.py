@@ -43,7 +43,7 @@ class PackedForm:
     group_size: int | None
     """Inputs that share a scale, and maybe a zero point, of 4-bit values; None for 8 bits and one scale per output."""
     has_zeros: bool = True
-    """For 4 bits: groups have zero points."""
+    """Groups of 4-bit values have zero points."""
 
     def num_bytes(self, shape: tuple[int, int]) -> int:
         """Memory of a packed linear [outputs, inputs]: values, scales and zeros."""

@@ -134,7 +134,7 @@ class BatchBuilder:
 
 
 def _unless_none(adapters: NDArray[np.int32]) -> NDArray[np.int32] | None:
-    """None if no row has an adapter."""
+    """The adapters; None if no row has one."""
     return adapters if len(adapters) and adapters.max() > NO_ADAPTER else None
 
 

@@ -48,16 +48,20 @@ class PassSpec:
     """Width of prompts that are embeddings, see `StepBatch.embeddings`; 0 if the pass takes none. A pass that is
     IDeviceLogits receives them on the device and on the host, others on the host only."""
     kv_windows: tuple[int | None, ...] = (None,)
-    """An entry for each group of layers with pages of its own, which take equal parts of kv_bytes_per_token. In the
-    group's layers a token attends to itself and at most so many tokens - 1 before it; None if a layer attends to all. A
-    page behind the window is given away while its sequence runs. So nothing may be read there, not even what a mask
-    hides: a pass that reads whole blocks adds their length. With several groups no step has page_copies or
-    page_restores."""
+    """One entry for each group of layers with its own pages; the groups take equal parts of kv_bytes_per_token.
+
+    In the group's layers a token attends to itself and at most window - 1 tokens before it; None means that a layer
+    attends to all. A page behind the window is reused while its sequence runs, so nothing may be read there, not even
+    values that a mask hides: a pass that reads whole blocks adds their length. With several groups no step has
+    page_copies or page_restores.
+    """
     state_bytes_per_sequence: int = 0
-    """Memory of the state that the pass keeps for each slot beside the pages, as linear attention does; 0 for none. A
-    SlotInit resets it, and comes with the row that begins at position 0; each later row of the slot goes on where the
-    last one ended. After an error the slot's next row is such a beginning. Nothing is shared between such sequences:
-    no step has page_copies or page_restores."""
+    """Memory of the state that the pass keeps for each slot in addition to pages, as linear attention does; 0 for none.
+
+    A SlotInit resets the state, and comes with the row that begins at position 0; each later row of the slot continues
+    where the last one ended. After an error the slot's next row is such a beginning. Nothing is shared between such
+    sequences: no step has page_copies or page_restores.
+    """
     pooled: Mapping[str, int] = field(default_factory=dict)
     """Kind of `PooledRows` → values per vector, for each kind that the pass computes."""
     generates: bool = True

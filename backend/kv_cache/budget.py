@@ -264,7 +264,10 @@ def _choose_dtype(
     max_context_tokens: int | None,
     max_running: int,
 ) -> KvDtypeChoice:
-    """See `plan_kv`. Skips dtypes that are no narrower than one that held too little. Raises StartupError."""
+    """Choose the KV dtype for `plan_kv`. Skips dtypes that are no narrower than one that held too little.
+
+    Raises StartupError.
+    """
     full_context_tokens = max_context_tokens or spec.max_context_tokens
     held_tokens, set_tokens = groups.most_tokens(full_context_tokens), groups.page_size_tokens
     offered = {

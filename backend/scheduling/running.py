@@ -59,7 +59,7 @@ class RunningSequences:
 
     @property
     def has_work(self) -> bool:
-        """See `ISequenceScheduler`."""
+        """Whether `plan` may return rows; see `ISequenceScheduler`."""
         return bool(self._running or self._waiting)
 
     @property
@@ -91,7 +91,7 @@ class RunningSequences:
 
     @property
     def host_offload(self) -> HostOffload:
-        """For metrics, and to note that a step has ended."""
+        """The pool's host pages, for metrics and to note that a step has ended."""
         return self._pool.host_offload
 
     def note_computed(self, sequence: Sequence, num_tokens: int) -> None:

@@ -166,7 +166,7 @@ class Session:
         return True
 
     def _report_buffers_closed(self) -> None:
-        """Let the backend free its device memory although this process goes on; not while some of it is open here."""
+        """Let the backend free its device memory although this process continues; not while some of it is open here."""
         if self.buffers is None or self.buffers.is_closed:
             with contextlib.suppress(OSError):  # the backend may have ended
                 self._control.send(encode(BuffersClosed()))

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from penstock.backend.errors import StartupError
-from penstock.backend.kv_cache.budget import KvBudget, plan_kv
+from penstock.backend.kv_cache.budget import KvBudget, KvPlan, plan_kv
 from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.model_card import ModelNames, fingerprint, make_card
 from penstock.backend.options import BackendOptions
@@ -19,6 +19,14 @@ from penstock.backend.shipped_models import DEMO_MODEL_DIR
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from penstock.backend.forward_pass import PassSpec
+
+
+def plan_of(spec: PassSpec) -> KvPlan:
+    return plan_kv(
+        spec, budget=KvBudget(10**6), kv_dtype="auto", groups=KvGroups(16), max_context_tokens=None, max_running=1
+    )
 
 
 def test_other_weights_of_the_same_size_have_another_fingerprint(tmp_path: Path) -> None:
@@ -35,14 +43,7 @@ def test_other_weights_of_the_same_size_have_another_fingerprint(tmp_path: Path)
 
 def test_model_name_that_frontends_refuse_is_refused_at_start() -> None:
     spec = replace(FakePass(100, 1).spec, quantization="int4")
-    plan = plan_kv(
-        spec,
-        budget=KvBudget(10**6),
-        kv_dtype="auto",
-        groups=KvGroups(16),
-        max_context_tokens=None,
-        max_running=1,
-    )
+    plan = plan_of(spec)
     card = make_card(ModelNames("m"), DEMO_MODEL_DIR, spec, plan, 10, {})
     assert card.fingerprint.startswith("fp_")
     assert card.quantization == "int4"
@@ -77,14 +78,7 @@ def test_first_served_name_is_the_models_and_the_others_are_aliases(
 )
 def test_card_says_how_weights_are_quantised(made: str, declared: str | None, told: str, tmp_path: Path) -> None:
     spec = replace(FakePass(100, 1).spec, quantization=made)
-    plan = plan_kv(
-        spec,
-        budget=KvBudget(10**6),
-        kv_dtype="auto",
-        groups=KvGroups(16),
-        max_context_tokens=None,
-        max_running=1,
-    )
+    plan = plan_of(spec)
     config = {} if declared is None else {"quantization_config": {"quant_method": declared}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert make_card(ModelNames("m"), tmp_path, spec, plan, 10, {}).quantization == told
@@ -94,14 +88,7 @@ def test_card_names_what_its_fingerprint_covers(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         (tmp_path / name).write_text("{}")
     spec = FakePass(100, 1).spec
-    plan = plan_kv(
-        spec,
-        budget=KvBudget(10**6),
-        kv_dtype="auto",
-        groups=KvGroups(16),
-        max_context_tokens=None,
-        max_running=1,
-    )
+    plan = plan_of(spec)
     traits = []
     for name in ("", "config.json", "tokenizer.json", "model.safetensors"):
         if name:

@@ -66,4 +66,4 @@ class Cluster(Protocol):
         """Forget the server, and kill its remaining processes."""
 
     def want_nodes(self, count: int) -> None:
-        """Ask the autoscaler for so many nodes. A cluster without one ignores it."""
+        """Ask the autoscaler for this many nodes. A cluster without one ignores it."""

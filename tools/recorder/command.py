@@ -76,7 +76,8 @@ def timeline(file: Path, *, out: Path | None = None) -> None:
 
 
 def read_lives(command: str, file: Path) -> list[Life]:
-    """Exit with one line for a file that is no recording of this version, or has nothing that can be read."""
+    """Read the lives of a recording. Exits with one line for a file that is not a recording of this version, or has no
+    readable records."""
     try:
         recording = read_recording(file)
     except RecordingError as error:

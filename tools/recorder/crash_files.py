@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 _SECONDS = 10.0
 MAX_FILES = 8
-"""In the directory. The oldest are removed."""
+"""Files in the directory, at most. The oldest are removed."""
 _PREFIX = "crash-"
 
 
 class CrashFiles:
-    """Used by the process that holds the ring and restarts the backend. A file that cannot be written stops nothing."""
+    """Writes the crash files. Used by the process that holds the ring and restarts the backend. A failed write stops
+    nothing."""
 
     def __init__(self, ring_fd: int, directory: Path, name: str, log: Callable[[str], None]) -> None:
         """name is the backend's. The fd stays the caller's."""

@@ -24,7 +24,7 @@ class Step:
     plan: PlanRecord
     planned_s: float
     rows: list[Row] | None
-    """None if the recording begins too late to know them, or leaves them out."""
+    """None if the recording begins too late to know them, or omits them."""
     ended_s: float | None = None
     """None for a step without a result."""
     step_s: float = 0.0
@@ -36,13 +36,13 @@ class Step:
 
 @dataclass(slots=True)
 class Life:
-    """One backend, from its start to its end, as far as it is recorded."""
+    """One backend, from its start to its end, as far as it was recorded."""
 
     started: BackendStarted | None = None
     began_s: float = 0.0
     """Time of the first record."""
     steps: dict[int, Step] = field(default_factory=dict)
-    """By number."""
+    """Steps by number."""
     events: list[tuple[float, Event]] = field(default_factory=list)
     prompts: dict[tuple[int, int], RecordedPrompt] = field(default_factory=dict)
     """(frontend, request id) → the request with its tokens, if tokens are recorded and of this protocol."""
@@ -101,7 +101,7 @@ class _Reader:
 
 
 def read_history(recording: Recording) -> list[Life]:
-    """The lives of a recording, oldest first. What does not fit together ends it, and is its `problem`."""
+    """The lives of a recording, oldest first. An inconsistency ends the recording, and is its `problem`."""
     reader = _Reader()
     gaps = frozenset(recording.gaps)
     try:
@@ -115,7 +115,7 @@ def read_history(recording: Recording) -> list[Life]:
 
 
 def sequences_of(steps: Iterable[Step]) -> dict[int, list[tuple[Step, Row]]]:
-    """Sequence → the rows of it that ran, in order."""
+    """Sequence → its rows that ran, in order."""
     found: dict[int, list[tuple[Step, Row]]] = {}
     for step in steps:
         for row in step.rows or ():

@@ -1,4 +1,4 @@
-"""The end of what a ring holds, from a place at which a reader can begin."""
+"""Reads the end of a ring, from a place at which a reader can begin."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def read_last(ring: RingReader, seconds: float) -> Stretch:
-    """Return at least the records of the last so many seconds before the last record, if there are as many.
+    """Return at least the records of the given seconds before the last record, if there are that many.
 
-    The first record is the note of the backend that wrote them, then they begin with a key plan.
+    The first record is the note of the backend that wrote them; the next is a key plan.
     """
     stretch = ring.read()
     if not stretch.records:

@@ -1,4 +1,4 @@
-"""Copies what a running backend records into a file."""
+"""Copies the records of a running backend into a file."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _EVERY_S = 0.1
 def record(
     ring: RingReader, path: Path, seconds: float, *, with_tokens: bool, wait: Callable[[float], object] = time.sleep
 ) -> int:
-    """Record for so many seconds, and across restarts of the backend; return the file's bytes. A key interrupt ends it
-    early. Raises OSError."""
+    """Record for the given seconds, and across restarts of the backend; return the file's bytes.
+
+    A key interrupt ends it early. Raises OSError.
+    """
     with RecordingWriter(path, with_tokens=with_tokens) as file:
         # From the last key plan on, so that the rows of the first steps are known.
         stretch = read_last(ring, 0.0)

@@ -24,7 +24,8 @@ _Scale = Annotated[float, Meta(ge=1e-6, le=1e6)]
 
 
 class HfConfig(Struct, frozen=True):
-    """None and an absent key mean the same, except where the type has UNSET: there null switches a feature off."""
+    """Keys of a config.json. None and an absent key mean the same, except where the type has UNSET: there null switches
+    a feature off."""
 
     vocab_size: Annotated[int, Meta(ge=1, le=1 << 24)]
     hidden_size: _Width

@@ -69,7 +69,7 @@ class Head:
     """
 
     kind: str
-    """As in `PooledRows`."""
+    """Kind of vector, as in `PooledRows`."""
     pooling: tuple[PoolingMode, ...] = ()
     """Several modes are concatenated, in this order."""
     layers: tuple[HeadLayer, ...] = ()

@@ -26,5 +26,5 @@ class PooledDecoder:
 
     @property
     def kind(self) -> str:
-        """As in `PooledRows`."""
+        """Kind of vector, as in `PooledRows`."""
         return "embed" if self.head == "embed" else "classify"

@@ -51,7 +51,7 @@ def read_stored_formats(model_dir: Path) -> StoredFormats:
 
 
 def parse_stored_formats(config: Mapping[str, Any]) -> StoredFormats:
-    """As `read_stored_formats`, from the decoded config.json."""
+    """Like `read_stored_formats`, from the decoded config.json."""
     settings = quantization_settings(config)
     if settings is None:
         return PLAIN

@@ -43,7 +43,7 @@ class MatrixFormat(Protocol):
 
     @property
     def description(self) -> str:
-        """For messages: method, bits, groups."""
+        """Method, bits and groups, for messages."""
         ...
 
     def parts(self, shape: Shape) -> dict[str, Part]:

@@ -54,7 +54,7 @@ def quantize(blocks: Iterable[Tensor], shape: tuple[int, int], group_size: int |
 
 
 def quantize_to_float8(blocks: Iterable[Tensor], shape: tuple[int, int]) -> Float8Weight:
-    """As `quantize`, to E4M3 with one scale per output."""
+    """Like `quantize`, to E4M3 with one scale per output."""
     parts = torch.empty(shape, dtype=torch.uint8), torch.empty(shape[0], 1)
     _fill(parts, blocks, _float8_rows)
     return Float8Weight(*parts, None)

@@ -299,7 +299,7 @@ def _offset(config: DecoderConfig, weight: Tensor) -> Tensor:
 
 
 def rotate_half_order(config: DecoderConfig) -> Tensor:
-    """For each row of q, k and v, the row of a checkpoint with interleaved rotation that belongs there.
+    """Map each row of q, k and v to its row in a checkpoint with interleaved rotation.
 
     Scores do not change if q and k are reordered alike; v keeps its order.
     """

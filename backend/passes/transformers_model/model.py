@@ -44,7 +44,7 @@ _LAYER_TYPES = {"full_attention", "sliding_attention", _LINEAR}
 _NO_KV = KvShape(0, 0, 0)
 _PROBE_TOKENS = 9
 _PROBE_TOLERANCE = 0.02
-"""As a share of the largest logit: bf16 differs by this much between two orders of summation."""
+"""Share of the largest logit: bf16 differs by this much between two orders of summation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ def _kv_shape(text: Any) -> KvShape:
 
 @torch.inference_mode()
 def _check_states(model: Any, facts: ModelFacts, where: str, device: torch.device) -> None:
-    """Raises StartupError if a layer's state does not say how its sequence goes on."""
+    """Raises StartupError if a layer's state does not determine how its sequence continues."""
     if not facts.state_shapes:
         return
     hidden_size = facts.config.get_text_config(decoder=True).hidden_size

@@ -31,7 +31,7 @@ class _Output(msgspec.Struct):
 class _Referable(NamedTuple):
     item: ResponseItem
     num_bytes: int
-    """As JSON."""
+    """Size as JSON."""
 
 
 _output_decoder = msgspec.json.Decoder(_Output)

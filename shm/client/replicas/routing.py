@@ -43,7 +43,7 @@ class Replica:
 
     @property
     def title(self) -> str:
-        """For log lines."""
+        """The replica's name for log lines."""
         return f"replica {self.name}" if self.name else "the backend"
 
     @property

@@ -1,4 +1,4 @@
-"""Reads from a recorded life which requests came in when, and how they ended."""
+"""Reads from a recorded life when requests came in, and how they ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _decoder = msgspec.msgpack.Decoder(Submit)
 
 @dataclass(slots=True)
 class _Told:
-    """What the events of a life tell about its requests."""
+    """Facts about a life's requests, from its events."""
 
     arrived: dict[Request, Arrived] = field(default_factory=dict)
     sequence_of: dict[Request, int] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class _Told:
 
 
 class Arrivals:
-    """What a replay sends, and what it has the device sample. Times are the recording's."""
+    """The requests that a replay sends, and the tokens that its device samples. Times are the recording's."""
 
     def __init__(self, life: Life, started: BackendStarted, *, from_prompts: bool) -> None:
         """from_prompts sends the recorded prompts; otherwise they are made up. Raises RecordingError."""
@@ -178,7 +178,7 @@ class Arrivals:
         return submit
 
     def _stops(self, request: Request, number: int) -> tuple[int, ...]:
-        """The stop token of the request, if it stopped. Others that share its sequence may stop elsewhere."""
+        """The stop token of the request, if it stopped. Others that share its sequence may stop at other tokens."""
         _, ended = self._told.ended.get(request, (0.0, None))
         final_tokens = self._told.final_tokens.get(request, 0)
         if ended is None or ended.finish != Finish.STOP or not final_tokens:
@@ -190,7 +190,7 @@ class Arrivals:
         return (self.stop_ids[place],)
 
     def complete(self, event: LinkEvent) -> LinkEvent:
-        """The event as it is sent. Prompts are made when they are due, because all of them may not fit the memory."""
+        """The event to send. Prompts are made when they are due, because all of them may not fit into memory."""
         if not isinstance(event, Submission):
             return event
         request = event.frontend, event.submit.request_id
@@ -201,7 +201,7 @@ class Arrivals:
 
 
 def _end_s(life: Life) -> float:
-    """The time of the last record that the life keeps."""
+    """The time of the life's last record."""
     times_s = [time_s for time_s, _ in life.events[-1:]]
     times_s += [step.ended_s or step.planned_s for step in life.steps.values()]
     return max((time_s for time_s in times_s if math.isfinite(time_s)), default=0.0)

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from penstock.tools.recorder.replay.step_times import StepTimes
 
 _PLAN_S = 0.0005
-"""CPU time of planning, as the loop's timing is told: a measured one would make each replay another."""
+"""CPU time of planning for the loop's timing. A measured one would make every replay different."""
 _MIN_TURN_S = 1e-6
 _PATIENCE_S = 3600.0
-"""After its last event no request stays open for longer."""
+"""A replay ends this long after its last event, even if requests are still open."""
 _GRAMMAR_WAIT_S = 60.0
 
 
@@ -53,7 +53,7 @@ class _EvenTiming(StepTiming):
 
 
 class _RecordList:
-    """Replaces RingWriter, and forgets nothing."""
+    """Replaces RingWriter, and keeps all records."""
 
     def __init__(self) -> None:
         self.records: list[bytes] = []
@@ -62,7 +62,7 @@ class _RecordList:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedPass:
-    """What computes the steps, and what the engine knows of it."""
+    """The functions that compute the steps, and the engine's facts about the pass."""
 
     launch: Launch
     pooled: Mapping[str, int]

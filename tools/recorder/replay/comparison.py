@@ -1,4 +1,4 @@
-"""Compares what a recording and its replay did to the same requests."""
+"""Compares a recording with its replay, request by request."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class Account:
     """The numbers of one life."""
 
     shapes: list[tuple[int, int, int]]
-    """Of each step: decoding rows, other rows, tokens."""
+    """Shape of each step: decoding rows, other rows, tokens."""
     num_joined: int = 0
     num_preempted: int = 0
     num_cached: int = 0
     """Tokens that were found when sequences first started."""
     finishes: Counter[int] = field(default_factory=Counter)
     first_s: dict[Request, float] = field(default_factory=dict)
-    """From arrival to the end of the step that sampled the first token."""
+    """Time from arrival to the end of the step that sampled the first token."""
     total_s: dict[Request, float] = field(default_factory=dict)
-    """From arrival to the end, of requests that finished."""
+    """Time from arrival to the end, for requests that finished."""
     tokens: dict[Request, list[int]] = field(default_factory=dict)
     """The generated tokens of requests that finished, if all of them are recorded."""
     num_incomplete: int = 0
-    """Requests that finished, and of which only some tokens are recorded."""
+    """Requests that finished, but with only some tokens recorded."""
 
     @classmethod
     def of(cls, life: Life) -> Account:
@@ -106,7 +106,7 @@ class TokenComparison:
 
 
 def compare_tokens(recorded: Account, replayed: Account) -> TokenComparison:
-    """Compare the requests whose tokens are recorded. One that did not finish in the replay is different."""
+    """Compare the requests whose tokens are recorded. One that did not finish in the replay counts as different."""
     names = sorted(request for request, tokens in recorded.tokens.items() if tokens)
     different = [request for request in names if replayed.tokens.get(request) != recorded.tokens[request]]
     return TokenComparison(len(names) - len(different), different)

@@ -67,12 +67,12 @@ class ComputedSteps:
         self._pass = forward_pass
 
     def launch(self, plan: Plan, batch: StepBatch, saves: PageSaves) -> LaunchedStep:
-        """Masks are made at once, so none is late."""
+        """Launch a step. Masks are made at once, so none is late."""
         return launch_step(self._pass, plan, batch, saves)
 
 
 class ReplayedDevice:
-    """Replaces Executor. A step ends after the time that it took in the recording, whatever launch takes."""
+    """Replaces Executor. A step ends after its recorded time, whatever launch takes."""
 
     wake_fd = -1
 
@@ -115,7 +115,7 @@ class ReplayedDevice:
         return results
 
     def next_due_s(self) -> float | None:
-        """When the loop has to turn because of the device; None if nothing runs."""
+        """Time at which the loop must turn because of the device; None if nothing runs."""
         if self._results:
             return self._now_s
         return None if self._running is None else self._ends_s
@@ -128,7 +128,7 @@ class ReplayedDevice:
         self._now_s = until_s
 
     def take_plans(self) -> None:
-        """The turn that launched them ends now."""
+        """Accept the plans that the turn has launched; the turn ends now."""
         self._plans += self._unready
         self._unready.clear()
         if self._running is None:
@@ -151,7 +151,7 @@ class ReplayedDevice:
 
 
 class ReplayedLink:
-    """Replaces BackendLink: the recorded requests arrive, and what is sent to them goes nowhere."""
+    """Replaces BackendLink: the recorded requests arrive, and messages to them are dropped."""
 
     def __init__(self) -> None:
         self.arrivals: list[LinkEvent] = []

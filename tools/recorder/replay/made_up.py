@@ -55,7 +55,7 @@ class _Known:
 
 
 class MadeUpTokens:
-    """Sequences are told in the order in which they started."""
+    """Makes tokens. Add the sequences in the order in which they started."""
 
     def __init__(self, page_size: int, vocab_size: int) -> None:
         """page_size is 0 for a model without pages."""
@@ -87,7 +87,7 @@ class MadeUpTokens:
         self._recent.append(_Known(tenant, pages, final_tokens, origins))
 
     def _source(self, tenant: str, pages: tuple[bytes, ...], num_cached: int) -> Origins | None:
-        """The latest of the sequences with the longest common beginning that generated the tokens that were found."""
+        """The latest of the sequences with the longest common beginning that generated the cached tokens."""
         best: _Known | None = None
         for known in reversed(self._recent):
             if (

@@ -1,4 +1,4 @@
-"""The bounds of what a recording says about its backend: a replay allocates that much."""
+"""Bounds of a recorded backend's sizes: a replay allocates this much."""
 
 from __future__ import annotations
 

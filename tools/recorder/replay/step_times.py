@@ -1,4 +1,4 @@
-"""How long a step of a replay takes: as long as steps of so many tokens took in the recording."""
+"""Durations of a replay's steps: the recorded durations of steps with the same number of tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.tools.recorder.history import Life
 
 _MAX_STEP_S = 300.0
-"""The loop gives a longer one up."""
+"""The loop gives up a longer step."""
 _MAX_TURN_S = 0.01
 
 
@@ -50,5 +50,5 @@ class StepTimes:
         """From the beginning of a turn of the loop to the launch of its plan."""
 
     def of(self, num_tokens: int) -> float:
-        """Seconds."""
+        """Duration in seconds of a step of num_tokens."""
         return float(np.interp(num_tokens, self._sizes, self._durations_s))

@@ -178,7 +178,7 @@ class CpuDecoderPass(HostSampling):
 
     @classmethod
     def held_bytes(cls, model_dir: Path, options: PassOptions) -> int:
-        """See `IFindsHeldWeights`."""
+        """Size of the weights that `load` would map; see `IFindsHeldWeights`."""
         from penstock.backend.passes.decoder.cpu.weight_memory.held import CpuMemories
         from penstock.backend.passes.decoder.held_weights.holding import find_held
 

@@ -17,7 +17,7 @@ from penstock.backend.passes.decoder.held_weights.blocks import HeldWeightsError
 from penstock.shm.memory import region
 
 DATA_PLACE = 4096
-"""Where the described content begins, if it is in the memfd too."""
+"""Offset of the described content, if it is in the memfd too."""
 MAGIC = 0x50_4E_53_54_57_47_54_32
 HEADER = struct.Struct("<QQQQ")  # magic, bytes of content, bytes of the manifest, its crc32
 _MAX_MANIFEST_BYTES = 64 << 20

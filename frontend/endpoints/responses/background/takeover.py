@@ -55,7 +55,7 @@ class KeptRequest(Struct):
         exchange = Exchange({"type": "http", "method": "POST", "path": _PATH, "headers": headers}, _receive, _send)
         exchange.tenant, exchange.payer, exchange.weight = tenant, self.payer, self.weight
         exchange.key_name, exchange.request_id = self.key_name, self.request_id
-        # A time limit goes on running while no worker has the request.
+        # The time limit keeps running while no worker has the request.
         exchange.received_s = time.monotonic() - max(0.0, time.time() - self.received_at)
         return exchange
 

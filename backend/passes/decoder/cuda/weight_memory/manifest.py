@@ -70,7 +70,7 @@ class HeldWeight(msgspec.Struct, frozen=True, array_like=True):
 class DeviceManifest(msgspec.Struct, frozen=True):
     fingerprint: str
     dtype: DtypeName
-    """Of the weights that are not quantised."""
+    """dtype of the weights that are not quantised."""
     data_bytes: Size
     block_bytes: tuple[Size, ...]
     """The size of each block of device memory, in order."""
