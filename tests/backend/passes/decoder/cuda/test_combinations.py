@@ -171,7 +171,9 @@ def test_every_stream_equals_transformers_for_any_kind_of_prompt(
     close(bench, link)
 
 
-@pytest.mark.parametrize("turn", [1, 4, 9, 15])
+@pytest.mark.parametrize(
+    ("kind", "turn"), [(KINDS[0], 1), (KINDS[0], 9), (KINDS[1], 4), (KINDS[1], 15), (KINDS[2], 4), (KINDS[2], 9)]
+)
 def test_a_cancelled_or_dead_client_does_not_affect_other_streams(kind: str, turn: int, tmp_path: Path) -> None:
     """The device is far behind, and reads buffers that have been returned to their clients, or are gone."""
     forward_pass = load(DeferredCudaPass, 16)
@@ -199,6 +201,8 @@ def test_a_cancelled_or_dead_client_does_not_affect_other_streams(kind: str, tur
 # ---- Deterministic ----
 
 PROMPT = prompts((41,), seed=5)[0]
+NUM_BITS = 16
+"""Tokens of each stream whose bits are compared."""
 DRAWN = Sampling(temperature=1.3, top_p=0.95, seed=77, num_logprobs=3)
 
 
@@ -209,10 +213,10 @@ def bits(received: Received) -> list[Any]:
 @cache
 def bits_of_tokens_alone() -> list[Any]:
     bench = stepped(load(kv_dtype="q8_0", deterministic=True), None, 64, num_host_pages=0)
-    bench.submit(list(PROMPT), 30, sampling=DRAWN)
+    bench.submit(list(PROMPT), NUM_BITS, sampling=DRAWN)
     bench.run_dry()
     bench.close()
-    assert len(bench.received().token_ids) == 30
+    assert len(bench.received().token_ids) == NUM_BITS
     return bits(bench.received())
 
 
@@ -234,10 +238,10 @@ def test_embeddings_give_the_bits_of_their_tokens_in_any_batch_and_after_preempt
     forward_pass = load(num_host_pages=num_host_pages, kv_dtype="q8_0", deterministic=True)
     link = make_link(kind, tmp_path, forward_pass)
     bench = stepped(forward_pass, link, num_pages, num_host_pages=num_host_pages, **settings)
-    bench.submit(list(prompts((30,), seed=9)[0]), 60, request_id=50)
+    bench.submit(list(prompts((30,), seed=9)[0]), 40, request_id=50)
     bench.turn()
-    bench.submit(list(PROMPT), 30, request_id=1, sampling=DRAWN)
-    link.submit(looked_up(PROMPT), 30, 2, sampling=DRAWN, num_logits=30)
+    bench.submit(list(PROMPT), NUM_BITS, request_id=1, sampling=DRAWN)
+    link.submit(looked_up(PROMPT), NUM_BITS, 2, sampling=DRAWN, num_logits=NUM_BITS)
     link.submit(random_rows(17, 6), 12, 51)
     bench.run_dry()
     assert bits(bench.received(1)) == bits_of_tokens_alone()
