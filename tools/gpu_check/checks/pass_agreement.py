@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.tools.gpu_check.devices.device_context import DeviceContext
     from penstock.tools.gpu_check.reporting.results import Results
 
-_ROWS, _PROMPT_TOKENS, _NEW_TOKENS, _PAGE_TOKENS, _PAGES = 5, 37, 24, 16, 5
+_ROWS, _PROMPT_TOKENS, _NEW_TOKENS, _PAGE_TOKENS, _PAGES = 5, 37, 12, 16, 5
 _SIZES = StepSizes(max_rows=_ROWS, max_tokens=256, max_context_tokens=_PAGE_TOKENS * _PAGES)
 _NUM_TOP = 4
 _SCORE_ERROR = 1e-3

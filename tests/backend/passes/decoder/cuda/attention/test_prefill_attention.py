@@ -175,12 +175,12 @@ def test_the_prefill_workspace_has_the_announced_size_and_is_bounded() -> None:
 SEQUENCE_TOKENS = 150
 
 
-@pytest.mark.parametrize("window", [0, 70])
 @pytest.mark.parametrize(
-    ("head_dim", "kv_dtype", "group"),
+    ("head_dim", "kv_dtype", "group", "window"),
     [
-        (64, "bf16", 3), (80, "bf16", 3), (256, "bf16", 3), (96, "q8_0", 3), (64, "fp8", 3), (64, "fp32", 3),
-        (64, "bf16", 1), (64, "q8_0", 8), (64, "fp8", 16), (64, "fp32", 1), (256, "fp32", 7),
+        (64, "bf16", 3, 0), (64, "bf16", 3, 70), (80, "bf16", 3, 70), (256, "bf16", 3, 0), (64, "bf16", 1, 0),
+        (96, "q8_0", 3, 0), (96, "q8_0", 3, 70), (64, "q8_0", 8, 0), (64, "fp8", 3, 0), (64, "fp8", 16, 70),
+        (64, "fp32", 3, 0), (64, "fp32", 1, 70), (256, "fp32", 7, 70),
     ],
 )  # fmt: skip
 def test_a_sequence_has_the_same_bits_in_any_chunks(head_dim: int, kv_dtype: str, group: int, window: int) -> None:

@@ -1,12 +1,15 @@
-"""Every kernel compiles without spills, fits on every architecture, and loses none of the figures in docs/gpu/.
+"""Kernels compile without spills, fit on every architecture, and lose none of the figures in docs/gpu/.
 
-Needs NVRTC, and nvdisasm for the figures, but no GPU.
+Needs NVRTC, and nvdisasm for the figures, but no GPU. Figures of unchanged kernels are in the user's cache directory.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass
@@ -18,12 +21,13 @@ import pytest
 from penstock.backend.passes.decoder.cuda import kernel_manifest
 from penstock.backend.passes.decoder.cuda.device import nvrtc
 from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, Kernel, KernelFailed, group_by_module
+from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO
 from penstock.tools.gpu_check.machine_code import kernel_rows, kernel_table, occupancy, sass
 from penstock.tools.gpu_check.machine_code.kernel_rows import KernelRow
+from tests.cuda_emulator.build import kept_directory
 from tests.tallies import COMPILED
 
 REGISTERS_OF_A_MULTIPROCESSOR = 65536
-CACHE_KEY = "nvrtc/reports"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +52,41 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """All kernels that the newest architecture uses; for the others, one variant of each source.
+    """For the newest architecture, the kernels of the table, and others until each value of each macro has been in one;
+    for the other architectures, one variant of each source.
 
-    `penstock gpu-check --compile-only` compiles all of them.
+    `penstock gpu-check --compile-only` compiles all kernels for all architectures.
     """
     *older, newest = nvrtc.ARCHITECTURES
     groups = [tuple(group) for group in group_by_module(kernel_manifest.kernels())]
     first_of_source = {group[0].source: group for group in reversed(groups)}.values()
-    whole = [Case(group, newest) for group in groups if kernel_table.is_launched(group[0], newest)]
-    return whole + [
+    launched = [group for group in groups if kernel_table.is_launched(group[0], newest)]
+    return [Case(group, newest) for group in covering(launched)] + [
         Case(group, arch) for group in first_of_source for arch in older if nvrtc.compiles_for(group[0], arch)
     ]
 
 
 HELD = [tuple(group) for group in kernel_table.held_groups()]
+
+
+def covering(groups: list[tuple[Kernel, ...]]) -> list[tuple[Kernel, ...]]:
+    """The groups of the table, and further ones, each with a macro's value that no earlier group of its source has.
+
+    The largest heads come first, and with them q8_0: they need the most registers.
+    """
+
+    def rank(group: tuple[Kernel, ...]) -> tuple[bool, int, bool]:
+        macros = dict(group[0].macros)
+        return group not in HELD, -macros.get("HEAD_DIM", 0), macros.get("KV_DTYPE") != KV_MACRO["q8_0"]
+
+    seen: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
+    chosen = []
+    for group in sorted(groups, key=rank):
+        macros = {macro for macro in group[0].macros if macro[0] != "RING_TILES"}  # it follows from the others
+        if group in HELD or not macros or macros - seen[group[0].source]:
+            chosen.append(group)
+            seen[group[0].source] |= macros
+    return chosen
 
 
 class Resources(TypedDict):
@@ -74,15 +99,14 @@ class Resources(TypedDict):
 
 
 class Compilations:
-    """Compiles all selected cases on all cores, from the first request for any of them."""
+    """Compiles all selected cases on all cores, from the first request for any of them. Keeps their figures."""
 
-    def __init__(self, selected: list[Case], known: dict[str, Resources]) -> None:
+    def __init__(self, selected: list[Case], directory: Path) -> None:
         self._pool = ThreadPoolExecutor(os.cpu_count())
-        self.results: dict[str, Resources] = {}
-        self._futures: dict[Case, Future[Resources]] = {}
-        for case in selected:
-            digest = case.digest
-            self._futures[case] = self._pool.submit(self._compile, case, digest, known.get(digest))
+        self._directory = directory
+        self._futures: dict[Case, Future[Resources]] = {
+            case: self._pool.submit(self._figures_of, case, directory / f"{case.digest}.json") for case in selected
+        }
 
     def of(self, case: Case) -> Resources:
         return self._futures[case].result()
@@ -90,33 +114,35 @@ class Compilations:
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def _compile(self, case: Case, digest: str, known: Resources | None) -> Resources:
-        if known is None:
-            reports = nvrtc.compile_kernels(case.kernels, case.arch)
-            has_rows = case.kernels in HELD and case.arch == kernel_rows.HELD_ARCH and sass.find_nvdisasm()
-            rows = kernel_table.make_rows(reports) if has_rows else []
-            compiled = [[report.registers, report.spill_bytes, report.shared_bytes] for report in reports]
-            known = {"compiled": compiled, "rows": [list(astuple(row)) for row in rows]}
-        self.results[digest] = known
-        return known
+    def _figures_of(self, case: Case, path: Path) -> Resources:
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            figures = self._compile(case)
+            with tempfile.NamedTemporaryFile("w", dir=self._directory, delete=False) as file:
+                json.dump(figures, file)
+            os.replace(file.name, path)
+            return figures
+        return cast(Resources, json.loads(path.read_text()))
+
+    def _compile(self, case: Case) -> Resources:
+        reports = nvrtc.compile_kernels(case.kernels, case.arch)
+        has_rows = case.kernels in HELD and case.arch == kernel_rows.HELD_ARCH and sass.find_nvdisasm()
+        rows = kernel_table.make_rows(reports) if has_rows else []
+        compiled = [[report.registers, report.spill_bytes, report.shared_bytes] for report in reports]
+        return {"compiled": compiled, "rows": [list(astuple(row)) for row in rows]}
 
 
 @pytest.fixture(scope="module")
 def compilations(request: pytest.FixtureRequest) -> Iterator[Compilations]:
-    """Unchanged kernels are not compiled again: their figures are in pytest's cache."""
-    cache = request.config.cache
-    assert cache is not None
     used = [
         cast(Case, item.callspec.params["case"])
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.path == request.path and "compilations" in item.fixturenames
     ]
-    selected = list(dict.fromkeys(used))
-    compilations = Compilations(selected, cache.get(CACHE_KEY, {}))
+    compilations = Compilations(list(dict.fromkeys(used)), kept_directory("nvrtc-figures"))
     yield compilations
     compilations.close()
-    if set(selected) == set(cases()):
-        cache.set(CACHE_KEY, compilations.results)
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
