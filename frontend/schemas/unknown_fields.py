@@ -23,6 +23,19 @@ _PAUSE_EVERY = 1024
 """Fields looked at before the event loop gets a turn: about 1 ms."""
 _SIMILAR = 0.75
 _MAX_COMPARED_CHARACTERS = 64
+_OTHER_NAMES = {
+    "extra_key": "cache_salt",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "n_cmpl": "n",
+    "n_predict": "max_tokens",
+    "n_probs": "top_logprobs",
+    "no_stop_trim": "include_stop_str_in_output",
+    "reasoning_budget": "thinking_budget",
+    "return_tokens": "return_token_ids",
+    "t_max_predict_ms": "timeout_ms",
+}
+"""Fields of llama.cpp and SGLang, and ours with the nearest meaning."""
 _members = msgspec.json.Decoder(dict[str, Raw])
 _items = msgspec.json.Decoder(list[Raw])
 
@@ -51,7 +64,7 @@ class UnknownField:
     name: str
     """The last name of the path. It may contain dots."""
     nearest: str | None
-    """The known field beside it with the most similar name."""
+    """The known field beside it with the same purpose or the most similar name."""
 
 
 async def find_unknown_fields(data: bytes, body_type: type[Struct]) -> list[UnknownField]:
@@ -103,6 +116,8 @@ def _walk(path: str, raw: Raw, shape: _Shape) -> Iterator[_Unknown | None]:
 
 
 def _nearest(name: str, known: Mapping[str, object]) -> str | None:
+    if (ours := _OTHER_NAMES.get(name)) in known:
+        return ours
     matches = difflib.get_close_matches(name[:_MAX_COMPARED_CHARACTERS], known, 1, _SIMILAR)
     return matches[0] if matches else None
 

@@ -9,7 +9,9 @@ import msgspec
 import pytest
 
 from penstock.frontend.generation.submission.sampling import is_deterministic, read_sampling
+from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.schemas.decoding import AnsweredBody, decode_chat, decode_completion
+from penstock.frontend.schemas.unknown_fields import find_unknown_fields
 from tests.frontend.harness import model_card
 
 BODIES = pytest.mark.parametrize(
@@ -40,3 +42,11 @@ def test_repeat_penalty_is_another_name_that_the_usual_one_overrides(
     for fields, expected in (({}, 1.2), ({"repetition_penalty": 1.1}, 1.1)):
         body = decode(msgspec.json.encode(prompt | {"repeat_penalty": 1.2} | fields))
         assert (body.repetition_penalty, body.repeat_penalty) == (expected, None)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("n_predict", "max_tokens"), ("no_stop_trim", "include_stop_str_in_output"), ("extra", None)]
+)
+async def test_field_of_another_server_is_answered_by_ours(theirs: str, ours: str | None) -> None:
+    (unknown,) = await find_unknown_fields(msgspec.json.encode({"messages": [], theirs: 1}), ChatBody)
+    assert (unknown.name, unknown.nearest) == (theirs, ours)
