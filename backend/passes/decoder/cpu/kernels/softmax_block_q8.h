@@ -67,8 +67,8 @@ class Q8Block {  // see FloatBlock
                 }
                 sums.each([&](int r, int v) {
                     float* target = scores_ + (row + r) * kBlock + column + 16 * v;
-                    const Floats x = mul(to_floats(sums.at[r][v]), scales[v]);
-                    store(target, b == 0 ? x : ::add(load(target), x));
+                    const Floats sum = to_floats(sums.at[r][v]);
+                    store(target, b == 0 ? mul(sum, scales[v]) : fmadd(sum, scales[v], load(target)));
                 });
             }
         });

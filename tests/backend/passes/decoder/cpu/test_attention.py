@@ -181,11 +181,12 @@ def test_attention_matches_float64_over_long_contexts(
 
 @pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "q8_0"])
 def test_page_size_changes_no_bit(kv_dtype: str, make_kernels: MakeOps) -> None:
-    """In prefill, and in decode of each position."""
-    qkv, num_tokens = randn(150, 8 * 32, dtype=BF16), 150
+    """In prefill, and in decode of each position. A head's numbers have two scales in a q8_0 cache."""
+    config = replace(BASE, head_dim=64)
+    qkv, num_tokens = randn(150, 8 * 64), 150
     found = []
     for page_size in (32, 1, 5, 16, 48, 64, 80):
-        harness = OpsHarness(make_kernels(BASE, BF16), 150, page_size, kv_dtype)
+        harness = OpsHarness(make_kernels(config, FP32), 150, page_size, kv_dtype)
         whole = step_batch([0], [num_tokens], page_size)
         step = harness.ops.begin_step(whole, whole.input_ids)
         array = harness.put("_qkv", qkv)
