@@ -37,8 +37,8 @@ COMPILED_DIR = Path(__file__).parent / "compiled"
 ABI = 15
 
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-w")
-"""GCC would fuse a product and a sum in some copies of a loop and not in others, so a row's bits would depend on how many
-rows are beside it. Where they are to be fused, the source says so."""
+"""Without contraction: GCC would fuse a product and a sum in some copies of a loop and not in others, so a row's bits
+would depend on the rows beside it. Where they are to be fused, the source says so."""
 
 _COMPILE_TIMEOUT_S = 300.0
 
