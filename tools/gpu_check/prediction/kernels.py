@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.backend.passes.decoder.cuda.attention.decode_chunks import NUM_WARPS, chunk_tokens, tile_tokens
 from penstock.backend.passes.decoder.cuda.attention.segment_positions import ENOUGH_BLOCKS, longest_segment
+from penstock.backend.passes.decoder.cuda.device.kernel_choices import CONSTANTS
 from penstock.tools.gpu_check.machine_code.kernel_rows import KernelRow, read_table
 from penstock.tools.gpu_check.prediction.machine import (
     ENDS_US,
@@ -27,9 +29,6 @@ KV_NUMBER = {"fp32": 0, "bf16": 1, "q8_0": 2, "fp8": 3}
 """Values of the macro KV_DTYPE."""
 KV_BYTES = {"fp32": 4.0, "bf16": 2.0, "q8_0": 34 / 32, "fp8": 1.0}
 """Bytes of a key's or value's number, scales included."""
-_TILE_TOKENS = {"fp32": 8, "bf16": 16, "q8_0": 32, "fp8": 32}
-_NUM_WARPS = 4
-_SHORTEST_CHUNK, _FEWEST_CHUNKS, _BLOCKS_TO_FILL = 256, 16, 256
 _PREFILL_MATRIX = 256
 """Matrix instructions of a warp for 32 queries and 64 keys in heads of 128."""
 _WGMMA_ROWS, _WGMMA_TOKENS = 16, 128
@@ -68,16 +67,13 @@ class KernelTimes:
         machine = self.machine
         row = self._row("decode_attention", kv_dtype)
         num_bytes = num_rows * num_tokens * 2 * heads.num_kv_heads * heads.head_dim * KV_BYTES[kv_dtype]
-        most_chunks = max(_FEWEST_CHUNKS, -(-_BLOCKS_TO_FILL // heads.num_kv_heads))
-        chunk = _SHORTEST_CHUNK
-        while -(-num_tokens // chunk) > most_chunks:
-            chunk *= 2
+        chunk = chunk_tokens(num_tokens, heads.num_kv_heads, CONSTANTS.chunk_tokens)
         chunks = -(-num_tokens // chunk)
-        tiles = num_rows * heads.num_kv_heads * -(-num_tokens // _TILE_TOKENS[kv_dtype])
+        tiles = num_rows * heads.num_kv_heads * -(-num_tokens // tile_tokens(kv_dtype))
         issue_us = tiles * row.tile_instructions / (machine.issue_rate * ISSUE_SHARE) * 1e6
         blocks = num_rows * heads.num_kv_heads * chunks
         waves = -(-blocks // (machine.num_sms * row.blocks_per_sm))
-        tiles_of_warp = -(-min(chunk, num_tokens) // (_TILE_TOKENS[kv_dtype] * _NUM_WARPS))
+        tiles_of_warp = -(-min(chunk, num_tokens) // (tile_tokens(kv_dtype) * NUM_WARPS))
         ipc = WARP_IPC if blocks > machine.num_sms else 1.2 * WARP_IPC
         chain_us = waves * tiles_of_warp * row.tile_instructions / (ipc * machine.clock_hz) * 1e6
         merge_us = 1.0 if chunks > 1 else 0.0

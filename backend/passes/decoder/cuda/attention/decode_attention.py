@@ -14,6 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from penstock.backend.passes.decoder.cuda.attention.decode_chunks import (
+    NUM_WARPS,
+    NUMBER_BYTES,
+    most_chunks,
+    tile_tokens,
+)
 from penstock.backend.passes.decoder.cuda.attention.kernel_limits import (
     HEAD_DIMS,
     MAX_GROUP,
@@ -35,16 +41,12 @@ _FIRST_MULTIPLE_TOKENS = 16
 _MAX_ROWS = (1 << 16) - 1
 """Most rows. The sampler's grids have a row in their second dimension, which CUDA limits."""
 _MAX_SMS = 1 << 12
-_NUM_WARPS = 4
 _PLAN_THREADS = 512
-_BLOCKS_TO_FILL_A_DEVICE = 256
-_FEWEST_CHUNKS = 16
 SM_SHARED_BYTES = (100 << 10, 164 << 10, 228 << 10)
 """Shared memory of a multiprocessor: of sm_86, sm_89 and sm_120; of sm_80; of sm_90 and sm_100."""
 _RESERVED_SHARED_BYTES = 1024
 """Shared memory that CUDA reserves in each block."""
 _ACTS = {dtype: np.int32(value) for dtype, value in ACT_MACRO.items()}
-_NUMBER_BYTES = {"fp32": 4, "bf16": 2, "q8_0": 1, "fp8": 1}
 
 
 def _chunk_macro(chunk_tokens: int) -> tuple[tuple[str, int], ...]:
@@ -221,17 +223,16 @@ def _max_chunks(max_context_tokens: int, window_tokens: int, num_kv_heads: int, 
     longest = max_context_tokens
     if window_tokens:
         longest = min(longest, window_tokens + _FIRST_MULTIPLE_TOKENS - 1)
-    enough = max(_FEWEST_CHUNKS, -(-_BLOCKS_TO_FILL_A_DEVICE // num_kv_heads))
-    return min(enough, -(-longest // chunk_tokens))
+    return min(most_chunks(num_kv_heads), -(-longest // chunk_tokens))
 
 
 def _tile_bytes(kv_dtype: str, head_dim: int) -> int:
     """Return kTileBytes of kernels/decode_tiles.cuh."""
-    number_bytes = _NUMBER_BYTES[kv_dtype]
+    number_bytes = NUMBER_BYTES[kv_dtype]
     pieces = head_dim * number_bytes // 16
     stride = pieces + (12 - pieces % 8) % 8 if kv_dtype == "fp32" else pieces | 1
     scale_row_bytes = head_dim // 32 * 2 if kv_dtype == "q8_0" else 0
-    return 32 // number_bytes * (16 * stride + scale_row_bytes)
+    return tile_tokens(kv_dtype) * (16 * stride + scale_row_bytes)
 
 
 def _static_shared_bytes(kv_dtype: str, head_dim: int) -> int:
@@ -242,17 +243,17 @@ def _static_shared_bytes(kv_dtype: str, head_dim: int) -> int:
 
 
 def _attention(kv_dtype: str, head_dim: int, ring_tiles: int, choices: KernelChoices = CONSTANTS) -> Kernel:
-    rings = _NUM_WARPS * ring_tiles * _tile_bytes(kv_dtype, head_dim)
-    merge = _NUM_WARPS * MAX_GROUP * (head_dim + 8) * 4
+    rings = NUM_WARPS * ring_tiles * _tile_bytes(kv_dtype, head_dim)
+    merge = NUM_WARPS * MAX_GROUP * (head_dim + 8) * 4
     macros = (
         ("KV_DTYPE", KV_MACRO[kv_dtype]),
         ("HEAD_DIM", head_dim),
-        ("NUM_WARPS", _NUM_WARPS),
+        ("NUM_WARPS", NUM_WARPS),
         ("RING_TILES", ring_tiles),
         *_chunk_macro(choices.chunk_tokens),
     )
     return Kernel(
-        "decode_attention.cu", "decode_attention", macros, 32 * _NUM_WARPS, max(rings, merge), is_dependent=True,
+        "decode_attention.cu", "decode_attention", macros, 32 * NUM_WARPS, max(rings, merge), is_dependent=True,
         carveout_percent=choices.carveout_percent,
     )  # fmt: skip
 
@@ -264,7 +265,7 @@ def _ring(
     static_bytes = _static_shared_bytes(kv_dtype, head_dim)
     for num_blocks in (2, 1):
         free_bytes = shared_bytes_per_sm // num_blocks - _RESERVED_SHARED_BYTES - static_bytes
-        ring_tiles = min(free_bytes // (_NUM_WARPS * _tile_bytes(kv_dtype, head_dim)), most_tiles)
+        ring_tiles = min(free_bytes // (NUM_WARPS * _tile_bytes(kv_dtype, head_dim)), most_tiles)
         if ring_tiles >= (3 if num_blocks == 2 else 2):
             return ring_tiles, num_blocks
     raise ValueError(

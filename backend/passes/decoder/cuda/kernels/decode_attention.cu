@@ -179,8 +179,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
         const long long qkv_row = static_cast<long long>(work.row) * (group + 2) * num_kv_heads;
         load_queries(heads, qkv, (qkv_row + work.kv_head * group) * HEAD_DIM, act, group);
         for (int tile = 0; stream.token(tile) < stream.end; ++tile) {
-            heads.add_keys(stream.next(), scorer, stream.token(tile), stream.begin, stream.end, group);
-            heads.add_values(stream.next(), stream.token(tile), stream.end, group);
+            heads.add_keys(stream.next(0), scorer, stream.token(tile), stream.begin, stream.end, group);
+            heads.add_values(stream.next(1), stream.token(tile), stream.end, group);
         }
         if (kLooksLate) look();
         if (more) {
@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
             stream.open(item, span, next % num_kv_heads);
         }
         __syncthreads();  // all warps have read their rings, whose memory now takes the warps' results
-        heads.store(rows + warp * group * kMergeStride, warp_peaks[warp], group);
+        heads.store(rows + warp * group * kMergeStride, warp_peaks[warp], scorer, group);
         __syncthreads();
         results.merge_warps(work, rows, warp_peaks);
         __syncthreads();  // the results have been read, so the rings can take the next item's tiles

@@ -48,10 +48,12 @@ struct WarpHeads {
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) own[i][0] = sum_of_lanes(scores[i]);
         scorer.finish(own);
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) own[i][0] = scorer.logit(own[i][0]);
         const int t = token + threadIdx.x % 32 / 4;
         if (t < begin || t >= end)
 #pragma unroll
-            for (int i = 0; i < kQuads; ++i) own[i][0] = hidden_logit();
+            for (int i = 0; i < kQuads; ++i) own[i][0] = hidden_score();
         raise_peaks(own, group);
         float* weights = shared.weights[threadIdx.x / 32][threadIdx.x % 32 / 4];
 #pragma unroll
@@ -93,7 +95,7 @@ struct WarpHeads {
     }
 
     // rows: [group][kMergeStride]; peaks: [group], each head's peak and sum.
-    __device__ __forceinline__ void store(float* rows, float2* peaks, int group) {
+    __device__ __forceinline__ void store(float* rows, float2* peaks, const Scorer&, int group) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int head = 0; head < kMaxGroup; ++head)

@@ -20,7 +20,7 @@ struct WarpHeads {
     unsigned queries[kSharedQueries ? 1 : kSteps][4];
     unsigned weights[kTileTokens / 16][4];
     float out[HEAD_DIM / 8][4];  // rows lane / 4 and lane / 4 + 8
-    float peak[2], sum[2];       // of those rows; a sum covers this lane's tokens only
+    float peak[2], sum[2];       // of those rows: the greatest score, and the sum of weights of this lane's tokens
 #if KV_DTYPE == 2
     static constexpr int kBlocks = HEAD_DIM / kQ8Block;
     static constexpr int kSums = kIsWide ? 1 : kBlocks;
@@ -61,20 +61,20 @@ struct WarpHeads {
         scorer.finish(scores);
         if (token < begin || token + kTileTokens > end) {
             const int own = token + threadIdx.x % 4 * 2;
+            const unsigned visible = bits_from(begin - own) & ~bits_from(end - own);
 #pragma unroll
             for (int i = 0; i < kTiles; ++i)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const int t = own + 8 * i + e % 2;
-                    if (t < begin || t >= end) scores[i][e] = hidden_logit();
-                }
+                for (int e = 0; e < 4; ++e)
+                    if (!(visible >> (8 * i + e % 2) & 1)) scores[i][e] = hidden_score();
         }
-        raise_peaks(scores);
+        raise_peaks(scores, scorer.slope);
+        const float bounds[2] = {fmaf(peak[0], scorer.slope, -kHeadroom), fmaf(peak[1], scorer.slope, -kHeadroom)};
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                scores[i][e] = ex2_approx(scores[i][e] - peak[e / 2]);
+                scores[i][e] = ex2_approx(fmaf(scores[i][e], scorer.slope, -bounds[e / 2]));
                 sum[e / 2] += scores[i][e];
             }
             weights[i / 2][i % 2 * 2] = pack_operands(scores[i][0], scores[i][1]);
@@ -104,8 +104,8 @@ struct WarpHeads {
 #endif
     }
 
-    // rows: [group][kMergeStride]; peaks: [group], each head's peak and sum.
-    __device__ __forceinline__ void store(float* rows, float2* peaks, int group) {
+    // rows: [group][kMergeStride]; peaks: [group], each head's peak as a logit, to which weights are relative, and sum.
+    __device__ __forceinline__ void store(float* rows, float2* peaks, const Scorer& scorer, int group) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 1);
@@ -119,7 +119,7 @@ struct WarpHeads {
                 for (int n = 0; n < 2; ++n)
 #pragma unroll
                     for (int e = 0; e < 2; ++e) row[output_dim(i / 2, n, e)] = out[i + n][2 * half + e];
-            if (threadIdx.x % 4 == 0) peaks[head] = make_float2(peak[half], sum[half]);
+            if (threadIdx.x % 4 == 0) peaks[head] = make_float2(scorer.logit(peak[half]) - kHeadroom, sum[half]);
         }
     }
 
@@ -186,6 +186,9 @@ struct WarpHeads {
     }
 #endif
 
+    // The bits from the n-th on, of 31; n may be outside.
+    __device__ __forceinline__ static unsigned bits_from(int n) { return ~0u << min(max(n, 0), 31); }
+
     // scores += the queries' products with 16 dimensions of the keys.
     __device__ __forceinline__ void add_products(float (&scores)[kTiles][4], const unsigned char* tile, int step) const {
         unsigned keys[kTiles][2];
@@ -237,8 +240,8 @@ struct WarpHeads {
     }
 
     // Most tiles raise no peak, and then nothing is scaled. Scaling by 1 would not change any bit.
-    __device__ __forceinline__ void raise_peaks(const float (&scores)[kTiles][4]) {
-        float top[2] = {peak[0] + kHeadroom, peak[1] + kHeadroom};
+    __device__ __forceinline__ void raise_peaks(const float (&scores)[kTiles][4], float slope) {
+        float top[2] = {peak[0], peak[1]};
 #pragma unroll
         for (int i = 0; i < kTiles; ++i)
 #pragma unroll
@@ -248,9 +251,8 @@ struct WarpHeads {
             top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], 1));
             top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], 2));
         }
-        top[0] -= kHeadroom, top[1] -= kHeadroom;
         if (!__any_sync(0xffffffffu, top[0] > peak[0] || top[1] > peak[1])) return;
-        const float factor[2] = {ex2_approx(peak[0] - top[0]), ex2_approx(peak[1] - top[1])};
+        const float factor[2] = {ex2_approx((peak[0] - top[0]) * slope), ex2_approx((peak[1] - top[1]) * slope)};
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 8; ++i)
 #pragma unroll

@@ -17,7 +17,7 @@ struct TileStream {
     const int* row_pages;
     int begin, end, first, kv_head;
     int pages;             // lane i: the page of run i of the 32 runs that find_pages looked up last
-    int copied;   // tiles copied; keys and values count separately
+    unsigned copied;  // tiles copied; keys and values count separately
     int copy_at;  // index into the ring of the next tile to copy; the one after it is the next to read
 
     static constexpr int kStride = NUM_WARPS * kTileTokens;
@@ -41,18 +41,18 @@ struct TileStream {
     __device__ __forceinline__ void start() {
         copied = copy_at = 0;
 #pragma unroll 1
-        for (int i = 0; i < RING_TILES - 1; ++i) copy();
+        for (int i = 0; i < RING_TILES - 1; ++i) copy(i & 1);
     }
 
-    // Return the next tile, valid until the next call. The whole warp calls.
-    __device__ __forceinline__ unsigned char* next() {
+    // Return the next tile, valid until the next call; which: 0 keys, 1 values, in turn. The whole warp calls.
+    __device__ __forceinline__ unsigned char* next(int which) {
         cp_async_wait<RING_TILES - 2>();
         __syncwarp();  // all lanes' copies have arrived, and all lanes have read the tile that is overwritten next
-        copy();
+        copy(which + RING_TILES - 1 & 1);
         return ring + copy_at * kTileBytes;
     }
 
-    __device__ __forceinline__ int token(int tile) const { return first + tile * kStride; }
+    __device__ __forceinline__ int token(unsigned tile) const { return first + tile * kStride; }
 
   private:
     // See KvBlock.
@@ -64,16 +64,19 @@ struct TileStream {
         return at < end ? row_pages[at >> page_shift] : 0;
     }
 
-    __device__ __forceinline__ void copy() {
-        constexpr int kTilesOfPages = 32 / kTileRuns;
-        const int tile = copied >> 1, which = copied & 1;
+    __device__ __forceinline__ void copy(int which) {
+        constexpr unsigned kTilesOfPages = 32 / kTileRuns;
+        const unsigned tile = copied >> 1;
+        if (which == 0 && tile > 0 && tile % kTilesOfPages == 0) pages = find_pages(tile);
+        int page[kTileRuns];  // before the branch: there the compiler knows that the lanes are together
+#pragma unroll
+        for (int run = 0; run < kTileRuns; ++run)
+            page[run] = __shfl_sync(0xffffffffu, pages, tile % kTilesOfPages * kTileRuns + run);
         if (token(tile) < end) {
-            if (which == 0 && tile > 0 && tile % kTilesOfPages == 0) pages = find_pages(tile);
             unsigned char* target = ring + copy_at * kTileBytes;
 #pragma unroll
             for (int run = 0; run < kTileRuns; ++run) {
-                const int page = __shfl_sync(0xffffffffu, pages, tile % kTilesOfPages * kTileRuns + run);
-                const int block = (2 * page + which) * num_kv_heads + kv_head;
+                const int block = (2 * page[run] + which) * num_kv_heads + kv_head;
                 const unsigned char* source = layer + block * static_cast<long long>(block_bytes());
                 copy_run(target, run, source, 1 << page_shift, token(tile) + run * kRunTokens, end);
             }

@@ -27,16 +27,16 @@ constexpr bool kIsWide = HEAD_DIM > 128;
 // first. Tokens at or after `end` are zeros in the tile, but in q8_0, where any byte is a number; see hide_scales.
 __device__ __forceinline__ void copy_run(unsigned char* tile, int run, const unsigned char* block, int page_size,
                                          int token, int end) {
-    const int lane = threadIdx.x % 32, place = token & (page_size - 1);
+    const unsigned lane = threadIdx.x % 32, place = token & (page_size - 1);
     unsigned char* rows = tile + run * kRunTokens * kRowStride;
     constexpr int kPieces = kRunTokens * kRowPieces;
     // Whole rows at once: then all addresses are a constant apart.
     constexpr bool kWholeRows = 32 % kRowPieces == 0;
-    const unsigned char* source = block + place * kRowBytes + lane * 16;
+    const unsigned char* source = block + (place * kRowBytes + lane * 16);  // one sum of 64 bits
     unsigned char* target = rows + lane / kRowPieces * kRowStride + lane % kRowPieces * 16;
 #pragma unroll
     for (int first = 0; first < kPieces; first += 32) {
-        const int piece = first + lane, row = piece / kRowPieces;
+        const int piece = first + int(lane), row = piece / kRowPieces;
         if (first + 32 > kPieces && piece >= kPieces) break;
         const int bytes = kKvHasScales || token + row < end ? 16 : 0;
         unsigned char* to = kWholeRows ? target + first / kRowPieces * kRowStride
@@ -45,7 +45,7 @@ __device__ __forceinline__ void copy_run(unsigned char* tile, int run, const uns
     }
     if (kKvHasScales && lane < kRunTokens * kScaleRowBytes / 16) {
         unsigned char* scales = tile + kTileTokens * kRowStride + run * kRunTokens * kScaleRowBytes;
-        cp_async_16(scales + lane * 16, block + page_size * kRowBytes + place * kScaleRowBytes + lane * 16);
+        cp_async_16(scales + lane * 16, block + (page_size * kRowBytes + place * kScaleRowBytes + lane * 16));
     }
 }
 
