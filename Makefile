@@ -14,8 +14,9 @@ NODE := $(CLIENTS)/javascript
 serve: $(STAMP)
 	$(BIN)/penstock serve $(ARGS)
 
+# Three workers on two cores: a third of the tests wait for processes. tests/conftest.py orders the files.
 test: check
-	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

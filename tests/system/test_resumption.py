@@ -42,7 +42,7 @@ async def test_listeners_of_one_sequence_come_back_as_one_and_none_is_lost(tmp_p
         for frontend in frontends:
             await in_thread(frontend.wait_ready)
         async with client() as http:
-            request = body([5, 6, 7], 1500)
+            request = body([5, 6, 7], 1000)
             urls = [frontends[number % 2].url for number in range(NUM_LISTENERS)]
             listeners = [asyncio.create_task(read_stream(http, url, request)) for url in urls]
             await in_thread(wait_until, are_coalesced, 60.0)

@@ -19,6 +19,8 @@ GREEDY_AND_SEEDED: tuple[dict[str, Any], ...] = (
     {"seed": 10, "guided_regex": "[a-z ]{3000}"},
     {"temperature": 0, "echo": True, "logprobs": 0},
 )
+PACED = ("--forward-pass", "penstock.backend.passes.fake:PacedFakePass")
+"""Options of a server whose streams last long enough to be interrupted."""
 
 
 def bodies(max_tokens: int) -> list[dict[str, Any]]:

@@ -80,11 +80,11 @@ def _source_entries(stdlib: Path) -> Iterator[Entry]:
         if any(part in _SKIPPED_PARTS or part.startswith(("config-", "_sysconfigdata")) for part in parts):
             continue
         dotted = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        text = path.read_text(encoding="utf-8")
-        tree = ast.parse(text)
         public = _PUBLIC_NAMES.get(dotted, dotted)
         if public.startswith("_"):
             continue
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text)
         if doc := clean_doc(ast.get_docstring(tree)):
             head = text[:_MAX_SOURCE_CHARS].rpartition("\n\n")[0]
             yield Entry(public, public, "module", "", doc, head)

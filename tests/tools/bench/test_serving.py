@@ -16,6 +16,7 @@ from penstock.tools.bench.serving import compare, workers_scaling
 from penstock.tools.bench.serving.compare import Contender
 from tests.system.processes import wait_until
 from tests.tools.bench.conftest import FAKE, BenchCommand, fake_peer
+from tests.tools.streams import PACED
 
 if TYPE_CHECKING:
     from penstock.tools.bench.load_generator.stats import LoadSummary
@@ -243,7 +244,7 @@ def test_fairness_reports_both_tenants_alone_and_together(bench: BenchCommand) -
 
 
 def test_failover_compares_texts_and_gaps_with_an_undisturbed_run(bench: BenchCommand) -> None:
-    run = bench("failover", *FAKE, "--streams", "4", "--output-tokens", "700", "--kv-budget", "64MB")
+    run = bench("failover", *PACED, "--streams", "4", "--output-tokens", "300", "--kv-budget", "64MB")
     assert run.status == 0, run.output + run.errors
     found = run.report["sections"]["failover"]
     assert found["streams"] == found["equal_answers"] == 4
