@@ -194,7 +194,8 @@ def _supervise(
             return False
         models = shown_models(listed, next(iter(backends)) if options.has_names else options.model_id())
         welcome = Welcome(address_of(listening, tls=tls), models, tls, has_keys)
-        print(welcome.ready_line(), flush=True)
+        # In one write, also without a buffer: other processes' log lines may not come before its end.
+        print(f"{welcome.ready_line()}\n", end="", flush=True)
         if not options.log_json:
             print(f"\n{welcome.summary()}\n\n{welcome.examples()}\n", flush=True)
         return True
