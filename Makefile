@@ -14,7 +14,7 @@ NODE := $(CLIENTS)/javascript
 serve: $(STAMP)
 	$(BIN)/penstock serve $(ARGS)
 
-# Three workers on two cores: a third of the tests wait for processes. tests/conftest.py orders the files.
+# Three workers on two cores: many tests wait for processes. tests/conftest.py orders the files.
 test: check
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 

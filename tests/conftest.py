@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import signal
 import sys
-import tempfile
+import zlib
 
 import pytest
 
 from penstock.backend.passes.decoder.cpu.thread_counts import configure_torch_threads
 from penstock.tools.forward_pass_contract import options as contract_options
 from tests.tallies import Tallies
+from tests.temporary import TemporaryFolder
 
 # Before any test module imports torch: tests share their cores with the processes they start.
 configure_torch_threads()
@@ -37,15 +37,46 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # A shell lets its background commands ignore SIGINT; processes that tests start would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Servers that tests start keep no state in the user's directories.
-    state_dir = tempfile.mkdtemp(prefix="ps-state-")
-    os.environ["XDG_STATE_HOME"] = state_dir
-    config.add_cleanup(lambda: shutil.rmtree(state_dir, ignore_errors=True))
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(TemporaryFolder())
     config.pluginmanager.register(Tallies())
+
+
+# Files that take longest: with several workers they start first, so that none of them ends the run alone.
+_LONG_FILES = [
+    "tests/tools/gpu_check/test_command.py",
+    "tests/simulation/test_simulation.py",
+    "tests/system/test_chaos.py",
+    "tests/backend/passes/decoder/test_deterministic_engine.py",
+    "tests/tools/test_hold_weights.py",
+    "tests/backend/passes/decoder/cuda/kernels/test_compile.py",
+    "tests/system/test_faults.py",
+    "tests/backend/passes/decoder/test_decoder_pass.py",
+    "tests/system/test_resumption.py",
+    "tests/backend/passes/decoder/cuda/test_pass_on_emulator.py",
+    "tests/tools/upgrade/test_upgrade.py",
+    "tests/backend/passes/decoder/cuda/test_combinations.py",
+    "tests/system/test_takeover.py",
+    "tests/cuda_emulator/test_rounding.py",
+    "tests/tools/bench/test_serving.py",
+    "tests/backend/passes/decoder/cuda/test_deterministic_pass.py",
+]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give workers the long files first, then the others mixed: those that wait beside those that compute."""
+    if not hasattr(config, "workerinput"):
+        return
+    ranks = {path: rank for rank, path in enumerate(_LONG_FILES)}
+
+    def turn(item: pytest.Item) -> tuple[int, int]:
+        path = item.nodeid.partition("::")[0]
+        return ranks.get(path, len(ranks)), zlib.crc32(path.encode())
+
+    items.sort(key=turn)
 
 
 def pytest_collection_finish() -> None:
     """Keep modules and tests out of the garbage collector's sight: each full collection would visit all of them."""
-    gc.collect()
     gc.freeze()
     gc.enable()

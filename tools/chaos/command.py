@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import Annotated, Literal
 
 import uvloop
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from penstock.shm.process.options import fail
+from penstock.shm.process.termination import exit_on_sigterm
 from penstock.tools.bench.options import Share
 from penstock.tools.chaos.errors import COMMAND, ChaosError
 from penstock.tools.chaos.ledger import Ledger
@@ -22,9 +22,6 @@ from penstock.tools.chaos.proxies import SHIPPED
 from penstock.tools.chaos.report import Outcome, make_report, write_report
 from penstock.tools.chaos.run import ChaosRun, RunPlan
 from penstock.tools.chaos.server import parse_serve_options, started
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 DEFAULT_START = (
     "--gpu none --forward-pass penstock.backend.passes.fake:PacedFakePass --kv-budget 512KB --workers 2 "
@@ -96,7 +93,7 @@ class ChaosOptions:
 
 def chaos(*, options: ChaosOptions = ChaosOptions()) -> int:
     """Run; print the report; return 1 if anything does not balance."""
-    signal.signal(signal.SIGTERM, _end)
+    exit_on_sigterm()
     try:
         options.check()
         if options.report is not None:
@@ -113,11 +110,6 @@ def chaos(*, options: ChaosOptions = ChaosOptions()) -> int:
     except KeyboardInterrupt:
         return 130
     return 0 if report.is_balanced else 1
-
-
-def _end(_signal: int, _frame: FrameType | None) -> NoReturn:
-    """SIGTERM ends the run as an exception, so that everything that was started is stopped."""
-    raise SystemExit(143)
 
 
 def _run(options: ChaosOptions) -> Outcome:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import DIRECTORY, ChoicesRefused, read_choices
+from penstock.shm.process.termination import exit_on_sigterm
 from penstock.tools.gpu_check.kept_findings import KeptFindings, OtherRun
 from penstock.tools.gpu_check.reporting.baseline import BaselineRefused, load_baseline, require_device
 from penstock.tools.gpu_check.reporting.choices import adopt
@@ -30,8 +30,6 @@ from penstock.tools.gpu_check.runner import (
 )
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from penstock.tools.gpu_check.reporting.baseline import Baseline
 
 BASELINE = Path(__file__).parents[3] / "docs" / "gpu" / "baseline.json"
@@ -105,8 +103,7 @@ def main(argv: list[str]) -> int:
         section = next(section for section in sections if section.name == options.section)
         findings = options.findings or options.out / f"{section.name}.jsonl"
         return run_section(section, findings, budget_s, options.peers)
-    # SIGTERM becomes an exception, so that the running section is killed too.
-    signal.signal(signal.SIGTERM, _raise_exit)
+    exit_on_sigterm()  # the running section is killed too
     if options.ncu is not None:
         return _profile(parser, options.out, options.ncu, budget_s, options.commit)
     if options.compile_only:
@@ -156,10 +153,6 @@ def _baseline(parser: argparse.ArgumentParser, path_given: Path | None) -> Basel
         print(f"no comparison with {path}: {refusal}", flush=True)
         return None
     return before
-
-
-def _raise_exit(number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -198,7 +198,8 @@ def _run_child(
     """Run a section in a child process and return what it found.
 
     on_progress receives the findings so far every few seconds. Unless they are kept, findings travel in a temporary
-    file, so that the report's directory holds only the report.
+    file, so that the report's directory holds only the report. A child that is killed leaves its own temporary files:
+    they are in the same folder.
     """
     started_s = time.monotonic()
     if budget_s <= 1:
@@ -209,6 +210,7 @@ def _run_child(
         argv += ["--out", str(run.out)] + (["--peers", str(run.peers)] if run.peers else [])
         argv += ["--quick"] if section in QUICK_SECTIONS else []
         environment = os.environ | {DEADLINE_VARIABLE: str(started_s + budget_s), "PYTHONUNBUFFERED": "1"}
+        environment["TMPDIR"] = scratch
         if run.cubins is not None:
             environment.setdefault(CUBINS_VARIABLE, str(run.cubins))
         # A group, not a session: a signal that ends our session ends the sections too.

@@ -1,24 +1,27 @@
-"""Compiles the stub of the CUDA driver, once a process."""
+"""Compiles the stub of the CUDA driver, once a test run."""
 
 from __future__ import annotations
 
-import atexit
+import os
 import shutil
 import subprocess
-import tempfile
+import zlib
 from functools import cache
 from pathlib import Path
+
+from tests.temporary import shared_file
 
 COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("g++")
 
 
 @cache
 def stub_library() -> str:
-    """Return the library's path; its folder goes with the process."""
-    assert COMPILER is not None
-    directory = Path(tempfile.mkdtemp(prefix="penstock-stub-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    path = directory / "libcuda-stub.so"
+    """Return the library's path."""
     source = Path(__file__).with_name("stub_cuda.c")
-    subprocess.run([COMPILER, "-x", "c", "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
+    path = shared_file(f"libcuda-stub-{zlib.crc32(source.read_bytes()):08x}.so")
+    if not path.exists():
+        assert COMPILER is not None
+        draft = path.with_suffix(f".{os.getpid()}")
+        subprocess.run([COMPILER, "-x", "c", "-shared", "-fPIC", str(source), "-o", str(draft)], check=True)
+        draft.rename(path)
     return str(path)

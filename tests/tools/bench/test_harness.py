@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,21 +20,25 @@ from penstock.tools.bench.harness.processes import descendants, process_use, run
 from penstock.tools.bench.harness.report import BenchReport, check_can_write
 
 
-def test_killed_benchmark_leaves_no_server() -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_ended_benchmark_leaves_no_server(number: signal.Signals) -> None:
     with tempfile.TemporaryDirectory() as directory:  # its path is short: a socket will be in it
-        _check_killed_benchmark(Path(directory))
+        status = _end_benchmark(Path(directory), number)
+        assert status == (-number if number == signal.SIGKILL else 128 + number)
+        assert bool(os.listdir(directory)) == (number == signal.SIGKILL)
 
 
-def _check_killed_benchmark(tmp_path: Path) -> None:
+def _end_benchmark(tmp_path: Path, number: signal.Signals) -> int:
     argv = module_argv("penstock.tools.main", ["bench", "--forward-pass", "fake", "--requests", "1000000"])
     process = subprocess.Popen(argv, stderr=subprocess.DEVNULL, env=os.environ | {"TMPDIR": str(tmp_path)})
     while not (servers := [pid for pid in descendants(process.pid) if runs_module(pid, "penstock.backend.main")]):
         assert process.poll() is None
     server = os.pidfd_open(servers[0])
-    process.kill()
-    process.wait()
+    process.send_signal(number)
+    status = process.wait()
     assert select.select([server], [], [], 60)[0]
     os.close(server)
+    return status
 
 
 def test_check_can_write_changes_nothing(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a run that is killed leaves its folder
     return tmp_path
 
 
@@ -193,6 +194,7 @@ def test_killed_run_leaves_its_report_and_no_process(place: Path, number: int, s
         child.kill()
         child.wait()
     assert has_ended(pid)
+    assert (number == signal.SIGKILL) == bool(list(place.glob("gpu-check-*")))
     sections = read_report(place)["sections"]
     assert [(section["name"], section["outcome"]) for section in sections] == [
         ("first", "done"),

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from penstock.backend.errors import StartupError
 from penstock.shm.process.options import fail
+from penstock.shm.process.termination import exit_on_sigterm
 from penstock.tools.bench.errors import COMMAND, BenchError
 from penstock.tools.bench.harness.peers import Peer, Probe, peer_server
 from penstock.tools.bench.harness.report import BenchReport, check_can_write, make_console
@@ -80,6 +81,7 @@ def measurement_run(json: Path | None) -> Iterator[MeasurementRun]:
 
     A BenchError or StartupError inside the context ends the process with one line and exit status 1.
     """
+    exit_on_sigterm()
     run = MeasurementRun(BenchReport(["penstock", *sys.argv[1:]]), make_console(), Console(stderr=True))
     try:
         if json is not None:

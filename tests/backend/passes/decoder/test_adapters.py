@@ -5,7 +5,6 @@ from __future__ import annotations
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from tests.backend.passes.decoder.conftest import MakeOps, make_native_ops
 from tests.backend.passes.decoder.driver import Driver, DriverRow
 from tests.backend.passes.decoder.quantized_oracle import relative_error
 from tests.checkpoints import load_oracle, make_checkpoint
+from tests.temporary import make_shared_directory
 
 PRESETS = (
     *("llama3", "gemma2", "gemma3", "granite", "starcoder2"),
@@ -40,7 +40,7 @@ LENGTHS = (1, 17, 40, 9)
 
 @cache
 def checkpoint(preset: str) -> Path:
-    return make_checkpoint(preset, Path(mkdtemp()))
+    return make_checkpoint(preset, make_shared_directory())
 
 
 @cache
@@ -52,10 +52,10 @@ def adapters(preset: str) -> tuple[Path, ...]:
     two = ("qkv_proj" if preset == "phi3-partial" else "v_proj", "c_proj" if plain else "down_proj")
     first = "c_fc" if plain else "gate_up_proj" if fused else "gate_proj"
     return (
-        make_adapter(model, Path(mkdtemp()), seed=1, rank=8),
-        make_adapter(model, Path(mkdtemp()), seed=2, rank=3, alpha=8.0, targets=two, use_rslora=True),
+        make_adapter(model, make_shared_directory(), seed=1, rank=8),
+        make_adapter(model, make_shared_directory(), seed=2, rank=3, alpha=8.0, targets=two, use_rslora=True),
         make_adapter(
-            model, Path(mkdtemp()), seed=3, rank=4, targets=(first, "o_proj"),
+            model, make_shared_directory(), seed=3, rank=4, targets=(first, "o_proj"),
             rank_pattern={first: 6}, alpha_pattern={"o_proj": 3.0},
         ),
     )  # fmt: skip

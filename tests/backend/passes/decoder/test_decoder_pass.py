@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from penstock.backend.passes.decoder.layer_groups import split_groups
 from tests.backend.passes.decoder.conftest import MakeOps, make_native_ops
 from tests.backend.passes.decoder.driver import Driver
 from tests.checkpoints import PRESETS, load_oracle, make_checkpoint
+from tests.temporary import make_shared_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +54,7 @@ def checkpoint(architecture: str) -> Path:
     """A preset's checkpoint; "mistral/32" is the preset with heads of 32, which q8_0 needs."""
     preset, _, head_dim = architecture.partition("/")
     overrides = {"head_dim": int(head_dim)} if head_dim else {}
-    return make_checkpoint(preset, Path(mkdtemp()), **overrides)
+    return make_checkpoint(preset, make_shared_directory(), **overrides)
 
 
 @cache
@@ -393,7 +393,7 @@ def test_torch_operations_run_without_a_native_library(monkeypatch: pytest.Monke
 
 
 def test_torch_operations_run_heads_without_whole_vectors(caplog: pytest.LogCaptureFixture) -> None:
-    config = read_decoder_config(make_checkpoint("llama2", Path(mkdtemp()), hidden_size=48))
+    config = read_decoder_config(make_checkpoint("llama2", make_shared_directory(), hidden_size=48))
     assert config.head_dim == 12
     with caplog.at_level("INFO", logger="penstock.backend"):
         assert isinstance(make_cpu_ops(config, torch.float32, 16), TorchOps)

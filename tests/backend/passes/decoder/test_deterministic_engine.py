@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from penstock.shm.messages import Sampling
 from tests.backend.harness import Bench, Received
 from tests.backend.passes.decoder.cuda.emulated_pass import EmulatedCudaPass
 from tests.checkpoints import make_checkpoint
+from tests.temporary import make_shared_directory
 
 SAMPLINGS = {
     "greedy": Sampling(temperature=0.0, num_logprobs=3),
@@ -37,7 +37,7 @@ Token = tuple[int, float, int, tuple[int, ...], tuple[float, ...]]
 
 @cache
 def checkpoint(head_dim: int) -> Path:
-    return make_checkpoint("llama3", Path(mkdtemp()), dtype=torch.bfloat16, head_dim=head_dim)
+    return make_checkpoint("llama3", make_shared_directory(), dtype=torch.bfloat16, head_dim=head_dim)
 
 
 def load_on_cpu() -> CpuDecoderPass:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from tests.backend.passes.decoder.conftest import MakeOps, make_deterministic_op
 from tests.backend.passes.decoder.driver import Driver
 from tests.backend.passes.decoder.quantized_oracle import QuantizedExperts, relative_error, replace_linear
 from tests.checkpoints import EXPERT_PRESETS, load_oracle, make_checkpoint
+from tests.temporary import make_shared_directory
 
 MODES = ("int8", "int4")
 
@@ -40,7 +40,7 @@ def checkpoint(architecture: str) -> Path:
     overrides = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
     experts = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
     return make_checkpoint(
-        architecture, Path(mkdtemp()), **overrides | (experts if architecture in EXPERT_PRESETS else {})
+        architecture, make_shared_directory(), **overrides | (experts if architecture in EXPERT_PRESETS else {})
     )
 
 

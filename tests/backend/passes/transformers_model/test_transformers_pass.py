@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from tests.backend.passes.decoder.driver import Driver
 from tests.backend.passes.decoder.test_scored_prompts import assert_scores, score
 from tests.backend.passes.transformers_model.families import FAMILIES, REFUSED, make_family
 from tests.checkpoints import load_oracle
+from tests.temporary import make_shared_directory
 
 FP32 = PassOptions(dtype="fp32", max_running=8)
 PROMPTS = [np.random.default_rng(seed).integers(3, 256, length).tolist() for seed, length in enumerate((1, 9, 41))]
@@ -30,7 +30,7 @@ NUM_TOKENS = 24
 
 @cache
 def checkpoint(name: str) -> Path:
-    return make_family(name, Path(mkdtemp()))
+    return make_family(name, make_shared_directory())
 
 
 @cache

@@ -42,14 +42,14 @@ def test_only_sockets_with_the_suffix_are_backends_and_others_are_named_once(
     (directory / "link.sock").symlink_to(found[0])
     (directory / "a.sock.lock").touch()
     (directory / "folder.sock").mkdir()
-    bind(directory / f"{'x' * 75}.sock")
+    bind(directory / f"{'x' * 68}.sock")
     watched = SocketDirectory(directory)
     assert [watched.look() for _ in range(3)] == [found] * 3
     lines = [record.getMessage() for record in caplog.records]
     ignored = [f"{directory / name}.sock is ignored: it is no socket" for name in ("file", "folder", "link")]
     assert [line for line in lines if "no socket" in line] == ignored
     assert [line.partition("ignored: ")[2] for line in lines if "limit" in line] == [
-        f"its name has 80 bytes; the limit is {MAX_NAME_BYTES}"
+        f"its name has 73 bytes; the limit is {MAX_NAME_BYTES}"
     ]
     assert len(lines) == 4
     found[0].unlink()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from penstock.backend.forward_pass import PassOptions
 from tests.backend.passes.decoder.cuda.emulated_pass import EmulatedCudaPass
 from tests.backend.passes.decoder.driver import Driver, DriverRow
 from tests.checkpoints import load_oracle, make_checkpoint
+from tests.temporary import make_shared_directory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,7 @@ def checkpoint(architecture: str, **more_settings: int) -> Path:
     settings = smallest | ARCHITECTURES[architecture] | more_settings
     if architecture.startswith(("phi3", "olmo", "cohere")):  # their configs have no head_dim
         del settings["head_dim"]
-    return make_checkpoint(architecture, Path(mkdtemp()), **settings)
+    return make_checkpoint(architecture, make_shared_directory(), **settings)
 
 
 @cache

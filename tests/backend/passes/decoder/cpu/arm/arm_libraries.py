@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 
 import pytest
 
@@ -17,6 +16,7 @@ from penstock.backend.passes.decoder.cpu.native_library import compile_builds, d
 from penstock.shm.process.cache_directory import cache_directory
 from tests.backend.passes.decoder.cpu.arm.kernel_driver import KernelDriver
 from tests.backend.passes.decoder.cpu.path_libraries import open_path
+from tests.temporary import make_shared_directory
 
 _COMPILER, _EMULATOR, _LIBRARIES = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
 _DRIVER = Path(__file__).parent / "kernel_driver.cpp"
@@ -64,6 +64,6 @@ def _compile_libraries(monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @cache
 def _compile_driver(compiler: str) -> Path:
-    program = Path(mkdtemp()) / "kernel_driver"
+    program = make_shared_directory() / "kernel_driver"
     subprocess.run([compiler, "-O1", "-std=c++17", "-o", str(program), str(_DRIVER), "-ldl"], check=True)
     return program
