@@ -34,7 +34,7 @@ if "--section" in sys.orig_argv:
     from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
     from tests.tools.gpu_check.device_context import NoMemoryCounter
     from penstock.tools.gpu_check.cases import catalogue
-    from penstock.tools.gpu_check.cases.attention import choices
+    from penstock.tools.gpu_check.cases.attention import choices, decode
     from penstock.tools.gpu_check.devices import device_context, mirror_launcher
     from penstock.tools.gpu_check.kernel_speed import attention_peers, kernel_cases
 
@@ -48,7 +48,7 @@ if "--section" in sys.orig_argv:
             return float(os.environ["FIXED_US"])
 
     class Mirror(EmulatedLauncher):
-        shared_bytes_per_sm = catalogue.decode.H200_SHARED_BYTES
+        shared_bytes_per_sm = decode.H200_SHARED_BYTES
         has_wgmma = False
 
     device_context.open_device_context = lambda: device_context.DeviceContext(
