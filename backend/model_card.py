@@ -15,7 +15,7 @@ from penstock.backend.checkpoint.json_file import read_json_object
 from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.errors import StartupError
 from penstock.backend.sampling_defaults import SAMPLING_SETTING, read_default_sampling
-from penstock.shm.messages import Adapter, ModelCard, PooledKind, PooledWidth
+from penstock.shm.messages import MAX_CARD_BYTES, Adapter, ModelCard, PooledKind, PooledWidth, encode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,8 +71,13 @@ def make_card(
         traits=(*settings.items(), *_file_traits(model_dir)),
         adapters=names.adapters,
     )
+    encoded = encode(card)
+    if len(encoded) > MAX_CARD_BYTES:
+        raise StartupError(
+            f"the model's name, aliases and adapters take {len(encoded)} bytes; the limit is {MAX_CARD_BYTES}"
+        )
     try:
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(card), type=ModelCard)
+        return msgspec.msgpack.decode(encoded, type=ModelCard)
     except msgspec.ValidationError as error:
         raise StartupError(f"the model cannot be announced to frontends: {error}") from None
 

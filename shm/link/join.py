@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.shm.link.rendezvous import peer_credentials
-from penstock.shm.messages import PROTOCOL_VERSION, BufferKind, Hello, Refusal, WireError, decode_welcome, encode
+from penstock.shm.messages import (
+    MAX_WELCOME_BYTES,
+    PROTOCOL_VERSION,
+    BufferKind,
+    Hello,
+    Refusal,
+    WireError,
+    decode_welcome,
+    encode,
+)
 from penstock.shm.process.private_directory import Trust, opened_directory, path_in
 
 if TYPE_CHECKING:
@@ -20,7 +29,6 @@ if TYPE_CHECKING:
 
     from penstock.shm.messages import BufferRequest, Welcome
 
-_MAX_WELCOME_BYTES = 1 << 16
 _MAX_FDS = 6
 """One more than any welcome has, so that a surplus fd is noticed."""
 
@@ -71,7 +79,7 @@ async def join(socket_path: Path, buffer_request: BufferRequest | None = None) -
         with contextlib.suppress(BrokenPipeError):  # refused at once: the reason can still be read
             control.send(encode(Hello(PROTOCOL_VERSION, buffer_request)))
         await _readable(control)
-        data, fds, flags, _ = socket.recv_fds(control, _MAX_WELCOME_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+        data, fds, flags, _ = socket.recv_fds(control, MAX_WELCOME_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
         try:
             if not data:
                 raise ConnectionResetError(errno.ECONNRESET, "the backend went away during the handshake")

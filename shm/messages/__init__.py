@@ -44,6 +44,8 @@ from penstock.shm.messages.codec import (
 )
 from penstock.shm.messages.handshake import (
     MAX_ADAPTERS,
+    MAX_CARD_BYTES,
+    MAX_WELCOME_BYTES,
     PROTOCOL_VERSION,
     Adapter,
     BuffersClosed,
@@ -84,6 +86,7 @@ from penstock.shm.messages.submit import (
 
 __all__ = [
     "MAX_ADAPTERS",
+    "MAX_CARD_BYTES",
     "MAX_CONTEXT_TOKENS",
     "MAX_GRAMMAR_CHARACTERS",
     "MAX_INLINE_PROMPT_TOKENS",
@@ -99,6 +102,7 @@ __all__ = [
     "MAX_TO_FRONTEND_BYTES",
     "MAX_VECTOR_PART_BYTES",
     "MAX_WEIGHT",
+    "MAX_WELCOME_BYTES",
     "MIN_WEIGHT",
     "NO_TOKEN",
     "PROTOCOL_VERSION",

@@ -14,6 +14,9 @@ PROTOCOL_VERSION = 16
 ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
 Trait = Annotated[str, Meta(max_length=512)]
 MAX_ADAPTERS = 256
+MAX_CARD_BYTES = 120_000
+"""Of an encoded `ModelCard`. A welcome is one packet; Linux refuses packets of more than about 200 kB by default."""
+MAX_WELCOME_BYTES = MAX_CARD_BYTES + 4096
 
 
 class Hello(Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=True):

@@ -16,6 +16,7 @@ from penstock.backend.options import BackendOptions
 from penstock.backend.passes.fake import FakePass
 from penstock.backend.sampling_defaults import SAMPLING_SETTING
 from penstock.backend.shipped_models import DEMO_MODEL_DIR
+from penstock.shm.messages import Adapter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,6 +53,9 @@ def test_model_name_that_frontends_refuse_is_refused_at_start() -> None:
     assert chosen.fingerprint != card.fingerprint
     with pytest.raises(StartupError, match="announced"):
         make_card(ModelNames("m" * 600), DEMO_MODEL_DIR, spec, plan, 10, {})
+    names = ModelNames("m", adapters=tuple(Adapter(f"{n:0512}", "i" * 64, 8) for n in range(256)))
+    with pytest.raises(StartupError, match=r"take \d{6} bytes; the limit is 120000"):
+        make_card(names, DEMO_MODEL_DIR, spec, plan, 10, {})
 
 
 @pytest.mark.parametrize(

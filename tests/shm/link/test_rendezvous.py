@@ -20,8 +20,19 @@ from penstock.shm.link.join import Invitation, Refused, join
 from penstock.shm.link.listening_address import MAX_NAME_BYTES, AddressInUse, CannotListen, ListeningAddress
 from penstock.shm.link.rendezvous import Rendezvous
 from penstock.shm.memory.board import BackendBoard
-from penstock.shm.messages import PROTOCOL_VERSION, Cancel, Hello, Refusal, Welcome, decode_welcome, encode
-from tests.shm.scripted_backend import BackendProcess, ScriptedBackend, model_card
+from penstock.shm.messages import (
+    MAX_ADAPTERS,
+    MAX_CARD_BYTES,
+    PROTOCOL_VERSION,
+    Adapter,
+    Cancel,
+    Hello,
+    Refusal,
+    Welcome,
+    decode_welcome,
+    encode,
+)
+from tests.shm.scripted_backend import BackendProcess, Script, ScriptedBackend, model_card
 
 ROOT = Path(__file__).parents[3]
 
@@ -268,6 +279,24 @@ async def test_fifty_frontends_at_once_are_all_welcomed(socket_path: Path) -> No
             while len(backend.engine.deaths) < 50:  # noqa: ASYNC110 - another thread brings it about
                 await asyncio.sleep(0.002)
         assert backend.engine.link.balance() == {}
+
+
+async def test_longest_card_that_a_backend_may_announce_reaches_frontends(socket_path: Path) -> None:
+    bare = model_card(model_dir="", aliases=("x",))
+    padding = MAX_CARD_BYTES - len(encode(bare))
+    card = model_card(aliases=tuple("x" * 512 for _ in range(64)), adapters=adapters_of(padding - 64 * 515))
+    assert MAX_CARD_BYTES - 600 < len(encode(card)) <= MAX_CARD_BYTES
+    with ScriptedBackend(socket_path, Script(card)):
+        invitation = await join(socket_path)
+        assert invitation.welcome.model == card
+        invitation.control.close()
+        invitation.close_fds()
+
+
+def adapters_of(num_bytes: int) -> tuple[Adapter, ...]:
+    """Return adapters that take at most num_bytes together, and nearly so many."""
+    one = Adapter("a" * 512, "i" * 64, 8)
+    return (one,) * min(MAX_ADAPTERS, num_bytes // len(encode(one)))
 
 
 async def test_join_raises_different_errors_without_a_backend_and_for_a_refusal(socket_path: Path) -> None:
