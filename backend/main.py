@@ -172,7 +172,7 @@ def serve(options: BackendOptions) -> None:
     engine = Engine(link, executor, scheduler, builder, requests, board, heartbeat=heartbeat, kv_events=kv_events)
     _watch_weights(forward_pass, settings, executor, board)
     _drain_on_signals(engine)
-    _freeze_objects()
+    _tune_interpreter()
     _log_ready(options, settings, card, time.monotonic() - started_s)
     if manager is not None:
         manager.ready()
@@ -226,10 +226,12 @@ def _check_all_memory(
     check_host_memory(settings.host_kv_bytes, host_memory())
 
 
-def _freeze_objects() -> None:
-    """Objects made so far live as long as the process. The garbage collector need not visit them in the step loop."""
+def _tune_interpreter() -> None:
+    """Objects made so far live as long as the process. The garbage collector need not visit them in the step loop. The
+    executor's thread, on which the device waits, gets the interpreter's lock soon while the loop delivers results."""
     gc.collect()
     gc.freeze()
+    sys.setswitchinterval(0.0001)
 
 
 def _load_pass(

@@ -64,8 +64,7 @@ class EndpointContext:
         ClientGoneError.
         """
         data = await self._receive_data(exchange)
-        async with exchange.cancelled_on_disconnect():
-            body = await run_sized(len(data), decode, data)
+        body = await _decode(exchange, decode, data)
         if exchange.lingering is None:
             new = read_linger(exchange, body, data, self.limits.max_linger_s)
             if new is not None:
@@ -90,8 +89,7 @@ class EndpointContext:
     ) -> tuple[Result, ServedModel, int]:
         """Like `receive_body`, for input that is not one body. It does not report ignored fields."""
         data = await self._receive_data(exchange)
-        async with exchange.cancelled_on_disconnect():
-            decoded = await run_sized(len(data), decode, data)
+        decoded = await _decode(exchange, decode, data)
         needed: Task = task(decoded) if callable(task) else task
         return decoded, await self.model_soon(exchange, needed, model_of(decoded)), len(data)
 
@@ -221,6 +219,14 @@ class EndpointContext:
         return retry_later(
             ErrorKind.UNAVAILABLE, "the model is still loading; retry later", keeper.backend.retry_after_s
         )
+
+
+async def _decode(exchange: Exchange, decode: Callable[[bytes], Result], data: bytes) -> Result:
+    """Decode a body; a large one in a thread, until the client hangs up. Raises ApiError, ClientGoneError."""
+    if len(data) <= SMALL_BODY_BYTES:
+        return decode(data)
+    async with exchange.cancelled_on_disconnect():
+        return await asyncio.to_thread(decode, data)
 
 
 async def run_sized(

@@ -132,7 +132,7 @@ class Exchange(Abortable):
         self.count_status: Callable[[int], None] | None = None
         """Called with the status when the exchange has ended; None leaves it to the application."""
         self.at_end: list[Callable[[], None]] = []
-        """Called when the exchange has ended: work that the client need not wait for."""
+        """Called soon after the exchange has ended: work that the client need not wait for."""
         self.error_format = error_format_for(self.path, self.method)
         """Two APIs may have the same path; then the body decides."""
         self._send = send
@@ -311,8 +311,8 @@ class Exchange(Abortable):
             self.claim.release()
             self.claim = None
         self._stop_watching()
-        for action in self.at_end:
-            action()
+        for action in self.at_end:  # in the loop's next turn: uvloop writes the answer at the end of this one
+            asyncio.get_running_loop().call_soon(action)
 
 
 def _too_large(max_bytes: int) -> ApiError:

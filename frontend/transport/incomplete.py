@@ -7,6 +7,7 @@ client has completed its own long before.
 from __future__ import annotations
 
 import ipaddress
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -37,9 +38,12 @@ def network_of(host: str) -> bytes | None:
     return address.packed
 
 
+_network_of_peer = lru_cache(1024)(network_of)
+
+
 def client_network(peer: Any) -> bytes:
     """Return the network of a connection's peer name; empty for a Unix socket, whose clients all count as one."""
-    return (network_of(str(peer[0])) or b"") if isinstance(peer, tuple) and peer else b""
+    return (_network_of_peer(str(peer[0])) or b"") if isinstance(peer, tuple) and peer else b""
 
 
 class Displaceable(Protocol):
