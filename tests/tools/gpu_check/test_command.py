@@ -60,6 +60,7 @@ if "--section" in sys.orig_argv:
     choices.kernels = lambda: iter(())
     quick = catalogue.quick_checks
     catalogue.quick_checks = lambda *_: (check for check in quick() if check.family in ("ptx", "norm"))
+    attention_peers._FLEX_S = float("inf")  # test_kernel_speed.py compiles flex attention, which takes half a minute
     attention_peers.measure = partial(attention_peers.measure, decode=(("d", 2, 64),), prefill=(("p", 32),))
     kernel_cases.KernelSizes = partial(
         kernel_cases.KernelSizes, heads=HeadShape(4, 2, 64), decode=(("64x1k", 2, 40, "bf16"), ("1x1k", 1, 40, "q8_0")),
@@ -137,7 +138,8 @@ def test_only_selects_sections_of_a_whole_run(place: Path, monkeypatch: pytest.M
     done = run(place, "--only", "kernels,nano-vllm", "--peers", str(place), "--budget", "200")
     assert done.returncode == 0
     kernels, nano_vllm = read_report(place)["sections"]
-    assert "peer.fa3" in {finding["name"] for finding in kernels["findings"]}
+    names = {finding["name"] for finding in kernels["findings"]}
+    assert {"peer.fa3", "peer.cudnn.prefill.p"} <= names
     assert nano_vllm["findings"][0]["detail"] == "not measured: nanovllm is neither installed nor in --peers"
 
 

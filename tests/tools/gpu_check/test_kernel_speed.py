@@ -129,7 +129,7 @@ def test_attention_peers_are_measured_or_skipped_with_a_reason(record: Record) -
         {"math": SDPBackend.MATH, "cudnn": SDPBackend.CUDNN_ATTENTION}, 1,
     )  # fmt: skip
     found = record.findings()
-    assert {"peer.math.decode.d", "peer.math.prefill.p"} <= set(found)
+    assert {"peer.math.decode.d", "peer.math.prefill.p", "peer.flex.prefill.p"} <= set(found)
     assert found["peer.cudnn.decode.d"].detail.startswith("not measured: ")
     assert "flash_attn_interface" in found["peer.fa3"].detail
 
