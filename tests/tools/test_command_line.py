@@ -13,6 +13,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+from rich.console import Console
 
 from penstock.backend.shipped_models import DEMO_MODEL_DIR
 from penstock.tools import serve as serve_module
@@ -146,10 +147,9 @@ def test_missing_certificate_says_what_it_must_be(capsys: pytest.CaptureFixture[
     assert line == "penstock serve: /nowhere.pem: No such file or directory; give a file in PEM with the certificate"
 
 
-def test_help_describes_every_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def test_help_describes_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        app(["--help"])
+        app(["--help"], console=Console(width=200))
     described = dict(re.findall(r"^│ (\S+) +(\S.*?) *│$", capsys.readouterr().out, re.MULTILINE))
     commands = {name for name in app if not name.startswith("-")}
     assert {"record", "replay", "serve", "timeline", "top", "upgrade"} <= commands
@@ -158,11 +158,10 @@ def test_help_describes_every_command(capsys: pytest.CaptureFixture[str], monkey
 
 @pytest.mark.parametrize("command", [["serve"], ["inspect"], ["ray", "up"], ["ray", "bench"], ["bench", "attention"]])
 def test_every_option_is_described_and_no_text_is_lost_as_markup(
-    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "2000")
     with pytest.raises(SystemExit):
-        app([*command, "--help"])
+        app([*command, "--help"], console=Console(width=2000))
     lines = re.findall(r"^│[ *]+(\S.*?)  +(.*?) *│$", capsys.readouterr().out, re.MULTILINE)
     assert lines
     for name, described in lines:

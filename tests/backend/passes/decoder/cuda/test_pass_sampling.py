@@ -69,7 +69,7 @@ def test_new_slots_too_large_for_one_copy_go_ahead_of_the_step(monkeypatch: pyte
     tokens = []
     for most_ints in (10**6, 30):
         driver = make_driver()
-        monkeypatch.setattr(driver.forward_pass, "_max_update_ints", most_ints)
+        monkeypatch.setattr(driver.forward_pass._sampling, "_max_update_ints", most_ints)
         rows = [driver.add(prompt, PENALISED) for prompt in prompts((4, 25, 40), seed=6)]
         tokens.append(run(driver, rows))
     assert tokens[0] == tokens[1]
