@@ -258,7 +258,8 @@ class Buffers(RuleBasedStateMachine):
         lent = data.draw(st.sampled_from([lent for lent in self.loans if not lent.is_prompt][-4:]))
         self.num_written += 1
         values = array("f", [float(self.num_written)] * VALUES)
-        self.mark_overwritten(lent.client, lent.ref.index)
+        if lent.is_open:
+            self.mark_overwritten(lent.client, lent.ref.index)
         self.device.poke(self.source, values.tobytes())
         lent.loan.write(row, DeviceRow(self.source, 0) if lent.loan.is_on_device else memoryview(values))
         written = lent.client.written[lent.ref.index]
