@@ -15,7 +15,7 @@ ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
 Trait = Annotated[str, Meta(max_length=512)]
 MAX_ADAPTERS = 256
 MAX_CARD_BYTES = 120_000
-"""Of an encoded `ModelCard`. A welcome is one packet; Linux refuses packets of more than about 200 kB by default."""
+"""The longest encoded `ModelCard`. A welcome is one packet, and Linux by default refuses packets above about 200 kB."""
 MAX_WELCOME_BYTES = MAX_CARD_BYTES + 4096
 
 

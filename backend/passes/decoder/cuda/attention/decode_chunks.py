@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 NUM_WARPS = 4
-"""Of a block. They take a chunk's tiles in turn."""
+"""Warps of a block. They take a chunk's tiles in turn."""
 NUMBER_BYTES = {"fp32": 4, "bf16": 2, "q8_0": 1, "fp8": 1}
 """Bytes of a key's or value's number, without scales."""
 _BLOCKS_TO_FILL_A_DEVICE = 256
