@@ -6,8 +6,10 @@ arguments that nano-vllm expects.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import sys
@@ -76,6 +78,7 @@ def measure(results: Results, context: DeviceContext, sizes: NanoVllmSizes) -> N
     weights, ours = RandomWeights(sizes.config, sizes.dtype, context.torch_device), [0.0]
     if not results.attempt("peers.nano_vllm.ours", partial(_measure_ours, results, context, weights, sizes, ours)):
         return
+    gc.collect()
     context.memory.reset_peak()
     try:
         with tempfile.TemporaryDirectory(prefix="gpu-check-") as directory:
@@ -85,7 +88,8 @@ def measure(results: Results, context: DeviceContext, sizes: NanoVllmSizes) -> N
         results.skipped("peers.nano_vllm_ratio", first_line(error))
         return
     results.fact("peers.nano_vllm", rate, "tok/s", sizes.describe())
-    results.fact("peers.nano_vllm_ratio", ours[0] / rate, "x")
+    if ours[0]:  # else an earlier run measured ours
+        results.fact("peers.nano_vllm_ratio", ours[0] / rate, "x")
 
 
 def _measure_ours(
@@ -159,9 +163,12 @@ def _output(returned: Any) -> Tensor:
 
 
 def _without_scaling(qwen3: Any) -> None:
-    """Make `get_rope` ignore rope_scaling: nano-vllm expects None for plain rotary embeddings, but transformers 5 gives
-    a dictionary. nano-vllm then uses Qwen3's base frequency by default."""
+    """Make `get_rope` ignore rope_scaling: earlier versions of nano-vllm expect None for plain rotary embeddings, but
+    transformers 5 gives a dictionary. nano-vllm then uses Qwen3's base frequency by default. Later ones read the
+    dictionary themselves, and their `get_rope` has no such parameter."""
     get_rope = qwen3.get_rope
+    if "rope_scaling" not in inspect.signature(get_rope).parameters:
+        return
     qwen3.get_rope = lambda *args, **named: get_rope(*args, **(named | {"rope_scaling": None}))
 
 

@@ -65,14 +65,17 @@ def flash_attn_with_kvcache(
     softmax_scale: float | None = None,
     causal: bool = False,
     block_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
     **ignored: Any,
 ) -> Tensor:
-    """q [rows, tokens, heads, dim]; cache_seqlens int32 [rows]; k and v, if given, are stored behind them first."""
+    """q [rows, tokens, heads, dim], or [tokens, heads, dim] with cu_seqlens_q and max_seqlen_q; cache_seqlens int32
+    [rows]; k and v, if given, are stored behind them first."""
     _require_no(ignored)
     table = page_table if page_table is not None else block_table
     return _attend(
         q, softmax_scale, k=k_cache, v=v_cache, k_new=k, v_new=v, seqused_k=cache_seqlens, page_table=table,
-        is_causal=causal,
+        is_causal=causal, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
     )  # fmt: skip
 
 
@@ -96,6 +99,7 @@ def _neutral(argument: Any) -> object:
 
 def _require_no(ignored: dict[str, Any]) -> None:
     """Accept further arguments only if they ask for nothing."""
-    asked = [name for name, value in ignored.items() if value not in (None, False, 0, 0.0, (-1, -1), [-1, -1])]
+    neutral = (None, False, 0, 0.0, (-1, -1), [-1, -1])
+    asked = [name for name, value in ignored.items() if isinstance(value, torch.Tensor) or value not in neutral]
     if asked:
         raise TypeError(f"{', '.join(asked)}: not supported by this wrapper of vLLM's FlashAttention 3")

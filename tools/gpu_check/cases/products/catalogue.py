@@ -46,7 +46,7 @@ def invariance_checks() -> Iterator[Check]:
 def _experts() -> Iterator[Check]:
     for name, dtype in DTYPES.items():
         is_of_8b = dtype == torch.bfloat16
-        for kind in (Experts(8, 2, 1024, normalises=True), Experts(128, 8, 768, normalises=True)):
+        for kind in (Experts(8, 2, 1024, normalises=True), Experts(128, 8, 256, normalises=True)):
             for num_tokens in (1, 200):
                 case = experts.ExpertsCase(kind, 2048, num_tokens, dtype)
                 name_of_case = f"{name}.{kind.count}.{num_tokens}"
@@ -74,7 +74,7 @@ def _quantized() -> Iterator[Check]:
             widened = quantized.LinearCase(form, 2048, 4096, 65, dtype)
             yield Check("quantised", f"widened.{name}.{form}", partial(quantized.check_widened, case=widened))
         for stored in stored_forms.STORED_FORMS:
-            kind = Experts(16, 4, 768, normalises=True)
+            kind = Experts(16, 4, 384, normalises=True)
             case_of_experts = experts.ExpertsCase(kind, 2048, 90, dtype, stored=stored)
             run = partial(experts.check_experts, case=case_of_experts)
             yield Check("quantised", f"experts.{stored}.{name}", run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,21 +43,7 @@ class ExpertsCase:
     """One of STORED_FORMS; None for weights in dtype."""
 
     def weights(self) -> ExpertWeights:
-        generator = torch.Generator().manual_seed(self.hidden)
-        count, width = self.experts.count, self.experts.width
-
-        def random(rows: int, inputs: int) -> Tensor:
-            numbers = torch.randn(rows, inputs, generator=generator)
-            return (numbers / math.sqrt(inputs)).to(self.dtype)
-
-        router = random(count, self.hidden) * 3
-        gate_up, down = random(count * 2 * width, self.hidden), random(count * self.hidden, width)
-        sizes = (count, count * 2 * width, count * self.hidden) if self.experts.biased else ()
-        biases = [torch.randn(size, generator=generator).to(self.dtype) / 2 for size in sizes]
-        if self.stored is None:
-            return ExpertWeights(router, gate_up, down, *biases)
-        make = STORED_FORMS[self.stored]
-        return ExpertWeights(router, make(gate_up), make(down), *biases)
+        return _random_weights(self.experts, self.hidden, self.dtype, self.stored)
 
     def rows(self) -> Tensor:
         return torch.randn(self.num_tokens, self.hidden, generator=torch.Generator().manual_seed(1)).to(self.dtype)
@@ -90,12 +77,14 @@ class ExpertsCase:
         if self.experts.normalises:
             shares = shares / shares.sum(dim=-1, keepdim=True)
         matrices = (w if isinstance(w, Tensor) else w.dequantize() for w in (weights.gate_up, weights.down))
-        gate_up, down = (w.double().view(count, -1, w.shape[1]) for w in matrices)
+        gate_up, down = (w.view(count, -1, w.shape[1]) for w in matrices)
         result = torch.zeros(len(x), self.hidden, dtype=torch.float64)
-        for row, which, share in zip(range(len(x)), chosen.indices.tolist(), shares, strict=True):
-            for expert, weight in zip(which, share, strict=False):
-                gate, up = (gate_up[expert] @ rows[row] + gate_up_bias[expert]).chunk(2)
-                result[row] += weight * (down[expert] @ self._mixed(gate, up) + down_bias[expert])
+        which = chosen.indices[:, : self.experts.per_token]
+        for expert in which.unique().tolist():
+            row, place = (which == expert).nonzero(as_tuple=True)
+            gate, up = (rows[row] @ gate_up[expert].double().T + gate_up_bias[expert]).chunk(2, dim=1)
+            added = self._mixed(gate, up) @ down[expert].double().T + down_bias[expert]
+            result.index_add_(0, row, shares[row, place, None] * added)
         return result * self.scale
 
     def _mixed(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -104,6 +93,25 @@ class ExpertsCase:
             return functional.silu(gate) * up
         gate, up = gate.clamp(max=clamped.limit), up.clamp(-clamped.limit, clamped.limit)
         return gate * torch.sigmoid(clamped.alpha * gate) * (up + 1)
+
+
+@lru_cache(maxsize=1)  # of one case; its checks run one after the other
+def _random_weights(experts: Experts, hidden: int, dtype: torch.dtype, stored: str | None) -> ExpertWeights:
+    generator = torch.Generator().manual_seed(hidden)
+    count, width = experts.count, experts.width
+
+    def random(rows: int, inputs: int) -> Tensor:
+        numbers = torch.randn(rows, inputs, generator=generator)
+        return (numbers / math.sqrt(inputs)).to(dtype)
+
+    router = random(count, hidden) * 3
+    gate_up, down = random(count * 2 * width, hidden), random(count * hidden, width)
+    sizes = (count, count * 2 * width, count * hidden) if experts.biased else ()
+    biases = [torch.randn(size, generator=generator).to(dtype) / 2 for size in sizes]
+    if stored is None:
+        return ExpertWeights(router, gate_up, down, *biases)
+    make = STORED_FORMS[stored]
+    return ExpertWeights(router, make(gate_up), make(down), *biases)
 
 
 def check_experts(launcher: Launcher, case: ExpertsCase) -> float:
