@@ -103,7 +103,10 @@ def attend_plainly(*arguments: Any) -> list[Tensor]:
             pages = given["page_table"][number].long()
             keys, values = (x[pages].flatten(0, 1)[: lengths[number]] for x in (k, v))
         elif starts is None:
-            keys, values = k[number], v[number]
+            raise RuntimeError("This flash attention build only supports varlen (for build size reasons).")
+        else:
+            first, end = given["cu_seqlens_k"][number : number + 2].tolist()
+            keys, values = k[first:end], v[first:end]
         mask = torch.ones(len(row), len(keys), dtype=torch.bool)
         mask = mask.tril(len(keys) - len(row)) if given["is_causal"] else mask
         heads = [x.transpose(0, 1)[None] for x in (row, keys, values)]

@@ -122,8 +122,11 @@ def _flash_attention_3(
         results.skipped("peer.fa3", f"flash_attn_interface: {str(error).strip().partition(chr(10))[0][:200]}")
         return
     for name, tokens in prefill:
-        q, k, v = (_draw(context, 1, tokens, n, heads.head_dim) for n in (heads.num_heads, *[heads.num_kv_heads] * 2))
-        work = partial(context.clock.work_us, [partial(module.flash_attn_func, q, k, v, causal=True)])
+        q, k, v = (_draw(context, tokens, n, heads.head_dim) for n in (heads.num_heads, *[heads.num_kv_heads] * 2))
+        starts = torch.tensor([0, tokens], dtype=torch.int32, device=context.torch_device)
+        # vLLM builds no kernels for batches of equal lengths.
+        attend = partial(module.flash_attn_varlen_func, q, k, v, starts, starts, tokens, tokens, causal=True)
+        work = partial(context.clock.work_us, [attend])
         _record(results, f"peer.fa3.prefill.{name}", work, _causal_flop(heads, tokens), "TFLOP/s")
     for name, rows, tokens in decode:
         work = partial(_paged_fa3, context, module, heads, rows, tokens, cold_bytes)

@@ -25,8 +25,15 @@ if _LIBRARY.exists():  # in the archive, not in this package
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False
 ) -> Tensor:
-    """q [rows, tokens, heads, dim]; k and v have as many rows, and fewer heads or equally many."""
-    return _attend(q, softmax_scale, k=k, v=v, is_causal=causal)
+    """q [rows, tokens, heads, dim]; k and v have as many rows, and fewer heads or equally many.
+
+    vLLM builds the kernels for rows back to back alone.
+    """
+    starts = [
+        torch.arange(0, x.shape[0] * x.shape[1] + 1, x.shape[1], dtype=torch.int32, device=x.device) for x in (q, k)
+    ]
+    flat = (x.flatten(0, 1) for x in (q, k, v))
+    return flash_attn_varlen_func(*flat, *starts, q.shape[1], k.shape[1], softmax_scale, causal).view_as(q)
 
 
 def flash_attn_varlen_func(

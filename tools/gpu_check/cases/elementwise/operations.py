@@ -173,7 +173,10 @@ def check_store(
     size = case.heads.output_size
     require_same_bits("keys and values of the step", qkv[:, size:], before[:, size:])
     require_same_bits("the padding row", qkv[1], before[1])
-    error = check_close("queries", qkv[written, :size], q.flatten(1)[written], dtype)
+    # A norm that is rounded to the other side changes a rotated number by a share of its head's size, not of its own.
+    sizes = q[written].double().abs().amax(dim=-1, keepdim=True)
+    found = qkv[written, :size].view(sizes.shape[0], -1, case.heads.head_dim).double() / sizes
+    error = require_close("queries", found, q[written] / sizes, TOLERANCE[dtype], 0.5 * TOLERANCE[dtype])
     untouched = layer.clone().view(case.layout.num_pages, 2, case.heads.num_kv_heads, -1)
     for token, page, place in case.places():
         for which, heads in ((0, k[token]), (1, v[token])):

@@ -80,7 +80,7 @@ def random_weight(outputs: int, inputs: int, form: WeightForm) -> QuantizedWeigh
 
 def _random_blocks(outputs: int, inputs: int, form: GroupedForm, generator: torch.Generator) -> QuantizedWeight:
     bits = torch.randint(0, 256, (outputs, inputs * form.bits // 8), generator=generator, dtype=torch.uint8)
-    factors = torch.randn(outputs, inputs // form.block_size, form.num_factors, generator=generator) / 16
+    factors = torch.randn(outputs, inputs // form.block_size, form.num_factors, generator=generator) / 128
     factors[outputs // 2] = 0.0
     groups = (outputs, inputs // form.group_size if form.has_multipliers else 0, form.num_factors)
     multipliers = torch.randint(-128, 128, groups, generator=generator, dtype=torch.int8)
@@ -116,7 +116,8 @@ class LinearCase:
         return self.multiply(launcher, products, x, device)
 
     def multiply(self, launcher: Launcher, products: QuantizedProducts, x: Tensor, device: torch.device) -> Tensor:
-        weights = products.pack(self.weight(), self.bias(), self.scale)
+        bias = self.bias()
+        weights = products.pack(self.weight(), None if bias is None else bias.to(device), self.scale)
         launcher.prepare(products.kernels())
         out = poisoned(len(x), self.outputs, dtype=self.dtype).to(device)
         return products.multiply(x.to(device), weights, out).cpu()
