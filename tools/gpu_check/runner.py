@@ -59,7 +59,7 @@ SECTIONS = (
     Section("ceilings", "penstock.tools.gpu_check.kernel_speed.ceilings", 20, "a"),
     Section("correctness", "penstock.tools.gpu_check.checks.correctness", 90, "a"),
     Section("kernels", "penstock.tools.gpu_check.kernel_speed.kernels", 70, "b"),
-    Section("variants", "penstock.tools.gpu_check.kernel_speed.variants", 45, "b"),
+    Section("variants", "penstock.tools.gpu_check.kernel_speed.variants", 60, "b"),
     Section("attribution", "penstock.tools.gpu_check.engine_speed.attribution", 45, "c"),
     Section("end-to-end", "penstock.tools.gpu_check.engine_speed.end_to_end", 110, "c"),
     Section("invariance", "penstock.tools.gpu_check.checks.invariance", 50, "d"),

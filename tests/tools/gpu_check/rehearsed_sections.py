@@ -24,7 +24,14 @@ from penstock.tools.gpu_check.checks import (
     sharing,
 )
 from penstock.tools.gpu_check.engine_speed import attribution, end_to_end, transformers_batching
-from penstock.tools.gpu_check.kernel_speed import ceilings, kernel_cases, kernels, variants, weight_products
+from penstock.tools.gpu_check.kernel_speed import (
+    ceilings,
+    kernel_cases,
+    kernels,
+    product_rows,
+    variants,
+    weight_products,
+)
 from penstock.tools.gpu_check.model_configs import TINY
 from tests.cuda_emulator import EmulatedLauncher
 from tests.tools.gpu_check.device_context import make_device_context
@@ -38,7 +45,7 @@ HEADS = HeadShape(4, 2, 64)
 KERNEL_SIZES = kernel_cases.KernelSizes(
     heads=HEADS, decode=(("64x1k", 2, 40, "bf16"), ("1x1k", 1, 40, "q8_0")), prefill=(("4k", 0, 40, "bf16"),),
     encoder=(("128x128", 2, 20, None),), encoder_heads=2, sampling_rows=2, vocab_size=300, elementwise_tokens=(5,),
-    hidden=128, intermediate=64, product_rows=(1,), expert_tokens=(), cold_bytes=1, with_peers=False,
+    hidden=128, intermediate=64, product_rows=(1,), fused_rows=(1,), expert_tokens=(), cold_bytes=1, with_peers=False,
 )  # fmt: skip
 
 
@@ -79,6 +86,8 @@ def run_kernels(results: Results) -> None:
 
 def run_variants(results: Results) -> None:
     context = make_device_context()
+    rows = product_rows.RowPlan("tiny", "small_product_rows", TINY, (1, 2), tokens=40, num_steps=2)
+    product_rows.measure(results, context, rows)
     variants.measure(results, context, KERNEL_SIZES)
     sizes = weight_products.WeightSizes((("o", 48, 32),), (1, 3), 10_000)
     weight_products.measure(results, context, LaunchProfiler(context), sizes)

@@ -66,7 +66,7 @@ if "--section" in sys.orig_argv:
         kernel_cases.KernelSizes, heads=HeadShape(4, 2, 64), decode=(("64x1k", 2, 40, "bf16"), ("1x1k", 1, 40, "q8_0")),
         prefill=(("4k", 0, 40, "bf16"),), encoder=(("128x128", 2, 20, None),), encoder_heads=2,
         sampling_rows=2, vocab_size=300, elementwise_tokens=(5,), hidden=128, intermediate=64,
-        product_rows=(1,), expert_tokens=(), cold_bytes=1,
+        product_rows=(1,), fused_rows=(1,), expert_tokens=(), cold_bytes=1,
     )
 """
 STUBS = """

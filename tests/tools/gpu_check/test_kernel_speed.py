@@ -15,8 +15,9 @@ from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayo
 from penstock.backend.passes.decoder.ops import HeadShape
 from penstock.tools.gpu_check.cases.attention.choices import DECODE_VARIANTS
 from penstock.tools.gpu_check.devices.random_caches import fill_cache
-from penstock.tools.gpu_check.kernel_speed import attention_peers, ceilings, kernel_cases, variants
+from penstock.tools.gpu_check.kernel_speed import attention_peers, ceilings, kernel_cases, product_rows, variants
 from penstock.tools.gpu_check.kernel_speed import kernels as kernel_speed
+from penstock.tools.gpu_check.model_configs import TINY
 from penstock.tools.gpu_check.reporting.choices import record_choice, record_smallest
 from tests.tools.gpu_check.device_context import Record, make_device_context
 
@@ -51,6 +52,7 @@ def test_each_kernel_has_a_figure(record: Record) -> None:
         hidden=128,
         intermediate=64,
         product_rows=(1, 3),
+        fused_rows=(3,),
         experts=Experts(4, 2, 32, normalises=True),
         expert_hidden=64,
         expert_tokens=(3,),
@@ -67,6 +69,7 @@ def test_each_kernel_has_a_figure(record: Record) -> None:
         "sampling.256x128k.filtered",
         "elementwise.rope_and_store.q8_0.5",
     } <= set(found)
+    assert {f"product.bf16.{name}.3.bandwidth" for name in ("qkv", "o", "gate_up", "down")} <= set(found)
     assert [found[name].unit for name in ("product.int4.1", "product.int8.3", "experts.3")] == ["us", "TB/s", "us"]
 
 
@@ -105,7 +108,7 @@ def test_every_variant_of_attention_is_timed(record: Record) -> None:
     )
     variants.measure(record.results, replace(make_device_context(), clock=TimesInOrder(*[1.0] * 99)), sizes)
     found = record.findings()
-    of_kernels = ALLOWED.keys() - {"step_tokens", "mixed_tokens"}
+    of_kernels = ALLOWED.keys() - {"step_tokens", "mixed_tokens", "product_rows", "small_product_rows"}
     assert {name: found[f"variant.{name}"].value for name in of_kernels} == {
         name: getattr(CONSTANTS, name) for name in of_kernels
     }
@@ -121,6 +124,32 @@ def test_a_choice_replaces_the_constant_only_if_it_gains_enough(record: Record) 
     assert [found[f"variant.{name}"].value for name in ("query_rows", "key_tokens")] == [64, 32]
     record_smallest(record.results, "step_tokens", {512: 1.2, 1024: 1.04, 2048: 1.0, 4096: 1.01})
     assert record.findings()["variant.step_tokens"].value == 1024
+
+
+def test_steps_of_few_rows_are_timed_with_products_of_ours_and_of_the_library(record: Record) -> None:
+    plan = product_rows.RowPlan("tiny", "small_product_rows", TINY, (1, 2), tokens=40, num_steps=2)
+    product_rows.measure(record.results, make_device_context(), plan)
+    found = record.findings()
+    timed = {f"variant.small_product_rows.tiny.{rows}x40.{way}" for rows in (1, 2) for way in ("ours", "library")}
+    assert timed | {"variant.small_product_rows"} == set(found)
+
+
+@pytest.mark.parametrize(
+    ("ours", "chosen"),
+    [
+        ({1: 0.9, 4: 1.0, 8: 1.01, 16: 1.02, 32: 1.0}, 32),
+        ({1: 0.9, 4: 1.0, 8: 1.03, 16: 0.9, 32: 0.9}, 4),
+        ({1: 1.5, 4: 0.9, 8: 0.9}, 0),
+    ],
+)
+def test_our_products_take_rows_up_to_the_first_number_at_which_they_are_slower(
+    record: Record, ours: dict[int, float], chosen: int
+) -> None:
+    product_rows.record_most_rows(record.results, "product_rows", ours, dict.fromkeys(ours, 1.0))
+    found = record.findings()["variant.product_rows"]
+    assert found.value == chosen
+    assert chosen in ALLOWED["product_rows"]
+    assert found.detail.startswith(f"time of ours against the library's by rows: 1: {100 * (ours[1] - 1):+.1f} %, 4: ")
 
 
 def test_attention_peers_are_measured_or_skipped_with_a_reason(record: Record) -> None:

@@ -82,6 +82,7 @@ class KernelSizes:
     hidden: int = LLAMA_8B.hidden_size
     intermediate: int = LLAMA_8B.intermediate_size
     product_rows: tuple[int, ...] = (1, 16, 64)
+    fused_rows: tuple[int, ...] = (1, 8, 16, 32)
     experts: Experts = QWEN3_EXPERTS
     expert_hidden: int = 2048
     expert_tokens: tuple[int, ...] = (1, 64, 2048)

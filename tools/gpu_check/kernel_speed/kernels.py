@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from penstock.tools.gpu_check.devices.device_context import open_device_context
 from penstock.tools.gpu_check.kernel_speed import attention_peers
 from penstock.tools.gpu_check.kernel_speed.kernel_cases import KernelSizes, kernel_cases
+from penstock.tools.gpu_check.kernel_speed.row_product_cases import row_product_cases
 
 if TYPE_CHECKING:
     from penstock.tools.gpu_check.devices.device_context import DeviceContext
@@ -26,7 +27,7 @@ def run_quick(results: Results) -> None:
 
 def measure(results: Results, context: DeviceContext, sizes: KernelSizes) -> None:
     results.sizes("kernels", sizes.describe())
-    for case in kernel_cases(sizes):
+    for case in (*kernel_cases(sizes), *row_product_cases(sizes)):
         results.attempt(case.name, partial(_time, results, context, case))
     if sizes.with_peers:
         attention_peers.measure(results, context, sizes.heads, cold_bytes=sizes.cold_bytes)

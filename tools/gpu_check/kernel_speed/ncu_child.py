@@ -10,6 +10,7 @@ import torch
 
 from penstock.tools.gpu_check.devices.device_context import open_device_context
 from penstock.tools.gpu_check.kernel_speed.kernel_cases import KernelSizes, kernel_cases
+from penstock.tools.gpu_check.kernel_speed.row_product_cases import row_product_cases
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -20,8 +21,13 @@ if TYPE_CHECKING:
 _WARM_UPS, _PROFILED = 2, 3
 
 
+def all_cases() -> list[KernelCase]:
+    sizes = KernelSizes()
+    return [*kernel_cases(sizes), *row_product_cases(sizes)]
+
+
 def case_names() -> list[str]:
-    return [case.name for case in kernel_cases(KernelSizes())]
+    return [case.name for case in all_cases()]
 
 
 def run_case(context: DeviceContext, case: KernelCase, profiling: AbstractContextManager[object]) -> None:
@@ -37,7 +43,7 @@ def run_case(context: DeviceContext, case: KernelCase, profiling: AbstractContex
 
 
 def main(argv: list[str]) -> int:
-    case = next(case for case in kernel_cases(KernelSizes()) if case.name == argv[0])
+    case = next(case for case in all_cases() if case.name == argv[0])
     run_case(open_device_context(), case, torch.cuda.profiler.profile())
     return 0
 

@@ -1,4 +1,4 @@
-"""The section "variants": attention with other settings, and torch's products by rows."""
+"""The section "variants": attention with other settings, products of few rows by ours and torch's, torch's by rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.backend.passes.decoder.cuda.device.kernel_choices import CONSTANTS
 from penstock.tools.gpu_check.cases.attention.choices import DECODE_VARIANTS, PREFILL_VARIANTS
 from penstock.tools.gpu_check.devices.device_context import open_device_context
 from penstock.tools.gpu_check.devices.profiling import GpuProfiler
-from penstock.tools.gpu_check.kernel_speed import weight_products
+from penstock.tools.gpu_check.kernel_speed import product_rows, weight_products
 from penstock.tools.gpu_check.kernel_speed.kernel_cases import KernelSizes, kernel_cases
 from penstock.tools.gpu_check.reporting.choices import record_choice
 
@@ -29,6 +29,8 @@ _PREFILL_CASES = ("attention.prefill.4k", "attention.prefill.1k", "attention.pre
 
 def run(results: Results) -> None:
     context = open_device_context()
+    for plan in product_rows.PLANS:
+        results.attempt(f"variant.{plan.setting}", partial(product_rows.measure, results, context, plan))
     measure(results, context, KernelSizes())
     weight_products.measure(results, context, GpuProfiler(), weight_products.WeightSizes())
 

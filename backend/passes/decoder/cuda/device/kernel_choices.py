@@ -18,6 +18,8 @@ DIRECTORY = Path(__file__).parents[1] / "choices"
 FILE_NAME = "choices.toml"
 DRIVERS_CHOICE = -1
 """Replaces a percentage of shared memory: the driver chooses by a block's need."""
+SMALL_HIDDEN_SIZE = 2048
+"""Models with narrower hidden states are small: a layer's launches take as long as reading its weights."""
 _MAX_FILE_BYTES = 1 << 16
 
 
@@ -41,6 +43,10 @@ class KernelChoices:
     """1: prefill attention multiplies with warpgroups where such a kernel exists, with its own tiles; 0: never."""
     mixed_tokens: int = 512
     """Most tokens of prompts, in addition to decodes, in a captured step; with 0 only decode steps are captured."""
+    product_rows: int = 32
+    """Most rows of a decode step whose products are fused kernels of ours, in unquantised models."""
+    small_product_rows: int = 32
+    """The same for models with hidden states narrower than SMALL_HIDDEN_SIZE."""
 
     @property
     def uses_wgmma(self) -> bool:
@@ -48,11 +54,20 @@ class KernelChoices:
         tile, constant_tile = ((choices.query_rows, choices.key_tokens) for choices in (self, CONSTANTS))
         return bool(self.wgmma) and tile == constant_tile
 
+    def product_rows_of(self, hidden_size: int) -> int:
+        return self.small_product_rows if hidden_size < SMALL_HIDDEN_SIZE else self.product_rows
+
     def numerics(self) -> dict[str, str]:
         """The choices that change bits, by name, if one of them differs from the constant: sums are cut
         elsewhere then."""
         ours, constants = (
-            {"chunk tokens": choices.chunk_tokens, "key tokens": choices.key_tokens, "wgmma": int(choices.uses_wgmma)}
+            {
+                "chunk tokens": choices.chunk_tokens,
+                "key tokens": choices.key_tokens,
+                "wgmma": int(choices.uses_wgmma),
+                "product rows": choices.product_rows,
+                "small product rows": choices.small_product_rows,
+            }
             for choices in (self, CONSTANTS)
         )
         return {} if ours == constants else {name: str(value) for name, value in ours.items()}
@@ -67,6 +82,7 @@ class KernelChoices:
 
 
 CONSTANTS = KernelChoices()
+_PRODUCT_ROWS = (0, 1, 2, 4, 8, 16, 32)
 ALLOWED: dict[str, tuple[int, ...]] = {
     "page_size_tokens": (16, 32, 64),
     "step_tokens": (512, 1024, 2048, 4096, 8192),
@@ -77,6 +93,8 @@ ALLOWED: dict[str, tuple[int, ...]] = {
     "key_tokens": (32, 64),
     "wgmma": (0, 1),
     "mixed_tokens": (0, 64, 128, 256, 512, 1024),
+    "product_rows": _PRODUCT_ROWS,
+    "small_product_rows": _PRODUCT_ROWS,
 }
 
 

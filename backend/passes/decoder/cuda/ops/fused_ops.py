@@ -75,10 +75,15 @@ def make_ops(
     *,
     rounds_rows: bool,
     memory: DeviceMemory | None = None,
+    product_rows: int = MAX_ROWS,
 ) -> CudaOps:
-    """Return the operations of a model; the arguments are those of `CudaOps`."""
-    kind = FusedCudaOps if fuses(config, dtype, matmul) else CudaOps
-    return kind(device, config, dtype, max_tokens, max_rows, matmul, rounds_rows=rounds_rows, memory=memory)
+    """Return the operations of a model. product_rows is the setting of `FusedCudaOps`; the other arguments are those of
+    `CudaOps`."""
+    if not fuses(config, dtype, matmul):
+        return CudaOps(device, config, dtype, max_tokens, max_rows, matmul, rounds_rows=rounds_rows, memory=memory)
+    ops = FusedCudaOps(device, config, dtype, max_tokens, max_rows, matmul, rounds_rows=rounds_rows, memory=memory)
+    ops.product_rows = product_rows
+    return ops
 
 
 class _Projection(NamedTuple):
@@ -103,6 +108,9 @@ class FusedCudaOps(CudaOps):
 
     _forms: frozenset[RowForm] = frozenset()
     """Forms of all packed linears."""
+    product_rows = MAX_ROWS
+    """Most rows of a fused step if no linear is quantised: the library's products may be faster for more. In place of
+    quantised ones there are only our other kernels."""
     _fuses_step = False
 
     def pack_linear(
@@ -129,16 +137,18 @@ class FusedCudaOps(CudaOps):
 
     def kernels(self) -> Iterator[Kernel]:
         yield from super().kernels()
-        if self._has_kernels:
+        if self._max_fused_rows > 0:
             yield from self._products.kernels(self._forms)
 
     @property
-    def _has_kernels(self) -> bool:
-        return self._forms.issubset(ROW_FORMS)
+    def _max_fused_rows(self) -> int:
+        if not self._forms.issubset(ROW_FORMS):
+            return 0
+        return self.product_rows if self._forms == {None} else MAX_ROWS
 
     def resume(self, step: CudaStep) -> tuple[Tensor, Residual]:
         is_decode = step.is_decode_only and not step.is_scored
-        self._fuses_step = self._has_kernels and is_decode and step.num_tokens <= MAX_ROWS
+        self._fuses_step = is_decode and step.num_tokens <= self._max_fused_rows
         return super().resume(step)
 
     def embed(self, table: Tensor | CudaQuantizedLinear, step: CudaStep) -> Residual:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from penstock.backend.passes.decoder.cuda import workspace_plan
 from penstock.backend.passes.decoder.cuda.cuda_graphs import StepGraphs, graph_sizes
+from penstock.backend.passes.decoder.cuda.device.kernel_choices import KernelChoices
 from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
-from tests.backend.passes.decoder.cuda.tiny_models import make_driver, prompts, run_prompts
+from tests.backend.passes.decoder.cuda.emulated_pass import EmulatedCudaPass
+from tests.backend.passes.decoder.cuda.tiny_models import checkpoint, make_driver, options, prompts, run_prompts
+from tests.backend.passes.decoder.driver import Driver
 
 
 @pytest.mark.parametrize(
@@ -78,6 +84,22 @@ def test_captured_steps_of_few_rows_in_bf16_have_five_kernels_a_layer() -> None:
     driver = make_driver("qwen3", "bf16", "bf16")
     # Beside the layers: the step's plan, the embedding, the first and the last norm, and the logits.
     assert num_calls(driver.forward_pass._graphs) == {2 * 5 + 5}
+
+
+@pytest.mark.parametrize(
+    ("quantize", "calls"), [("none", {1: 2 * 5 + 5, 2: 2 * 5 + 5, 4: 2 * 9 + 4, 6: 2 * 9 + 4}), ("int8", None)]
+)
+def test_few_rows_are_as_many_as_was_chosen(
+    monkeypatch: pytest.MonkeyPatch, quantize: str, calls: dict[int, int] | None
+) -> None:
+    """Quantised products have no library to leave more rows to."""
+    chosen = KernelChoices(small_product_rows=2)
+    monkeypatch.setattr(workspace_plan, "adopted_choices", lambda _device: (chosen, "for a test"))
+    settings = replace(options("bf16"), quantize=quantize)
+    driver = Driver(EmulatedCudaPass.load(checkpoint("qwen3"), settings), 32, 16, kv_dtype="bf16")
+    graphs = driver.forward_pass._graphs._graphs
+    found = {size: len(graph.calls) for size, graph in graphs.items()}
+    assert found == (calls or dict.fromkeys((1, 2, 4, 6), 2 * 5 + 5))
 
 
 def num_calls(graphs: StepGraphs) -> set[int]:
