@@ -32,8 +32,12 @@ def flash_attn_func(
     starts = [
         torch.arange(0, x.shape[0] * x.shape[1] + 1, x.shape[1], dtype=torch.int32, device=x.device) for x in (q, k)
     ]
-    flat = (x.flatten(0, 1) for x in (q, k, v))
-    return flash_attn_varlen_func(*flat, *starts, q.shape[1], k.shape[1], softmax_scale, causal).view_as(q)
+    query_starts, key_starts = starts
+    flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
+    out = flash_attn_varlen_func(
+        flat_q, flat_k, flat_v, query_starts, key_starts, q.shape[1], k.shape[1], softmax_scale, causal
+    )
+    return out.view_as(q)
 
 
 def flash_attn_varlen_func(

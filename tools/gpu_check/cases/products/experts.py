@@ -80,7 +80,7 @@ class ExpertsCase:
         gate_up, down = (w.view(count, -1, w.shape[1]) for w in matrices)
         result = torch.zeros(len(x), self.hidden, dtype=torch.float64)
         which = chosen.indices[:, : self.experts.per_token]
-        for expert in which.unique().tolist():
+        for expert in sorted(set(which.flatten().tolist())):
             row, place = (which == expert).nonzero(as_tuple=True)
             gate, up = (rows[row] @ gate_up[expert].double().T + gate_up_bias[expert]).chunk(2, dim=1)
             added = self._mixed(gate, up) @ down[expert].double().T + down_bias[expert]
