@@ -11,8 +11,6 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from penstock.backend.adapter_options import announce, check_unchanged
 from penstock.backend.buffers.options import check_shared_buffers, make_exporter, open_sharing_device
 from penstock.backend.engine.executor import Executor, ExecutorFailed
@@ -23,7 +21,6 @@ from penstock.backend.engine.requests import Requests
 from penstock.backend.engine.vector_cache import VectorCache
 from penstock.backend.errors import NO_ROOM_STATUS, NoRoomBeside, StartupError
 from penstock.backend.kv_cache.budget import KvPlan
-from penstock.backend.kv_cache.budget_table import plan_tables
 from penstock.backend.kv_cache.memory import MemoryInfo, device_memory, host_memory
 from penstock.backend.kv_cache.persisted.opening import open_store
 from penstock.backend.kv_cache.whole_plan import WholePlan
@@ -64,9 +61,10 @@ from penstock.shm.memory.page_digest import digest_bytes
 from penstock.shm.memory.region import RegionError
 from penstock.shm.memory.ring import RingWriter, create_fd
 from penstock.shm.messages import PROTOCOL_VERSION
+from penstock.shm.process.failure import fail
 from penstock.shm.process.heartbeat import Heartbeat
 from penstock.shm.process.logs import set_up_logging
-from penstock.shm.process.options import fail, format_size, make_app
+from penstock.shm.process.options import format_size, make_app
 from penstock.shm.process.service_manager import find_service_manager
 from penstock.shm.process.tenant_places import HARD_BOUND
 from penstock.shm.recording.events import BackendStarted
@@ -140,7 +138,9 @@ def serve(options: BackendOptions) -> None:
     memory = _measure_memory(options, spec, pass_class, config_dir, settings)
     plan = plan_memory(options, spec, settings, memory)
     if options.dry_run:
-        Console().print(plan_tables(plan, settings.host_kv_bytes))
+        from penstock.backend.kv_cache.budget_table import print_plan  # and rich, which no server needs
+
+        print_plan(plan, settings.host_kv_bytes)
         return
     _check_all_memory(options, plan, memory, settings)
     logger.info(plan.describe())

@@ -46,7 +46,8 @@ from penstock.frontend.transport.serving.tls import ServerTls, TlsError, TlsFile
 from penstock.shm.client.replicas.socket_directory import FIRST_NAME
 from penstock.shm.memory.model_table import MAX_MODELS
 from penstock.shm.memory.prefix_table import MAX_REPLICAS, PrefixTable
-from penstock.shm.process.options import ENV_PREFIX, fail, make_app
+from penstock.shm.process.failure import fail
+from penstock.shm.process.options import ENV_PREFIX, make_app
 from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
 from penstock.shm.process.service_manager import activated_fd, find_service_manager
 from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv

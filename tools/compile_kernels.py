@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 from penstock.backend.passes.decoder.cpu.cpu_paths import machine_builds
 from penstock.backend.passes.decoder.cpu.native_library import COMPILED_DIR, LibraryUnavailableError, compile_builds
-from penstock.shm.process.options import fail
+from penstock.shm.process.failure import fail
 
 
 @Parameter(name="*")

@@ -10,7 +10,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from penstock.shm.process.options import ENV_PREFIX, fail, make_app
+from penstock.shm.process.failure import fail
+from penstock.shm.process.options import ENV_PREFIX, make_app
 from penstock.tools.bench.command import app as bench
 from penstock.tools.foreign_options import explain
 from penstock.tools.serve_options import ServeOptions, one_or_several

@@ -30,7 +30,8 @@ from penstock.frontend.main import (
 from penstock.frontend.options import FrontendOptions
 from penstock.frontend.transport.serving.listening import address_of, unlink
 from penstock.shm.link.listening_address import AddressInUse, CannotListen, check_free
-from penstock.shm.process.options import ENV_PREFIX, fail, to_argv
+from penstock.shm.process.failure import fail
+from penstock.shm.process.options import ENV_PREFIX, to_argv
 from penstock.shm.process.service_manager import find_service_manager
 from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv
 from penstock.tools.backend_children import BackendChildren, CannotStart, PreparedBackend, SharedWeights

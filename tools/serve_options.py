@@ -13,8 +13,9 @@ from cyclopts.validators import Number
 
 from penstock.backend.options import BackendOptions, Quantize, Task
 from penstock.frontend.options import FrontendOptions
+from penstock.shm.process.failure import fail
 from penstock.shm.process.option_groups import grouped
-from penstock.shm.process.options import ByteSize, OptionalByteSize, fail, format_size
+from penstock.shm.process.options import ByteSize, OptionalByteSize, format_size
 from penstock.shm.process.socket_path import default_socket_path
 from penstock.tools.models.named import (
     BadModels,

@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 from rich.console import Console
 
-from penstock.shm.process.options import fail
+from penstock.shm.process.failure import fail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

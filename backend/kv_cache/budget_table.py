@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
 
 from penstock.backend.kv_cache.whole_plan import WholePlan
@@ -13,6 +13,10 @@ from penstock.shm.process.options import format_size
 
 if TYPE_CHECKING:
     from penstock.backend.kv_cache.budget import KvPlan
+
+
+def print_plan(plan: KvPlan | WholePlan, host_kv_bytes: int) -> None:
+    Console().print(plan_tables(plan, host_kv_bytes))
 
 
 def plan_tables(plan: KvPlan | WholePlan, host_kv_bytes: int = 0) -> Group:

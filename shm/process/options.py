@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import re
-import sys
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from cyclopts import App, Parameter
 from cyclopts.config import Env
+
+from penstock.shm.process.failure import fail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -100,9 +101,3 @@ def to_argv(options: Any) -> list[str]:
             for item in value if isinstance(value, tuple) else (value,):
                 argv += [name, str(item)]
     return argv
-
-
-def fail(command: str, message: str) -> NoReturn:
-    """End with one line on standard error and exit status 1: for faults that the operator can fix."""
-    print(f"{command}: {message}", file=sys.stderr)
-    raise SystemExit(1)

@@ -11,7 +11,7 @@ import os
 import socket
 import time
 
-from penstock.shm.process.options import fail
+from penstock.shm.process.failure import fail
 
 logger = logging.getLogger("penstock.service_manager")
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from cyclopts import Group, Parameter
 
-from penstock.shm.process.options import fail, make_app
+from penstock.shm.process.failure import fail
+from penstock.shm.process.options import make_app
 from penstock.tools.bench.errors import COMMAND
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import uvloop
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from penstock.shm.process.options import fail
+from penstock.shm.process.failure import fail
 from penstock.shm.process.termination import exit_on_sigterm
 from penstock.tools.bench.options import Share
 from penstock.tools.chaos.errors import COMMAND, ChaosError

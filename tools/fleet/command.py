@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from cyclopts import App, Parameter
 
-from penstock.shm.process.options import ENV_PREFIX, fail
+from penstock.shm.process.failure import fail
+from penstock.shm.process.options import ENV_PREFIX
 from penstock.tools.fleet.cluster import ClusterError, Phase
 from penstock.tools.fleet.keeper import CannotStart, Keeper
 from penstock.tools.fleet.options import COMMAND, FleetOptions, UpOptions, check_server_options

@@ -12,7 +12,7 @@ from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
 
 from penstock.frontend.endpoints.responses.storage.state_files import default_state_dir
-from penstock.shm.process.options import fail
+from penstock.shm.process.failure import fail
 from penstock.tools.fleet.router import RouterKind, RouterSettings
 from penstock.tools.fleet.servers import MAX_SERVERS
 from penstock.tools.foreign_options import explain

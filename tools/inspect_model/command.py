@@ -11,7 +11,8 @@ import msgspec
 from cyclopts import Parameter
 
 from penstock.backend.errors import StartupError
-from penstock.shm.process.options import fail, format_size
+from penstock.shm.process.failure import fail
+from penstock.shm.process.options import format_size
 from penstock.tools.inspect_model.adapter import describe_adapter, is_adapter
 from penstock.tools.inspect_model.description import describe_named_model
 

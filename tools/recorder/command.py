@@ -10,7 +10,8 @@ from typing import Annotated, NoReturn
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from penstock.shm.process.options import fail, format_size
+from penstock.shm.process.failure import fail
+from penstock.shm.process.options import format_size
 from penstock.shm.recording.file import RecordingError, read_recording
 from penstock.shm.recording.rings import NoRing, open_ring
 from penstock.tools.recorder.history import Life, read_history

@@ -13,7 +13,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from penstock.shm.process.options import fail
+from penstock.shm.process.failure import fail
 from penstock.shm.recording.live import LiveEngine
 from penstock.shm.recording.rings import NoRing, open_ring
 from penstock.tools.top.frame import CANCEL_HELP, HELP, draw, num_lines_that_fit

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from penstock.shm.process.options import fail
+from penstock.shm.process.failure import fail
 from penstock.shm.process.socket_path import default_socket_path
 from penstock.tools.upgrade.control import SUFFIX, CannotUpgrade, ask
 

@@ -11,7 +11,7 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from penstock.shm.process.options import fail
+from penstock.shm.process.failure import fail
 from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory, private_umask
 
 if TYPE_CHECKING:

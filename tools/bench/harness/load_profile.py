@@ -23,7 +23,7 @@ from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps, TimedOperations
 from penstock.backend.passes.decoder.cpu.native_structs import Linear, LinearOutput, OperationKind, WeightForm
 from penstock.backend.passes.decoder.cpu.path_choice import load_kernels
-from penstock.shm.process.options import fail
+from penstock.shm.process.failure import fail
 from penstock.shm.process.supervisor import module_argv
 from penstock.tools.bench.errors import COMMAND, BenchError
 from penstock.tools.bench.harness.decode_steps import commit_cache, decode_steps

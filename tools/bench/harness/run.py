@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from penstock.backend.errors import StartupError
-from penstock.shm.process.options import fail
+from penstock.shm.process.failure import fail
 from penstock.shm.process.termination import exit_on_sigterm
 from penstock.tools.bench.errors import COMMAND, BenchError
 from penstock.tools.bench.harness.peers import Peer, Probe, peer_server

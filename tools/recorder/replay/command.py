@@ -11,7 +11,7 @@ from rich.console import Console
 from penstock.backend.errors import StartupError
 from penstock.backend.options import BackendOptions
 from penstock.shm.messages import PROTOCOL_VERSION
-from penstock.shm.process.options import fail
+from penstock.shm.process.failure import fail
 from penstock.shm.recording.events import Arrived
 from penstock.shm.recording.file import Recording, RecordingError, RecordingWriter
 from penstock.shm.recording.records import unpack
