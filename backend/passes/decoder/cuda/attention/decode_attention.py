@@ -22,7 +22,6 @@ from penstock.backend.passes.decoder.cuda.attention.decode_chunks import (
 )
 from penstock.backend.passes.decoder.cuda.attention.kernel_limits import (
     HEAD_DIMS,
-    MAX_GROUP,
     check_logits,
     check_shape,
     require,
@@ -244,7 +243,6 @@ def _static_shared_bytes(kv_dtype: str, head_dim: int) -> int:
 
 def _attention(kv_dtype: str, head_dim: int, ring_tiles: int, choices: KernelChoices = CONSTANTS) -> Kernel:
     rings = NUM_WARPS * ring_tiles * _tile_bytes(kv_dtype, head_dim)
-    merge = NUM_WARPS * MAX_GROUP * (head_dim + 8) * 4
     macros = (
         ("KV_DTYPE", KV_MACRO[kv_dtype]),
         ("HEAD_DIM", head_dim),
@@ -253,7 +251,7 @@ def _attention(kv_dtype: str, head_dim: int, ring_tiles: int, choices: KernelCho
         *_chunk_macro(choices.chunk_tokens),
     )
     return Kernel(
-        "decode_attention.cu", "decode_attention", macros, 32 * NUM_WARPS, max(rings, merge), is_dependent=True,
+        "decode_attention.cu", "decode_attention", macros, 32 * NUM_WARPS, rings, is_dependent=True,
         carveout_percent=choices.carveout_percent,
     )  # fmt: skip
 

@@ -1,12 +1,11 @@
 // Attention of rows with one token each over their paged keys and values.
 //
-// A block processes an item (decode_items.cuh) and a KV head: the queries of the head's group over one chunk of a row's
-// context. Its warps share the chunk's tiles. Each warp has its own softmax state; the block merges them at the end. A
-// row of one chunk is then finished. The chunks of a longer row write their peaks, sums and unnormalised outputs to the
+// A block processes items (decode_items.cuh), each with a KV head: the queries of the head's group over one chunk of a
+// row's context. Its warps share the chunk's tiles. Each warp has its own softmax state; the block merges them at the
+// end, while the next item's tiles arrive. A row of one chunk is then finished. The chunks of a longer row write their peaks, sums and unnormalised outputs to the
 // workspace, and the block that finishes last merges them in chunk order. So a row's output depends only on the row.
 //
-// Macros: KV_DTYPE, HEAD_DIM, NUM_WARPS, RING_TILES. Dynamic shared memory: NUM_WARPS rings of RING_TILES tiles, or the
-// rows of the merge if they are larger.
+// Macros: KV_DTYPE, HEAD_DIM, NUM_WARPS, RING_TILES. Dynamic shared memory: NUM_WARPS rings of RING_TILES tiles.
 
 #include "decode_stream.cuh"
 #include "reduce.cuh"
@@ -67,11 +66,13 @@ struct Results {
     const float* sinks;  // [head]: a score that takes part in the softmax and has no value; -infinity for none
     int act, num_kv_heads, group, max_chunks;
 
-    // Merge the warps' results, rows [NUM_WARPS][group][kMergeStride], into the chunk's.
-    __device__ __forceinline__ void merge_warps(const Work& work, const float* rows,
+    // Merge the warps' results of heads first_head and up to kMergeHeads - 1 more into the chunk's. rows: each warp's,
+    // [kMergeHeads][kMergeStride].
+    __device__ __forceinline__ void merge_warps(const Work& work, int first_head, const float* const* rows,
                                                 const float2 (*row_peaks)[kMaxGroup]) const {
-        for (int i = 4 * threadIdx.x; i < group * HEAD_DIM; i += 4 * kThreads) {
-            const int head = i / HEAD_DIM, dim = i % HEAD_DIM;
+        const int count = min(group - first_head, kMergeHeads);
+        for (int i = 4 * threadIdx.x; i < count * HEAD_DIM; i += 4 * kThreads) {
+            const int place = i / HEAD_DIM, head = first_head + place, dim = i % HEAD_DIM;
             Merged merged;
 #pragma unroll
             for (int w = 0; w < NUM_WARPS; ++w) merged.peak = fmaxf(merged.peak, row_peaks[w][head].x);
@@ -79,15 +80,15 @@ struct Results {
             for (int w = 0; w < NUM_WARPS; ++w) {
                 const float factor = ex2_approx(row_peaks[w][head].x - merged.peak);
                 merged.sum = fmaf(factor, row_peaks[w][head].y, merged.sum);
-                const float* row = rows + (w * group + head) * kMergeStride + dim;
+                const float* row = rows[w] + place * kMergeStride + dim;
                 add_scaled(merged.out, factor, *reinterpret_cast<const float4*>(row));
             }
             if (work.num_chunks == 1) {
                 store(work, head, dim, merged);
             } else {
-                const long long place = head_of(work, head) * max_chunks + work.chunk;
-                *reinterpret_cast<float4*>(chunks + place * HEAD_DIM + dim) = merged.out;
-                if (dim == 0) peaks[place] = make_float2(merged.peak, merged.sum);
+                const long long at = head_of(work, head) * max_chunks + work.chunk;
+                *reinterpret_cast<float4*>(chunks + at * HEAD_DIM + dim) = merged.out;
+                if (dim == 0) peaks[at] = make_float2(merged.peak, merged.sum);
             }
         }
     }
@@ -148,31 +149,40 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
                      int page_shift, int window, int max_chunks, float scale, float softcap) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ WarpHeads::Shared heads_shared;
+    __shared__ TileStream::Queued queued[NUM_WARPS];
     __shared__ float2 warp_peaks[NUM_WARPS][kMaxGroup];
+    __shared__ const float* warp_rows[NUM_WARPS];
     __shared__ int is_last;
     const int warp = threadIdx.x / 32;
     int next = blockIdx.x;
     // All blocks run at once, so the next product begins to fetch its weights beside those that have no item left.
     let_next_kernel_begin();
     wait_for_earlier_kernels();
-    if (next >= *num_items * num_kv_heads) return;
+    const auto has_item = [&](int i) { return i < *static_cast<const volatile int*>(num_items) * num_kv_heads; };
+    if (!has_item(next)) return;
 
-    float* rows = reinterpret_cast<float*>(shared);
     const Results results{out, chunks, peaks, sinks, act, num_kv_heads, group, max_chunks};
     const Scorer scorer(scale, softcap);
     WarpHeads heads(heads_shared);
-    TileStream stream(shared + warp * RING_TILES * kTileBytes, cache, page_table, max_pages, page_shift, num_kv_heads);
+    TileStream stream(shared + warp * RING_TILES * kTileBytes, cache, page_table, queued[warp], max_pages, page_shift,
+                      num_kv_heads, window, max_chunks);
     Item item = items[next / num_kv_heads];
-    Span span(item.length, window, max_chunks);
-    stream.open(item, span, next % num_kv_heads);
-    stream.start();
-    for (bool more = true; more;) {
-        const Work work{item.row, item.chunk, span.num_chunks, next % num_kv_heads};
-        next += gridDim.x;
-        constexpr bool kLooksLate = HEAD_DIM > 128;  // for the next item: the outputs need the registers
+    stream.open(item, next % num_kv_heads);
+    next += gridDim.x;
+    bool more = has_item(next);
+    if (more) stream.queue(items[next / num_kv_heads], next % num_kv_heads);
+    for (int kv_head = blockIdx.x % num_kv_heads;; kv_head = next % num_kv_heads, next += gridDim.x) {
+        // next: the item after this one, if there are more
+        const Span span(item.length, window, max_chunks);
+        const Work work{item.row, item.chunk, span.num_chunks, kv_head};
+        stream.read(item, span);
+        // For the second next item: outputs of wide heads, and scales, need the registers.
+        constexpr bool kLooksLate = HEAD_DIM > 128 || KV_DTYPE == 2;
+        Item after;
+        bool has_after = false;
         const auto look = [&] {
-            more = next < *static_cast<const volatile int*>(num_items) * num_kv_heads;
-            if (more) item = items[next / num_kv_heads];
+            has_after = more && has_item(next + gridDim.x);
+            if (has_after) after = items[(next + gridDim.x) / num_kv_heads];
         };
         if (!kLooksLate) look();
 
@@ -184,22 +194,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
         }
         if (kLooksLate) look();
         if (more) {
-            span = Span(item.length, window, max_chunks);
-            stream.open(item, span, next % num_kv_heads);
+            item = stream.advance();
+            if (has_after) stream.queue(after, (next + gridDim.x) % num_kv_heads);
+            stream.fill();
         }
-        __syncthreads();  // all warps have read their rings, whose memory now takes the warps' results
-        heads.store(rows + warp * group * kMergeStride, warp_peaks[warp], scorer, group);
+        __syncwarp();  // all lanes have read the last tile, whose memory takes the warp's results
+        float* rows = reinterpret_cast<float*>(stream.last_read());
+        if (threadIdx.x % 32 == 0) warp_rows[warp] = rows;
+        heads.store<0>(rows, warp_peaks[warp], scorer, group);
         __syncthreads();
-        results.merge_warps(work, rows, warp_peaks);
-        __syncthreads();  // the results have been read, so the rings can take the next item's tiles
-        if (more) stream.start();
-        if (work.num_chunks == 1) continue;
-
-        unsigned* ticket = tickets + work.row * num_kv_heads + work.kv_head;
-        if (threadIdx.x == 0) is_last = take_ticket(ticket) + 1 == static_cast<unsigned>(work.num_chunks);
-        __syncthreads();
-        if (!is_last) continue;
-        results.merge_chunks(work);
-        if (threadIdx.x == 0) *ticket = 0;
+        results.merge_warps(work, 0, warp_rows, warp_peaks);
+        __syncthreads();  // the results have been read, so the next ones, or tiles, can overwrite them
+        if (group > kMergeHeads) {
+            heads.store<kMergeHeads>(rows, warp_peaks[warp], scorer, group);
+            __syncthreads();
+            results.merge_warps(work, kMergeHeads, warp_rows, warp_peaks);
+            __syncthreads();
+        }
+        if (work.num_chunks > 1) {
+            unsigned* ticket = tickets + work.row * num_kv_heads + work.kv_head;
+            if (threadIdx.x == 0) is_last = take_ticket(ticket) + 1 == static_cast<unsigned>(work.num_chunks);
+            __syncthreads();
+            if (is_last) {
+                results.merge_chunks(work);
+                if (threadIdx.x == 0) *ticket = 0;
+            }
+        }
+        if (!more) break;
+        more = has_after;
     }
 }

@@ -94,20 +94,21 @@ struct WarpHeads {
         }
     }
 
-    // rows: [group][kMergeStride]; peaks: [group], each head's peak and sum.
+    // Store the results of eight heads, from kFirst on: rows [8][kMergeStride]; peaks [group], each head's peak and sum.
+    template <int kFirst>
     __device__ __forceinline__ void store(float* rows, float2* peaks, const Scorer&, int group) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int head = 0; head < kMaxGroup; ++head)
+        for (int head = kFirst; head < kFirst + 8; ++head)
 #pragma unroll
             for (int piece = 0; piece < kOwnPieces; ++piece) {
                 const float(&x)[4] = out[head][piece];
                 if (head < group && piece * 32 + lane < HEAD_DIM / 4)
-                    reinterpret_cast<float4*>(rows + head * kMergeStride)[piece * 32 + lane] =
+                    reinterpret_cast<float4*>(rows + (head - kFirst) * kMergeStride)[piece * 32 + lane] =
                         make_float4(x[0], x[1], x[2], x[3]);
             }
 #pragma unroll
-        for (int i = 0; i < kQuads; ++i) {
+        for (int i = kFirst / 4; i < kFirst / 4 + 2; ++i) {
 #pragma unroll
             for (int distance = 4; distance < 32; distance *= 2)
                 sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], distance);

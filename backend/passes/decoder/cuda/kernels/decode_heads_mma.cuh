@@ -10,8 +10,8 @@ struct WarpHeads {
     static constexpr int kTiles = kTileTokens / 8;
     static constexpr int kSteps = HEAD_DIM / 16;
 
-    // The query fragments are in each warp's registers, or in shared memory if the outputs need the registers.
-    static constexpr bool kSharedQueries = kIsWide;
+    // The query fragments are in each warp's registers, or in shared memory if outputs or scales need the registers.
+    static constexpr bool kSharedQueries = kIsWide || KV_DTYPE == 2;
     struct Shared {
         uint4 queries[kSharedQueries ? kSteps : 1][32];
     };
@@ -104,23 +104,23 @@ struct WarpHeads {
 #endif
     }
 
-    // rows: [group][kMergeStride]; peaks: [group], each head's peak as a logit, to which weights are relative, and sum.
+    // Store the results of eight heads, from kFirst on: rows [8][kMergeStride]; peaks [group], each head's peak as a
+    // logit, to which weights are relative, and sum.
+    template <int kFirst>
     __device__ __forceinline__ void store(float* rows, float2* peaks, const Scorer& scorer, int group) {
+        constexpr int half = kFirst / 8;
+        sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 1);
+        sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 2);
+        const int place = threadIdx.x % 32 / 4, head = kFirst + place;
+        if (head >= group) return;
+        float* row = rows + place * kMergeStride;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 1);
-            sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 2);
-            const int head = threadIdx.x % 32 / 4 + 8 * half;
-            if (head >= group) continue;
-            float* row = rows + head * kMergeStride;
+        for (int i = 0; i < HEAD_DIM / 8; i += 2)
 #pragma unroll
-            for (int i = 0; i < HEAD_DIM / 8; i += 2)
+            for (int n = 0; n < 2; ++n)
 #pragma unroll
-                for (int n = 0; n < 2; ++n)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) row[output_dim(i / 2, n, e)] = out[i + n][2 * half + e];
-            if (threadIdx.x % 4 == 0) peaks[head] = make_float2(scorer.logit(peak[half]) - kHeadroom, sum[half]);
-        }
+                for (int e = 0; e < 2; ++e) row[output_dim(i / 2, n, e)] = out[i + n][2 * half + e];
+        if (threadIdx.x % 4 == 0) peaks[head] = make_float2(scorer.logit(peak[half]) - kHeadroom, sum[half]);
     }
 
   private:

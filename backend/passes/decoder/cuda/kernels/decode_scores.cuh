@@ -1,12 +1,11 @@
-// Shared by both kinds of decode attention: from q · k to scores, and the layout of a warp's results for the merge.
+// Shared by both kinds of decode attention: from q · k to scores.
 
 #pragma once
 
 #include "decode_tiles.cuh"
 
 constexpr int kMaxGroup = 16;
-constexpr int kMergeStride = HEAD_DIM + 8;  // floats: rows that a warp writes at once begin in different banks
-constexpr float kNoPeak = -1e30f;           // below all scores; finite, so that differences are not NaN
+constexpr float kNoPeak = -1e30f;  // below all scores; finite, so that differences are not NaN
 
 // The score of tokens outside the row's span: their weight is 0.
 __device__ __forceinline__ float hidden_score() { return -infinity(); }

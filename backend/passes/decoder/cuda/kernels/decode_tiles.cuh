@@ -15,6 +15,12 @@ constexpr int kRowStride = 16 * (sizeof(Kv) == 4 ? kRowPieces + (12 - kRowPieces
 constexpr int kScaleRowBytes = kKvHasScales ? HEAD_DIM / kQ8Block * int(sizeof(Fp16)) : 0;
 constexpr int kTileBytes = kTileTokens * (kRowStride + kScaleRowBytes);  // rows, then all scales
 
+// A warp's results of kMergeHeads heads take the memory of one tile. Rows that it writes at once should begin in
+// different banks.
+constexpr int kMergeHeads = 8;
+constexpr int kMergeStride = kMergeHeads * (HEAD_DIM + 8) * 4 <= kTileBytes ? HEAD_DIM + 8 : HEAD_DIM;  // floats
+static_assert(kMergeHeads * kMergeStride * 4 <= kTileBytes, "a tile is too small for a warp's results");
+
 // kRun tokens that begin at a multiple of kRun are in one page, and their numbers are in one range of bytes.
 constexpr int kRun = 16;
 constexpr int kTileRuns = kTileTokens > kRun ? kTileTokens / kRun : 1;

@@ -53,9 +53,9 @@ class Planted:
 
 def check_decode(launcher: Launcher, kv_dtype: str) -> None:
     """Windows that begin within a page and a chunk, and a context so short that the sink has much of the weight; then a
-    context of more chunks than a warp has lanes, with peaks that differ."""
-    for window, rows in ((300, decode.rows_of(301, 617, 2)), (0, [Row(256 * 33, 1, 3, is_steep=True)])):
-        attention = decode.attention_of(64, kv_dtype, kv_heads=1, group=2, window=window, max_context=1 << 17)
+    context of more chunks than a warp has lanes, with peaks that differ, and more heads than are merged at a time."""
+    for window, group, rows in ((300, 2, decode.rows_of(301, 617, 2)), (0, 9, [Row(256 * 33, 1, 3, is_steep=True)])):
+        attention = decode.attention_of(64, kv_dtype, kv_heads=1, group=group, window=window, max_context=1 << 17)
         case = decode.DecodeCase.of(attention, rows)
         require_within("an output", case.error(case.run(launcher)), decode.TOLERANCE[decode.ACT_OF[kv_dtype]])
 
@@ -141,7 +141,7 @@ def check_sampling(launcher: Launcher) -> None:
     sampler.check_ties(launcher, draws=100)
 
 
-ITEMS, SINKS = "decode_items.cuh", "sinks.cuh"
+ITEMS, KV_STREAM, SINKS = "decode_items.cuh", "decode_stream.cuh", "sinks.cuh"
 WEIGHTS, PRODUCTS, ROWS = "quantised_weights.cuh", "quantised_products.cu", "rounded_rows.cu"
 _WINDOW, _SINK = "max(length - window, 0)", "ex2_approx(sink * kLog2E - peak)"
 DECODE = (
@@ -154,6 +154,13 @@ DECODE = (
     Bug("decode_attention.cu", "reduce_lanes(merged.sum, 32, Sum{})", "merged.sum"),
     Bug("decode_attention.cu", "__shfl_sync(kWholeWarp, own_factor, i)", "own_factor"),
     Bug("decode_attention.cu", "fmaf(own_factor, own.y, merged.sum)", "own_factor * own.y"),
+    Bug(
+        "decode_attention.cu",
+        "results.merge_warps(work, kMergeHeads, warp_rows, warp_peaks)",
+        "results.merge_warps(work, 0, warp_rows, warp_peaks)",
+    ),
+    Bug(KV_STREAM, "(read_at == 0 ? RING_TILES - 1 : read_at - 1)", "read_at"),
+    Bug(KV_STREAM, "i & 1", "0"),
 )
 HEADS, KV_TILES = "decode_heads_mma.cuh", "decode_tiles.cuh"
 DECODE_Q8 = (
