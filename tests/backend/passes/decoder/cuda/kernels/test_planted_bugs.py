@@ -52,9 +52,11 @@ class Planted:
 
 
 def check_decode(launcher: Launcher, kv_dtype: str) -> None:
-    """Windows that begin within a page and a chunk, and a context so short that the sink has much of the weight; then a
-    context of more chunks than a warp has lanes, with peaks that differ, and more heads than are merged at a time."""
-    for window, group, rows in ((300, 2, decode.rows_of(301, 617, 2)), (0, 9, [Row(256 * 33, 1, 3, is_steep=True)])):
+    """Windows that begin within a page and a chunk, and a context so short that the sink has much of the weight; a
+    context of more chunks than a warp has lanes, with peaks that differ, and more heads than are merged at a time; blocks
+    that work through several chunks."""
+    long = [Row(256 * 33, 1, 3, is_steep=True)]
+    for window, group, rows in ((300, 2, decode.rows_of(301, 617, 2)), (0, 9, long), (0, 2, decode.rows_of(2600))):
         attention = decode.attention_of(64, kv_dtype, kv_heads=1, group=group, window=window, max_context=1 << 17)
         case = decode.DecodeCase.of(attention, rows)
         require_within("an output", case.error(case.run(launcher)), decode.TOLERANCE[decode.ACT_OF[kv_dtype]])
