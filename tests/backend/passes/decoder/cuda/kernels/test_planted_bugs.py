@@ -53,8 +53,8 @@ class Planted:
 
 def check_decode(launcher: Launcher, kv_dtype: str) -> None:
     """Windows that begin within a page and a chunk, and a context so short that the sink has much of the weight; a
-    context of more chunks than a warp has lanes, with peaks that differ, and more heads than are merged at a time; blocks
-    that work through several chunks."""
+    context of more chunks than a warp has lanes, with peaks that differ, and more heads than are merged at a time;
+    blocks that work through several chunks."""
     long = [Row(256 * 33, 1, 3, is_steep=True)]
     for window, group, rows in ((300, 2, decode.rows_of(301, 617, 2)), (0, 9, long), (0, 2, decode.rows_of(2600))):
         attention = decode.attention_of(64, kv_dtype, kv_heads=1, group=group, window=window, max_context=1 << 17)
@@ -161,7 +161,6 @@ DECODE = (
         "results.merge_warps(work, kMergeHeads, warp_rows, warp_peaks)",
         "results.merge_warps(work, 0, warp_rows, warp_peaks)",
     ),
-    Bug(KV_STREAM, "(read_at == 0 ? RING_TILES - 1 : read_at - 1)", "read_at"),
     Bug(KV_STREAM, "i & 1", "0"),
 )
 HEADS, KV_TILES = "decode_heads_mma.cuh", "decode_tiles.cuh"
