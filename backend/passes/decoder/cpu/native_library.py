@@ -9,6 +9,7 @@ directory cannot be used. An object is renamed into place once it is complete.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -16,7 +17,9 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -116,8 +119,9 @@ def open_library(directory: Path, build: KernelBuild, compiler: str | None, *, c
     try:
         check_directory(directory, Trust.READABLE, create=create)
         if not path.exists():
-            with waiting_bar("Compiling CPU kernels"):
-                _compile(path, compiler, build)
+            with waiting_bar("Compiling CPU kernels"), _alone(path):
+                if not path.exists():
+                    _compile(path, compiler, build)
         check_kept_file(path)
         library = ctypes.CDLL(str(path))
         abi = library.ps_abi()
@@ -146,6 +150,19 @@ def compile_builds(out: Path, builds: tuple[KernelBuild, ...]) -> Path:
     except (OSError, UnsafeDirectory) as error:
         raise LibraryUnavailableError(str(error)) from error
     return directory
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Wait for another process that compiles this object: replicas start together and need the same one."""
+    lock = path.with_suffix(".lock")
+    with lock.open("w") as file:
+        with suppress(OSError):  # a file system without locks: each compiles, and the last object stays
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def _open_in_temporary_directory(build: KernelBuild, compiler: str | None, reason: str) -> ctypes.CDLL:

@@ -6,7 +6,6 @@ Libraries are compiled once and kept in the user's cache, so all tests share the
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
 import os
 import platform
@@ -28,9 +27,8 @@ from penstock.backend.passes.decoder.cpu.native_library import (
     open_library,
 )
 from penstock.shm.process.cache_directory import cache_directory
-from penstock.shm.process.private_directory import Trust, check_directory
 
-_QUICKLY_COMPILED = ("-O1",)
+QUICKLY_COMPILED = ("-O1",)
 """Takes half of the time of -O3, for code that only tests run."""
 _SIMDE_HEADER = Path(__file__).parent / "simde" / "immintrin.h"
 # The hash makes a changed header another build.
@@ -39,7 +37,7 @@ _SIMDE_FLAGS = (
     str(_SIMDE_HEADER.parent),
     f"-DHEADER_{hashlib.sha256(_SIMDE_HEADER.read_bytes()).hexdigest()[:16]}",
     *("-mavx2", "-mfma", "-mf16c"),
-    *_QUICKLY_COMPILED,
+    *QUICKLY_COMPILED,
 )
 EMULATED = {
     "avx512": KernelBuild("avx512-simde", _SIMDE_FLAGS),
@@ -48,14 +46,28 @@ EMULATED = {
 
 
 def open_path(name: str) -> ctypes.CDLL:
-    """The library of a path: its own if this CPU supports it, else with its instructions emulated by SIMDe."""
-    supported = {path.name: path.build for path in supported_paths(read_cpu_info())}
+    """The library of a path: its own if this CPU supports it, else with its instructions emulated by SIMDe.
+
+    What this machine uses has its own flags.
+    """
+    supported = {path.name: path for path in supported_paths(read_cpu_info())}
     if name in supported:
-        return _open(supported[name], machine_builds())
+        build = supported[name].build
+        if build in used_builds():
+            return _open(build, machine_builds())
+        quick = KernelBuild(build.name, (*build.compiler_flags, *QUICKLY_COMPILED))
+        return _open(quick, (quick,))
     if platform.machine() != "x86_64" or name not in EMULATED:
         pytest.skip(f"this CPU does not support {name}")
     require_simde()
     return _open(EMULATED[name], (EMULATED[name],))
+
+
+@cache
+def used_builds() -> tuple[KernelBuild, ...]:
+    """The builds that a start on this machine compiles; tests use them as they are."""
+    best, *others = supported_paths(read_cpu_info())
+    return best.build, *(path.build for path in others if path.name == best.rival)
 
 
 def open_emulated_tiles() -> ctypes.CDLL:
@@ -63,7 +75,7 @@ def open_emulated_tiles() -> ctypes.CDLL:
     paths = supported_paths(read_cpu_info())
     if platform.machine() != "x86_64" or not paths:
         pytest.skip("needs an x86-64 CPU with AVX2")
-    flags = (*paths[0].build.compiler_flags, "-DPENSTOCK_EMULATED_TILES", *_QUICKLY_COMPILED)
+    flags = (*paths[0].build.compiler_flags, "-DPENSTOCK_EMULATED_TILES", *QUICKLY_COMPILED)
     build = KernelBuild(f"{paths[0].build.name}-tiles", flags)
     return _open(build, (build,))
 
@@ -73,10 +85,7 @@ def _open(build: KernelBuild, builds: tuple[KernelBuild, ...]) -> ctypes.CDLL:
     if compiler is None:
         pytest.skip("needs a C++ compiler: install g++")
     directory = cache_directory() / directory_name(builds)
-    check_directory(directory, Trust.READABLE)
-    with (directory / f"{build.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of two test processes one compiles
-        return open_library(directory, build, compiler)
+    return open_library(directory, build, compiler)
 
 
 @cache

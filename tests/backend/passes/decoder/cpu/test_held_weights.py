@@ -32,12 +32,16 @@ from penstock.shm.memory.fd_mailbox import FdMailbox
 from tests.backend.passes.decoder.driver import Driver
 from tests.checkpoints import make_checkpoint
 
-pytestmark = [
-    pytest.mark.skipif(load_kernels() is None, reason="this machine has no native kernels"),
-    pytest.mark.usefixtures("keeps_no_files"),
-]
+pytestmark = pytest.mark.usefixtures("native_kernels", "keeps_no_files")
 
 PROMPT = [5, 6, 7, 8, 9]
+
+
+@pytest.fixture
+def native_kernels() -> None:
+    """Not at collection, when each of the test run's processes would open or even compile them."""
+    if load_kernels() is None:
+        pytest.skip("this machine has no native kernels")
 
 
 def load(model_dir: Path, mailbox: FdMailbox, **options: str) -> CpuDecoderPass:

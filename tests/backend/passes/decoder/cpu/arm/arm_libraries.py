@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.backend.passes.decoder.cpu.cpu_paths import PATHS
+from penstock.backend.passes.decoder.cpu.cpu_paths import PATHS, KernelBuild
 from penstock.backend.passes.decoder.cpu.native_library import compile_builds, directory_name, find_compiler
 from penstock.shm.process.cache_directory import cache_directory
 from tests.backend.passes.decoder.cpu.arm.kernel_driver import KernelDriver
-from tests.backend.passes.decoder.cpu.path_libraries import open_path
+from tests.backend.passes.decoder.cpu.path_libraries import QUICKLY_COMPILED, open_path
 from tests.temporary import make_shared_directory
 
 _COMPILER, _EMULATOR, _LIBRARIES = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
@@ -25,7 +25,11 @@ _DRIVER = Path(__file__).parent / "kernel_driver.cpp"
 CPUS = {"neon": "cortex-a72", "neon_bf16": "max"}
 """qemu's CPU for each path. A Cortex-A72 has ARMv8.0 only: instructions of later versions end the process."""
 
-_BUILDS = tuple(path.build for path in PATHS["aarch64"] if path.name in CPUS)
+_BUILDS = tuple(
+    KernelBuild(path.name, (*path.build.compiler_flags, *QUICKLY_COMPILED))
+    for path in PATHS["aarch64"]
+    if path.name in CPUS
+)
 
 
 def start_driver(path: str, monkeypatch: pytest.MonkeyPatch, cpu: str | None = None) -> KernelDriver:
@@ -54,7 +58,7 @@ def _require_cross_compiler() -> None:
 
 
 def _compile_libraries(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Compile the libraries of all ARM paths with their own flags, unless the user's cache has them."""
+    """Compile the libraries of all ARM paths, unless the user's cache has them."""
     directory = cache_directory() / "arm" / directory_name(_BUILDS)
     if not all((directory / f"{build.name}.so").exists() for build in _BUILDS):
         monkeypatch.setenv("CXX", _COMPILER)
