@@ -71,7 +71,7 @@ class Tallies:
         if self._compiled:
             architectures, kernels = (sorted(set(each)) for each in zip(*self._compiled, strict=True))
             where = ", ".join(architectures)
-            yield f"compiled: {len(self._compiled):,} cases, {len(kernels):,} kernels for {where}"
+            yield f"compiled, now or before: {len(self._compiled):,} cases, {len(kernels):,} kernels for {where}"
 
     def _emulation(self) -> Iterator[str]:
         if self._launches:
