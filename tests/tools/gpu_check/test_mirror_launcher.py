@@ -14,6 +14,7 @@ import torch
 from penstock.backend.passes.decoder.cuda.device.launcher import Kernel, KernelFailed
 from penstock.tools.gpu_check.cases.ptx.wrappers import wrapper_kernel
 from penstock.tools.gpu_check.devices.mirror_launcher import MirrorLauncher, make_mirrors
+from tests.backend.passes.decoder.cuda.device.called_kernels import call_kernels
 
 KERNEL = Kernel("norms.cu", "add_rms_norm", (("ACT", 0),), num_threads=32)
 POISON = 0xAB
@@ -62,7 +63,7 @@ class HostCupy:
     def kernel(self, grid: Any, block: Any, arguments: tuple[Any, ...], shared_bytes: int, stream: Any) -> None:
         if self.fault is not None:
             raise self.fault
-        assert stream.ptr == 0, "not the default stream"
+        assert stream == 0, "not the default stream"
         self.seen.append((grid, block, arguments, shared_bytes))
         floats = (ctypes.c_float * int(arguments[-1])).from_address(arguments[0])
         for index in range(len(floats)):
@@ -73,6 +74,7 @@ class HostCupy:
 def cupy(monkeypatch: pytest.MonkeyPatch) -> HostCupy:
     fake = HostCupy()
     monkeypatch.setitem(sys.modules, "cupy", fake)
+    call_kernels(monkeypatch)
     return fake
 
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from penstock.backend.passes.decoder.cuda.device import nvrtc
-from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLauncher, Stream
+from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLauncher
 from penstock.backend.passes.decoder.cuda.device.driver_launch import LaunchRefused
 from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed, TensorMap
 
 if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.device.launcher import Argument, Grid, Kernel
 
-_DEFAULT_STREAM = Stream(0)
+_DEFAULT_STREAM = 0
 _TO_DEVICE, _TO_HOST = 1, 2
 """cudaMemcpyKind."""
 
@@ -62,9 +62,9 @@ class MirrorLauncher(CupyLauncher):
     def launch(self, kernel: Kernel, grid: Grid, *arguments: Argument) -> None:
         if 0 in grid:
             return
-        if kernel not in self._functions:
+        if kernel not in self._kernels:
             self.prepare([kernel])
-        self.last_launch = f"{kernel} {grid}"
+        self._last = kernel, grid
         runtime = self._cupy.cuda.runtime
         mirrors = make_mirrors(arguments)
         try:
@@ -72,8 +72,7 @@ class MirrorLauncher(CupyLauncher):
                 mirror.memory = self._cupy.cuda.alloc(mirror.end - mirror.start)
                 if not (self._leaves_poison and mirror.is_poison):
                     runtime.memcpy(mirror.memory.ptr, mirror.start, mirror.end - mirror.start, _TO_DEVICE)
-            function = self._functions[kernel]
-            self._start(kernel, function, grid, arguments, _DEFAULT_STREAM, lambda tensor: _pointer(tensor, mirrors))
+            self._kernels[kernel].launch(grid, _DEFAULT_STREAM, arguments, lambda tensor: _pointer(tensor, mirrors))
             runtime.deviceSynchronize()
             for mirror in mirrors:
                 runtime.memcpy(mirror.start, mirror.memory.ptr, mirror.end - mirror.start, _TO_HOST)

@@ -28,7 +28,7 @@ from penstock.backend.passes.decoder.cuda.attention.kernel_limits import (
 )
 from penstock.backend.passes.decoder.cuda.attention.segment_positions import MAX_CONTEXT_TOKENS
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import CONSTANTS, KernelChoices
-from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Grid, Kernel, Launcher
+from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Grid, Kernel, Launcher, int32
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.decoder.ops import supports_q8_0
 
@@ -174,7 +174,7 @@ class DecodeAttention:
                 f"{num_rows} rows; at most {min(self.max_rows, len(context_lens), len(slots))} are allowed"
             )
         arguments = (context_lens, slots, workspace.items, workspace.num_items)
-        launcher.launch(self._plan_kernel, (1, 1, 1), *arguments, np.int32(num_rows), *self._plan_scalars)
+        launcher.launch(self._plan_kernel, (1, 1, 1), *arguments, int32(num_rows), *self._plan_scalars)
 
     def attend(
         self,
@@ -209,7 +209,7 @@ class DecodeAttention:
             sinks,
             out,
             act,
-            np.int32(page_table.shape[1]),
+            int32(page_table.shape[1]),
             *self._scalars,
         )
 

@@ -23,7 +23,7 @@ from penstock.backend.passes.decoder.cuda.attention.prefill_segments import (
 )
 from penstock.backend.passes.decoder.cuda.attention.segment_positions import SHORTEST_SEGMENT_TOKENS
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import CONSTANTS, KernelChoices
-from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Kernel, Launcher, TensorMap
+from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Kernel, Launcher, TensorMap, int32
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.decoder.ops import supports_q8_0
 
@@ -73,6 +73,8 @@ class PrefillAttention:
 
     kernel: Kernel = field(init=False)
     _scalars: tuple[np.int32 | np.float32, ...] = field(init=False)
+    _maps: dict[int, TensorMap] = field(init=False, compare=False, repr=False)
+    """The map of each layer's cache, by its address. It keeps the cache's memory."""
 
     def __post_init__(self) -> None:
         layout = self.layout
@@ -90,6 +92,7 @@ class PrefillAttention:
             kernel = _wgmma_kernels(layout.kv_dtype).get(layout.head_dim, kernel)
         object.__setattr__(self, "kernel", kernel)
         object.__setattr__(self, "_scalars", scalars)
+        object.__setattr__(self, "_maps", {})
 
     def kernels(self) -> tuple[Kernel, ...]:
         """The kernels to pass to `Launcher.prepare`."""
@@ -177,14 +180,18 @@ class PrefillAttention:
             sinks,
             *self._results(workspace),
             _ACTS[qkv.dtype],
-            np.int32(page_table.shape[1]),
+            int32(page_table.shape[1]),
             *self._scalars,
         )
 
     def _cache_argument(self, layer_cache: Tensor) -> Tensor | TensorMap:
         if not self.kernel.needs_wgmma:
             return layer_cache
-        return TensorMap(layer_cache, self.layout.head_dim, self.layout.page_size_tokens)
+        address = layer_cache.data_ptr()
+        found = self._maps.get(address)
+        if found is None:
+            found = self._maps[address] = TensorMap(layer_cache, self.layout.head_dim, self.layout.page_size_tokens)
+        return found
 
     def _results(self, workspace: PrefillWorkspace) -> tuple[Tensor, ...]:
         if self.layout.kv_dtype == "fp32":

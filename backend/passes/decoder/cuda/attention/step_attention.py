@@ -105,7 +105,7 @@ class TwoKernelAttention:
     def attend(
         self, qkv: Tensor, layer_cache: Tensor, page_table: Tensor, step: CudaStep, sinks: Tensor, out: Tensor
     ) -> None:
-        if len(step.decode_rows.slots):
+        if step.decode_rows.slots.shape[0]:
             self._decode.attend(self._launcher, self._workspace, qkv, layer_cache, page_table, sinks, out)
         if step.prefill_tiles is not None:
             self._prefill.attend(

@@ -1,4 +1,4 @@
-"""`Launcher` on a GPU: CuPy loads compiled kernels and launches them in torch's current stream.
+"""`Launcher` on a GPU: CuPy loads compiled kernels, and the driver launches them in torch's current stream.
 
 Only this module imports cupy, and only when a launcher is created. It supports CuPy 13 and 14.
 """
@@ -9,7 +9,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,14 +18,14 @@ from penstock.backend.checkpoint.progress import GPU_KERNELS, make_progress
 from penstock.backend.passes.decoder.cuda.device import nvrtc
 from penstock.backend.passes.decoder.cuda.device.cubin_cache import CubinCache
 from penstock.backend.passes.decoder.cuda.device.driver_launch import (
-    MIN_COMPUTE_CAPABILITY,
-    DriverLauncher,
+    Driver,
+    DriverKernel,
     LaunchRefused,
 )
-from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed, TensorMap, group_by_module
+from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed, group_by_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from penstock.backend.passes.decoder.cuda.device.launcher import Argument, Grid, Kernel
 
@@ -38,26 +38,6 @@ class LoadedKernel:
     """Registers per thread."""
     local_bytes: int
     """Local memory per thread, which holds spilled registers."""
-
-
-class Stream:
-    """The part of a stream that a launch uses. CuPy 13 and 14 use different classes, and 14.0 destroys the stream that
-    it wraps."""
-
-    __slots__ = ("ptr",)
-
-    def __init__(self, address: int) -> None:
-        self.ptr = address
-
-
-class _Launch(NamedTuple):
-    """Formatted only when a message needs it."""
-
-    kernel: Kernel
-    grid: Grid
-
-    def __str__(self) -> str:
-        return f"{self.kernel} {self.grid}"
 
 
 class CupyLauncher:
@@ -77,77 +57,48 @@ class CupyLauncher:
         self._device_index = device_index
         cuda = cupy.cuda
         self._faults = (cuda.compiler.CompileException, cuda.driver.CUDADriverError, cuda.runtime.CUDARuntimeError)
-        self._functions: dict[Kernel, Any] = {}
-        self._driver: DriverLauncher | None = None
-        """None until the first kernel that needs it is prepared, and on GPUs before MIN_COMPUTE_CAPABILITY."""
+        self._kernels: dict[Kernel, DriverKernel] = {}
+        self._driver: Driver | None = None
+        """None until the first kernel is prepared."""
+        self._last: tuple[Kernel, Grid] | None = None
         self.compute_capability = (int(capability[:-1]), int(capability[-1]))
         self.cubins = CubinCache(nvrtc.architecture(self.compute_capability))
         self.resources: dict[Kernel, LoadedKernel] = {}
         """What each loaded kernel uses."""
-        self.last_launch: object = "none"
-        """str() of it names the last kernel and its grid."""
+
+    @property
+    def last_launch(self) -> str:
+        """The last kernel and its grid."""
+        return "none" if self._last is None else "{} {}".format(*self._last)
 
     def prepare(self, kernels: Iterable[Kernel]) -> None:
-        missing = [kernel for kernel in dict.fromkeys(kernels) if kernel not in self._functions]
+        missing = [kernel for kernel in dict.fromkeys(kernels) if kernel not in self._kernels]
         if not missing:
             return
+        if self._driver is None:
+            try:
+                self._driver = Driver()
+            except LaunchRefused as error:
+                raise KernelFailed(str(error)) from error
         with ThreadPoolExecutor(os.cpu_count()) as pool, closing(make_progress(len(missing), GPU_KERNELS)) as progress:
             for functions in pool.map(self._load, group_by_module(missing)):
-                self._functions |= functions
+                for kernel, function in functions.items():
+                    self._kernels[kernel] = DriverKernel(self._driver, function, kernel, self.compute_capability)
                 progress.advance(len(functions))
-        if self._driver is None and any(kernel.is_dependent or kernel.needs_wgmma for kernel in missing):
-            self._driver = self._open_driver()
 
     def launch(self, kernel: Kernel, grid: Grid, *arguments: Argument) -> None:
         if 0 in grid:
             return
-        function = self._functions.get(kernel)
-        if function is None:
+        loaded = self._kernels.get(kernel)
+        if loaded is None:
             raise KernelFailed(f"{kernel} was launched before it was prepared; this is a bug")
-        self.last_launch = _Launch(kernel, grid)
-        stream = Stream(torch.cuda.current_stream(self._device_index).cuda_stream)
+        self._last = kernel, grid
+        # torch.cuda.current_stream would make an object of the stream.
+        stream = torch._C._cuda_getCurrentRawStream(self._device_index)
         try:
-            self._start(kernel, function, grid, arguments, stream, Tensor.data_ptr)
-        except (*self._faults, LaunchRefused) as error:
-            raise KernelFailed(f"{kernel} cannot be launched with grid {grid}: {error}") from error
-
-    def _start(
-        self,
-        kernel: Kernel,
-        function: Any,
-        grid: Grid,
-        arguments: tuple[Argument, ...],
-        stream: Any,
-        address_of: Callable[[Tensor], int],
-    ) -> None:
-        """Launch through CuPy, or through the driver where CuPy cannot. Raises one of _faults, or LaunchRefused."""
-        driver = self._driver if kernel.is_dependent or kernel.needs_wgmma else None
-        values: list[object] = []
-        for argument in arguments:
-            if isinstance(argument, Tensor):
-                values.append(address_of(argument))
-            elif isinstance(argument, TensorMap):
-                if driver is None:
-                    raise LaunchRefused("only compute capability 9.0 has tensor maps")
-                values.append(driver.encode(argument, address_of(argument.tensor)))
-            else:
-                values.append(argument)
-        num_threads, shared_bytes = kernel.num_threads, kernel.shared_bytes
-        if driver is None:
-            function(grid, (num_threads,), tuple(values), shared_bytes, stream)
-        else:
-            driver.launch(
-                function.ptr, grid, num_threads, shared_bytes, stream.ptr, tuple(values),
-                is_dependent=kernel.is_dependent,
-            )  # fmt: skip
-
-    def _open_driver(self) -> DriverLauncher | None:
-        if torch.cuda.get_device_capability(self._device_index) < MIN_COMPUTE_CAPABILITY:
-            return None
-        try:
-            return DriverLauncher()
+            loaded.launch(grid, stream, arguments, Tensor.data_ptr)
         except LaunchRefused as error:
-            raise KernelFailed(str(error)) from error
+            raise KernelFailed(f"{kernel} cannot be launched with grid {grid}: {error}") from error
 
     def _load(self, kernels: list[Kernel]) -> dict[Kernel, Any]:
         """Load kernels of one source with the same macros, as one module. Any thread may call it."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
     Argument: TypeAlias = "Tensor | TensorMap | np.int32 | np.int64 | np.float32"
@@ -24,6 +25,12 @@ Grid: TypeAlias = tuple[int, int, int]
 
 BOX_COLUMNS = 64
 """Columns of a box: 128 bytes, which are swizzled."""
+
+
+@lru_cache(1 << 12)
+def int32(value: int) -> np.int32:
+    """An argument of a launch. Most occur in every layer and step; making the object takes longer than finding it."""
+    return np.int32(value)
 
 
 class KernelFailed(Exception):
@@ -52,6 +59,15 @@ class Kernel:
     the driver's choice. For kernels without dynamic shared memory the driver always chooses."""
     needs_wgmma: bool = False
     """Compiles for sm_90a only."""
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        identity = self.source, self.entry, self.macros, self.num_threads, self.shared_bytes
+        object.__setattr__(self, "_hash", hash(identity))
+
+    def __hash__(self) -> int:
+        """Computed once: every launch looks its kernel up."""
+        return self._hash
 
     def __str__(self) -> str:
         macros = " ".join(f"{name}={value}" for name, value in self.macros)
@@ -67,10 +83,10 @@ class TensorMap:
     """Contiguous; its bytes are the rows of the matrix."""
     columns: int
     box_rows: int
+    rows: int = field(init=False)
 
-    @property
-    def rows(self) -> int:
-        return self.tensor.nbytes // (2 * self.columns)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", self.tensor.nbytes // (2 * self.columns))
 
 
 def group_by_module(kernels: Iterable[Kernel]) -> list[list[Kernel]]:

@@ -14,7 +14,7 @@ from penstock.backend.passes.decoder.cuda.device.launcher import BOX_COLUMNS
 if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.device.launcher import TensorMap
 
-_BYTES, _ALIGNMENT = 128, 64
+MAP_BYTES, _ALIGNMENT = 128, 64
 _UINT16, _SWIZZLE_128B, _PROMOTE_TO_256B = 1, 3, 3
 _NO_INTERLEAVE = _FILL_WITH_ZEROS = 0
 
@@ -39,9 +39,9 @@ class MapEncoder:
         key = address, tensor_map.rows, tensor_map.columns, tensor_map.box_rows
         if key in self._kept:
             return 0, self._kept[key]
-        memory = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
+        memory = ctypes.create_string_buffer(MAP_BYTES + _ALIGNMENT)
         offset = -ctypes.addressof(memory) % _ALIGNMENT
-        encoded = (c_uint64 * (_BYTES // 8)).from_buffer(memory, offset)
+        encoded = (c_uint64 * (MAP_BYTES // 8)).from_buffer(memory, offset)
         status = self._encode(
             ctypes.addressof(encoded),
             _UINT16,

@@ -52,8 +52,8 @@ class Activations:
 
 def narrow(buffer: Tensor, width: int) -> Tensor:
     """Return the same number of rows with a smaller width, stored one after the other."""
-    rows = len(buffer)
-    return buffer if buffer.shape[1] == width else buffer.view(-1)[: rows * width].view(rows, width)
+    rows, full_width = buffer.shape
+    return buffer if full_width == width else buffer.view(-1)[: rows * width].view(rows, width)
 
 
 def mlp_widths(config: DecoderConfig) -> dict[str, int]:

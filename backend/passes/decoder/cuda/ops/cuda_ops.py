@@ -113,6 +113,7 @@ class CudaOps(DeviceWeights):
         self._layer_caches = list(self.cache)
         self.pages = self.cache.view(layout.num_layers, layout.num_pages, layout.page_bytes)
         self._buffers = buffers
+        self._page_tables = list(buffers.page_tables)
         self._last_tokens = last_tokens
         self._ropes = ropes
         self._elementwise = Elementwise(
@@ -223,7 +224,8 @@ class CudaOps(DeviceWeights):
         if norms is not None and self._config.qk_norm == "projection":
             self._elementwise.norm_q_and_k(qkv, *norms)
             norms = None
-        rope, query_rope = (None if i is None else self._ropes[i] for i in (layer.rope, layer.query_rope))
+        rope = None if layer.rope is None else self._ropes[layer.rope]
+        query_rope = None if layer.query_rope is None else self._ropes[layer.query_rope]
         cache, page_table = self._pages_of(layer)
         self._elementwise.rope_and_store(
             qkv, cache, page_table, step.rows, rope, norms, query_rope, has_layer_norms=self._config.norm == "layer"
@@ -231,7 +233,7 @@ class CudaOps(DeviceWeights):
 
     def _pages_of(self, layer: AttentionLayer) -> tuple[Tensor, Tensor]:
         """Return the layer's part of the cache, and the page table of its group."""
-        return self._layer_caches[layer.cache_index], self._buffers.page_tables[layer.group]
+        return self._layer_caches[layer.cache_index], self._page_tables[layer.group]
 
     def attention(self, qkv: Tensor, step: CudaStep, layer: AttentionLayer) -> Tensor:
         out = self._now.attended

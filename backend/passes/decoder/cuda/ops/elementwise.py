@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Kernel
+from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Kernel, int32
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO
 from penstock.backend.passes.decoder.ops import supports_q8_0
 
@@ -116,8 +116,8 @@ class Elementwise:
         left unchanged.
         """
         self._launcher.launch(
-            self._embed, (len(residual), self._embed_blocks, 1), table, input_ids, last_tokens, rows.query_starts,
-            rows.slots, residual, np.int32(len(rows.slots)), np.int32(len(table)), self._hidden,
+            self._embed, (residual.shape[0], self._embed_blocks, 1), table, input_ids, last_tokens, rows.query_starts,
+            rows.slots, residual, int32(rows.slots.shape[0]), int32(table.shape[0]), self._hidden,
             self._embedding_scale,
         )  # fmt: skip
 
@@ -132,21 +132,21 @@ class Elementwise:
     def _add_norm(self, kernel: Kernel, residual: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor) -> None:
         added = out if delta is None else delta
         self._launcher.launch(
-            kernel, (len(residual), 1, 1), residual, added, weight, out, self._hidden, np.int32(delta is not None),
+            kernel, (residual.shape[0], 1, 1), residual, added, weight, out, self._hidden, int32(delta is not None),
             self._eps,
         )  # fmt: skip
 
     def rms_norm_added(self, residual: Tensor, added: Tensor, weight: Tensor) -> None:
         """residual [T, hidden] fp32 += RMS norm of added [T, hidden] * weight [hidden]."""
         self._launcher.launch(
-            self._rms_norm_added, (len(residual), 1, 1), residual, added, weight, self._hidden, self._eps
+            self._rms_norm_added, (residual.shape[0], 1, 1), residual, added, weight, self._hidden, self._eps
         )
 
     def norm_q_and_k(self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> None:
         """RMS norms over all heads of q and over all heads of k in qkv [T, qkv_size], in place. Padding rows too."""
         self._launcher.launch(
-            self._norm_q_and_k, (len(qkv), 2, 1), qkv, q_weight, k_weight, np.int32(len(q_weight)),
-            np.int32(len(k_weight)), self._eps,
+            self._norm_q_and_k, (qkv.shape[0], 2, 1), qkv, q_weight, k_weight, int32(q_weight.shape[0]),
+            int32(k_weight.shape[0]), self._eps,
         )  # fmt: skip
 
     def rope_and_store(
@@ -170,13 +170,13 @@ class Elementwise:
         table = self._unused if rope is None else rope
         query_table = table if query_rope is None else query_rope
         q_norm, k_norm = norms or (self._unused, self._unused)
-        head_norm = np.int32(0 if norms is None else 1 + has_layer_norms)
-        num_rows, max_pages = np.int32(len(rows.slots)), np.int32(page_table.shape[1])
+        head_norm = int32(0 if norms is None else 1 + has_layer_norms)
+        num_rows, max_pages = int32(rows.slots.shape[0]), int32(page_table.shape[1])
         self._launcher.launch(
-            self._rope_and_store, (len(qkv), self._head_blocks, 1), qkv, q_norm, k_norm, query_table, table,
+            self._rope_and_store, (qkv.shape[0], self._head_blocks, 1), qkv, q_norm, k_norm, query_table, table,
             layer_cache, page_table, rows.query_starts, rows.context_lens, rows.slots, num_rows, max_pages,
             self._page_size, *self._head_shape,
-            self._rotary_dim if rope is not None else np.int32(0), head_norm, self._eps,
+            self._rotary_dim if rope is not None else int32(0), head_norm, self._eps,
         )  # fmt: skip
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
@@ -209,7 +209,7 @@ class Elementwise:
     def _activate(self, kernel: Kernel, x: Tensor, out: Tensor) -> None:
         num_tokens, size = out.shape
         grid = (num_tokens, _blocks(size // _VALUES, kernel), 1)
-        self._launcher.launch(kernel, grid, x, out, np.int32(size))
+        self._launcher.launch(kernel, grid, x, out, int32(size))
 
 
 def _blocks(num_threads: int, kernel: Kernel) -> int:

@@ -180,7 +180,8 @@ class FusedCudaOps(CudaOps):
             super().rotate_and_store(qkv, step, layer)
             return
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
-        rope, query_rope = (None if i is None else self._ropes[i] for i in (layer.rope, layer.query_rope))
+        rope = None if layer.rope is None else self._ropes[layer.rope]
+        query_rope = None if layer.query_rope is None else self._ropes[layer.query_rope]
         cache, page_table = self._pages_of(layer)
         self._products.store(*qkv, self._now.qkv, cache, page_table, step.rows, rope, norms, query_rope)
 

@@ -30,7 +30,7 @@ class CudaLinear:
 
     @property
     def num_outputs(self) -> int:
-        return len(self.weight)
+        return self.weight.shape[0]
 
 
 class Matmul(Protocol):

@@ -15,7 +15,7 @@ import torch
 
 from penstock.backend.checkpoint.float8_weight import FLOAT8_GROUP_SIZE, Float8Form
 from penstock.backend.checkpoint.quantized_weights import PackedForm
-from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Kernel
+from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Kernel, int32
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO
 from penstock.backend.passes.decoder.cuda.ops.matmul import CudaLinear
 from penstock.backend.passes.decoder.cuda.ops.packed_weights import CudaQuantizedLinear, KernelForm
@@ -131,7 +131,7 @@ class RowProducts:
         kernel = _product("multiply_and_add", self._tile, form_of(linear))
         self._launcher.launch(
             kernel, (num_tiles, 1, 1), x, *self._parts(linear), residual, norm, hidden, squares,
-            *map(np.int32, (num_rows, outputs, x.shape[1])), *_factors(linear),
+            *map(int32, (num_rows, outputs, x.shape[1])), *_factors(linear),
         )  # fmt: skip
         return WeighedRows(hidden, squares)
 
@@ -142,7 +142,7 @@ class RowProducts:
         kernel = _product("multiply_and_gate", _OUTPUT_TILES[0], form_of(linear))
         self._launcher.launch(
             kernel, (-(-width // (_OUTPUT_TILES[0] // 2)), 1, 1), rows.values, rows.squares, *self._parts(linear),
-            out, *map(np.int32, sizes), self._eps, *_factors(linear),
+            out, *map(int32, sizes), self._eps, *_factors(linear),
         )  # fmt: skip
 
     def multiply(self, x: Tensor, linear: RowLinear, out: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class RowProducts:
         kernel = _product("multiply_rows", _OUTPUT_TILES[0], form_of(linear))
         self._launcher.launch(
             kernel, (-(-outputs // _OUTPUT_TILES[0]), 1, 1), x, *self._parts(linear), out,
-            *map(np.int32, (num_rows, outputs, x.shape[1])), *_factors(linear),
+            *map(int32, (num_rows, outputs, x.shape[1])), *_factors(linear),
         )  # fmt: skip
         return out
 
@@ -183,7 +183,7 @@ class RowProducts:
         self._launcher.launch(
             kernel, (qkv.shape[1] // _OUTPUT_TILES[0], 1, 1), rows.values, rows.squares, *self._parts(linear), qkv,
             q_norm, k_norm, table if query_rope is None else query_rope, table, layer_cache, page_table,
-            step_rows.context_lens, step_rows.slots, self._tickets, *map(np.int32, sizes), self._eps,
+            step_rows.context_lens, step_rows.slots, self._tickets, *map(int32, sizes), self._eps,
             *_factors(linear),
         )  # fmt: skip
 
@@ -199,7 +199,7 @@ class RowProducts:
 def _factors(linear: RowLinear) -> tuple[np.int32, np.float32, np.int32]:
     """The arguments has_bias, scale and blocks."""
     blocks = linear.blocks if isinstance(linear, CudaQuantizedLinear) else 0
-    return np.int32(linear.bias is not None), np.float32(linear.scale), np.int32(blocks)
+    return int32(linear.bias is not None), np.float32(linear.scale), int32(blocks)
 
 
 def _tile(outputs: int) -> int:

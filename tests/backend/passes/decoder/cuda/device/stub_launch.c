@@ -31,6 +31,15 @@ typedef struct {
 Recorded recorded;
 int status;
 
+size_t num_parameters, parameter_bytes[4];
+
+int cuFuncGetParamInfo(void* function, size_t index, size_t* offset, size_t* bytes) {
+    if (index >= num_parameters) return 1;
+    *offset = 0;
+    *bytes = parameter_bytes[index];
+    return 0;
+}
+
 typedef struct {
     int type, rank;
     size_t address;
