@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 FORMS = ("int8", "fp8")
 _LARGEST = {"int8": torch.tensor(127.0), "fp8": torch.tensor(448.0)}
 """Tensors, because torch divides a number by a tensor in two roundings."""
+_FLOAT8_SUM_ERROR = 1e-3
+"""Error of a sum of E4M3 products, as a share of its row's largest. Hopper's matrix units add them with about 14 bits
+(DeepSeek-V3 Technical Report, 3.3.2); an H100 missed the tolerance of other products by 2.3 times, at 4,096 inputs."""
 
 
 def rounded(x: Tensor, form: str) -> Tensor:
@@ -96,7 +99,8 @@ def check_rounded(
     tolerance = TOLERANCE[case.dtype]
     sizes = expected.abs().amax(dim=-1, keepdim=True) + 1e-30
     found = found.double() / sizes
-    return require_close("the product", found[is_sound], (expected / sizes)[is_sound], tolerance, 1e-2 * tolerance)
+    least = 1e-2 * tolerance if keeps_16_bits or not is_float else _FLOAT8_SUM_ERROR
+    return require_close("the product", found[is_sound], (expected / sizes)[is_sound], tolerance, least)
 
 
 def _rows_of_all_sizes(x: Tensor) -> Tensor:
