@@ -67,6 +67,18 @@ __device__ __forceinline__ const float* stream_tile(uint4* shared, const T* x, W
     WeightStream<Weights> stream(shared, weights, num_chunks);
     let_next_kernel_begin();
     wait_for_earlier_kernels();
+    const auto row_of = [&](int chunk, int step, int tile) {
+        const int row = tile * 8 + g, input = chunk * kChunkInputs + step * kStepInputs + t * 8;
+        return row < num_rows && input < inputs ? *reinterpret_cast<const uint4*>(x + row * inputs + input)
+                                                : make_uint4(0, 0, 0, 0);
+    };
+    // Rows are loaded a chunk ahead, for else each chunk waits for the L2 cache. Beside weights that are widened there
+    // are no registers for that, and beside scales of groups none for all rows of a step at once.
+    constexpr int kChunkAhead = Weights::kStepsHeld == 1 && !Weights::kHasGroups ? kTiles : 0;
+    constexpr int kStepAhead = Weights::kHasGroups ? 0 : kTiles;
+    uint4 next_rows[kTiles];
+#pragma unroll
+    for (int tile = 0; tile < kChunkAhead; ++tile) next_rows[tile] = row_of(warp, 0, tile);
     begin();
     float acc[kTiles][kMmaOutputs][4] = {};
     for (int chunk = warp; chunk < num_chunks; chunk += kStreamWarps) {
@@ -74,23 +86,18 @@ __device__ __forceinline__ const float* stream_tile(uint4* shared, const T* x, W
         stream.take();
 #pragma unroll
         for (int step = 0; step < Weights::kStepsHeld; ++step) {
-            const int input = chunk * kChunkInputs + step * kStepInputs + t * 8;
-            const auto row_of = [&](int tile) {
-                const int row = tile * 8 + g;
-                return row < num_rows && input < inputs ? *reinterpret_cast<const uint4*>(x + row * inputs + input)
-                                                        : make_uint4(0, 0, 0, 0);
-            };
-            // Beside scales of groups there are no registers for all rows at once.
-            constexpr int kAhead = Weights::kHasGroups ? 0 : kTiles;
             uint4 of_rows[kTiles];
 #pragma unroll
-            for (int tile = 0; tile < kAhead; ++tile) of_rows[tile] = row_of(tile);
+            for (int tile = 0; tile < kStepAhead; ++tile) {
+                of_rows[tile] = tile < kChunkAhead ? next_rows[tile] : row_of(chunk, step, tile);
+                if (tile < kChunkAhead) next_rows[tile] = row_of(chunk + kStreamWarps, 0, tile);
+            }
             LaneWeights w;
             weights.read(w, step);
 #pragma unroll
             for (int tile = 0; tile < kTiles; ++tile) {
                 if (tile * 8 >= num_rows) break;
-                multiply_step<T>(acc[tile], w, weights, step, tile < kAhead ? of_rows[tile] : row_of(tile));
+                multiply_step<T>(acc[tile], w, weights, step, tile < kStepAhead ? of_rows[tile] : row_of(chunk, step, tile));
             }
         }
     }

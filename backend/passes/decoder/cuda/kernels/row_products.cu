@@ -35,19 +35,35 @@ extern "C" __global__ void __launch_bounds__(kStreamThreads, 2)
     const RowLinear linear{values, scales, zeros, bias, outputs, inputs, has_bias, scale, blocks};
     const int first = blockIdx.x * kTileOutputs;
     StreamedWeights weights = linear.weights({first, outputs, 0});
-    const float* sums = stream_tile(ring, x, weights, num_rows, inputs, [] {});
-    for_each_sum(num_rows, kTileOutputs, [&](int row, int column, bool is_present) {
-        const int output = first + column;
+    constexpr int kRowsAtOnce = kStreamThreads / kTileOutputs, kNumbers = kStreamRows / kRowsAtOnce;  // of a thread
+    const int column = threadIdx.x % kTileOutputs, output = first + column;
+    float addends[kNumbers];
+    const auto load_addends = [&] {
+#pragma unroll
+        for (int i = 0; i < kNumbers; ++i) {
+            const int row = i * kRowsAtOnce + int(threadIdx.x) / kTileOutputs;
+            addends[i] = row < num_rows && output < outputs ? residual[row * outputs + output] : 0.0f;
+        }
+    };
+    constexpr bool kLoadsLate = StreamedWeights::kHasGroups;  // beside scales of groups there are no registers
+    const float* sums = stream_tile(ring, x, weights, num_rows, inputs, [&] {
+        if (!kLoadsLate) load_addends();
+    });
+    if (kLoadsLate) load_addends();
+#pragma unroll
+    for (int i = 0; i < kNumbers; ++i) {
+        if (i * kRowsAtOnce >= num_rows) break;
+        const int row = i * kRowsAtOnce + int(threadIdx.x) / kTileOutputs;
         float y = 0.0f;
-        if (is_present && output < outputs) {
+        if (row < num_rows && output < outputs) {
             const int at = row * outputs + output;
-            y = residual[at] + linear.finish(sum_of(sums, row, column), 1.0f, output);
+            y = addends[i] + linear.finish(sum_of(sums, row, column), 1.0f, output);
             residual[at] = y;
             hidden[at] = from_float<Act>(y * norm[output]);
         }
         const float square = reduce_lanes(y * y, kTileOutputs, Sum{});
-        if (is_present && column == 0) squares[row * gridDim.x + blockIdx.x] = square;
-    });
+        if (row < num_rows && column == 0) squares[row * gridDim.x + blockIdx.x] = square;
+    }
 }
 
 // out [rows, width] = silu(gate) * up of the norm of x; the linear's outputs are [gate | up].

@@ -53,11 +53,20 @@ struct WeighedRows {
 
     // Write each row's factor to `factors`, [kStreamRows] of shared memory.
     __device__ __forceinline__ void find_factors(float* factors, int num_rows, int inputs) const {
-        const int lane = threadIdx.x % 32;
-        for (int row = threadIdx.x / 32; row < num_rows; row += kStreamWarps) {
-            float sum = 0.0f;
-            for (int part = lane; part < num_parts; part += 32) sum += squares[row * num_parts + part];
-            const float factor = 1.0f / sqrtf(reduce_lanes(sum, 32, Sum{}) / float(inputs) + eps);
+        constexpr int kRows = kStreamRows / kStreamWarps;  // of a warp, whose loads are in flight together
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        float sums[kRows] = {};
+        for (int part = lane; part < num_parts; part += 32)
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+                const int row = warp + i * kStreamWarps;
+                if (row < num_rows) sums[i] += squares[row * num_parts + part];
+            }
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            const int row = warp + i * kStreamWarps;
+            if (row >= num_rows) break;
+            const float factor = 1.0f / sqrtf(reduce_lanes(sums[i], 32, Sum{}) / float(inputs) + eps);
             if (lane == 0) factors[row] = factor;
         }
     }
