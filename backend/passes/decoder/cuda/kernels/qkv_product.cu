@@ -17,6 +17,7 @@ extern "C" __global__ void __launch_bounds__(kStreamThreads, 2)
                        int rotary_dim, int has_norm, float eps, int has_bias, float scale, int blocks) {
     extern __shared__ uint4 ring[];
     __shared__ float factors[kStreamRows];
+    __shared__ int row_slots[kStreamRows], row_positions[kStreamRows];
     __shared__ bool is_last;
     const HeadStore store{q_norm, k_norm, query_rope, key_rope, layer, page_table, max_pages, page_size,
                           num_heads, num_kv_heads, head_dim, rotary_dim, has_norm != 0 ? kRmsHeadNorm : kNoHeadNorm, eps};
@@ -24,8 +25,14 @@ extern "C" __global__ void __launch_bounds__(kStreamThreads, 2)
     const RowLinear linear{values, scales, zeros, bias, outputs, inputs, has_bias, scale, blocks};
     const WeighedRows rows{x, squares, num_parts, eps};
     StreamedWeights weights = linear.weights({first, outputs, 0});
-    const float* sums = stream_tile(ring, x, weights, num_rows, inputs,
-                                    [&] { rows.find_factors(factors, num_rows, inputs); });
+    const float* sums = stream_tile(ring, x, weights, num_rows, inputs, [&] {
+        rows.find_factors(factors, num_rows, inputs);
+        // The last warp, which has the fewest factors to find: behind the products every load would be waited for.
+        const int row = int(threadIdx.x) - (kStreamThreads - kStreamRows);
+        if (row < 0 || row >= num_rows) return;
+        row_slots[row] = slots[row];
+        row_positions[row] = row_slots[row] >= 0 ? context_lens[row] : 0;
+    });
     for_each_sum(num_rows, kTileOutputs, [&](int row, int column, bool is_present) {
         if (!is_present) return;
         const int output = first + column;
@@ -39,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(kStreamThreads, 2)
     __syncthreads();
     if (!is_last) return;
     for_each_sum(num_rows, store.lanes(), [&](int row, int lane, bool is_present) {
-        const int slot = is_present ? slots[row] : -1, position = slot >= 0 ? context_lens[row] : 0;
+        const int slot = is_present ? row_slots[row] : -1, position = slot >= 0 ? row_positions[row] : 0;
         Act* source = qkv + row * outputs + head * head_dim + lane * 8;
         store(source, head, lane, slot >= 0 && lane * 8 < head_dim, slot, position);
     });
