@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import signal
@@ -18,6 +17,7 @@ from penstock.shm.process.cache_directory import CUBINS_VARIABLE
 from penstock.tools.gpu_check.prediction.predictions import predicted_values
 from penstock.tools.gpu_check.reporting import baseline
 from penstock.tools.gpu_check.reporting.environment import describe_environment
+from penstock.tools.gpu_check.reporting.processes import device_fault, die_with_parent
 from penstock.tools.gpu_check.reporting.report import summary_lines, write_report
 from penstock.tools.gpu_check.reporting.results import (
     DEADLINE_VARIABLE,
@@ -84,7 +84,6 @@ PART_S = 520.0
 _GRACE_S = 8.0
 _REPORT_EVERY_S = 5.0
 """Seconds between report updates while a section runs: a killed run writes no report at its end."""
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +164,7 @@ def run_section(section: Section, findings: Path, budget_s: float, peers: Path |
     budget_s applies only if DEADLINE_VARIABLE is not set.
     """
     if DEADLINE_VARIABLE in os.environ:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
     until_s = float(os.environ.get(DEADLINE_VARIABLE, time.monotonic() + budget_s))
     if peers is not None:
         sys.path.append(str(peers))
@@ -176,20 +175,6 @@ def run_section(section: Section, findings: Path, budget_s: float, peers: Path |
         print(f"  the section stops, the device is lost: {over}", flush=True)
         return 3
     return 0
-
-
-def device_fault() -> str | None:
-    """The error that waiting for the GPU raises; None if the GPU answers or this process does not use it."""
-    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
-    try:
-        if cupy is not None:
-            cupy.cuda.runtime.deviceSynchronize()
-        if torch is not None and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-    except Exception as fault:  # noqa: BLE001 - after any error here the device is lost
-        return next(iter(str(fault).splitlines()), type(fault).__name__)
-    return None
 
 
 def _run_child(

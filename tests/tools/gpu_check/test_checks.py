@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from penstock.backend.passes.decoder.cuda import kernel_manifest
 from penstock.backend.passes.decoder.cuda.device.cubin_cache import cubin_name
 from penstock.backend.passes.decoder.cuda.device.cupy_launcher import LoadedKernel
 from penstock.backend.passes.decoder.cuda.device.launcher import Kernel, group_by_module
+from penstock.tools.gpu_check.cases.attention.choices import choice_checks
+from penstock.tools.gpu_check.cases.catalogue import wgmma_checks, wide_checks
 from penstock.tools.gpu_check.cases.check import Check
 from penstock.tools.gpu_check.cases.comparing import Mismatch
 from penstock.tools.gpu_check.checks import (
@@ -167,3 +170,36 @@ def test_library_products_are_checked_on_the_device(record: Record, monkeypatch:
     findings = record.findings()
     assert {"library.rounded.bf16.int8", "library.rounded.bf16.fp8", "library.widened.fp16.fp8-128"} <= set(findings)
     assert {x.dtype for x in found} == {torch.int8, torch.float8_e4m3fn}
+
+
+def test_share_of_the_checks_that_dies_is_a_failed_check(
+    record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A share that lost the device has said so itself."""
+    interpreter = tmp_path / "python"
+    interpreter.write_text("#!/bin/sh\ncase $3 in sound) exit 0 ;; lost) exit 3 ;; broken) exit 4 ;; esac\n")
+    interpreter.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(interpreter))
+    monkeypatch.setattr(correctness, "SHARES", ("sound", "lost", "broken"))
+    correctness.run(record.results)
+    with pytest.raises(AssertionError, match=r"^\[\('correctness\.broken', 'its process ended with status 4'\)\]$"):
+        record.findings()
+
+
+def test_every_check_is_in_one_share(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = MirrorOfNothing()
+    monkeypatch.setattr(correctness, "MirrorLauncher", lambda: launcher)
+    found: list[Check] = []
+    monkeypatch.setattr(correctness, "run_checks", lambda _results, _launcher, checks: found.extend(checks))
+    for share in ("attention", "products", "other-kernels"):
+        correctness.SHARES[share](record.results)
+    shared_bytes = launcher.shared_bytes_per_sm
+    checks = [*wide_checks(shared_bytes), *choice_checks(shared_bytes), *wgmma_checks()]
+    assert sorted(f"{check.family}.{check.name}" for check in found) == sorted(
+        f"{check.family}.{check.name}" for check in checks
+    )
+
+
+class MirrorOfNothing:
+    shared_bytes_per_sm = 228 << 10
+    has_wgmma = True

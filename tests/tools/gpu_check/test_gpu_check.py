@@ -16,6 +16,7 @@ import pytest
 import penstock.tools.gpu_check
 from penstock.tools.gpu_check import runner
 from penstock.tools.gpu_check.__main__ import main
+from penstock.tools.gpu_check.reporting import processes
 from penstock.tools.gpu_check.reporting.goals import GOALS
 from penstock.tools.gpu_check.reporting.report import NOT_MEASURED, summary_lines, write_report
 from penstock.tools.gpu_check.reporting.results import Finding, Results, SectionOutcome, SectionOver, read_findings
@@ -172,14 +173,14 @@ def test_lost_device_ends_the_section(tmp_path: Path) -> None:
 
 
 def test_cupy_synchronize_error_means_the_device_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert runner.device_fault() is None
+    assert processes.device_fault() is None
 
     def synchronize() -> None:
         raise RuntimeError("cudaErrorIllegalAddress: an illegal memory access\nmore")
 
     runtime = SimpleNamespace(deviceSynchronize=synchronize)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
-    assert runner.device_fault() == "cudaErrorIllegalAddress: an illegal memory access"
+    assert processes.device_fault() == "cudaErrorIllegalAddress: an illegal memory access"
 
 
 def test_attempt_without_enough_time_is_recorded_as_skipped(tmp_path: Path) -> None:

@@ -1,10 +1,18 @@
-"""Checks each kernel against its reference, each PTX wrapper against its emulation, and passes against the CPU pass."""
+"""Checks each kernel against its reference, each PTX wrapper against its emulation, and passes against the CPU pass.
+
+The references take the CPU longer than the GPU's work: shares of the checks run in processes of their own.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+import time
 from collections import defaultdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.tools.gpu_check.cases.attention.choices import choice_checks
@@ -12,30 +20,73 @@ from penstock.tools.gpu_check.cases.catalogue import quick_checks, wgmma_checks,
 from penstock.tools.gpu_check.cases.check import Check
 from penstock.tools.gpu_check.checks.encoder_agreement import check_encoder
 from penstock.tools.gpu_check.checks.library_products import check_library_products
-from penstock.tools.gpu_check.checks.pass_agreement import check_passes
+from penstock.tools.gpu_check.checks.pass_agreement import check_families, check_variations
 from penstock.tools.gpu_check.checks.transformers_agreement import check_transformers
 from penstock.tools.gpu_check.devices.device_context import open_device_context
 from penstock.tools.gpu_check.devices.mirror_launcher import MirrorLauncher
+from penstock.tools.gpu_check.reporting.processes import device_fault, die_with_parent
+from penstock.tools.gpu_check.reporting.results import DEADLINE_VARIABLE, Results, SectionOver
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
-    from penstock.tools.gpu_check.reporting.results import Results
 
-_RESERVE_FOR_PASSES_S = 25.0
+_ATTENTION = ("decode", "prefill", "encoder", "choices", "wgmma")
+_PRODUCTS = ("quantised", "experts")
+_DEVICE_LOST = 3
 
 
 def run(results: Results) -> None:
+    """Run all shares at the same time. A share that ends otherwise than by itself is a failed check."""
+    until_s = time.monotonic() + results.remaining_s
+    threads = max(1, (os.cpu_count() or 1) // len(SHARES))
+    environment = os.environ | {DEADLINE_VARIABLE: str(until_s), "OMP_NUM_THREADS": str(threads)}
+    running = {
+        share: subprocess.Popen([sys.executable, "-m", __name__, share, str(results.path)], env=environment)
+        for share in SHARES
+    }
+    for share, process in running.items():
+        status = process.wait()
+        if status not in (0, _DEVICE_LOST):  # a lost device is a finding of the share
+            results.check(f"correctness.{share}", False, f"its process ended with status {status}")
+
+
+def main(argv: list[str]) -> int:
+    """Run one share: its name, and the file of the section's findings, to which all shares append."""
+    die_with_parent()
+    share, path = argv
+    results = Results(Path(path), float(os.environ[DEADLINE_VARIABLE]) - time.monotonic(), device_fault)
+    try:
+        SHARES[share](results)
+    except SectionOver as over:
+        print(f"  {share} stops, the device is lost: {over}", flush=True)
+        return _DEVICE_LOST
+    return 0
+
+
+def _check_kernels(results: Results, is_included: Callable[[Check], bool]) -> None:
     launcher = MirrorLauncher()
     shared_bytes = launcher.shared_bytes_per_sm
     checks = [*wide_checks(shared_bytes), *choice_checks(shared_bytes), *_of_wgmma(launcher)]
-    run_checks(results, launcher, checks, reserve_s=_RESERVE_FOR_PASSES_S)
+    run_checks(results, launcher, filter(is_included, checks))
+
+
+def _check_libraries(results: Results) -> None:
     context = open_device_context()
     check_library_products(results, context)
-    check_passes(results, context)
     check_encoder(results, context)
     check_transformers(results, context)
+
+
+SHARES: Mapping[str, Callable[[Results], None]] = {
+    "attention": partial(_check_kernels, is_included=lambda check: check.family in _ATTENTION),
+    "products": partial(_check_kernels, is_included=lambda check: check.family in _PRODUCTS),
+    "other-kernels": partial(_check_kernels, is_included=lambda check: check.family not in _ATTENTION + _PRODUCTS),
+    "libraries": _check_libraries,
+    "families": lambda results: check_families(results, open_device_context()),
+    "variations": lambda results: check_variations(results, open_device_context()),
+}
 
 
 def run_quick(results: Results) -> None:
@@ -91,3 +142,7 @@ def _run(check: Check, launcher: Launcher, errors: list[float]) -> None:
     error = check.run(launcher)
     if error is not None:
         errors.append(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

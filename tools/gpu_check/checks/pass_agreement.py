@@ -82,25 +82,40 @@ def check_passes(
     names: tuple[str, ...] = tuple(TINY_FAMILY),
     stored_forms: tuple[str, ...] = tuple(STORED_FORMS),
 ) -> None:
+    check_families(results, context, names)
+    check_variations(results, context, names[0], stored_forms)
+
+
+def check_families(results: Results, context: DeviceContext, names: tuple[str, ...] = tuple(TINY_FAMILY)) -> None:
+    """Check the logits of each model."""
     for name in names:
         # With 16 bits, some tokens' experts are others than in float64, in every implementation.
         has_choice = TINY_FAMILY[name].experts is not None
         for dtype in ("fp32",) if has_choice else ("fp32", "bf16"):
             work = partial(_compare_logits, results, context, f"pass.{name}.{dtype}", TINY_FAMILY[name], dtype)
             results.attempt(f"pass.{name}.{dtype}", work)
+
+
+def check_variations(
+    results: Results,
+    context: DeviceContext,
+    name: str = next(iter(TINY_FAMILY)),
+    stored_forms: tuple[str, ...] = tuple(STORED_FORMS),
+) -> None:
+    """Check one model in other dtypes, with other inputs and outputs, and with quantised weights; then experts."""
     for finding, config, dtype in (
-        (f"pass.{names[0]}.fp16", TINY_FAMILY[names[0]], "fp16"),
+        (f"pass.{name}.fp16", TINY_FAMILY[name], "fp16"),
         ("pass.experts.bf16", _ALL_EXPERTS, "bf16"),
     ):
         results.attempt(finding, partial(_compare_logits, results, context, finding, config, dtype))
-    results.attempt(f"pass.{names[0]}.tokens", partial(_compare_tokens, results, context, names[0]))
-    results.attempt(f"pass.{names[0]}.scores", partial(_compare_scores, results, context, names[0]))
-    results.attempt(f"pass.{names[0]}.embeddings", partial(_compare_embeddings, results, context, names[0]))
-    results.attempt(f"pass.{names[0]}.vectors", partial(_compare_vectors, results, context, names[0]))
-    for name, config in ((names[0], TINY_FAMILY[names[0]]), ("experts", _ALL_EXPERTS)):
+    results.attempt(f"pass.{name}.tokens", partial(_compare_tokens, results, context, name))
+    results.attempt(f"pass.{name}.scores", partial(_compare_scores, results, context, name))
+    results.attempt(f"pass.{name}.embeddings", partial(_compare_embeddings, results, context, name))
+    results.attempt(f"pass.{name}.vectors", partial(_compare_vectors, results, context, name))
+    for model, config in ((name, TINY_FAMILY[name]), ("experts", _ALL_EXPERTS)):
         for stored in stored_forms:
-            work = partial(_compare_quantized, results, context, f"pass.{name}.{stored}", config, stored)
-            results.attempt(f"pass.{name}.{stored}", work)
+            work = partial(_compare_quantized, results, context, f"pass.{model}.{stored}", config, stored)
+            results.attempt(f"pass.{model}.{stored}", work)
 
 
 def _compare_tokens(results: Results, context: DeviceContext, name: str) -> None:

@@ -51,14 +51,14 @@ class SectionOver(Exception):
 
 
 class Results:
-    """One section's findings. Owned by the section's process, which appends whole lines to the file."""
+    """One section's findings. The section's process, and processes of its shares, append whole lines to the file."""
 
     def __init__(self, path: Path, budget_s: float, device_fault: Callable[[], str | None] = lambda: None) -> None:
         """Continue where a killed run of the section stopped, if the file exists.
 
         device_fault is called after a failure; it returns the device's error, or None if the device works.
         """
-        self._path = path
+        self.path = path
         self._attempts = path.with_suffix(".attempts")
         self._ended = frozenset(_read_lines(self._attempts))
         """Measurements that ended without an error in an earlier run, which was killed: they are not repeated."""
@@ -118,7 +118,7 @@ class Results:
 
     def _write(self, finding: Finding) -> None:
         line = json.dumps({name: getattr(finding, name) for name in Finding.__slots__})
-        with self._path.open("a", encoding="utf-8") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         mark = {True: "ok    ", False: "FAILED", None: "      "}[finding.passed]
         shown = f"{finding.value:.6g}" if isinstance(finding.value, float) else str(finding.value)
@@ -147,9 +147,8 @@ def read_findings(path: Path) -> list[Finding]:
 
 
 def _cut_last_line(path: Path) -> None:
-    """Remove a line that a kill has cut off."""
-    if path.exists():
-        content = path.read_bytes()
+    """Remove a line that a kill has cut off. While others append whole lines, there is none."""
+    if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
         os.truncate(path, content.rfind(b"\n") + 1)
 
 
