@@ -22,15 +22,10 @@ struct Whole {
     const Row& row;
 
     template <class F> __device__ __forceinline__ void operator()(const F& each) const {
-        for_tokens(row, 0, row.vocab_size, [&](int first, float(&x)[kTurns][8]) {
-            // Not unrolled: speed matters less here than short code.
-#pragma unroll 1
-            for (int i = 0; i < 8 * kTurns; ++i) {
-                const int token = first + i / 8 * kTurnTokens + i % 8;
-                if (x[0][0] > -infinity()) each(x[0][0], token);
+        for_tokens(row, 0, row.vocab_size, [&](int first, const float(&x)[8]) {
 #pragma unroll
-                for (int j = 1; j < 8 * kTurns; ++j) x[(j - 1) / 8][(j - 1) % 8] = x[j / 8][j % 8];
-            }
+            for (int j = 0; j < 8; ++j)
+                if (x[j] > -infinity()) each(x[j], first + j);
         });
     }
 };
@@ -77,21 +72,43 @@ __device__ __forceinline__ bool apply_filters(Search& search, SumsOfWarps& of_wa
     return true;
 }
 
-// The best draw of the tokens of `source` that pass all filters. min-p, the last one, applies here. If no token passes it,
-// because another filter removed the peak, the most likely remaining token is taken.
-template <class Source>
-__device__ __forceinline__ int draw_kept(const Source& source, const Kept& kept, const SlotParams& params, int position,
-                                         SumsOfWarps& of_warps) {
-    unsigned long long best = 0, likeliest = 0;
-    source([&](float x, int token) {
-        if (!kept.has(x)) return;
-        likeliest = Largest{}(likeliest, candidate(x, token));
-        if (kept.gap(x) <= params.largest_gap) best = Largest{}(best, draw(params, position, x, token));
-    });
-    best = reduce_block(best, of_warps.mass, Largest{});
-    likeliest = reduce_block(likeliest, of_warps.gap_mass, Largest{});
-    return token_of(best != 0 ? best : likeliest);
-}
+// The best draws of a thread's tokens that pass all filters. min-p, the last filter, applies here.
+struct KeptDraws {
+    unsigned long long best = 0, likeliest = 0;  // likeliest: of the tokens that pass the filters before min-p
+
+    __device__ __forceinline__ void add(const Listed& listed, const Kept& kept, const SlotParams& params,
+                                        int position) {
+        listed([&](float x, int token) {
+            if (!kept.has(x)) return;
+            likeliest = Largest{}(likeliest, candidate(x, token));
+            if (kept.gap(x) <= params.largest_gap) best = Largest{}(best, draw(params, position, x, token));
+        });
+    }
+    __device__ __forceinline__ void add(const Whole& whole, const Kept& kept, const SlotParams& params, int position) {
+        WarpDraw draws(params, position);
+        float peak = -infinity();
+        for_tokens(whole.row, 0, whole.row.vocab_size, [&](int first, float(&x)[8]) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) x[j] = kept.has(x[j]) ? x[j] : -infinity();
+            const float top = largest_of(x);
+            if (top > peak) {
+                peak = top;
+                likeliest = candidate(top, first + place_of(top, x));
+            }
+#pragma unroll
+            for (int j = 0; j < 8; ++j) x[j] = kept.gap(x[j]) <= params.largest_gap ? x[j] : -infinity();
+            draws.add(first, x);
+        });
+        best = draws.best;
+    }
+    // The row's token. If none passes min-p, because another filter removed the peak, it is the most likely one of the
+    // others. All threads of the block call.
+    __device__ __forceinline__ int token(SumsOfWarps& of_warps) const {
+        const unsigned long long best_of_row = reduce_block(best, of_warps.mass, Largest{});
+        const unsigned long long likeliest_of_row = reduce_block(likeliest, of_warps.gap_mass, Largest{});
+        return token_of(best_of_row != 0 ? best_of_row : likeliest_of_row);
+    }
+};
 
 // Draws a token for each row that scan_rows has left. Blocks: rows.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) filter_rows(STEP_PARAMETERS) {
@@ -108,16 +125,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) filter_rows(STEP_PARAM
     const Kept all(state.peak, params.inverse_temperature);
     const int position = step.position();
     Kept kept = all;
-    int token;
+    KeptDraws draws;
     if (listed.count <= step.list_size && apply_filters(search, of_warps, listed, state.reach, params, sums, kept)) {
-        token = draw_kept(listed, kept, params, position, of_warps);
+        draws.add(listed, kept, params, position);
     } else {
         const Row row = step.row(slot, params, biases);
         const Whole whole{row};
         kept = all;
         apply_filters(search, of_warps, whole, infinity(), params, sums, kept);
-        token = draw_kept(whole, kept, params, position, of_warps);
+        draws.add(whole, kept, params, position);
     }
+    const int token = draws.token(of_warps);
     if (threadIdx.x != 0) return;
     state.mass = 0;
     state.gap_mass = 0;

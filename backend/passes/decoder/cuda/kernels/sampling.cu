@@ -3,13 +3,15 @@
 
 #include "thresholds.cuh"
 
+constexpr int kStaged = 2048;  // tokens that a block lists before it writes them to the row's list
+
 // Samples rows without filters. Of the others it finds the peak, and how far from it tokens may be to pass the filters.
 // A row whose peak is not finite gets -1.
 extern "C" __global__ void __launch_bounds__(kThreads, 4) scan_rows(STEP_PARAMETERS) {
     __shared__ __align__(16) float biases[kChunk];
     __shared__ unsigned long long best_of_warp[kMaxWarps];
     __shared__ unsigned largest_of_warp[kMaxWarps];
-    __shared__ Search search;
+    __shared__ ReachSearch search;
     const Step step = STEP;
     const int slot = step.slots[blockIdx.y];
     if (slot < 0) return;
@@ -20,19 +22,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) scan_rows(STEP_PARAMET
     const bool is_greedy = params.inverse_temperature == 0.0f, is_plain = !is_greedy && !params.is_filtered;
     float peak = -infinity();
     WarpDraw draws(params, step.position());
-    for_segment(row, [&](int first, const float(&x)[kTurns][8]) {
+    for_segment(row, [&](int first, const float(&x)[8]) {
         if (is_plain) draws.add(first, x);
-#pragma unroll
-        for (int turn = 0; turn < kTurns; ++turn) {
-            const float top = largest_of(x[turn]);
-            if (is_greedy && top > peak) {
-                int token = 0;
-#pragma unroll
-                for (int j = 7; j >= 0; --j) token = x[turn][j] == top ? j : token;
-                draws.best = candidate(top, first + turn * kTurnTokens + token);
-            }
-            peak = max_or_nan(peak, top);
-        }
+        const float top = largest_of(x);
+        if (is_greedy && top > peak) draws.best = candidate(top, first + place_of(top, x));
+        peak = max_or_nan(peak, top);
     });
     if (params.is_filtered) step.row_group_peaks()[blockIdx.x * kThreads + threadIdx.x] = peak;
     unsigned long long best = reduce_block(draws.best, best_of_warp, Largest{});
@@ -61,20 +55,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) scan_rows(STEP_PARAMET
     if (!is_drawn_later) step.finish(slot, params, is_finite ? token_of(best) : -1);
 }
 
-// Call each(logit, token) for the tokens that for_tokens passes.
-template <class F>
-__device__ __forceinline__ void for_each_of(const float (&x)[kTurns][8], int first, const F& each) {
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn)
-#pragma unroll
-        for (int j = 0; j < 8; ++j) each(x[turn][j], first + turn * kTurnTokens + j);
-}
+// A block's part of a list, in shared memory. Tokens that do not fit go to the row's list at once.
+struct Staged {
+    uint2 entries[kStaged];
+    unsigned count, place;
+};
 
 // Lists the tokens of rows with filters that are within their reach, and sums up the probability mass of all tokens for
 // rows whose first filter needs it.
 extern "C" __global__ void __launch_bounds__(kThreads, 3) list_tokens(STEP_PARAMETERS) {
     __shared__ __align__(16) float biases[kChunk];
     __shared__ SumsOfWarps of_warps;
+    __shared__ Staged staged;
     const Step step = STEP;
     const int slot = step.slots[blockIdx.y];
     if (slot < 0 || !step.states[blockIdx.y].draws) return;
@@ -82,25 +74,46 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) list_tokens(STEP_PARAM
     RowState& state = step.states[blockIdx.y];
     const Kept all(state.peak, params.inverse_temperature);
     const float reach = state.reach;
-    const bool adds_mass = needs_sums(params);
+    const bool adds_mass = needs_sums(params), adds_gaps = adds_mass && params.typical_p < 1.0f;
+    if (threadIdx.x == 0) staged.count = 0;
+    __syncthreads();
+    const auto list = [&](unsigned place, uint2 entry) {
+        if (place < unsigned(step.list_size)) step.list()[place] = entry;
+    };
     Sums sums;
-    for_segment(step.row(slot, params, biases), [&](int first, const float(&x)[kTurns][8]) {
+    for_segment(step.row(slot, params, biases), [&](int first, const float(&x)[8]) {
+        if (adds_gaps) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sums.add(all, x[j]);
+        } else if (adds_mass) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sums.mass += mass_of(all.scaled_gap(x[j]));
+        }
+        if (!(all.gap(largest_of(x)) <= reach)) return;
         unsigned count = 0;
-        for_each_of(x, first, [&](float logit, int) {
-            count += all.gap(logit) <= reach;
-            if (adds_mass) sums.add(all, logit);
-        });
-        if (count == 0) return;
-        unsigned place = atomicAdd(&state.num_listed, count);
-        for_each_of(x, first, [&](float logit, int token) {
-            if (!(all.gap(logit) <= reach)) return;
-            if (place < unsigned(step.list_size)) step.list()[place] = make_uint2(__float_as_uint(logit), token);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) count += all.gap(x[j]) <= reach;
+        unsigned place = atomicAdd(&staged.count, count);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            if (!(all.gap(x[j]) <= reach)) continue;
+            const uint2 entry = make_uint2(__float_as_uint(x[j]), first + j);
+            if (place < kStaged) {
+                staged.entries[place] = entry;
+            } else {
+                list(atomicAdd(&state.num_listed, 1u), entry);
+            }
             ++place;
-        });
+        }
     });
+    __syncthreads();
+    const unsigned count = min(staged.count, unsigned(kStaged));
+    if (threadIdx.x == 0 && count > 0) staged.place = atomicAdd(&state.num_listed, count);
+    __syncthreads();
+    for (unsigned i = threadIdx.x; i < count; i += kThreads) list(staged.place + i, staged.entries[i]);
     if (!adds_mass) return;
     sums = reduce_sums(sums, of_warps);
     if (threadIdx.x != 0) return;
     atomicAdd(&state.mass, sums.mass);
-    atomicAdd(&state.gap_mass, sums.gap_mass);
+    if (adds_gaps) atomicAdd(&state.gap_mass, sums.gap_mass);
 }

@@ -11,7 +11,8 @@
 constexpr int kThreads = 256;                  // of a block
 constexpr int kChunk = 4096;                   // logits whose biases are in shared memory at once
 constexpr int kTurnTokens = kThreads * 8;
-constexpr int kTurns = kChunk / kTurnTokens;   // a thread's loads of 8 logits in a chunk; all are on their way at once
+constexpr int kTurns = kChunk / kTurnTokens;   // a thread's loads of 8 logits in a chunk
+constexpr int kAhead = 2;                      // those on their way at once
 constexpr float kLargestFloat = 3.4028234663852886e38f;
 
 // Packed by step/device_sampler.py.
@@ -182,20 +183,28 @@ struct Step {
             bias_tokens, bias_values, max_biases, last_tokens, states, group_peaks, lists, list_size, tokens       \
     }
 
-// Call each(first, x) for a thread's tokens of each chunk from `begin` (a multiple of kChunk) to `end`. x[i][j] is the
-// logit of token first + i * kTurnTokens + j, -inf beyond the vocabulary. Whole warps call it. All threads of the block
-// call.
+// Call each(first, x) for a thread's tokens from `begin` (a multiple of kChunk) to `end`, 8 at a time. x[j] is the logit
+// of token first + j, -inf beyond the vocabulary. Whole warps call it. All threads of the block call. The next loads are
+// on their way during a call, so that memory does not rest while all warps compute.
 template <class F> __device__ __forceinline__ void for_tokens(const Row& row, int begin, int end, const F& each) {
+    Logits8<Act> ahead[kAhead];
+    const int own = begin + int(threadIdx.x) * 8;
+    if (begin < end) load_logits(row.logits, row.vocab_size, own, kTurnTokens, ahead);
 #pragma unroll 1
-    for (int chunk = begin; chunk < end; chunk += kChunk) {
-        row.open_chunk(chunk);
-        float x[kTurns][8];
-        const int own = chunk + int(threadIdx.x) * 8;
-        load_logits(row.logits, row.vocab_size, own, kTurnTokens, x);
-        // One branch for all, and no loads between the logits'.
-        for (int turn = 0; turn < kTurns; ++turn)
-            if (row.is_adjusted) row.adjust(own + turn * kTurnTokens, x[turn]);
-        each(own, x);
+    for (int turn = 0; turn * kTurnTokens < end - begin; ++turn) {
+        if (turn % kTurns == 0) row.open_chunk(begin + turn * kTurnTokens);
+        float x[8];
+        const int first = own + turn * kTurnTokens;
+        ahead[0].unpack_to(x);
+#pragma unroll
+        for (int i = 1; i < kAhead; ++i) ahead[i - 1] = ahead[i];
+        if ((turn + kAhead) * kTurnTokens < end - begin) {
+            Logits8<Act> last[1];
+            load_logits(row.logits, row.vocab_size, first + kAhead * kTurnTokens, 0, last);
+            ahead[kAhead - 1] = last[0];
+        }
+        if (row.is_adjusted) row.adjust(first, x);
+        each(first, x);
     }
 }
 // The tokens of the block's segment: whole chunks, as many in each block of a row. No result depends on their number.
@@ -269,35 +278,27 @@ struct WarpDraw {
         : params(params), position(position), best(0), best_score(-infinity()),
           slope(params.inverse_temperature * kLog2E), least(-infinity()) {}
 
-    // Add the tokens of a chunk, see for_tokens. The whole warp calls.
-    __device__ __forceinline__ void add(int first, const float (&x)[kTurns][8]) {
-        unsigned bits[kTurns][8];
+    // Add 8 tokens of each lane, see for_tokens. The whole warp calls.
+    __device__ __forceinline__ void add(int first, const float (&x)[8]) {
+        unsigned bits[8];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint4 random = philox(params.seed_low, params.seed_high, position, unsigned(first) / 4 + half);
+            unsigned* four = bits + 4 * half;
+            four[0] = random.x, four[1] = random.y, four[2] = random.z, four[3] = random.w;
+        }
         float top = -infinity();
 #pragma unroll
-        for (int turn = 0; turn < kTurns; ++turn) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const unsigned counter = (first + turn * kTurnTokens) / 4 + half;
-                const uint4 random = philox(params.seed_low, params.seed_high, position, counter);
-                unsigned* four = bits[turn] + 4 * half;
-                four[0] = random.x, four[1] = random.y, four[2] = random.z, four[3] = random.w;
-            }
-#pragma unroll
-            for (int j = 0; j < 8; ++j) top = max_or_nan(top, most(x[turn][j], bits[turn][j]));
-        }
+        for (int j = 0; j < 8; ++j) top = max_or_nan(top, most(x[j], bits[j]));
         if (!__any_sync(kWholeWarp, may_win(top))) return;
 #pragma unroll
-        for (int turn = 0; turn < kTurns; ++turn)
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                const float logit = x[turn][j];
-                const bool is_drawn = may_win(most(logit, bits[turn][j])) && logit > -infinity();
-                if (!__any_sync(kWholeWarp, is_drawn)) continue;
-                const int token = first + turn * kTurnTokens + j;
-                const unsigned long long drawn = is_drawn ? draw_with(bits[turn][j], params, logit, token) : 0;
-                best = Largest{}(best, drawn);
-                raise(score_of((unsigned long long)(__reduce_max_sync(kWholeWarp, unsigned(drawn >> 32))) << 32));
-            }
+        for (int j = 0; j < 8; ++j) {
+            const bool is_drawn = may_win(most(x[j], bits[j])) && x[j] > -infinity();
+            if (!__any_sync(kWholeWarp, is_drawn)) continue;
+            const unsigned long long drawn = is_drawn ? draw_with(bits[j], params, x[j], first + j) : 0;
+            best = Largest{}(best, drawn);
+            raise(score_of((unsigned long long)(__reduce_max_sync(kWholeWarp, unsigned(drawn >> 32))) << 32));
+        }
     }
 
   private:

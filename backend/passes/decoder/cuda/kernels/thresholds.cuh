@@ -159,19 +159,75 @@ struct GroupPeaks {
     template <class F> __device__ __forceinline__ void operator()(const F& each) const {
         for (int i = threadIdx.x; i < count; i += kThreads) {
             const float x = __ldcg(peaks + i);
-            if (x > -infinity()) each(x, i);
+            if (x > -infinity()) each(x);
         }
     }
 };
 
-// How far from the peak tokens are that the row's filters may keep; enough for top-k, a guess for the others. For top-k
-// it is the k-th largest peak: as many groups have a token that is no farther.
-__device__ __forceinline__ float find_reach(Search& search, const GroupPeaks& peaks, const SlotParams& params,
+// What find_reach shares in a block.
+struct ReachSearch {
+    __align__(16) unsigned counts[kBins];
+    unsigned long long total_of_warp[2][kThreads / 32];
+    int bin;  // of the reach
+};
+
+// How far from the peak tokens are that the row's filters may keep: for top-k the end of the bin with the k-th largest
+// peak, as many groups have a token that is no farther; for the others a guess, with bins of 1/64 of scaled gap. If
+// groups were random, then among those whose peak is farther than a gap, as many tokens of each have that gap as do
+// peaks: the share of the tokens there is (peaks there) / (peaks there or farther). So a peak stands for
+// (groups) / (peaks there or farther) tokens, and the guess is by their mass.
+__device__ __forceinline__ float find_reach(ReachSearch& search, const GroupPeaks& peaks, const SlotParams& params,
                                             const Kept& kept) {
-    if (params.top_k == 0 && params.typical_p >= 1.0f && params.top_p >= 1.0f) return params.largest_gap;  // min-p
-    // Typical-p may keep fewer of the likely tokens and more of the others. The rest of a group has mass too.
-    const double share = params.typical_p < 1.0f ? 1.0 - (1.0 - params.typical_p) / 16 : 1.0 - (1.0 - params.top_p) / 4;
-    const int filter = params.top_k > 0 ? kTopK : kTopP;
-    float reach;
-    return find_threshold(search, peaks, kept, filter, Goal{params.top_k, share, 0}, reach) ? reach : kLargestFloat;
+    const bool is_top_k = params.top_k > 0;
+    if (!is_top_k && params.typical_p >= 1.0f && params.top_p >= 1.0f) return params.largest_gap;  // min-p
+    constexpr float kBinsOfOne = 64.0f;
+    constexpr int kKeyBits = 20, kEach = kBins / kThreads;
+    uint4* const quads = reinterpret_cast<uint4*>(search.counts);
+    for (int i = threadIdx.x; i < kBins / 4; i += kThreads) quads[i] = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x == 0) search.bin = kBins;
+    __syncthreads();
+    peaks([&](float x) {
+        const int bin = is_top_k ? int(__float_as_uint(kept.gap(x)) >> kKeyBits)
+                                 : int(fminf(kept.scaled_gap(x) * kBinsOfOne, kBins - 1.0f));
+        atomicAdd(&search.counts[bin], 1u);
+    });
+    __syncthreads();
+    const int first = threadIdx.x * kEach;
+    const uint4 a = quads[first / 4], b = quads[first / 4 + 1];
+    const unsigned counts[kEach] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    unsigned long long own = 0, before, total;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) own += counts[i];
+    scan_block(own, search.total_of_warp[0], before, total);
+    unsigned long long contents[kEach], target = params.top_k;
+    if (is_top_k) {
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) contents[i] = counts[i];
+    } else {
+        float farther = float(total - before) + 0.5f;
+        own = 0;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const float tokens = counts[i] * float(total) / (farther - 0.5f * counts[i]);
+            farther -= counts[i];
+            contents[i] = (unsigned long long)(tokens * ex2_approx((first + i + 0.5f) * (-kLog2E / kBinsOfOne)) *
+                                               kWholeMass);
+            own += contents[i];
+        }
+        scan_block(own, search.total_of_warp[1], before, total);
+        // Typical-p may keep fewer of the likely tokens and more of the others.
+        const float share = params.typical_p < 1.0f ? 1.0f - (1.0f - params.typical_p) / 16
+                                                    : 1.0f - (1.0f - params.top_p) / 4;
+        target = max((unsigned long long)(double(share) * double(total)), 1ull);
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        if (before < target && target <= before + contents[i]) search.bin = first + i;
+        before += contents[i];
+    }
+    __syncthreads();
+    const int bin = search.bin;
+    if (bin >= kBins - 1) return kLargestFloat;
+    return is_top_k ? __uint_as_float((bin + 1u << kKeyBits) - 1)
+                    : float(bin + 1) / (kBinsOfOne * params.inverse_temperature);
 }
