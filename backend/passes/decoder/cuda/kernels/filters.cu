@@ -22,7 +22,7 @@ struct Whole {
     const Row& row;
 
     template <class F> __device__ __forceinline__ void operator()(const F& each) const {
-        for_tokens(row, 0, row.vocab_size, [&](int first, const float(&x)[8]) {
+        for_eights(row, 0, row.vocab_size, [&](int first, const float(&x)[8]) {
 #pragma unroll
             for (int j = 0; j < 8; ++j)
                 if (x[j] > -infinity()) each(x[j], first + j);
@@ -87,17 +87,19 @@ struct KeptDraws {
     __device__ __forceinline__ void add(const Whole& whole, const Kept& kept, const SlotParams& params, int position) {
         WarpDraw draws(params, position);
         float peak = -infinity();
-        for_tokens(whole.row, 0, whole.row.vocab_size, [&](int first, float(&x)[8]) {
+        for_eights(whole.row, 0, whole.row.vocab_size, [&](int first, const float(&x)[8]) {
+            float drawn[8];
 #pragma unroll
-            for (int j = 0; j < 8; ++j) x[j] = kept.has(x[j]) ? x[j] : -infinity();
-            const float top = largest_of(x);
+            for (int j = 0; j < 8; ++j) drawn[j] = kept.has(x[j]) ? x[j] : -infinity();
+            const float top = largest_of(drawn);
             if (top > peak) {
                 peak = top;
-                likeliest = candidate(top, first + place_of(top, x));
+                likeliest = candidate(top, first + place_of(top, drawn));
             }
 #pragma unroll
-            for (int j = 0; j < 8; ++j) x[j] = kept.gap(x[j]) <= params.largest_gap ? x[j] : -infinity();
-            draws.add(first, x);
+            for (int j = 0; j < 8; ++j)
+                if (!(kept.gap(x[j]) <= params.largest_gap)) drawn[j] = -infinity();
+            draws.add(first, drawn);
         });
         best = draws.best;
     }

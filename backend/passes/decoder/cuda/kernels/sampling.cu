@@ -22,11 +22,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) scan_rows(STEP_PARAMET
     const bool is_greedy = params.inverse_temperature == 0.0f, is_plain = !is_greedy && !params.is_filtered;
     float peak = -infinity();
     WarpDraw draws(params, step.position());
-    for_segment(row, [&](int first, const float(&x)[8]) {
-        if (is_plain) draws.add(first, x);
-        const float top = largest_of(x);
-        if (is_greedy && top > peak) draws.best = candidate(top, first + place_of(top, x));
-        peak = max_or_nan(peak, top);
+    const int2 segment = segment_of(row);
+    for_tokens(row, segment.x, segment.y, [&](int own, const float(&x)[kTurns][8]) {
+#pragma unroll
+        for (int turn = 0; turn < kTurns; ++turn) {
+            const int first = own + turn * kTurnTokens;
+            // Tokens that cannot win are not needed for the peak: whether it is finite depends on the others.
+            if (is_plain && !draws.add(first, x[turn])) continue;
+            const float top = largest_of(x[turn]);
+            if (is_greedy && top > peak) draws.best = candidate(top, first + place_of(top, x[turn]));
+            peak = max_or_nan(peak, top);
+        }
     });
     if (params.is_filtered) step.row_group_peaks()[blockIdx.x * kThreads + threadIdx.x] = peak;
     unsigned long long best = reduce_block(draws.best, best_of_warp, Largest{});
@@ -81,7 +87,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) list_tokens(STEP_PARAM
         if (place < unsigned(step.list_size)) step.list()[place] = entry;
     };
     Sums sums;
-    for_segment(step.row(slot, params, biases), [&](int first, const float(&x)[8]) {
+    const Row row = step.row(slot, params, biases);
+    const int2 segment = segment_of(row);
+    for_eights(row, segment.x, segment.y, [&](int first, const float(&x)[8]) {
         if (adds_gaps) {
 #pragma unroll
             for (int j = 0; j < 8; ++j) sums.add(all, x[j]);

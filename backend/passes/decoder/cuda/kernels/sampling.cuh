@@ -11,8 +11,7 @@
 constexpr int kThreads = 256;                  // of a block
 constexpr int kChunk = 4096;                   // logits whose biases are in shared memory at once
 constexpr int kTurnTokens = kThreads * 8;
-constexpr int kTurns = kChunk / kTurnTokens;   // a thread's loads of 8 logits in a chunk
-constexpr int kAhead = 2;                      // those on their way at once
+constexpr int kTurns = kChunk / kTurnTokens;   // a thread's loads of 8 logits in a chunk; all are on their way at once
 constexpr float kLargestFloat = 3.4028234663852886e38f;
 
 // Packed by step/device_sampler.py.
@@ -183,35 +182,47 @@ struct Step {
             bias_tokens, bias_values, max_biases, last_tokens, states, group_peaks, lists, list_size, tokens       \
     }
 
-// Call each(first, x) for a thread's tokens from `begin` (a multiple of kChunk) to `end`, 8 at a time. x[j] is the logit
-// of token first + j, -inf beyond the vocabulary. Whole warps call it. All threads of the block call. The next loads are
-// on their way during a call, so that memory does not rest while all warps compute.
+// Call each(first, x) for a thread's tokens of each chunk from `begin` (a multiple of kChunk) to `end`. x[i][j] is the
+// logit of token first + i * kTurnTokens + j, -inf beyond the vocabulary. Whole warps call it. All threads of the block
+// call. The next chunk is on its way during a call, so that memory does not rest while all warps compute.
 template <class F> __device__ __forceinline__ void for_tokens(const Row& row, int begin, int end, const F& each) {
-    Logits8<Act> ahead[kAhead];
-    const int own = begin + int(threadIdx.x) * 8;
-    if (begin < end) load_logits(row.logits, row.vocab_size, own, kTurnTokens, ahead);
+    if (begin >= end) return;
+    const int place = int(threadIdx.x) * 8;
+    Logits8<Act> next[kTurns];
+    load_logits(row.logits, row.vocab_size, begin + place, kTurnTokens, next);
 #pragma unroll 1
-    for (int turn = 0; turn * kTurnTokens < end - begin; ++turn) {
-        if (turn % kTurns == 0) row.open_chunk(begin + turn * kTurnTokens);
-        float x[8];
-        const int first = own + turn * kTurnTokens;
-        ahead[0].unpack_to(x);
+    for (int chunk = begin; chunk < end; chunk += kChunk) {
+        row.open_chunk(chunk);
+        float x[kTurns][8];
+        const int first = chunk + place;
 #pragma unroll
-        for (int i = 1; i < kAhead; ++i) ahead[i - 1] = ahead[i];
-        if ((turn + kAhead) * kTurnTokens < end - begin) {
-            Logits8<Act> last[1];
-            load_logits(row.logits, row.vocab_size, first + kAhead * kTurnTokens, 0, last);
-            ahead[kAhead - 1] = last[0];
-        }
-        if (row.is_adjusted) row.adjust(first, x);
+        for (int turn = 0; turn < kTurns; ++turn) next[turn].unpack_to(x[turn]);
+        if (chunk + kChunk < end) load_logits(row.logits, row.vocab_size, first + kChunk, kTurnTokens, next);
+        // One branch for all.
+        for (int turn = 0; turn < kTurns; ++turn)
+            if (row.is_adjusted) row.adjust(first + turn * kTurnTokens, x[turn]);
         each(first, x);
     }
 }
-// The tokens of the block's segment: whole chunks, as many in each block of a row. No result depends on their number.
-template <class F> __device__ __forceinline__ void for_segment(const Row& row, const F& each) {
+// The same with 8 tokens a call: x[j] is the logit of token first + j.
+template <class F> __device__ __forceinline__ void for_eights(const Row& row, int begin, int end, const F& each) {
+    for_tokens(row, begin, end, [&](int first, float(&x)[kTurns][8]) {
+        // Not unrolled, so that code is short.
+#pragma unroll 1
+        for (int turn = 0; turn < kTurns; ++turn) {
+            each(first + turn * kTurnTokens, x[0]);
+#pragma unroll
+            for (int i = 1; i < kTurns; ++i)
+#pragma unroll
+                for (int j = 0; j < 8; ++j) x[i - 1][j] = x[i][j];
+        }
+    });
+}
+// The block's segment of its row, from x to y: whole chunks, as many in each block. No result depends on their number.
+__device__ __forceinline__ int2 segment_of(const Row& row) {
     const int num_chunks = (row.vocab_size + kChunk - 1) / kChunk;
     const int segment = (num_chunks + gridDim.x - 1) / gridDim.x * kChunk, begin = blockIdx.x * segment;
-    for_tokens(row, begin, min(begin + segment, row.vocab_size), each);
+    return make_int2(begin, min(begin + segment, row.vocab_size));
 }
 
 // Whether this block is the last of its row to call. It then sees all earlier writes of the row's other blocks. All
@@ -278,8 +289,9 @@ struct WarpDraw {
         : params(params), position(position), best(0), best_score(-infinity()),
           slope(params.inverse_temperature * kLog2E), least(-infinity()) {}
 
-    // Add 8 tokens of each lane, see for_tokens. The whole warp calls.
-    __device__ __forceinline__ void add(int first, const float (&x)[8]) {
+    // Add tokens first to first + 7 of each lane; return whether one of them might have won. NaN and infinity might. The
+    // whole warp calls.
+    __device__ __forceinline__ bool add(int first, const float (&x)[8]) {
         unsigned bits[8];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -290,7 +302,7 @@ struct WarpDraw {
         float top = -infinity();
 #pragma unroll
         for (int j = 0; j < 8; ++j) top = max_or_nan(top, most(x[j], bits[j]));
-        if (!__any_sync(kWholeWarp, may_win(top))) return;
+        if (!__any_sync(kWholeWarp, may_win(top))) return false;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const bool is_drawn = may_win(most(x[j], bits[j])) && x[j] > -infinity();
@@ -299,6 +311,7 @@ struct WarpDraw {
             best = Largest{}(best, drawn);
             raise(score_of((unsigned long long)(__reduce_max_sync(kWholeWarp, unsigned(drawn >> 32))) << 32));
         }
+        return true;
     }
 
   private:

@@ -208,7 +208,7 @@ __device__ __forceinline__ float find_reach(ReachSearch& search, const GroupPeak
         own = 0;
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
-            const float tokens = counts[i] * float(total) / (farther - 0.5f * counts[i]);
+            const float tokens = counts[i] * float(total) * rcp_approx(farther - 0.5f * counts[i]);
             farther -= counts[i];
             contents[i] = (unsigned long long)(tokens * ex2_approx((first + i + 0.5f) * (-kLog2E / kBinsOfOne)) *
                                                kWholeMass);
