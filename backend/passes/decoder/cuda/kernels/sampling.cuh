@@ -184,20 +184,24 @@ struct Step {
 
 // Call each(first, x) for a thread's tokens of each chunk from `begin` (a multiple of kChunk) to `end`. x[i][j] is the
 // logit of token first + i * kTurnTokens + j, -inf beyond the vocabulary. Whole warps call it. All threads of the block
-// call. The next chunk is on its way during a call, so that memory does not rest while all warps compute.
+// call. The next chunk is on its way during a call, so that memory does not rest while all warps compute; not of fp32
+// logits, for which there are too few registers.
 template <class F> __device__ __forceinline__ void for_tokens(const Row& row, int begin, int end, const F& each) {
     if (begin >= end) return;
     const int place = int(threadIdx.x) * 8;
+    constexpr bool kReadsAhead = sizeof(Act) == 2;
     Logits8<Act> next[kTurns];
-    load_logits(row.logits, row.vocab_size, begin + place, kTurnTokens, next);
+    if (kReadsAhead) load_logits(row.logits, row.vocab_size, begin + place, kTurnTokens, next);
 #pragma unroll 1
     for (int chunk = begin; chunk < end; chunk += kChunk) {
         row.open_chunk(chunk);
         float x[kTurns][8];
         const int first = chunk + place;
+        if (!kReadsAhead) load_logits(row.logits, row.vocab_size, first, kTurnTokens, next);
 #pragma unroll
         for (int turn = 0; turn < kTurns; ++turn) next[turn].unpack_to(x[turn]);
-        if (chunk + kChunk < end) load_logits(row.logits, row.vocab_size, first + kChunk, kTurnTokens, next);
+        if (kReadsAhead && chunk + kChunk < end)
+            load_logits(row.logits, row.vocab_size, first + kChunk, kTurnTokens, next);
         // One branch for all.
         for (int turn = 0; turn < kTurns; ++turn)
             if (row.is_adjusted) row.adjust(first + turn * kTurnTokens, x[turn]);
