@@ -9,14 +9,45 @@
 #include "sampling.cuh"
 
 constexpr int kBins = 2048;                    // of the first level; the others have half as many
+constexpr int kBinsEach = kBins / kThreads;
 constexpr float kWholeMass = 274877906944.0f;  // 2^38
-constexpr int kMassParts = 3, kPartBits = 13;  // mass is summed in parts, so that 32 bits hold the sums of a row
 
 enum Filter { kTopK, kTypical, kTopP };  // in the order in which they apply
 
+// 64-bit sums in shared memory, which has no such atomics: whoever makes the low half wrap carries to the high half. So
+// most tokens take one atomic, and the sums do not depend on their order.
+struct __align__(16) Histogram {
+    unsigned low[kBins], high[kBins];
+
+    // All threads of the block call, and then a barrier.
+    __device__ __forceinline__ void clear() {
+        for (int i = threadIdx.x; i < kBins / 4; i += kThreads) {
+            reinterpret_cast<uint4*>(low)[i] = make_uint4(0, 0, 0, 0);
+            reinterpret_cast<uint4*>(high)[i] = make_uint4(0, 0, 0, 0);
+        }
+    }
+    __device__ __forceinline__ void add(int bin, unsigned long long content) {
+        const unsigned added = unsigned(content), before = atomicAdd(&low[bin], added);
+        const unsigned carried = unsigned(content >> 32) + (before + added < before);
+        if (carried != 0) atomicAdd(&high[bin], carried);
+    }
+    // The contents of the thread's bins, from kBinsEach * threadIdx.x.
+    __device__ __forceinline__ void read(unsigned long long (&contents)[kBinsEach]) const {
+#pragma unroll
+        for (int i = 0; i < kBinsEach; i += 4) {
+            const int bin = threadIdx.x * kBinsEach + i;
+            const uint4 a = *reinterpret_cast<const uint4*>(low + bin), b = *reinterpret_cast<const uint4*>(high + bin);
+            contents[i] = (unsigned long long)(b.x) << 32 | a.x;
+            contents[i + 1] = (unsigned long long)(b.y) << 32 | a.y;
+            contents[i + 2] = (unsigned long long)(b.z) << 32 | a.z;
+            contents[i + 3] = (unsigned long long)(b.w) << 32 | a.w;
+        }
+    }
+};
+
 // What find_threshold shares in a block.
 struct Search {
-    unsigned parts[kMassParts][kBins];
+    Histogram histogram;
     unsigned long long total_of_warp[kThreads / 32];
     unsigned long long target;  // how much of the content is still to be found
     unsigned prefix;            // the key's bits found so far
@@ -96,46 +127,31 @@ __device__ __forceinline__ bool find_threshold(Search& search, const Source& sou
 #pragma unroll 1
     for (int level = 0; level < 3; ++level) {
         const int num_bins = level == 0 ? kBins : kBins / 2, bits_below = 20 - 10 * level;
-        for (int bin = threadIdx.x; bin < num_bins; bin += kThreads)
-#pragma unroll
-            for (int part = 0; part < kMassParts; ++part) search.parts[part][bin] = 0;
+        search.histogram.clear();
         __syncthreads();
         source([&](float x, int) {
             if (!kept.has(x)) return;
             const unsigned key = __float_as_uint(filter == kTypical ? kept.deviation(x) : kept.gap(x));
             const unsigned bin = key >> bits_below & num_bins - 1;
             if (level > 0 && key >> bits_below >> 10 != prefix) return;
-            if (filter == kTopK) {
-                atomicAdd(&search.parts[0][bin], 1u);
-                return;
-            }
-            unsigned long long mass = mass_of(kept.scaled_gap(x));
-            for (int part = 0; mass != 0; ++part, mass >>= kPartBits) {
-                const unsigned low = unsigned(mass) & (1u << kPartBits) - 1;
-                if (low != 0) atomicAdd(&search.parts[part][bin], low);
-            }
+            const unsigned long long content = filter == kTopK ? 1 : mass_of(kept.scaled_gap(x));
+            if (content != 0) search.histogram.add(bin, content);
         });
         __syncthreads();
         if (threadIdx.x == 0) search.prefix = kNotFound;
-        const auto content_of = [&](int bin) {
-            unsigned long long content = 0;
+        unsigned long long contents[kBinsEach], own = 0, before, total;
+        search.histogram.read(contents);
 #pragma unroll
-            for (int part = 0; part < kMassParts; ++part)
-                content += (unsigned long long)(search.parts[part][bin]) << kPartBits * part;
-            return content;
-        };
-        const int bins_each = num_bins / kThreads, first = threadIdx.x * bins_each;
-        unsigned long long mine = 0, before, total;
-        for (int i = 0; i < bins_each; ++i) mine += content_of(first + i);
-        scan_block(mine, search.total_of_warp, before, total);
+        for (int i = 0; i < kBinsEach; ++i) own += contents[i];
+        scan_block(own, search.total_of_warp, before, total);
         if (level == 0) target = goal.of(total);
-        for (int i = 0; i < bins_each; ++i) {
-            const unsigned long long content = content_of(first + i);
-            if (before < target && target <= before + content) {
-                search.prefix = prefix << 10 | unsigned(first + i);
+#pragma unroll
+        for (int i = 0; i < kBinsEach; ++i) {
+            if (before < target && target <= before + contents[i]) {
+                search.prefix = prefix << 10 | unsigned(threadIdx.x * kBinsEach + i);
                 search.target = target - before;
             }
-            before += content;
+            before += contents[i];
         }
         __syncthreads();
         prefix = search.prefix;
@@ -181,7 +197,7 @@ __device__ __forceinline__ float find_reach(ReachSearch& search, const GroupPeak
     const bool is_top_k = params.top_k > 0;
     if (!is_top_k && params.typical_p >= 1.0f && params.top_p >= 1.0f) return params.largest_gap;  // min-p
     constexpr float kBinsOfOne = 64.0f;
-    constexpr int kKeyBits = 20, kEach = kBins / kThreads;
+    constexpr int kKeyBits = 20;
     uint4* const quads = reinterpret_cast<uint4*>(search.counts);
     for (int i = threadIdx.x; i < kBins / 4; i += kThreads) quads[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) search.bin = kBins;
@@ -192,22 +208,22 @@ __device__ __forceinline__ float find_reach(ReachSearch& search, const GroupPeak
         atomicAdd(&search.counts[bin], 1u);
     });
     __syncthreads();
-    const int first = threadIdx.x * kEach;
+    const int first = threadIdx.x * kBinsEach;
     const uint4 a = quads[first / 4], b = quads[first / 4 + 1];
-    const unsigned counts[kEach] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    const unsigned counts[kBinsEach] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
     unsigned long long own = 0, before, total;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) own += counts[i];
+    for (int i = 0; i < kBinsEach; ++i) own += counts[i];
     scan_block(own, search.total_of_warp[0], before, total);
-    unsigned long long contents[kEach], target = params.top_k;
+    unsigned long long contents[kBinsEach], target = params.top_k;
     if (is_top_k) {
 #pragma unroll
-        for (int i = 0; i < kEach; ++i) contents[i] = counts[i];
+        for (int i = 0; i < kBinsEach; ++i) contents[i] = counts[i];
     } else {
         float farther = float(total - before) + 0.5f;
         own = 0;
 #pragma unroll
-        for (int i = 0; i < kEach; ++i) {
+        for (int i = 0; i < kBinsEach; ++i) {
             const float tokens = counts[i] * float(total) * rcp_approx(farther - 0.5f * counts[i]);
             farther -= counts[i];
             contents[i] = (unsigned long long)(tokens * ex2_approx((first + i + 0.5f) * (-kLog2E / kBinsOfOne)) *
@@ -221,7 +237,7 @@ __device__ __forceinline__ float find_reach(ReachSearch& search, const GroupPeak
         target = max((unsigned long long)(double(share) * double(total)), 1ull);
     }
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
+    for (int i = 0; i < kBinsEach; ++i) {
         if (before < target && target <= before + contents[i]) search.bin = first + i;
         before += contents[i];
     }
