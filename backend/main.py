@@ -120,6 +120,7 @@ def run(*, options: BackendOptions = BackendOptions()) -> None:  # noqa: B008 - 
 
 
 def main() -> None:
+    gc.disable()  # a tenth of torch's import; `_tune_interpreter` enables it
     app()
 
 
@@ -231,6 +232,7 @@ def _tune_interpreter() -> None:
     executor's thread, on which the device waits, gets the interpreter's lock soon while the loop delivers results."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     sys.setswitchinterval(0.0001)
 
 
