@@ -75,6 +75,12 @@ class UnclosableFakePass(FakePass):
 
 
 class SlowFakePass(PacedFakePass):
+    """Streams that last long enough to be interrupted, of few tokens: each costs time of server and client."""
+
+    STEP_S = 0.02
+
+
+class SlowestFakePass(PacedFakePass):
     """Slow enough that a hundred streams run when the last one has begun."""
 
-    STEP_S = 0.04
+    STEP_S = 0.08

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 PACED = ("--forward-pass", "penstock.backend.passes.fake:PacedFakePass", "--kv-budget", "64MB")
 """Options of a backend that generates at the speed of a device."""
+SLOW = ("--forward-pass", "tests.passes:SlowFakePass", "--kv-budget", "64MB")
+"""Options of a backend whose streams last, with few tokens."""
 
 
 def client() -> httpx.AsyncClient:

@@ -156,7 +156,7 @@ def wait_until(condition: Any, timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"the condition did not hold within {timeout_s} s"
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from penstock.shm.process.supervisor import module_argv
-from tests.system.completions import PACED, body, client, metric, read_stream
+from tests.system.completions import SLOW, body, client, metric, read_stream
 from tests.system.processes import REPOSITORY, Frontend, descendants, running, start_backend, wait_until
 
 if TYPE_CHECKING:
@@ -27,13 +27,13 @@ class Pair:
 
     def __init__(self, socket: Path) -> None:
         self.socket = socket
-        self.backend = start_backend(socket, *PACED)
+        self.backend = start_backend(socket, *SLOW)
         self.frontends = [Frontend(socket), Frontend(socket)]
 
     def restart_backend(self) -> None:
         self.backend.kill()
         self.backend.close()
-        self.backend = start_backend(self.socket, *PACED)
+        self.backend = start_backend(self.socket, *SLOW)
 
 
 @pytest.fixture(scope="module")
@@ -66,21 +66,21 @@ async def test_requests_dropped_at_random_moments_leave_nothing_behind(pair: Pai
         prompt = [number % 50 + 1] * (1 + number % 90)
         async with gate:
             if number % 2:
-                return await read_stream(http, url, body(prompt, 8 + number % 50))
+                return await read_stream(http, url, body(prompt, 8 + number % 10))
             is_streaming = number % 4 == 0
             request = http.post(f"{url}/v1/completions", json=body(prompt, 400, stream=is_streaming))
             try:
                 await asyncio.wait_for(request, rng.uniform(0.0, 0.3))
             except TimeoutError:
                 return None
-            raise AssertionError("400 tokens came in 0.3 s of 4 ms steps")
+            raise AssertionError("400 tokens came in 0.3 s of 20 ms steps")
 
     async with client() as http:
         gate = asyncio.Semaphore(100)
         texts = await asyncio.gather(*(one(http, number, gate) for number in range(500)))
         for number in (1, 77, 255, 499):
             prompt = [number % 50 + 1] * (1 + number % 90)
-            kept_alone[number] = await read_stream(http, pair.frontends[1].url, body(prompt, 8 + number % 50))
+            kept_alone[number] = await read_stream(http, pair.frontends[1].url, body(prompt, 8 + number % 10))
     assert sum(text is not None for text in texts) == 250
     assert {number: texts[number] for number in kept_alone} == kept_alone
 
@@ -90,9 +90,9 @@ async def test_killed_frontend_ends_only_its_own_streams(pair: Pair) -> None:
     (worker,) = descendants(doomed.process.pid)
     async with client() as http:
         # Long enough that all are still running when the test looks at them.
-        alone = await asyncio.gather(*(read_stream(http, other.url, body([number, 5], 1000)) for number in range(8)))
-        lost = [asyncio.create_task(read_stream(http, doomed.url, body([9, number], 3000))) for number in range(16)]
-        kept = [asyncio.create_task(read_stream(http, other.url, body([number, 5], 1000))) for number in range(8)]
+        alone = await asyncio.gather(*(read_stream(http, other.url, body([number, 5], 200)) for number in range(8)))
+        lost = [asyncio.create_task(read_stream(http, doomed.url, body([9, number], 600))) for number in range(16)]
+        kept = [asyncio.create_task(read_stream(http, other.url, body([number, 5], 200))) for number in range(8)]
         wait_ready = asyncio.to_thread(wait_until, lambda: (other.ready() or {}).get("running", 0) >= 24, 60.0)
         await wait_ready
         os.kill(worker, signal.SIGKILL)
@@ -104,8 +104,8 @@ async def test_killed_frontend_ends_only_its_own_streams(pair: Pair) -> None:
 async def test_streams_resume_after_the_backend_is_killed(pair: Pair) -> None:
     frontend = pair.frontends[0]
     async with client() as http:
-        alone = [await read_stream(http, frontend.url, body([number, 6], 150)) for number in range(4)]
-        streams = [asyncio.create_task(read_stream(http, frontend.url, body([number, 6], 150))) for number in range(4)]
+        alone = [await read_stream(http, frontend.url, body([number, 6], 40)) for number in range(4)]
+        streams = [asyncio.create_task(read_stream(http, frontend.url, body([number, 6], 40))) for number in range(4)]
         await asyncio.to_thread(wait_until, lambda: (frontend.ready() or {}).get("running", 0) == 4, 60.0)
         await asyncio.to_thread(pair.restart_backend)
         assert await asyncio.gather(*streams) == alone
@@ -129,7 +129,7 @@ async def test_terminated_frontend_finishes_its_streams_first(pair: Pair) -> Non
     with running(frontend):
         await asyncio.to_thread(frontend.wait_ready)
         async with client() as http:
-            stream = asyncio.create_task(read_stream(http, frontend.url, body([3, 3], 200)))
+            stream = asyncio.create_task(read_stream(http, frontend.url, body([3, 3], 40)))
             await asyncio.to_thread(wait_until, lambda: (pair.frontends[1].ready() or {}).get("running", 0) == 1, 60.0)
             frontend.process.terminate()
             assert len(await stream) > 0
@@ -138,7 +138,7 @@ async def test_terminated_frontend_finishes_its_streams_first(pair: Pair) -> Non
 
 async def test_queued_requests_wait_and_a_disconnected_one_is_removed(tmp_path: Path) -> None:
     socket = tmp_path / "private" / "backend.sock"
-    backend = start_backend(socket, *PACED, "--max-running", "1", "--max-waiting", "2")
+    backend = start_backend(socket, *SLOW, "--max-running", "1", "--max-waiting", "2")
     frontend = Frontend(socket)
     with running(frontend, backend):
         await asyncio.to_thread(frontend.wait_ready)

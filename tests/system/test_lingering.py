@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NUM_STREAMS = 100
-NUM_TOKENS = 60
+NUM_TOKENS = 30
 
 
 class Reader:
@@ -60,7 +60,7 @@ class Reader:
 
 async def test_killed_frontend_costs_its_clients_no_byte(tmp_path: Path) -> None:
     socket = tmp_path / "private" / "backend.sock"
-    slow = ("--forward-pass", "tests.passes:SlowFakePass", "--kv-budget", "64MB")
+    slow = ("--forward-pass", "tests.passes:SlowestFakePass", "--kv-budget", "64MB")
     backend = start_backend(socket, *slow, "--max-running", "128")
     doomed, other = Frontend(socket), Frontend(socket)
     with running(doomed, other, backend):

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from tests.system.completions import PACED, body, client, metric, read_stream
+from tests.system.completions import SLOW, body, client, metric, read_stream
 from tests.system.processes import Command, Frontend, backends_of, descendants, running, start_backend, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FEW_PLACES = (*PACED, "--max-running", "4", "--max-waiting", "8")
+FEW_PLACES = (*SLOW, "--max-running", "4", "--max-waiting", "8")
 NUM_LISTENERS = 20
 """More than FEW_PLACES has places."""
 
@@ -42,7 +42,7 @@ async def test_listeners_of_one_sequence_come_back_as_one_and_none_is_lost(tmp_p
         for frontend in frontends:
             await in_thread(frontend.wait_ready)
         async with client() as http:
-            request = body([5, 6, 7], 1000)
+            request = body([5, 6, 7], 200)
             urls = [frontends[number % 2].url for number in range(NUM_LISTENERS)]
             listeners = [asyncio.create_task(read_stream(http, url, request)) for url in urls]
             await in_thread(wait_until, are_coalesced, 60.0)
@@ -57,7 +57,7 @@ async def test_listeners_of_one_sequence_come_back_as_one_and_none_is_lost(tmp_p
                 assert len(set(texts)) == 1
                 # A worker that stalls longer than its lease registers anew, while the other one's streams go on.
                 listeners = [
-                    asyncio.create_task(read_stream(http, frontends[number % 2].url, body([5, 6, 8], 2500)))
+                    asyncio.create_task(read_stream(http, frontends[number % 2].url, body([5, 6, 8], 500)))
                     for number in range(6)
                 ]
                 await in_thread(wait_until, lambda: (frontends[0].ready() or {}).get("running") == 1, 60.0)
@@ -71,7 +71,7 @@ async def test_listeners_of_one_sequence_come_back_as_one_and_none_is_lost(tmp_p
 async def test_structured_requests_are_not_refused_again(tmp_path: Path) -> None:
     """They were admitted a few at a time. They come back all at once, more than grammars may wait to be compiled."""
     socket = tmp_path / "private" / "backend.sock"
-    options = (*PACED, "--max-running", "2", "--max-waiting", "10")
+    options = (*SLOW, "--max-running", "2", "--max-waiting", "10")
     backend = start_backend(socket, *options)
     frontend = Frontend(socket)
     with running(frontend):
@@ -80,7 +80,7 @@ async def test_structured_requests_are_not_refused_again(tmp_path: Path) -> None
 
             async def ask(number: int) -> int:
                 grammar = {"regex": f"[a-z ]{{{900 + number}}}"}
-                num_tokens = 800 if number < 2 else 40  # the first two run until all others wait
+                num_tokens = 160 if number < 2 else 8  # the first two run until all others wait
                 request = body([5, number], num_tokens, structured_outputs=grammar)
                 return (await http.post(f"{frontend.url}/v1/completions", json=request)).status_code
 
@@ -111,7 +111,7 @@ async def test_no_request_fails_while_the_backend_restarts_or_the_frontend_start
             unstreamed = asyncio.create_task(http.post(f"{frontend.url}/v1/completions", json=body([1, 2], 5)))
             await asyncio.wait_for(is_kept_alive.wait(), 60.0)
             assert (await in_thread(frontend.get, "/ready")).status_code == 503
-            backend = await in_thread(start_backend, socket, *PACED)
+            backend = await in_thread(start_backend, socket, *SLOW)
             assert len(await early) > 0
             assert (await unstreamed).status_code == 200
             is_over = asyncio.Event()
@@ -119,7 +119,7 @@ async def test_no_request_fails_while_the_backend_restarts_or_the_frontend_start
 
             async def ask_again_and_again(number: int) -> None:
                 while not is_over.is_set():
-                    answer = await http.post(f"{frontend.url}/v1/completions", json=body([number, 3], 20))
+                    answer = await http.post(f"{frontend.url}/v1/completions", json=body([number, 3], 4))
                     statuses.append(answer.status_code)
 
             async def wait_answers(count: int) -> None:
@@ -131,7 +131,7 @@ async def test_no_request_fails_while_the_backend_restarts_or_the_frontend_start
                 await wait_answers(16)
                 assert await in_thread(backend.terminate) == 0
                 backend.close()
-                backend = await in_thread(start_backend, socket, *PACED)
+                backend = await in_thread(start_backend, socket, *SLOW)
             with running(backend):
                 await wait_answers(16)
                 is_over.set()
@@ -140,11 +140,11 @@ async def test_no_request_fails_while_the_backend_restarts_or_the_frontend_start
 
 
 async def test_hung_backend_is_replaced_and_its_streams_go_on(tmp_path: Path) -> None:
-    serve = Command("penstock.tools.main", "serve", *PACED, "--port", "0", "--hang-timeout-s", "3")
+    serve = Command("penstock.tools.main", "serve", *SLOW, "--port", "0", "--hang-timeout-s", "3")
     with running(serve):
         url = (await in_thread(serve.wait_for, r"^Ready: (http://\S+)/v1$")).group(1)
         async with client() as http:
-            requests = [body([number, 6], 200, seed=number) for number in range(4)]
+            requests = [body([number, 6], 40, seed=number) for number in range(4)]
             alone = [await read_stream(http, url, request) for request in requests]
             streams = [asyncio.create_task(read_stream(http, url, request)) for request in requests]
             await in_thread(wait_until, lambda: running_at(url) == 4, 60.0)

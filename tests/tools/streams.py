@@ -11,6 +11,8 @@ from typing import Any
 
 import httpx
 
+from tests.system.processes import REPOSITORY
+
 GREEDY_AND_SEEDED: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"seed": 7, "logprobs": 2},
@@ -19,8 +21,10 @@ GREEDY_AND_SEEDED: tuple[dict[str, Any], ...] = (
     {"seed": 10, "guided_regex": "[a-z ]{3000}"},
     {"temperature": 0, "echo": True, "logprobs": 0},
 )
-PACED = ("--forward-pass", "penstock.backend.passes.fake:PacedFakePass")
+SLOW = ("--forward-pass", "tests.passes:SlowFakePass")
 """Options of a server whose streams last long enough to be interrupted."""
+IMPORTS_TESTS = {"PYTHONPATH": str(REPOSITORY)}
+"""Environment of a server whose pass is one of the tests'."""
 
 
 def bodies(max_tokens: int) -> list[dict[str, Any]]:

@@ -14,9 +14,9 @@ from penstock.tools.bench.harness.processes import tree
 from penstock.tools.bench.load_generator.sending import measure
 from penstock.tools.bench.serving import compare, workers_scaling
 from penstock.tools.bench.serving.compare import Contender
+from tests.system.completions import PACED
 from tests.system.processes import wait_until
 from tests.tools.bench.conftest import FAKE, BenchCommand, fake_peer
-from tests.tools.streams import PACED
 
 if TYPE_CHECKING:
     from penstock.tools.bench.load_generator.stats import LoadSummary
@@ -244,7 +244,7 @@ def test_fairness_reports_both_tenants_alone_and_together(bench: BenchCommand) -
 
 
 def test_failover_compares_texts_and_gaps_with_an_undisturbed_run(bench: BenchCommand) -> None:
-    run = bench("failover", *PACED, "--streams", "4", "--output-tokens", "300", "--kv-budget", "64MB")
+    run = bench("failover", *PACED, "--streams", "4", "--output-tokens", "300")
     assert run.status == 0, run.output + run.errors
     found = run.report["sections"]["failover"]
     assert found["streams"] == found["equal_answers"] == 4

@@ -16,7 +16,7 @@ from penstock.shm.process.supervisor import module_argv
 from penstock.tools.upgrade.new_options import BadOptions, changed
 from tests.system.processes import wait_until
 from tests.tools.serve_process import Serve, Start
-from tests.tools.streams import PACED, all_choices, bodies, samples
+from tests.tools.streams import IMPORTS_TESTS, SLOW, all_choices, bodies, samples
 
 MOST_TRIES = 5
 
@@ -49,9 +49,9 @@ def test_file_descriptors_are_for_the_server_alone_to_set() -> None:
 
 
 def test_streams_go_on_with_the_same_text_while_the_backend_is_replaced(start: Start, tmp_path: Path) -> None:
-    serve = start(*PACED)
+    serve = start(*SLOW, environment=IMPORTS_TESTS)
     serve.wait_until_ready()
-    requests = bodies(300)
+    requests = bodies(60)
     with httpx.Client(base_url=f"http://127.0.0.1:{serve.port}", timeout=60) as client:
         expected = all_choices(client, requests)
         for number in range(MOST_TRIES):  # on a busy machine there may be no stream at the moment of the move
