@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from penstock.tools.gpu_check.devices.models import RandomWeights
 from penstock.tools.gpu_check.devices.profiling import GpuProfiler
 from penstock.tools.gpu_check.devices.random_caches import fill_cache
 from penstock.tools.gpu_check.devices.steps import Steps, launch
-from penstock.tools.gpu_check.engine_speed.mixed_steps import WAYS, MixedLoad, compare
+from penstock.tools.gpu_check.engine_speed.mixed_steps import WAYS, MixedLoad, compare, launched_singly
 from penstock.tools.gpu_check.model_configs import LLAMA_8B, QWEN3_06B
 from penstock.tools.gpu_check.prediction.machine import H200, machine_of
 
@@ -43,7 +43,7 @@ class AttributionPlan:
     tokens: int = 1024
     prefill_tokens: int = 2048
     mixed_rows: int = 8
-    mixed_tokens: tuple[int, ...] = (64, 128, 256, 512)
+    mixed_tokens: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048)
     """Tokens of a prompt beside mixed_rows decodes, in ascending order; the first is taken apart by kernel."""
     num_steps: int = 8
     dtype: torch.dtype = torch.bfloat16
@@ -63,10 +63,15 @@ def run(results: Results) -> None:
 def measure(results: Results, context: DeviceContext, profiler: Profiler, plan: AttributionPlan) -> None:
     weights = RandomWeights(plan.config, plan.dtype, context.torch_device)
     pages_per_row = -(-(plan.tokens + 4 * plan.num_steps) // PAGE_TOKENS)
-    longest = max(pages_per_row * PAGE_TOKENS, plan.prefill_tokens)
-    num_pages = max(max(plan.rows) * pages_per_row, -(-longest // PAGE_TOKENS))
+    most_mixed = plan.mixed_tokens[-1]
+    mixed_pages_per_row = max(pages_per_row, -(-most_mixed // PAGE_TOKENS))
+    longest = max(mixed_pages_per_row * PAGE_TOKENS, plan.prefill_tokens)
+    mixed_pages = (plan.mixed_rows + 1) * mixed_pages_per_row
+    num_pages = max(max(plan.rows) * pages_per_row, mixed_pages, -(-longest // PAGE_TOKENS))
     longest = -(-longest // PAGE_TOKENS) * PAGE_TOKENS
-    sizes = StepSizes(max(plan.rows), plan.prefill_tokens, longest, choices=context.choices, captures_all=True)
+    most_tokens = max(plan.prefill_tokens, plan.mixed_rows + most_mixed)
+    choices = replace(context.choices, mixed_tokens=most_mixed)
+    sizes = StepSizes(max(plan.rows), most_tokens, longest, choices=choices, captures_all=True)
     forward_pass = CudaDecoderPass(plan.config, weights, context.device, plan.dtype, sizes)
     try:
         forward_pass.create_cache(num_pages, PAGE_TOKENS, "bf16")
@@ -80,7 +85,7 @@ def measure(results: Results, context: DeviceContext, profiler: Profiler, plan: 
         name, num_bytes = f"attribution.{plan.name}.prefill.{plan.prefill_tokens}", step_bytes(plan.config, 0)
         prefill = partial(_prefill, forward_pass, plan)
         results.attempt(name, partial(_record, results, profiler, name, prefill, 2, num_bytes))
-        load = MixedLoad(plan.mixed_rows, plan.tokens, pages_per_row, plan.config.vocab_size, plan.num_steps)
+        load = MixedLoad(plan.mixed_rows, plan.tokens, mixed_pages_per_row, plan.config.vocab_size, plan.num_steps)
         _measure_mixed(results, profiler, forward_pass, plan, load)
     finally:
         forward_pass.close()
@@ -129,9 +134,11 @@ def _decode(forward_pass: CudaDecoderPass, plan: AttributionPlan, num_rows: int,
 
 
 def _prefill(forward_pass: CudaDecoderPass, plan: AttributionPlan) -> None:
+    """Launched kernel by kernel, as steps of this size are in a server."""
     prompt = np.random.default_rng(1).integers(0, plan.config.vocab_size, plan.prefill_tokens).astype(np.int32)
-    for _ in range(2):
-        launch(forward_pass, Steps(1, -(-plan.prefill_tokens // PAGE_TOKENS)).prefill([prompt])).wait()
+    with launched_singly(forward_pass):
+        for _ in range(2):
+            launch(forward_pass, Steps(1, -(-plan.prefill_tokens // PAGE_TOKENS)).prefill([prompt])).wait()
 
 
 def _record(

@@ -29,21 +29,25 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.step.step_rows import CudaStep
     from penstock.backend.passes.decoder.model import DecoderModel
 
-_LAUNCH_S = 8.5e-6
+_LAUNCH_S = 12e-6
 """Host time of a launch outside a graph. Like the next two, an estimate, not measured."""
 _LAUNCHES_OF_LAYER = 9
 _DEVICE_BYTES_PER_S, _DEVICE_OPERATIONS_PER_S = 4.3e12, 790e12
 """The rates of an H200. A slower device makes the host wait even longer."""
-_SIZE_STEP, _LARGE_SIZE_STEP, _FEW_TOKENS = 64, 128, 512
-"""A product of 64 tokens or fewer takes as long as one of 64: it reads the weights. The library's own tiles have 64 to
-256 rows, so up to 63 rows of padding add little to larger ones."""
+_SIZE_STEPS = ((512, 64), (1024, 128), (1 << 30, 256))
+"""Sizes up to the first number are this far apart. A product of 64 tokens or fewer takes as long as one of 64: it reads
+the weights. The library's own tiles have 64 to 256 rows, so up to 63 rows of padding add little to larger ones. Beyond
+512 tokens a quarter of a step at most is padding."""
 
 
 def mixed_sizes(max_tokens: int, max_rows: int, mixed_tokens: int) -> list[int]:
     """Return the numbers of tokens of captured steps with up to mixed_tokens of prompts beside max_rows decodes."""
     most = min(max_tokens, mixed_tokens + max_rows) if mixed_tokens else 0
-    sizes = [*range(_SIZE_STEP, _FEW_TOKENS, _SIZE_STEP), *range(_FEW_TOKENS, most, _LARGE_SIZE_STEP), most]
-    return sorted({size for size in sizes if 0 < size <= most})
+    sizes, last = {most} if most else set[int](), 0
+    for end, step in _SIZE_STEPS:
+        sizes.update(range(last + step, min(end, most) + 1, step))
+        last = end
+    return sorted(sizes)
 
 
 def launch_bound_tokens(weight_bytes: int, num_weights: int, num_layers: int) -> int:
@@ -54,7 +58,8 @@ def launch_bound_tokens(weight_bytes: int, num_weights: int, num_layers: int) ->
     launches_s = num_layers * _LAUNCHES_OF_LAYER * _LAUNCH_S
     if launches_s < weight_bytes / _DEVICE_BYTES_PER_S:
         return 0
-    return int(launches_s * _DEVICE_OPERATIONS_PER_S / (2 * num_weights)) // _SIZE_STEP * _SIZE_STEP
+    first_size = _SIZE_STEPS[0][1]
+    return int(launches_s * _DEVICE_OPERATIONS_PER_S / (2 * num_weights)) // first_size * first_size
 
 
 class MixedGraphs:

@@ -41,7 +41,7 @@ class KernelChoices:
     """Keys of a tile of prefill attention, for such heads."""
     wgmma: int = 1
     """1: prefill attention multiplies with warpgroups where such a kernel exists, with its own tiles; 0: never."""
-    mixed_tokens: int = 512
+    mixed_tokens: int = 2048
     """Most tokens of prompts, in addition to decodes, in a captured step; with 0 only decode steps are captured."""
     product_rows: int = 32
     """Most rows of a decode step whose products are fused kernels of ours, in unquantised models."""
@@ -92,7 +92,7 @@ ALLOWED: dict[str, tuple[int, ...]] = {
     "query_rows": (64, 128),
     "key_tokens": (32, 64),
     "wgmma": (0, 1),
-    "mixed_tokens": (0, 64, 128, 256, 512, 1024),
+    "mixed_tokens": (0, 64, 128, 256, 512, 1024, 2048),
     "product_rows": _PRODUCT_ROWS,
     "small_product_rows": _PRODUCT_ROWS,
 }

@@ -163,6 +163,8 @@ def test_a_captured_mixed_step_takes_one_copy_to_the_device_and_one_back() -> No
 
 def test_sizes_are_few_and_end_with_the_largest_captured_step() -> None:
     assert mixed_sizes(8192, 256, 512) == [*range(64, 513, 64), 640, 768]
+    assert mixed_sizes(8192, 32, 2048) == [*range(64, 513, 64), *range(640, 1025, 128), 1280, 1536, 1792, 2048, 2080]
+    assert mixed_sizes(1984, 256, 2048)[-3:] == [1536, 1792, 1984]
     assert mixed_sizes(2048, 64, 512) == [*range(64, 513, 64), 576]
     assert mixed_sizes(2048, 64, 128) == [64, 128, 192]
     assert mixed_sizes(100, 64, 512) == [64, 100]
@@ -171,9 +173,9 @@ def test_sizes_are_few_and_end_with_the_largest_captured_step() -> None:
 
 def test_no_captured_step_rounds_rows() -> None:
     """The library may allocate for products of 8 bits, which begin at 257 rows."""
-    sizes = StepSizes(64, 2048, 4096)
+    sizes = StepSizes(64, 1024, 4096)
     assert captured_sizes(sizes, 1 << 30, 1 << 29, 28, rounds_rows=True) == [64, 128, 192, 256]
-    assert captured_sizes(sizes, 1 << 30, 1 << 29, 28, rounds_rows=False)[-1] == 576
+    assert captured_sizes(sizes, 1 << 30, 1 << 29, 28, rounds_rows=False)[-1] == 1024
 
 
 def test_only_steps_whose_launches_take_longer_than_their_products_are_captured() -> None:
@@ -186,6 +188,6 @@ def test_only_steps_whose_launches_take_longer_than_their_products_are_captured(
     sizes = StepSizes(256, 2048, 4096)
     found = {name: captured_sizes(sizes, *model, rounds_rows=False) for name, model in models.items()}
     assert found["8B"] == []
-    assert found["8B int4"] == [64]
-    assert (found["4B"], found["0.6B"][-1]) == ([64, 128, 192, 256], 768)
-    assert captured_sizes(replace(sizes, captures_all=True), *models["8B"], rounds_rows=False)[-1] == 768
+    assert found["8B int4"] == [64, 128]
+    assert (found["4B"], found["0.6B"][-1]) == ([64, 128, 192, 256, 320], 1984)
+    assert captured_sizes(replace(sizes, captures_all=True), *models["8B"], rounds_rows=False)[-1] == 2048
