@@ -37,7 +37,7 @@ _DEVICE_BYTES_PER_S, _DEVICE_OPERATIONS_PER_S = 4.3e12, 790e12
 _SIZE_STEPS = ((512, 64), (1024, 128), (1 << 30, 256))
 """Sizes up to the first number are this far apart. A product of 64 tokens or fewer takes as long as one of 64: it reads
 the weights. The library's own tiles have 64 to 256 rows, so up to 63 rows of padding add little to larger ones. Beyond
-512 tokens a quarter of a step at most is padding."""
+512 tokens at most a fifth of a captured step is padding."""
 
 
 def mixed_sizes(max_tokens: int, max_rows: int, mixed_tokens: int) -> list[int]:

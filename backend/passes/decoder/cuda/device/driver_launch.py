@@ -108,7 +108,7 @@ class DriverKernel:
 
     __slots__ = (
         "_addresses", "_attribute", "_config", "_config_argument", "_driver", "_function", "_grid", "_has_maps",
-        "_launch", "_loaded", "_maps", "_parameter_bytes", "_values", "_write",
+        "_launch", "_loaded", "_maps", "_num_first", "_parameter_bytes", "_values", "_write",
     )  # fmt: skip
 
     def __init__(self, driver: Driver, loaded: Any, kernel: Kernel, capability: tuple[int, int]) -> None:
@@ -137,6 +137,8 @@ class DriverKernel:
         """The address of each parameter's value."""
         self._maps: tuple[int, ...] = ()
         """Which parameters are tensor maps; their values lie elsewhere."""
+        self._num_first: int | None = None
+        """The number of tensors, if all come first and no map is among them; such lists are converted faster."""
 
     def launch(
         self, grid: Grid, stream: int, arguments: tuple[Argument, ...], address_of: Callable[[Tensor], int]
@@ -144,13 +146,13 @@ class DriverKernel:
         """All launches have arguments of the same types. address_of returns a tensor's address on the device. Raises
         LaunchRefused."""
         write = self._write or self._take_types(arguments)
-        values: list[Any] = [address_of(each) if isinstance(each, Tensor) else each for each in arguments]
-        config = self._config
-        for index in self._maps:
-            tensor_map = values[index]
-            values[index] = self._addresses[index] = self._driver.encode(tensor_map, address_of(tensor_map.tensor))
+        config, first = self._config, self._num_first
         try:
-            write(self._values, 0, *values)
+            if first is not None:
+                tensors: Any = arguments[:first]
+                write(self._values, 0, *map(address_of, tensors), *arguments[first:])
+            else:
+                write(self._values, 0, *self._addressed(arguments, address_of))
             if grid != self._grid:
                 _WRITE_GRID(config, 0, *grid)
                 self._grid = grid
@@ -160,6 +162,14 @@ class DriverKernel:
         status = self._launch(self._config_argument, self._function, self._addresses, None)
         if status:
             raise self._driver.refusal("cuLaunchKernelEx", status)
+
+    def _addressed(self, arguments: tuple[Argument, ...], address_of: Callable[[Tensor], int]) -> list[Any]:
+        """Return the arguments with addresses for tensors, and the encoded maps as parameters."""
+        values: list[Any] = [address_of(each) if isinstance(each, Tensor) else each for each in arguments]
+        for index in self._maps:
+            tensor_map = values[index]
+            values[index] = self._addresses[index] = self._driver.encode(tensor_map, address_of(tensor_map.tensor))
+        return values
 
     def _take_types(self, arguments: tuple[Argument, ...]) -> Callable[..., None]:
         """Lay out the memory for arguments of these types. Raises LaunchRefused if the kernel's have other sizes."""
@@ -179,6 +189,9 @@ class DriverKernel:
             addresses.append(start + end - struct.calcsize(each))
         self._addresses = (c_void_p * max(len(addresses), 1))(*addresses)
         self._maps = maps
+        num_tensors = sum(isinstance(each, Tensor) for each in arguments)
+        if not maps and all(isinstance(each, Tensor) for each in arguments[:num_tensors]):
+            self._num_first = num_tensors
         self._write = layout.pack_into
         return self._write
 
