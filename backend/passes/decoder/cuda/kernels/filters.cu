@@ -4,15 +4,25 @@
 
 #include "thresholds.cuh"
 
-// A row's list.
+// A row's list. A thread has several entries on their way at once.
 struct Listed {
+    static constexpr int kAtOnce = 4;
     const uint2* list;
     int count;
 
     template <class F> __device__ __forceinline__ void operator()(const F& each) const {
-        for (int i = threadIdx.x; i < count; i += kThreads) {
-            const uint2 entry = __ldcg(list + i);
-            each(__uint_as_float(entry.x), int(entry.y));
+#pragma unroll 1
+        for (int first = threadIdx.x; first < count; first += kAtOnce * kThreads) {
+            uint2 entries[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i)
+                if (first + i * kThreads < count) entries[i] = __ldcg(list + first + i * kThreads);
+#pragma unroll 1
+            for (int i = 0; i < kAtOnce && first + i * kThreads < count; ++i) {
+                each(__uint_as_float(entries[0].x), int(entries[0].y));
+#pragma unroll
+                for (int j = 1; j < kAtOnce; ++j) entries[j - 1] = entries[j];
+            }
         }
     }
 };

@@ -61,6 +61,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) scan_rows(STEP_PARAMET
     if (!is_drawn_later) step.finish(slot, params, is_finite ? token_of(best) : -1);
 }
 
+constexpr int kListBlocks = ACT == 1 ? 4 : 3;  // of a multiprocessor; other logits than bf16 take more registers
+
 // A block's part of a list, in shared memory. Tokens that do not fit go to the row's list at once.
 struct Staged {
     uint2 entries[kStaged];
@@ -69,7 +71,7 @@ struct Staged {
 
 // Lists the tokens of rows with filters that are within their reach, and sums up the probability mass of all tokens for
 // rows whose first filter needs it.
-extern "C" __global__ void __launch_bounds__(kThreads, 3) list_tokens(STEP_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(kThreads, kListBlocks) list_tokens(STEP_PARAMETERS) {
     __shared__ __align__(16) float biases[kChunk];
     __shared__ SumsOfWarps of_warps;
     __shared__ Staged staged;
