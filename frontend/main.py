@@ -43,7 +43,6 @@ from penstock.frontend.transport.serving.listening import (
     unlink,
 )
 from penstock.frontend.transport.serving.tls import ServerTls, TlsError, TlsFiles
-from penstock.shm.client.replicas.socket_directory import FIRST_NAME
 from penstock.shm.memory.model_table import MAX_MODELS
 from penstock.shm.memory.prefix_table import MAX_REPLICAS, PrefixTable
 from penstock.shm.process.failure import fail
@@ -241,6 +240,8 @@ def _main_socket(options: FrontendOptions) -> Path:
     for option, value in (("--replica-socket", options.replica_socket), ("--model-socket", options.model_socket)):
         if value:
             fail("frontend", f"{option} and --replica-dir exclude each other: the directory has all backends")
+    from penstock.shm.client.replicas.socket_directory import FIRST_NAME  # and the client, which only workers need
+
     path = options.replica_dir / FIRST_NAME
     check_backend_socket("--replica-dir", path)
     return path

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -61,6 +62,7 @@ class Frontend:
         with contextlib.suppress(httpx.TransportError):
             while True:
                 httpx.get(self.client.base_url.join("/health"))
+                time.sleep(0.02)
 
     def end(self) -> int:
         """Return the exit status."""

@@ -6,7 +6,6 @@ to statements; no value is written into a statement's text.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sqlite3
@@ -112,8 +111,7 @@ class Database:
             deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
             if self._thread is None:
                 return self._transact(work, kind, deadline_s)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, self._transact, work, kind, deadline_s)
+            return await _in_thread(self._thread, self._transact, work, kind, deadline_s)
         except sqlite3.DatabaseError as error:
             if isinstance(error, _BUGS):
                 raise
@@ -124,7 +122,7 @@ class Database:
     async def scrub(self) -> None:
         """Remove deleted responses from the write-ahead log on disk."""
         if self._thread is not None:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._truncate_log)
+            await _in_thread(self._thread, self._truncate_log)
 
     def close(self) -> None:
         if self._thread is not None:
@@ -163,6 +161,12 @@ class Database:
         if now_s - self._warned_s >= _WARNS_EVERY_S:
             self._warned_s = now_s
             logger.error("the store of responses cannot be used: %s", error)
+
+
+async def _in_thread(thread: ThreadPoolExecutor, function: Callable[..., T], *arguments: object) -> T:
+    import asyncio  # the commands that only check the file do without
+
+    return await asyncio.get_running_loop().run_in_executor(thread, function, *arguments)
 
 
 def check_file(path: Path, *, max_file_bytes: int) -> None:
