@@ -37,7 +37,7 @@ _WGMMA_TAKEN = 0.55
 """Share of the longest way through that tile's loop that a tile without a cap and a mask takes."""
 _SAMPLED_AT_ONCE = 512
 """Logits of a warp in a turn of the sampler's loops."""
-_DRAWN_TAKEN, _SCANNED_TAKEN, _LISTED_TAKEN = 0.18, 0.037, 0.09
+_DRAWN_TAKEN, _SCANNED_TAKEN, _LISTED_TAKEN = 0.17, 0.037, 0.09
 """Shares of the longest way through such a loop that a row without penalties, biases and masks takes.
 
 In order: where a token is drawn, where only the largest logits are sought, and where few tokens are listed. Counted in

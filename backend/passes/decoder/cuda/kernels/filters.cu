@@ -94,8 +94,9 @@ struct KeptDraws {
             if (kept.gap(x) <= params.largest_gap) best = Largest{}(best, draw(params, position, x, token));
         });
     }
-    __device__ __forceinline__ void add(const Whole& whole, const Kept& kept, const SlotParams& params, int position) {
-        WarpDraw draws(params, position);
+    __device__ __forceinline__ void add(const Whole& whole, const Kept& kept, const SlotParams& params, RoundKeys& keys,
+                                        int position) {
+        WarpDraw draws(params, keys, position);
         float peak = -infinity();
         for_eights(whole.row, 0, whole.row.vocab_size, [&](int first, const float(&x)[8]) {
             float drawn[8];
@@ -127,6 +128,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) filter_rows(STEP_PARAM
     __shared__ __align__(16) float biases[kChunk];
     __shared__ Search search;
     __shared__ SumsOfWarps of_warps;
+    __shared__ RoundKeys keys;
     const Step step = STEP;
     const int slot = step.slots[blockIdx.y];
     if (slot < 0 || !step.states[blockIdx.y].draws) return;
@@ -145,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) filter_rows(STEP_PARAM
         const Whole whole{row};
         kept = all;
         apply_filters(search, of_warps, whole, infinity(), params, sums, kept);
-        draws.add(whole, kept, params, position);
+        draws.add(whole, kept, params, keys, position);
     }
     const int token = draws.token(of_warps);
     if (threadIdx.x != 0) return;

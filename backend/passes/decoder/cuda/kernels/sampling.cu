@@ -12,6 +12,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) scan_rows(STEP_PARAMET
     __shared__ unsigned long long best_of_warp[kMaxWarps];
     __shared__ unsigned largest_of_warp[kMaxWarps];
     __shared__ ReachSearch search;
+    __shared__ RoundKeys keys;
     const Step step = STEP;
     const int slot = step.slots[blockIdx.y];
     if (slot < 0) return;
@@ -21,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) scan_rows(STEP_PARAMET
 
     const bool is_greedy = params.inverse_temperature == 0.0f, is_plain = !is_greedy && !params.is_filtered;
     float peak = -infinity();
-    WarpDraw draws(params, step.position());
+    WarpDraw draws(params, keys, step.position());
     const int2 segment = segment_of(row);
     for_tokens(row, segment.x, segment.y, [&](int own, const float(&x)[kTurns][8]) {
 #pragma unroll

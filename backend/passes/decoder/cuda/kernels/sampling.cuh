@@ -242,16 +242,32 @@ __device__ __forceinline__ bool is_last_of_row(RowState& state) {
     return is_last;
 }
 
+constexpr int kPhiloxRounds = 10;
+
+// Keys of Philox's rounds, computed where they are used.
+struct PhiloxKey {
+    unsigned low_key, high_key;
+
+    __device__ __forceinline__ unsigned low(int round) const { return low_key + round * 0x9e3779b9u; }
+    __device__ __forceinline__ unsigned high(int round) const { return high_key + round * 0xbb67ae85u; }
+};
+// The same from shared memory: registers cannot hold them all, and a loop would compute them again.
+struct __align__(16) RoundKeys {
+    uint2 of_round[kPhiloxRounds];
+
+    __device__ __forceinline__ unsigned low(int round) const { return of_round[round].x; }
+    __device__ __forceinline__ unsigned high(int round) const { return of_round[round].y; }
+};
+
 // Philox4x32-10 (Salmon et al., SC 2011): 4 × 32 random bits for a key and a counter.
-__device__ __forceinline__ uint4 philox(unsigned key_low, unsigned key_high, unsigned counter_0, unsigned counter_1) {
+template <class Keys>
+__device__ __forceinline__ uint4 philox(const Keys& keys, unsigned counter_0, unsigned counter_1) {
     uint4 c = make_uint4(counter_0, counter_1, 0u, 0u);
 #pragma unroll
-    for (int round = 0; round < 10; ++round) {
+    for (int round = 0; round < kPhiloxRounds; ++round) {
         const unsigned high_0 = __umulhi(0xd2511f53u, c.x), low_0 = 0xd2511f53u * c.x;
         const unsigned high_1 = __umulhi(0xcd9e8d57u, c.z), low_1 = 0xcd9e8d57u * c.z;
-        c = make_uint4(high_1 ^ c.y ^ key_low, low_1, high_0 ^ c.w ^ key_high, low_0);
-        key_low += 0x9e3779b9u;
-        key_high += 0xbb67ae85u;
+        c = make_uint4(high_1 ^ c.y ^ keys.low(round), low_1, high_0 ^ c.w ^ keys.high(round), low_0);
     }
     return c;
 }
@@ -276,7 +292,7 @@ __device__ __forceinline__ unsigned long long draw_with(unsigned bits, const Slo
 
 // The draw of one token.
 __device__ __forceinline__ unsigned long long draw(const SlotParams& params, int position, float logit, int token) {
-    const uint4 random = philox(params.seed_low, params.seed_high, position, token / 4);
+    const uint4 random = philox(PhiloxKey{params.seed_low, params.seed_high}, position, token / 4);
     const unsigned low = token & 1 ? random.y : random.x, high = token & 1 ? random.w : random.z;
     return draw_with(token & 2 ? high : low, params, logit, token);
 }
@@ -284,14 +300,21 @@ __device__ __forceinline__ unsigned long long draw(const SlotParams& params, int
 // The best draw of a warp's tokens. Noise is computed only for tokens that may beat the best draw so far.
 struct WarpDraw {
     const SlotParams& params;
+    const RoundKeys& keys;
     int position;
     unsigned long long best;  // of this lane
     float best_score;         // of the warp
     float slope, least;       // see may_win
 
-    __device__ __forceinline__ WarpDraw(const SlotParams& params, int position)
-        : params(params), position(position), best(0), best_score(-infinity()),
-          slope(params.inverse_temperature * kLog2E), least(-infinity()) {}
+    // keys: shared memory, which this fills. All threads of the block call.
+    __device__ __forceinline__ WarpDraw(const SlotParams& params, RoundKeys& keys, int position)
+        : params(params), keys(keys), position(position), best(0), best_score(-infinity()),
+          slope(params.inverse_temperature * kLog2E), least(-infinity()) {
+        const PhiloxKey key{params.seed_low, params.seed_high};
+        const int round = threadIdx.x;
+        if (round < kPhiloxRounds) keys.of_round[round] = make_uint2(key.low(round), key.high(round));
+        __syncthreads();
+    }
 
     // Add tokens first to first + 7 of each lane; return whether one of them might have won. NaN and infinity might. The
     // whole warp calls.
@@ -299,7 +322,7 @@ struct WarpDraw {
         unsigned bits[8];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const uint4 random = philox(params.seed_low, params.seed_high, position, unsigned(first) / 4 + half);
+            const uint4 random = philox(keys, position, unsigned(first) / 4 + half);
             unsigned* four = bits + 4 * half;
             four[0] = random.x, four[1] = random.y, four[2] = random.z, four[3] = random.w;
         }
