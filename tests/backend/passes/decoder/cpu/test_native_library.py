@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -69,6 +70,33 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_kept_library_is_loaded_without_a_compiler(compiled: Path, build: KernelBuild) -> None:
     assert open_library(compiled, build, None).ps_abi() == native_library.ABI
     assert [path.suffix for path in compiled.iterdir()] == [".so"]
+
+
+def test_library_that_another_process_was_compiling_is_loaded_without_a_compiler(
+    original: Path, build: KernelBuild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "private"
+    library = next(original.iterdir())
+
+    def wait(*_: object) -> None:
+        """For a lock, which the other process releases once the library is complete."""
+        shutil.copy2(library, directory)
+
+    monkeypatch.setattr("fcntl.flock", wait)
+    assert open_library(directory, build, None).ps_abi() == native_library.ABI
+    assert [path.name for path in directory.iterdir()] == [library.name]
+
+
+def test_library_is_compiled_on_a_file_system_without_locks(
+    compiled: Path, build: KernelBuild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = write_compiler(tmp_path, f'while [ "$1" != -o ]; do shift; done\ncp {compiled}/{build.name}.so "$2"')
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert open_library(tmp_path / "new", build, compiler).ps_abi() == native_library.ABI
 
 
 def test_changed_sources_and_flags_change_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
