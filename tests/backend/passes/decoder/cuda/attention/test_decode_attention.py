@@ -135,9 +135,10 @@ def test_decode_has_no_races_and_stays_in_bounds(kv_dtype: str, launcher: Launch
     Batch.of(attention, [None, *rows_of(1, 40, 300, 530)]).check(launcher)
 
 
-@pytest.mark.parametrize(("number", "head_dim", "kv_dtype"), [(i, *each) for i, each in enumerate(ALL_CACHES)])
+@pytest.mark.parametrize(("number", "head_dim", "kv_dtype"), [(i, *each) for i, each in enumerate(ALL_CACHES[::2])])
 def test_every_head_size_has_no_races_with_the_least_shared_memory(number: int, head_dim: int, kv_dtype: str) -> None:
-    """Each in one order; the test above runs one head size in all orders."""
+    """Each with some caches, and each cache with some head sizes, in one order; the test above runs one head size in
+    all orders."""
     launcher = CHECKED[number % len(CHECKED)]
     attention = attention_of(head_dim, kv_dtype, page_size=32, shared_bytes=SMALL_SHARED_BYTES, window=290, num_sms=2)
     Batch.of(attention, rows_of(30, 600)).check(launcher)

@@ -234,9 +234,10 @@ def test_prefill_has_no_races_and_stays_in_bounds(kv_dtype: str, launcher: Launc
     check(attention_of(64, kv_dtype, group=3), rows_of((70, 1), (0, 20), (60, 9)), launcher)
 
 
-@pytest.mark.parametrize(("number", "head_dim", "kv_dtype"), [(i, *each) for i, each in enumerate(SHAPES)])
+@pytest.mark.parametrize(("number", "head_dim", "kv_dtype"), [(i, *each) for i, each in enumerate(SHAPES[::2])])
 def test_every_head_size_has_no_races_with_a_window(number: int, head_dim: int, kv_dtype: str) -> None:
-    """Each in one order; the test above runs one head size in all orders."""
+    """Each with some caches, and each cache with some head sizes, in one order; the test above runs one head size in
+    all orders."""
     launcher = CHECKED[number % len(CHECKED)]
     check(attention_of(head_dim, kv_dtype, group=1, window=20, softcap=5.0), rows_of((64, 20)), launcher)
 
