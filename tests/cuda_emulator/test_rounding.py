@@ -14,9 +14,8 @@ from penstock.tools.gpu_check.cases.check import Check
 from penstock.tools.gpu_check.cases.ptx.wrappers import WRAPPERS
 from penstock.tools.gpu_check.cases.sampling.logprobs import check_logprobs
 from penstock.tools.gpu_check.cases.sampling.sampler import FILTERS, check_distribution, check_filter, check_noise
-from penstock.tools.gpu_check.checks import deterministic_passes
+from penstock.tools.gpu_check.checks import deterministic_passes, pass_agreement
 from penstock.tools.gpu_check.checks.deterministic_passes import BatchCase, PassSizes
-from penstock.tools.gpu_check.checks.pass_agreement import check_passes
 from penstock.tools.gpu_check.devices.device_context import DeviceContext
 from penstock.tools.gpu_check.model_configs import TINY_FAMILY
 from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
@@ -96,10 +95,11 @@ def test_draws_are_the_same_with_device_rounding() -> None:
     check_logprobs(DEVICE, torch.bfloat16, 20_000)
 
 
-def test_passes_agree_with_the_cpu_pass_with_device_rounding(tmp_path: Path) -> None:
+def test_passes_agree_with_the_cpu_pass_with_device_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pass_agreement, "_ROWS", 2)
     context = DeviceContext(EmulatedDevice("device"), HostClock(), NoMemoryCounter(), lambda: EmulatedDevice("device"))
     record = Record(tmp_path)
-    check_passes(record.results, context, ("qwen3",), ("int4",))
+    pass_agreement.check_passes(record.results, context, ("qwen3",), ("int4",))
     assert {"pass.qwen3.tokens", "pass.qwen3.bf16", "pass.qwen3.fp16"} <= set(record.findings())
 
 
