@@ -83,20 +83,25 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
     if (window > 0 && tiles[4 * blockIdx.y + 2] > 0) return;
     const QueryTile<kQueryRows> tile(step, int(blockIdx.y));
     const KeyRange range(step, tile, window);
-    const bool computes = threadIdx.x < kThreads;
-    if (threadIdx.x == kThreads) shared.ring.init();
+    const bool computes = threadIdx.x < kThreads, copies = threadIdx.x / 32 == kComputingWarps;
+    const auto boxes = [&] {
+        return BoxCopies(shared.ring, cache, tile.pages, page_bits, range.begin, range.end, tile.length);
+    };
+    if (copies) {
+        if (threadIdx.x == kThreads) shared.ring.init();
+        __syncwarp();
+        boxes().start();  // while the others load queries
+    }
     if (computes) load_queries(shared.queries, tile, qkv, act);
     if (threadIdx.x < kQueryRows) shared.positions[threadIdx.x] = tile.position(int(threadIdx.x));
     fence_stores();
     __syncthreads();
 
     if (!computes) {
-        keep_registers<24>();
-        if (threadIdx.x / 32 == kComputingWarps) {
-            BoxCopies(shared.ring, cache, tile.pages, page_bits, range.begin, range.end).run();
-        }
+        keep_registers<40>();
+        if (copies) boxes().run();
     } else {
-        take_registers<240>();
+        take_registers<232>();
         Sums sums;
         PerRow references, totals;
         reset(sums, references, totals);

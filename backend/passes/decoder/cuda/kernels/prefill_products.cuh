@@ -80,17 +80,32 @@ __device__ __forceinline__ int query_place(int row, int chunk) {
 }
 
 // Load the tile's queries, swizzled; rows that do not exist become 0.
+template <class T>
+__device__ __forceinline__ void load_queries_of(unsigned char* target, const QueryTile<kQueryRows>& tile, const T* qkv) {
+    constexpr int kAll = kQueryRows * kChunks, kAtOnce = 4;
+    const int heads_per_token = (tile.group + 2) * int(gridDim.x), first_head = int(blockIdx.x) * tile.group;
+    for (int first = int(threadIdx.x); first < kAll; first += kAtOnce * kThreads) {
+        float x[kAtOnce][8];
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {  // no branch, so that the loads do not wait for each other
+            const int i = first + n * kThreads, row = min(i / kChunks, tile.num_rows - 1);
+            load8(qkv + tile.head(row, heads_per_token, first_head) * HEAD_DIM + i % kChunks * 8, x[n]);
+        }
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+            const int i = first + n * kThreads, row = i / kChunks;
+            if (i >= kAll) break;
+#pragma unroll
+            for (int e = 0; e < 8; ++e) x[n][e] = row < tile.num_rows ? x[n][e] : 0.0f;
+            store8(reinterpret_cast<Factor*>(target + query_place(row, i % kChunks)), x[n]);
+        }
+    }
+}
 __device__ __forceinline__ void load_queries(unsigned char* target, const QueryTile<kQueryRows>& tile, const void* qkv,
                                              int act) {
-    const int heads_per_token = (tile.group + 2) * int(gridDim.x), first_head = int(blockIdx.x) * tile.group;
-    for (int i = int(threadIdx.x); i < kQueryRows * kChunks; i += kThreads) {
-        const int row = i / kChunks, chunk = i % kChunks;
-        float x[8] = {};
-        if (row < tile.num_rows) {
-            load8_act(qkv, tile.head(row, heads_per_token, first_head) * HEAD_DIM + chunk * 8, act, x);
-        }
-        store8(reinterpret_cast<Factor*>(target + query_place(row, chunk)), x);
-    }
+    if (act == 0) load_queries_of(target, tile, static_cast<const float*>(qkv));
+    else if (act == 1) load_queries_of(target, tile, static_cast<const Bf16*>(qkv));
+    else load_queries_of(target, tile, static_cast<const Fp16*>(qkv));
 }
 
 // scores = queries · keysᵀ for the warp's rows.

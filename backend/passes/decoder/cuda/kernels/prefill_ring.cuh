@@ -43,46 +43,51 @@ struct Ring {
     }
 };
 
-// Copies the keys and values of one sequence's positions from `begin` to `end`, from a cache [pages, 2, kv heads,
-// page size, HEAD_DIM]. A box is 64 numbers of a page's rows.
+// Copies the keys and values of tiles with positions from `begin` to `end` of one sequence, which has `length` positions,
+// from a cache [pages, 2, kv heads, page size, HEAD_DIM]. A box is 64 numbers of a page's rows.
 struct BoxCopies {
     Ring& ring;
     const TensorMap& cache;
     const int* pages;  // of the sequence
     int page_bits;     // 2^page_bits tokens in a page
-    int begin, end;
+    int begin, end, length;
     int half, box_token;  // of the lane's box, within a tile
+    int first, page;      // of the next tile, and the page of the lane's box in it
     unsigned num_unmasked = 0;
 
     __device__ __forceinline__ BoxCopies(Ring& ring, const TensorMap& cache, const int* pages, int page_bits, int begin,
-                                         int end)
-        : ring(ring), cache(cache), pages(pages), page_bits(page_bits), begin(begin), end(end) {
+                                         int end, int length)
+        : ring(ring), cache(cache), pages(pages), page_bits(page_bits), begin(begin), end(end), length(length) {
         const int lane = int(threadIdx.x & 31), boxes_of_half = kTokens >> page_bits;
         half = lane / boxes_of_half;
         box_token = lane % boxes_of_half << page_bits;
+        first = begin / kTokens * kTokens;
+        page = find_page(first);
     }
 
-    // Copy all tiles in turn. All lanes of one warp call together.
+    // Copy the first tile of keys, and then all others. All lanes of one warp call together.
+    __device__ __forceinline__ void start() { copy(0, 2 * page, false); }
     __device__ __forceinline__ void run() {
-        int number = 0, page = find_page(begin / kTokens * kTokens);
-        for (int first = begin / kTokens * kTokens; first < end; first += kTokens) {
+        for (int number = 1;;) {
             const int next_page = find_page(first + kTokens);
-            copy(number++, 2 * page, false, first);
             // Products also read values whose weight is 0. Other numbers than the sequence's may be NaN.
-            copy(number++, 2 * page + 1, first < begin || first + kTokens > end, first);
+            copy(number++, 2 * page + 1, first < begin || first + kTokens > length);
+            first += kTokens;
             page = next_page;
+            if (first >= end) break;
+            copy(number++, 2 * page, false);
         }
     }
 
   private:
-    // Page 0 for positions that are not in [begin, end).
+    // Page 0 for positions before `begin` and outside the sequence.
     __device__ __forceinline__ int find_page(int first) const {
         const int position = first + box_token;
-        const bool exists = half < kHalves && position + (1 << page_bits) > begin && position < end;
+        const bool exists = half < kHalves && position + (1 << page_bits) > begin && position < length;
         return exists ? __ldg(pages + (position >> page_bits)) : 0;
     }
 
-    __device__ __forceinline__ void copy(int number, int half_page, bool masks, int first) {
+    __device__ __forceinline__ void copy(int number, int half_page, bool masks) {
         const int slot = number % kSlots, lane = int(threadIdx.x & 31);
         unsigned char* tile = ring.tiles[slot];
         Barrier* barrier = masks ? &ring.unmasked : &ring.full[slot];
@@ -96,7 +101,7 @@ struct BoxCopies {
         if (!masks) return;
         barrier_wait(barrier, num_unmasked++ & 1);
         for (int row = 0; row < kTokens; ++row) {
-            if (first + row >= begin && first + row < end) continue;
+            if (first + row >= begin && first + row < length) continue;
             if (lane < kHalves * 8) {
                 *reinterpret_cast<uint4*>(tile + lane / 8 * kHalfBytes + row * 128 + lane % 8 * 16) =
                     make_uint4(0, 0, 0, 0);

@@ -39,6 +39,7 @@ template <int NUM_ROWS> struct QueryTile {
     int first_token;   // of the step row, in the step
     int context;       // position of that token
     const int* pages;  // of its sequence
+    int length;        // of the sequence, with the step row's tokens
 
     __device__ __forceinline__ QueryTile(const PrefillStep& step, int tile) : group(step.group) {
         const int row = step.tiles[4 * tile];
@@ -46,13 +47,16 @@ template <int NUM_ROWS> struct QueryTile {
         first_token = step.query_starts[row];
         context = step.context_lens[row];
         pages = step.page_table + (long long)(step.slots[row]) * step.max_pages;
-        num_rows = min(NUM_ROWS, (step.query_starts[row + 1] - first_token) * group - first);
+        const int num_tokens = step.query_starts[row + 1] - first_token;
+        num_rows = min(NUM_ROWS, num_tokens * group - first);
+        length = context + num_tokens;
     }
 
     // Of rows that are computed whole: a token's position is its place in its row. tile: step row, first query row.
     __device__ __forceinline__ QueryTile(const int* row_starts, const int* tile)
         : first(tile[1]), group(1), first_token(row_starts[tile[0]]), context(0), pages(nullptr) {
-        num_rows = min(NUM_ROWS, row_starts[tile[0] + 1] - first_token - first);
+        length = row_starts[tile[0] + 1] - first_token;
+        num_rows = min(NUM_ROWS, length - first);
     }
 
     // Rows that do not exist have the position of the last one.
