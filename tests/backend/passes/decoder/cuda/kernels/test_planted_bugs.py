@@ -203,8 +203,8 @@ PREFILL_WGMMA = (
     Bug(WGMMA, "token <= last && token + kTokens - 1 > first - window", "token <= last && token > first - window"),
     Bug(WGMMA, "step / 4 * kHalfBytes + column_bytes", "column_bytes"),
     Bug(WGMMA, "stop > kShortestSegment", "false"),
-    Bug(RING, "first < begin || first + kTokens > end", "first < begin"),
-    Bug(RING, "first < begin || first + kTokens > end", "first + kTokens > end"),
+    Bug(RING, "first < begin || first + kTokens > length", "first < begin"),
+    Bug(RING, "first < begin || first + kTokens > length", "first + kTokens > length"),
     Bug(RING, "half * 64", "0"),
     Bug("prefill_products.cuh", "chunk % 8 ^ row % 8", "chunk % 8"),
 )
