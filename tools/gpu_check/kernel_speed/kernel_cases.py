@@ -140,7 +140,12 @@ def kernel_cases(sizes: KernelSizes) -> list[KernelCase]:
         for name, rows, tokens, window in sizes.encoder
     ]
     cases += [
-        KernelCase(f"sampling.256x128k.{kind}", partial(_sampling, sizes, params)) for kind, params in _SAMPLING.items()
+        KernelCase(f"sampling.256x128k.{kind}", partial(_sampling, sizes, params, 3.0, 0.0))
+        for kind, params in _SAMPLING.items()
+    ]
+    cases += [
+        KernelCase(f"sampling.256x128k.top_p.{kind}", partial(_sampling, sizes, _SAMPLING["top_p"], *logits))
+        for kind, logits in _OTHER_LOGITS.items()
     ]
     for num_tokens in sizes.elementwise_tokens:
         cases += [
@@ -170,6 +175,8 @@ _SAMPLING = {
     "penalties": SamplingParams(temperature=0.8, frequency_penalty=0.1, repetition_penalty=1.1),
     "filtered": SamplingParams(temperature=0.8, top_k=50, top_p=0.9, typical_p=0.95, min_p=0.02),
 }
+_OTHER_LOGITS = {"flat": (0.5, 0.0), "peaked": (2.0, 14.0)}
+"""Deviation of all logits, and what is added to one of 2,000: rows of which top-p keeps most tokens, or few."""
 
 
 @dataclass(frozen=True)
@@ -272,12 +279,16 @@ def _encoder(
     return PreparedCase([attend], 4.0 * num_rows * num_tokens * seen * width, "TFLOP/s")
 
 
-def _sampling(sizes: KernelSizes, params: SamplingParams, context: DeviceContext) -> PreparedCase:
+def _sampling(
+    sizes: KernelSizes, params: SamplingParams, deviation: float, likely: float, context: DeviceContext
+) -> PreparedCase:
     rows, vocab = sizes.sampling_rows, sizes.vocab_size
     arrays = SlotArrays(rows, vocab, context.torch_device)
     sampler = DeviceSampler(context.device.launcher, arrays, torch.bfloat16)
     context.device.launcher.prepare(sampler.kernels)
-    logits = [(torch.randn(rows, vocab, device=context.torch_device) * 3).bfloat16() for _ in range(4)]
+    logits = [torch.randn(rows, vocab, device=context.torch_device) * deviation for _ in range(4)]
+    for x in logits:
+        x[:, ::2000] += likely
     slots = torch.arange(rows, dtype=torch.int32, device=context.torch_device)
     contexts = torch.full((rows,), 100, dtype=torch.int32, device=context.torch_device)
     tokens = torch.empty(rows, dtype=torch.int32, device=context.torch_device)
@@ -285,7 +296,9 @@ def _sampling(sizes: KernelSizes, params: SamplingParams, context: DeviceContext
     packed = sampler.pack([SlotInit(slot, params, prompt, len(prompt)) for slot in range(rows)])
     sampler.take_slots(torch.from_numpy(packed).to(context.torch_device), rows)
     features = sampler.features(np.arange(rows, dtype=np.int32))
-    works: list[Callable[[], object]] = [partial(sampler.sample, x, slots, contexts, features, tokens) for x in logits]
+    works: list[Callable[[], object]] = [
+        partial(sampler.sample, x.bfloat16(), slots, contexts, features, tokens) for x in logits
+    ]
     return PreparedCase(works, detail=f"{rows} rows of {vocab}")
 
 
