@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
+
+if __name__ == "__main__":
+    gc.disable()  # 8 % of the time of the imports; `main` enables it
+
+import asyncio
 import logging
 import os
 import signal
@@ -174,6 +178,7 @@ def main() -> None:
     # Objects made at start-up stay as long as the process: the collector need not visit them again.
     gc.collect()
     gc.freeze()
+    gc.enable()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
