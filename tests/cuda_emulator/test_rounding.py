@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from penstock.backend.passes.decoder.cuda.device.launcher import Kernel
+from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
 from penstock.tools.gpu_check.cases.catalogue import invariance_checks, small_checks
 from penstock.tools.gpu_check.cases.check import Check
 from penstock.tools.gpu_check.cases.ptx.wrappers import WRAPPERS
@@ -97,6 +98,7 @@ def test_draws_are_the_same_with_device_rounding() -> None:
 
 def test_passes_agree_with_the_cpu_pass_with_device_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pass_agreement, "_ROWS", 2)
+    monkeypatch.setattr(pass_agreement, "_SIZES", StepSizes(max_rows=2, max_tokens=80, max_context_tokens=80))
     context = DeviceContext(EmulatedDevice("device"), HostClock(), NoMemoryCounter(), lambda: EmulatedDevice("device"))
     record = Record(tmp_path)
     pass_agreement.check_passes(record.results, context, ("qwen3",), ("int4",))

@@ -15,6 +15,7 @@ from penstock.backend.passes.decoder.cuda import kernel_manifest
 from penstock.backend.passes.decoder.cuda.device.cubin_cache import cubin_name
 from penstock.backend.passes.decoder.cuda.device.cupy_launcher import LoadedKernel
 from penstock.backend.passes.decoder.cuda.device.launcher import Kernel, group_by_module
+from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
 from penstock.tools.gpu_check.cases.attention.choices import choice_checks
 from penstock.tools.gpu_check.cases.catalogue import wgmma_checks, wide_checks
 from penstock.tools.gpu_check.cases.check import Check
@@ -117,6 +118,7 @@ def test_checks_stop_when_only_the_reserve_is_left(tmp_path: Path) -> None:
 
 def test_cuda_pass_agrees_with_the_cpu_pass(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pass_agreement, "_ROWS", 2)
+    monkeypatch.setattr(pass_agreement, "_SIZES", StepSizes(max_rows=2, max_tokens=80, max_context_tokens=80))
     pass_agreement.check_passes(
         record.results,
         make_device_context(),
