@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -103,7 +102,6 @@ def test_bad_upgrades_leave_the_old_backend_and_one_without_memory_for_two_lets_
     upgrading = begin_upgrade(tmp_path, "--kv-budget", "auto")
     while upgrading.poll() is None:
         assert serve.complete() == expected
-        time.sleep(0.05)
     shown, _ = upgrading.communicate()
     assert (upgrading.returncode, "the old one ends first" in shown) == (0, True), shown
     assert serve.pids("penstock.backend.main") != before
