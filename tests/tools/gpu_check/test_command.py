@@ -104,7 +104,7 @@ def read_report(place: Path) -> dict[str, Any]:
     return report
 
 
-def test_quick_run_checks_measures_and_compares_with_a_baseline(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_run_is_the_baseline_of_a_whole_runs_sections(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (place / "sitecustomize.py").write_text(IN_SECTIONS)
     kept = place / "kept.json"
     monkeypatch.setenv("FIXED_US", "100")
@@ -126,18 +126,13 @@ def test_quick_run_checks_measures_and_compares_with_a_baseline(place: Path, mon
     assert sorted(path.name for path in (place / "out").iterdir()) == ["cubins", "report.json", "report.md"]
 
     monkeypatch.setenv("FIXED_US", "120")
-    done = run(place, "--quick", "--only", "kernels", "--baseline", str(kept), "--budget", "200")
+    options = ("--only", "kernels,nano-vllm", "--peers", str(place), "--baseline", str(kept), "--budget", "200")
+    done = run(place, *options)
     assert done.returncode == 1
     assert "FAILED baseline: baseline.attention.decode.1x1k 20.0 % worse than 100" in done.stdout
-    assert all(row["verdict"] == "fail" for row in read_report(place)["compared"])
-
-
-def test_only_selects_sections_of_a_whole_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (place / "sitecustomize.py").write_text(IN_SECTIONS)
-    monkeypatch.setenv("FIXED_US", "100")
-    done = run(place, "--only", "kernels,nano-vllm", "--peers", str(place), "--budget", "200")
-    assert done.returncode == 0
-    kernels, nano_vllm = read_report(place)["sections"]
+    report = read_report(place)
+    assert all(row["verdict"] == "fail" for row in report["compared"])
+    kernels, nano_vllm, _baseline = report["sections"]
     names = {finding["name"] for finding in kernels["findings"]}
     assert {"peer.fa3", "peer.cudnn.prefill.p"} <= names
     assert nano_vllm["findings"][0]["detail"] == "not measured: nanovllm is neither installed nor in --peers"
