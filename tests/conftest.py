@@ -9,6 +9,7 @@ import sys
 import zlib
 
 import pytest
+from hypothesis import settings
 
 from penstock.backend.passes.decoder.cpu.thread_counts import configure_torch_threads
 from penstock.tools.forward_pass_contract import options as contract_options
@@ -22,6 +23,9 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # HTTP clients look for authorities here, where none is, instead of reading all of the system's: 20 ms for each client.
 os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)
+# No test asserts a time.
+settings.register_profile("without deadline", deadline=None)
+settings.load_profile("without deadline")
 # Collection makes millions of objects that stay; pytest_collection_finish turns the collector on again.
 gc.disable()
 

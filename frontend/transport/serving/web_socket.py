@@ -84,10 +84,14 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
     def close_for_another(self) -> None:
         """Called when a new connection needs the place of this one, which is idle."""
-        super().shutdown()
+        self._close()
 
     def shutdown(self) -> None:
         """Called when the server stops. What the application works on may still end."""
         self._is_ending = True
         if not self._is_working:
+            self._close()
+
+    def _close(self) -> None:
+        if not self.transport.is_closing():  # uvicorn would send a second close frame, which raises an error
             super().shutdown()

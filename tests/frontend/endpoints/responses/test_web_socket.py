@@ -249,6 +249,21 @@ async def test_response_that_runs_may_end_when_the_server_stops(backend: FakeBac
         assert each.value.rcvd.code == 1012
 
 
+async def test_server_may_stop_while_a_connection_closes(backend: FakeBackend) -> None:
+    app = make_app(backend)
+    listening = create_server(("127.0.0.1", 0))
+    server = HttpServer(app, app.exchanges, listening, drain_timeout_s=60, max_connections=8)
+    running = asyncio.create_task(server.run())
+    async with connect(f"ws://127.0.0.1:{listening.getsockname()[1]}/v1/responses", proxy=None) as idle:
+        (connection,) = server._server.server_state.connections
+        connection.close_for_another()
+        connection.shutdown()
+        with pytest.raises(ConnectionClosed):
+            await asyncio.wait_for(idle.recv(), 60)
+    server.stop()
+    await running
+
+
 async def test_upgrade_needs_a_key(backend: FakeBackend) -> None:
     app = make_app(backend, api_keys=("secret",))
     assert await refusal_of(app) == (401, "invalid_api_key")
