@@ -271,7 +271,7 @@ def check_misjudged_rows(launcher: Launcher) -> None:
     logits[4000] = 0.0
     for params in ({"top_p": 0.5}, {"top_k": 3000, "top_p": 0.9}, {"top_k": 9000, "top_p": 0.9}):
         check_thresholds(launcher, params, logits=logits)
-    logits[:4000] -= 2.0
+    logits[:4000] -= 4.0
     check_thresholds(launcher, {"typical_p": 0.3}, logits=logits)
 
 
