@@ -84,6 +84,8 @@ class DecodeWorkspace:
     """fp32 [max_rows, num_heads, max_chunks, 2]."""
     tickets: Tensor
     """int32 [max_rows, num_kv_heads]; counts a row's finished chunks, and is 0 between launches."""
+    claims: Tensor
+    """int32 [2]; counts claimed chunks and ended blocks, and is 0 between launches."""
 
 
 class DecodeAttention:
@@ -145,7 +147,7 @@ class DecodeAttention:
         max(16, 256 / KV heads), so this is at most about 1 KB · max_rows · group · (head_dim + 2)."""
         rows, heads, chunks = self.max_rows, self.num_heads, self.max_chunks
         per_row = chunks * (16 + heads * (self.layout.head_dim + 2) * 4) + self.layout.num_kv_heads * 4
-        return rows * per_row + 4
+        return rows * per_row + 12
 
     def make_workspace(self, device: str | torch.device) -> DecodeWorkspace:
         rows, heads, chunks = self.max_rows, self.num_heads, self.max_chunks
@@ -159,6 +161,7 @@ class DecodeAttention:
             partial_out=zeros(rows, heads, chunks, self.layout.head_dim, dtype=torch.float32),
             partial_peaks=zeros(rows, heads, chunks, 2, dtype=torch.float32),
             tickets=zeros(rows, self.layout.num_kv_heads, dtype=torch.int32),
+            claims=zeros(2, dtype=torch.int32),
         )
 
     def plan(
@@ -206,6 +209,7 @@ class DecodeAttention:
             workspace.partial_out,
             workspace.partial_peaks,
             workspace.tickets,
+            workspace.claims,
             sinks,
             out,
             act,

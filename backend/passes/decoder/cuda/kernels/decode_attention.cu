@@ -142,49 +142,55 @@ struct Results {
 // qkv [rows, (group + 2) * num_kv_heads * HEAD_DIM] and out [rows, group * num_kv_heads * HEAD_DIM] have the type that act
 // names. cache: the layer's pages. sinks: see Results. page_table: [slots, max_pages]. items, num_items: written by
 // plan_decode with the same window and max_chunks. chunks, peaks: see Results. tickets: [rows * num_kv_heads], 0 before and after.
+// claims [2]: items that blocks have claimed, and blocks that have ended; 0 before and after.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     decode_attention(const void* qkv, unsigned char* cache, const int* page_table, const Item* items,
-                     const int* num_items, float* chunks, float2* peaks, unsigned* tickets,
+                     const int* num_items, float* chunks, float2* peaks, unsigned* tickets, unsigned* claims,
                      const float* __restrict__ sinks, void* out, int act, int max_pages, int group, int num_kv_heads,
                      int page_shift, int window, int max_chunks, float scale, float softcap) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ WarpHeads::Shared heads_shared;
-    __shared__ TileStream::Queued queued[NUM_WARPS];
+    __shared__ TileStream::Queued queued[NUM_WARPS], upcoming;
     __shared__ float2 warp_peaks[NUM_WARPS][kMaxGroup];
     __shared__ const float* warp_rows[NUM_WARPS];
     __shared__ int is_last;
     const int warp = threadIdx.x / 32;
-    int next = blockIdx.x;
     // All blocks run at once, so the next product begins to fetch its weights beside those that have no item left.
     let_next_kernel_begin();
     wait_for_earlier_kernels();
-    const auto has_item = [&](int i) { return i < *static_cast<const volatile int*>(num_items) * num_kv_heads; };
-    if (!has_item(next)) return;
+    const auto find = [&](int index) {
+        TileStream::Queued found{{}, -1};
+        if (index < *static_cast<const volatile int*>(num_items) * num_kv_heads)
+            found = TileStream::Queued{items[index / num_kv_heads], index % num_kv_heads};
+        return found;
+    };
 
     const Results results{out, chunks, peaks, sinks, act, num_kv_heads, group, max_chunks};
     const Scorer scorer(scale, softcap);
     WarpHeads heads(heads_shared);
     TileStream stream(shared + warp * RING_TILES * kTileBytes, cache, page_table, queued[warp], max_pages, page_shift,
                       num_kv_heads, window, max_chunks);
-    Item item = items[next / num_kv_heads];
-    stream.open(item, next % num_kv_heads);
-    next += gridDim.x;
-    bool more = has_item(next);
-    if (more) stream.queue(items[next / num_kv_heads], next % num_kv_heads);
-    for (int kv_head = blockIdx.x % num_kv_heads;; kv_head = next % num_kv_heads, next += gridDim.x) {
-        // next: the item after this one, if there are more
+    // A block has three items from the start. Multiprocessors do not read equally fast, so it claims further ones, two
+    // ahead: thread 0 does.
+    TileStream::Queued current = find(blockIdx.x);
+    if (current.kv_head >= 0) stream.open(current);
+    TileStream::Queued coming = find(blockIdx.x + gridDim.x);
+    if (coming.kv_head >= 0) stream.queue(coming);
+    bool more = coming.kv_head >= 0;
+    int second_next = blockIdx.x + 2 * gridDim.x;
+    while (current.kv_head >= 0) {
+        const Item& item = current.item;
         const Span span(item.length, window, max_chunks);
-        const Work work{item.row, item.chunk, span.num_chunks, kv_head};
+        const Work work{item.row, item.chunk, span.num_chunks, current.kv_head};
         stream.read(item, span);
-        // For the second next item: outputs of wide heads, and scales, need the registers.
+        // Outputs of wide heads, and scales, need the registers.
         constexpr bool kLooksLate = HEAD_DIM > 128 || KV_DTYPE == 2;
-        Item after;
-        bool has_after = false;
-        const auto look = [&] {
-            has_after = more && has_item(next + gridDim.x);
-            if (has_after) after = items[(next + gridDim.x) / num_kv_heads];
-        };
-        if (!kLooksLate) look();
+        TileStream::Queued found{{}, -1};
+        int claimed = 0;
+        if (threadIdx.x == 0) {
+            if (!kLooksLate) found = find(second_next);
+            claimed = 3 * gridDim.x + atomicAdd(claims, 1u);
+        }
 
         const long long qkv_row = static_cast<long long>(work.row) * (group + 2) * num_kv_heads;
         load_queries(heads, qkv, (qkv_row + work.kv_head * group) * HEAD_DIM, act, group);
@@ -192,17 +198,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
             heads.add_keys(stream.next(0), scorer, stream.token(tile), stream.begin, stream.end, group);
             heads.add_values(stream.next(1), stream.token(tile), stream.end, group);
         }
-        if (kLooksLate) look();
-        if (more) {
-            item = stream.advance();
-            if (has_after) stream.queue(after, (next + gridDim.x) % num_kv_heads);
-            stream.fill();
+        if (threadIdx.x == 0) {
+            if (kLooksLate) found = find(second_next);
+            upcoming = found;
+            second_next = claimed;
         }
+        current.kv_head = -1;
+        if (more) current = stream.advance();
         __syncwarp();  // all lanes have read the last tile, whose memory takes the warp's results
         float* rows = reinterpret_cast<float*>(stream.last_read());
         if (threadIdx.x % 32 == 0) warp_rows[warp] = rows;
         heads.store<0>(rows, warp_peaks[warp], scorer, group);
         __syncthreads();
+        more = upcoming.kv_head >= 0;
+        if (more) stream.queue(upcoming);
+        if (current.kv_head >= 0) stream.fill();
         results.merge_warps(work, 0, warp_rows, warp_peaks);
         __syncthreads();  // the results have been read, so the next ones, or tiles, can overwrite them
         if (group > kMergeHeads) {
@@ -220,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
                 if (threadIdx.x == 0) *ticket = 0;
             }
         }
-        if (!more) break;
-        more = has_after;
     }
+    // The last block sets the counters back.
+    if (threadIdx.x == 0 && take_ticket(claims + 1) + 1 == gridDim.x) claims[0] = claims[1] = 0;
 }

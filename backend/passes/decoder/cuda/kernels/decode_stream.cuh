@@ -11,7 +11,7 @@ struct TileStream {
     // The chunk after the one that is copied. Each warp has its own, because a warp takes it when it needs it.
     struct Queued {
         Item item;
-        int kv_head;
+        int kv_head;  // -1: there is none
     };
 
     // The same for all items.
@@ -43,17 +43,18 @@ struct TileStream {
           page_shift(page_shift), num_kv_heads(num_kv_heads), window(window), max_chunks(max_chunks) {}
 
     // Begin with a block's first chunk.
-    __device__ __forceinline__ void open(const Item& item, int head) {
-        queue(item, head);
+    __device__ __forceinline__ void open(const Queued& chunk) {
+        queue(chunk);
         take();
         read_at = copy_at = 0;
         fill();
     }
 
     // Name the chunk after the one that is copied, and look its pages up. None may be queued.
-    __device__ __forceinline__ void queue(const Item& item, int head) {
+    __device__ __forceinline__ void queue(const Queued& chunk) {
+        const Item item = chunk.item;
         __syncwarp();  // all lanes have read the last one
-        if (threadIdx.x % 32 == 0) queued = Queued{item, head};
+        if (threadIdx.x % 32 == 0) queued = chunk;
         __syncwarp();
         const Span span(item.length, window, max_chunks);
         const int start = span.start(item.chunk);
@@ -71,9 +72,9 @@ struct TileStream {
     }
 
     // All tiles of a chunk have been read: copy the next one, the queued one, if that has not begun. Returns it.
-    __device__ __forceinline__ Item advance() {
+    __device__ __forceinline__ Queued advance() {
         if (has_queued) take();
-        return queued.item;
+        return queued;
     }
 
     // Copy until the ring is full: to be called after a chunk was queued.
