@@ -194,7 +194,7 @@ def test_every_check_is_in_one_share(record: Record, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(correctness, "MirrorLauncher", lambda: launcher)
     found: list[Check] = []
     monkeypatch.setattr(correctness, "run_checks", lambda _results, _launcher, checks: found.extend(checks))
-    for share in ("attention", "products", "other-kernels"):
+    for share in ("attention", "quantised", "experts", "other-kernels"):
         correctness.SHARES[share](record.results)
     shared_bytes = launcher.shared_bytes_per_sm
     checks = [*wide_checks(shared_bytes), *choice_checks(shared_bytes), *wgmma_checks()]

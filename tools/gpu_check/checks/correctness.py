@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
 
 _ATTENTION = ("decode", "prefill", "encoder", "choices", "wgmma")
-_PRODUCTS = ("quantised", "experts")
 _DEVICE_LOST = 3
 
 
@@ -81,8 +80,11 @@ def _check_libraries(results: Results) -> None:
 
 SHARES: Mapping[str, Callable[[Results], None]] = {
     "attention": partial(_check_kernels, is_included=lambda check: check.family in _ATTENTION),
-    "products": partial(_check_kernels, is_included=lambda check: check.family in _PRODUCTS),
-    "other-kernels": partial(_check_kernels, is_included=lambda check: check.family not in _ATTENTION + _PRODUCTS),
+    "quantised": partial(_check_kernels, is_included=lambda check: check.family == "quantised"),
+    "experts": partial(_check_kernels, is_included=lambda check: check.family == "experts"),
+    "other-kernels": partial(
+        _check_kernels, is_included=lambda check: check.family not in (*_ATTENTION, "quantised", "experts")
+    ),
     "libraries": _check_libraries,
     "families": lambda results: check_families(results, open_device_context()),
     "variations": lambda results: check_variations(results, open_device_context()),

@@ -43,7 +43,7 @@ class KernelChoices:
     """1: prefill attention multiplies with warpgroups where such a kernel exists, with its own tiles; 0: never."""
     mixed_tokens: int = 2048
     """Most tokens of prompts, in addition to decodes, in a captured step; with 0 only decode steps are captured."""
-    product_rows: int = 32
+    product_rows: int = 4
     """Most rows of a decode step whose products are fused kernels of ours, in unquantised models."""
     small_product_rows: int = 32
     """The same for models with hidden states narrower than SMALL_HIDDEN_SIZE."""

@@ -139,6 +139,64 @@ struct Results {
     }
 };
 
+// The items that a block claims beyond its first three, in one thread. counters: see decode_attention.
+struct Claims {
+    unsigned* counters;
+    int count, second_next;
+    bool is_open;          // whether there may be more
+    unsigned answer = 0;   // to what was asked last
+    unsigned num_ended = 0;
+
+    __device__ __forceinline__ Claims(unsigned* counters, int count)
+        : counters(counters), count(count), second_next(blockIdx.x + 2 * gridDim.x), is_open(count > first()) {}
+
+    // Claim one; the answer arrives while the block computes.
+    __device__ __forceinline__ void ask() {
+        if (is_open) answer = atomicAdd(counters, 1u);
+    }
+    __device__ __forceinline__ void receive() {
+        second_next = is_open ? first() + int(answer) : count;
+        if (is_open && second_next >= count) close();
+    }
+    // The block that ends last sets the counters back. By then all others have their last answers.
+    __device__ __forceinline__ void end() {
+        if (is_open) close();
+        if (num_ended + 1 != gridDim.x) return;
+        atomicExch(counters, 0u);
+        atomicExch(counters + 1, 0u);
+    }
+
+  private:
+    __device__ __forceinline__ static int first() { return 3 * gridDim.x; }
+    __device__ __forceinline__ void close() {
+        is_open = false;
+        num_ended = atomicAdd(counters + 1, 1u);
+    }
+};
+
+// The ticket of a chunk whose results are in the workspace. It is drawn after the item, and looked at after the next one:
+// so nobody waits for it.
+struct Ticket {
+    Work work{0, 0, 1, 0};
+    unsigned* place = nullptr;
+    unsigned number = 0;
+
+    // All threads call, after a barrier behind the results.
+    __device__ __forceinline__ void draw(const Work& done, unsigned* tickets, int num_kv_heads) {
+        work = done;
+        place = tickets + done.row * num_kv_heads + done.kv_head;
+        if (threadIdx.x == 0 && work.num_chunks > 1) number = take_ticket(place);
+    }
+    // In thread 0.
+    __device__ __forceinline__ bool is_last() const {
+        return work.num_chunks > 1 && number + 1 == static_cast<unsigned>(work.num_chunks);
+    }
+    __device__ __forceinline__ void finish(const Results& results) const {
+        results.merge_chunks(work);
+        if (threadIdx.x == 0) *place = 0;
+    }
+};
+
 // qkv [rows, (group + 2) * num_kv_heads * HEAD_DIM] and out [rows, group * num_kv_heads * HEAD_DIM] have the type that act
 // names. cache: the layer's pages. sinks: see Results. page_table: [slots, max_pages]. items, num_items: written by
 // plan_decode with the same window and max_chunks. chunks, peaks: see Results. tickets: [rows * num_kv_heads], 0 before and after.
@@ -158,10 +216,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     // All blocks run at once, so the next product begins to fetch its weights beside those that have no item left.
     let_next_kernel_begin();
     wait_for_earlier_kernels();
+    const int count = *num_items * num_kv_heads;
     const auto find = [&](int index) {
         TileStream::Queued found{{}, -1};
-        if (index < *static_cast<const volatile int*>(num_items) * num_kv_heads)
-            found = TileStream::Queued{items[index / num_kv_heads], index % num_kv_heads};
+        if (index < count) found = TileStream::Queued{items[index / num_kv_heads], index % num_kv_heads};
         return found;
     };
 
@@ -170,14 +228,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     WarpHeads heads(heads_shared);
     TileStream stream(shared + warp * RING_TILES * kTileBytes, cache, page_table, queued[warp], max_pages, page_shift,
                       num_kv_heads, window, max_chunks);
-    // A block has three items from the start. Multiprocessors do not read equally fast, so it claims further ones, two
-    // ahead: thread 0 does.
-    TileStream::Queued current = find(blockIdx.x);
+    TileStream::Queued current = find(blockIdx.x), coming = find(blockIdx.x + gridDim.x);
     if (current.kv_head >= 0) stream.open(current);
-    TileStream::Queued coming = find(blockIdx.x + gridDim.x);
     if (coming.kv_head >= 0) stream.queue(coming);
     bool more = coming.kv_head >= 0;
-    int second_next = blockIdx.x + 2 * gridDim.x;
+    // Thread 0's: a block has three items from the start. Multiprocessors do not read equally fast, so it claims further
+    // ones, two ahead, until none is left.
+    Claims claimed(claims, count);
+    Ticket ticket;  // of the item before this one, which may be the last of its row
     while (current.kv_head >= 0) {
         const Item& item = current.item;
         const Span span(item.length, window, max_chunks);
@@ -186,10 +244,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
         // Outputs of wide heads, and scales, need the registers.
         constexpr bool kLooksLate = HEAD_DIM > 128 || KV_DTYPE == 2;
         TileStream::Queued found{{}, -1};
-        int claimed = 0;
         if (threadIdx.x == 0) {
-            if (!kLooksLate) found = find(second_next);
-            claimed = 3 * gridDim.x + atomicAdd(claims, 1u);
+            if (!kLooksLate) found = find(claimed.second_next);
+            claimed.ask();
         }
 
         const long long qkv_row = static_cast<long long>(work.row) * (group + 2) * num_kv_heads;
@@ -199,9 +256,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
             heads.add_values(stream.next(1), stream.token(tile), stream.end, group);
         }
         if (threadIdx.x == 0) {
-            if (kLooksLate) found = find(second_next);
+            if (kLooksLate) found = find(claimed.second_next);
             upcoming = found;
-            second_next = claimed;
+            claimed.receive();
+            is_last = ticket.is_last();
         }
         current.kv_head = -1;
         if (more) current = stream.advance();
@@ -214,6 +272,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
         if (more) stream.queue(upcoming);
         if (current.kv_head >= 0) stream.fill();
         results.merge_warps(work, 0, warp_rows, warp_peaks);
+        if (is_last) ticket.finish(results);
         __syncthreads();  // the results have been read, so the next ones, or tiles, can overwrite them
         if (group > kMergeHeads) {
             heads.store<kMergeHeads>(rows, warp_peaks[warp], scorer, group);
@@ -221,16 +280,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
             results.merge_warps(work, kMergeHeads, warp_rows, warp_peaks);
             __syncthreads();
         }
-        if (work.num_chunks > 1) {
-            unsigned* ticket = tickets + work.row * num_kv_heads + work.kv_head;
-            if (threadIdx.x == 0) is_last = take_ticket(ticket) + 1 == static_cast<unsigned>(work.num_chunks);
-            __syncthreads();
-            if (is_last) {
-                results.merge_chunks(work);
-                if (threadIdx.x == 0) *ticket = 0;
-            }
-        }
+        ticket.draw(work, tickets, num_kv_heads);
     }
-    // The last block sets the counters back.
-    if (threadIdx.x == 0 && take_ticket(claims + 1) + 1 == gridDim.x) claims[0] = claims[1] = 0;
+    if (threadIdx.x == 0) is_last = ticket.is_last();
+    __syncthreads();
+    if (is_last) ticket.finish(results);
+    if (threadIdx.x == 0) claimed.end();
 }

@@ -93,7 +93,7 @@ def test_adopted_sizes_of_pages_and_steps_are_defaults_that_options_overrule(mon
 def test_only_choices_that_change_bits_change_the_fingerprint() -> None:
     assert KernelChoices(ring_tiles=3, page_size_tokens=64, step_tokens=512).numerics() == {}
     constants = {
-        "chunk tokens": "256", "key tokens": "64", "wgmma": "1", "product rows": "32", "small product rows": "32"
+        "chunk tokens": "256", "key tokens": "64", "wgmma": "1", "product rows": "4", "small product rows": "32"
     }  # fmt: skip
     smaller = KernelChoices(query_rows=64)  # mma.sync alone has such tiles
     assert smaller.numerics() == constants | {"wgmma": "0"}
@@ -105,5 +105,5 @@ def test_only_choices_that_change_bits_change_the_fingerprint() -> None:
 
 
 def test_small_models_have_a_limit_of_rows_of_their_own() -> None:
-    chosen = KernelChoices(product_rows=4, small_product_rows=16)
-    assert [chosen.product_rows_of(hidden_size) for hidden_size in (1024, 2047, 2048, 4096)] == [16, 16, 4, 4]
+    chosen = KernelChoices(product_rows=2, small_product_rows=16)
+    assert [chosen.product_rows_of(hidden_size) for hidden_size in (1024, 2047, 2048, 4096)] == [16, 16, 2, 2]
