@@ -275,7 +275,26 @@ def check_misjudged_rows(launcher: Launcher) -> None:
     check_thresholds(launcher, {"typical_p": 0.3}, logits=logits)
 
 
-def check_ties(launcher: Launcher, draws: int = 400) -> None:
+def check_list(launcher: Launcher, vocab_size: int, num_likely: int, most_listed: int) -> None:
+    """Check that a row's list has all tokens that filters keep, and few others. Rows whose list lacks tokens are read
+    again, which takes ten times as long."""
+    top_p: dict[str, Any] = {"top_p": 0.9, "temperature": 0.8}
+    params: list[dict[str, Any]] = [top_p, top_p, {"top_k": 30}]
+    logits = random_logits(len(params), vocab_size, seed=11, scale=3.0)
+    logits[:, 1000 : 1000 + num_likely] += 12
+    logits = rounded(logits, torch.bfloat16)
+    device = SamplingDevice(launcher, vocab_size, len(params), torch.bfloat16, blocks_to_fill=8)
+    device.take(*(slot_init(row, **some) for row, some in enumerate(params)))
+    device.sample(logits, list(range(len(params))))
+    for row, some in enumerate(params):
+        entries = device.slots.lists[row]
+        listed = set(entries[entries[:, 0] != 0, 1].tolist())
+        missing = kept_by_reference(logits[row], SamplingParams(**some)) - listed
+        require(f"{some}: the list of {len(listed)} tokens lacks {len(missing)}", not missing)
+        require(f"{some}: the list has {len(listed)} tokens", len(listed) < most_listed)
+
+
+def check_ties(launcher: Launcher, draws: int = 400, max_listed: int = MAX_LISTED) -> None:
     """Check that all tokens that tie with a filter's last one are kept."""
     logits = np.array([0, 3, 1, 3, 1, 1, 0], np.float32)
     some: tuple[tuple[dict[str, Any], set[int]], ...] = (
@@ -283,17 +302,18 @@ def check_ties(launcher: Launcher, draws: int = 400) -> None:
         ({"top_k": 1}, {1, 3}),
         ({"top_p": 0.3}, {1, 3}),
         ({"min_p": 1.0}, {1, 3}),
+        ({"min_p": 0.4}, {1, 2, 3, 4, 5}),
     )
     for params, allowed in some:
-        device = SamplingDevice(launcher, 7, draws)
+        device = SamplingDevice(launcher, 7, draws, max_listed=max_listed)
         device.take(*(slot_init(slot, seed=slot, temperature=3.0, **params) for slot in range(draws)))
         drawn = set(device.sample(np.tile(logits, (draws, 1)), list(range(draws))))
         require(f"{params}: drew {sorted(drawn)}, allowed are {sorted(allowed)}", drawn == allowed)
 
 
-def check_fallback(launcher: Launcher) -> None:
+def check_fallback(launcher: Launcher, max_listed: int = MAX_LISTED) -> None:
     """Check that min_p keeps the likeliest remaining token of this step after typical sampling dropped the peak."""
-    device = SamplingDevice(launcher, 700, 1)
+    device = SamplingDevice(launcher, 700, 1, max_listed=max_listed)
     device.take(slot_init(0, typical_p=0.2, min_p=0.1))
     for token, shift in ((300, 0.0), (400, -1.0), (200, -2.0)):
         logits = np.full((1, 700), shift, np.float32)

@@ -133,14 +133,16 @@ def check_head_norms(launcher: Launcher) -> None:
 
 def check_sampling(launcher: Launcher) -> None:
     """Filters with a list of the tokens that may pass, with a wrong one, and without; draws of rows with and without
-    filters."""
+    filters; what is in the list."""
     for params in (sampler.FILTERS[3], sampler.FILTERS[-1]):
         for max_listed in (sampler.MAX_LISTED, 0):
             sampler.check_thresholds(launcher, params, max_listed=max_listed, blocks_to_fill=1)
+    for max_listed in (sampler.MAX_LISTED, 0):
+        sampler.check_fallback(launcher, max_listed)
+        sampler.check_ties(launcher, draws=100, max_listed=max_listed)
     sampler.check_misjudged_rows(launcher)
+    sampler.check_list(launcher, 64_000, 0, 3000)
     sampler.check_noise(launcher)
-    sampler.check_fallback(launcher)
-    sampler.check_ties(launcher, draws=100)
 
 
 ITEMS, KV_STREAM, SINKS = "decode_items.cuh", "decode_stream.cuh", "sinks.cuh"
@@ -318,13 +320,23 @@ SAMPLED = (
     Bug(THRESHOLDS, "whole > 0 ? whole : total", "total"),
     Bug(THRESHOLDS, "float(one) * scaled", "float(one)"),
     Bug(THRESHOLDS, "before + added < before", "false"),
+    Bug(THRESHOLDS, "unsigned(content >> 32)", "0u"),
+    Bug(THRESHOLDS, "counts[i] * float(total) * rcp_approx(farther - 0.5f * counts[i])", "float(counts[i])"),
+    Bug(THRESHOLDS, "(bin + 1u << kKeyBits)", "(unsigned(bin) << kKeyBits)"),
+    Bug(THRESHOLDS, "params.largest_gap", "0.5f * params.largest_gap"),
     Bug(FILTERING, "reach >= kLargestFloat", "false"),
     Bug(FILTERING, "threshold < kept.deviation(at_reach)", "true"),
     Bug(FILTERING, "is_first ? sums.mass : 0", "sums.mass"),
     Bug(SAMPLING, "each(first + turn * kTurnTokens, x[0])", "each(first, x[0])"),
+    Bug(FILTERING, "entries[j]", "entries[0]"),
+    Bug(FILTERING, "first + place_of(top, drawn)", "first"),
+    Bug(FILTERING, "kept.has(x[j]) ? x[j] : -infinity()", "x[j]"),
+    Bug(FILTERING, "!(kept.gap(x[j]) <= params.largest_gap)", "false"),
     Bug(FILTERING, "kept.gap(x) <= params.largest_gap", "true"),
     Bug(FILTERING, "best_of_row != 0 ? best_of_row : likeliest_of_row", "best_of_row"),
     Bug("sampling.cu", "atomicAdd(&state.num_listed, count)", "atomicAdd(&state.num_listed, 1u)"),
+    Bug("sampling.cu", "list(atomicAdd(&state.num_listed, 1u), entry)", "list(0u, entry)"),
+    Bug("sampling.cu", "staged.entries[i]", "staged.entries[0]"),
     Bug(SAMPLING, "token & 2 ? high : low", "low"),
     Bug(SAMPLING, "unsigned(first) / 4 + half", "unsigned(first) / 4"),
     Bug(SAMPLING, "(0.01f + 2e-6f * (fabsf(best_score) + 32.0f))", "-4.0f"),

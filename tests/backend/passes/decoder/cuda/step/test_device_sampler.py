@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.backend.forward_pass import FROM_EMBEDDINGS, NOT_FINITE, SamplingParams, SlotInit
+from penstock.backend.forward_pass import FROM_EMBEDDINGS, NOT_FINITE, SlotInit
 from penstock.backend.passes.decoder.cuda.step.device_sampler import MAX_BIASES, SlotArrays
 from penstock.tools.gpu_check.cases.sampling.logprobs import check_logprobs, report
 from penstock.tools.gpu_check.cases.sampling.sampler import (
@@ -22,16 +22,15 @@ from penstock.tools.gpu_check.cases.sampling.sampler import (
     check_fallback,
     check_filter,
     check_greedy,
+    check_list,
     check_misjudged_rows,
     check_noise,
     check_penalties,
     check_rare_noise,
     check_thresholds,
     check_ties,
-    kept_by_reference,
     mask_of,
     random_logits,
-    rounded,
     slot_init,
 )
 from tests.cuda_emulator import EmulatedLauncher
@@ -203,20 +202,8 @@ def test_filters_that_keep_more_tokens_than_were_listed_are_exact() -> None:
 
 
 @pytest.mark.parametrize(("num_likely", "most_listed"), [(0, 8000), (40, 1000)])
-def test_the_list_has_all_tokens_that_top_p_keeps(num_likely: int, most_listed: int) -> None:
-    """Rows whose list lacks tokens are read again, which takes ten times as long."""
-    vocab_size, params = 128_256, {"top_p": 0.9, "temperature": 0.8}
-    logits = random_logits(2, vocab_size, seed=11, scale=3.0)
-    logits[:, 1000 : 1000 + num_likely] += 12
-    logits = rounded(logits, torch.bfloat16)
-    device = Device(vocab_size, 2, dtype=torch.bfloat16, blocks_to_fill=8)
-    device.take(slot_init(0, **params), slot_init(1, **params))
-    device.sample(logits, [0, 1])
-    for row in range(2):
-        entries = device.slots.lists[row]
-        listed = entries[entries[:, 0] != 0, 1].tolist()
-        assert kept_by_reference(logits[row], SamplingParams(**params)) <= set(listed)
-        assert len(listed) < most_listed
+def test_the_list_has_all_tokens_that_filters_keep(num_likely: int, most_listed: int) -> None:
+    check_list(FAST, 128_256, num_likely, most_listed)
 
 
 def test_tokens_that_tie_with_the_last_one_are_all_kept() -> None:
