@@ -177,15 +177,20 @@ struct Claims {
 // The ticket of a chunk whose results are in the workspace. It is drawn after the item, and looked at after the next one:
 // so nobody waits for it.
 struct Ticket {
-    Work work{0, 0, 1, 0};
-    unsigned* place = nullptr;
-    unsigned number = 0;
+    Work& work;  // in shared memory; of one chunk at first
+    unsigned* tickets;
+    int num_kv_heads;
+    unsigned number = 0;  // in thread 0
 
+    __device__ __forceinline__ Ticket(Work& work, unsigned* tickets, int num_kv_heads)
+        : work(work), tickets(tickets), num_kv_heads(num_kv_heads) {
+        if (threadIdx.x == 0) work = Work{0, 0, 1, 0};
+    }
     // All threads call, after a barrier behind the results.
-    __device__ __forceinline__ void draw(const Work& done, unsigned* tickets, int num_kv_heads) {
+    __device__ __forceinline__ void draw(const Work& done) {
+        if (threadIdx.x != 0) return;
         work = done;
-        place = tickets + done.row * num_kv_heads + done.kv_head;
-        if (threadIdx.x == 0 && work.num_chunks > 1) number = take_ticket(place);
+        if (done.num_chunks > 1) number = take_ticket(place());
     }
     // In thread 0.
     __device__ __forceinline__ bool is_last() const {
@@ -193,8 +198,11 @@ struct Ticket {
     }
     __device__ __forceinline__ void finish(const Results& results) const {
         results.merge_chunks(work);
-        if (threadIdx.x == 0) *place = 0;
+        if (threadIdx.x == 0) *place() = 0;
     }
+
+  private:
+    __device__ __forceinline__ unsigned* place() const { return tickets + work.row * num_kv_heads + work.kv_head; }
 };
 
 // qkv [rows, (group + 2) * num_kv_heads * HEAD_DIM] and out [rows, group * num_kv_heads * HEAD_DIM] have the type that act
@@ -211,6 +219,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     __shared__ TileStream::Queued queued[NUM_WARPS], upcoming;
     __shared__ float2 warp_peaks[NUM_WARPS][kMaxGroup];
     __shared__ const float* warp_rows[NUM_WARPS];
+    __shared__ Work last_work;
     __shared__ int is_last;
     const int warp = threadIdx.x / 32;
     // All blocks run at once, so the next product begins to fetch its weights beside those that have no item left.
@@ -235,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     // Thread 0's: a block has three items from the start. Multiprocessors do not read equally fast, so it claims further
     // ones, two ahead, until none is left.
     Claims claimed(claims, count);
-    Ticket ticket;  // of the item before this one, which may be the last of its row
+    Ticket ticket(last_work, tickets, num_kv_heads);  // of the item before this one, which may be the last of its row
     while (current.kv_head >= 0) {
         const Item& item = current.item;
         const Span span(item.length, window, max_chunks);
@@ -280,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
             results.merge_warps(work, kMergeHeads, warp_rows, warp_peaks);
             __syncthreads();
         }
-        ticket.draw(work, tickets, num_kv_heads);
+        ticket.draw(work);
     }
     if (threadIdx.x == 0) is_last = ticket.is_last();
     __syncthreads();
