@@ -17,11 +17,11 @@ class Machine:
     clock_hz: float = 1.755e9
     """Clock under load; the H200's maximum is 1.98e9."""
     node_gap_us: float = 1.3
-    """Idle time between two kernels of a graph, measured by others on an H100."""
+    """Idle time between two kernels of a graph, measured by others on an H100; 1.2 in our report of one."""
     dependent_gap_us: float = 0.6
     """The same gap before a kernel that begins early (programmatic dependent launch): a guess."""
-    launch_us: float = 8.5
-    """Host time of a launch outside a graph, CuPy's wrapping of arguments included: 290 launches take 2.5 ms."""
+    launch_us: float = 25.0
+    """Host time of a launch outside a graph, by Python: measured beside an H100, on an Intel server's CPU."""
     round_trip_us: float = 15.0
     """From the end of a step on the GPU to the host's knowledge of its tokens."""
     read_latency_us: float = 0.75
