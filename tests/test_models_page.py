@@ -113,7 +113,7 @@ def encoder_rows() -> list[str]:
             ENCODERS[name],
             ", ".join(heads),
             "kernels" if None in kernels else "torch",
-            "not measured" if None in missing else f"no: {' and '.join(sorted(filter(None, missing)))}",
+            "kernels" if None in missing else f"no: {' and '.join(sorted(filter(None, missing)))}",
         )
         rows.append(f"| {' | '.join(cells)} |")
     return rows
@@ -130,7 +130,7 @@ def on_gpu(missing: set[str | None]) -> str:
     names = " and ".join(sorted(filter(None, missing)))
     if None not in missing:
         return f"no: {names}"
-    return f"not measured; not with {names}" if names else "not measured"
+    return f"kernels; not with {names}" if names else "kernels"
 
 
 def tiny(preset: str) -> DecoderConfig:
