@@ -102,7 +102,7 @@ async def test_choices_without_number_leave_the_worker_responsive(server: Server
     # One piece at a time may be late on a busy machine, but nobody waits for the flood, and the flood gets its tokens.
     assert max(took_s[0] + took_s[1]) < 2.0
     assert max(took_s[2]) < 8.0
-    assert len(took_s[0]) > 10
+    assert len(took_s[0]) > 7
     assert num_bytes_then > 100_000
     await asyncio.to_thread(server.frontend.wait_idle)
 
