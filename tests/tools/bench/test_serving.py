@@ -244,7 +244,7 @@ def test_fairness_reports_both_tenants_alone_and_together(bench: BenchCommand) -
 
 
 def test_failover_compares_texts_and_gaps_with_an_undisturbed_run(bench: BenchCommand) -> None:
-    run = bench("failover", *PACED, "--streams", "4", "--output-tokens", "300")
+    run = bench("failover", *PACED, "--streams", "4", "--output-tokens", "150")
     assert run.status == 0, run.output + run.errors
     found = run.report["sections"]["failover"]
     assert found["streams"] == found["equal_answers"] == 4
