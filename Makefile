@@ -39,7 +39,10 @@ test-clients: $(STAMP) $(CLIENTS)/.installed $(AGENTS)/.installed $(LOAD)/.insta
 clean:
 	rm -rf $(VENV) $(CLIENTS) .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-# pip would compile 20,000 modules; most are never imported, and the others are compiled when they are.
+# pip would compile 20,000 modules; most are never imported, and the others are compiled when they are, but only
+# where this variable, which containers often set, is not set.
+unexport PYTHONDONTWRITEBYTECODE
+
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
