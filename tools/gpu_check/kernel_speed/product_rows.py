@@ -53,7 +53,7 @@ PLANS = (
 
 
 def measure(results: Results, context: DeviceContext, plan: RowPlan) -> None:
-    """Record both ways' times by rows, and the choice that they imply."""
+    """Record the times of both ways by rows, and the choice that follows."""
     weights = RandomWeights(plan.config, plan.dtype, context.torch_device)
     times = {way: _times_us(context, plan, weights, most_rows) for way, most_rows in WAYS.items()}
     for num_rows in plan.rows:

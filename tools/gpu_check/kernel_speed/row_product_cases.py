@@ -85,13 +85,13 @@ def _products(sizes: KernelSizes, num_rows: int, context: DeviceContext) -> RowP
 
 
 def _residual(sizes: KernelSizes, num_rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """A residual stream, a norm's weight, and memory for their product."""
+    """Return a residual stream, a norm's weight, and memory for their product."""
     residual = torch.randn(num_rows, sizes.hidden, device=device)
     return residual, torch.ones(sizes.hidden, device=device), torch.empty_like(residual, dtype=ROW_DTYPE)
 
 
 def _linears(sizes: KernelSizes, outputs: int, inputs: int, device: torch.device) -> list[CudaLinear]:
-    """As many weights as are larger than the cache together."""
+    """Weights that together exceed the cache."""
     count = max(1, -(-sizes.cold_bytes // (2 * outputs * inputs)))
     weights = [
         torch.empty(outputs, inputs, device=device, dtype=ROW_DTYPE).normal_(std=inputs**-0.5) for _ in range(count)

@@ -176,7 +176,7 @@ class DriverKernel:
         formats = [_format_of(each) for each in arguments]
         maps = tuple(index for index, each in enumerate(arguments) if isinstance(each, TensorMap))
         if maps and not self._has_maps:
-            raise LaunchRefused("only compute capability 9.0 has tensor maps")
+            raise LaunchRefused("tensor maps need compute capability 9.0 or higher")
         given = [MAP_BYTES if index in maps else struct.calcsize(each) for index, each in enumerate(formats)]
         if self._parameter_bytes not in (None, given):
             expected = self._parameter_bytes

@@ -1,7 +1,7 @@
 """A decode step of few rows in five kernels a layer: operations of `CudaOps` wait until one kernel does several.
 
 A product waits for the norm behind it, which names the weight that the product's kernel multiplies by. The product of
-q, k and v waits for the rotation. Which steps run so depends on the number of rows and on the model alone.
+q, k and v waits for the rotation. Which steps run so depends on the number of rows, the model and the GPU's settings.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class FusedCudaOps(CudaOps):
     _forms: frozenset[RowForm] = frozenset()
     """Forms of all packed linears."""
     product_rows = MAX_ROWS
-    """Most rows of a fused step if no linear is quantised: the library's products may be faster for more. In place of
-    quantised ones there are only our other kernels."""
+    """Most rows of a fused step if no linear is quantised: with more, the library's products may be faster. Quantised
+    products have no library, so they always take MAX_ROWS."""
     _fuses_step = False
 
     def pack_linear(

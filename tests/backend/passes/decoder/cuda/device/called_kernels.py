@@ -20,10 +20,9 @@ class CalledKernel:
     """Implements `DriverKernel`. Calls the loaded function with the grid, the block, the arguments with addresses
     for tensors, the shared memory and the stream."""
 
-    def __init__(self, _driver: object, loaded: Callable[..., None], kernel: Kernel, capability: object) -> None:
+    def __init__(self, _driver: object, loaded: Callable[..., None], kernel: Kernel, _capability: object) -> None:
         self._loaded = loaded
         self._kernel = kernel
-        self.capability = capability
 
     def launch(
         self, grid: Grid, stream: int, arguments: tuple[Argument, ...], address_of: Callable[[Tensor], int]
