@@ -347,6 +347,15 @@ def test_every_worker_reports_the_whole_systems_metrics(
     assert sum(own) == 12
 
 
+@pytest.mark.parametrize(
+    ("module", "needless"), [("main", {"asyncio", "penstock.shm.client"}), ("worker", {"cyclopts", "rich"})]
+)
+def test_parent_and_worker_import_only_what_they_run(module: str, needless: set[str]) -> None:
+    code = f"import sys, penstock.frontend.{module}; print({needless} & {{*sys.modules}})"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
 def test_strict_refuses_unknown_fields(scripted: BackendProcess, start: Callable[..., Frontend]) -> None:
     frontend = start("--strict", "--log-level", "debug")
     frontend.wait_for("serving scripted")
