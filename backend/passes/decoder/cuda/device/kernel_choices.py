@@ -58,8 +58,8 @@ class KernelChoices:
         return self.small_product_rows if hidden_size < SMALL_HIDDEN_SIZE else self.product_rows
 
     def numerics(self) -> dict[str, str]:
-        """The choices that change bits, by name, if one of them differs from the constant: sums are cut
-        elsewhere then."""
+        """The choices that change bits, by name, if one of them differs from the constant: sums have another
+        order then."""
         ours, constants = (
             {
                 "chunk tokens": choices.chunk_tokens,
