@@ -94,7 +94,7 @@ _MUST_OCCUR = {
     "cancel while parked": 400,
     "cancel in prefill": 20,
     "cancel in decode": 20,
-    "cancel while preempted": 800,
+    "cancel while preempted": 400,
     "cancel while finishing": 200,
 }
 
