@@ -183,11 +183,12 @@ def test_only_steps_whose_launches_take_longer_than_their_products_are_captured(
         "0.6B": (1_190_000_000, 595_000_000, 28),
         "4B": (8_040_000_000, 4_020_000_000, 36),
         "8B": (16_060_000_000, 8_030_000_000, 32),
+        "14B": (29_600_000_000, 14_800_000_000, 40),
         "8B int4": (4_700_000_000, 8_030_000_000, 32),  # its products take as long beyond a few rows
     }
     sizes = StepSizes(256, 2048, 4096)
     found = {name: captured_sizes(sizes, *model, rounds_rows=False) for name, model in models.items()}
-    assert found["8B"] == []
-    assert found["8B int4"] == [64, 128]
-    assert (found["4B"], found["0.6B"][-1]) == ([64, 128, 192, 256, 320], 1984)
-    assert captured_sizes(replace(sizes, captures_all=True), *models["8B"], rounds_rows=False)[-1] == 2048
+    assert found["14B"] == []
+    assert found["8B"] == found["8B int4"] == [64, 128, 192]
+    assert (found["4B"][-1], found["0.6B"][-1]) == (448, 2048)
+    assert captured_sizes(replace(sizes, captures_all=True), *models["14B"], rounds_rows=False)[-1] == 2048
