@@ -1,4 +1,4 @@
-"""What the process of a section, or of a share of one, does besides its measurements."""
+"""A process that runs a section, or a share of one: how it ends with its parent, and learns that the GPU is lost."""
 
 from __future__ import annotations
 

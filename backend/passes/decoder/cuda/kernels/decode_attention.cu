@@ -2,8 +2,9 @@
 //
 // A block processes items (decode_items.cuh), each with a KV head: the queries of the head's group over one chunk of a
 // row's context. Its warps share the chunk's tiles. Each warp has its own softmax state; the block merges them at the
-// end, while the next item's tiles arrive. A row of one chunk is then finished. The chunks of a longer row write their peaks, sums and unnormalised outputs to the
-// workspace, and the block that finishes last merges them in chunk order. So a row's output depends only on the row.
+// end, while the next item's tiles arrive. A row of one chunk is then finished. The chunks of a longer row write their
+// peaks, sums and unnormalised outputs to the workspace, and the block that finishes last merges them in chunk order.
+// So a row's output depends only on the row.
 //
 // Macros: KV_DTYPE, HEAD_DIM, NUM_WARPS, RING_TILES. Dynamic shared memory: NUM_WARPS rings of RING_TILES tiles.
 
@@ -205,10 +206,10 @@ struct Ticket {
     __device__ __forceinline__ unsigned* place() const { return tickets + work.row * num_kv_heads + work.kv_head; }
 };
 
-// qkv [rows, (group + 2) * num_kv_heads * HEAD_DIM] and out [rows, group * num_kv_heads * HEAD_DIM] have the type that act
-// names. cache: the layer's pages. sinks: see Results. page_table: [slots, max_pages]. items, num_items: written by
-// plan_decode with the same window and max_chunks. chunks, peaks: see Results. tickets: [rows * num_kv_heads], 0 before and after.
-// claims [2]: items that blocks have claimed, and blocks that have ended; 0 before and after.
+// qkv [rows, (group + 2) * num_kv_heads * HEAD_DIM] and out [rows, group * num_kv_heads * HEAD_DIM] have the type that
+// act names. cache: the layer's pages. sinks: see Results. page_table: [slots, max_pages]. items, num_items: written by
+// plan_decode with the same window and max_chunks. chunks, peaks: see Results. tickets: [rows * num_kv_heads], 0 before
+// and after. claims [2]: items that blocks have claimed, and blocks that have ended; 0 before and after.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     decode_attention(const void* qkv, unsigned char* cache, const int* page_table, const Item* items,
                      const int* num_items, float* chunks, float2* peaks, unsigned* tickets, unsigned* claims,
