@@ -85,4 +85,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Keep modules and tests out of the garbage collector's sight: each full collection would visit all of them."""
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
     gc.enable()
