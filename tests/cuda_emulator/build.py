@@ -113,7 +113,7 @@ def build_runtime() -> Path:
             library, whole = Path(temporary, path.name), Path(temporary, "runtime.cpp")
             # Compiled as one, the standard library's headers are read once.
             whole.write_text("".join(f'#include "{source}"\n' for source in sorted(RUNTIME_DIR.glob("*.cpp"))))
-            _run(("g++", "-shared", "-O2", *_CPU_FLAGS, str(whole), "-o", str(library)))
+            _run(("g++", "-shared", "-O2", "-fvisibility=protected", *_CPU_FLAGS, str(whole), "-o", str(library)))
             library.rename(path)
     return path
 

@@ -32,6 +32,7 @@ struct Pipeline {
 };
 
 std::vector<Pipeline> pipelines;
+bool copies_in_use = false;  // by threads of this block
 
 void land(const Copy& copy) {
     memcpy(copy.target, copy.source, size_t(copy.source_bytes));
@@ -42,6 +43,8 @@ void land(const Copy& copy) {
 
 void reset_copies() {
     if (pipelines.size() < threads.size()) pipelines.resize(threads.size());
+    if (!copies_in_use) return;
+    copies_in_use = false;
     for (Pipeline& pipeline : pipelines) pipeline.clear();
 }
 
@@ -58,10 +61,12 @@ void async_copy(void* shared, const void* source, int bytes, int source_bytes, H
     check_access_of(*current, shared, size_t(bytes), Access::kCopyBegins, site);
     const Copy copy{shared, source, bytes, source_bytes, here};
     if (order == Order::kReverse) land(copy);
+    copies_in_use = true;
     pipelines[size_t(current->number)].copies.push_back(copy);
 }
 
 void async_commit() {
+    copies_in_use = true;
     Pipeline& mine = pipelines[size_t(current->number)];
     mine.group_ends.push_back(mine.copies.size());
 }
@@ -81,6 +86,7 @@ void async_wait(int allowed_groups) {
 }
 
 void check_copies_awaited() {
+    if (!copies_in_use) return;
     const Pipeline& mine = pipelines[size_t(current->number)];
     if (mine.num_landed == mine.copies.size()) return;
     const Here here = mine.copies.back().here;

@@ -203,9 +203,9 @@ void prepare_threads(int num_threads, uint3 block_dim, Order new_order, uint64_t
     for (int i = 0; i < num_threads; ++i) {
         const unsigned number = unsigned(i);
         Thread& thread = threads[number];
-        thread.number = i;
-        thread.lane = i % 32;
-        thread.warp = i / 32;
+        thread.number = int16_t(i);
+        thread.lane = int16_t(i % 32);
+        thread.warp = int16_t(i / 32);
         thread.index = {number % block_dim.x, number / block_dim.x % block_dim.y, number / block_dim.x / block_dim.y};
     }
 }
@@ -229,8 +229,8 @@ void run_block(const Kernel& kernel, void** arguments) {
         thread.status = Status::kReady;
         thread.has_waited = false;
     }
-    free_stacks.resize(kMaxThreads);
-    for (int i = 0; i < kMaxThreads; ++i) free_stacks[size_t(i)] = kMaxThreads - 1 - i;
+    free_stacks.resize(threads.size());
+    for (int i = 0; i < num_alive; ++i) free_stacks[size_t(i)] = num_alive - 1 - i;
     for (int i = 0; i < num_alive; ++i) ready.push(order == Order::kReverse ? num_alive - 1 - i : i);
     resume(&launcher_stack_pointer, threads[size_t(ready.pop())]);
     current = nullptr;

@@ -9,20 +9,20 @@
 
 namespace cusim {
 
-enum class Status { kReady, kAtBarrier, kInWarpCall, kInWarpgroupCall, kDone };
+enum class Status : int { kReady, kAtBarrier, kInWarpCall, kInWarpgroupCall, kDone };
 
-struct Thread {
+// What a warp call uses comes first, in one cache line.
+struct alignas(64) Thread {
     void* stack_pointer;  // null: has not started
-    int stack;            // index of its stack
-    int number, lane, warp;
-    uint3 index;
-    Status status;
-    Here here;  // the call in which it waits, or last waited
+    Here here;            // the call in which it waits, or last waited
     WarpCall call;
     unsigned mask;
     uint64_t value;
-    int from_lane;
     uint64_t result;  // of that call
+    int16_t from_lane, lane, warp, number;
+    Status status;
+    int stack;  // index of its stack
+    uint3 index;
     bool has_waited;  // for earlier kernels
 };
 

@@ -160,7 +160,7 @@ uint64_t warp_call(WarpCall call, unsigned mask, uint64_t value, int from_lane, 
     me.call = call;
     me.mask = mask;
     me.value = value;
-    me.from_lane = from_lane;
+    me.from_lane = int16_t(from_lane);
     if (!(mask >> me.lane & 1)) {
         fail("bad warp mask at %s:%d: lane %d calls, but is not in mask %08x", here.file, here.line, me.lane, mask);
     }

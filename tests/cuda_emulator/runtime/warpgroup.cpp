@@ -62,7 +62,13 @@ struct Meeting {
 
 std::vector<Queue> queues;
 std::vector<Meeting> meetings;
-std::vector<int> registers;  // per thread; 0: as many as at the launch
+std::vector<int> registers;    // per thread; 0: as many as at the launch
+bool products_in_use = false;  // any of these, by threads of this block
+
+Queue& queue_of_current() {
+    products_in_use = true;
+    return queues[size_t(current->number)];
+}
 
 struct Place {
     int row, column;
@@ -204,6 +210,8 @@ void join(Product& product, float* accumulators, const unsigned* a) {
 }  // namespace
 
 void reset_products() {
+    if (!products_in_use && queues.size() == threads.size()) return;
+    products_in_use = false;
     queues.assign(threads.size(), {});
     meetings.assign(threads.size() / kThreads, {});
     registers.assign(threads.size(), 0);
@@ -214,7 +222,7 @@ void wgmma(float* accumulators, int columns, const unsigned* a, uint64_t a_descr
     current->here = here;
     const size_t warpgroup = size_t(current->number / kThreads);
     if (warpgroup >= meetings.size()) fail("wgmma at %s:%d in an incomplete warpgroup", here.file, here.line);
-    if (!queues[size_t(current->number)].is_fenced)
+    if (!queue_of_current().is_fenced)
         fail("wgmma at %s:%d without a wgmma.fence since the last wait", here.file, here.line);
     Meeting& meeting = meetings[warpgroup];
     if (!meeting.product)
@@ -226,7 +234,7 @@ void wgmma(float* accumulators, int columns, const unsigned* a, uint64_t a_descr
         fail("mismatched wgmma: this thread is at %s:%d, others of its warpgroup at %s:%d, or have other operands",
              here.file, here.line, product->here.file, product->here.line);
     join(*product, accumulators, a);
-    queues[size_t(current->number)].open.push_back(product);
+    queue_of_current().open.push_back(product);
     if (++meeting.num_here < kThreads) {
         meeting.waiting.push_back(current);
         return wait(Status::kInWarpgroupCall);
@@ -239,16 +247,16 @@ void wgmma(float* accumulators, int columns, const unsigned* a, uint64_t a_descr
     yield_to_ready();
 }
 
-void wgmma_fence() { queues[size_t(current->number)].is_fenced = true; }
+void wgmma_fence() { queue_of_current().is_fenced = true; }
 
 void wgmma_commit() {
-    Queue& queue = queues[size_t(current->number)];
+    Queue& queue = queue_of_current();
     queue.groups.push_back(std::move(queue.open));
     queue.open.clear();
 }
 
 void wgmma_wait(int allowed_groups) {
-    Queue& queue = queues[size_t(current->number)];
+    Queue& queue = queue_of_current();
     while (queue.groups.size() > size_t(allowed_groups)) {
         const std::vector<ProductPointer> group = std::move(queue.groups.front());
         queue.groups.erase(queue.groups.begin());
@@ -268,15 +276,20 @@ void wgmma_wait(int allowed_groups) {
 }
 
 void check_products_awaited() {
+    if (!products_in_use) return;
     const Queue& queue = queues[size_t(current->number)];
     if (queue.open.empty() && queue.groups.empty()) return;
     const Here here = queue.groups.empty() ? queue.open.back()->here : queue.groups.back().back()->here;
     fail("wgmma not awaited: this thread ends with products under way, the last begun at %s:%d", here.file, here.line);
 }
 
-void set_registers(int number) { registers[size_t(current->number)] = number; }
+void set_registers(int number) {
+    products_in_use = true;
+    registers[size_t(current->number)] = number;
+}
 
 void check_registers() {
+    if (!products_in_use) return;
     int total = 0;
     for (const int number : registers) {
         if (number == 0) return;
