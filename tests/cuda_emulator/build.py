@@ -37,7 +37,7 @@ _CPU_FLAGS = (
 )
 _KERNEL_FLAGS = {
     "fast": ("-O1",),
-    "device": ("-O2", "-ffp-contract=fast", "-DCUSIM_AS_DEVICE"),
+    "device": ("-O1", "-fexpensive-optimizations", "-ffp-contract=fast", "-DCUSIM_AS_DEVICE"),
     # The sanitizers are not linked: the emulator's runtime defines the functions that instrumented code calls. They
     # take the time of a launch, so optimisation would only make the compilation three times as long.
     "check": (
