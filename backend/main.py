@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -10,6 +9,13 @@ import sys
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from penstock.backend.passes.decoder.cpu.thread_counts import configure_threads
+from penstock.shm.process.garbage_collection import pause_collection, resume_collection, spare_imports
+
+if __name__ == "__main__":  # before numpy is imported
+    pause_collection()
+    configure_threads()
 
 from penstock.backend.adapter_options import announce, check_unchanged
 from penstock.backend.buffers.options import check_shared_buffers, make_exporter, open_sharing_device
@@ -29,7 +35,6 @@ from penstock.backend.options import BackendOptions
 from penstock.backend.paging import count_host_pages, create_kv_events, create_scheduler
 from penstock.backend.pass_checks import check_first_step, check_vocabulary
 from penstock.backend.pass_extensions import IHeldWeights
-from penstock.backend.passes.decoder.cpu.thread_counts import configure_torch_threads
 from penstock.backend.passes.decoder.cuda.device.device_choice import why_no_gpu
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import adopted_choices
 from penstock.backend.plugins import find_forward_pass
@@ -94,7 +99,7 @@ app = make_app("backend", "Runs a model: owns the device and serves any number o
 
 @app.default
 def run(*, options: BackendOptions = BackendOptions()) -> None:  # noqa: B008 - frozen; cyclopts reads the defaults from it
-    configure_torch_threads()
+    configure_threads()
     if options.turn_fd is not None:
         forward_pass = _DECODER if options.forward_pass == AUTO else options.forward_pass
         if not import_and_wait(forward_pass, options.turn_fd):
@@ -120,7 +125,7 @@ def run(*, options: BackendOptions = BackendOptions()) -> None:  # noqa: B008 - 
 
 
 def main() -> None:
-    gc.disable()  # a tenth of torch's import; `_tune_interpreter` enables it
+    pause_collection()
     app()
 
 
@@ -134,7 +139,8 @@ def serve(options: BackendOptions) -> None:
         check_free(options.socket)
     config_dir = locate_config(options)
     name = pass_name(options, config_dir)
-    pass_class = find_forward_pass(name)
+    pass_class = find_forward_pass(name)  # imports torch
+    spare_imports()
     spec, settings = describe_pass(options, name, pass_class, config_dir, settings)
     memory = _measure_memory(options, spec, pass_class, config_dir, settings)
     plan = plan_memory(options, spec, settings, memory)
@@ -173,7 +179,9 @@ def serve(options: BackendOptions) -> None:
     engine = Engine(link, executor, scheduler, builder, requests, board, heartbeat=heartbeat, kv_events=kv_events)
     _watch_weights(forward_pass, settings, executor, board)
     _drain_on_signals(engine)
-    _tune_interpreter()
+    resume_collection()
+    # The executor's thread, on which the device waits, gets the interpreter's lock while the loop delivers results.
+    sys.setswitchinterval(0.0001)
     _log_ready(options, settings, card, time.monotonic() - started_s)
     if manager is not None:
         manager.ready()
@@ -225,15 +233,6 @@ def _check_all_memory(
         check_room_beside(plan, memory, options.kv_budget, settings.device)
     check_memory(plan, memory, settings.device)
     check_host_memory(settings.host_kv_bytes, host_memory())
-
-
-def _tune_interpreter() -> None:
-    """Objects made so far live as long as the process. The garbage collector need not visit them in the step loop. The
-    executor's thread, on which the device waits, gets the interpreter's lock soon while the loop delivers results."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()
-    sys.setswitchinterval(0.0001)
 
 
 def _load_pass(

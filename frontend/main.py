@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from penstock.shm.process.garbage_collection import pause_collection, resume_collection, spare_imports
+
+if __name__ == "__main__":
+    pause_collection()
+
 import os
 import re
 import secrets
@@ -69,6 +74,8 @@ def run(*, options: FrontendOptions = FrontendOptions()) -> None:  # noqa: B008 
 
 
 def main() -> None:
+    spare_imports()
+    resume_collection()
     app()
 
 
@@ -133,11 +140,12 @@ def serve(options: FrontendOptions) -> int:
 
 
 def _worker(settings: WorkerSettings, number: int, options: FrontendOptions) -> ChildSpec:
+    encoded = msgspec.json.encode(msgspec.structs.replace(settings, worker=number))  # with the secrets
     return ChildSpec(
         f"worker {number}",
         module_argv("penstock.frontend.worker"),
         pass_fds=tuple(fd for fd in _passed_fds(settings) if fd >= 0),
-        env=_environment(msgspec.structs.replace(settings, worker=number)),
+        env=without_secrets(os.environ) | {WORKER_SETTINGS_VARIABLE: encoded.decode()},
         reloads=reloads(options),
     )
 
@@ -377,11 +385,6 @@ def reloads(options: FrontendOptions) -> bool:
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without keys and passwords, which only the frontend may have."""
     return {name: value for name, value in environment.items() if name not in _SECRETS}
-
-
-def _environment(settings: WorkerSettings) -> dict[str, str]:
-    """Return a worker's environment. Its settings carry the secrets that ours contained."""
-    return without_secrets(os.environ) | {WORKER_SETTINGS_VARIABLE: msgspec.json.encode(settings).decode()}
 
 
 def _text(path: Path | None) -> str | None:

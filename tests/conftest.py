@@ -11,13 +11,13 @@ import zlib
 import pytest
 from hypothesis import settings
 
-from penstock.backend.passes.decoder.cpu.thread_counts import configure_torch_threads
+from penstock.backend.passes.decoder.cpu.thread_counts import configure_threads
 from penstock.tools.forward_pass_contract import options as contract_options
 from tests.tallies import Tallies
 from tests.temporary import TemporaryFolder
 
 # Before any test module imports torch: tests share their cores with the processes they start.
-configure_torch_threads()
+configure_threads()
 # Servers that tests start find our modules compiled, also where the variable is set: half a second less for each.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from penstock.shm.process.garbage_collection import pause_collection, resume_collection, spare_imports
+
+if __name__ == "__main__":
+    pause_collection()
+
 import os
 import select
 import sys
@@ -148,6 +153,8 @@ app.command("penstock.tools.top.command:top", name="top", help=_TOP)
 
 
 def main() -> None:
+    spare_imports()
+    resume_collection()
     try:
         try:
             app()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import re
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -74,11 +73,16 @@ def make_app(name: str, help_text: str, explain: Callable[[CycloptsError], str |
         explained = None if explain is None else explain(error)
         fail(name, explained or " ".join(str(error).split()))
 
+    def describe_version() -> str:
+        import importlib.metadata  # a tenth of a command's imports
+
+        return f"{name} {importlib.metadata.version('penstock')}"
+
     return App(
         name=name,
         help=help_text,
         config=Env(ENV_PREFIX, command=False),
-        version=lambda: f"{name} {importlib.metadata.version('penstock')}",
+        version=describe_version,
         version_flags=["--version"],
         error_formatter=fail_in_one_line,
     )

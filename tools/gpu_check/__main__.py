@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from penstock.shm.process.garbage_collection import pause_collection, resume_collection, spare_imports
+
+if __name__ == "__main__":
+    pause_collection()
+
 import argparse
 import sys
 from dataclasses import replace
@@ -81,6 +86,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
+    spare_imports()
+    resume_collection()
     parser = make_parser()
     options = parser.parse_args(argv)
     sections: tuple[Section, ...] = QUICK_SECTIONS if options.quick else SECTIONS

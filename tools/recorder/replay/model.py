@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from penstock.backend.checkpoint.generation_config import read_generation_defaults
 from penstock.backend.errors import StartupError
 from penstock.backend.kv_cache.memory import MemoryInfo, device_memory
-from penstock.backend.passes.decoder.cpu.thread_counts import configure_torch_threads
+from penstock.backend.passes.decoder.cpu.thread_counts import configure_threads
 from penstock.backend.plugins import find_forward_pass
 from penstock.backend.startup import describe_pass, locate_config, locate_model, pass_name, pass_options, plan_memory
 from penstock.backend.structured_output.compile_pool import CompilePool
@@ -37,7 +37,7 @@ def load_pass(options: BackendOptions, started: BackendStarted) -> tuple[IBatche
         host_kv_budget=0,
     )
     options.check()
-    configure_torch_threads()
+    configure_threads()
     settings = pass_options(options)
     config_dir = locate_config(options)
     name = pass_name(options, config_dir)

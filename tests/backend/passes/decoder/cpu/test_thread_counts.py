@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.backend.passes.decoder.cpu.thread_counts import configure_torch_threads, num_usable_cores
+from penstock.backend.passes.decoder.cpu.thread_counts import configure_threads, num_usable_cores
 
 
 @pytest.mark.parametrize(
@@ -26,14 +26,15 @@ def test_usable_cores_respect_affinity_and_quota(
     assert num_usable_cores(cpu_max) == 1
 
 
-def test_torch_threads_sleep_unless_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS"):
+def test_idle_threads_sleep_unless_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "OPENBLAS_THREAD_TIMEOUT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    configure_torch_threads()
+    configure_threads()
     assert os.environ["OMP_WAIT_POLICY"] == "passive"
     assert int(os.environ["OMP_NUM_THREADS"]) == num_usable_cores()
+    assert os.environ["OPENBLAS_THREAD_TIMEOUT"] == "4"
     monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
     monkeypatch.delenv("OMP_WAIT_POLICY")
-    configure_torch_threads()
+    configure_threads()
     assert "OMP_WAIT_POLICY" not in os.environ
