@@ -152,8 +152,7 @@ def serve(options: BackendOptions) -> None:
     _check_all_memory(options, plan, memory, settings)
     logger.info(plan.describe())
     model_dir = locate_model(options, config_dir)  # downloads only what can be served
-    choices, _ = adopted_choices(settings.device)
-    numerics = options.numerics(name) | choices.numerics()
+    numerics = options.numerics(name) | adopted_choices(settings.device)[0].numerics()
     card = make_card(_names(options, spec), model_dir, spec, plan, options.max_waiting, numerics)
     check_vocabulary(spec, model_dir)
     executor = Executor(options.batch_channel_capacity)
@@ -179,9 +178,7 @@ def serve(options: BackendOptions) -> None:
     engine = Engine(link, executor, scheduler, builder, requests, board, heartbeat=heartbeat, kv_events=kv_events)
     _watch_weights(forward_pass, settings, executor, board)
     _drain_on_signals(engine)
-    resume_collection()
-    # The executor's thread, on which the device waits, gets the interpreter's lock while the loop delivers results.
-    sys.setswitchinterval(0.0001)
+    _tune_interpreter()
     _log_ready(options, settings, card, time.monotonic() - started_s)
     if manager is not None:
         manager.ready()
@@ -233,6 +230,11 @@ def _check_all_memory(
         check_room_beside(plan, memory, options.kv_budget, settings.device)
     check_memory(plan, memory, settings.device)
     check_host_memory(settings.host_kv_bytes, host_memory())
+
+
+def _tune_interpreter() -> None:
+    resume_collection()
+    sys.setswitchinterval(0.0001)  # the executor's thread, on which the device waits, soon gets the interpreter's lock
 
 
 def _load_pass(
