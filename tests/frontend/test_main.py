@@ -19,6 +19,7 @@ import httpx
 import psutil
 import pytest
 
+from penstock.frontend.main import app
 from tests.frontend.harness import VOCAB_SIZE, save_model_files
 from tests.shm.scripted_backend import BackendProcess
 
@@ -268,13 +269,21 @@ def test_busy_port_is_reported_in_one_line_with_status_1(directory: Path) -> Non
         (("--listen-fd", "0"), "--listen-fd 0"),
     ],
 )
-def test_invalid_option_is_named(directory: Path, options: tuple[str, ...], named: str) -> None:
+def test_invalid_option_is_named(
+    directory: Path,
+    options: tuple[str, ...],
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PENSTOCK_SOCKET", str(directory / "b.sock"))
     with socket.create_server(("127.0.0.1", 0)) as busy:  # options are refused before the port is tried
         port = () if "--port" in options else ("--port", str(busy.getsockname()[1]))
-        status, output = run_to_its_end(directory, *port, *options)
-    assert status != 0
-    assert named in output
-    assert "Traceback" not in output
+        with pytest.raises(SystemExit) as exited:
+            app([*port, *options])
+    assert exited.value.code not in (0, None)
+    printed = capsys.readouterr()
+    assert named in f"{exited.value.code}{printed.out}{printed.err}"
 
 
 def test_keys_come_from_the_environment_and_stay_off_the_command_line(

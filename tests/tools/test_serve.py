@@ -173,18 +173,12 @@ def test_a_further_model_has_a_backend_of_its_own(start: Start, tmp_path: Path) 
     assert not list(tmp_path.rglob("*.sock*"))
 
 
-def test_examples_are_not_printed_among_json_logs(start: Start) -> None:
-    serve = start("--log-json")
-    serve.wait_until_ready()
-    assert serve.stop() == 0
-    assert serve.output.rest() == ""
-
-
-def test_two_servers_share_neither_backend_nor_port(start: Start) -> None:
-    first, second = start(port=0), start()
+def test_two_servers_share_neither_backend_nor_port_and_json_logs_have_no_examples(start: Start) -> None:
+    first, second = start("--log-json", port=0), start()
     for serve in (first, second):
         serve.wait_until_ready()
     assert first.stop() == 0
+    assert first.output.rest() == ""
     assert second.complete()[0] == 200
 
 

@@ -91,7 +91,7 @@ def test_header_of_impossible_length_allocates_nothing(tmp_path: Path) -> None:
         SafetensorsFile(path)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     damage=st.dictionaries(st.integers(0, 300), st.integers(0, 255), min_size=1, max_size=3),
     num_bytes=st.integers(0, 340),

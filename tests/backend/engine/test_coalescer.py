@@ -97,7 +97,7 @@ class CoalescerMachine(RuleBasedStateMachine):
 
 
 TestCoalescerMachine = CoalescerMachine.TestCase
-TestCoalescerMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestCoalescerMachine.settings = settings(max_examples=100, stateful_step_count=30)
 
 OTHER = {
     "temperature": 0.7,

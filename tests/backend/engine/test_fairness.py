@@ -14,9 +14,11 @@ SIZES = ((1, 506), (3, 1000), (5, 60), (9, 3))
 """(step from token to token, tokens) of prompts that fill 400 pages of 4 tokens."""
 
 
-def flood(bench: Bench, *, prompt_tokens: int = 40, max_tokens: int = 60, tenant: bytes = b"flood") -> None:
-    """400 requests of one tenant; each prompt is another."""
-    for number in FLOOD:
+def flood(
+    bench: Bench, requests: range = FLOOD, *, prompt_tokens: int = 40, max_tokens: int = 60, tenant: bytes = b"flood"
+) -> None:
+    """Requests of one tenant; each prompt is another."""
+    for number in requests:
         prompt = [1 + number % 90, 1 + number // 90, *range(prompt_tokens - 2)]
         bench.submit(prompt, max_tokens, request_id=number, tenant=tenant, salt=tenant)
 
@@ -80,7 +82,7 @@ def test_steps_are_mostly_whole_while_new_tenants_keep_coming() -> None:
 
 def test_short_request_takes_pages_from_a_tenant_that_holds_them_all() -> None:
     bench = Bench(num_pages=60, page_size=4, max_running=8, max_batch_tokens=32)
-    flood(bench, max_tokens=40)
+    flood(bench, range(40), max_tokens=40)
     for _ in range(20):
         bench.turn()
     assert bench.pool.num_available < 3

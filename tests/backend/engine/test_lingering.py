@@ -383,4 +383,4 @@ class LingeringMachine(RuleBasedStateMachine):
 
 
 TestLingeringMachine = LingeringMachine.TestCase
-TestLingeringMachine.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+TestLingeringMachine.settings = settings(max_examples=30, stateful_step_count=25)

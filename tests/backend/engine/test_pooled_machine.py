@@ -89,4 +89,4 @@ class PooledMachine(EngineRules[Vectors | None]):
 
 
 TestPooledMachine = PooledMachine.TestCase
-TestPooledMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPooledMachine.settings = settings(max_examples=60, stateful_step_count=30)

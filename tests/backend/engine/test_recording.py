@@ -39,7 +39,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     todo=operations,
     capacity=st.integers(0, 3),

@@ -105,4 +105,4 @@ class EvictionMachine(RuleBasedStateMachine):
 
 
 TestEvictionMachine = EvictionMachine.TestCase
-TestEvictionMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestEvictionMachine.settings = settings(max_examples=60, stateful_step_count=60)

@@ -156,7 +156,7 @@ class PersistedPagesMachine(RuleBasedStateMachine):
 
 
 TestPersistedPagesMachine = PersistedPagesMachine.TestCase
-TestPersistedPagesMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPersistedPagesMachine.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 @pytest.fixture

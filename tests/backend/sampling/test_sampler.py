@@ -71,7 +71,7 @@ def test_greedy_is_the_argmax_of_each_row() -> None:
     assert sample(sampler, logits, decode_batch([0, 1, 2, 3, 4], inits=inits)) == logits.argmax(axis=1).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.floats(0.2, 3.0),
     st.sampled_from([1.0, 0.95, 0.5, 0.01]),

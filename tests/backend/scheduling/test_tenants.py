@@ -136,7 +136,7 @@ class TurnsMachine(RuleBasedStateMachine):
 
 
 TestTurnsMachine = TurnsMachine.TestCase
-TestTurnsMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTurnsMachine.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 @given(

@@ -177,4 +177,4 @@ class WaitQueueMachine(RuleBasedStateMachine):
 
 
 TestWaitQueueMachine = WaitQueueMachine.TestCase
-TestWaitQueueMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestWaitQueueMachine.settings = settings(max_examples=100, stateful_step_count=40)

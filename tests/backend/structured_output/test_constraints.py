@@ -115,7 +115,7 @@ def test_token_slices_give_the_same_masks_as_single_tokens(
         assert oracle.consume_token(token)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 1000), st.lists(st.integers(0, 6), max_size=4))
 def test_rewind_restores_earlier_masks(compiler: GrammarCompiler, seed: int, rewinds: list[int]) -> None:
     rng = random.Random(seed)

@@ -190,4 +190,4 @@ class AccountMachine(RuleBasedStateMachine):
 
 
 TestAccounts = AccountMachine.TestCase
-TestAccounts.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAccounts.settings = settings(max_examples=60, stateful_step_count=40)

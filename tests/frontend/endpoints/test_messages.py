@@ -129,7 +129,7 @@ def comparable(message: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in message.items() if name != "id"} | {"content": content}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(TEXTS, CALLS, CALLS)
 @pytest.mark.parametrize(("batch_size", "finish"), [(1, Finish.STOP), (3, Finish.LENGTH), (1000, Finish.STOP)])
 async def test_streamed_and_whole_answers_are_equal(

@@ -292,7 +292,7 @@ def test_reasoning_and_calls_are_read_alike_in_any_split(text: str, cuts: list[i
     assert read(shape, cut(text, cuts)) == read(shape, [text])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.sampled_from(PARTS), max_size=12).map("".join), st.sampled_from([2, 3, 50]))
 def test_batching_of_tokens_does_not_change_the_answer(text: str, batch_size: int) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]

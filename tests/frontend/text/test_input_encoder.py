@@ -31,7 +31,7 @@ ENCODERS = {template: InputEncoder(tokenizer(template)) for template in TEMPLATE
 TEXTS = st.lists(st.sampled_from(WORDS[3:]), max_size=12).map(" ".join)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(TEXTS | st.tuples(TEXTS, TEXTS), st.integers(5, 20), st.sampled_from(["left", "right"]), st.booleans())
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_an_input_is_cut_as_tokenizers_cuts_it(

@@ -359,7 +359,5 @@ def is_usable(buffer: SharedBuffer) -> bool:
     return buffer._state.name == "HELD"
 
 
-Buffers.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
-)
+Buffers.TestCase.settings = settings(max_examples=60, stateful_step_count=50, suppress_health_check=list(HealthCheck))
 TestBuffers = Buffers.TestCase

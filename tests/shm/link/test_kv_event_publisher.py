@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 import zmq
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.backend.kv_cache.page_hash import extend_page_hashes, partial_page_hash
@@ -112,7 +112,6 @@ def test_a_prompts_pages_are_one_event_and_eviction_is_another(
     assert sorted(removed.block_hashes) == sorted(numbers)
 
 
-@settings(deadline=None)  # no test asserts a time
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=30))
 def test_events_add_up_to_the_pages_that_can_be_found(todo: list[tuple[bool, int]]) -> None:
     found: dict[bytes, bytes | None] = {}

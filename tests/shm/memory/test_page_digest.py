@@ -47,7 +47,7 @@ def add(pool: PagePool, tokens: list[int], salt: bytes) -> None:
     pool.release(pages)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(prompts, max_size=20), st.lists(st.sampled_from(SALTS), max_size=2), st.sampled_from([0, 1, 6]))
 def test_reader_finds_what_the_pool_finds_of_each_prompt_and_tenant(
     given: list[tuple[bytes, list[int]]], invalidated: list[bytes], num_host_pages: int

@@ -100,7 +100,7 @@ def test_columns_of_unequal_length_are_refused() -> None:
             decode_to_frontend(encode(StepOutputs(0, bytes(ids), bytes(tokens), bytes(finishes))))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.binary(max_size=300))
 def test_random_bytes_raise_only_wire_errors(data: bytes) -> None:
     for decode in DECODERS:
@@ -111,7 +111,7 @@ def test_random_bytes_raise_only_wire_errors(data: bytes) -> None:
         assert encode(message)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(to_backend, st.data())
 def test_damaged_messages_raise_only_wire_errors_or_stay_within_bounds(message: Any, data: st.DataObject) -> None:
     raw = bytearray(encode(message))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,18 @@ def corpus() -> Corpus:
     return build_corpus(seed=0)
 
 
-def greedy(model: Any, ids: list[int], max_new_tokens: int) -> list[int]:
-    output: torch.Tensor = model.generate(torch.tensor([ids]), max_new_tokens=max_new_tokens, do_sample=False)
-    return [int(token) for token in output[0, len(ids) :]]
+def complete(
+    model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int, **options: Any
+) -> list[list[int]]:
+    """The new tokens of each prompt, without what fills up those that end first."""
+    batch = tokenizer(list(prompts), padding=True, padding_side="left", return_tensors="pt")
+    output: torch.Tensor = model.generate(**batch, max_new_tokens=max_new_tokens, **options)
+    return [end_at_stop(row) for row in output[:, batch.input_ids.shape[1] :].tolist()]
+
+
+def end_at_stop(ids: list[int]) -> list[int]:
+    """The ids to the first one that ends a generation."""
+    return ids[: next((i + 1 for i, token in enumerate(ids) if token in (BOS_ID, END_ID)), len(ids))]
 
 
 def test_folder_is_at_most_eight_megabytes_of_plain_data() -> None:
@@ -289,34 +299,34 @@ def test_template_refuses_unknown_roles(hf_tokenizer: Any) -> None:
         hf_tokenizer.apply_chat_template([{"role": "critic", "content": "x"}], tokenize=False)
 
 
-def test_greedy_completions_consist_of_words_of_the_corpus(tokenizer: Tokenizer, hf_model: Any, corpus: Corpus) -> None:
+def test_greedy_completions_consist_of_words_of_the_corpus(hf_tokenizer: Any, hf_model: Any, corpus: Corpus) -> None:
     known = set(re.findall(r"[a-z]+", "\n".join(corpus.texts).lower()))
-    for prompt in PROMPTS:
-        completion = tokenizer.decode(greedy(hf_model, tokenizer.encode(prompt).ids, 64))
+    completions = complete(hf_model, hf_tokenizer, PROMPTS, 64, do_sample=False)
+    for completion in hf_tokenizer.batch_decode(completions, skip_special_tokens=True):
         words = re.findall(r"[a-z]+", completion.lower())
         assert len(words) >= 8, completion
         assert sum(word in known for word in words) >= 0.8 * len(words), completion
 
 
-def test_completions_with_default_sampling_do_not_repeat_themselves(tokenizer: Tokenizer, hf_model: Any) -> None:
+def test_completions_with_default_sampling_do_not_repeat_themselves(hf_tokenizer: Any, hf_model: Any) -> None:
     torch.manual_seed(0)
-    sampled = [
-        hf_model.generate(torch.tensor([tokenizer.encode(prompt).ids]), max_new_tokens=64)[0].tolist()
-        for prompt in PROMPTS * 2
-    ]
+    sampled = complete(hf_model, hf_tokenizer, PROMPTS * 2, 64)
     pairs = [pair for ids in sampled for pair in itertools.pairwise(ids)]
     assert len(pairs) >= 200
     assert len(set(pairs)) >= 0.5 * len(pairs)
 
 
-@pytest.mark.parametrize("question", ["Hello!", "What does os.path.join do?", "What is a generator?"])
-def test_chat_is_answered_and_ended(hf_tokenizer: Any, hf_model: Any, question: str) -> None:
-    prompt = hf_tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
-    )
-    answer = greedy(hf_model, prompt, 200)
-    assert answer[-1] == END_ID
-    assert len(re.findall(r"\w+", hf_tokenizer.decode(answer, skip_special_tokens=True))) >= 3
+def test_chats_are_answered_and_ended(hf_tokenizer: Any, hf_model: Any) -> None:
+    questions = ("Hello!", "What does os.path.join do?", "What is a generator?")
+    prompts = [
+        hf_tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+        ).removeprefix(SPECIAL_TOKENS[BOS_ID])
+        for question in questions
+    ]
+    for answer in complete(hf_model, hf_tokenizer, prompts, 200, do_sample=False):
+        assert answer[-1] == END_ID
+        assert len(re.findall(r"\w+", hf_tokenizer.decode(answer, skip_special_tokens=True))) >= 3
 
 
 def test_held_out_loss_is_within_its_limit(tokenizer: Tokenizer, corpus: Corpus) -> None:
@@ -327,7 +337,7 @@ def test_held_out_loss_is_within_its_limit(tokenizer: Tokenizer, corpus: Corpus)
 
 def test_late_positions_are_predicted_about_as_well_as_early_ones(tokenizer: Tokenizer, corpus: Corpus) -> None:
     template = (MODEL_DIR / "chat_template.jinja").read_text(encoding="utf-8")
-    some = Corpus(texts=corpus.texts[::10], chats=corpus.chats[::10], held_out_texts=[])
+    some = Corpus(texts=corpus.texts[::30], chats=corpus.chats[::30], held_out_texts=[])
     source = windows(encode_documents(some, tokenizer, template), LONG_WINDOW, np.random.default_rng(0))
     ids = torch.from_numpy(np.stack([next(source) for _ in range(6)])).long()
     with torch.inference_mode():

@@ -77,7 +77,7 @@ def test_int4_is_at_least_as_good_as_the_whole_range(group_size: int) -> None:
     assert np.mean(errors[scattered] / bounds[1][scattered]) < 0.97
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     numbers=st.lists(st.floats(-6e4, 6e4, width=32), min_size=32, max_size=32),
     group_size=st.sampled_from([None, 32]),

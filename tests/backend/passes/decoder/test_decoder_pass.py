@@ -14,15 +14,10 @@ from hypothesis import strategies as st
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.weights import open_weights
-from penstock.backend.errors import StartupError
-from penstock.backend.forward_pass import PassOptions
-from penstock.backend.kv_cache.budget import KvBudget, plan_kv
-from penstock.backend.kv_cache.kv_groups import KvGroups
-from penstock.backend.passes.decoder.cpu import forward_pass
-from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass, make_cpu_ops
+from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.backend.passes.decoder.layer_groups import split_groups
-from tests.backend.passes.decoder.conftest import MakeOps, make_native_ops
+from tests.backend.passes.decoder.conftest import DETERMINISTIC, MakeOps, make_native_ops, make_torch_ops
 from tests.backend.passes.decoder.driver import Driver
 from tests.checkpoints import PRESETS, load_oracle, make_checkpoint
 from tests.temporary import make_shared_directory
@@ -96,13 +91,26 @@ def assert_near_oracle(architecture: str, prompt: Prompt, logits: NDArray[np.flo
     np.testing.assert_allclose(logits, oracle_logits(architecture, prompt)[-1], atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 7])
-@pytest.mark.parametrize("architecture", PRESETS)
+def name_of(value: object) -> str:
+    """A parameter's part of a test's name."""
+    return {make_torch_ops: "torch", make_native_ops: "native"}.get(value, str(value))  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "chunk", "make"),
+    [
+        (architecture, chunk, make_torch_ops if place == i % 3 else make_native_ops)
+        for i, architecture in enumerate(PRESETS)
+        for place, chunk in enumerate((None, 1, 7))
+    ],
+    ids=name_of,
+)
 def test_logits_of_ragged_prompts_equal_those_of_transformers(
-    architecture: str, chunk: int | None, make_usual_ops: MakeOps
+    architecture: str, chunk: int | None, make: MakeOps
 ) -> None:
+    """Each preset in chunks of every size: one of them in torch, the others on this machine's kernels."""
     batch = prompts(LENGTHS.get(architecture, SHORT if chunk == 1 else RAGGED))
-    driver = Driver(make_pass(architecture, make_usual_ops), num_pages=64, page_size=8)
+    driver = Driver(make_pass(architecture, make), num_pages=64, page_size=8)
     for prompt, logits in zip(batch, run_prompts(driver, batch, chunk), strict=True):
         assert_near_oracle(architecture, prompt, logits)
 
@@ -164,10 +172,14 @@ def test_short_longrope_contexts_use_the_short_factors(make_ops: MakeOps) -> Non
         np.testing.assert_allclose(logits, oracle_logits("phi3-longrope", prompt)[-1], atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("architecture", PRESETS)
-def test_64_greedy_tokens_equal_those_of_transformers(architecture: str, make_usual_ops: MakeOps) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "make"),
+    [*((name, make_native_ops) for name in PRESETS), *((name, make_torch_ops) for name in ON_ALL_PATHS)],
+    ids=name_of,
+)
+def test_64_greedy_tokens_equal_those_of_transformers(architecture: str, make: MakeOps) -> None:
     batch = prompts(LENGTHS.get(architecture, (3, 40)), seed=1)
-    driver = Driver(make_pass(architecture, make_usual_ops), num_pages=48, page_size=16)
+    driver = Driver(make_pass(architecture, make), num_pages=48, page_size=16)
     run_prompts(driver, batch)
     driver.decode(63)
     for row in driver.rows:
@@ -234,15 +246,25 @@ def assert_same_bits_alone_and_in_a_batch(
         np.testing.assert_array_equal(busy.step([(row, 1) for row in busy.rows])[7], expected)
 
 
-@for_all_dtypes
-def test_logits_are_the_same_bits_in_any_prefill_chunks(
-    dtype: torch.dtype, kv_dtype: str, make_deterministic: MakeOps
-) -> None:
-    """Several prompts together in chunks of 1, 7 and 64, and each alone without chunks, in other pages."""
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "kv_dtype"),
+    [
+        (name, dtype, kv_dtype)
+        for i, name in enumerate(DETERMINISTIC)
+        for j, dtype in enumerate((torch.float32, torch.bfloat16))
+        for k, kv_dtype in enumerate(KV_DTYPES)
+        if (i + j + k) % 2 == 0
+    ],
+    ids=str,
+)
+def test_logits_are_the_same_bits_in_any_prefill_chunks(implementation: str, dtype: torch.dtype, kv_dtype: str) -> None:
+    """Several prompts together in chunks of 1, 7 and 64, and each alone without chunks, in other pages. Each
+    implementation has every dtype of weights and of the cache, and each pair of them has two implementations or more.
+    """
     batch = prompts((90, 64, 65, 3), seed=3)
 
     def driver(num_pages: int, seed: int) -> Driver:
-        return Driver(make_pass("mistral/32", make_deterministic, dtype), num_pages, 16, kv_dtype, seed)
+        return Driver(make_pass("mistral/32", DETERMINISTIC[implementation], dtype), num_pages, 16, kv_dtype, seed)
 
     whole = [run_prompts(driver(8, seed=0), [prompt])[0] for prompt in batch]
     for chunk in (1, 7, 64):
@@ -277,7 +299,7 @@ def test_row_has_the_same_tokens_alone_and_in_a_batch(make_ops: MakeOps) -> None
     assert tokens[0] == tokens[1]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_native_logits_are_the_same_bits_for_random_chunks(data: st.DataObject) -> None:
     prompt = prompts((90,), seed=3)[0]
@@ -358,25 +380,6 @@ def test_cache_has_exactly_the_announced_bytes(make_ops: MakeOps) -> None:
         decoder.close()
 
 
-def test_kv_dtypes_start_with_that_of_the_weights_and_end_with_wider_ones() -> None:
-    def offered(dtype: str) -> dict[str, int]:
-        return dict(CpuDecoderPass.describe(checkpoint("qwen3"), PassOptions(dtype=dtype)).kv_bytes_per_token)
-
-    values = 2 * 3 * 2 * 32
-    sizes = {"fp32": 4 * values, "bf16": 2 * values, "q8_0": values * 34 // 32}
-    assert offered("fp32") == offered("bf16") == sizes
-    assert list(offered("fp32")) == ["fp32", "bf16", "q8_0"]
-    assert list(offered("bf16")) == ["bf16", "q8_0", "fp32"]
-
-
-def test_heads_without_whole_blocks_have_no_q8_0() -> None:
-    spec = CpuDecoderPass.describe(checkpoint("llama3"), PassOptions())
-    assert set(spec.kv_bytes_per_token) == {"fp32", "bf16"}
-    settings: Any = {"max_context_tokens": None, "max_running": 4, "budget": KvBudget(1 << 30)}
-    with pytest.raises(StartupError, match="--kv-dtype is q8_0; this forward pass has fp32, bf16"):
-        plan_kv(spec, kv_dtype="q8_0", groups=KvGroups(16), **settings)
-
-
 def test_step_without_logit_rows_returns_no_logits_and_writes_its_keys(make_ops: MakeOps) -> None:
     prompt = prompts((20,))[0]
     driver = Driver(make_pass("llama3", make_ops), num_pages=8, page_size=16)
@@ -384,17 +387,3 @@ def test_step_without_logit_rows_returns_no_logits_and_writes_its_keys(make_ops:
     assert driver.step([(row, 19)]) == {}
     logits = driver.step([(row, 1)])[row.slot]
     np.testing.assert_allclose(logits, oracle_logits("llama3", prompt)[-1], atol=1e-3, rtol=0)
-
-
-def test_torch_operations_run_without_a_native_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward_pass, "load_kernels", lambda _: None)
-    config = read_decoder_config(checkpoint("llama3"))
-    assert isinstance(make_cpu_ops(config, torch.float32, 16), TorchOps)
-
-
-def test_torch_operations_run_heads_without_whole_vectors(caplog: pytest.LogCaptureFixture) -> None:
-    config = read_decoder_config(make_checkpoint("llama2", make_shared_directory(), hidden_size=48))
-    assert config.head_dim == 12
-    with caplog.at_level("INFO", logger="penstock.backend"):
-        assert isinstance(make_cpu_ops(config, torch.float32, 16), TorchOps)
-    assert "no support for heads of 12" in caplog.text

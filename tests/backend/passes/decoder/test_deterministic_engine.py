@@ -49,7 +49,10 @@ def load_on_emulator() -> EmulatedCudaPass:
     return EmulatedCudaPass.load(checkpoint(head_dim=64), replace(OPTIONS, dtype="fp32"))
 
 
-@pytest.fixture(params=["native bf16", "native q8_0", "torch bf16", "cuda bf16", "cuda q8_0"])
+IMPLEMENTATIONS = ("native bf16", "native q8_0", "torch bf16", "cuda bf16", "cuda q8_0")
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
 def make_bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeBench]:
     kind, kv_dtype = request.param.split()
     load: Callable[[], Any] = load_on_emulator if kind == "cuda" else load_on_cpu
@@ -129,7 +132,19 @@ def add_other_requests(bench: Bench, lengths: tuple[int, ...] = (1, 5, 33, 60, 1
         bench.submit(prompt(length, seed=index + 1), 3 + 2 * index, request_id=100 + index, sampling=sampling)
 
 
-@pytest.mark.parametrize(("max_batch_tokens", "capacity"), [(1, 3), (7, 0), (64, 0), (64, 3)])
+STEPS = {"bf16": ((7, 0), (64, 3)), "q8_0": ((1, 3), (64, 0))}
+"""Tokens of a step and steps launched ahead, by cache: each kind of kernels runs them all."""
+
+
+@pytest.mark.parametrize(
+    ("make_bench", "max_batch_tokens", "capacity"),
+    [
+        (name, *steps)
+        for name in IMPLEMENTATIONS
+        for steps in (sum(STEPS.values(), ()) if name == "torch bf16" else STEPS[name.split()[1]])
+    ],
+    indirect=["make_bench"],
+)
 def test_tokens_are_the_same_in_any_batch_and_chunks(
     max_batch_tokens: int, capacity: int, make_bench: MakeBench, tokens_alone: list[list[Token]]
 ) -> None:

@@ -142,7 +142,7 @@ CALLS = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(TEXTS, CALLS, CALLS, st.sampled_from([1, 2, 7, 1000]), st.sampled_from([Finish.STOP, Finish.LENGTH]))
 async def test_streamed_and_whole_answers_are_equal(
     text: str, first: str, second: str, batch_size: int, finish: Finish

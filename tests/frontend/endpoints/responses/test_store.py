@@ -130,7 +130,7 @@ class Store(RuleBasedStateMachine):
 
 
 TestStore = Store.TestCase
-TestStore.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
+TestStore.settings = settings(max_examples=50, stateful_step_count=25)
 
 
 def test_response_larger_than_the_store_is_not_kept_and_evicts_nothing() -> None:

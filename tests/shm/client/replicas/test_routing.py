@@ -136,7 +136,7 @@ class ReplicaStates(RuleBasedStateMachine):
                 assert client.ready or not client.streams
 
 
-ReplicaStates.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+ReplicaStates.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 test_replica_states = ReplicaStates.TestCase
 
 

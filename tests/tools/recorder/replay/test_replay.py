@@ -266,7 +266,7 @@ hostile_integers = st.sampled_from((-1, 0, 1, 3, 1 << 20, 1 << 31, 1 << 62))
 hostile_times = st.sampled_from((0.0, -1.0, 501.0, 1e300, float("nan"), float("inf")))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_hostile_events_are_refused_or_replayed(life: Life, data: st.DataObject) -> None:
     events = list(life.events)

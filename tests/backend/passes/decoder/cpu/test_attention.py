@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -22,6 +23,9 @@ from tests.backend.passes.decoder.cpu.ops_harness import (
     step_batch,
 )
 from tests.backend.passes.decoder.cpu.test_kv_cache import quantise_exactly
+
+Shape = tuple[int, int, int]
+"""Heads, KV heads and size of a head."""
 
 
 def attend_exactly(
@@ -58,6 +62,36 @@ def as_cached(x: Tensor, kv_dtype: str) -> Tensor:
     return numbers.double() * scales.double().repeat_interleave(32, dim=-1)
 
 
+@cache
+def random_qkv(num_tokens: int, shape: Shape, dtype: torch.dtype) -> Tensor:
+    num_heads, kv_heads, dim = shape
+    return randn(num_tokens, (num_heads + 2 * kv_heads) * dim, dtype=dtype, seed=3)
+
+
+@cache
+def attended_exactly(
+    shape: Shape,
+    dtype: torch.dtype,
+    kv_dtype: str,
+    contexts: tuple[int, ...],
+    lengths: tuple[int, ...],
+    window: int | None,
+    scale: float,
+    cap: float | None,
+    sinks: tuple[float, ...] | None,
+) -> Tensor:
+    """What `check_attention` expects; kept, because all implementations are compared with it."""
+    num_heads, kv_heads, dim = shape
+    totals = [context + length for context, length in zip(contexts, lengths, strict=True)]
+    rows = random_qkv(sum(totals), shape, dtype).view(-1, num_heads + 2 * kv_heads, dim).split(totals)
+    exact = []
+    for own, context in zip(rows, contexts, strict=True):
+        k, v = (as_cached(x, kv_dtype) for x in own[:, num_heads:].chunk(2, dim=1))
+        own_sinks = None if sinks is None else torch.tensor(sinks)
+        exact.append(attend_exactly(own[context:, :num_heads], k, v, context, window, scale, cap, own_sinks))
+    return torch.cat(exact)
+
+
 def check_attention(
     harness: OpsHarness,
     config: DecoderConfig,
@@ -71,11 +105,11 @@ def check_attention(
 ) -> None:
     """Write random contexts in one step; check attention of the next step's queries."""
     ops, shape = harness.ops, (config.num_heads, config.num_kv_heads, config.head_dim)
-    num_heads, kv_heads, dim = shape
+    num_heads, _, dim = shape
     own_sinks = None if sinks is None else ops.vector(sinks)
     layer, cap = replace(PLAIN, window_tokens=window, sinks=own_sinks), config.scales.scores_softcap
     whole = step_batch([0] * len(contexts), [c + n for c, n in zip(contexts, lengths, strict=True)], page_size)
-    qkv = randn(whole.num_tokens, (num_heads + 2 * kv_heads) * dim, dtype=dtype, seed=3)
+    qkv = random_qkv(whole.num_tokens, shape, dtype)
     step = ops.begin_step(whole, whole.input_ids)
     ops.rotate_and_store(harness.put("_qkv", qkv), step, layer)
 
@@ -90,16 +124,14 @@ def check_attention(
     step = ops.begin_step(batch, batch.input_ids)
     found = harness.get("_attended", ops.attention(harness.put("_qkv", qkv[tokens]), step, layer), len(tokens))
 
-    exact = []
-    for row, (context, length) in enumerate(zip(contexts, lengths, strict=True)):
-        own = qkv[whole.query_starts[row] : ends[row]].view(-1, num_heads + 2 * kv_heads, dim)
-        k, v = (as_cached(x, kv_dtype) for x in own[:, num_heads:].chunk(2, dim=1))
-        q, scale = own[context : context + length, :num_heads], config.score_scale
-        exact.append(attend_exactly(q, k, v, context, window, scale, cap, sinks))
+    sink_values = None if sinks is None else tuple(sinks.tolist())
+    exact = attended_exactly(
+        shape, dtype, kv_dtype, tuple(contexts), tuple(lengths), window, config.score_scale, cap, sink_values
+    )
     # The kernels multiply a q8_0 cache by queries and weights of 16 bits.
     tolerance = 1e-4 if kv_dtype == "q8_0" else 1e-5
     rounded = BF16 if dtype is BF16 or kv_dtype == "bf16" else FP32
-    assert_close(found.view(-1, num_heads, dim), torch.cat(exact), rounded, tolerance)
+    assert_close(found.view(-1, num_heads, dim), exact, rounded, tolerance)
 
 
 PAGE_SIZES = (1, 5, 16, 32, 48, 64, 80)

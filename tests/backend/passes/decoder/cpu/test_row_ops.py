@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -217,33 +218,21 @@ def test_bf16_products_work_without_packing(monkeypatch: pytest.MonkeyPatch) -> 
     assert_close(linear(x), x.double() @ weight.double().T + bias.double(), BF16)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize(
-    ("normalises", "clamped"), [(False, None), (True, None), (True, ClampedGate(1.7, 0.8))], ids=["", "sum 1", "biased"]
-)
-def test_experts_match_float64(
-    normalises: bool, clamped: ClampedGate | None, dtype: torch.dtype, make_ops: MakeOps
-) -> None:
-    """Experts with no row, with one and with more than the native kernel multiplies at once; two with equal logits.
-    Those with clamped gates have biases."""
-    biased = clamped is not None
-    settings = Experts(19, per_token=3, width=70, normalises=normalises, biased=biased, clamped_gate=clamped)
+@cache
+def experts_example(normalises: bool, clamped: ClampedGate | None, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Rows, residual stream, router, gate and up, down, three biases, and the exact results; kept, because all
+    implementations are compared with them."""
     hidden, num_rows = BASE.hidden_size, 330
-    config = replace(BASE, experts=settings, layer_has_experts=(True,))
-    harness = OpsHarness(make_ops(config, dtype))
-    harness.begin(num_rows)
     x, residual = randn(num_rows, hidden, dtype=dtype, seed=1), randn(num_rows, hidden, seed=2)
     router = randn(19, hidden, dtype=dtype, seed=3)
     x[:, 0], router[:, 0] = 1, torch.linspace(-20, 30, 19).to(dtype)
     router[17] = router[18]
     gate_up = randn(19 * 2 * 70, hidden, dtype=dtype, seed=4) / 7
     down = randn(19 * hidden, 70, dtype=dtype, seed=5) / 8
-    biases = [randn(*shape, dtype=dtype, seed=6) for shape in ((19,), (19, 140), (19, hidden))] if biased else []
-    array = harness.put("_residual", residual)
-    experts = harness.ops.experts.pack(ExpertWeights(router, gate_up, down, *(bias.flatten() for bias in biases)), 0.5)
-    harness.ops.experts.add(harness.put("_hidden", x), experts, array)
-    router_bias, gate_up_bias, down_bias = (bias.double() for bias in biases) if biased else (torch.zeros(19, 1),) * 3
-    probabilities = (x.double() @ router.double().T + router_bias.flatten()).softmax(dim=1)
+    scale = 0 if clamped is None else 1
+    biases = [scale * randn(*shape, dtype=dtype, seed=6) for shape in ((19,), (19, 140), (19, hidden))]
+    router_bias, gate_up_bias, down_bias = (bias.double() for bias in biases)
+    probabilities = (x.double() @ router.double().T + router_bias).softmax(dim=1)
     exact = residual.double()
     uses = [0] * 19
     for row in range(num_rows):
@@ -258,7 +247,29 @@ def test_experts_match_float64(
     assert min(uses) == 0
     assert 1 in uses
     assert max(uses) > 256
-    assert_close(harness.get("_residual", array, num_rows), exact, dtype)
+    return x, residual, router, gate_up, down, *biases, exact
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(
+    ("normalises", "clamped"), [(False, None), (True, None), (True, ClampedGate(1.7, 0.8))], ids=["", "sum 1", "biased"]
+)
+def test_experts_match_float64(
+    normalises: bool, clamped: ClampedGate | None, dtype: torch.dtype, make_ops: MakeOps
+) -> None:
+    """Experts with no row, with one and with more than the native kernel multiplies at once; two with equal logits.
+    Those with clamped gates have biases."""
+    biased = clamped is not None
+    settings = Experts(19, per_token=3, width=70, normalises=normalises, biased=biased, clamped_gate=clamped)
+    config = replace(BASE, experts=settings, layer_has_experts=(True,))
+    x, residual, router, gate_up, down, *biases, exact = experts_example(normalises, clamped, dtype)
+    harness = OpsHarness(make_ops(config, dtype))
+    harness.begin(len(x))
+    array = harness.put("_residual", residual)
+    given = [bias.flatten() for bias in biases] if biased else []
+    experts = harness.ops.experts.pack(ExpertWeights(router, gate_up, down, *given), 0.5)
+    harness.ops.experts.add(harness.put("_hidden", x), experts, array)
+    assert_close(harness.get("_residual", array, len(x)), exact, dtype)
 
 
 def mix_exactly(gate: Tensor, up: Tensor, clamped: ClampedGate | None) -> Tensor:

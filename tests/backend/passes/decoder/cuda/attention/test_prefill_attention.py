@@ -191,8 +191,9 @@ def test_a_sequence_has_the_same_bits_in_any_chunks(head_dim: int, kv_dtype: str
         chunks = [Row(at, min(size, SEQUENCE_TOKENS - at)) for at in range(0, SEQUENCE_TOKENS, size)]
         parts = [run(attention, prepare(attention, [chunk], seed=size), launcher) for chunk in chunks]
         assert torch.equal(torch.cat(parts), whole)
-    singles = [Row(at, 1) for at in range(SEQUENCE_TOKENS)]
-    assert torch.equal(run(attention, prepare(attention, singles), RANDOM), whole)
+    # Every third position, at every place in a page and a tile: each takes a whole tile of the emulator.
+    singles = [Row(at, 1) for at in range(0, SEQUENCE_TOKENS, 3)]
+    assert torch.equal(run(attention, prepare(attention, singles), RANDOM), whole[::3])
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)

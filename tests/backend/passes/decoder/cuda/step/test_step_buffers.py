@@ -80,7 +80,7 @@ _rows = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(_rows, min_size=1, max_size=4))
 def test_every_step_arrives_after_any_other_steps(steps: list[list[tuple[int, int, int]]]) -> None:
     buffers = make_buffers()
