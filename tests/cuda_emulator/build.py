@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -61,13 +60,23 @@ _ENTRY = re.compile(
 )  # fmt: skip
 
 
-# Only static __shared__ variables are in .bss. They are moved to their own section, so that the runtime can find them
-# and poison them for each block. The guard bytes between them belong to no variable.
+# Only static __shared__ variables are in .bss. They are moved to their own section, so that the runtime can poison them
+# for each block, and described in another. The guard bytes between them belong to no variable.
 _SHARED_VARIABLE = re.compile(r"\.local\t(?P<name>\S+)\n\s*\.comm\t\S+,(?P<bytes>\d+),(?P<alignment>\d+)\n")
-_IN_SHARED_SECTION = (
-    r'.pushsection cusim_shared,"aw"\n.balign \g<alignment>\n.type \g<name>, @object\n.size \g<name>, \g<bytes>\n'
-    r"\g<name>:\n.zero \g<bytes>\n.zero 256\n.popsection\n"
-)
+_IN_SHARED_SECTION = """\
+.pushsection cusim_shared,"aw"
+.balign {alignment}
+{name}:
+.zero {bytes}
+.zero 256
+.popsection
+.pushsection .rodata
+9: .asciz "{plain_name}"
+.popsection
+.pushsection cusim_variables,"aw"
+.quad 9b, {name}, {bytes}
+.popsection
+"""
 
 
 def build_kernels(source: Path, macros: tuple[tuple[str, int], ...], mode: str) -> Path:
@@ -92,7 +101,7 @@ def _build(path: Path, source: Path, directories: Iterable[Path], mode: str, def
         kernels.write_text(_as_cpp(text, source))
         flags = (*_CPU_FLAGS, *_KERNEL_FLAGS[mode], "-DCUSIM", f"-I{RUNTIME_DIR}")
         _run(("g++", "-S", *flags, str(kernels), "-o", str(assembly)))
-        code = _SHARED_VARIABLE.sub(_IN_SHARED_SECTION, assembly.read_text())
+        code = _SHARED_VARIABLE.sub(_in_shared_section, assembly.read_text())
         if ".bss" in code:
             raise KernelFailed(
                 f"{source.name}: g++ lays out a __shared__ variable in a way that the emulator cannot use"
@@ -118,33 +127,8 @@ def build_runtime() -> Path:
     return path
 
 
-@dataclass(frozen=True, slots=True)
-class SharedVariable:
-    """A __shared__ variable; offset is within its library's section."""
-
-    name: str
-    offset: int
-    num_bytes: int
-
-
-def shared_variables(library: Path) -> list[SharedVariable]:
-    """Return the variables of all kernels of a library, without the gaps between them."""
-    # Not nm: it takes 25 ms to start, readelf 4.
-    rows = [line.split() for line in _run(("readelf", "--wide", "--syms", str(library))).splitlines()]
-    symbols = {
-        (words[7], int(words[1], 16), int(words[2], 0), words[3])
-        for words in rows
-        if len(words) == 8 and words[0] != "Num:"
-    }
-    bounds = {name: address for name, address, _, _ in symbols if name.endswith("_cusim_shared")}
-    if not bounds:
-        return []
-    start, end = bounds["__start_cusim_shared"], bounds["__stop_cusim_shared"]
-    return [
-        SharedVariable(_plain_name(name), address - start, num_bytes)
-        for name, address, num_bytes, kind in sorted(symbols)
-        if kind == "OBJECT" and num_bytes > 0 and start <= address < end
-    ]
+def _in_shared_section(variable: re.Match[str]) -> str:
+    return _IN_SHARED_SECTION.format(**variable.groupdict(), plain_name=_plain_name(variable["name"]))
 
 
 def _plain_name(symbol: str) -> str:

@@ -23,7 +23,7 @@ from penstock.backend.passes.decoder.cuda.device.launcher import (
     KernelFailed,
     TensorMap,
 )
-from tests.cuda_emulator.build import build_kernels, build_runtime, shared_variables, source_lines
+from tests.cuda_emulator.build import build_kernels, build_runtime, source_lines
 from tests.tallies import note_launch
 
 if TYPE_CHECKING:
@@ -66,10 +66,6 @@ class _TensorMap(ctypes.Structure):
     )
 
 
-class _SharedVariable(ctypes.Structure):
-    _fields_ = (("name", ctypes.c_char_p), ("offset", ctypes.c_size_t), ("bytes", ctypes.c_size_t))
-
-
 class _Launch(ctypes.Structure):
     _fields_ = (
         ("grid", ctypes.c_uint * 3),
@@ -77,8 +73,6 @@ class _Launch(ctypes.Structure):
         ("shared_bytes", ctypes.c_size_t),
         ("num_arguments", ctypes.c_int),
         ("arguments", ctypes.POINTER(_Argument)),
-        ("num_shared_variables", ctypes.c_int),
-        ("shared_variables", ctypes.POINTER(_SharedVariable)),
         ("check", ctypes.c_int),
         ("order", ctypes.c_int),
         ("seed", ctypes.c_uint64),
@@ -147,9 +141,6 @@ class _Library:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._loaded = ctypes.CDLL(str(path))
-        variables = [_SharedVariable(v.name.encode(), v.offset, v.num_bytes) for v in shared_variables(path)]
-        self._num_shared_variables = len(variables)
-        self._shared_variables = (_SharedVariable * max(1, len(variables)))(*variables)
 
     def entry(self, kernel: Kernel) -> int:
         """Return the address of the library's description of a kernel."""
@@ -163,7 +154,6 @@ class _Library:
         values = [_value_of(argument) for argument in arguments]
         described = (_Argument * max(1, len(arguments)))(*map(_describe, arguments, values))
         launch.num_arguments, launch.arguments = len(arguments), described
-        launch.num_shared_variables, launch.shared_variables = self._num_shared_variables, self._shared_variables
         runtime = _runtime()
         with _RUNNING:
             if runtime.cusim_launch(entry, ctypes.byref(launch)):

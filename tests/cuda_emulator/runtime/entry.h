@@ -9,9 +9,11 @@
 extern "C" {
 extern const char __ehdr_start[] __attribute__((visibility("hidden")));
 extern const char _end[] __attribute__((visibility("hidden")));
-// Bounds of the section with the __shared__ variables; null if there are none.
+// Bounds of the sections with the __shared__ variables and their descriptions; null if there are none.
 extern char __start_cusim_shared[] __attribute__((weak, visibility("hidden")));
 extern char __stop_cusim_shared[] __attribute__((weak, visibility("hidden")));
+extern const cusim::SharedVariable __start_cusim_variables[] __attribute__((weak, visibility("hidden")));
+extern const cusim::SharedVariable __stop_cusim_variables[] __attribute__((weak, visibility("hidden")));
 }
 
 namespace cusim {
@@ -55,7 +57,8 @@ template <class... A, void (*kernel)(A...)> struct Described<kernel> {
     extern "C" const cusim::Kernel cusim_kernel_##NAME = {                                              \
         cusim::Described<&NAME>::run,  cusim::Described<&NAME>::parameters,                             \
         cusim::Described<&NAME>::num_parameters, PARAMETER_NAMES, cusim::first(__VA_ARGS__),            \
-        {__ehdr_start, _end, __start_cusim_shared, __stop_cusim_shared}};
+        {__ehdr_start, _end, __start_cusim_shared, __stop_cusim_shared, __start_cusim_variables,        \
+         __stop_cusim_variables}};
 
 namespace cusim {
 template <class... Rest> constexpr int first(int value, Rest...) { return value; }

@@ -19,7 +19,7 @@ namespace cusim {
 
 constexpr unsigned kSubnormalsAreZero = 0x8040;  // MXCSR bits: GPU builds use -ftz=true
 
-// The layout of these three structures must match launcher.py.
+// The layout of these two structures must match launcher.py.
 struct Argument {
     void* value;
     int kind, bytes;  // of the value; kind is a Kind
@@ -28,20 +28,12 @@ struct Argument {
     int dtype_kind, dtype_bytes;  // of an element
 };
 
-// A __shared__ variable; offset is within the module's section.
-struct SharedVariable {
-    const char* name;
-    size_t offset, bytes;
-};
-
 struct Launch {
     unsigned grid[3];
     int num_threads;
     size_t shared_bytes;
     int num_arguments;
     const Argument* arguments;
-    int num_shared_variables;
-    const SharedVariable* shared_variables;
     int check;
     int order;
     uint64_t seed;
@@ -128,11 +120,9 @@ std::vector<Region> regions_of(const Kernel& kernel, const Launch& launch) {
             if (other.sort == Sort::kBuffer && other.begin < region.end && region.begin < other.end)
                 region.sort = Sort::kBuffer;
     add(machine.dynamic_shared, launch.shared_bytes, Sort::kShared, "dynamic shared memory");
-    for (int i = 0; i < launch.num_shared_variables; ++i) {
-        const SharedVariable& variable = launch.shared_variables[i];
-        add(kernel.module.shared + variable.offset, variable.bytes, Sort::kShared,
-            std::string("shared variable ") + variable.name);
-    }
+    const Module& module = kernel.module;
+    for (const SharedVariable* variable = module.variables; variable != module.variables_end; ++variable)
+        add(variable->address, variable->bytes, Sort::kShared, std::string("shared variable ") + variable->name);
     return regions;
 }
 

@@ -130,9 +130,17 @@ struct Parameter {
     int pointed_bytes;     // 0: void
 };
 
+// A static __shared__ variable. The layout must match build.py.
+struct SharedVariable {
+    const char* name;
+    char* address;
+    size_t bytes;
+};
+
 struct Module {
     const char *image, *image_end;    // the whole library in memory
-    char *shared, *shared_end;        // all static __shared__ variables
+    char *shared, *shared_end;        // all static __shared__ variables, with gaps between them
+    const SharedVariable *variables, *variables_end;
 };
 
 struct Kernel {

@@ -19,7 +19,16 @@ struct Barrier {
 };
 
 Barrier barrier;
-std::vector<unsigned> waiting_lanes;  // a mask per warp
+
+// The lanes of a warp that wait in a warp call.
+struct WarpMeeting {
+    unsigned lanes = 0;  // a mask
+    WarpCall call{};     // of the first of them, as is the next member
+    unsigned mask = 0;
+    bool agrees = true;  // whether the others made the same call
+};
+
+std::vector<WarpMeeting> warp_meetings;  // per warp
 
 int result_of(const Barrier& met, Vote vote) {
     return vote == Vote::kOr ? met.any : vote == Vote::kAnd ? met.all : met.count;
@@ -33,9 +42,9 @@ struct Warp {
     explicit Warp(int warp)
         : lanes(&threads[size_t(warp) * 32]), num_lanes(std::min(32, int(threads.size()) - warp * 32)) {}
     unsigned all() const { return num_lanes == 32 ? ~0u : (1u << num_lanes) - 1; }
+    // mask has no lane that the warp lacks.
     template <class F> void each(unsigned mask, const F& visit) const {
-        for (int i = 0; i < num_lanes; ++i)
-            if (mask >> i & 1) visit(lanes[i]);
+        for (unsigned left = mask; left; left &= left - 1) visit(lanes[__builtin_ctz(left)]);
     }
 };
 
@@ -111,11 +120,20 @@ void perform(const Warp& warp, unsigned mask) {
     }
 }
 
+void wake(const Warp& warp, unsigned mask) {
+    if (order != Order::kReverse) return warp.each(mask, make_ready);
+    for (unsigned left = mask; left;) {
+        const int lane = 31 - __builtin_clz(left);
+        left &= ~(1u << lane);
+        make_ready(warp.lanes[lane]);
+    }
+}
+
 }  // namespace
 
 void reset_waiting() {
     barrier = {};
-    waiting_lanes.assign((threads.size() + 31) / 32, 0);
+    warp_meetings.assign((threads.size() + 31) / 32, {});
 }
 
 int block_barrier(Vote vote, bool predicate, Here here) {
@@ -166,19 +184,18 @@ uint64_t warp_call(WarpCall call, unsigned mask, uint64_t value, int from_lane, 
     }
     const Warp warp(me.warp);
     const unsigned expected = mask & warp.all();
-    unsigned& waiting = waiting_lanes[size_t(me.warp)];
-    waiting |= 1u << me.lane;
-    if ((waiting & expected) != expected) {
+    WarpMeeting& met = warp_meetings[size_t(me.warp)];
+    if (!met.lanes) met = {0, call, mask, true};
+    met.agrees &= met.call == call && met.mask == mask;
+    met.lanes |= 1u << me.lane;
+    if ((met.lanes & expected) != expected) {
         wait(Status::kInWarpCall);
         return me.result;
     }
-    check_same_call(warp, expected);
-    waiting &= ~expected;
+    if (!met.agrees) check_same_call(warp, expected);
+    met.lanes &= ~expected;
     perform(warp, expected);
-    for (int i = 0; i < warp.num_lanes; ++i) {
-        Thread& lane = warp.lanes[order == Order::kReverse ? warp.num_lanes - 1 - i : i];
-        if ((expected >> lane.lane & 1) && &lane != &me) make_ready(lane);
-    }
+    wake(warp, expected & ~(1u << me.lane));
     yield_to_ready();
     return me.result;
 }
