@@ -83,7 +83,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keep modules and tests out of the garbage collector's sight: each full collection would visit all of them."""
+    """Keep modules and tests out of the garbage collector's sight: each full collection would visit all of them.
+
+    Tests' tensors are small: a second thread of torch's costs more to wake than it computes. Servers have all threads.
+    """
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     gc.enable()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
