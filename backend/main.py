@@ -19,7 +19,7 @@ if __name__ == "__main__":  # before numpy is imported
 
 from penstock.backend.adapter_options import announce, check_unchanged
 from penstock.backend.buffers.options import check_shared_buffers, make_exporter, open_sharing_device
-from penstock.backend.engine.executor import Executor, ExecutorFailed
+from penstock.backend.engine.executor import SWITCH_INTERVAL_S, Executor, ExecutorFailed
 from penstock.backend.engine.limits import EngineLimits
 from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.recording.recorder import Recorder
@@ -234,7 +234,7 @@ def _check_all_memory(
 
 def _tune_interpreter() -> None:
     resume_collection()
-    sys.setswitchinterval(0.0001)  # the executor's thread, on which the device waits, soon gets the interpreter's lock
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def _load_pass(

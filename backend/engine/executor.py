@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from penstock.backend.forward_pass import IBatchedForwardPass, StepBatch
     from penstock.backend.scheduling.step_plan import Plan
 
+SWITCH_INTERVAL_S = 0.0001
+"""For `sys.setswitchinterval`, where an engine runs: its threads, on which the device waits, soon get the interpreter's
+lock."""
 _CLOSE_TIMEOUT_S = 10.0
 
 

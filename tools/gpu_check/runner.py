@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -184,12 +185,13 @@ def _run_child(
 
     on_progress receives the findings so far every few seconds. Unless they are kept, findings travel in a temporary
     file, so that the report's directory holds only the report. A child that is killed leaves its own temporary files:
-    they are in the same folder.
+    they are in the same folder. What a peer started may outlive it, such as torch's compilers; it is killed too, and
+    what leaves the child's group may still write while the folder is removed.
     """
     started_s = time.monotonic()
     if budget_s <= 1:
         return SectionOutcome(section.name, "skipped", 0.0, [])
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as scratch:
         path = run.kept.path(section.name) if run.kept else Path(scratch, f"{section.name}.jsonl")
         argv = [sys.executable, "-m", "penstock.tools.gpu_check", "--section", section.name, "--findings", str(path)]
         argv += ["--out", str(run.out)] + (["--peers", str(run.peers)] if run.peers else [])
@@ -205,9 +207,9 @@ def _run_child(
             status = _wait(child, until_s, lambda: on_progress(_outcome(section, "running", started_s, path)))
             outcome = "timed out" if status is None else "done" if status == 0 else f"failed with status {status}"
         finally:
-            if child.poll() is None:
+            with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
+            child.wait()
         return _outcome(section, outcome, started_s, path)
 
 

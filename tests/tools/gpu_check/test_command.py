@@ -202,13 +202,18 @@ def test_killed_run_leaves_its_report_and_no_process(place: Path, number: int, s
     assert "endless: running" in (place / "out" / "report.md").read_text()
 
 
-def test_endless_section_takes_only_its_own_time(place: Path) -> None:
+def test_endless_section_takes_only_its_own_time_and_no_section_leaves_a_process(place: Path) -> None:
     write_stubs(place)
+    (place / "stub_last.py").write_text(
+        "import subprocess\ndef run(results):\n    results.fact('left', subprocess.Popen(['sleep', '600']).pid)\n"
+    )
     done = run(place, "--budget", "10")
     assert done.returncode == 1
-    outcomes = {section["name"]: section["outcome"] for section in read_report(place)["sections"]}
+    sections = read_report(place)["sections"]
+    outcomes = {section["name"]: section["outcome"] for section in sections}
     assert outcomes == {"first": "done", "endless": "timed out", "last": "done"}
     assert done.stdout.endswith("failed: endless\n")
+    assert has_ended(int(sections[2]["findings"][0]["value"]))
 
 
 RESUMED = """

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import select
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.backend.engine.batch_builder import BatchBuilder
-from penstock.backend.engine.executor import Executor
+from penstock.backend.engine.executor import SWITCH_INTERVAL_S, Executor
 from penstock.backend.engine.step_timing import StepTiming
 from penstock.backend.forward_pass import NOT_FINITE, SamplingParams
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.subscribers import Subscriber
+from penstock.shm.process.garbage_collection import resume_collection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,6 +66,9 @@ class EngineLoop:
         self._builder = BatchBuilder(sizes.max_running, -(-sizes.max_context_tokens // sizes.page_tokens))
         self._executor = Executor(1)
         self._executor.start(make_pass)
+        # As a backend does before it serves. Without it, a collection of torch's objects stops steps for 0.1 s.
+        resume_collection()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._step_timing = StepTiming()
         self._streams: dict[Sequence, TokenStream] = {}
         self.on_end: Callable[[TokenStream], None] = lambda _stream: None
@@ -104,6 +110,7 @@ class EngineLoop:
             self._scheduler.remove(sequence)
         self._streams.clear()
         self._executor.close()
+        gc.unfreeze()  # the next model needs the memory of this one, which may be in cycles of references
 
     def _turn(self) -> float | None:
         """Apply results and plan steps. Returns seconds until the next plan is due, or None: after the next result."""
