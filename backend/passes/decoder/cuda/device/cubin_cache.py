@@ -72,7 +72,7 @@ class CubinCache:
 
     def _compile(self, kernels: Sequence[Kernel]) -> bytes:
         self.num_compiled += 1
-        return nvrtc.compile_kernels(kernels, self.arch)[0].cubin
+        return nvrtc.compile_module(kernels, self.arch)
 
 
 def write_cubin(path: Path, cubin: bytes) -> None:

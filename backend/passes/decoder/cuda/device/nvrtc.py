@@ -11,7 +11,7 @@ import ctypes.util
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -27,6 +27,10 @@ SHARED_BYTES_LIMIT = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90a": 227 << 10
 
 OPTIONS = ("--std=c++17", "-ftz=true", "--ptxas-options=-v")
 """Every kernel is compiled with them. The last one makes ptxas print its report."""
+
+# Beside a GPU it keeps machine code in the driver's cache, and a module from there comes without ptxas' report.
+# Source: the NVRTC user guide, "Caching (CUDA 12.9+)".
+_CACHES_SINCE = (12, 9)
 
 _ENTRY = re.compile(r"Compiling entry function '(\w+)' for '\w+'(.*?)(?=Compiling entry function|\Z)", re.DOTALL)
 
@@ -59,31 +63,43 @@ def compiles_for(kernel: Kernel, arch: str) -> bool:
     return arch == "sm_90a" or not kernel.needs_wgmma
 
 
+def compile_module(kernels: Sequence[Kernel], arch: str) -> bytes:
+    """Return the machine code of kernels of one source with the same macros.
+
+    NVRTC may take it from its own cache. Raises KernelFailed with the compiler's errors, or if NVRTC is not installed.
+    """
+    return _compile_source(kernels, arch)[0]
+
+
 def compile_kernel(kernel: Kernel, arch: str) -> CompileReport:
     """Raises KernelFailed with the compiler's errors, or if NVRTC is not installed."""
-    (report,) = _compile_source((kernel,), arch)
+    (report,) = _make_reports((kernel,), arch)
     return report
 
 
 def compile_kernels(kernels: Iterable[Kernel], arch: str, num_threads: int = 1) -> list[CompileReport]:
     """Compile each kernel as `compile_kernel` does, but kernels of one source with the same macros together."""
     with ThreadPoolExecutor(num_threads) as pool:
-        reports = pool.map(lambda group: _compile_source(group, arch), group_by_module(kernels))
+        reports = pool.map(lambda group: _make_reports(group, arch), group_by_module(kernels))
         return [report for group in reports for report in group]
 
 
-def _compile_source(kernels: Iterable[Kernel], arch: str) -> list[CompileReport]:
-    """Compile kernels of one source with the same macros."""
-    kernels = list(kernels)
+def _make_reports(kernels: Sequence[Kernel], arch: str) -> list[CompileReport]:
+    is_cached = tuple(int(number) for number in version().split(".")) >= _CACHES_SINCE
+    cubin, log = _compile_source(kernels, arch, ("--no-cache",) if is_cached else ())
+    entries = dict(_ENTRY.findall(log))
+    return [_report(kernel, arch, entries, cubin, log) for kernel in kernels]
+
+
+def _compile_source(kernels: Sequence[Kernel], arch: str, more_options: tuple[str, ...] = ()) -> tuple[bytes, str]:
+    """Compile kernels of one source with the same macros. Returns the machine code and the compiler's log."""
     source, macros = kernels[0].source, kernels[0].macros
     options = (*OPTIONS, f"-I{KERNELS_DIR}", f"-arch={arch}", *(f"-D{name}={value}" for name, value in macros))
     try:
         # Name the encoding, because NVRTC 12 leaves its thread with an ASCII locale.
-        cubin, log = _compile((KERNELS_DIR / source).read_text("utf-8"), source, options)
+        return _compile((KERNELS_DIR / source).read_text("utf-8"), source, (*options, *more_options))
     except (OSError, NvrtcError) as error:
         raise KernelFailed(f"{kernels[0]} of {source} for {arch}: {error}") from error
-    entries = dict(_ENTRY.findall(log))
-    return [_report(kernel, arch, entries, cubin, log) for kernel in kernels]
 
 
 def _report(kernel: Kernel, arch: str, entries: dict[str, str], cubin: bytes, log: str) -> CompileReport:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -24,10 +22,10 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv(CUBINS_VARIABLE, raising=False)
     cubin_cache._warn_not_kept.cache_clear()
 
-    def compile_kernels(kernels: list[Kernel], arch: str) -> list[Any]:
-        return [SimpleNamespace(cubin=f"{kernels[0].source} for {arch}".encode())]
+    def compile_module(kernels: list[Kernel], arch: str) -> bytes:
+        return f"{kernels[0].source} for {arch}".encode()
 
-    monkeypatch.setattr(nvrtc, "compile_kernels", compile_kernels)
+    monkeypatch.setattr(nvrtc, "compile_module", compile_module)
     return tmp_path / "cache" / "penstock" / "cubins"
 
 
@@ -87,13 +85,32 @@ def test_cubin_that_others_can_write_is_not_used(kept: Path) -> None:
 
 
 def test_failed_compilation_leaves_no_file(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_kernels: object, _arch: str) -> Any:
+    def fail(_kernels: object, _arch: str) -> bytes:
         raise KernelFailed("nothing is undefined")
 
-    monkeypatch.setattr(nvrtc, "compile_kernels", fail)
+    monkeypatch.setattr(nvrtc, "compile_module", fail)
     with pytest.raises(KernelFailed, match="undefined"), CubinCache("sm_90a").opened([KERNEL]):
         pass
     assert list(kept.iterdir()) == []
+
+
+@pytest.mark.parametrize(("version", "more"), [("12.8", ()), ("12.9", ("--no-cache",)), ("13.0", ("--no-cache",))])
+def test_a_module_of_nvrtcs_own_cache_has_no_report(
+    version: str, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start takes such a module as it is; whoever wants the report does without that cache."""
+    given: list[tuple[str, ...]] = []
+
+    def compile_source(_text: str, _name: str, options: tuple[str, ...]) -> tuple[bytes, str]:
+        given.append(options)
+        log = "Compiling entry function 'change_pages' for 'sm_90a'\nUsed 12 registers" if len(given) > 1 else ""
+        return b"code", log
+
+    monkeypatch.setattr(nvrtc, "_compile", compile_source)
+    monkeypatch.setattr(nvrtc, "version", lambda: version)
+    assert nvrtc.compile_module([KERNEL], "sm_90a") == b"code"
+    assert nvrtc.compile_kernel(KERNEL, "sm_90a").registers == 12
+    assert given[1] == (*given[0], *more)
 
 
 def test_architecture_of_a_capability() -> None:
