@@ -7,15 +7,12 @@ up].
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from penstock.backend.checkpoint.float8_weight import Float8Form, Float8Weight
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 MAX_QUANTIZED_INPUTS = 1 << 17
 """127 × 128 × this is below 2^31, so a sum of products of int8 is exact in int32: activations are from -127 to 127."""
@@ -27,6 +24,9 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 """The number that each value of 4 bits stands for."""
 MXFP4_EXPONENTS = range(-23, 17)
 """Exponents that a scale may have: half of each scale is a number of binary16."""
+
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""The codebook "iq4" of a `GroupedWeight`."""
 
 GROUP_SIZES = (16, 32)
 """Inputs of a group of a `GroupedWeight`."""
@@ -59,12 +59,14 @@ class GroupedForm:
     """The form of a `GroupedWeight`, without its numbers."""
 
     bits: int
-    """Size of a value: 4, from 0 to 15, or 8, from -128 to 127."""
+    """Size of a value: 2 to 6, from 0 on if there are minima and else from -2^(bits - 1) on; or 8, from -128 to 127."""
     group_size: int
     """Inputs that share a scale: one of GROUP_SIZES."""
     block_size: int
     """Inputs that share factors: those of one group or of several."""
     has_minima: bool
+    codebook: Literal["", "iq4"] = ""
+    """The numbers that the values stand for, if these are not integers: IQ4_VALUES."""
 
     @property
     def num_factors(self) -> int:
@@ -83,27 +85,38 @@ class GroupedForm:
         return outputs * (inputs * self.bits // 8 + factors + multipliers)
 
 
-WeightForm: TypeAlias = PackedForm | GroupedForm | Float8Form
+@dataclass(frozen=True, slots=True)
+class StackedForm:
+    """The form of a `StackedWeight`."""
+
+    parts: tuple[tuple[WeightForm, int], ...]
+    """Forms and numbers of outputs."""
+
+    group_size = None
+
+    def num_bytes(self, shape: tuple[int, int]) -> int:
+        """As `PackedForm.num_bytes`."""
+        return sum(form.num_bytes((outputs, shape[1])) for form, outputs in self.parts)
+
+
+_CPU_GROUPS = {
+    (2, 16, True, ""), (3, 16, False, ""), (4, 32, True, ""), (4, 32, False, ""), (4, 32, False, "iq4"),
+    (5, 32, True, ""), (5, 32, False, ""), (6, 16, False, ""),
+}  # fmt: skip
+"""Bits, group size, whether there are minima, and codebook of groups that the kernels multiply; and any of 8 bits."""
+
+WeightForm: TypeAlias = PackedForm | GroupedForm | Float8Form | StackedForm
 
 
 def has_cpu_kernels(form: WeightForm) -> bool:
+    match form:
+        case StackedForm(parts):
+            return all(has_cpu_kernels(part) for part, _ in parts)
+        case GroupedForm(bits=8):
+            return True
+        case GroupedForm(bits, group_size, _, has_minima, codebook):
+            return (bits, group_size, has_minima, codebook) in _CPU_GROUPS
     return not isinstance(form, Float8Form)
-
-
-def common_form(forms: Iterable[WeightForm | None]) -> WeightForm | None:
-    """The smallest form that holds the numbers of all these forms; None if there is none."""
-    found = set(forms)
-    if len(found) == 1:
-        return found.pop()
-    grouped = [form for form in found if isinstance(form, GroupedForm)]
-    if len(grouped) < len(found) or len({form.block_size for form in grouped}) > 1:
-        return None
-    return GroupedForm(
-        max(form.bits for form in grouped),
-        min(form.group_size for form in grouped),
-        grouped[0].block_size,
-        any(form.has_minima for form in grouped),
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,7 +226,8 @@ class GroupedWeight:
 
     form: GroupedForm
     values: Tensor
-    """8 bits: int8 [outputs, inputs]. 4 bits: uint8 [outputs, inputs / 2], the low 4 bits are the even input."""
+    """int8 [outputs, inputs]. Of 4 bits: uint8 [outputs, inputs / 2], the low 4 bits are the even input; less 8 without
+    minima."""
     factors: Tensor
     """float32 [outputs, blocks, num_factors]: scale, then minimum; finite numbers of binary16."""
     multipliers: Tensor
@@ -221,7 +235,7 @@ class GroupedWeight:
 
     def __post_init__(self) -> None:
         form = self.form
-        _check_tensor("values", self.values, torch.int8 if form.bits == 8 else torch.uint8, 2)
+        _check_tensor("values", self.values, torch.uint8 if form.bits == 4 else torch.int8, 2)
         outputs, inputs = self.shape
         _check_inputs(inputs)
         if form.group_size not in GROUP_SIZES or form.block_size % form.group_size or inputs % form.block_size:
@@ -236,7 +250,7 @@ class GroupedWeight:
     def shape(self) -> tuple[int, int]:
         """(outputs, inputs)."""
         outputs, width = self.values.shape
-        return outputs, width * 8 // self.form.bits
+        return outputs, width * 2 if self.form.bits == 4 else width
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -247,8 +261,13 @@ class GroupedWeight:
         return GroupedWeight(self.form, *parts)
 
     def integers(self) -> Tensor:
-        """The values in int8, whatever their bits."""
-        return self.values if self.form.bits == 8 else _unpack_pairs(self.values).view(torch.int8)
+        """int8 [outputs, inputs]: what is multiplied by the scales."""
+        if self.form.bits != 4:
+            return self.values
+        values = _unpack_pairs(self.values)
+        if self.form.codebook:
+            return torch.tensor(IQ4_VALUES, dtype=torch.int8)[values.int()]
+        return values.view(torch.int8) if self.form.has_minima else values.view(torch.int8) - 8
 
     def group_factors(self) -> Tensor:
         """float32 [outputs, groups, num_factors]: each group's scale and minimum."""
@@ -268,11 +287,13 @@ class GroupedWeight:
         """The same numbers in a form that `common_form` found."""
         if form == self.form:
             return self
-        values = self.values if form.bits == self.form.bits else self.integers()
         multipliers = self.multipliers.repeat_interleave(self.form.group_size // form.group_size, dim=1)
         missing = (0, form.num_factors - self.form.num_factors)
         return GroupedWeight(
-            form, values, torch.nn.functional.pad(self.factors, missing), torch.nn.functional.pad(multipliers, missing)
+            form,
+            self.integers(),
+            torch.nn.functional.pad(self.factors, missing),
+            torch.nn.functional.pad(multipliers, missing),
         )
 
 
@@ -324,47 +345,28 @@ class Mxfp4Weight:
         return torch.tensor(E2M1)[codes.int()].mul_(self.scales.reshape(-1, 1)).view(self.shape)
 
 
-QuantizedWeight: TypeAlias = Int8Weight | Int4Weight | GroupedWeight | Mxfp4Weight | Float8Weight
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedWeight:
+    """Weights in different forms, whose outputs follow each other."""
+
+    weights: tuple[SimpleWeight, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(outputs, inputs)."""
+        return sum(weight.shape[0] for weight in self.weights), self.weights[0].shape[1]
+
+    @property
+    def form(self) -> StackedForm:
+        return StackedForm(tuple((weight.form, weight.shape[0]) for weight in self.weights))
+
+    def dequantize(self) -> Tensor:
+        """Float32 [outputs, inputs]."""
+        return torch.cat([weight.dequantize() for weight in self.weights])
 
 
-def take_rows(weight: QuantizedWeight, rows: Tensor | slice) -> QuantizedWeight:
-    """The weights of some outputs."""
-    return weight.with_parts(*(part[rows] for part in weight.parts))
-
-
-def stack_weights(
-    weights: Iterable[QuantizedWeight | None], form: WeightForm, num_outputs: int
-) -> QuantizedWeight | None:
-    """Join the outputs of all weights, num_outputs together, in order; None if the form cannot hold one of them.
-
-    The result's memory is allocated when the first weight is there; each weight is dropped before the next is
-    requested.
-    """
-    stacked: list[Tensor] = []
-    first: QuantizedWeight | None = None
-    first_row = 0
-    for each in weights:
-        weight = None if each is None else _in_form(each, form)
-        if weight is None:
-            return None
-        rows = weight.shape[0]
-        if rows == num_outputs:
-            return weight
-        if first is None:
-            first = weight
-            stacked = [part.new_empty(num_outputs, *part.shape[1:]) for part in weight.parts]
-        for target, part in zip(stacked, weight.parts, strict=True):
-            target[first_row : first_row + rows] = part
-        first_row += rows
-    return None if first is None else first.with_parts(*stacked)
-
-
-def _in_form(weight: QuantizedWeight, form: WeightForm) -> QuantizedWeight | None:
-    if weight.form == form:
-        return weight
-    if isinstance(weight, GroupedWeight) and isinstance(form, GroupedForm):
-        return weight.widen(form)
-    return None
+SimpleWeight: TypeAlias = Int8Weight | Int4Weight | GroupedWeight | Mxfp4Weight | Float8Weight
+QuantizedWeight: TypeAlias = SimpleWeight | StackedWeight
 
 
 def _unpack_pairs(pairs: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ NORM_FIELDS = ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_outpu
 """The norms of a layer, as fields of `TensorNames` and of `LayerWeights`."""
 LINEARS = ("qkv", "o", "gate_up", "down", "expert_gate_up", "expert_down")
 """The fields of LayerWeights that are matrices of linears."""
+STACKED_IN_PARTS = ("qkv",)
+"""Linears whose tensors' outputs follow each other in whole panels of the kernels, so each may have its own form."""
 
 
 Matrix = TypeVar("Matrix", covariant=True)

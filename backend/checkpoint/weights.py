@@ -26,11 +26,12 @@ from penstock.backend.checkpoint.gguf.directory import open_gguf_links
 from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE, read_index
 from penstock.backend.checkpoint.progress import make_progress
-from penstock.backend.checkpoint.quantized_weights import common_form, stack_weights
 from penstock.backend.checkpoint.safetensors_file import SafetensorsFile
+from penstock.backend.checkpoint.stacked_weights import stack_weights, stacked_form
 from penstock.backend.checkpoint.tensors import (
     EMBEDDING,
     LINEARS,
+    STACKED_IN_PARTS,
     LayerWeights,
     TensorSpec,
     embedding_spec,
@@ -134,7 +135,9 @@ class DecoderWeights:
     def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Tensor | QuantizedWeight]:
         layout = layer_specs(self._config, index)
         fields: dict[str, Any] = {
-            field: self.linear(specs, dtype) if field in LINEARS else self.stacked(specs, dtype)
+            field: self.linear(specs, dtype, in_parts=field in STACKED_IN_PARTS)
+            if field in LINEARS
+            else self.stacked(specs, dtype)
             for field, specs in layout.items()
         }
         return LayerWeights(**fields)
@@ -147,14 +150,17 @@ class DecoderWeights:
         """[vocab_size, hidden_size]; None if the embedding is used instead."""
         return self.linear((lm_head_spec(self._config),), dtype) if self._config.has_own_lm_head else None
 
-    def linear(self, specs: tuple[TensorSpec, ...], dtype: torch.dtype) -> Tensor | QuantizedWeight:
-        """Like `stacked`, or in the checkpoint's own form."""
+    def linear(
+        self, specs: tuple[TensorSpec, ...], dtype: torch.dtype, *, in_parts: bool = False
+    ) -> Tensor | QuantizedWeight:
+        """Like `stacked`, or in the checkpoint's own form. in_parts: each tensor may have another."""
         stored = [self._stored[spec.name] for spec in specs]
         matrices = [weight for weight in stored if isinstance(weight, FormattedMatrix)]
         if len(matrices) < len(stored):
             return self.stacked(specs, dtype)
-        form = common_form(matrix.format.packed_form(matrix.shape) for matrix in matrices)
-        if form is None or not self._keeps(form):
+        forms = [matrix.format.packed_form(matrix.shape) for matrix in matrices]
+        form = stacked_form(forms, [matrix.shape[0] for matrix in matrices], self._keeps, in_parts=in_parts)
+        if form is None:
             return self.stacked(specs, dtype)
         counts: list[int] = []
         packed = (matrix.load(counts.append).pack() for matrix in matrices)

@@ -7,7 +7,7 @@ from GGML's reference code: all products are exact there.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -23,12 +23,13 @@ from penstock.backend.checkpoint.formats.matrix_format import (
 )
 from penstock.backend.checkpoint.quantized_weights import (
     E2M1,
+    IQ4_VALUES,
     MAX_QUANTIZED_INPUTS,
     GroupedForm,
     GroupedWeight,
     Int4Weight,
-    stack_weights,
 )
+from penstock.backend.checkpoint.stacked_weights import stack_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +46,6 @@ _Q4_0_ZERO = 8
 _MXFP4 = "MXFP4"
 _MXFP4_SCALES = Mxfp4("GGUF", "values", "exponents", by_blocks=False)
 _DOUBLED_E2M1 = tuple(int(2 * value) for value in E2M1)
-_IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,9 @@ class GgmlMatrix(MatrixFormat):
         form = self._type.form
         if form is None:
             return None
-        values = numbers.values if form.bits == 8 else _pairs(numbers.values)
+        values = numbers.values
+        if form.bits == 4:
+            values = _pairs(_codes_of(values) if form.codebook else values)
         multipliers = torch.empty(0, dtype=torch.int8) if numbers.multipliers is None else numbers.multipliers
         return GroupedWeight(
             form,
@@ -165,6 +167,11 @@ def _pairs(values: Tensor) -> Tensor:
     return numbers[:, ::2] | (numbers[:, 1::2] << 4)
 
 
+def _codes_of(values: Tensor) -> Tensor:
+    """The places of IQ4_VALUES at which int8 values stand."""
+    return torch.bucketize(values, torch.tensor(IQ4_VALUES, dtype=torch.int8)).to(torch.int8)
+
+
 def _fifth_bits(content: Tensor) -> Tensor:
     """Read uint8 [blocks, 32] from 4 bytes: 16 where the bit is set."""
     bits = content[:, :, None] >> torch.arange(8, dtype=torch.uint8)
@@ -185,7 +192,7 @@ def _q5_0(blocks: Tensor) -> _Numbers:
 
 
 def _iq4_nl(blocks: Tensor) -> _Numbers:
-    table = torch.tensor(_IQ4_NL_VALUES, dtype=torch.int8)
+    table = torch.tensor(IQ4_VALUES, dtype=torch.int8)
     return _Numbers(table[_nibbles(blocks[:, 2:]).long()], _halves(blocks, 0))
 
 
@@ -252,8 +259,8 @@ def _q6_k(blocks: Tensor) -> _Numbers:
     return _Numbers(values.view(torch.int8) - 32, _halves(blocks, 208), scales[:, :, None])
 
 
-def _small(bits: int, *, has_minima: bool = False) -> GroupedForm:
-    return GroupedForm(bits, _SMALL_BLOCK, _SMALL_BLOCK, has_minima)
+def _small(bits: int, *, has_minima: bool = False, codebook: Literal["", "iq4"] = "") -> GroupedForm:
+    return GroupedForm(bits, _SMALL_BLOCK, _SMALL_BLOCK, has_minima, codebook)
 
 
 def _large(bits: int, group_size: int, *, has_minima: bool = False) -> GroupedForm:
@@ -264,11 +271,11 @@ BLOCK_TYPES = {
     "Q8_0": BlockType(34, _small(8), _q8_0),
     _Q4_0: BlockType(18, _small(8), _q4_0),
     "Q4_1": BlockType(20, _small(4, has_minima=True), _q4_1),
-    "Q5_0": BlockType(22, _small(8), _q5_0),
-    "Q5_1": BlockType(24, _small(8, has_minima=True), _q5_1),
-    "IQ4_NL": BlockType(18, _small(8), _iq4_nl),
+    "Q5_0": BlockType(22, _small(5), _q5_0),
+    "Q5_1": BlockType(24, _small(5, has_minima=True), _q5_1),
+    "IQ4_NL": BlockType(18, _small(4, codebook="iq4"), _iq4_nl),
     _MXFP4: BlockType(17, None, _mxfp4),
     "Q4_K": BlockType(144, _large(4, 32, has_minima=True), _q4_k),
-    "Q5_K": BlockType(176, _large(8, 32, has_minima=True), _q5_k),
-    "Q6_K": BlockType(210, _large(8, 16), _q6_k),
+    "Q5_K": BlockType(176, _large(5, 32, has_minima=True), _q5_k),
+    "Q6_K": BlockType(210, _large(6, 16), _q6_k),
 }

@@ -15,12 +15,13 @@ from penstock.backend.checkpoint.quantized_weights import (
     MAX_QUANTIZED_INPUTS,
     PackedForm,
     WeightForm,
-    common_form,
     has_cpu_kernels,
 )
+from penstock.backend.checkpoint.stacked_weights import stacked_form
 from penstock.backend.checkpoint.tensors import (
     EMBEDDING,
     LINEARS,
+    STACKED_IN_PARTS,
     embedding_spec,
     expected_tensors,
     layer_specs,
@@ -152,8 +153,8 @@ def packed_linears(
     """
     found = []
     for name, specs in linear_specs(config).items():
-        form = _stored_form(specs, formats) if quantization is None else quantization.form_of(name)
-        if form is not None and (quantization is not None or keeps(form)):
+        form = _stored_form(name, specs, formats, keeps) if quantization is None else quantization.form_of(name)
+        if form is not None:
             found.append(PackedLinear(specs, form))
     return found
 
@@ -173,10 +174,13 @@ def weight_bytes(
     return sum(plain) * dtype.itemsize + sum(linear.form.num_bytes(linear.shape) for linear in packed)
 
 
-def _stored_form(specs: tuple[TensorSpec, ...], formats: StoredFormats) -> WeightForm | None:
+def _stored_form(
+    name: str, specs: tuple[TensorSpec, ...], formats: StoredFormats, keeps: Callable[[WeightForm], bool]
+) -> WeightForm | None:
     """The form that stacked tensors have in the checkpoint; None if they are dequantised."""
     found: list[WeightForm | None] = []
     for spec in specs:
         matrix = formats.of(spec.name) if spec.name != EMBEDDING or formats.cover_embedding else None
         found.append(None if matrix is None else matrix.packed_form((spec.shape[0], spec.shape[1])))
-    return common_form(found)
+    in_parts = name.endswith(STACKED_IN_PARTS)
+    return stacked_form(found, [spec.shape[0] for spec in specs], keeps, in_parts=in_parts)

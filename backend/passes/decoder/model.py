@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.backend.checkpoint.quantized_weights import take_rows
+from penstock.backend.checkpoint.stacked_weights import take_rows
 from penstock.backend.checkpoint.tensors import NORM_FIELDS
 from penstock.backend.passes.decoder.ops import (
     Array,

@@ -16,9 +16,11 @@ from penstock.backend.checkpoint.quantized_weights import (
     Mxfp4Weight,
     PackedForm,
     QuantizedWeight,
+    StackedForm,
     WeightForm,
-    common_form,
+    has_cpu_kernels,
 )
+from penstock.backend.checkpoint.stacked_weights import stacked_form
 
 INT8 = Int8Weight(torch.tensor([[-128, 0, 3], [1, 2, 127]], dtype=torch.int8), torch.tensor([0.5, 2.0]))
 INT4 = Int4Weight(
@@ -43,15 +45,15 @@ def test_grouped_values_are_scaled_and_lowered_per_group() -> None:
     assert GROUPED.dequantize().tolist() == [[1.5 * 3 - 2, 1.5 * 5 - 2] * 8 + [-6.0, -10.0] * 8]
 
 
-Q8_0, Q5_1 = GroupedForm(8, 32, 32, has_minima=False), GroupedForm(8, 32, 32, has_minima=True)
-Q4_K, Q6_K = GroupedForm(4, 32, 256, has_minima=True), GroupedForm(8, 16, 256, has_minima=False)
+Q8_0, Q5_1 = GroupedForm(8, 32, 32, has_minima=False), GroupedForm(5, 32, 32, has_minima=True)
+Q4_K, Q6_K = GroupedForm(4, 32, 256, has_minima=True), GroupedForm(6, 16, 256, has_minima=False)
 
 
 @pytest.mark.parametrize(
     ("forms", "expected"),
     [
         ([Q8_0, Q8_0], Q8_0),
-        ([Q8_0, Q5_1], Q5_1),
+        ([Q8_0, Q5_1], GroupedForm(8, 32, 32, has_minima=True)),
         ([Q4_K, Q4_K, Q6_K], GroupedForm(8, 16, 256, has_minima=True)),
         ([Q8_0, Q6_K], None),
         ([PackedForm(None), Q8_0], None),
@@ -59,8 +61,20 @@ Q4_K, Q6_K = GroupedForm(4, 32, 256, has_minima=True), GroupedForm(8, 16, 256, h
         ([Q8_0, None], None),
     ],
 )
-def test_common_form_holds_the_numbers_of_all(forms: list[WeightForm | None], expected: WeightForm | None) -> None:
-    assert common_form(forms) == expected
+def test_matrices_in_one_part_have_a_form_that_holds_the_numbers_of_all(
+    forms: list[WeightForm | None], expected: WeightForm | None
+) -> None:
+    assert stacked_form(forms, [64] * len(forms), has_cpu_kernels, in_parts=False) == expected
+
+
+def test_matrices_in_parts_of_whole_panels_keep_their_forms() -> None:
+    forms, outputs = [Q4_K, Q4_K, Q6_K], [128, 64, 64]
+    kept = StackedForm(((Q4_K, 128), (Q4_K, 64), (Q6_K, 64)))
+    assert stacked_form(forms, outputs, has_cpu_kernels, in_parts=True) == kept
+    assert kept.num_bytes((256, 512)) == Q4_K.num_bytes((192, 512)) + Q6_K.num_bytes((64, 512))
+    common = GroupedForm(8, 16, 256, has_minima=True)
+    assert stacked_form(forms, [128, 64, 32], has_cpu_kernels, in_parts=True) == common
+    assert stacked_form(forms, outputs, lambda form: form != kept, in_parts=True) == common
 
 
 def test_int8_values_are_scaled_per_output() -> None:

@@ -63,7 +63,7 @@ def test_figures_name_the_kernels_and_count_memory_and_tokens(
     (row,) = run.report["sections"]["formats"]
     assert row["format"] == "gptq"
     profile = row["profile"]
-    assert profile["kernels"] == ["int4"]
+    assert profile["kernels"] == ["4 bits, groups of 128"]
     assert 256 * 512 * 2 < profile["weight_bytes"] < 600_000
     assert list(profile["tokens_per_s"]) == ["1", "2"]
     assert min(profile["load_s"], *profile["tokens_per_s"].values()) > 0

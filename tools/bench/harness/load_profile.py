@@ -21,7 +21,7 @@ from penstock.backend.forward_pass import PassOptions
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps, TimedOperations
-from penstock.backend.passes.decoder.cpu.native_structs import Linear, LinearOutput, OperationKind, WeightForm
+from penstock.backend.passes.decoder.cpu.native_structs import Linear, LinearOutput, OperationKind
 from penstock.backend.passes.decoder.cpu.path_choice import load_kernels
 from penstock.shm.process.failure import fail
 from penstock.shm.process.supervisor import module_argv
@@ -37,13 +37,6 @@ if TYPE_CHECKING:
 _TINY = ModelDims(hidden_size=64, layers=1, heads=1, kv_heads=1, intermediate_size=64, vocab_size=512)
 _CONTEXT_TOKENS = 128
 _WARM_UP_STEPS = 3
-_KERNELS = {
-    WeightForm.FLOAT: "float",
-    WeightForm.INT8: "int8",
-    WeightForm.INT4: "int4",
-    WeightForm.GROUPED4: "groups, 4 bits",
-    WeightForm.GROUPED8: "groups, 8 bits",
-}
 
 
 class LoadProfile(msgspec.Struct, frozen=True):
@@ -119,13 +112,14 @@ def _kernels(forward_pass: CpuDecoderPass, ops: NativeOps, batch: StepBatch) -> 
     ops.timed = timed
     forward_pass.forward(batch)
     ops.timed = None
-    forms = {
-        WeightForm(Linear.from_address(operation.weights).form)
+    linears = [
+        Linear.from_address(operation.weights)
         for run in timed
         for operation in run.operations
         if operation.kind == OperationKind.LINEAR and operation.form != LinearOutput.STORE_FLOAT
-    }
-    return [name for form, name in _KERNELS.items() if form in forms]
+    ]
+    packings = [part.packing for linear in linears for part in linear.parts[: linear.num_parts]]
+    return sorted({f"{each.bits} bits, groups of {each.group_size}" if each.bits else "float" for each in packings})
 
 
 def _median_step_s(forward_pass: CpuDecoderPass, rows: int, page_size: int, steps: int) -> float:

@@ -139,9 +139,12 @@ class CpuDecoderPass(HostSampling):
     ) -> LoadedPass:
         """Return build's pass, which packs the weights, into memory that outlives this process if the options provide
         it."""
+        from penstock.backend.checkpoint.formats.declared import read_stored_formats
         from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
         from penstock.backend.passes.decoder.cpu.weight_memory.held import CpuMemories
         from penstock.backend.passes.decoder.held_weights.holding import load_or_map
+
+        rounds_rows = options.quantize == "none" and read_stored_formats(model_dir).rounds_rows
 
         def pack(weights: Weights, dtype: torch.dtype, memory: WeightMemory) -> LoadedPass:
             ops = make_cpu_ops(
@@ -151,6 +154,7 @@ class CpuDecoderPass(HostSampling):
                 options.cpu_path,
                 deterministic=options.deterministic,
                 memory=memory,
+                rounds_rows=rounds_rows,
             )
             try:
                 return build(weights, dtype, ops)
@@ -265,10 +269,12 @@ def make_cpu_ops(
     *,
     deterministic: bool = False,
     memory: WeightMemory | None = None,
+    rounds_rows: bool = False,
 ) -> CpuOps:
     """Return the fastest operations that this machine has for the model. Native ones are always deterministic.
 
-    memory is where native operations pack weights, by default this process's own. Raises StartupError if the kernels of
+    memory is where native operations pack weights, by default this process's own. rounds_rows: activations of int8
+    products have one scale per row, as the checkpoint declares. Raises StartupError if the kernels of
     cpu_path, unless it is "auto", cannot be used.
     """
     unsupported = unsupported_by_kernels(config)
@@ -285,8 +291,10 @@ def make_cpu_ops(
             SPIN_S,
             uses_tiles=kernels.path.uses_tiles,
             memory=memory,
+            rounds_rows=rounds_rows,
         )
-    return DeterministicTorchOps(config, dtype) if deterministic else TorchOps(config, dtype)
+    ops = DeterministicTorchOps if deterministic else TorchOps
+    return ops(config, dtype, rounds_rows=rounds_rows)
 
 
 def _fingerprint(model_dir: Path, options: PassOptions, kernels: NativeKernels) -> str:

@@ -120,6 +120,7 @@ class NativeOps:
         *,
         uses_tiles: bool,
         memory: WeightMemory | None = None,
+        rounds_rows: bool = False,
     ) -> None:
         declare_functions(library)
         self._library = library
@@ -132,7 +133,7 @@ class NativeOps:
         self._num_kv_heads, self._head_dim = config.num_kv_heads, config.head_dim
         shape = make_shape(config, dtype, uses_tiles=uses_tiles)
         self._engine: int | None = library.ps_create(num_threads, round(spin_s * 1e9), byref(shape))
-        self.weights = WeightPacker(library, self._engine, dtype, memory)
+        self.weights = WeightPacker(library, self._engine, dtype, memory, rounds_rows=rounds_rows)
         self.adapters = NativeAdapters(dtype)
         self._layers: dict[int, Attention] = {}
         self._num_rows = 0  # tokens of the current step; after `last_tokens`, those that remain

@@ -78,20 +78,20 @@ class Shape(Structure):
     )
 
 
-class WeightForm(IntEnum):
-    FLOAT = 0
-    INT8 = 1
-    INT4 = 2
-    GROUPED4 = 3
-    GROUPED8 = 4
-
-
-class Int4Kind(IntEnum):
+class Codebook(IntEnum):
     """The meaning of a weight's 4 bits."""
 
-    SYMMETRIC = 0
-    ZERO_POINTS = 1
-    E2M1 = 2
+    INTEGERS = 0
+    E2M1 = 1
+    IQ4 = 2
+
+
+class Minima(IntEnum):
+    """What a group of a weight has beside its scale."""
+
+    NONE = 0
+    HALF = 1
+    ZERO_POINTS = 2
 
 
 class AdapterPart(Structure):
@@ -116,18 +116,38 @@ class Adapter(Structure):
     )
 
 
+class Packing(Structure):
+    """How the numbers of a weight are stored; all 0 for floats."""
+
+    _fields_ = (
+        ("bits", c_int64),
+        ("codebook", c_int64),
+        ("group_size", c_int64),
+        ("block_size", c_int64),
+        ("minima", c_int64),
+    )
+
+
+class WeightPart(Structure):
+    _fields_ = (("packed", c_void_p), ("end_panel", c_int64), ("packing", Packing))
+
+
+MAX_WEIGHT_PARTS = 3
+PANEL = 64
+"""Outputs of a panel; of a gated pair, half of each."""
+UNIT = 32
+"""Inputs of a unit of quantised weights."""
+
+
 class Linear(Structure):
     _fields_ = (
-        ("packed", c_void_p),
         ("bias", c_void_p),
         ("inputs", c_int64),
         ("outputs", c_int64),
         ("gated", c_int64),
-        ("form", c_int64),
-        ("group_size", c_int64),
-        ("int4_kind", c_int64),
-        ("block_size", c_int64),
-        ("has_minima", c_int64),
+        ("scales_whole_rows", c_int64),
+        ("num_parts", c_int64),
+        ("parts", WeightPart * MAX_WEIGHT_PARTS),
         ("adapters", c_void_p),
         ("most_ranks", c_int64),
         ("scale", c_float),
@@ -236,10 +256,9 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ps_destroy": (None, (_P,)),
     "ps_set_cache": (None, (_P, _N, _N)),
     "ps_packed_bytes": (c_int64, (_P, _P)),
+    "ps_part_bytes": (c_int64, (_P, _P, _N)),
     "ps_pack": (None, (_P, _P, _P)),
-    "ps_pack_int8": (None, (_P, _P, _P, _P)),
-    "ps_pack_int4": (None, (_P, _P, _P, _P, _P)),
-    "ps_pack_grouped": (None, (_P, _P, _P, _P, _P)),
+    "ps_pack_quantized": (None, (_P, _P, _N, _P, _N, _P, _P)),
     "ps_wake": (None, (_P,)),
     "ps_plan": (None, (_P, _P)),
     "ps_run": (None, (_P, _P, _N, _P)),

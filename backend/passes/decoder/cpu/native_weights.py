@@ -9,16 +9,27 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from penstock.backend.checkpoint.float8_weight import Float8Weight
-from penstock.backend.checkpoint.quantized_weights import GroupedWeight, Int4Weight, Int8Weight, Mxfp4Weight
-from penstock.backend.passes.decoder.cpu.native_structs import Experts, Int4Kind, Linear, WeightForm
+from penstock.backend.checkpoint.quantized_weights import (
+    GroupedWeight,
+    Int4Weight,
+    Int8Weight,
+    Mxfp4Weight,
+    StackedWeight,
+)
+from penstock.backend.checkpoint.stacked_weights import take_rows
+from penstock.backend.passes.decoder.cpu.native_structs import (
+    PANEL,
+    Codebook,
+    Experts,
+    Linear,
+    Minima,
+    Packing,
+)
 from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import AnonymousMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from penstock.backend.checkpoint.decoder_config import Experts as ExpertSettings
-    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight, SimpleWeight
     from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import WeightMemory
     from penstock.backend.passes.decoder.ops import ExpertWeights
 
@@ -60,15 +71,6 @@ class PackedExperts:
     """float32 biases of gate and up, and of down, as in `ExpertWeights`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Numbers:
-    """A weight's numbers, and the function of the kernels that packs them."""
-
-    pack: Callable[..., None]
-    tensors: tuple[Tensor, ...]
-    """[outputs, …] each, with the outputs of all experts in order."""
-
-
 class WeightPacker:
     """Packs weights for the kernels of one engine. dtype is that of weights: float32 or bfloat16.
 
@@ -76,9 +78,17 @@ class WeightPacker:
     """
 
     def __init__(
-        self, library: ctypes.CDLL, engine: int | None, dtype: torch.dtype, memory: WeightMemory | None = None
+        self,
+        library: ctypes.CDLL,
+        engine: int | None,
+        dtype: torch.dtype,
+        memory: WeightMemory | None = None,
+        *,
+        rounds_rows: bool = False,
     ) -> None:
+        """rounds_rows: whether products with int8 weights have one scale for each row of activations."""
         self._library = library
+        self._rounds_rows = rounds_rows
         self._engine = engine
         self._dtype = dtype
         self._memory = AnonymousMemory() if memory is None else memory
@@ -125,47 +135,52 @@ class WeightPacker:
         router = self.pack(weights.router, weights.router_bias, 1.0, is_gated=False)
         return PackedExperts(ctypes.addressof(struct), struct, router, packed, biases)
 
-    def _numbers_of(self, weight: Tensor | QuantizedWeight, struct: Linear) -> _Numbers:
-        """Set the struct's form to the weight's."""
-        match weight:
-            case Int8Weight():
-                struct.form = WeightForm.INT8
-                return _Numbers(self._library.ps_pack_int8, weight.parts)
-            case Int4Weight():
-                struct.form, struct.group_size = WeightForm.INT4, weight.group_size
-                struct.int4_kind = Int4Kind.ZERO_POINTS if bool((weight.zeros != 8).any()) else Int4Kind.SYMMETRIC
-                return _Numbers(self._library.ps_pack_int4, weight.parts)
-            case Mxfp4Weight():
-                struct.form, struct.group_size = WeightForm.INT4, weight.group_size
-                struct.int4_kind = Int4Kind.E2M1
-                return _Numbers(self._pack_e2m1, (weight.values, weight.scales / 2))
-            case GroupedWeight(form):
-                struct.form = WeightForm.GROUPED4 if form.bits == 4 else WeightForm.GROUPED8
-                struct.group_size, struct.block_size = form.group_size, form.block_size
-                struct.has_minima = form.has_minima
-                return _Numbers(self._library.ps_pack_grouped, weight.parts)
-            case Float8Weight():
-                raise TypeError("no kernels for E4M3: its weights are dequantised")
-            case Tensor():
-                return _Numbers(self._library.ps_pack, (weight.to(self._dtype),))
-
-    def _pack_e2m1(self, engine: int, struct: object, values: int, scales: int) -> None:
-        self._library.ps_pack_int4(engine, struct, values, scales, None)
-
     def _fill(self, struct: Linear, weight: Tensor | QuantizedWeight, count: int = 1, num_read: int = 1) -> Tensor:
         """Pack count linears, one after the other. A row reads num_read of them. struct describes the first."""
         self._memory.give_form_to(struct)
-        numbers = None if self._memory.is_filled else self._numbers_of(weight, struct)
+        parts = [] if self._memory.is_filled else self._describe(struct, weight, count)
         num_bytes = self._library.ps_packed_bytes(self._engine, ctypes.byref(struct))
         packed = self._memory.place(count * num_bytes, struct).view(count, num_bytes)
         self.linear_bytes += num_read * num_bytes
-        if numbers is not None:
-            for target, *parts in zip(packed, *(tensor.chunk(count) for tensor in numbers.tensors), strict=True):
-                struct.packed = target.data_ptr()
-                rows = [part.contiguous() for part in parts]
-                numbers.pack(self._engine, ctypes.byref(struct), *(part.data_ptr() for part in rows))
-        struct.packed = packed.data_ptr()
+        for index, target in enumerate(packed):
+            self._point_parts(struct, target.data_ptr())
+            for number, part in enumerate(parts):
+                rows = part.shape[0] // count
+                self._pack_part(struct, number, _rows(part, slice(index * rows, (index + 1) * rows)))
+        self._point_parts(struct, packed.data_ptr())
         return packed
+
+    def _describe(self, struct: Linear, weight: Tensor | QuantizedWeight, count: int) -> list[Tensor | QuantizedWeight]:
+        """Set the struct's parts but not where they lie, and return the weight of each part."""
+        parts: list[Tensor | QuantizedWeight] = [weight]
+        if isinstance(weight, StackedWeight):
+            parts = [*weight.weights]
+        struct.num_parts, end, width = len(parts), 0, PANEL >> struct.gated
+        for place, part in zip(struct.parts, parts, strict=False):
+            end += part.shape[0] // count >> struct.gated
+            place.end_panel = -(-end // width)
+            place.packing = _packing_of(part)
+        struct.scales_whole_rows = self._rounds_rows and all(isinstance(part, Int8Weight) for part in parts)
+        return parts
+
+    def _point_parts(self, struct: Linear, address: int) -> None:
+        for number in range(struct.num_parts):
+            struct.parts[number].packed = address
+            address += self._library.ps_part_bytes(self._engine, ctypes.byref(struct), number)
+
+    def _pack_part(self, struct: Linear, number: int, part: Tensor | QuantizedWeight) -> None:
+        if isinstance(part, torch.Tensor):
+            plain = part.to(self._dtype).contiguous()
+            self._library.ps_pack(self._engine, ctypes.byref(struct), plain.data_ptr())
+            return
+        if isinstance(part, StackedWeight):
+            raise TypeError("a part of a stacked weight is not stacked itself")
+        values, factors, *multipliers = [tensor.contiguous() for tensor in _numbers_of(part)]
+        others = multipliers[0].data_ptr() if multipliers else None
+        in_pairs = values.dtype is torch.uint8
+        self._library.ps_pack_quantized(
+            self._engine, ctypes.byref(struct), number, values.data_ptr(), in_pairs, factors.data_ptr(), others
+        )
 
     def read_memory(self, memory: Tensor) -> float:
         """Return the sum of fp32 memory, a multiple of 128 numbers. The threads read it as fast as they can."""
@@ -186,6 +201,35 @@ class WeightPacker:
     def _copy(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         copy = self._memory.place(weight.numel() * dtype.itemsize).view(dtype).view(weight.shape)
         return copy if self._memory.is_filled else copy.copy_(weight)
+
+
+def _packing_of(weight: Tensor | QuantizedWeight) -> Packing:
+    match weight:
+        case Int8Weight():
+            return Packing(bits=8)
+        case Int4Weight(group_size=size):
+            minima = Minima.ZERO_POINTS if bool((weight.zeros != 8).any()) else Minima.NONE
+            return Packing(4, Codebook.INTEGERS, size, size, minima)
+        case Mxfp4Weight(group_size=size):
+            return Packing(4, Codebook.E2M1, size, size, Minima.NONE)
+        case GroupedWeight(form):
+            codebook = Codebook.IQ4 if form.codebook == "iq4" else Codebook.INTEGERS
+            minima = Minima.HALF if form.has_minima else Minima.NONE
+            return Packing(form.bits, codebook, form.group_size, form.block_size, minima)
+        case Tensor():
+            return Packing()
+    raise TypeError(f"no kernels for {type(weight).__name__}: its weights are dequantised")
+
+
+def _numbers_of(weight: SimpleWeight) -> tuple[Tensor, ...]:
+    """Values, factors in fp32, and multipliers or zero points if the packing has them."""
+    if isinstance(weight, Mxfp4Weight):
+        return weight.values, weight.scales / 2  # the values of E2M1 are doubled to be integers
+    return weight.parts
+
+
+def _rows(weight: Tensor | QuantizedWeight, rows: slice) -> Tensor | QuantizedWeight:
+    return weight[rows] if isinstance(weight, torch.Tensor) else take_rows(weight, rows)
 
 
 def _address(tensor: Tensor | None) -> int | None:

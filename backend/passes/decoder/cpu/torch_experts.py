@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.backend.checkpoint.quantized_weights import take_rows
+from penstock.backend.checkpoint.stacked_weights import take_rows
 from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
 from penstock.backend.passes.decoder.cpu.torch_quantized_linear import QuantizedLinear
 

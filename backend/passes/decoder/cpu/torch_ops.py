@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from penstock.backend.checkpoint.quantized_weights import take_rows
+from penstock.backend.checkpoint.quantized_weights import Int8Weight
+from penstock.backend.checkpoint.stacked_weights import take_rows
 from penstock.backend.passes.decoder.cpu.adapters.torch_adapters import TorchAdapters
 from penstock.backend.passes.decoder.cpu.torch_cache.paged_cache import KvShape, PagedCache, PagedStep, ScoreRule
 from penstock.backend.passes.decoder.cpu.torch_cache.query_tiles import TileLimits
@@ -57,8 +58,10 @@ class TorchOps:
 
     tile_limits = TileLimits()
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, *, rounds_rows: bool = False) -> None:
+        """rounds_rows: activations of int8 products have one scale per row."""
         self._config = config
+        self._rounds_rows = rounds_rows
         self._heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
         self._rope_table = RopeTable(*config.ropes)
         self._rotary_dim = config.rope.rotary_dim
@@ -79,7 +82,8 @@ class TorchOps:
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
     ) -> TorchLinear:
         if not isinstance(weight, torch.Tensor):
-            return QuantizedLinear(weight, None if bias is None else bias.float(), scale, is_gated)
+            rounds_rows = self._rounds_rows and isinstance(weight, Int8Weight)
+            return QuantizedLinear(weight, None if bias is None else bias.float(), scale, is_gated, rounds_rows)
         packed = PackedLinear.pack(weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
         return replace(packed, scale=scale, is_gated=is_gated)
 

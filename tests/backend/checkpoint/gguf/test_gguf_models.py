@@ -25,6 +25,7 @@ from penstock.backend.checkpoint.quantized_weights import (
     GroupedWeight,
     Int4Weight,
     Mxfp4Weight,
+    StackedForm,
     has_cpu_kernels,
 )
 from penstock.backend.checkpoint.tensors import LayerWeights
@@ -222,14 +223,16 @@ def test_q4_0_runs_in_the_int4_kernels_with_the_same_numbers(tmp_path: Path) -> 
 
 
 def test_other_types_run_in_the_grouped_kernels_with_the_same_numbers(tmp_path: Path) -> None:
-    """Types that share a matrix are widened to a form that holds all of them."""
+    """Types that share gate and up are widened to a form that holds both; q, k and v keep theirs."""
     file, model = make_file("llama, mixed")
     layer = read_layer(file, tmp_path)
     forms = {
-        "qkv": (8, 16, 256, True),
-        "o": (8, 32, 32, False),
-        "gate_up": (8, 32, 32, True),
-        "down": (8, 32, 32, False),
+        "qkv": StackedForm(
+            tuple((GroupedForm(*form), 256) for form in ((4, 32, 256, True), (5, 32, 256, True), (6, 16, 256, False)))
+        ),
+        "o": GroupedForm(8, 32, 32, has_minima=False),
+        "gate_up": GroupedForm(8, 32, 32, has_minima=True),
+        "down": GroupedForm(4, 32, 32, has_minima=False, codebook="iq4"),
     }
     parts = {
         "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -240,7 +243,7 @@ def test_other_types_run_in_the_grouped_kernels_with_the_same_numbers(tmp_path: 
     heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
     for field, form in forms.items():
         weight = getattr(layer, field)
-        assert weight.form == GroupedForm(*form)
+        assert weight.form == form
         exact = [file.exact[f"model.layers.0.{name}.weight"] for name in parts[field]]
         if field == "qkv":  # rows stay in the file's order
             exact = [interleave(exact[0], heads["q_proj"]), interleave(exact[1], heads["k_proj"]), exact[2]]

@@ -10,9 +10,9 @@
 //   low_rank.h          adapters of rows
 //   linear.h            linear layers with float weights
 //   quantized_rows.h    activations in int8
-//   int8_linear.h       linear layers with int8 weights
-//   int4_linear.h       linear layers with int4 weights
-//   grouped_linear.h    linear layers with GGML's block types
+//   weight_codes.h      how values of 2 to 8 bits are stored
+//   quantized_weights.h the layout of quantised weights
+//   quantized_linear.h  linear layers with quantised weights
 //   weight_forms.h      linear layers with weights of any form
 //   norms.h             norms
 //   row_ops.h           embedding, rotary embedding, soft caps
@@ -41,7 +41,7 @@ Engine& as_engine(void* engine) { return *static_cast<Engine*>(engine); }
 
 extern "C" {
 
-int ps_abi() { return 15; }
+int ps_abi() { return 16; }
 
 // Asks the system for the tile registers. Returns 0 if products may use them, an errno if it refuses, and -1 if this
 // library has no code for them.
@@ -60,35 +60,28 @@ void ps_set_cache(void* engine, i64 page_size, i64 cache_form) {
     as_engine(engine).shape.cache_form = cache_form;
 }
 
-i64 ps_packed_bytes(void* engine, const Linear* linear) {
-    switch (linear->form) {
-        case kInt8Weight: return int8_bytes(*linear);
-        case kInt4Weight: return int4_bytes(*linear);
-        case kGrouped4Weight:
-        case kGrouped8Weight: return grouped_bytes(*linear);
-        default: return num_panels(*linear) * kPanel * linear->inputs * (as_engine(engine).shape.act_bf16 ? 2 : 4);
-    }
+i64 ps_part_bytes(void* engine, const Linear* linear, i64 part) {
+    if (is_quantized(*linear)) return quantized_part_bytes(*linear, part);
+    return num_panels(*linear) * kPanel * linear->inputs * (as_engine(engine).shape.act_bf16 ? 2 : 4);
 }
 
-// The ps_pack functions fill linear->packed.
+// Of all parts: each begins where the one before ends.
+i64 ps_packed_bytes(void* engine, const Linear* linear) {
+    i64 bytes = 0;
+    for (i64 part = 0; part < linear->num_parts; ++part) bytes += ps_part_bytes(engine, linear, part);
+    return bytes;
+}
+
+// The ps_pack functions fill what linear->parts point to.
 void ps_pack(void* engine, const Linear* linear, const void* weight) {
     Engine& e = as_engine(engine);
     if (e.shape.act_bf16) pack_weight(e, *linear, static_cast<const bf16*>(weight));
     else pack_weight(e, *linear, static_cast<const float*>(weight));
 }
 
-void ps_pack_int8(void* engine, const Linear* linear, const std::int8_t* values, const float* scales) {
-    pack_int8(as_engine(engine), *linear, values, scales);
-}
-
-void ps_pack_int4(void* engine, const Linear* linear, const std::uint8_t* values, const float* scales,
-                  const std::uint8_t* zeros) {
-    pack_int4(as_engine(engine), *linear, values, scales, zeros);
-}
-
-void ps_pack_grouped(void* engine, const Linear* linear, const void* values, const float* factors,
-                     const std::int8_t* multipliers) {
-    pack_grouped(as_engine(engine), *linear, values, factors, multipliers);
+void ps_pack_quantized(void* engine, const Linear* linear, i64 part, const void* values, i64 in_pairs,
+                       const float* factors, const std::uint8_t* multipliers) {
+    pack_quantized(as_engine(engine), *linear, part, {values, in_pairs, factors, multipliers});
 }
 
 // Call it where the preparation of a step begins: waking a thread takes longer than the first operations.

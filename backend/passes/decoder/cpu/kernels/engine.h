@@ -17,12 +17,29 @@ constexpr int kBlock = 64;            // key positions per softmax block, for an
 constexpr int kPiece = 512;           // key positions per piece: has its own softmax, merged later; threads may divide pieces
 constexpr int kMaxHeadDim = 1024;
 
-enum WeightForm : i64 {  // as in native_structs.py
-    kFloatWeight = 0, kInt8Weight = 1, kInt4Weight = 2, kGrouped4Weight = 3, kGrouped8Weight = 4
+// What a value of 4 bits stands for. As in native_structs.py.
+enum Codebook : i64 { kIntegers = 0, kE2m1 = 1, kIq4 = 2 };
+
+// What a group has beside its scale. As in native_structs.py.
+enum Minima : i64 { kNoMinima = 0, kHalfMinima = 1, kZeroPoints = 2 };
+
+// How the numbers of a weight are stored. See quantized_weights.h.
+struct Packing {  // mirrored by native_structs.py
+    i64 bits;        // of a value: 2 to 6, or 8; 0 for floats
+    i64 codebook;
+    i64 group_size;  // inputs that share a scale: 16, or a multiple of 32; 0 for all, with a scale in fp32
+    i64 block_size;  // inputs that share binary16 numbers: one group or several
+    i64 minima;
 };
 
-// What 4 bits are: a value less 8, a value less the zero point of its group, or a number in E2M1. As in native_structs.py.
-enum Int4Kind : i64 { kSymmetric = 0, kZeroPoints = 1, kE2m1 = 2 };
+constexpr int kMaxWeightParts = 3;
+
+// The weights of consecutive panels of outputs.
+struct WeightPart {  // mirrored by native_structs.py
+    const void* packed;
+    i64 end_panel;
+    Packing packing;
+};
 
 constexpr int kMaxAdapterParts = 4;
 
@@ -44,16 +61,13 @@ struct Adapter {  // mirrored by native_structs.py
 };
 
 struct Linear {  // mirrored by native_structs.py
-    const void* packed;
     const float* bias;  // [outputs] or null; [gate | up] for a gated pair
     i64 inputs;
     i64 outputs;  // for a gated pair: of one of the two
     i64 gated;
-    i64 form;
-    i64 group_size;  // inputs that share a scale, for int4 and grouped weights
-    i64 int4_kind;
-    i64 block_size;  // for grouped weights, as the next: inputs that share binary16 numbers, one group or several
-    i64 has_minima;  // groups have a minimum each
+    i64 scales_whole_rows;  // a row of activations has one scale, not one for each unit of inputs
+    i64 num_parts;
+    WeightPart parts[kMaxWeightParts];
     const Adapter* adapters;  // one for each adapter of the model, or null
     i64 most_ranks;  // of these
     float scale;     // of the results, bias included
@@ -171,17 +185,22 @@ struct alignas(64) CacheLine {
     std::int8_t bytes[64];
 };
 
-// The rows that a linear with quantised weights reads. See quantized_rows.h.
-struct QuantizedRows {
+// Integers that rows of a linear with quantised weights consist of. See quantized_rows.h.
+struct IntegerRows {
     std::vector<CacheLine> memory;
-    std::vector<float> scales;             // [rows]
-    std::vector<std::int32_t> sums;        // [rows]
-    std::vector<std::int16_t> group_sums;  // [rows][inputs / 32][2]
-    std::vector<std::int16_t> sixteen_sums;  // [rows][inputs / 16]
-    i64 inputs = 0;                        // a multiple of 64; zeros fill the rows up to it
+    std::vector<float> scales;           // [rows][inputs / 32]
+    std::vector<std::int16_t> sixteens;  // [rows][inputs / 16][2]: negative sums, see store_negative_sums
+    std::vector<std::int32_t> starts[kMaxWeightParts];  // [rows][groups]: where sums with a part of the weights begin
+    i64 inputs = 0;                      // a multiple of 64; zeros fill the rows up to it
 
     const std::int8_t* row(i64 r) const { return memory.data()->bytes + r * inputs; }
     std::int8_t* row(i64 r) { return memory.data()->bytes + r * inputs; }
+};
+
+struct QuantizedRows {
+    IntegerRows integers[2];  // values and remainders
+    std::vector<std::uint8_t> is_wide;  // [rows][inputs / 32]: whether the unit has remainders
+    std::vector<float> negative[kMaxWeightParts];  // [rows][groups]: the negative sum of the numbers, for minima
 };
 
 // The rows of a step, once for each expert that they use, grouped by expert.

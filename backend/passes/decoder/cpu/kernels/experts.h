@@ -96,7 +96,7 @@ template <class T> void run_route(Engine& engine, const Experts& experts, const 
 }
 
 inline Linear of_expert(Linear first, i64 bytes, i64 expert) {
-    first.packed = static_cast<const char*>(first.packed) + expert * bytes;
+    first.parts[0].packed = static_cast<const char*>(first.parts[0].packed) + expert * bytes;
     if (first.bias) first.bias += expert * first.outputs * (1 + first.gated);
     return first;
 }

@@ -119,7 +119,7 @@ template <class T>
 void multiply_float_panel(const Engine& engine, const Linear& linear, i64 panel, i64 rows, const T* x, float* c) {
     const i64 steps = linear.inputs / kLane<T>;
     const i64 panel_steps = uses_tiles<T>(engine) && rows > kTileRows ? kTilePanelSteps : kPanelSteps;
-    const T* weights = static_cast<const T*>(linear.packed) + panel * linear.inputs * kPanel;
+    const T* weights = static_cast<const T*>(linear.parts[0].packed) + panel * linear.inputs * kPanel;
     if constexpr (kWideRows > 0 && std::is_same_v<T, bf16>)
         if (rows > kMaxRows) return widened_product(rows, x, linear.inputs, weights, steps, c);
     for (i64 step = 0; step < steps; step += panel_steps)
@@ -129,7 +129,7 @@ void multiply_float_panel(const Engine& engine, const Linear& linear, i64 panel,
 
 // weight [rows][inputs], where rows are the outputs, or [gate | up].
 template <class T> void pack_weight(Engine& engine, const Linear& linear, const T* weight) {
-    T* packed = static_cast<T*>(const_cast<void*>(linear.packed));
+    T* packed = static_cast<T*>(const_cast<void*>(linear.parts[0].packed));
     engine.pool.run(num_panels(linear), [&](i64 panel, int) {
         T* target = packed + panel * linear.inputs * kPanel;
         for (i64 column = 0; column < kPanel; ++column) {

@@ -7,11 +7,9 @@
 namespace {
 
 // The weights of one output, for a linear that is not gated.
-template <class T> void read_packed_row(const Engine& engine, const Linear& linear, i64 output, float* out) {
-    if (linear.form == kInt8Weight) return read_int8_row(engine, linear, output, out);
-    if (linear.form == kInt4Weight) return read_int4_row(linear, output, out);
-    if (linear.form != kFloatWeight) return read_grouped_row(linear, output, out);
-    const T* source = static_cast<const T*>(linear.packed) + output / kPanel * linear.inputs * kPanel +
+template <class T> void read_packed_row(const Linear& linear, i64 output, float* out) {
+    if (is_quantized(linear)) return read_quantized_row(linear, part_of(linear, output / kPanel), output, out);
+    const T* source = static_cast<const T*>(linear.parts[0].packed) + output / kPanel * linear.inputs * kPanel +
                       output % kPanel * kLane<T>;
     for (i64 k = 0; k < linear.inputs; k += kLane<T>, source += kPanel * kLane<T>)
         for (i64 j = 0; j < kLane<T>; ++j) out[k + j] = to_float(source[j]);
@@ -26,7 +24,7 @@ template <class T> void run_embed(Engine& engine, const void* table, bool is_pac
         for (i64 t = first; t < last; ++t) {
             float* out = residual + t * hidden;
             if (is_packed) {
-                read_packed_row<T>(engine, *static_cast<const Linear*>(table), ids[t], out);
+                read_packed_row<T>(*static_cast<const Linear*>(table), ids[t], out);
                 for (i64 k = 0; k < hidden; k += 16) store(out + k, mul(load(out + k, hidden - k), scale), hidden - k);
                 continue;
             }

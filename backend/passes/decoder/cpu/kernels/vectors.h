@@ -28,6 +28,10 @@ using Half = std::uint16_t;  // IEEE binary16
 // How many numbers one 32-bit lane of a product holds: a pair of bf16, or one fp32.
 template <class T> constexpr int kLane = std::is_same_v<T, float> ? 1 : 2;
 
+// How bytes of weights are multiplied: numbers so small that the sums of 32 inputs may have 16 bits, from 0 to 127, or
+// int8 + kWeightOffset.
+enum class Dot { kSmall, kUnsigned, kSigned };
+
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) {
     const std::uint32_t bits = std::uint32_t(x) << 16;

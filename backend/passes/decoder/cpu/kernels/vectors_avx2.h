@@ -189,33 +189,36 @@ inline Ints load_ints(const void* p) {
     return {_mm256_loadu_si256(eight), _mm256_loadu_si256(eight + 1)};
 }
 inline Ints add(Ints a, Ints b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
-inline Ints broadcast_int(std::int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 inline __m256i broadcast_lane(const void* p) {
     std::int32_t lane;
     std::memcpy(&lane, p, 4);
     return _mm256_set1_epi32(lane);
 }
 
-// What is added to int8 weights when they are packed for dot4.
+// What is added to int8 weights when they are packed.
 constexpr int kWeightOffset = 0;
-constexpr int kMaxByteRows = 4;  // rows × 1 vector of accumulators, for dot4 and small_dot4
-constexpr int kByteChains = 1;   // sums of a row in dot4 that its latency needs
+constexpr int kMaxByteRows = 4;   // rows × 1 vector of accumulators, for weights that are unpacked in registers
+constexpr int kTileByteRows = 4;  // the same × kByteVectors, for bytes in a cache
+constexpr int kByteVectors = 1;
+// Small sums have halves of a lane: products of inputs 0 and 1 of each 4 in the one, of 2 and 3 in the other. Less the zero
+// times the inputs' sum, a weight is at most 15 in magnitude, so no half leaves 16 bits.
+constexpr bool kSplitSums = true;
 
-// acc + a × w in each lane; a are 4 int8 for all lanes, from -127 to 127, w 4 int8 in each: a sum of two products fits
-// in 16 bits.
-inline Ints dot4(Ints acc, const std::int8_t* a, Ints w) {
-    const __m256i x = broadcast_lane(a), ones = _mm256_set1_epi16(1);
-    const auto quads = [&](__m256i y) {
-        return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(y), _mm256_sign_epi8(x, y)), ones);
+inline Ints broadcast_ints(const std::int32_t* p) { return {_mm256_set1_epi32(*p), _mm256_set1_epi32(*p)}; }
+inline void store_ints(void* p, Ints x) {
+    _mm256_storeu_si256(static_cast<__m256i*>(p), x.lo);
+    _mm256_storeu_si256(static_cast<__m256i*>(p) + 1, x.hi);
+}
+inline Ints either(Ints a, Ints b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+
+// Each byte shifted right, or left if Right is negative, of which the bits of the mask are kept.
+template <int Right> inline Ints bits_at(Ints x, int mask) {
+    const auto half = [&](__m256i y) {
+        const __m256i shifted = Right > 0 ? _mm256_srli_epi16(y, std::max(Right, 0)) : _mm256_slli_epi16(y, std::max(-Right, 0));
+        return _mm256_and_si256(Right == 0 ? y : shifted, _mm256_set1_epi8(char(mask)));
     };
-    return {_mm256_add_epi32(acc.lo, quads(w.lo)), _mm256_add_epi32(acc.hi, quads(w.hi))};
+    return {half(x.lo), half(x.hi)};
 }
-
-inline Ints low_nibbles(Ints x) {
-    const __m256i mask = _mm256_set1_epi8(15);
-    return {_mm256_and_si256(x.lo, mask), _mm256_and_si256(x.hi, mask)};
-}
-inline Ints high_nibbles(Ints x) { return low_nibbles({_mm256_srli_epi16(x.lo, 4), _mm256_srli_epi16(x.hi, 4)}); }
 
 // table[x] for each byte of x, from 0 to 15; table is aligned to 16 bytes.
 inline Ints look_up(const std::uint8_t* table, Ints x) {
@@ -223,37 +226,31 @@ inline Ints look_up(const std::uint8_t* table, Ints x) {
     return {_mm256_shuffle_epi8(both, x.lo), _mm256_shuffle_epi8(both, x.hi)};
 }
 
-// Sums over 32 inputs of weights from 0 to 24, in halves of a lane: products of inputs 0 and 1 of each 4 in the one, of 2
-// and 3 in the other, less zero × their sum. A weight differs from zero by at most 15, so no half leaves 16 bits.
-inline Ints start_small(Ints zeros, const std::int16_t* negative_sums) {
-    const __m256i sums = broadcast_lane(negative_sums);
-    return {_mm256_mullo_epi16(zeros.lo, sums), _mm256_mullo_epi16(zeros.hi, sums)};
+// acc + a × w in each lane; a are 4 int8 for all lanes, from -127 to 127: a sum of two products fits in 16 bits.
+template <Dot dot> inline Ints multiply_quads(Ints acc, const std::int8_t* a, Ints w) {
+    const __m256i x = broadcast_lane(a), ones = _mm256_set1_epi16(1);
+    if (dot == Dot::kSmall) {
+        acc = {_mm256_add_epi16(acc.lo, _mm256_maddubs_epi16(w.lo, x)),
+               _mm256_add_epi16(acc.hi, _mm256_maddubs_epi16(w.hi, x))};
+        // GCC reorders these additions otherwise, and the sums do not stay in registers.
+        asm("" : "+x"(acc.lo), "+x"(acc.hi));
+        return acc;
+    }
+    const auto quads = [&](__m256i y) {
+        const __m256i products = dot == Dot::kSigned ? _mm256_maddubs_epi16(_mm256_abs_epi8(y), _mm256_sign_epi8(x, y))
+                                                     : _mm256_maddubs_epi16(y, x);
+        return _mm256_madd_epi16(products, ones);
+    };
+    return {_mm256_add_epi32(acc.lo, quads(w.lo)), _mm256_add_epi32(acc.hi, quads(w.hi))};
 }
-inline Ints small_dot4(Ints acc, const std::int8_t* a, Ints w) {
-    const __m256i x = broadcast_lane(a);
-    acc = {_mm256_add_epi16(acc.lo, _mm256_maddubs_epi16(w.lo, x)),
-           _mm256_add_epi16(acc.hi, _mm256_maddubs_epi16(w.hi, x))};
-    // GCC reorders these additions otherwise, and the sums do not stay in registers.
-    asm("" : "+x"(acc.lo), "+x"(acc.hi));
-    return acc;
-}
-inline Ints finish_small(Ints acc) {
+template <Dot dot> inline Ints finish_quads(Ints acc) {
     const __m256i ones = _mm256_set1_epi16(1);
-    return {_mm256_madd_epi16(acc.lo, ones), _mm256_madd_epi16(acc.hi, ones)};
-}
-// 16 zero points, each in both halves of a lane.
-inline Ints same_zeros(std::int16_t zero) { return {_mm256_set1_epi16(zero), _mm256_set1_epi16(zero)}; }
-inline Ints load_zeros(const std::uint8_t* p) {
-    const __m256i shorts = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    const __m256i lo = _mm256_cvtepu16_epi32(_mm256_castsi256_si128(shorts));
-    const __m256i hi = _mm256_cvtepu16_epi32(_mm256_extracti128_si256(shorts, 1));
-    return {_mm256_or_si256(lo, _mm256_slli_epi32(lo, 16)), _mm256_or_si256(hi, _mm256_slli_epi32(hi, 16))};
+    return dot == Dot::kSmall ? Ints{_mm256_madd_epi16(acc.lo, ones), _mm256_madd_epi16(acc.hi, ones)} : acc;
 }
 
-// The sums of 32 int8, negative: of inputs 0 and 1 of each 4, and of 2 and 3.
+// The sums of 16 int8, negative: of inputs 0 and 1 of each 4, and of 2 and 3.
 inline void store_negative_sums(const std::int8_t* p, std::int16_t* sums) {
-    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    __m128i four = _mm_add_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+    __m128i four = _mm_maddubs_epi16(_mm_set1_epi8(1), _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     four = _mm_add_epi16(four, _mm_shuffle_epi32(four, 0x4e));
     four = _mm_add_epi16(four, _mm_shuffle_epi32(four, 0xb1));
     const std::int32_t both = _mm_cvtsi128_si32(_mm_sub_epi16(_mm_setzero_si128(), four));

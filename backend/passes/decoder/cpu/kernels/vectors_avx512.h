@@ -120,81 +120,69 @@ inline Floats load_bytes(const std::int8_t* p) {
     return to_floats(_mm512_cvtepi16_epi32(shorts));
 }
 inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
-inline Ints broadcast_int(std::int32_t x) { return _mm512_set1_epi32(x); }
 inline Ints broadcast_lane(const void* p) {
     std::int32_t lane;
     std::memcpy(&lane, p, 4);
     return _mm512_set1_epi32(lane);
 }
 
-constexpr int kMaxByteRows = 8;  // rows × 1 vector of accumulators, for dot4 and small_dot4
+constexpr int kMaxByteRows = 8;   // rows × 1 vector of accumulators, for weights that are unpacked in registers
+constexpr int kTileByteRows = 3;  // the same × kByteVectors, for bytes in a cache
+constexpr int kByteVectors = 4;
 
-#ifdef __AVX512VNNI__
+inline IntSums broadcast_ints(const std::int32_t* p) { return (IntSums)_mm512_set1_epi32(*p); }
+inline void store_ints(void* p, Ints x) { _mm512_storeu_si512(p, x); }
+inline Ints either(Ints a, Ints b) { return _mm512_or_si512(a, b); }
 
-// What is added to int8 weights when they are packed for dot4: one operand of VPDPBUSD has no sign.
-constexpr int kWeightOffset = 128;
-constexpr int kByteChains = 4;  // sums of a row in dot4 that its latency needs
-
-// acc + a × w in each lane; a are 4 int8 for all lanes, w 4 uint8 in each.
-inline Ints dot4(Ints acc, const std::int8_t* a, Ints w) { return _mm512_dpbusd_epi32(acc, w, broadcast_lane(a)); }
-
-#else
-
-constexpr int kWeightOffset = 0;
-constexpr int kByteChains = 1;
-
-inline Ints quads(Ints w, Ints x) {
-    return _mm512_madd_epi16(_mm512_maddubs_epi16(w, x), _mm512_set1_epi16(1));
+// Each byte shifted right, or left if Right is negative, of which the bits of the mask are kept.
+template <int Right> inline Ints bits_at(Ints x, int mask) {
+    const Ints shifted = Right > 0 ? _mm512_srli_epi16(x, std::max(Right, 0)) : _mm512_slli_epi16(x, std::max(-Right, 0));
+    return _mm512_and_si512(Right == 0 ? x : shifted, _mm512_set1_epi8(char(mask)));
 }
-
-// acc + a × w in each lane; a are 4 int8 for all lanes, from -127 to 127, w 4 int8 in each: a sum of two products fits
-// in 16 bits.
-inline Ints dot4(Ints acc, const std::int8_t* a, Ints w) {
-    const Ints x = broadcast_lane(a);
-    const Ints signed_x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), zero_ints(), x);
-    return add(acc, quads(_mm512_abs_epi8(w), signed_x));
-}
-
-#endif
-
-inline Ints low_nibbles(Ints x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
-inline Ints high_nibbles(Ints x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
 
 // table[x] for each byte of x, from 0 to 15; table is aligned to 16 bytes.
 inline Ints look_up(const std::uint8_t* table, Ints x) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table))), x);
 }
 
-// Sums over 32 inputs of weights from 0 to 24, less zero × the sum of the inputs. With VNNI a lane is a sum. Without, its
-// halves are: products of inputs 0 and 1 of each 4 in the one, of 2 and 3 in the other. A weight differs from zero by at
-// most 15, so no half leaves 16 bits.
 #ifdef __AVX512VNNI__
-inline Ints start_small(Ints zeros, const std::int16_t* negative_sums) {
-    return _mm512_madd_epi16(zeros, broadcast_lane(negative_sums));
+
+// What is added to int8 weights when they are packed: one operand of VPDPBUSD has no sign.
+constexpr int kWeightOffset = 128;
+constexpr bool kSplitSums = false;
+
+// acc + a × w in each lane; a are 4 int8 for all lanes.
+template <Dot> inline IntSums multiply_quads(IntSums acc, const std::int8_t* a, Ints w) {
+    return (IntSums)_mm512_dpbusd_epi32((Ints)acc, w, broadcast_lane(a));
 }
-inline Ints small_dot4(Ints acc, const std::int8_t* a, Ints w) { return dot4(acc, a, w); }
-inline Ints finish_small(Ints acc) { return acc; }
+template <Dot> inline IntSums finish_quads(IntSums acc) { return acc; }
+
 #else
-inline Ints start_small(Ints zeros, const std::int16_t* negative_sums) {
-    return _mm512_mullo_epi16(zeros, broadcast_lane(negative_sums));
+
+constexpr int kWeightOffset = 0;
+// Small sums have halves of a lane: products of inputs 0 and 1 of each 4 in the one, of 2 and 3 in the other. Less the zero
+// times the inputs' sum, a weight is at most 15 in magnitude, so no half leaves 16 bits.
+constexpr bool kSplitSums = true;
+
+// acc + a × w in each lane; a are 4 int8 for all lanes, from -127 to 127: a sum of two products fits in 16 bits.
+template <Dot dot> inline IntSums multiply_quads(IntSums acc, const std::int8_t* a, Ints w) {
+    Ints x = broadcast_lane(a);
+    if (dot == Dot::kSmall) return (IntSums)_mm512_add_epi16((Ints)acc, _mm512_maddubs_epi16(w, x));
+    if (dot == Dot::kSigned) {
+        x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), zero_ints(), x);
+        w = _mm512_abs_epi8(w);
+    }
+    return (IntSums)add((Ints)acc, _mm512_madd_epi16(_mm512_maddubs_epi16(w, x), _mm512_set1_epi16(1)));
 }
-inline Ints small_dot4(Ints acc, const std::int8_t* a, Ints w) {
-    return _mm512_add_epi16(acc, _mm512_maddubs_epi16(w, broadcast_lane(a)));
+template <Dot dot> inline IntSums finish_quads(IntSums acc) {
+    return dot == Dot::kSmall ? (IntSums)_mm512_madd_epi16((Ints)acc, _mm512_set1_epi16(1)) : acc;
 }
-inline Ints finish_small(Ints acc) { return _mm512_madd_epi16(acc, _mm512_set1_epi16(1)); }
+
 #endif
 
-// 16 zero points, each in both halves of a lane.
-inline Ints same_zeros(std::int16_t zero) { return _mm512_set1_epi16(zero); }
-inline Ints load_zeros(const std::uint8_t* p) {
-    const Ints zeros = _mm512_cvtepu16_epi32(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-    return _mm512_or_si512(zeros, _mm512_slli_epi32(zeros, 16));
-}
-
-// The sums of 32 int8, negative: of inputs 0 and 1 of each 4, and of 2 and 3.
+// The sums of 16 int8, negative: of inputs 0 and 1 of each 4, and of 2 and 3.
 inline void store_negative_sums(const std::int8_t* p, std::int16_t* sums) {
-    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    __m128i four = _mm_add_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+    __m128i four = _mm_maddubs_epi16(_mm_set1_epi8(1), _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     four = _mm_add_epi16(four, _mm_shuffle_epi32(four, 0x4e));
     four = _mm_add_epi16(four, _mm_shuffle_epi32(four, 0xb1));
     const std::int32_t both = _mm_cvtsi128_si32(_mm_sub_epi16(_mm_setzero_si128(), four));

@@ -233,35 +233,31 @@ inline Ints broadcast_int(std::int32_t x) {
     return {four, four, four, four};
 }
 
-// What is added to int8 weights when they are packed for dot4.
+// What is added to int8 weights when they are packed.
 constexpr int kWeightOffset = 0;
-constexpr int kMaxByteRows = 5;  // rows × 1 vector of accumulators, for dot4 and small_dot4
-constexpr int kByteChains = 2;   // sums of a row in dot4 that its latency needs
+constexpr int kMaxByteRows = 5;   // rows × 1 vector of accumulators, for weights that are unpacked in registers
+constexpr int kTileByteRows = 5;  // the same × kByteVectors, for bytes in a cache
+constexpr int kByteVectors = 1;
+constexpr bool kSplitSums = false;
 
-// acc + a × w in each lane; a are 4 int8 for all lanes, from -127 to 127, w 4 int8 in each: a sum of two products fits
-// in 16 bits.
-inline Ints dot4(Ints acc, const std::int8_t* a, Ints w) {
-#ifdef __ARM_FEATURE_DOTPROD
-    const int8x8_t factors = vreinterpret_s8_f32(load_lane(a));
+inline Ints broadcast_ints(const std::int32_t* p) { return broadcast_int(*p); }
+inline void store_ints(void* p, Ints x) {
+    const auto four = [&](int n, int32x4_t y) { vst1q_u8(static_cast<std::uint8_t*>(p) + 16 * n, vreinterpretq_u8_s32(y)); };
+    four(0, x.a), four(1, x.b), four(2, x.c), four(3, x.d);
+}
+inline Ints either(Ints x, Ints y) {
+    return each<Ints>([](int32x4_t a, int32x4_t b) { return vorrq_s32(a, b); }, x, y);
+}
+
+// Each byte shifted right, or left if Right is negative, of which the bits of the mask are kept.
+template <int Right> inline Ints bits_at(Ints x, int mask) {
     return each<Ints>(
-        [&](int32x4_t sums, int32x4_t x) { return vdotq_lane_s32(sums, vreinterpretq_s8_s32(x), factors, 0); }, acc, w);
-#else
-    const int8x16_t factors = vreinterpretq_s8_f32(vdupq_lane_f32(load_lane(a), 0));
-    return each<Ints>(
-        [&](int32x4_t sums, int32x4_t x) {
-            const int8x16_t bytes = vreinterpretq_s8_s32(x);
-            const int16x8_t low = vmull_s8(vget_low_s8(bytes), vget_low_s8(factors));
-            return vpadalq_s16(sums, vpaddq_s16(low, vmull_high_s8(bytes, factors)));
+        [&](int32x4_t a) {
+            const uint8x16_t bytes = vreinterpretq_u8_s32(a);
+            const uint8x16_t shifted = vshlq_u8(bytes, vdupq_n_s8(-Right));
+            return vreinterpretq_s32_u8(vandq_u8(shifted, vdupq_n_u8(std::uint8_t(mask))));
         },
-        acc, w);
-#endif
-}
-
-inline Ints low_nibbles(Ints x) {
-    return each<Ints>([](int32x4_t a) { return vandq_s32(a, vdupq_n_s32(0x0f0f0f0f)); }, x);
-}
-inline Ints high_nibbles(Ints x) {
-    return each<Ints>([](int32x4_t a) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(a), 4)); }, x);
+        x);
 }
 
 // table[x] for each byte of x, from 0 to 15.
@@ -271,30 +267,31 @@ inline Ints look_up(const std::uint8_t* table, Ints x) {
         [&](int32x4_t a) { return vreinterpretq_s32_u8(vqtbl1q_u8(entries, vreinterpretq_u8_s32(a))); }, x);
 }
 
-// Sums over 32 inputs of weights from 0 to 24, less zero × the sum of the inputs.
-inline Ints start_small(Ints zeros, const std::int16_t* negative_sums) {
-    const std::int32_t sum = negative_sums[0] + negative_sums[1];
-    return each<Ints>([&](int32x4_t zero) { return vmulq_n_s32(zero, sum); }, zeros);
-}
-inline Ints small_dot4(Ints acc, const std::int8_t* a, Ints w) {
-    acc = dot4(acc, a, w);
+// acc + a × w in each lane; a are 4 int8 for all lanes, from -127 to 127: a sum of two products fits in 16 bits.
+template <Dot> inline Ints multiply_quads(Ints acc, const std::int8_t* a, Ints w) {
+#ifdef __ARM_FEATURE_DOTPROD
+    const int8x8_t factors = vreinterpret_s8_f32(load_lane(a));
+    acc = each<Ints>(
+        [&](int32x4_t sums, int32x4_t x) { return vdotq_lane_s32(sums, vreinterpretq_s8_s32(x), factors, 0); }, acc, w);
+#else
+    const int8x16_t factors = vreinterpretq_s8_f32(vdupq_lane_f32(load_lane(a), 0));
+    acc = each<Ints>(
+        [&](int32x4_t sums, int32x4_t x) {
+            const int8x16_t bytes = vreinterpretq_s8_s32(x);
+            const int16x8_t low = vmull_s8(vget_low_s8(bytes), vget_low_s8(factors));
+            return vpadalq_s16(sums, vpaddq_s16(low, vmull_high_s8(bytes, factors)));
+        },
+        acc, w);
+#endif
     // GCC reorders these additions otherwise, and the sums do not stay in registers.
     asm("" : "+w"(acc.a), "+w"(acc.b), "+w"(acc.c), "+w"(acc.d));
     return acc;
 }
-inline Ints finish_small(Ints acc) { return acc; }
-// 16 zero points.
-inline Ints same_zeros(std::int16_t zero) { return broadcast_int(zero); }
-inline Ints load_zeros(const std::uint8_t* p) {
-    const uint8x16_t bytes = vld1q_u8(p);
-    const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes);
-    return {vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(low))), vreinterpretq_s32_u32(vmovl_high_u16(low)),
-            vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(high))), vreinterpretq_s32_u32(vmovl_high_u16(high))};
-}
+template <Dot> inline Ints finish_quads(Ints acc) { return acc; }
 
-// The sums of 32 int8, negative: of inputs 0 and 1 of each 4, and of 2 and 3.
+// The sums of 16 int8, negative: of inputs 0 and 1 of each 4, and of 2 and 3.
 inline void store_negative_sums(const std::int8_t* p, std::int16_t* sums) {
-    const int16x8_t pairs = vpadalq_s8(vpaddlq_s8(vld1q_s8(p)), vld1q_s8(p + 16));
+    const int16x8_t pairs = vpaddlq_s8(vld1q_s8(p));
     const int16x4_t four = vadd_s16(vget_low_s16(pairs), vget_high_s16(pairs));
     sums[0] = std::int16_t(-(vget_lane_s16(four, 0) + vget_lane_s16(four, 2)));
     sums[1] = std::int16_t(-(vget_lane_s16(four, 1) + vget_lane_s16(four, 3)));

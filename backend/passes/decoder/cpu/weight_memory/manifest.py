@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import msgspec
 
-from penstock.backend.passes.decoder.cpu.native_structs import WeightForm
+from penstock.backend.checkpoint.quantized_weights import GROUP_SIZES
+from penstock.backend.passes.decoder.cpu.native_structs import MAX_WEIGHT_PARTS, PANEL, UNIT, Packing
 from penstock.backend.passes.decoder.held_weights import sealed_manifest
 from penstock.backend.passes.decoder.held_weights.blocks import HeldWeightsError, num_blocks
 
@@ -20,28 +21,56 @@ if TYPE_CHECKING:
 Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
-class LinearForm(msgspec.Struct, frozen=True, array_like=True):
-    """The fields of `native_structs.Linear` that depend on the checkpoint's numbers or on their quantisation."""
+class PartForm(msgspec.Struct, frozen=True, array_like=True):
+    """The fields of `native_structs.WeightPart` that depend on the checkpoint's numbers or on their quantisation."""
 
-    form: Annotated[int, msgspec.Meta(ge=0, le=4)] = 0
-    group_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
-    int4_kind: Annotated[int, msgspec.Meta(ge=0, le=2)] = 0
-    block_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
-    has_minima: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
+    end_panel: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    bits: Literal[0, 2, 3, 4, 5, 6, 8]
+    codebook: Annotated[int, msgspec.Meta(ge=0, le=2)]
+    group_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
+    block_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
+    minima: Annotated[int, msgspec.Meta(ge=0, le=2)]
+
+    def fits(self, inputs: int) -> bool:
+        """Whether the kernels have this form for so many inputs."""
+        if self.group_size == 0:
+            return self.bits in (0, 8) and self.block_size == self.codebook == self.minima == 0
+        is_unit = self.group_size == GROUP_SIZES[0] or self.group_size % UNIT == 0
+        is_block = self.block_size % UNIT == 0 and self.block_size >= self.group_size
+        return (
+            bool(self.bits)
+            and is_unit
+            and is_block
+            and self.block_size % self.group_size == 0 == inputs % self.block_size
+        )
+
+
+class LinearForm(msgspec.Struct, frozen=True, array_like=True):
+    """How a linear is packed."""
+
+    parts: Annotated[tuple[PartForm, ...], msgspec.Meta(min_length=1, max_length=MAX_WEIGHT_PARTS)]
+    scales_whole_rows: bool
 
     @classmethod
     def of(cls, linear: Linear) -> Self:
-        return cls(linear.form, linear.group_size, linear.int4_kind, linear.block_size, linear.has_minima)
+        parts = tuple(
+            PartForm(part.end_panel, *(getattr(part.packing, name) for name, _ in Packing._fields_))
+            for part in linear.parts[: linear.num_parts]
+        )
+        return cls(parts, bool(linear.scales_whole_rows))
 
     def give_to(self, linear: Linear) -> None:
         """Raises HeldWeightsError if the kernels do not have this form for a linear of this size."""
-        groups = {WeightForm.INT4: (self.group_size,), WeightForm.GROUPED4: (self.group_size, self.block_size)}
-        groups[WeightForm.GROUPED8] = groups[WeightForm.GROUPED4]
-        for size in groups.get(WeightForm(self.form), ()):
-            if size == 0 or linear.inputs % size:
-                raise HeldWeightsError(f"groups of {size} in a linear of {linear.inputs} inputs")
-        linear.form, linear.group_size, linear.int4_kind = self.form, self.group_size, self.int4_kind
-        linear.block_size, linear.has_minima = self.block_size, self.has_minima
+        panels = -(-linear.outputs // (PANEL >> linear.gated))
+        ends = [0, *(part.end_panel for part in self.parts)]
+        if ends != sorted(set(ends)) or ends[-1] != panels:
+            raise HeldWeightsError(f"parts that end at panels {ends[1:]} in a linear of {panels}")
+        for part, place in zip(self.parts, linear.parts, strict=False):
+            if not part.fits(linear.inputs) or (part.bits == 0 and len(self.parts) > 1):
+                raise HeldWeightsError(f"{part} in a linear of {linear.inputs} inputs")
+            place.end_panel = part.end_panel
+            place.packing = Packing(part.bits, part.codebook, part.group_size, part.block_size, part.minima)
+        linear.num_parts, linear.scales_whole_rows = len(self.parts), self.scales_whole_rows
 
 
 class PackedWeight(msgspec.Struct, frozen=True, array_like=True):

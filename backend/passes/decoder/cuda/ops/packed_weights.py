@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -13,7 +13,9 @@ from penstock.backend.checkpoint.quantized_weights import (
     INT4_GROUP_SIZES,
     MXFP4_GROUP_SIZE,
     GroupedForm,
+    GroupedWeight,
     PackedForm,
+    StackedWeight,
     WeightForm,
 )
 from penstock.backend.passes.decoder.held_weights.blocks import HeldWeightsError
@@ -43,6 +45,13 @@ def takes_packed(dtype: torch.dtype) -> bool:
     return dtype is not torch.float32
 
 
+def kernel_form(form: WeightForm) -> KernelForm:
+    """The form on the device: groups have integers of 4 bits if there are minima, else of 8."""
+    if isinstance(form, GroupedForm) and (form.bits != 4 or not form.has_minima):
+        return replace(form, bits=8, codebook="")
+    return form
+
+
 def value_bits(form: KernelForm) -> int:
     if isinstance(form, GroupedForm):
         return form.bits
@@ -59,6 +68,7 @@ def packed_bytes(form: WeightForm, shape: tuple[int, int], dtype: torch.dtype) -
     outputs, inputs = shape
     if not has_kernels(form) or not takes_packed(dtype):
         return outputs * inputs * dtype.itemsize
+    form = kernel_form(form)
     filled = outputs, -(-inputs // chunk_inputs(form)) * chunk_inputs(form)
     if form == MXFP4_FORM:
         return filled[0] * (filled[1] // 2 + filled[1] // MXFP4_GROUP_SIZE)
@@ -120,9 +130,11 @@ def pack_weight(
     weight: QuantizedWeight, device: torch.device, bias: Tensor | None, scale: float, *, is_gated: bool
 ) -> CudaQuantizedLinear:
     """bias is on the device already. Raises TypeError for a form without kernels."""
-    form = weight.form
-    if not has_kernels(form):
+    form = kernel_form(weight.form)
+    if not has_kernels(form) or isinstance(weight, StackedWeight):
         raise TypeError(f"no kernels for {form}")
+    if isinstance(weight, GroupedWeight) and isinstance(form, GroupedForm):
+        weight = weight.widen(form)
     values, scales, zeros = _pack_parts(form, *(part.to(device) for part in weight.parts))
     return CudaQuantizedLinear(form, weight.shape, values, scales, zeros, bias, scale, is_gated)
 

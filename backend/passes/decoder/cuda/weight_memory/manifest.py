@@ -43,7 +43,7 @@ class HeldForm(msgspec.Struct, frozen=True, array_like=True):
     """A `WeightForm`."""
 
     kind: Literal["packed", "grouped", "float8"]
-    fields: dict[str, int | bool | None]
+    fields: dict[str, int | bool | str | None]
 
     @classmethod
     def of(cls, form: WeightForm) -> Self:

@@ -232,10 +232,30 @@ def test_memory_that_is_not_sealed_truncated_or_not_ours_is_refused() -> None:
         os.close(fd)
 
 
-@pytest.mark.parametrize("form", [(9, 0, 0, 0, 0), (2, 1 << 20, 0, 0, 0), (0, -1, 0, 0, 0)])
-def test_forms_out_of_bounds_are_refused(form: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "part", [(1, 7, 0, 0, 0, 0), (1, 4, 0, 1 << 20, 0, 0), (0, 4, 0, 32, 32, 0), (1, 4, 3, 32, 32, 0)]
+)
+def test_forms_out_of_bounds_are_refused(part: tuple[int, ...]) -> None:
     with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(list(form), LinearForm)
+        msgspec.convert([[part], False], LinearForm)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(2, 4, 0, 48, 48, 0)],
+        [(2, 4, 0, 32, 0, 0)],
+        [(2, 8, 0, 0, 32, 0)],
+        [(2, 4, 0, 32, 256, 0)],
+        [(3, 8, 0, 0, 0, 0)],
+        [(2, 8, 0, 0, 0, 0), (2, 8, 0, 0, 0, 0)],
+        [(1, 0, 0, 0, 0, 0), (2, 8, 0, 0, 0, 0)],
+    ],
+)
+def test_forms_that_the_kernels_lack_are_refused(parts: list[tuple[int, ...]]) -> None:
+    form = msgspec.convert([parts, False], LinearForm)
+    with pytest.raises(HeldWeightsError, match="in a linear of"):
+        form.give_to(Linear(inputs=96, outputs=128))
 
 
 def test_manifest_of_another_model_is_refused_and_the_weights_are_loaded(
@@ -243,7 +263,9 @@ def test_manifest_of_another_model_is_refused_and_the_weights_are_loaded(
 ) -> None:
     """Its fingerprint is right, but its sizes are not."""
     held = FilledMemory()
-    held.place(64, Linear())
+    linear = Linear(num_parts=1)
+    linear.parts[0].end_panel = 1
+    held.place(64, linear)
     held.finish("right", torch.bfloat16)
     mailbox.leave(held.fds)
     monkeypatch.setattr("penstock.backend.passes.decoder.cpu.forward_pass.packing_fingerprint", lambda *_: "right")

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from penstock.backend.checkpoint.decoder_config import Experts
-from penstock.backend.checkpoint.quantized_weights import QuantizedWeight, take_rows
+from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+from penstock.backend.checkpoint.stacked_weights import take_rows
 from penstock.backend.passes.decoder.ops import ExpertWeights
 from tests.backend.passes.decoder.conftest import MakeOps
 from tests.backend.passes.decoder.cpu.ops_harness import BASE, BF16, FP32, OpsHarness, randn

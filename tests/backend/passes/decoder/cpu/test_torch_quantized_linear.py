@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from penstock.backend.checkpoint.quantization.quantizer import quantize
+from penstock.backend.checkpoint.stacked_weights import take_rows
 from penstock.backend.passes.decoder.cpu import torch_quantized_linear
-from penstock.backend.passes.decoder.cpu.torch_quantized_linear import QuantizedLinear, take_rows
+from penstock.backend.passes.decoder.cpu.torch_quantized_linear import UNIT, QuantizedLinear
 from tests.backend.passes.decoder.cpu.ops_harness import BF16, FP32, randn
 from tests.backend.passes.decoder.cpu.test_quantized_linear import GROUPED, random_weight
 
@@ -24,7 +25,7 @@ def test_product_of_whole_steps_is_that_of_the_dequantised_weight(
     outputs, inputs = 70, 4096 + 128
     weight = quantize([randn(outputs, inputs, seed=1)], (outputs, inputs), group_size)
     x = torch.from_numpy(np.random.default_rng(2).integers(-127, 128, (9, inputs)))
-    x[:, 5], x[4] = 127, 0
+    x[:, ::UNIT], x[4] = 127, 0
     x = (x * 2.0 ** torch.arange(-40, 41, 10)[:, None]).to(dtype)
     bias = randn(outputs, seed=3) if biased else torch.zeros(outputs)
     exact = x.double() @ weight.dequantize().double().T + bias
@@ -38,7 +39,7 @@ def test_product_of_whole_steps_is_that_of_the_dequantised_weight(
 def test_product_of_a_grouped_weight_is_that_of_the_dequantised_one(form: str) -> None:
     weight = random_weight(form, 70, 512)
     x = torch.from_numpy(np.random.default_rng(2).integers(-127, 128, (9, 512))).float()
-    x[:, 5] = 127
+    x[:, ::UNIT] = 127
     exact = x.double() @ weight.dequantize().double().T
     size = x.double().abs() @ weight.dequantize().double().abs().T
     assert ((QuantizedLinear(weight, None)(x) - exact).abs() <= 2e-6 * size).all()

@@ -7,9 +7,8 @@ tests work on the kernels of another CPU.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -17,16 +16,17 @@ import numpy as np
 from penstock.backend.passes.decoder.cpu.native_structs import (
     CACHE_FORMS,
     NORM_KINDS,
+    PANEL,
     QK_NORM_SCOPES,
     Attention,
     Experts,
     Linear,
     LinearOutput,
+    Minima,
     Operation,
     OperationKind,
     OperationTime,
     Shape,
-    WeightForm,
 )
 from penstock.backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES
 from tests.backend.passes.decoder.cpu.arm.kernel_driver import KernelDriver, RemoteArguments
@@ -105,9 +105,8 @@ class RemoteKernels:
         self.ps_set_cache = _Function(self._set_cache)
         self.ps_packed_bytes = _Function(self._packed_bytes)
         self.ps_pack = _Function(self._pack)
-        self.ps_pack_int8 = _Function(self._pack_int8)
-        self.ps_pack_int4 = _Function(self._pack_int4)
-        self.ps_pack_grouped = _Function(self._pack_grouped)
+        self.ps_part_bytes = _Function(self._part_bytes)
+        self.ps_pack_quantized = _Function(self._pack_quantized)
         self.ps_wake = _Function(self._wake)
         self.ps_plan = _Function(self._plan)
         self.ps_run = _Function(self._run)
@@ -140,35 +139,36 @@ class RemoteKernels:
         with self._arguments() as arguments:
             return self._driver.call("ps_packed_bytes", engine, arguments.of_struct(linear._obj))
 
-    def _pack(self, engine: int, linear: Any, weight: int) -> None:
-        self._pack_arrays("ps_pack", engine, linear, {weight: self._engines[engine].number_bytes})
-
-    def _pack_int8(self, engine: int, linear: Any, values: int, scales: int) -> None:
-        self._pack_arrays("ps_pack_int8", engine, linear, {values: 1, scales: Fraction(_FLOAT, linear._obj.inputs)})
-
-    def _pack_int4(self, engine: int, linear: Any, values: int, scales: int, zeros: int) -> None:
-        size = linear._obj.group_size
-        sizes = {values: Fraction(1, 2), scales: Fraction(_FLOAT, size), zeros: Fraction(1, size)}
-        self._pack_arrays("ps_pack_int4", engine, linear, sizes)
-
-    def _pack_grouped(self, engine: int, linear: Any, values: int, factors: int, multipliers: int) -> None:
-        own = linear._obj
-        kinds = 1 + own.has_minima
-        sizes: dict[int, int | Fraction] = {
-            values: Fraction(1, 2) if own.form == WeightForm.GROUPED4 else 1,
-            factors: Fraction(kinds * _FLOAT, own.block_size),
-            multipliers: Fraction(kinds, own.group_size),
-        }
-        self._pack_arrays("ps_pack_grouped", engine, linear, sizes)
-
-    def _pack_arrays(self, function: str, engine: int, linear: Any, sizes: Mapping[int, int | Fraction]) -> None:
-        """sizes: the bytes per number of the weight, for each array's address."""
-        own = linear._obj
-        num_weights = own.inputs * own.outputs * (1 + own.gated)
+    def _part_bytes(self, engine: int, linear: Any, part: int) -> int:
         with self._arguments() as arguments:
-            sources = [arguments.read_only(address, int(num_weights * size)) for address, size in sizes.items()]
-            packed = arguments.changed(own.packed, self._packed_bytes(engine, linear))
-            self._driver.call(function, engine, arguments.of_struct(own, packed=packed), *sources)
+            return self._driver.call("ps_part_bytes", engine, arguments.of_struct(linear._obj), part)
+
+    def _pack(self, engine: int, linear: Any, weight: int) -> None:
+        own = linear._obj
+        with self._arguments() as arguments:
+            num_bytes = own.inputs * own.outputs * (1 + own.gated) * self._engines[engine].number_bytes
+            source = arguments.read_only(weight, num_bytes)
+            packed = arguments.changed(own.parts[0].packed, self._packed_bytes(engine, linear))
+            self._driver.call("ps_pack", engine, arguments.of_struct(_moved(own, packed)), source)
+
+    def _pack_quantized(
+        self, engine: int, linear: Any, part: int, values: int, in_pairs: bool, factors: int, multipliers: int | None
+    ) -> None:
+        own, packing = linear._obj, linear._obj.parts[part].packing
+        first_panel = own.parts[part - 1].end_panel if part else 0
+        outputs = min((own.parts[part].end_panel - first_panel) * PANEL, own.outputs * (1 + own.gated))
+        factor_kinds = 1 + (packing.minima == Minima.HALF)
+        blocks = own.inputs // packing.block_size if packing.block_size else 1
+        groups = own.inputs // packing.group_size if packing.group_size else 1
+        with self._arguments() as arguments:
+            sources = (
+                arguments.read_only(values, outputs * own.inputs // (2 if in_pairs else 1)),
+                in_pairs,
+                arguments.read_only(factors, outputs * blocks * factor_kinds * _FLOAT),
+                arguments.read_only(multipliers, outputs * groups * factor_kinds),
+            )
+            packed = arguments.changed(own.parts[0].packed, self._packed_bytes(engine, linear))
+            self._driver.call("ps_pack_quantized", engine, arguments.of_struct(_moved(own, packed)), part, *sources)
 
     def _wake(self, engine: int) -> None:
         self._driver.call("ps_wake", engine)
@@ -271,7 +271,7 @@ class RemoteKernels:
     def _copy_routed(self, arguments: RemoteArguments, state: _Engine, op: Any) -> dict[str, int]:
         own = Experts.from_buffer_copy(Experts.from_address(op.weights))
         for linear, num_bytes in ((own.gate_up, own.gate_up_bytes), (own.down, own.down_bytes)):
-            linear.packed = arguments.read_only(linear.packed, own.count * num_bytes)
+            linear.parts[0].packed = arguments.read_only(linear.parts[0].packed, own.count * num_bytes)
             bias_bytes = own.count * linear.outputs * (1 + linear.gated) * _FLOAT
             linear.bias = arguments.read_only(linear.bias, bias_bytes)
         arrays = {"weights": arguments.of_struct(own)}
@@ -294,9 +294,9 @@ class RemoteKernels:
 
     def _copy_weight(self, arguments: RemoteArguments, state: _Engine, address: int) -> int:
         own = Linear.from_address(address)
-        packed = arguments.read_only(own.packed, self._packed_bytes(state.address, ctypes.byref(own)))
+        packed = arguments.read_only(own.parts[0].packed, self._packed_bytes(state.address, ctypes.byref(own)))
         bias = arguments.read_only(own.bias, own.outputs * (1 + own.gated) * _FLOAT)
-        return arguments.of_struct(own, packed=packed, bias=bias)
+        return arguments.of_struct(_moved(own, packed), bias=bias)
 
     def _copy_layer(self, arguments: RemoteArguments, state: _Engine, layer: int, *, stores: bool) -> int:
         own = Attention.from_address(layer)
@@ -311,6 +311,15 @@ class RemoteKernels:
         with self._arguments() as arguments:
             copy = arguments.read_only(memory, num_floats * _FLOAT)
             return self._driver.call_float("ps_read_memory", engine, copy, num_floats)
+
+
+def _moved(linear: Any, packed: int) -> Any:
+    """The struct with its parts at another address."""
+    copy: Any = Linear.from_buffer_copy(linear)
+    first = copy.parts[0].packed
+    for part in copy.parts[: copy.num_parts]:
+        part.packed += packed - first
+    return copy
 
 
 def _int32s(address: int, count: int) -> Any:
