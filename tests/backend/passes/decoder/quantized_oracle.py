@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 
 class QuantizedLinear(nn.Module):
-    """The product of a linear layer by its definition, in float64: int8 activations with a scale for each 32 inputs, and
-    what rounding leaves of the largest of these groups in int8 once more."""
+    """The product of a linear layer by its definition, in float64.
+
+    Activations are int8 with a scale for each 32 inputs; of the largest groups, what rounding leaves is int8 once more.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
