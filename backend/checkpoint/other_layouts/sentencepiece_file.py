@@ -1,0 +1,92 @@
+"""SentencePiece models (tokenizer.model), BPE and Unigram."""
+
+from __future__ import annotations
+
+import base64
+import re
+from typing import TYPE_CHECKING, Any
+
+from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer
+from penstock.backend.checkpoint.other_layouts.added_tokens import AddedTokens, metadata_of, token_text
+from penstock.backend.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+_UNIGRAM, _BPE = 1, 2
+_NORMAL, _USER_DEFINED, _UNUSED = 1, 4, 5
+_SPACE = "\u2581"
+_NEVER = 100.0
+"""A piece this far below all others is never the best way to write a text."""
+
+
+def convert_sentencepiece(
+    path: Path, config: Mapping[str, Any], added: AddedTokens
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tokenizer.json, and the model's own bos_token, eos_token and unk_token.
+
+    Raises StartupError, and the library's DecodeError for another kind of file.
+    """
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto()
+    model.ParseFromString(path.read_bytes())
+    trainer, normalizer = model.trainer_spec, model.normalizer_spec
+    if trainer.model_type not in (_UNIGRAM, _BPE) or trainer.treat_whitespace_as_suffix or not model.pieces:
+        raise StartupError("it is no SentencePiece model of the kinds BPE and Unigram with spaces before words")
+    tokens, kinds = [piece.piece for piece in model.pieces], [piece.type for piece in model.pieces]
+    ids = {"bos_token": trainer.bos_id, "eos_token": trainer.eos_id, "unk_token": trainer.unk_id}
+    own = {name: tokens[index] for name, index in ids.items() if 0 <= index < len(tokens)}
+    settings = {"add_bos_token": True, **own, **config}
+    metadata = metadata_of(tokens, kinds, settings, added)
+    scores = [piece.score for piece in model.pieces] + [0.0] * (len(tokens) - len(model.pieces))
+    adds_space = settings.get("add_prefix_space", normalizer.add_dummy_prefix) is not False
+    only_first = adds_space and settings.get("legacy") is False
+    symbols: list[str] = []
+    if adds_space and not only_first:
+        # A part of the text between added tokens gets a space, so symbols of the text itself must not be such tokens.
+        symbols = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED]
+        metadata["tokenizer.ggml.token_type"] = [_UNUSED if kind == _USER_DEFINED else kind for kind in kinds]
+    metadata |= {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.add_space_prefix": adds_space and not only_first,
+    }
+    if (unknown := token_text(settings, "unk_token")) in tokens:
+        metadata["tokenizer.ggml.unknown_token_id"] = tokens.index(str(unknown))
+    tokenizer = GgufTokenizer(metadata).tokenizer_json()
+    tokenizer["normalizer"]["normalizers"][:0] = _normalizers(normalizer)
+    if only_first:
+        tokenizer["pre_tokenizer"] = {
+            "type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "first", "split": False,
+        }  # fmt: skip
+        tokenizer["decoder"]["decoders"].append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    if symbols:
+        longest_first = sorted((symbol.replace(" ", _SPACE) for symbol in symbols), key=len, reverse=True)
+        pattern = {"Regex": "|".join(map(re.escape, longest_first))}
+        tokenizer["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    if trainer.model_type == _UNIGRAM:
+        least = min(scores) - _NEVER
+        pieces = [
+            [token, score if kind in (_NORMAL, _USER_DEFINED) else least]
+            for token, kind, score in zip(tokens, kinds, scores, strict=True)
+        ]
+        tokenizer["model"] = {
+            "type": "Unigram",
+            "unk_id": metadata.get("tokenizer.ggml.unknown_token_id"),
+            "vocab": pieces,
+        }
+    else:
+        tokenizer["model"]["ignore_merges"] = bool(symbols)
+    tokenizer["model"]["byte_fallback"] = trainer.byte_fallback
+    return tokenizer, own
+
+
+def _normalizers(spec: Any) -> Iterator[dict[str, Any]]:
+    if spec.precompiled_charsmap:
+        charsmap = base64.b64encode(spec.precompiled_charsmap).decode()
+        yield {"type": "Precompiled", "precompiled_charsmap": charsmap}
+    if spec.remove_extra_whitespaces:
+        for pattern, content in ((r"\A +| +\z", ""), (" {2,}", " ")):
+            yield {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
