@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _UNIGRAM, _BPE = 1, 2
-_NORMAL, _USER_DEFINED, _UNUSED = 1, 4, 5
+_NORMAL, _USER_DEFINED, _SYMBOL = 1, 4, 7
+"""Types of pieces, and one of our own: a user-defined symbol that no added token replaces."""
 _SPACE = "\u2581"
+_NAME_OF_BYTE = r"<(?=0x[0-9A-F]{2}>)"
+"""The beginning of a text like <0x41>: apart from its rest, so that it is not taken for the byte."""
 _NEVER = 100.0
 """A piece this far below all others is never the best way to write a text."""
 
@@ -40,14 +43,13 @@ def convert_sentencepiece(
     own = {name: tokens[index] for name, index in ids.items() if 0 <= index < len(tokens)}
     settings = {"add_bos_token": True, **own, **config}
     metadata = metadata_of(tokens, kinds, settings, added)
+    # An added token ends a part of the text, and a space may precede the next. A symbol of the text itself does not.
+    symbols = [i for i, kind in enumerate(kinds) if kind == _USER_DEFINED and i not in added.by_id]
+    for index in symbols:
+        kinds[index] = _SYMBOL
     scores = [piece.score for piece in model.pieces] + [0.0] * (len(tokens) - len(model.pieces))
     adds_space = settings.get("add_prefix_space", normalizer.add_dummy_prefix) is not False
     only_first = adds_space and settings.get("legacy") is False
-    symbols: list[str] = []
-    if adds_space and not only_first:
-        # A part of the text between added tokens gets a space, so symbols of the text itself must not be such tokens.
-        symbols = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED]
-        metadata["tokenizer.ggml.token_type"] = [_UNUSED if kind == _USER_DEFINED else kind for kind in kinds]
     metadata |= {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.scores": scores,
@@ -57,30 +59,36 @@ def convert_sentencepiece(
         metadata["tokenizer.ggml.unknown_token_id"] = tokens.index(str(unknown))
     tokenizer = GgufTokenizer(metadata).tokenizer_json()
     tokenizer["normalizer"]["normalizers"][:0] = _normalizers(normalizer)
+    patterns = [re.escape(token) for token in sorted((tokens[index] for index in symbols), key=len, reverse=True)]
+    if trainer.byte_fallback and (symbols or trainer.model_type == _UNIGRAM):
+        patterns.append(_NAME_OF_BYTE)
+    pre_tokenizers = [*_pre_tokenizers("|".join(patterns), only_first=only_first)]
+    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": pre_tokenizers}
     if only_first:
-        tokenizer["pre_tokenizer"] = {
-            "type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "first", "split": False,
-        }  # fmt: skip
         tokenizer["decoder"]["decoders"].append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    if symbols:
-        longest_first = sorted((symbol.replace(" ", _SPACE) for symbol in symbols), key=len, reverse=True)
-        pattern = {"Regex": "|".join(map(re.escape, longest_first))}
-        tokenizer["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
     if trainer.model_type == _UNIGRAM:
-        least = min(scores) - _NEVER
-        pieces = [
-            [token, score if kind in (_NORMAL, _USER_DEFINED) else least]
-            for token, kind, score in zip(tokens, kinds, scores, strict=True)
-        ]
-        tokenizer["model"] = {
-            "type": "Unigram",
-            "unk_id": metadata.get("tokenizer.ggml.unknown_token_id"),
-            "vocab": pieces,
-        }
+        unknown_id = metadata.get("tokenizer.ggml.unknown_token_id")
+        tokenizer["model"] = {"type": "Unigram", "unk_id": unknown_id, "vocab": _unigram(tokens, kinds, scores)}
     else:
         tokenizer["model"]["ignore_merges"] = bool(symbols)
     tokenizer["model"]["byte_fallback"] = trainer.byte_fallback
     return tokenizer, own
+
+
+def _unigram(tokens: list[str], kinds: list[int], scores: list[float]) -> list[tuple[str, float]]:
+    """SentencePiece finds only pieces of these kinds in a text; tokenizers finds all."""
+    least = min(scores) - _NEVER
+    return [
+        (token, score if kind in (_NORMAL, _SYMBOL) else least)
+        for token, kind, score in zip(tokens, kinds, scores, strict=True)
+    ]
+
+
+def _pre_tokenizers(pattern: str, *, only_first: bool) -> Iterator[dict[str, Any]]:
+    if only_first:
+        yield {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "first", "split": False}
+    if pattern:
+        yield {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
 def _normalizers(spec: Any) -> Iterator[dict[str, Any]]:
