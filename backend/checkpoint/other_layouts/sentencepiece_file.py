@@ -18,8 +18,8 @@ _UNIGRAM, _BPE = 1, 2
 _NORMAL, _USER_DEFINED, _SYMBOL = 1, 4, 7
 """Types of pieces, and one of our own: a user-defined symbol that no added token replaces."""
 _SPACE = "\u2581"
-_NAME_OF_BYTE = r"<(?=0x[0-9A-F]{2}>)"
-"""The beginning of a text like <0x41>: apart from its rest, so that it is not taken for the byte."""
+_NAME_OF_BYTE = r"(?<=<)0x[0-9A-F]{2}>"
+"""The end of a text like <0x41>: apart from its beginning, so that it is not taken for the byte."""
 _NEVER = 100.0
 """A piece this far below all others is never the best way to write a text."""
 
