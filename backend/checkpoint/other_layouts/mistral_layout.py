@@ -57,7 +57,12 @@ _LAYER_TENSOR = re.compile(r"layers\.(\d+)\.(.+)\.weight")
 
 def write_config(params_file: Path, config_file: Path) -> None:
     """Raises StartupError for a parameter that no key of config.json stands for, OSError."""
-    params = {key: value for key, value in read_json_object(params_file).items() if value not in (None, False, {})}
+    # What is null, false or empty is not used.
+    params = {
+        key: value
+        for key, value in read_json_object(params_file).items()
+        if value or (value == 0 and value is not False)
+    }
     if other := sorted(params.keys() - _KEYS.keys() - set(_UNUSED)):
         name = other[0]
         raise StartupError(

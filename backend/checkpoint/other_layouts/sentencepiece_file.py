@@ -62,8 +62,8 @@ def convert_sentencepiece(
     patterns = [re.escape(token) for token in sorted((tokens[index] for index in symbols), key=len, reverse=True)]
     if trainer.byte_fallback and (symbols or trainer.model_type == _UNIGRAM):
         patterns.append(_NAME_OF_BYTE)
-    pre_tokenizers = [*_pre_tokenizers("|".join(patterns), only_first=only_first)]
-    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": pre_tokenizers}
+    if pre_tokenizers := [*_pre_tokenizers("|".join(patterns), only_first=only_first)]:
+        tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": pre_tokenizers}
     if only_first:
         tokenizer["decoder"]["decoders"].append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     if trainer.model_type == _UNIGRAM:
