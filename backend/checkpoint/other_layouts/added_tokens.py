@@ -57,15 +57,15 @@ def metadata_of(tokens: list[str], kinds: list[int], config: Mapping[str, Any], 
         kinds[index] = _CONTROL if is_special else _USER_DEFINED
     metadata: dict[str, Any] = {f"{_PREFIX}tokens": tokens, f"{_PREFIX}token_type": kinds}
     for name in ("bos", "eos"):
-        text = token_text(config, f"{name}_token")
-        metadata[f"{_PREFIX}add_{name}_token"] = text in tokens and config.get(f"add_{name}_token") is True
-        if text in tokens:
-            metadata[f"{_PREFIX}{name}_token_id"] = tokens.index(text)
+        token = token_text(config, f"{name}_token")
+        metadata[f"{_PREFIX}add_{name}_token"] = config.get(f"add_{name}_token") is True
+        if token in tokens:
+            metadata[f"{_PREFIX}{name}_token_id"] = tokens.index(token)
     return metadata
 
 
-def token_text(config: Mapping[str, Any], name: str) -> str | None:
-    """A token such as eos_token, which is a text or an object with one."""
+def token_text(config: Mapping[str, Any], name: str) -> str:
+    """A token such as eos_token, which is a text or an object with one; empty if there is none."""
     value = config.get(name)
     text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
+    return text if isinstance(text, str) else ""

@@ -6,12 +6,18 @@ import contextlib
 import logging
 import os
 import subprocess
-from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.gguf.kept_directories import kept_directory
-from penstock.backend.checkpoint.layout import CONFIG_FILE, GGUF_SUFFIX, SINGLE_FILE, TEMPLATES, TOKENIZER_FILE
+from penstock.backend.checkpoint.layout import (
+    CONFIG_FILE,
+    GGUF_SUFFIX,
+    INDEX_FILE,
+    SINGLE_FILE,
+    TEMPLATES,
+    TOKENIZER_FILE,
+)
 from penstock.backend.checkpoint.other_layouts.mistral_layout import CONSOLIDATED_FILE, PARAMS_FILE, write_config
 from penstock.backend.errors import StartupError
 from penstock.shm.process.private_directory import UnsafeDirectory
@@ -33,40 +39,46 @@ _TIMEOUT_S = 300.0
 def complete_directory(model_dir: Path) -> Path:
     """model_dir, or the directory in the cache that adds the missing files. Raises StartupError.
 
-    Without a config.json and without a params.json model_dir itself is returned, as it is without any tokenizer.
+    A directory without a config.json, and one without any tokenizer, may stay so.
     """
-    has_config, params = (model_dir / CONFIG_FILE).is_file(), model_dir / PARAMS_FILE
-    if not has_config and not params.is_file():
-        return model_dir
-    source = None if (model_dir / TOKENIZER_FILE).is_file() else find_source(model_dir)
-    if has_config and source is None:
+    is_mistral = _has_only_mistral_weights(model_dir)
+    source = None if (model_dir / TOKENIZER_FILE).is_file() else _find_source(model_dir)
+    if not is_mistral and (source is None or not (model_dir / CONFIG_FILE).is_file()):
         return model_dir
     model_dir = model_dir.resolve()
-    read = [] if has_config else [model_dir / PARAMS_FILE]
+    read = [model_dir / PARAMS_FILE] if is_mistral else []
     if source is not None:
         settings = (model_dir / name for name in (*TOKENIZER_SETTINGS, *TEMPLATES))
         read += [model_dir / source, *(path for path in settings if path.is_file())]
     # With mistral_common there is a chat template: a directory that was made without it is not used any more.
     version = f"{_FORMAT} {source} {find_spec('mistral_common') is not None}"
+
+    def fill(directory: Path) -> None:
+        if is_mistral:
+            write_config(model_dir / PARAMS_FILE, directory / CONFIG_FILE)
+        if source is not None:
+            logger.info("making %s from %s, once", TOKENIZER_FILE, model_dir / source)
+            _make_tokenizer(model_dir / source, directory)
+
     try:
-        directory = kept_directory("layouts", model_dir.name, read, version, partial(_fill, model_dir, source))
-        _link_files(model_dir, directory)
+        directory = kept_directory("layouts", model_dir.name, read, version, fill)
+        _link_files(model_dir, directory, is_mistral=is_mistral)
     except (OSError, UnsafeDirectory) as error:
         raise StartupError(f"the files that {model_dir} lacks cannot be made or kept: {error}") from None
     return directory
 
 
-def find_source(model_dir: Path) -> str | None:
+def _has_only_mistral_weights(model_dir: Path) -> bool:
+    """Whether params.json describes the weights. Of a hub model they may come later."""
+    if not (model_dir / PARAMS_FILE).is_file():
+        return False
+    has_others = any((model_dir / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
+    return not (model_dir / CONFIG_FILE).is_file() or (not has_others and (model_dir / CONSOLIDATED_FILE).exists())
+
+
+def _find_source(model_dir: Path) -> str | None:
     """The name of the file that a tokenizer.json can be made of."""
     return next((path.name for name in TOKENIZER_SOURCES for path in sorted(model_dir.glob(name))), None)
-
-
-def _fill(model_dir: Path, source: str | None, directory: Path) -> None:
-    if not (model_dir / CONFIG_FILE).is_file():
-        write_config(model_dir / PARAMS_FILE, directory / CONFIG_FILE)
-    if source is not None:
-        logger.info("making %s from %s, once", TOKENIZER_FILE, model_dir / source)
-        _make_tokenizer(model_dir / source, directory)
 
 
 def _make_tokenizer(source: Path, directory: Path) -> None:
@@ -89,12 +101,12 @@ def _make_tokenizer(source: Path, directory: Path) -> None:
         logger.warning("%s: %s", source, line)
 
 
-def _link_files(model_dir: Path, directory: Path) -> None:
-    """Link what is in model_dir now: of a hub model the weights come later."""
-    names = {path.name: path for path in model_dir.iterdir() if path.suffix != GGUF_SUFFIX}
-    if (consolidated := names.get(CONSOLIDATED_FILE)) is not None and not (model_dir / CONFIG_FILE).is_file():
-        names.setdefault(SINGLE_FILE, consolidated)
-    for name, path in names.items():
+def _link_files(model_dir: Path, directory: Path, *, is_mistral: bool) -> None:
+    """Link what is in model_dir now, but for what was made in its place."""
+    paths = {path.name: path for path in model_dir.iterdir() if path.suffix != GGUF_SUFFIX}
+    if is_mistral and CONSOLIDATED_FILE in paths:
+        paths[SINGLE_FILE] = paths[CONSOLIDATED_FILE]
+    for name, path in paths.items():
         with contextlib.suppress(FileExistsError):
             (directory / name).symlink_to(path)
     for link in directory.iterdir():

@@ -70,10 +70,11 @@ def write_config(params_file: Path, config_file: Path) -> None:
             "the model in Hugging Face's layout, with a config.json"
         )
     config = {_KEYS[name]: value for name, value in params.items() if name in _KEYS}
-    fixed = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_act": "silu"}
-    # q and k have the rows that rotate together side by side.
-    fixed |= {"rope_interleave": True, "sliding_window": config.get("sliding_window")}
-    config_file.write_text(json.dumps({"max_position_embeddings": _MAX_CONTEXT_TOKENS} | config | fixed, indent=1))
+    config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_act": "silu"}
+    config.setdefault("max_position_embeddings", _MAX_CONTEXT_TOKENS)
+    config.setdefault("sliding_window", None)  # an absent one would be that of Mistral 7B v0.1
+    config["rope_interleave"] = True  # the rows of q and k that rotate together are neighbours
+    config_file.write_text(json.dumps(config, indent=1))
 
 
 def hf_name(name: str) -> str:

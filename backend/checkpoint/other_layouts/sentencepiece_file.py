@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer
@@ -31,9 +32,7 @@ def convert_sentencepiece(
 
     Raises StartupError, and the library's DecodeError for another kind of file.
     """
-    from sentencepiece import sentencepiece_model_pb2
-
-    model = sentencepiece_model_pb2.ModelProto()
+    model: Any = import_module("sentencepiece.sentencepiece_model_pb2").ModelProto()  # made at run time by protobuf
     model.ParseFromString(path.read_bytes())
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     if trainer.model_type not in (_UNIGRAM, _BPE) or trainer.treat_whitespace_as_suffix or not model.pieces:
@@ -56,7 +55,7 @@ def convert_sentencepiece(
         "tokenizer.ggml.add_space_prefix": adds_space and not only_first,
     }
     if (unknown := token_text(settings, "unk_token")) in tokens:
-        metadata["tokenizer.ggml.unknown_token_id"] = tokens.index(str(unknown))
+        metadata["tokenizer.ggml.unknown_token_id"] = tokens.index(unknown)
     tokenizer = GgufTokenizer(metadata).tokenizer_json()
     tokenizer["normalizer"]["normalizers"][:0] = _normalizers(normalizer)
     patterns = [re.escape(token) for token in sorted((tokens[index] for index in symbols), key=len, reverse=True)]

@@ -69,7 +69,7 @@ def test_failed_conversion_is_a_line_and_leaves_nothing(tmp_path: Path, cache: P
     assert list(cache.iterdir()) == []
 
 
-def to_mistral(model_dir: Path, **params: Any) -> Path:
+def to_mistral(model_dir: Path, *, keeps_config: bool = False, **params: Any) -> Path:
     """Rewrite a checkpoint of Hugging Face's layout in Mistral's."""
     config = json.loads((model_dir / "config.json").read_text())
     names = {name: key for key, name in NAMES.items()}
@@ -82,15 +82,16 @@ def to_mistral(model_dir: Path, **params: Any) -> Path:
             tensor = halves.transpose(1, 2).flatten(0, 2)
         tensors[f"layers.{number}.{names[part]}" if part else names[start]] = tensor.contiguous()
     save_file(tensors | {"vision_encoder.x": torch.zeros(1)}, model_dir / "consolidated.safetensors")
-    values = {key: config[name] for key, name in PARAMS.items()}
+    values: dict[str, Any] = {key: config[name] for key, name in PARAMS.items()}
     values |= {
         "rope_theta": config["rope_parameters"]["rope_theta"],
         "vision_encoder": {"dim": 8},
         "moe": None,
     } | params
     (model_dir / "params.json").write_text(json.dumps(values))
-    for name in ("config.json", "model.safetensors", "generation_config.json"):
-        (model_dir / name).unlink()
+    (model_dir / "model.safetensors").unlink()
+    if not keeps_config:
+        (model_dir / "config.json").unlink()
     return model_dir
 
 
@@ -125,7 +126,7 @@ PARAMS = {
 def test_logits_of_mistrals_layout_are_those_of_the_other(preset: str, params: dict[str, Any], tmp_path: Path) -> None:
     model_dir = make_checkpoint(preset, tmp_path / "model", head_dim=32)
     oracle = load_oracle(model_dir)
-    to_mistral(model_dir, **params)
+    to_mistral(model_dir, keeps_config=bool(params), **params)  # config.json does not count beside these weights
     (model_dir / "tekken.json").write_text(json.dumps(tekken()))
     made = resolve_model(str(model_dir))
     assert (made / "tokenizer.json").is_file()
