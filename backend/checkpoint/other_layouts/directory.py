@@ -105,7 +105,7 @@ def _link_files(model_dir: Path, directory: Path, *, is_mistral: bool) -> None:
     """Link what is in model_dir now, but for what was made in its place."""
     paths = {path.name: path for path in model_dir.iterdir() if path.suffix != GGUF_SUFFIX}
     if is_mistral and CONSOLIDATED_FILE in paths:
-        paths[SINGLE_FILE] = paths[CONSOLIDATED_FILE]
+        paths[SINGLE_FILE] = paths.pop(CONSOLIDATED_FILE)
     for name, path in paths.items():
         with contextlib.suppress(FileExistsError):
             (directory / name).symlink_to(path)

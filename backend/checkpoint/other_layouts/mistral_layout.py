@@ -71,6 +71,7 @@ def write_config(params_file: Path, config_file: Path) -> None:
         )
     config = {_KEYS[name]: value for name, value in params.items() if name in _KEYS}
     config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_act": "silu"}
+    config |= {"bos_token_id": 1, "eos_token_id": 2}  # of all of Mistral's tokenizers
     config.setdefault("max_position_embeddings", _MAX_CONTEXT_TOKENS)
     config.setdefault("sliding_window", None)  # an absent one would be that of Mistral 7B v0.1
     config["rope_interleave"] = True  # the rows of q and k that rotate together are neighbours

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.gguf import kept_directories
+from penstock.backend.checkpoint.generation_config import read_generation_defaults
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.checkpoint.other_layouts import directory
 from penstock.backend.checkpoint.weights import open_weights
@@ -130,6 +131,8 @@ def test_logits_of_mistrals_layout_are_those_of_the_other(preset: str, params: d
     (model_dir / "tekken.json").write_text(json.dumps(tekken()))
     made = resolve_model(str(model_dir))
     assert (made / "tokenizer.json").is_file()
+    (made / "generation_config.json").unlink(missing_ok=True)
+    assert read_generation_defaults(made).eos_token_ids == (2,)
     prompt = np.random.default_rng(0).integers(0, 256, 40).tolist()
     with torch.inference_mode():
         expected = oracle(torch.tensor([prompt])).logits[0, -1].numpy()

@@ -29,7 +29,7 @@ TEXTS = (
     *("Привет", "你好，世界", "العربية", "ไทย", "हिन्दी", "ქართული", "\u0e01\u0e33", "👨‍👩‍👧 🇫🇷", "𝕏 𐍈", "ﷺ"),
     *("▁", "a▁b", "<0x41>", "\ufeffbom", "\u200b", "\ufffd", "\u2028", "a" * 16, "the the the", "WE'LL don’t"),
     *("㎏ ｆｕｌｌ", "中文English混合", "!\n\n", "a/b//\n", "$x^2$"),
-    *("".join(_RANDOM.choice(_ALPHABET) for _ in range(_RANDOM.randint(1, 40))) for _ in range(140)),
+    *("".join(_RANDOM.choice(_ALPHABET) for _ in range(_RANDOM.randint(1, 40))) for _ in range(150)),
 )
 _WORDS = "the order of the house is in the other hour, and an ant ran to a tree: 1234 5678. été 中文 Ещё раз <0x41> "
 
