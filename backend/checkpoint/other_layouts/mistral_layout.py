@@ -40,6 +40,7 @@ _NAMES = {
     EMBEDDING_NAME: "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    "pre_mm_projector_norm.weight": "multi_modal_projector.norm.weight",
 }
 _PARTS = {
     "attention.wq": "self_attn.q_proj",
@@ -79,7 +80,7 @@ def write_config(params_file: Path, config_file: Path) -> None:
 
 
 def hf_name(name: str) -> str:
-    """Hugging Face's name of a tensor; the name itself if it has none, as those of a vision encoder."""
+    """Hugging Face's name of a tensor; the name itself of those that only images need."""
     if (match := _LAYER_TENSOR.fullmatch(name)) is not None and match[2] in _PARTS:
         return f"model.layers.{match[1]}.{_PARTS[match[2]]}.weight"
     return _NAMES.get(name, name)
