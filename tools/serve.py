@@ -15,6 +15,7 @@ from pathlib import Path
 
 from penstock.backend.checkpoint.hub import resolve_small_files
 from penstock.backend.checkpoint.layout import CONFIG_FILE
+from penstock.backend.checkpoint.other_layouts.directory import complete_directory
 from penstock.backend.errors import StartupError
 from penstock.backend.options import BackendOptions
 from penstock.backend.shipped_models import SHIPPED_MODELS
@@ -132,11 +133,10 @@ def _check_texts(backend: BackendOptions, template_file: Path | None) -> None:
     if backend.model is None or backend.model in SHIPPED_MODELS:
         return
     path = Path(backend.model).expanduser()
-    if not path.exists():
-        try:
-            path = resolve_small_files(backend.model, backend.revision)
-        except StartupError as error:
-            fail(COMMAND, str(error))
+    try:
+        path = complete_directory(path) if path.exists() else resolve_small_files(backend.model, backend.revision)
+    except StartupError as error:
+        fail(COMMAND, str(error))
     if (path / CONFIG_FILE).is_file() and (reason := why_unusable(path, template_file)) is not None:
         fail(COMMAND, reason)
 

@@ -13,8 +13,16 @@ from penstock.backend.checkpoint.layout import (
     GGUF_SUFFIX,
     INDEX_FILE,
     SINGLE_FILE,
+    TEMPLATES,
+    TOKENIZER_FILE,
     shard_names,
 )
+from penstock.backend.checkpoint.other_layouts.directory import (
+    TOKENIZER_SETTINGS,
+    TOKENIZER_SOURCES,
+    complete_directory,
+)
+from penstock.backend.checkpoint.other_layouts.mistral_layout import CONSOLIDATED_FILE, PARAMS_FILE
 from penstock.backend.checkpoint.progress import logged_downloads
 from penstock.backend.errors import StartupError
 
@@ -25,11 +33,10 @@ SMALL_FILES = (
     "config_sentence_transformers.json",
     INDEX_FILE,
     GENERATION_FILE,
-    "tokenizer.json",
+    TOKENIZER_FILE,
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
+    *TEMPLATES,
 )
 
 ADAPTER_FILE = "adapter_config.json"
@@ -50,20 +57,27 @@ def resolve_model(model: str, revision: str | None = None, config_dir: Path | No
         return path
     if config_dir is not None:
         revision = _pinned(revision, config_dir)
-    snapshot = resolve_small_files(model, revision)
+    snapshot = _download_small_files(model, revision)
     index = snapshot / INDEX_FILE
-    weight_files = shard_names(index) if index.is_file() else (SINGLE_FILE,)
-    return _download(model, _pinned(revision, snapshot), (*SMALL_FILES, *weight_files, _MODULE_WEIGHTS))
+    if not (snapshot / CONFIG_FILE).is_file():
+        weight_files: tuple[str, ...] = (CONSOLIDATED_FILE,)
+    else:
+        weight_files = shard_names(index) if index.is_file() else (SINGLE_FILE,)
+    files = (*SMALL_FILES, *weight_files, _MODULE_WEIGHTS)
+    return complete_directory(_download(model, _pinned(revision, snapshot), files))
 
 
 def resolve_config(model: str, revision: str | None = None) -> Path:
     """Like `resolve_model`, but downloads only CONFIG_FILES."""
-    return _local_directory(model, revision) or _download_with_config(model, revision, CONFIG_FILES)
+    if (path := _local_directory(model, revision)) is not None:
+        return path
+    snapshot = _download_with_config(model, revision, CONFIG_FILES)
+    return snapshot if (snapshot / CONFIG_FILE).is_file() else resolve_small_files(model, revision)
 
 
 def resolve_small_files(model: str, revision: str | None = None) -> Path:
     """Like `resolve_model`, but downloads no weights."""
-    return _local_directory(model, revision) or _download_with_config(model, revision, SMALL_FILES)
+    return _local_directory(model, revision) or complete_directory(_download_small_files(model, revision))
 
 
 def _pinned(revision: str | None, snapshot: Path) -> str | None:
@@ -75,13 +89,13 @@ def _local_directory(model: str, revision: str | None) -> Path | None:
     """The model's directory; None if model can only be a hub id. Raises StartupError."""
     path = Path(model).expanduser()
     if model and path.is_dir():
-        if not (path / CONFIG_FILE).is_file():
+        if not (path / CONFIG_FILE).is_file() and not (path / PARAMS_FILE).is_file():
             raise StartupError(f"the model directory {path} has no {CONFIG_FILE}{_found_instead(path)}")
         if revision is not None:
             raise StartupError(
                 f"--revision is {shorten(revision)}; the model {path} is a directory, which has none: remove --revision"
             )
-        return path
+        return complete_directory(path)
     if path.is_file():
         if path.suffix != GGUF_SUFFIX:
             raise StartupError(
@@ -109,9 +123,17 @@ def _found_instead(directory: Path) -> str:
     return f"; it has {len(ggufs)} GGUF file(s): give one, such as {directory / ggufs[0]}" if ggufs else ""
 
 
+def _download_small_files(model: str, revision: str | None) -> Path:
+    snapshot = _download_with_config(model, revision, SMALL_FILES)
+    if (snapshot / TOKENIZER_FILE).is_file():
+        return snapshot
+    return _download(model, _pinned(revision, snapshot), (*TOKENIZER_SOURCES, *TOKENIZER_SETTINGS))
+
+
 def _download_with_config(model: str, revision: str | None, files: tuple[str, ...]) -> Path:
-    snapshot = _download(model, revision, files)
-    if not (snapshot / CONFIG_FILE).is_file():
+    """files with config.json, or Mistral's params.json."""
+    snapshot = _download(model, revision, (*files, PARAMS_FILE))
+    if not (snapshot / CONFIG_FILE).is_file() and not (snapshot / PARAMS_FILE).is_file():
         raise StartupError(f"the hub's model {model} has no {CONFIG_FILE}")
     return snapshot
 

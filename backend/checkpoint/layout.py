@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
+TEMPLATES = ("chat_template.jinja", "chat_template.json")
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 GGUF_SUFFIX = ".gguf"

@@ -25,6 +25,7 @@ from penstock.backend.checkpoint.formats.stored_weight import FormattedMatrix, P
 from penstock.backend.checkpoint.gguf.directory import open_gguf_links
 from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE, read_index
+from penstock.backend.checkpoint.other_layouts.mistral_layout import EMBEDDING_NAME, hf_name
 from penstock.backend.checkpoint.progress import make_progress
 from penstock.backend.checkpoint.safetensors_file import SafetensorsFile
 from penstock.backend.checkpoint.stacked_weights import stack_weights, stacked_form
@@ -236,7 +237,8 @@ def open_tensor_files(model_dir: Path, closers: ExitStack) -> tuple[dict[str, Te
     single, index = model_dir / SINGLE_FILE, model_dir / INDEX_FILE
     if single.exists():
         file = closers.enter_context(closing(SafetensorsFile(single)))
-        return dict.fromkeys(file.tensors, file), str(single)
+        found: dict[str, TensorFile] = dict.fromkeys(file.tensors, file)
+        return (rename_tensors(found, hf_name) if EMBEDDING_NAME in found else found), str(single)
     if not index.exists():
         raise StartupError(f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}: {_found_instead(model_dir)}")
     weight_map = read_index(index)

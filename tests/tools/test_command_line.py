@@ -15,6 +15,7 @@ import huggingface_hub
 import pytest
 from rich.console import Console
 
+from penstock.backend.checkpoint.gguf import kept_directories
 from penstock.backend.shipped_models import DEMO_MODEL_DIR
 from penstock.tools import serve as serve_module
 from penstock.tools.foreign_options import ANSWER_OF
@@ -90,17 +91,24 @@ def test_model_is_taken_without_an_option(monkeypatch: pytest.MonkeyPatch, capsy
     [
         ("tokenizer.json", None, "no tokenizer.json in {}; copy it there"),
         ("tokenizer.json", "{}", "the tokenizer of the model {} cannot be used"),
+        ("tokenizer.model", "no model", "{}/tokenizer.model: it cannot be used"),
         ("chat_template.jinja", "{% if %}", "the chat template has a syntax error in line 1"),
     ],
 )
 def test_unusable_texts_of_a_model_are_noticed_before_anything_starts(
-    name: str, text: str | None, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    text: str | None,
+    expected: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(kept_directories, "cache_directory", lambda: tmp_path / "cache")
     model = tmp_path / "model"
     shutil.copytree(DEMO_MODEL_DIR, model)
-    if text is None:
-        (model / name).unlink()
-    else:
+    if name.startswith("tokenizer."):
+        (model / "tokenizer.json").unlink()
+    if text is not None:
         (model / name).write_text(text)
     line = one_line(capsys, "serve", str(model))
     assert line.startswith("penstock serve: ")

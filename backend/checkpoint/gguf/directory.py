@@ -1,38 +1,34 @@
 """Presents a GGUF file, or its shards, as a checkpoint directory in the Hugging Face layout.
 
 The directory is in the cache: config.json, tokenizer.json, tokenizer_config.json and generation_config.json, made from
-the file's metadata, and links to the files. It is made once for each state of the files, under another name until it is
-complete.
+the file's metadata, and links to the files.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
-import shutil
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.backend.checkpoint.config_json import parse_decoder_config, read_decoder_config
 from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES
 from penstock.backend.checkpoint.gguf.config import ROPE_TENSORS, make_config
 from penstock.backend.checkpoint.gguf.header import GgufHeader, GgufTensor, open_tensors, read_header
-from penstock.backend.checkpoint.gguf.kept_directories import mark_used, remove_unused
+from penstock.backend.checkpoint.gguf.kept_directories import kept_directory
 from penstock.backend.checkpoint.gguf.names import GgufNames
 from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer, check_tokenizer
 from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE, GENERATION_FILE, GGUF_SUFFIX, TOKENIZER_FILE
 from penstock.backend.checkpoint.tensors import expected_tensors
 from penstock.backend.errors import StartupError
-from penstock.shm.process.cache_directory import cache_directory
-from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
+from penstock.shm.process.private_directory import UnsafeDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
@@ -52,22 +48,9 @@ def gguf_directory(path: Path) -> Path:
     """The directory for a file, or for the first of its shards. Raises StartupError naming the file."""
     try:
         paths = _shards(path.resolve())
-        identity = hashlib.sha256(FORMAT.encode())
-        for shard in paths:
-            status = shard.stat()
-            identity.update(f"\0{shard}\0{status.st_size} {status.st_mtime_ns}".encode())
-        readable = re.sub(r"[^A-Za-z0-9._-]", "_", path.stem)[:64]
-        directory = cache_directory() / "gguf" / f"{readable}-{identity.hexdigest()[:12]}"
-        if directory.is_dir():
-            check_directory(directory, Trust.READABLE, create=False)
-            mark_used(directory)
-        else:
-            check_directory(directory.parent, Trust.READABLE)
-            _write(directory, paths)
-            remove_unused(directory.parent)
+        return kept_directory("gguf", path.stem, paths, FORMAT, partial(_write, paths=paths))
     except (OSError, UnsafeDirectory) as error:
         raise StartupError(f"the configuration of {path} cannot be read or kept: {error}") from None
-    return directory
 
 
 def open_gguf_links(model_dir: Path) -> list[TensorFile]:
@@ -111,23 +94,10 @@ def _shards(path: Path) -> list[Path]:
 
 
 def _write(directory: Path, paths: list[Path]) -> None:
-    headers = [read_header(path) for path in paths]
-    contents = _contents(headers)
-    partial = directory.with_name(f"{directory.name}.{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(mode=0o700)
-    try:
-        for name, text in contents.items():
-            (partial / name).write_text(text, encoding="utf-8")
-        for number, path in enumerate(paths, 1):
-            (partial / f"weights-{number:05}{GGUF_SUFFIX}").symlink_to(path)
-        try:
-            partial.rename(directory)
-        except OSError:
-            if not directory.is_dir():  # else another process has just made it
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    for name, text in _contents([read_header(path) for path in paths]).items():
+        (directory / name).write_text(text, encoding="utf-8")
+    for number, path in enumerate(paths, 1):
+        (directory / f"weights-{number:05}{GGUF_SUFFIX}").symlink_to(path)
 
 
 def _contents(headers: list[GgufHeader]) -> dict[str, str]:

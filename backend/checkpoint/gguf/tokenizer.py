@@ -32,6 +32,14 @@ _TEKKEN_SPLIT = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_KIMI_SPLIT = (
+    r"\p{Han}+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _GPT4O_SPLIT = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -78,6 +86,7 @@ _SPLITS = {
     "qwen2": _Split(_QWEN2_SPLIT, composes=True),
     "deepseek-r1-qwen": _Split(_QWEN2_SPLIT, composes=True),
     "gpt-4o": _Split(_GPT4O_SPLIT),
+    "kimi-k2": _Split(_KIMI_SPLIT, whole_words=True),
     "tekken": _Split(_TEKKEN_SPLIT, whole_words=True, adds_bos=True),
 }
 
@@ -197,23 +206,31 @@ class GgufTokenizer:
         }
 
     def _template(self, *, adds_bos: bool) -> dict[str, Any] | None:
-        """The post-processor that adds bos; None if nothing is added.
+        """The post-processor that adds bos and eos; None if nothing is added.
 
         adds_bos applies if the metadata do not decide.
         """
-        said = self._get("add_bos_token", bool)
-        bos = self._token_id("bos_token_id")
-        if bos is None or not (adds_bos if said is None else said):
+        bos = self._added_id("bos", default=adds_bos)
+        eos = self._added_id("eos", default=False)
+        if bos is None and eos is None:
             return None
-        token = self.tokens[bos]
+        first, last = ([] if index is None else [_special(self.tokens[index])] for index in (bos, eos))
         one, two = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
-        first = {"SpecialToken": {"id": token, "type_id": 0}}
         return {
             "type": "TemplateProcessing",
-            "single": [first, one],
-            "pair": [first, one, two],
-            "special_tokens": {token: {"id": token, "ids": [bos], "tokens": [token]}},
+            "single": [*first, one, *last],
+            "pair": [*first, one, two, *last],
+            "special_tokens": {
+                self.tokens[index]: {"id": self.tokens[index], "ids": [index], "tokens": [self.tokens[index]]}
+                for index in (bos, eos)
+                if index is not None
+            },
         }
+
+    def _added_id(self, name: str, *, default: bool) -> int | None:
+        """The token that texts get, if they get one."""
+        said = self._get(f"add_{name}_token", bool)
+        return self._token_id(f"{name}_token_id") if (default if said is None else said) else None
 
     def _merges(self) -> list[list[str]]:
         merges = [merge.split(" ") for merge in self._list("merges", str)]
@@ -253,6 +270,10 @@ class GgufTokenizer:
         if any(type(value) is not kind for value in values):
             raise StartupError(f"{_PREFIX}{key} is not a list of {kind.__name__}")
         return list(values)
+
+
+def _special(token: str) -> dict[str, Any]:
+    return {"SpecialToken": {"id": token, "type_id": 0}}
 
 
 def check_tokenizer(tokenizer_json: dict[str, Any]) -> str:

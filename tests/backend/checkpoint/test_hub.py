@@ -122,6 +122,7 @@ def test_modules_of_sentence_transformers_come_with_the_config(hub: FakeHub) -> 
 
 def test_shards_are_downloaded_by_the_names_in_the_index_at_the_same_commit(hub: FakeHub) -> None:
     make_checkpoint("llama2", hub.repository, max_shard_size="60KB")
+    (hub.repository / "tokenizer.json").write_text("{}")
     resolve_model("owner/name", "v1.0")
     shards = set(json.loads((hub.repository / INDEX).read_text())["weight_map"].values())
     assert len(shards) > 2
@@ -155,6 +156,7 @@ def test_impossible_plan_is_refused_before_weights_are_downloaded(
 
 def test_weights_come_from_the_commit_of_the_planned_config(hub: FakeHub) -> None:
     make_checkpoint("llama2", hub.repository)
+    (hub.repository / "tokenizer.json").write_text("{}")
     config_dir = resolve_config("owner/name", "main")
     assert (resolve_model("owner/name", "main", config_dir) / "model.safetensors").is_file()
     assert [revision for _, revision in hub.calls] == ["main", hub.snapshot.name, hub.snapshot.name]

@@ -1,0 +1,82 @@
+"""tiktoken files and tekken.json: byte-level BPE whose merges follow from the ranks of the tokens.
+
+A tiktoken file names neither its way to split text nor its special tokens: the code of the model's tokenizer class has
+them. Such code is not run, so the classes are listed here. tekken.json has all of it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer
+from penstock.backend.checkpoint.json_file import shorten
+from penstock.backend.checkpoint.other_layouts.added_tokens import AddedTokens, metadata_of
+from penstock.backend.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+_EXTRAS = tuple(f"<|extra_{number}|>" for number in range(205))
+
+
+class _TiktokenClass(NamedTuple):
+    split: str
+    """A name of `tokenizer.ggml.pre`."""
+    specials: tuple[str, ...] = ()
+    """Special tokens after the ranks. Without them tokenizer_config.json has all."""
+
+
+_TIKTOKEN_CLASSES = {
+    "QWenTokenizer": _TiktokenClass("qwen2", ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *_EXTRAS)),
+    "HYTokenizer": _TiktokenClass(
+        "qwen2", ("<|endoftext|>", "<|startoftext|>", "<|bos|>", "<|eos|>", "<|pad|>", *_EXTRAS)
+    ),
+    "TikTokenTokenizer": _TiktokenClass("kimi-k2"),
+}
+"""Qwen 1, Hunyuan, Kimi and Moonlight."""
+
+
+def convert_tiktoken(path: Path, config: Mapping[str, Any], added: AddedTokens) -> dict[str, Any]:
+    """The tokenizer.json. Raises StartupError, and whatever the libraries raise for a file that is none."""
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    name = config.get("tokenizer_class")
+    kind = _TIKTOKEN_CLASSES.get(str(name))
+    if kind is None:
+        known = ", ".join(_TIKTOKEN_CLASSES)
+        raise StartupError(
+            f"tokenizer_class is {shorten(name)}, and the way it splits text is in its code; known are {known}"
+        )
+    ranks, merges = TikTokenConverter(str(path)).extract_vocab_merges_from_model(str(path))
+    tokens = sorted(ranks, key=ranks.__getitem__)
+    if [ranks[token] for token in tokens] != list(range(len(tokens))):
+        raise StartupError(f"its {len(tokens)} ranks are not 0 to {len(tokens) - 1}")
+    for index, special in enumerate(kind.specials, len(tokens)):
+        added.by_id.setdefault(index, (special, True))
+    tokenizer = GgufTokenizer(
+        metadata_of(tokens, [1] * len(tokens), config, added)
+        | {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": kind.split,
+            "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
+        }
+    ).tokenizer_json()
+    tokenizer["model"]["ignore_merges"] = True  # tiktoken looks up whole words first
+    return tokenizer
+
+
+def convert_tekken(path: Path) -> dict[str, Any]:
+    """The tokenizer.json. Raises ImportError for a file that does not list its special tokens, if mistral-common, which
+    knows them, is missing."""
+    from tokenizers import processors
+    from transformers.integrations.mistral.tokenizer import MistralConverter
+
+    tokenizer = MistralConverter(str(path)).converted()
+    if (bos := tokenizer.token_to_id("<s>")) is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", bos)]
+        )
+    made: dict[str, Any] = json.loads(tokenizer.to_str())
+    return made
