@@ -13,6 +13,9 @@ from penstock.backend.checkpoint.layout import (
     GGUF_SUFFIX,
     INDEX_FILE,
     SINGLE_FILE,
+    SPECIAL_TOKENS_FILE,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
     shard_names,
 )
 from penstock.backend.checkpoint.progress import logged_downloads
@@ -25,9 +28,9 @@ SMALL_FILES = (
     "config_sentence_transformers.json",
     INDEX_FILE,
     GENERATION_FILE,
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
+    TOKENIZER_FILE,
+    TOKENIZER_CONFIG_FILE,
+    SPECIAL_TOKENS_FILE,
     "chat_template.jinja",
     "chat_template.json",
 )
