@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
@@ -11,7 +12,7 @@ from penstock.backend.checkpoint.encoders.sentence_transformers import read_modu
 from penstock.backend.checkpoint.fingerprint import WEIGHTS_SUFFIXES, FilesHash
 from penstock.backend.checkpoint.formats.quant_method import declared_method
 from penstock.backend.checkpoint.generation_config import read_generation_defaults
-from penstock.backend.checkpoint.json_file import read_json_object
+from penstock.backend.checkpoint.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.errors import StartupError
 from penstock.backend.sampling_defaults import SAMPLING_SETTING, read_default_sampling
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from penstock.backend.forward_pass import PassSpec
     from penstock.backend.kv_cache.budget import KvPlan
     from penstock.backend.kv_cache.whole_plan import WholePlan
+
+logger = logging.getLogger("penstock.backend")
 
 _TEXT_SUFFIXES = (".json", ".jinja")
 
@@ -52,6 +55,9 @@ def make_card(
     settings = {**settings, "KV dtype": plan.kv_dtype}
     modules = read_modules(model_dir) if spec.pooled else None
     generation = read_generation_defaults(model_dir)
+    if generation.not_applied:
+        named = ", ".join(f"{key} to {shorten(value)}" for key, value in generation.not_applied.items())
+        logger.warning("the model's files set %s, which is not applied", named)
     chosen = read_default_sampling(settings.get(SAMPLING_SETTING, "{}"))
     card = ModelCard(
         model_id=names.model_id,

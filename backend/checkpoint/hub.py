@@ -13,7 +13,9 @@ from penstock.backend.checkpoint.layout import (
     GGUF_SUFFIX,
     INDEX_FILE,
     SINGLE_FILE,
+    SPECIAL_TOKENS_FILE,
     TEMPLATES,
+    TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
     shard_names,
 )
@@ -34,8 +36,8 @@ SMALL_FILES = (
     INDEX_FILE,
     GENERATION_FILE,
     TOKENIZER_FILE,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
+    TOKENIZER_CONFIG_FILE,
+    SPECIAL_TOKENS_FILE,
     *TEMPLATES,
 )
 

@@ -86,6 +86,18 @@ def convert(values: dict[str, Any], into: type[T], where: object) -> T:
         ) from None
 
 
+def read_fields(path: Path, into: type[T]) -> T:
+    """The fields of the file that the Struct `into` has. Others, such as a vocabulary, cost no objects.
+
+    Raises StartupError.
+    """
+    content = read_bytes(path)
+    try:
+        return msgspec.json.decode(content, type=into)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # said with the value, or the place
+        return convert(decode_json_object(content, path), into, path)
+
+
 def shorten(value: object) -> str:
     """value's repr, cut to 80 characters."""
     text = repr(value)

@@ -171,7 +171,9 @@ class CompilePool:
                     break
                 logger.warning("a grammar compiler %s; its grammar is tried again", error)
                 continue
-            compiled = CompiledGrammar(compile_grammar(self._load_tokenizer(), grammar), report.num_bytes)
+            tokenizer = self._load_tokenizer()
+            matcher = compile_grammar(tokenizer, grammar)
+            compiled = CompiledGrammar(matcher, tokenizer.eos_token, report.num_bytes)
             compiled.matcher.compute_bitmask()  # fills the lexer's cache, which all copies share
             began_ns = time.thread_time_ns()
             compiled.matcher.compute_bitmask()

@@ -63,6 +63,7 @@ class SequenceConstraints:
         self.late: LateMask | None = None
         """The mask that `LateMasks` fills for this sequence, or has filled. It owns these constraints until then."""
         self._matcher = grammar.matcher if grammar is not None else None
+        self._matcher_end = grammar.end_token_id if grammar is not None else -1
         self._pace = grammar.pace if grammar is not None else Pace()
         self._growth = StreamGrowth(grammar.growth if grammar is not None else Growth(), tenant)
         self._failure = ""
@@ -70,6 +71,7 @@ class SequenceConstraints:
         allowed = requested.allowed_token_ids
         self._allowed = bits_of(allowed, vocab_size) if allowed else bits_of_all(vocab_size)
         # A client may name stop ids beyond the vocabulary: they are never sampled.
+        self._grammar_ends = tuple(end for end in requested.grammar_ends if end < vocab_size)
         self._all_but_stops = ~bits_of((stop_id for stop_id in stop_ids if stop_id < vocab_size), vocab_size)
         self._tokens: list[int] = []
         self._grammar_start = 0 if not requested.grammar_after else None
@@ -112,7 +114,8 @@ class SequenceConstraints:
             # Another consume may work in another thread, whose CPU time cannot be asked for.
             clock = time.thread_time_ns if consume is None else time.perf_counter_ns
             began_ns = clock()
-            took = self._matcher.consume_token(token_id) if consume is None else consume(self._matcher, token_id)
+            known = self._matcher_end if token_id in self._grammar_ends else token_id
+            took = self._matcher.consume_token(known) if consume is None else consume(self._matcher, known)
             self._pace.note(clock() - began_ns)
             if not took:
                 self._failure = self._note_failure(error_of(self._matcher))
@@ -164,6 +167,9 @@ class SequenceConstraints:
             self._growth.note(spent_ns, matcher)
         except GrammarMemoryFull as error:
             raise ConstraintFailed(self._note_failure(str(error))) from None
+        if self._grammar_ends and matcher.is_accepting():
+            for end in self._grammar_ends:
+                set_bit(mask, end)
         return mask
 
     def _note_failure(self, reason: str) -> str:

@@ -43,6 +43,8 @@ class CompiledGrammar:
     """matcher is at its beginning. num_bytes is its memory without its growth; 0 if unknown."""
 
     matcher: LLMatcher
+    end_token_id: int
+    """A token that ends the text for the matcher."""
     num_bytes: int = 0
     pace: Pace = field(default_factory=Pace)
     growth: Growth = field(default_factory=Growth)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from penstock.frontend.generation.served_model import named_tokens, shown_sampling
 from penstock.frontend.generation.served_models import can_do, names_of
 from penstock.frontend.schemas.answers import ModelStateAnswer
 from penstock.frontend.schemas.utilities import decode_model_command
@@ -95,6 +96,8 @@ def _known(served: ServedModel, name: str) -> dict[str, object]:
         "max_tokens_per_second": round(1e6 / token_step_us, 1) if token_step_us else None,
         "vocab_size": card.vocab_size,
         "quantization": card.quantization,
+        "end_tokens": named_tokens(served.end_token_ids, served.tokenizer) if card.generates else None,
+        "default_sampling": shown_sampling(card.default_sampling) if card.generates else None,
         "capabilities": {
             "chat": card.generates and served.tokenizer.chat_template is not None,
             "tool_calls": card.generates and syntax.tools is not None and syntax.shows_tools,

@@ -11,13 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from penstock.frontend.formats.vectors import import_writers
 from penstock.frontend.parsing.model_syntax import ModelSyntax, choose_model_syntax
+from penstock.frontend.schemas.answers import EndToken, SamplingDefaults
 from penstock.frontend.settings import ParserNames
 from penstock.frontend.text.pooling_files import PoolingFiles
 from penstock.frontend.text.tokenizer import ModelTokenizer
+from penstock.frontend.text.turn_ends import find_turn_ends
+from penstock.shm.messages import Sampling
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from penstock.frontend.generation.waking import WakingModel
     from penstock.shm.client import ServingClient
     from penstock.shm.messages import ModelCard
@@ -39,6 +46,13 @@ class ServedModel:
     pooling: PoolingFiles = PoolingFiles()  # noqa: RUF009 - frozen
     """Empty unless the model computes vectors."""
     id_mark: str = ""
+    turn_end_ids: tuple[int, ...] = ()
+    """End tokens that the chat template shows and the model's files do not name."""
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        return self.card.eos_token_ids + self.turn_end_ids
 
     def new_id(self, prefix: str) -> str:
         """Return the id of a new answer. A router finds this server by the mark."""
@@ -49,6 +63,11 @@ def model_syntax_of(tokenizer: ModelTokenizer, parsers: ParserNames = ParserName
     template = tokenizer.chat_template
     source = None if template is None else template.tool_source
     return choose_model_syntax(source, tokenizer.added_tokens, parsers.tools, parsers.reasoning)
+
+
+def find_unnamed_ends(named: tuple[int, ...], tokenizer: ModelTokenizer) -> tuple[int, ...]:
+    """Return the end tokens that only the chat template shows."""
+    return tuple(token_id for token_id in find_turn_ends(tokenizer) if token_id not in named)
 
 
 class ModelKeeper:
@@ -104,9 +123,9 @@ class ModelKeeper:
         if card.pooled:
             import_writers()
         pooling = PoolingFiles.load(directory) if card.pooled else PoolingFiles()
-        return ServedModel(
-            card, tokenizer, self.backend, model_syntax_of(tokenizer, self._parsers), pooling, self._id_mark
-        )
+        syntax = model_syntax_of(tokenizer, self._parsers)
+        ends = find_unnamed_ends(card.eos_token_ids, tokenizer) if card.generates else ()
+        return ServedModel(card, tokenizer, self.backend, syntax, pooling, self._id_mark, ends)
 
     async def _load(self, card: ModelCard) -> None:
         self.settled.clear()
@@ -117,10 +136,45 @@ class ModelKeeper:
             self.current, self._unusable = None, card
             logger.error("cannot serve %s: %s; answering 503 until the backend has another model", card.model_id, error)
         else:
-            logger.info("serving %s, context %d tokens", card.model_id, card.max_context_tokens)
-            if card.generates and self.current.tokenizer.chat_template is None:
-                logger.warning(
-                    "%s has no chat template: only /v1/completions works; --chat-template FILE gives it one",
-                    card.model_id,
-                )
+            _log(self.current)
         self.settled.set()
+
+
+def named_tokens(token_ids: Iterable[int], tokenizer: ModelTokenizer) -> list[EndToken]:
+    return [EndToken(token_id, tokenizer.token_bytes.text_and_bytes(token_id)[0]) for token_id in token_ids]
+
+
+def shown_sampling(sampling: Sampling) -> SamplingDefaults:
+    return SamplingDefaults(**{name: getattr(sampling, name) for name in SamplingDefaults.__struct_fields__})
+
+
+def describe_sampling(shown: SamplingDefaults) -> str:
+    """Name the temperature, and the settings that change something."""
+    neutral = msgspec.structs.asdict(shown_sampling(Sampling()))
+    settings = msgspec.structs.asdict(shown).items()
+    return ", ".join(f"{name} {value:g}" for name, value in settings if name == "temperature" or value != neutral[name])
+
+
+def describe_ends(tokens: Iterable[EndToken]) -> str:
+    return ", ".join(f"{token.text} ({token.id})" for token in tokens)
+
+
+def _log(served: ServedModel) -> None:
+    card = served.card
+    ends = describe_ends(named_tokens(served.end_token_ids, served.tokenizer))
+    shown = f"; answers end with {ends}" if ends and card.generates else ""
+    logger.info("serving %s, context %d tokens%s", card.model_id, card.max_context_tokens, shown)
+    if not card.generates:
+        return
+    sampling = describe_sampling(shown_sampling(card.default_sampling))
+    logger.info("requests to %s sample with %s, unless they say otherwise", card.model_id, sampling)
+    if served.tokenizer.chat_template is None:
+        logger.warning(
+            "%s has no chat template: only /v1/completions works; --chat-template FILE gives it one", card.model_id
+        )
+    if not ends:
+        logger.warning(
+            "%s names no token that ends an answer, so answers run to max_tokens: its tokenizer_config.json may name "
+            "one as eos_token, its generation_config.json as eos_token_id",
+            card.model_id,
+        )

@@ -267,6 +267,25 @@ class LoadAnswer(Struct):
     pages_total: int | None = None
 
 
+class EndToken(Struct):
+    id: int
+    text: str
+
+
+class SamplingDefaults(Struct):
+    """The settings of requests that do not name them."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    """0 is no limit."""
+    min_p: float
+    typical_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+
+
 class ModelAnswer(Struct):
     id: str
     object: Literal["model"]
@@ -279,6 +298,10 @@ class ModelAnswer(Struct):
     max_tokens_per_second: float | None = None
     """The most that a single request gets, measured by one step at the start; null if the model generates no text."""
     vocab_size: int | None = None
+    end_tokens: list[EndToken] | None = None
+    """The tokens that end an answer; null if the model generates no text."""
+    default_sampling: SamplingDefaults | None = None
+    """Null if the model generates no text."""
     state: Literal["asleep", "loading", "awake"] | None = None
     """Missing, like the fields after it, if no model of the server sleeps."""
     last_wake_seconds: float | None = None

@@ -157,6 +157,7 @@ class ChatTemplate:
             "tool_call_id": message.tool_call_id,
             "tool_calls": [_tool_call(call, as_text=text_arguments) for call in message.tool_calls or ()] or None,
             "reasoning_content": message.reasoning_content,
+            "reasoning": message.reasoning_content,  # vLLM's name, the only one that Solar's template reads
             # gpt-oss's name. Its template takes either this or content beside calls.
             "thinking": None if message.tool_calls and content else message.reasoning_content,
         }
@@ -259,7 +260,7 @@ def read_template_file(path: Path) -> str:
 
 
 def special_tokens_of(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Return bos_token, eos_token, … as texts; in the file each is a string or an object with `content`."""
+    """Return bos_token, eos_token, … as texts; in the files each is a string or an object with `content`."""
     tokens = {}
     for name, value in tokenizer_config.items():
         if name.endswith("_token"):

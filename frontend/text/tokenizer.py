@@ -39,7 +39,7 @@ class ModelTokenizer:
     def __init__(
         self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, config: Mapping[str, Any] | None = None
     ) -> None:
-        """config is tokenizer_config.json."""
+        """config is tokenizer_config.json, with the special tokens of special_tokens_map.json."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -65,10 +65,9 @@ class ModelTokenizer:
         path = model_dir / "tokenizer.json"
         if not path.is_file():
             raise ValueError(f"no tokenizer.json in {model_dir}; copy it there from the model's page on the hub")
-        config: dict[str, Any] = {}
-        config_path = model_dir / "tokenizer_config.json"
-        if config_path.is_file():
-            config = msgspec.json.decode(config_path.read_bytes(), type=dict[str, Any])
+        # Old checkpoints name their special tokens in a file of their own.
+        named = special_tokens_of(_read_object(model_dir / "special_tokens_map.json"))
+        config = named | _read_object(model_dir / "tokenizer_config.json")
         if template_file is None:
             source = read_chat_template(model_dir, config)
             tool_source = read_chat_template(model_dir, config, "tool_use")
@@ -76,6 +75,13 @@ class ModelTokenizer:
             source, tool_source = read_template_file(template_file), None
         template = ChatTemplate(source, special_tokens_of(config), tool_source) if source is not None else None
         return cls(Tokenizer.from_file(str(path)), template, config)
+
+    def special_tokens_in(self, text: str, *, or_added: bool = False) -> list[int]:
+        """Return the special tokens in the text. or_added: if there are none, another added token that begins it."""
+        (ids,) = self._encode([text.lstrip()], add_special_tokens=False)
+        special = [token_id for token_id in ids if token_id in self._special_ids]
+        others = self.added_tokens.values() if or_added else ()
+        return special or [token_id for token_id in ids[:1] if token_id in others]
 
     def min_num_tokens(self, text: str) -> int:
         """Return a lower bound of a text's tokens from its length alone: a cheap test of whether it can fit."""
@@ -137,3 +143,8 @@ class ModelTokenizer:
             return Detokenizer(self.decode, self._special_ids, self._pieces)
         silent_ids = self._special_ids - kept_ids if skip_special_tokens else frozenset()
         return Detokenizer(partial(self.decode, skip_special_tokens=False), silent_ids)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object; empty if there is no such file."""
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.is_file() else {}

@@ -10,7 +10,7 @@ from penstock.shm.messages.bounds import I31, MAX_CONTEXT_TOKENS, U63, TokenId
 from penstock.shm.messages.buffers import BufferGrant, BufferRequest
 from penstock.shm.messages.submit import AdapterId, PooledKind, Sampling
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
 Trait = Annotated[str, Meta(max_length=512)]
 MAX_ADAPTERS = 256
@@ -56,6 +56,7 @@ class ModelCard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
     max_waiting: I31
     """Requests that may wait before new ones are answered 429."""
     eos_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
+    """The end tokens that the model's files name. A frontend adds those that the chat template shows."""
     default_sampling: Sampling = Sampling()
     fingerprint: Annotated[str, Meta(max_length=64)] = ""
     quantization: Annotated[str, Meta(max_length=64)] = "none"

@@ -88,6 +88,8 @@ class Constraints(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     thinking_budget_tokens: I31 = 0
     """If thinking_end is not among this many generated tokens, it is forced; 0 is no budget."""
     thinking_end: Annotated[tuple[TokenId, ...], Meta(max_length=8)] = ()
+    grammar_ends: Annotated[tuple[TokenId, ...], Meta(max_length=8)] = ()
+    """Tokens that may end the text where the grammar may end, besides the card's. They are stop tokens, too."""
 
 
 PooledKind: TypeAlias = Literal["embed", "token_embed", "sparse", "classify", "token_classify"]

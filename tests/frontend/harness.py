@@ -60,10 +60,12 @@ def token_ids(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
-def save_model_files(directory: Path) -> None:
-    """Write the files of a checkpoint that a frontend reads."""
+def save_model_files(directory: Path, *, marks_turns: bool = True) -> None:
+    """Write the files of a checkpoint that a frontend reads. Without marks no token ends a turn: a scripted backend may
+    generate any."""
+    template = CHAT_TEMPLATE if marks_turns else CHAT_TEMPLATE.replace("<|im_start|>", "").replace("<|im_end|>", "")
     TOKENIZER.save(str(directory / "tokenizer.json"))
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 def model_card(**changes: Any) -> ModelCard:

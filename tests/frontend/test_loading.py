@@ -17,8 +17,11 @@ from penstock.frontend.app import App
 from penstock.frontend.generation import served_model as model_module
 from penstock.frontend.generation.served_model import ModelKeeper
 from penstock.frontend.settings import ParserNames
+from penstock.shm.messages import Sampling
 from tests.frontend.access.keys import bearer
 from tests.frontend.harness import (
+    END_TOKEN,
+    TOKENIZER,
     ClientConnection,
     FakeBackend,
     make_app,
@@ -251,12 +254,41 @@ async def test_no_request_waits_for_a_model_that_cannot_be_loaded(
     assert keeper.current is None
 
 
+async def test_token_that_closes_turns_in_the_template_ends_answers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    save_model_files(tmp_path)
+    backend = FakeBackend(model=model_card(model_dir=str(tmp_path), default_sampling=Sampling(0.6, 0.9)))
+    keeper = ModelKeeper(backend)  # type: ignore[arg-type]
+    async with asyncio.timeout(10), watching(keeper):
+        await keeper.settled.wait()
+    connection = ClientConnection(make_app(backend, keeper=keeper))
+    for fields in ({}, {"ignore_eos": True}):
+        body = {"messages": [{"role": "user", "content": "cat"}], "structured_outputs": {"regex": "a+"}}
+        await connection.post("/v1/chat/completions", body | fields)
+    (model,) = (await connection.request("GET", "/v1/models")).json()["data"]
+    await connection.end()
+    turn_end = TOKENIZER.token_to_id("<|im_end|>")
+    usual, endless = (stream.request for stream in backend.streams)
+    assert (usual.stop_token_ids, endless.stop_token_ids) == ((END_TOKEN, turn_end), ())
+    assert usual.constraints is not None
+    assert endless.constraints is not None
+    assert (usual.constraints.grammar_ends, endless.constraints.grammar_ends) == ((turn_end,), ())
+    assert model["end_tokens"] == [{"id": END_TOKEN, "text": "<|end|>"}, {"id": turn_end, "text": "<|im_end|>"}]
+    assert (model["default_sampling"]["temperature"], model["default_sampling"]["min_p"]) == (0.6, 0.0)
+    ends = f"<|end|> ({END_TOKEN}), <|im_end|> ({turn_end})"
+    assert f"serving test/model, context 1000 tokens; answers end with {ends}" in caplog.text
+    assert "requests to test/model sample with temperature 0.6, top_p 0.9, unless they say otherwise" in caplog.text
+    assert "names no token" not in caplog.text
+
+
 async def test_template_of_a_file_replaces_the_models(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_model_files(tmp_path)
     own = tmp_path / "own.template"
     own.write_text("the {{ messages[0].content }}", encoding="utf-8")
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
-    backend = FakeBackend(model=model_card(model_dir=str(tmp_path)))
+    backend = FakeBackend(model=model_card(model_dir=str(tmp_path), eos_token_ids=()))
     for template_file, status in ((own, 200), (None, 400)):
         keeper = ModelKeeper(backend, ParserNames(), template_file)  # type: ignore[arg-type]
         async with asyncio.timeout(10), watching(keeper):
@@ -269,6 +301,7 @@ async def test_template_of_a_file_replaces_the_models(tmp_path: Path, caplog: py
         await connection.end()
     assert "start the server with --chat-template FILE" in answer.error["message"]
     assert "has no chat template: only /v1/completions works" in caplog.text
+    assert caplog.text.count("test/model names no token that ends an answer") == 2
 
 
 @pytest.mark.parametrize(

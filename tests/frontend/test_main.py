@@ -77,7 +77,7 @@ class Frontend:
 @pytest.fixture
 def directory() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="ps-") as directory:
-        save_model_files(Path(directory))
+        save_model_files(Path(directory), marks_turns=False)
         yield Path(directory)
 
 

@@ -193,5 +193,5 @@ class SimulatedPool:
             case text:
                 matcher: Any = SimulatedMatcher(text, self._vocab_size)
                 is_slow = int(text.split()[0]) % 3 == 0
-                future.set_result(CompiledGrammar(matcher, pace=SlowPace() if is_slow else QuickPace()))
+                future.set_result(CompiledGrammar(matcher, -1, pace=SlowPace() if is_slow else QuickPace()))
         return True

@@ -42,6 +42,8 @@ def answered(page: Page, count: int = 1) -> None:
 
 
 def test_answer_streams_and_stays_after_a_reload(page: Page) -> None:
+    for field, default in (("temperature", "0.7"), ("top_p", "0.9"), ("top_k", "all")):
+        expect(page.locator(f"#fields [name={field}]")).to_have_attribute("placeholder", default)
     set_field(page, "max_completion_tokens", "24")
     set_field(page, "temperature", "0")
     ask(page, "What does os.path.join do?")

@@ -11,6 +11,7 @@ import msgspec
 from cyclopts import Parameter
 
 from penstock.backend.errors import StartupError
+from penstock.frontend.generation.served_model import describe_ends, describe_sampling
 from penstock.shm.process.failure import fail
 from penstock.shm.process.options import format_size
 from penstock.tools.inspect_model.adapter import describe_adapter, is_adapter
@@ -97,6 +98,9 @@ def _lines(model: ModelDescription) -> Iterator[tuple[str, str]]:
         yield "states", f"{format_size(model.state_bytes_per_sequence)} a sequence"
     yield "tool calls", model.tool_format or "none"
     yield "reasoning", model.reasoning_format or "none"
+    if model.default_sampling is not None:
+        yield "answers end", f"with {describe_ends(model.end_tokens)}" if model.end_tokens else "at max_tokens only"
+        yield "sampling", f"{describe_sampling(model.default_sampling)}, unless a request says otherwise"
 
 
 def _lines_of_adapter(adapter: AdapterDescription) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import Struct
 
@@ -15,6 +15,7 @@ from penstock.backend.checkpoint.encoders.read_config import read_encoder, with_
 from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.encoders.weights import open_encoder
 from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES
+from penstock.backend.checkpoint.generation_config import read_generation_defaults
 from penstock.backend.checkpoint.hub import resolve_small_files
 from penstock.backend.checkpoint.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE
@@ -25,7 +26,8 @@ from penstock.backend.passes.decoder.forward_pass import DecoderPass
 from penstock.backend.passes.encoder.forward_pass import EncoderPass
 from penstock.backend.passes.transformers_model.forward_pass import TransformersPass
 from penstock.backend.shipped_models import SHIPPED_MODELS
-from penstock.frontend.generation.served_model import model_syntax_of
+from penstock.frontend.generation.served_model import find_unnamed_ends, model_syntax_of, named_tokens, shown_sampling
+from penstock.frontend.schemas.answers import EndToken, SamplingDefaults
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.tools.inspect_model.config_fields import read_fields
 from penstock.tools.inspect_model.headers import read_directory, read_hub
@@ -42,6 +44,16 @@ _OTHER_DATA = (
     *("absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state.bitsandbytes__nf4"),
 )
 """Endings of the names of tensors that belong to quantised weights and are not parameters."""
+
+
+class _Texts(NamedTuple):
+    """What the tokenizer's files and generation_config.json say. error is why one of them cannot be used, if so."""
+
+    tool_format: str | None = None
+    reasoning_format: str | None = None
+    end_tokens: tuple[EndToken, ...] = ()
+    default_sampling: SamplingDefaults | None = None
+    error: str | None = None
 
 
 class ModelDescription(Struct, frozen=True):
@@ -83,6 +95,8 @@ class ModelDescription(Struct, frozen=True):
     """Memory of layers that keep a state instead of keys and values."""
     tool_format: str | None
     reasoning_format: str | None
+    end_tokens: tuple[EndToken, ...]
+    default_sampling: SamplingDefaults | None
     tokenizer_error: str | None
 
 
@@ -124,12 +138,12 @@ def describe_model(
     kv_values = fields.kv_values_per_token if spec is None and architecture in SUPPORTED_ARCHITECTURES else None
     if reason is None and files.missing_files:
         reason = f"{len(files.missing_files)} of {files.num_files} weight files are missing: {files.missing_files[0]}"
-    tool_format, reasoning_format, tokenizer_error = _syntax(model_dir)
+    texts = _read_texts(model_dir)
     heads, kv_heads = fields.num_attention_heads, fields.num_key_value_heads or fields.num_attention_heads
     return ModelDescription(
         model=model,
         architecture=architecture,
-        not_served_because=reason if reason is not None else tokenizer_error,
+        not_served_because=reason if reason is not None else texts.error,
         task=task,
         vectors={} if spec is None else dict(spec.pooled),
         layers=fields.num_hidden_layers,
@@ -152,9 +166,11 @@ def describe_model(
         missing_files=files.missing_files,
         kv_bytes_per_token=dict(spec.kv_bytes_per_token) if spec else {"bf16": 2 * kv_values} if kv_values else {},
         state_bytes_per_sequence=0 if spec is None else spec.state_bytes_per_sequence,
-        tool_format=tool_format,
-        reasoning_format=reasoning_format,
-        tokenizer_error=tokenizer_error,
+        tool_format=texts.tool_format,
+        reasoning_format=texts.reasoning_format,
+        end_tokens=texts.end_tokens if task == "generate" else (),
+        default_sampling=texts.default_sampling if task == "generate" else None,
+        tokenizer_error=texts.error,
     )
 
 
@@ -227,11 +243,16 @@ def _served_by_own_code(model_dir: Path) -> tuple[str | None, str | None, PassSp
         return str(error), "generate", None
 
 
-def _syntax(model_dir: Path) -> tuple[str | None, str | None, str | None]:
-    """Return the names of tool and reasoning format; and why the tokenizer cannot be loaded, if so."""
+def _read_texts(model_dir: Path) -> _Texts:
     try:
-        syntax = model_syntax_of(ModelTokenizer.load(model_dir))
+        tokenizer = ModelTokenizer.load(model_dir)
+        defaults = read_generation_defaults(model_dir)
     except Exception as error:  # noqa: BLE001 - the tokenizer library raises plain Exception for a bad file
-        return None, None, " ".join(str(error).split())
-    tools = None if syntax.tools is None else syntax.tools.name
-    return tools, None if syntax.reasoning is None else syntax.reasoning.name, None
+        return _Texts(error=" ".join(str(error).split()))
+    syntax, named = model_syntax_of(tokenizer), defaults.eos_token_ids
+    return _Texts(
+        None if syntax.tools is None else syntax.tools.name,
+        None if syntax.reasoning is None else syntax.reasoning.name,
+        tuple(named_tokens((*named, *find_unnamed_ends(named, tokenizer)), tokenizer)),
+        shown_sampling(defaults.sampling),
+    )

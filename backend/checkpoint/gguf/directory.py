@@ -19,9 +19,16 @@ from penstock.backend.checkpoint.gguf.config import ROPE_TENSORS, make_config
 from penstock.backend.checkpoint.gguf.header import GgufHeader, GgufTensor, open_tensors, read_header
 from penstock.backend.checkpoint.gguf.kept_directories import kept_directory
 from penstock.backend.checkpoint.gguf.names import GgufNames
+from penstock.backend.checkpoint.gguf.sampling import sampling_defaults
 from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer, check_tokenizer
 from penstock.backend.checkpoint.json_file import shorten
-from penstock.backend.checkpoint.layout import CONFIG_FILE, GENERATION_FILE, GGUF_SUFFIX, TOKENIZER_FILE
+from penstock.backend.checkpoint.layout import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    GGUF_SUFFIX,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+)
 from penstock.backend.checkpoint.tensors import expected_tensors
 from penstock.backend.errors import StartupError
 from penstock.shm.process.private_directory import UnsafeDirectory
@@ -33,7 +40,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
 
-FORMAT = "4"
+FORMAT = "5"
 """Increase it when the generated files change."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -117,9 +124,9 @@ def _contents(headers: list[GgufHeader]) -> dict[str, str]:
         config["quantization_config"] = _formats(tensors, GgufNames(decoder.names))
         return {
             CONFIG_FILE: json.dumps(config, indent=1),
-            GENERATION_FILE: json.dumps({"eos_token_id": ends}),
+            GENERATION_FILE: json.dumps({"eos_token_id": ends} | sampling_defaults(first.metadata)),
             TOKENIZER_FILE: check_tokenizer(tokenizer.tokenizer_json()),
-            "tokenizer_config.json": json.dumps(tokenizer.tokenizer_config(), ensure_ascii=False),
+            TOKENIZER_CONFIG_FILE: json.dumps(tokenizer.tokenizer_config(), ensure_ascii=False),
         }
     except StartupError as error:
         raise StartupError(f"{first.path}: {error}") from None

@@ -235,6 +235,8 @@ async function loadModels() {
     const { data } = await (await request("/v1/models")).json();
     const able = data.filter((model) => model.capabilities?.structured_output !== false);
     at("model").replaceChildren(...able.map((model) => new Option(model.id, model.id)));
+    at("model").onchange = () => settings.showDefaults(able[at("model").selectedIndex]?.default_sampling);
+    at("model").onchange();
     notify(able.length ? null : "No served model writes text; see the API page for what they do.");
   } catch (error) {
     if (error instanceof ApiError && error.status === 401) askForKey();

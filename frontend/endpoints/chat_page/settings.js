@@ -16,6 +16,14 @@ export function restore() {
   });
 }
 
+// Shows what holds for a field that is left empty. defaults are those of the chosen model, if it is loaded.
+export function showDefaults(defaults) {
+  for (const name of ["temperature", "top_p", "top_k"]) {
+    const value = defaults?.[name];
+    form.elements[name].placeholder = value === undefined ? "" : name === "top_k" && value === 0 ? "all" : String(value);
+  }
+}
+
 function json(name, what) {
   const text = form.elements[name].value.trim();
   if (!text) return undefined;

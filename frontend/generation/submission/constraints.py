@@ -28,6 +28,7 @@ async def read_constraints(body: GenerationBody, rules: AnswerRules, served: Ser
     constraints = Constraints(
         grammar=rules.grammar,
         grammar_after=rules.grammar_after,
+        grammar_ends=served.turn_end_ids if rules.grammar is not None and not body.ignore_eos else (),
         allowed_token_ids=tuple(sorted(set(body.allowed_token_ids or ()))),
         bad_words=await _bad_words(body, served),
         min_tokens=body.min_tokens or 0,

@@ -10,6 +10,7 @@ from penstock.frontend.schemas.generation import MAX_LOGPROB_CELLS, MAX_PROMPT_L
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
 
 if TYPE_CHECKING:
+    from penstock.frontend.generation.served_model import ServedModel
     from penstock.frontend.schemas.chat import ChatBody
     from penstock.frontend.schemas.decoding import AnsweredBody
     from penstock.shm.messages import ModelCard
@@ -92,11 +93,11 @@ def check_token_id(field: str, token_id: int, card: ModelCard) -> None:
         invalid(field, f"token id {token_id} is outside the vocabulary of {card.vocab_size}")
 
 
-def read_stop_token_ids(body: AnsweredBody, card: ModelCard) -> tuple[int, ...]:
+def read_stop_token_ids(body: AnsweredBody, served: ServedModel) -> tuple[int, ...]:
     """Return the model's end tokens, unless the request ignores them, and the request's own. Raises ApiError."""
     for token_id in body.stop_token_ids or ():
-        check_token_id("stop_token_ids", token_id, card)
-    model_end = () if body.ignore_eos else card.eos_token_ids
+        check_token_id("stop_token_ids", token_id, served.card)
+    model_end = () if body.ignore_eos else served.end_token_ids
     token_ids = tuple(dict.fromkeys((*model_end, *(body.stop_token_ids or ()))))
     if len(token_ids) > MAX_STOP_TOKENS:
         message = f"{len(token_ids)} together with the model's own end tokens; the limit is {MAX_STOP_TOKENS}"

@@ -63,7 +63,7 @@ async def generation_requests(
     max_tokens = read_max_tokens(body, request.prompts, served.card)
     check_logprobs(body, request.prompts, max_tokens, served.card)
     sampling = read_sampling(body, served.card, await read_logit_bias(body, served))
-    stop_token_ids = read_stop_token_ids(body, served.card)
+    stop_token_ids = read_stop_token_ids(body, served)
     constraints = await read_constraints(body, rules, served)
     options = read_output_options(body, rules)
     may_share = is_deterministic(body, served.card)

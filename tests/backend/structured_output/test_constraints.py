@@ -193,7 +193,7 @@ def test_contradictory_constraints_fail(compiler: GrammarCompiler) -> None:
 
 def test_grammar_error_mid_answer_is_one_short_line() -> None:
     matcher = Mock(**{"consume_token.return_value": False, "get_error.return_value": "a client's own text\n" * 1000})
-    grammar = CompiledGrammar(matcher)
+    grammar = CompiledGrammar(matcher, EOS)
     constraints = SequenceConstraints(Constraints(grammar=Grammar("regex", "a")), grammar, STOPS, VOCAB_SIZE)
     constraints.advance(1)
     with pytest.raises(ConstraintFailed) as failure:
@@ -240,7 +240,7 @@ def test_compiler_cache_is_bounded_and_evicts_the_least_recently_used(monkeypatc
     def settle(grammar: Grammar) -> None:
         pool.submit.return_value = future = Future[CompiledGrammar]()
         compiler.compile(grammar)
-        future.set_result(CompiledGrammar(Mock(), num_bytes=100 << 10))
+        future.set_result(CompiledGrammar(Mock(), EOS, num_bytes=100 << 10))
         compiler.take_result(grammar, future)
 
     grammars = [Grammar("regex", letter * 4) for letter in "abc"]
@@ -302,7 +302,7 @@ def test_growth_counts_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     for grammar in grammars:
         pool.submit.return_value = future = Future[CompiledGrammar]()
         compiler.compile(grammar)
-        future.set_result(CompiledGrammar(Mock()))
+        future.set_result(CompiledGrammar(Mock(), EOS))
         compiled[grammar] = compiler.take_result(grammar, future)
     for grammar in grammars:
         compiled[grammar].growth.num_bytes = 7 << 20
@@ -310,3 +310,16 @@ def test_growth_counts_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled[grammars[11]].growth.num_bytes = 9 << 20
     assert compiler.find_compiled(grammars[11]) is None
     assert compiler.find_compiled(grammars[10]) is not None
+
+
+def test_end_that_only_the_frontend_knows_ends_the_text_where_the_grammar_may_end(compiler: GrammarCompiler) -> None:
+    end = EOS + 1
+    constraints = constrained(compiler, grammar=Grammar("regex", "ab?"), grammar_ends=(end, VOCAB_SIZE + 7))
+    assert not allowed(constraints) & {EOS, end}
+    constraints.advance(*tokens_of("a"))
+    assert allowed(constraints) >= {EOS, end, *tokens_of("b")}
+    constraints.advance(end)
+    assert allowed(constraints) == {EOS, end}
+    constraints.rewind(1)
+    constraints.advance(*tokens_of("b"))
+    assert allowed(constraints) == {EOS, end}

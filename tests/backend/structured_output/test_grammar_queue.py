@@ -72,7 +72,7 @@ def test_grammar_whose_request_is_cancelled_while_it_compiles_is_cached_in_bound
     assert turn is not None
     bench.cancel(0)
     compiled = compile_grammar(load_tokenizer(TOKENIZER_JSON, VOCAB_SIZE, (EOS,)), DIGITS)
-    turn[1].set_result(CompiledGrammar(compiled, 16 << 20))
+    turn[1].set_result(CompiledGrammar(compiled, EOS, 16 << 20))
     bench.engine.turn()
     assert compiler._pending == {}
     assert compiler._num_bytes == 16 << 20

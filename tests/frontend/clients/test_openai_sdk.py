@@ -208,7 +208,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def over_the_link(script: Script, **limits: Any) -> AsyncIterator[tuple[str, ScriptedBackend]]:
     """Run the whole frontend over the real link to a scripted backend."""
     with tempfile.TemporaryDirectory(prefix="ps-") as directory:
-        save_model_files(Path(directory))
+        save_model_files(Path(directory), marks_turns=False)
         script.card = scripted_card(
             model_dir=directory, model_id="test/model", vocab_size=VOCAB_SIZE, max_context_tokens=20_000
         )
@@ -258,7 +258,7 @@ async def test_prompt_too_long_for_a_message_goes_through_the_arena() -> None:
 async def test_chat_over_the_link_is_answered_and_its_drop_reaches_the_backend() -> None:
     async with over_the_link(Script(next_token=echoed, step_s=0.001)) as (url, scripted), sdk(url) as client:
         chat = await client.chat.completions.create(model="test/model", messages=MESSAGES, max_tokens=10)
-        prompt = token_ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+        prompt = token_ids("user\nhi\nassistant\n")
         assert chat.choices[0].message.content == TOKENIZER.decode(prompt[:10])
         stream = await client.chat.completions.create(
             model="test/model", messages=MESSAGES, max_tokens=10_000, stream=True

@@ -96,7 +96,7 @@ def generate_randomly(
     )
     vocab_size = model.tokenizer.get_vocab_size()
     (end,) = model.served().card.eos_token_ids
-    constraints = SequenceConstraints(requested, CompiledGrammar(matcher), frozenset([end]), vocab_size)
+    constraints = SequenceConstraints(requested, CompiledGrammar(matcher, end), frozenset([end]), vocab_size)
     stream = FakeStream(None, ())  # type: ignore[arg-type]
     choice = Choice(
         0, ChoicePrompt(0, [1]), stream, model.served().tokenizer,  # type: ignore[arg-type]

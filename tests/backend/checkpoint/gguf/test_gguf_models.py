@@ -32,6 +32,7 @@ from penstock.backend.checkpoint.tensors import LayerWeights
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+from penstock.shm.messages import Sampling
 from tests.backend.checkpoint.gguf.writer import (
     GgufFile,
     as_converted,
@@ -290,7 +291,9 @@ def test_tokenizer_template_and_end_tokens_come_from_the_file(tmp_path: Path) ->
     model_dir = resolve_model(str(file.write(tmp_path / "model.gguf")))
     tokens = file.metadata["tokenizer.ggml.tokens"]
     ends = tuple(tokens.index(token) for token in ("<|end_of_text|>", "<|eot_id|>"))
-    assert read_generation_defaults(model_dir).eos_token_ids == ends
+    defaults = read_generation_defaults(model_dir)
+    assert defaults.eos_token_ids == ends
+    assert defaults.sampling == Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05)
     config = json.loads((model_dir / "tokenizer_config.json").read_text())
     assert config["chat_template"] == file.metadata["tokenizer.chat_template"]
     assert config["bos_token"] == "<|begin_of_text|>"
