@@ -7,10 +7,10 @@ text is only named. A name that is not listed here is refused, because another s
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
+from penstock.backend.checkpoint.gguf.splits import SPLITS
 from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.errors import StartupError
 
@@ -22,22 +22,6 @@ _SPACE = "\u2581"
 _MAX_PIECE_CHARACTERS = 128
 """No SentencePiece vocabulary has longer pieces of text; longer ones are never merged."""
 
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-_TEKKEN_SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_GPT4O_SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
 
 class _Kind(IntEnum):
     """Values of token_type."""
@@ -46,40 +30,6 @@ class _Kind(IntEnum):
     UNKNOWN = 2
     CONTROL = 3
     USER_DEFINED = 4
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """How byte-level BPE splits text. Without an expression it splits as GPT-2 does."""
-
-    expression: str | None = None
-    composes: bool = False
-    """Text is normalised to NFC first."""
-    single_digits: bool = False
-    whole_words: bool = False
-    """A word that is a token is not built by merges."""
-    adds_bos: bool = False
-    """Applies if the metadata do not say whether texts begin with bos."""
-
-
-_LLAMA3 = _Split(_LLAMA3_SPLIT, whole_words=True, adds_bos=True)
-_SPLITS = {
-    "gpt-2": _Split(),
-    "olmo": _Split(composes=True),
-    "smollm": _Split(single_digits=True),
-    "starcoder": _Split(single_digits=True),
-    "refact": _Split(single_digits=True),
-    "command-r": _Split(single_digits=True, composes=True),
-    "glm4": _Split(_LLAMA3_SPLIT),
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "dbrx": _Split(_LLAMA3_SPLIT),
-    "qwen2": _Split(_QWEN2_SPLIT, composes=True),
-    "deepseek-r1-qwen": _Split(_QWEN2_SPLIT, composes=True),
-    "gpt-4o": _Split(_GPT4O_SPLIT),
-    "tekken": _Split(_TEKKEN_SPLIT, whole_words=True, adds_bos=True),
-}
 
 
 class GgufTokenizer:
@@ -170,21 +120,19 @@ class GgufTokenizer:
 
     def _byte_level(self) -> dict[str, Any]:
         name = self._get("pre", str)
-        if name not in _SPLITS:
-            raise StartupError(f"{_PREFIX}pre is {shorten(name)}; supported are {', '.join(_SPLITS)}")
-        split = _SPLITS[name]
-        steps: list[dict[str, Any]] = []
-        if split.single_digits:
-            steps.append({"type": "Digits", "individual_digits": True})
-        if split.expression is not None:
-            pattern = {"Regex": split.expression}
-            steps.append({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False})
+        if name not in SPLITS:
+            raise StartupError(f"{_PREFIX}pre is {shorten(name)}; supported are {', '.join(SPLITS)}")
+        split = SPLITS[name]
+        steps = [
+            {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+            for expression in split.expressions
+        ]
         bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
         return {
             "normalizer": {"type": "NFC"} if split.composes else None,
             "pre_tokenizer": {
                 "type": "Sequence",
-                "pretokenizers": [*steps, bytes_ | {"use_regex": split.expression is None}],
+                "pretokenizers": [*steps, bytes_ | {"use_regex": False}],
             },
             "post_processor": self._template(adds_bos=split.adds_bos),
             "decoder": bytes_ | {"use_regex": True},
