@@ -45,21 +45,18 @@ class GgufTokenizer:
         self._kinds = kinds or [_Kind.NORMAL] * len(self.tokens)
         if len(self._kinds) != len(self.tokens):
             raise StartupError(f"{_PREFIX}token_type has {len(kinds)} items for {len(self.tokens)} tokens")
+        # A token without text cannot be found in a text; of a token that occurs twice the last one is used.
+        self.tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(self.tokens)]
         self._vocab = {token: index for index, token in enumerate(self.tokens)}
-        if len(self._vocab) < len(self.tokens):
-            index = next(index for index, token in enumerate(self.tokens) if self._vocab[token] != index)
-            twin = self._vocab[self.tokens[index]]
-            raise StartupError(f"{_PREFIX}tokens has {shorten(self.tokens[index])} twice, as {index} and {twin}")
 
-    def tokenizer_json(self) -> dict[str, Any]:
-        """Raises StartupError."""
+    def tokenizer_json(self, *, adds_end: bool = False) -> dict[str, Any]:
+        """adds_end: texts end with eos or the separator, if the metadata say so. Raises StartupError."""
+        self._adds_end = adds_end
+        pipelines = {"llama": self._sentencepiece, "gpt2": self._byte_level, "bert": self._word_piece}
         model = self._get("model", str)
-        if model == "llama":
-            pipeline = self._sentencepiece()
-        elif model == "gpt2":
-            pipeline = self._byte_level()
-        else:
-            raise StartupError(f"{_PREFIX}model is {shorten(model)}; supported are llama and gpt2")
+        if model not in pipelines:
+            raise StartupError(f"{_PREFIX}model is {shorten(model)}; supported are {', '.join(pipelines)}")
+        pipeline = pipelines[model]()
         return {
             "version": "1.0",
             "truncation": None,
@@ -86,7 +83,7 @@ class GgufTokenizer:
     def _added_tokens(self) -> Iterator[dict[str, Any]]:
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         for index, (token, kind) in enumerate(zip(self.tokens, self._kinds, strict=True)):
-            if kind in (_Kind.CONTROL, _Kind.USER_DEFINED, _Kind.UNKNOWN) and token:
+            if kind in (_Kind.CONTROL, _Kind.USER_DEFINED, _Kind.UNKNOWN) and self._vocab[token] == index:
                 yield {"id": index, "content": token, **flags, "special": kind != _Kind.USER_DEFINED}
 
     def _sentencepiece(self) -> dict[str, Any]:
@@ -144,24 +141,85 @@ class GgufTokenizer:
             },
         }
 
-    def _template(self, *, adds_bos: bool) -> dict[str, Any] | None:
-        """The post-processor that adds bos; None if nothing is added.
+    def _word_piece(self) -> dict[str, Any]:
+        """BERT's tokenizer. In the file words begin with "\u2581", and continuations have no mark."""
+        marked = [self._with_hashes(token, kind) for token, kind in zip(self.tokens, self._kinds, strict=True)]
+        self.tokens, self._vocab = marked, {token: index for index, token in enumerate(marked)}
+        lowercase = self._get("normalizer.lowercase", bool)
+        if lowercase is None:
+            lowercase = not any("A" <= token[0] <= "Z" for token in marked)
+        return {
+            "normalizer": {
+                "type": "BertNormalizer",
+                "clean_text": True,
+                "handle_chinese_chars": True,
+                "strip_accents": self._get("normalizer.strip_accents", bool),
+                "lowercase": lowercase,
+            },
+            "pre_tokenizer": {"type": "BertPreTokenizer"},
+            "post_processor": self._template(adds_bos=True, adds_separator=True),
+            "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+            "model": {
+                "type": "WordPiece",
+                "unk_token": self._special("unknown", "[UNK]"),
+                "continuing_subword_prefix": "##",
+                "max_input_chars_per_word": 100,
+                "vocab": self._vocab,
+            },
+        }
 
-        adds_bos applies if the metadata do not decide.
+    @staticmethod
+    def _with_hashes(token: str, kind: int) -> str:
+        if kind == _Kind.CONTROL or (token[0] == "[" and token[-1] == "]"):
+            return token
+        return token[1:] if token[0] == _SPACE and len(token) > 1 else f"##{token}"
+
+    def _special(self, key: str, usual: str) -> str:
+        """A token by its key, else by its usual text. Raises StartupError if there is neither."""
+        token_id = self._token_id(f"{key}_token_id")
+        if token_id is None and usual not in self._vocab:
+            raise StartupError(f"{_PREFIX}{key}_token_id is missing, and there is no token {usual}")
+        return usual if token_id is None else self.tokens[token_id]
+
+    def _template(self, *, adds_bos: bool, adds_separator: bool = False) -> dict[str, Any] | None:
+        """The post-processor that adds bos, and at the end eos or the separator; None if nothing is added.
+
+        adds_bos and adds_separator apply if the metadata do not decide.
         """
-        said = self._get("add_bos_token", bool)
-        bos = self._token_id("bos_token_id")
-        if bos is None or not (adds_bos if said is None else said):
+        is_bert = self._get("model", str) == "bert"
+        first = self._added("add_bos_token", "bos", default=adds_bos)
+        if is_bert and first is None:
+            first = self._special("cls", "[CLS]")
+        last = None
+        if self._adds_end:
+            last = self._added("add_eos_token", "eos") or self._added("add_sep_token", "seperator")
+            if last is None and adds_separator:
+                last = self._special("seperator", "[SEP]")
+        if first is None and last is None:
             return None
-        token = self.tokens[bos]
-        one, two = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
-        first = {"SpecialToken": {"id": token, "type_id": 0}}
+
+        def piece(name: str, identifier: str, type_id: int) -> dict[str, Any]:
+            return {name: {"id": identifier, "type_id": type_id}}
+
+        begin = [] if first is None else [piece("SpecialToken", first, 0)]
+        one, two = piece("Sequence", "A", 0), piece("Sequence", "B", 1)
+        end_one, end_two = ([] if last is None else [piece("SpecialToken", last, type_id)] for type_id in (0, 1))
         return {
             "type": "TemplateProcessing",
-            "single": [first, one],
-            "pair": [first, one, two],
-            "special_tokens": {token: {"id": token, "ids": [bos], "tokens": [token]}},
+            "single": [*begin, one, *end_one],
+            "pair": [*begin, one, *end_one, two, *end_two],
+            "special_tokens": {
+                token: {"id": token, "ids": [self._vocab[token]], "tokens": [token]}
+                for token in (first, last)
+                if token is not None
+            },
         }
+
+    def _added(self, flag: str, key: str, *, default: bool = False) -> str | None:
+        """The token that the metadata add to each text, if they do."""
+        said, token_id = self._get(flag, bool), self._token_id(f"{key}_token_id")
+        adds = default if said is None else said
+        return self.tokens[token_id] if adds and token_id is not None else None
 
     def _merges(self) -> list[list[str]]:
         merges = [merge.split(" ") for merge in self._list("merges", str)]
