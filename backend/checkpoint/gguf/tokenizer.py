@@ -1,7 +1,7 @@
 """Makes tokenizer.json, tokenizer_config.json and the end tokens from a GGUF file's metadata.
 
-Two kinds exist: "llama" is SentencePiece with scores instead of merges; "gpt2" is byte-level BPE, whose way to split
-text is only named. A name that is not listed here is refused, because another split gives other tokens.
+Three kinds exist: "llama" is SentencePiece with scores instead of merges; "gpt2" is byte-level BPE, whose way to split
+text is only named (`splits.py`); "bert" is BERT's WordPiece. Another name is refused, because it gives other tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _PREFIX = "tokenizer.ggml."
+_NAMED_TEMPLATE = "tokenizer.chat_template."
 _SPACE = "\u2581"
 _MAX_PIECE_CHARACTERS = 128
 """No SentencePiece vocabulary has longer pieces of text; longer ones are never merged."""
@@ -47,6 +48,8 @@ class GgufTokenizer:
             raise StartupError(f"{_PREFIX}token_type has {len(kinds)} items for {len(self.tokens)} tokens")
         # A token without text cannot be found in a text; of a token that occurs twice the last one is used.
         self.tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(self.tokens)]
+        if self._get("model", str) == "bert":
+            self.tokens = [_with_hashes(token, kind) for token, kind in zip(self.tokens, self._kinds, strict=True)]
         self._vocab = {token: index for index, token in enumerate(self.tokens)}
 
     def tokenizer_json(self, *, adds_end: bool = False) -> dict[str, Any]:
@@ -72,8 +75,21 @@ class GgufTokenizer:
             for name, key in names.items()
             if (token_id := self._token_id(f"{key}_token_id")) is not None
         }
-        template = self._metadata.get("tokenizer.chat_template")
-        return config | ({"chat_template": template} if isinstance(template, str) else {})
+        return config | self._templates()
+
+    def _templates(self) -> dict[str, Any]:
+        """The chat template; with others by name, such as tool_use, a list as in Hugging Face checkpoints."""
+        named = {
+            key.removeprefix(_NAMED_TEMPLATE): value
+            for key, value in self._metadata.items()
+            if key.startswith(_NAMED_TEMPLATE) and isinstance(value, str)
+        }
+        default = self._metadata.get("tokenizer.chat_template")
+        if isinstance(default, str):
+            named = {"default": default, **named}
+        if named.keys() <= {"default"}:
+            return {"chat_template": named["default"]} if named else {}
+        return {"chat_template": [{"name": name, "template": text} for name, text in named.items()]}
 
     def end_tokens(self) -> list[int]:
         """The tokens that end texts and turns."""
@@ -142,12 +158,10 @@ class GgufTokenizer:
         }
 
     def _word_piece(self) -> dict[str, Any]:
-        """BERT's tokenizer. In the file words begin with "\u2581", and continuations have no mark."""
-        marked = [self._with_hashes(token, kind) for token, kind in zip(self.tokens, self._kinds, strict=True)]
-        self.tokens, self._vocab = marked, {token: index for index, token in enumerate(marked)}
+        """BERT's tokenizer."""
         lowercase = self._get("normalizer.lowercase", bool)
         if lowercase is None:
-            lowercase = not any("A" <= token[0] <= "Z" for token in marked)
+            lowercase = not any("A" <= token[0] <= "Z" for token in self.tokens)
         return {
             "normalizer": {
                 "type": "BertNormalizer",
@@ -167,12 +181,6 @@ class GgufTokenizer:
                 "vocab": self._vocab,
             },
         }
-
-    @staticmethod
-    def _with_hashes(token: str, kind: int) -> str:
-        if kind == _Kind.CONTROL or (token[0] == "[" and token[-1] == "]"):
-            return token
-        return token[1:] if token[0] == _SPACE and len(token) > 1 else f"##{token}"
 
     def _special(self, key: str, usual: str) -> str:
         """A token by its key, else by its usual text. Raises StartupError if there is neither."""
@@ -259,6 +267,13 @@ class GgufTokenizer:
         if any(type(value) is not kind for value in values):
             raise StartupError(f"{_PREFIX}{key} is not a list of {kind.__name__}")
         return list(values)
+
+
+def _with_hashes(token: str, kind: int) -> str:
+    """A token of BERT as in vocab.txt. In GGUF files words begin with a mark, and not the other pieces."""
+    if kind == _Kind.CONTROL or (token[0] == "[" and token[-1] == "]"):
+        return token
+    return token[1:] if token[0] == _SPACE and len(token) > 1 else f"##{token}"
 
 
 def check_tokenizer(tokenizer_json: dict[str, Any]) -> str:

@@ -154,6 +154,25 @@ def test_space_prefix_can_be_switched_off() -> None:
     assert tokenizer.decode(ids) == "the"
 
 
+def test_the_last_of_equal_tokens_is_used_and_empty_ones_are_none() -> None:
+    metadata = byte_level_vocabulary(320)
+    tokens = metadata["tokenizer.ggml.tokens"]
+    tokens[310:313] = ["", "", "a"]
+    tokenizer = make(metadata)
+    assert tokenizer.encode("xa", add_special_tokens=False).ids == [tokens.index("x"), 312]
+    assert tokenizer.get_vocab_size() == 319
+
+
+def test_named_templates_are_listed_as_in_other_checkpoints() -> None:
+    metadata = byte_level_vocabulary(320)
+    tool_use = {"tokenizer.chat_template.tool_use": "{{ tools }}", "tokenizer.chat_templates": ["tool_use"]}
+    assert GgufTokenizer(metadata).tokenizer_config()["chat_template"] == metadata["tokenizer.chat_template"]
+    assert GgufTokenizer(metadata | tool_use).tokenizer_config()["chat_template"] == [
+        {"name": "default", "template": metadata["tokenizer.chat_template"]},
+        {"name": "tool_use", "template": "{{ tools }}"},
+    ]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
