@@ -189,6 +189,12 @@ class Metadata:
             raise StartupError(f"{self.prefix}{key} is missing")
         return value
 
+    def check_equal(self, key: str, expected: float | None, other: str) -> None:
+        """Raises StartupError unless the number is absent or expected, the value of the key other."""
+        value = self.own(key, float)
+        if value is not None and value != expected:
+            raise StartupError(f"{self.prefix}{key} is {value:g}; it must be that of {other}, {expected}")
+
     def same_in_all_layers(self, key: str) -> int | None:
         """Read a number, or a list of equal numbers for all layers."""
         self._read.add(self.prefix + key)
@@ -222,9 +228,10 @@ def make_config(
     head_dim = metadata.own("attention.key_length", int)
     if head_dim is None and heads > 0:
         head_dim = hidden // heads
-    if metadata.own("attention.value_length", int) not in (None, head_dim):
-        raise StartupError(f"{metadata.prefix}attention.value_length is not {head_dim}, the length of keys")
     rotary, theta = metadata.own("rope.dimension_count", int), metadata.own("rope.freq_base", float) or 10_000.0
+    metadata.check_equal("attention.value_length", head_dim, "attention.key_length")
+    if "rope.freq_base_swa" not in architecture.keys:
+        metadata.check_equal("rope.freq_base_swa", theta, "rope.freq_base")
     known = (*architecture.keys, *_NORM_EPSILONS)
     own = {key: metadata.own(name, float) for key, name in _FLOAT_KEYS.items() if name in known}
     own |= {key: metadata.own(name, int) or None for key, name in _INT_KEYS.items() if name in known}

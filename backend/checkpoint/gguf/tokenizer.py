@@ -1,11 +1,12 @@
 """Makes tokenizer.json, tokenizer_config.json and the end tokens from a GGUF file's metadata.
 
-Three kinds exist: "llama" is SentencePiece with scores instead of merges; "gpt2" is byte-level BPE, whose way to split
-text is only named (`splits.py`); "bert" is BERT's WordPiece. Another name is refused, because it gives other tokens.
+Four kinds exist: "llama" is SentencePiece's BPE with scores instead of merges; "gpt2" is byte-level BPE, whose way to
+split text is only named (`splits.py`); "bert" is WordPiece, "t5" SentencePiece's Unigram. Others are refused.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,12 @@ class GgufTokenizer:
     def tokenizer_json(self, *, adds_end: bool = False) -> dict[str, Any]:
         """adds_end: texts end with eos or the separator, if the metadata say so. Raises StartupError."""
         self._adds_end = adds_end
-        pipelines = {"llama": self._sentencepiece, "gpt2": self._byte_level, "bert": self._word_piece}
+        pipelines = {
+            "llama": self._sentencepiece,
+            "gpt2": self._byte_level,
+            "bert": self._word_piece,
+            "t5": self._unigram,
+        }
         model = self._get("model", str)
         if model not in pipelines:
             raise StartupError(f"{_PREFIX}model is {shorten(model)}; supported are {', '.join(pipelines)}")
@@ -182,6 +188,27 @@ class GgufTokenizer:
             },
         }
 
+    def _unigram(self) -> dict[str, Any]:
+        """XLM-RoBERTa's tokenizer: SentencePiece that chooses the pieces with the highest sum of scores."""
+        scores, chars = self._scores(), self._list("precompiled_charsmap", int)
+        if not all(0 <= char < 256 for char in chars):
+            raise StartupError(f"{_PREFIX}precompiled_charsmap is not a list of bytes")
+        chars_map = base64.b64encode(bytes(chars)).decode()
+        scheme = "never" if self._get("add_space_prefix", bool) is False else "always"
+        spaces = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": scheme, "split": True}
+        return {
+            "normalizer": {"type": "Precompiled", "precompiled_charsmap": chars_map} if chars else None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, spaces]},
+            "post_processor": self._template(adds_bos=True),
+            "decoder": spaces,
+            "model": {
+                "type": "Unigram",
+                "vocab": list(zip(self.tokens, scores, strict=True)),
+                "unk_id": self._token_id("unknown_token_id"),
+                "byte_fallback": False,
+            },
+        }
+
     def _special(self, key: str, usual: str) -> str:
         """A token by its key, else by its usual text. Raises StartupError if there is neither."""
         token_id = self._token_id(f"{key}_token_id")
@@ -240,15 +267,19 @@ class GgufTokenizer:
 
     def _merges_of_scores(self) -> list[list[str]]:
         """Every way to build a token from two others, the token with the highest score first."""
-        scores = self._list("scores", float)
-        if len(scores) != len(self.tokens):
-            raise StartupError(f"{_PREFIX}scores has {len(scores)} items for {len(self.tokens)} tokens")
+        scores = self._scores()
         found = []
         for index, (token, kind) in enumerate(zip(self.tokens, self._kinds, strict=True)):
             if kind == _Kind.NORMAL and len(token) <= _MAX_PIECE_CHARACTERS:
                 pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
                 found += [(-scores[index], index, a, b) for a, b in pairs if a in self._vocab and b in self._vocab]
         return [[a, b] for _, _, a, b in sorted(found)]
+
+    def _scores(self) -> list[float]:
+        scores = self._list("scores", float)
+        if len(scores) != len(self.tokens):
+            raise StartupError(f"{_PREFIX}scores has {len(scores)} items for {len(self.tokens)} tokens")
+        return scores
 
     def _token_id(self, key: str) -> int | None:
         value: int | None = self._get(key, int)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from transformers import BertTokenizer
+from transformers import BertTokenizer, XLMRobertaTokenizer
 
 from penstock.backend.checkpoint.encoders.decoder_heads import read_pooled_decoder
 from penstock.backend.checkpoint.encoders.tasks import ModelTask, find_task
@@ -120,6 +120,29 @@ def test_word_pieces_are_those_of_transformers() -> None:
     pair = theirs(TEXTS[0], TEXTS[1])
     assert ours.encode(TEXTS[0], TEXTS[1]).ids == pair["input_ids"]
     assert ours.encode(TEXTS[0], TEXTS[1]).type_ids == pair["token_type_ids"]
+
+
+def test_unigram_pieces_are_those_of_transformers() -> None:
+    """XLM-RoBERTa's tokenizer, as in files of BGE-M3."""
+    scored = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    scored += [
+        (piece, -float(place)) for place, piece in enumerate(("\u2581the", "\u2581", "un", "able", "a", "e", "t"))
+    ]
+    metadata = {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.tokens": [piece for piece, _ in scored],
+        "tokenizer.ggml.scores": [score for _, score in scored],
+        "tokenizer.ggml.token_type": [3, 3, 3, 2] + [1] * (len(scored) - 4),
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_eos_token": True,
+    }
+    ours = Tokenizer.from_str(check_tokenizer(GgufTokenizer(metadata).tokenizer_json(adds_end=True)))
+    theirs = XLMRobertaTokenizer(vocab=scored)
+    for text in ("the unable  tea", " the é", ""):
+        assert ours.encode(text).ids == theirs(text)["input_ids"]
 
 
 def test_vocabulary_with_capitals_keeps_them() -> None:

@@ -149,7 +149,7 @@ def test_hostile_header_is_refused_in_one_line_without_memory(name: str, tmp_pat
             "llama.attention.sliding_window is 16; this architecture is supported without it only",
         ),
         ({"llama.attention.causal": False}, "llama.attention.causal is False; this architecture"),
-        ({"llama.attention.value_length": 15}, "llama.attention.value_length is not 16, the length of keys"),
+        ({"llama.attention.value_length": 15}, "value_length is 15; it must be that of attention.key_length, 16"),
         ({"llama.pooling_type": 4}, r"llama.pooling_type is 4; supported are 1 \(mean\)"),
         ({"split.count": 3}, "split.count is 3; the name of the file says 1"),
         ({"tokenizer.ggml.tokens": None}, "model.gguf: tokenizer.ggml.tokens is missing: the file has no tokenizer"),
