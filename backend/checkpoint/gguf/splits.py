@@ -20,6 +20,8 @@ class Split:
     """A word that is a token is not built by merges."""
     adds_bos: bool = False
     """Applies if the metadata do not say whether texts begin with bos."""
+    separator: str | None = None
+    """Ends texts of an encoder if the metadata do not say otherwise; the usual text of the token."""
 
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -76,6 +78,7 @@ SPLITS = {
         ("gpt-2", "phi-2", "mpt", "jais", "gigachat", "a.x-4.0", "mellum", "exaone4", "trillion", "granite-docling"),
         _AS_GPT2,
     ),
+    **dict.fromkeys(("roberta-bpe", "jina-v1-en", "jina-v2-code"), Split((_GPT2,), adds_bos=True, separator="</s>")),
     "olmo": Split((_GPT2,), composes=True),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b", "mellum2"),

@@ -153,7 +153,7 @@ class GgufTokenizer:
                 "type": "Sequence",
                 "pretokenizers": [*steps, bytes_ | {"use_regex": False}],
             },
-            "post_processor": self._template(adds_bos=split.adds_bos),
+            "post_processor": self._template(adds_bos=split.adds_bos, separator=split.separator),
             "decoder": bytes_ | {"use_regex": True},
             "model": {
                 "type": "BPE",
@@ -177,7 +177,7 @@ class GgufTokenizer:
                 "lowercase": lowercase,
             },
             "pre_tokenizer": {"type": "BertPreTokenizer"},
-            "post_processor": self._template(adds_bos=True, adds_separator=True),
+            "post_processor": self._template(adds_bos=True, separator="[SEP]"),
             "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
             "model": {
                 "type": "WordPiece",
@@ -216,10 +216,10 @@ class GgufTokenizer:
             raise StartupError(f"{_PREFIX}{key}_token_id is missing, and there is no token {usual}")
         return usual if token_id is None else self.tokens[token_id]
 
-    def _template(self, *, adds_bos: bool, adds_separator: bool = False) -> dict[str, Any] | None:
+    def _template(self, *, adds_bos: bool, separator: str | None = None) -> dict[str, Any] | None:
         """The post-processor that adds bos, and at the end eos or the separator; None if nothing is added.
 
-        adds_bos and adds_separator apply if the metadata do not decide.
+        adds_bos and separator, the usual text of that token, apply if the metadata do not decide.
         """
         is_bert = self._get("model", str) == "bert"
         first = self._added("add_bos_token", "bos", default=adds_bos)
@@ -228,8 +228,8 @@ class GgufTokenizer:
         last = None
         if self._adds_end:
             last = self._added("add_eos_token", "eos") or self._added("add_sep_token", "seperator")
-            if last is None and adds_separator:
-                last = self._special("seperator", "[SEP]")
+            if last is None and separator is not None:
+                last = self._special("seperator", separator)
         if first is None and last is None:
             return None
 

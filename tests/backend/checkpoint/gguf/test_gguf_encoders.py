@@ -152,6 +152,12 @@ def test_vocabulary_with_capitals_keeps_them() -> None:
     assert tokenizer.encode("The the").tokens == ["[CLS]", "The", "[UNK]"]
 
 
+def test_byte_level_texts_of_an_encoder_begin_and_end_as_roberta_s() -> None:
+    metadata = byte_level_vocabulary(320, "roberta-bpe") | {"tokenizer.ggml.seperator_token_id": 319}
+    tokenizer = Tokenizer.from_str(check_tokenizer(GgufTokenizer(metadata).tokenizer_json(adds_end=True)))
+    assert tokenizer.encode("the").tokens[:: len(tokenizer.encode("the")) - 1] == ["<|begin_of_text|>", "[PAD319]"]
+
+
 def test_decoder_that_names_its_pooling_returns_vectors(tmp_path: Path) -> None:
     """Qwen3-Embedding's files: the last token is the end of the text."""
     model = make_model("qwen3", vocab_size=320)

@@ -51,7 +51,7 @@ def reference(metadata: dict[str, Any], architecture: str) -> Any:
     return convert_gguf_tokenizer(architecture, {names.get(key, key): value for key, value in values.items()})[0]
 
 
-@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken", "gpt-2", "dbrx", "gpt-4o"])
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken", "gpt-2", "dbrx", "gpt-4o", "falcon3", "llama4"])
 def test_byte_level_tokens_are_those_of_transformers(pre: str) -> None:
     metadata = byte_level_vocabulary(320, pre)
     ours, theirs = make(metadata), reference(metadata, "llama")
@@ -110,6 +110,31 @@ def test_text_is_split_as_the_model_s_own_tokenizer_splits_it(pre: str) -> None:
     ours, theirs = make(byte_level_vocabulary(320, pre)), PUBLISHED[pre]()
     for text in SPLIT_TEXTS:
         assert pieces(ours, text) == pieces(theirs, text)
+
+
+RECORDED: dict[str, tuple[str, ...]] = {
+    "It|'|S| |123|45|\n|\n|東京|2| x|\u0301|t|=|y|_!?| z|.": ("default", "falcon"),
+    "It|'S| |123|45|\n\n|東京|2| x|\u0301t|=y|_!?| z|.": ("smaug-bpe", "chatglm-bpe", "minicpm5"),
+    "It|'S| |1|2|3|4|5|\n\n|東京|2| x|\u0301t|=y|_!?| z|.": ("megrez", "ufakzeka", "seed-coder"),
+    "It|'S| |1|2|3|4|5|\n\n|東京|2| x\u0301t|=y|_!?| z|.": ("qwen35",),
+    "It|'|S| |1|2|3|4|5|\n|\n|東京|2| x|\u0301|t|=|y|_!?| z|.": ("deepseek-coder", "exaone"),
+    "It|'S| |123|45|\n\n|東京|2| x\u0301t|=y|_!?| z|.": ("deepseek-v3",),
+    "It'S |12|345|\n\n東京|2| x\u0301t=y_!? z.": ("superbpe",),
+    "It'S| 12345|\n\n|東京2| x\u0301t=y_|!?| z|.": ("poro-chat",),
+    "It'S| |1|2|3|4|5|\n\n|東京|2| x\u0301t=y_|!?| z|.": ("viking",),
+    "It|'|S| 12345|\n|\n|東京|2| x|\u0301|t|=|y|_!?| z|.": ("mellum",),
+}
+"""Pieces of a text as llama.cpp at 0c1e57098 splits it → names of the way to split."""
+
+
+@pytest.mark.parametrize("expected", RECORDED)
+def test_text_is_split_as_recorded(expected: str) -> None:
+    for pre in RECORDED[expected]:
+        tokenizer = make(byte_level_vocabulary(320, pre))
+        text = expected.replace("|", "")
+        normal = text if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str(text)
+        offsets = [offset for _, offset in tokenizer.pre_tokenizer.pre_tokenize_str(normal)]
+        assert "|".join(normal[first:end] for first, end in offsets) == expected, pre
 
 
 def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
