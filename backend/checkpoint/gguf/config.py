@@ -153,7 +153,7 @@ class Metadata:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
         self._read: set[str] = set()
-        self.architecture = self.get("general.architecture", str)
+        self.architecture = self.get("general.architecture", str) or ""
         self.prefix = f"{self.architecture}."
 
     def refuse_unread(self, *, is_causal: bool) -> None:
@@ -270,7 +270,7 @@ def dtype_of(embedding: GgufTensor) -> str:
 
 
 def _architecture(metadata: Metadata) -> Architecture:
-    found = ARCHITECTURES.get(metadata.architecture or "")
+    found = ARCHITECTURES.get(metadata.architecture)
     if found is None:
         raise StartupError(
             f"general.architecture is {shorten(metadata.architecture)}; GGUF files are supported for "
