@@ -62,13 +62,16 @@ class _Numbers:
     multipliers: Tensor | None = None
     """int8 [blocks, groups, 1 or 2]: multipliers of the factors, for each group of the block; float32 of types that no
     form holds."""
+    are_codes: bool = False
+    """The values are places of IQ4_VALUES, not numbers."""
 
     def expand(self) -> Tensor:
         """float32 [blocks, values]"""
         factors = self.factors[:, None]
         if self.multipliers is not None:
             factors = factors * self.multipliers.float()
-        numbers = self.values.view(len(self.values), factors.shape[1], -1) * factors[:, :, :1]
+        values = torch.tensor(IQ4_VALUES, dtype=torch.int8)[self.values.int()] if self.are_codes else self.values
+        numbers = values.view(len(values), factors.shape[1], -1) * factors[:, :, :1]
         if factors.shape[2] == 2:
             numbers -= factors[:, :, 1:]
         return numbers.view(self.values.shape)
@@ -137,9 +140,7 @@ class GgmlMatrix(MatrixFormat):
         form = self._type.form
         if form is None:
             return None
-        values = numbers.values
-        if form.bits == 4:
-            values = _pairs(_codes_of(values) if form.codebook else values)
+        values = _pairs(numbers.values) if form.bits == 4 else numbers.values
         multipliers = torch.empty(0, dtype=torch.int8) if numbers.multipliers is None else numbers.multipliers
         return GroupedWeight(
             form,
@@ -168,11 +169,6 @@ def _pairs(values: Tensor) -> Tensor:
     return numbers[:, ::2] | (numbers[:, 1::2] << 4)
 
 
-def _codes_of(values: Tensor) -> Tensor:
-    """The places of IQ4_VALUES at which int8 values stand."""
-    return torch.bucketize(values, torch.tensor(IQ4_VALUES, dtype=torch.int8)).to(torch.int8)
-
-
 def _fifth_bits(content: Tensor) -> Tensor:
     """Read uint8 [blocks, 32] from 4 bytes: 16 where the bit is set."""
     bits = content[:, :, None] >> torch.arange(8, dtype=torch.uint8)
@@ -193,8 +189,7 @@ def _q5_0(blocks: Tensor) -> _Numbers:
 
 
 def _iq4_nl(blocks: Tensor) -> _Numbers:
-    table = torch.tensor(IQ4_VALUES, dtype=torch.int8)
-    return _Numbers(table[_nibbles(blocks[:, 2:]).long()], _halves(blocks, 0))
+    return _Numbers(_nibbles(blocks[:, 2:]).view(torch.int8), _halves(blocks, 0), are_codes=True)
 
 
 def _mxfp4(blocks: Tensor) -> _Numbers:
@@ -285,9 +280,9 @@ def _iq4_xs(blocks: Tensor) -> _Numbers:
     """Read IQ4_XS. Scales have 6 bits: the upper 2 in bytes 2 and 3, the lower 4 in the next four."""
     upper = (blocks[:, 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3).flatten(1)
     lower = torch.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], dim=-1).flatten(1)
-    values = torch.tensor(IQ4_VALUES, dtype=torch.int8)[_nibbles(blocks[:, 8:].view(-1, 8, 16)).long()]
+    codes = _nibbles(blocks[:, 8:].view(-1, 8, 16)).flatten(1).view(torch.int8)
     multipliers = (lower | upper << 4).view(torch.int8)[:, :, None] - 32
-    return _Numbers(values.flatten(1), _halves(blocks, 0), multipliers)
+    return _Numbers(codes, _halves(blocks, 0), multipliers, are_codes=True)
 
 
 def _ternary(values: Tensor, scales: Tensor) -> _Numbers:

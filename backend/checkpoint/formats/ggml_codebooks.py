@@ -107,17 +107,29 @@ def _parts(content: Tensor, bits: int, count: int) -> Tensor:
     return (content[:, :, None] >> shifts & ((1 << bits) - 1)).flatten(1)
 
 
-def _signed(values: Tensor, negative: Tensor) -> Tensor:
-    """values int8 and negative, one bit for each, in any shape → int8 [blocks, 256]."""
-    values, negative = values.reshape(len(values), _BLOCK), negative.reshape(len(values), _BLOCK)
-    return torch.where(negative.bool(), -values, values)
+def _signed(book: _Codebook, indices: Tensor, signs: Tensor) -> Tensor:
+    """Values of points times their signs, int8 [blocks, 256]."""
+    return (_take(_points(book), indices) * signs).view(len(indices), _BLOCK)
 
 
-def _with_parity(sevens: Tensor) -> Tensor:
-    """Expand 7 signs to 8: their number is even."""
-    bits = _bits(sevens.to(torch.uint8))
-    bits[..., 7] = bits.sum(-1) & 1
-    return bits
+def _take(table: Tensor, indices: Tensor) -> Tensor:
+    """Rows of 4 or 8 bytes, by int64 [blocks, n]: int8 [blocks, n × bytes]. Rows are copied as words."""
+    words = table.view(torch.int32 if table.shape[1] == 4 else torch.int64).flatten()
+    return words[indices.flatten(1)].view(torch.int8)
+
+
+@cache
+def _signs() -> Tensor:
+    """int8 [256, 8]: 1, or -1 where the bit is set."""
+    return 1 - 2 * _bits(torch.arange(256, dtype=torch.uint8)).to(torch.int8)
+
+
+@cache
+def _even_signs() -> Tensor:
+    """As `_signs`, of 7 bits [128, 8]: the eighth makes the number of minus signs even."""
+    signs = _signs()[:128].clone()
+    signs[:, 7] = signs.prod(1, dtype=torch.int8)
+    return signs
 
 
 def _scale(blocks: Tensor, byte: int = 0) -> Tensor:
@@ -133,40 +145,40 @@ def _odd(scales: Tensor, divisor: int = 1) -> Tensor:
 def _iq2_xxs(blocks: Tensor) -> CodedNumbers:
     words = _words(blocks[:, 2:], torch.int32).view(-1, 8, 2)
     indices = _parts(words[:, :, 0], 8, 4)
-    signs = _with_parity(_parts(words[:, :, 1], 7, 4))
-    return CodedNumbers(_signed(_points(_IQ2_XXS)[indices], signs), _scale(blocks), _odd(words[:, :, 1] >> 28, 8))
+    values = _signed(_IQ2_XXS, indices, _take(_even_signs(), _parts(words[:, :, 1], 7, 4)))
+    return CodedNumbers(values, _scale(blocks), _odd(words[:, :, 1] >> 28, 8))
 
 
 def _iq2_xs(blocks: Tensor) -> CodedNumbers:
     words = _words(blocks[:, 2:66], torch.int16)
-    values = _signed(_points(_IQ2_XS)[words & 511], _with_parity(words >> 9))
+    values = _signed(_IQ2_XS, words & 511, _take(_even_signs(), words >> 9))
     return CodedNumbers(values, _scale(blocks), _odd(_parts(blocks[:, 66:], 4, 2), 8))
 
 
 def _iq2_s(blocks: Tensor) -> CodedNumbers:
     indices = blocks[:, 2:34].long() | _parts(blocks[:, 66:74], 2, 4).long() << 8
-    values = _signed(_points(_IQ2_S)[indices], _bits(blocks[:, 34:66]))
+    values = _signed(_IQ2_S, indices, _take(_signs(), blocks[:, 34:66].long()))
     return CodedNumbers(values, _scale(blocks), _odd(_parts(blocks[:, 74:], 4, 2), 8))
 
 
 def _iq3_xxs(blocks: Tensor) -> CodedNumbers:
     words = _words(blocks[:, 66:], torch.int32)
-    values = _signed(_points(_IQ3_XXS)[blocks[:, 2:66].long()], _with_parity(_parts(words, 7, 4)))
+    values = _signed(_IQ3_XXS, blocks[:, 2:66].long(), _take(_even_signs(), _parts(words, 7, 4)))
     return CodedNumbers(values, _scale(blocks), _odd(words >> 28, 4))
 
 
 def read_iq3_s(blocks: Tensor) -> CodedNumbers:
     """Read IQ3_S, the only one of these types that is whole numbers times a scale."""
     indices = blocks[:, 2:66].long() | _parts(blocks[:, 66:74], 1, 8).long() << 8
-    values = _signed(_points(_IQ3_S)[indices], _bits(blocks[:, 74:106]))
+    values = _signed(_IQ3_S, indices, _take(_signs(), blocks[:, 74:106].long()))
     return CodedNumbers(values, _scale(blocks), _odd(_parts(blocks[:, 106:], 4, 2)))
 
 
 def _iq1(low: Tensor, high: Tensor, scale: Tensor, scales: Tensor) -> CodedNumbers:
     """low: 8 bits of each index; high: its 3 upper bits, and in the fourth the sign of the delta; scales of groups."""
     delta = torch.where((high & 8).bool(), -_DELTA, _DELTA)
-    points = _points(_IQ1)[low.long() | (high & 7) << 8].float() + delta[:, :, None]
-    return CodedNumbers(points.view(len(low), _BLOCK), scale, _odd(scales))
+    points = _take(_points(_IQ1), low.long() | (high & 7) << 8).float() + delta.repeat_interleave(8, dim=1)
+    return CodedNumbers(points, scale, _odd(scales))
 
 
 def _iq1_s(blocks: Tensor) -> CodedNumbers:

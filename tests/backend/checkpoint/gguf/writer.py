@@ -10,6 +10,8 @@ import gguf
 import numpy as np
 import torch
 
+from penstock.tools.bench.components.format_checkpoints import SCALE_BYTES
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -230,18 +232,18 @@ def _raw(kind: gguf.GGMLQuantizationType) -> Any:
     return {"F32": np.float32, "F16": np.float16}.get(kind.name, np.uint8)
 
 
-RANDOM_BLOCKS: dict[str, tuple[tuple[int, ...], float]] = {
-    "Q2_K": ((80, 82), 4e-3),
-    "Q3_K": ((108,), 1e-3),
-    "Q4_K": ((0, 2), 4e-4),
-    "Q5_K": ((0, 2), 2e-4),
-    "Q6_K": ((208,), 8e-5),
-    "IQ2_XXS": ((0,), 2e-3),
-    "IQ3_S": ((0,), 4e-4),
-    "IQ4_NL": ((0,), 2e-3),
-    "IQ4_XS": ((0,), 5e-5),
+SCALES = {
+    "Q2_K": 4e-3,
+    "Q3_K": 1e-3,
+    "Q4_K": 4e-4,
+    "Q5_K": 2e-4,
+    "Q6_K": 8e-5,
+    "IQ2_XXS": 2e-3,
+    "IQ3_S": 4e-4,
+    "IQ4_NL": 2e-3,
+    "IQ4_XS": 5e-5,
 }
-"""Type → bytes of a block at which its scales are, and their size."""
+"""Type → size of the scales in random blocks."""
 
 
 def quantize(numbers: NDArray[np.float32], kind: gguf.GGMLQuantizationType) -> NDArray[np.generic]:
@@ -253,8 +255,8 @@ def quantize(numbers: NDArray[np.float32], kind: gguf.GGMLQuantizationType) -> N
         values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
         rng = np.random.default_rng(len(numbers))
         blocks = rng.integers(0, 256, (numbers.size // values, num_bytes), dtype=np.uint8)
-        scale_places, size = RANDOM_BLOCKS[kind.name]
-        for place in scale_places:
+        size = SCALES[kind.name]
+        for place in SCALE_BYTES[kind.name]:
             scales = rng.uniform(0.5 * size, size, (len(blocks), 1)).astype(np.float16)
             blocks[:, place : place + 2] = scales.view(np.uint8)
         return blocks.reshape(len(numbers), -1)
