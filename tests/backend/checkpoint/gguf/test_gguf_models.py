@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES, GgmlMatrix
 from penstock.backend.checkpoint.generation_config import read_generation_defaults
 from penstock.backend.checkpoint.gguf import directory, kept_directories
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
@@ -51,32 +50,6 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(directory, "cache_directory", lambda: tmp_path / "cache")
     return tmp_path / "cache" / "gguf"
-
-
-@pytest.mark.parametrize("name", BLOCK_TYPES)
-def test_blocks_of_any_bytes_are_the_numbers_of_the_gguf_package(name: str) -> None:
-    """Bit for bit, but for which NaN it is."""
-    blocks = BLOCK_TYPES[name]
-    content = np.random.default_rng(1).integers(0, 256, (50, 4 * blocks.num_bytes), dtype=np.uint8)
-    with np.errstate(all="ignore"):
-        expected = gguf.dequantize(content, gguf.GGMLQuantizationType[name])
-    shape = (50, 4 * blocks.values)
-    found = GgmlMatrix(name).expand({"weight": torch.from_numpy(content)}, shape, slice(0, 50)).numpy()
-    is_nan = np.isnan(expected)
-    assert np.array_equal(is_nan, np.isnan(found))
-    assert np.array_equal(found.view(np.uint32)[~is_nan], expected.view(np.uint32)[~is_nan])
-
-
-@pytest.mark.parametrize("name", sorted(BLOCK_TYPES.keys() - {"MXFP4"}))  # whose forms hold any scale
-def test_packed_blocks_are_the_same_numbers(name: str) -> None:
-    content = np.random.default_rng(1).integers(0, 256, (50, 4 * BLOCK_TYPES[name].num_bytes), dtype=np.uint8)
-    matrix, shape = GgmlMatrix(name), (50, 4 * BLOCK_TYPES[name].values)
-    parts = {"weight": torch.from_numpy(content & 0xBB)}  # no infinite scale has this bit clear
-    weight = matrix.pack(parts, shape)
-    assert (weight is None) == (matrix.packed_form(shape) is None)
-    if weight is not None:
-        assert weight.form == matrix.packed_form(shape)
-        assert torch.equal(weight.dequantize(), matrix.expand(parts, shape, slice(0, 50)))
 
 
 def mixed(name: str) -> str:
@@ -366,3 +339,28 @@ def test_rope_factors_divide_the_frequencies(tmp_path: Path) -> None:
     plain = read_decoder_config(resolve_model(str(make_file("llama, F16")[0].write(tmp_path / "plain.gguf"))))
     assert config.rope.attention_factor == 1.0
     np.testing.assert_allclose(config.rope.inv_freq, np.array(plain.rope.inv_freq) / factors, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "factor"),
+    [({}, 1), ({"rope.scaling.factor": 4.0}, 4), ({"rope.scale_linear": 4.0}, 4), ({"rope.scaling.type": "none"}, 1)],
+)
+def test_a_factor_without_a_type_is_linear_scaling(change: dict[str, Any], factor: int, tmp_path: Path) -> None:
+    """And without a factor nothing is scaled, although Ministral 3's own files have YaRN by default."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    model = make_model("ministral3", vocab_size=320, rope_parameters=rope)
+    file = from_model("mistral3", model, all_of("F32"), byte_level_vocabulary(320))
+    file.metadata |= {f"mistral3.{key}": value for key, value in change.items()}
+    config = read_decoder_config(resolve_model(str(file.write(tmp_path / "model.gguf"))))
+    dim = config.rope.rotary_dim
+    expected = 10000.0 ** (-np.arange(0, dim, 2) / dim) / factor
+    np.testing.assert_allclose(config.rope.inv_freq, expected, rtol=1e-5)
+    assert config.query_rope is None
+
+
+def test_gemma3_without_a_window_attends_to_all(tmp_path: Path) -> None:
+    model = make_model("gemma3", vocab_size=320, num_hidden_layers=2)
+    file = from_model("gemma3", model, all_of("F32"), byte_level_vocabulary(320))
+    del file.metadata["gemma3.attention.sliding_window"]
+    config = read_decoder_config(resolve_model(str(file.write(tmp_path / "model.gguf"))))
+    assert config.layer_window_tokens == (None, None)
