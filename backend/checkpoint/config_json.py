@@ -14,12 +14,13 @@ import torch
 from penstock.backend.checkpoint.architectures.families import (
     ACTIVATIONS,
     FAMILIES,
+    FUSED_QKV,
     Family,
     no_experts,
 )
 from penstock.backend.checkpoint.architectures.hf_config import HfConfig
 from penstock.backend.checkpoint.architectures.text_parts import TEXT_PARTS, TextPart
-from penstock.backend.checkpoint.decoder_config import DecoderConfig, PositionScale, RopeConfig
+from penstock.backend.checkpoint.decoder_config import DecoderConfig, PositionScale, RopeConfig, TensorNames
 from penstock.backend.checkpoint.formats.declared import parse_stored_formats
 from penstock.backend.checkpoint.json_file import convert, read_json_object, shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE
@@ -103,7 +104,7 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
         layer_has_experts=() if expert_layers is None else expert_layers.layers,
         parallel_blocks=family.parallel_blocks,
         scales=family.scales(config),
-        names=replace(family.names, fused_experts=None) if config.separate_experts else family.names,
+        names=_names(config, family),
         interleaved_rope=family.interleaved_rope or config.rope_interleave,
         window_rope=_window_rope(config, family, rope, context_tokens),
         query_rope=_query_rope(config, family, rope, head_dim),
@@ -178,6 +179,11 @@ def _has_qkv_bias(config: HfConfig, family: Family, *, biased: bool) -> bool:
         case "qkv if attention_bias":
             return biased
     return False
+
+
+def _names(config: HfConfig, family: Family) -> TensorNames:
+    names = replace(family.names, qkv=FUSED_QKV) if config.fused_qkv else family.names
+    return replace(names, fused_experts=None) if config.separate_experts else names
 
 
 def _activation(config: HfConfig, family: Family) -> str:

@@ -180,9 +180,8 @@ class KvPlan(KvCapacity):
 
     def describe(self) -> str:
         """One line for the log."""
-        weights = (
-            "" if self.quantization == "none" else f"{self.quantization} weights: {format_size(self.weight_bytes)}; "
-        )
+        kind = "" if self.quantization == "none" else f"{self.quantization} "
+        weights = f"{kind}weights: {format_size(self.weight_bytes)}; " if self.weight_bytes else ""
         states = f"state of {self.max_running} sequences: {format_size(self.state_bytes)}; " if self.state_bytes else ""
         return (
             f"{weights}{states}KV cache: {self.kv_dtype}, {self.bytes_per_token} bytes per token, {self.num_pages} "

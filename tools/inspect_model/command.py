@@ -89,6 +89,8 @@ def _lines(model: ModelDescription) -> Iterator[tuple[str, str]]:
     yield "parameters", f"{model.parameters:,}{active}"
     dtypes = ", ".join(f"{dtype} {format_size(size)}" for dtype, size in model.weight_dtypes.items())
     yield "weights", f"{format_size(model.weight_bytes)}, files: {model.weight_files} ({dtypes or 'none here'})"
+    if model.memory_bytes is not None:
+        yield "in memory", format_size(model.memory_bytes)
     yield "quantisation", model.quantization or "none"
     if not model.kv_bytes_per_token and model.vectors:
         return

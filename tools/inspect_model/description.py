@@ -87,6 +87,8 @@ class ModelDescription(Struct, frozen=True):
     weight_dtypes: dict[str, int]
     """Bytes by dtype, largest first."""
     weight_bytes: int
+    memory_bytes: int | None
+    """Memory of the loaded weights on the CPU, with the default options."""
     weight_files: int
     missing_files: tuple[str, ...]
     kv_bytes_per_token: dict[str, int]
@@ -162,6 +164,7 @@ def describe_model(
         active_parameters=parameters - unused,
         weight_dtypes=dict(dtypes.most_common()),
         weight_bytes=sum(dtypes.values()),
+        memory_bytes=None if spec is None else spec.weight_bytes,
         weight_files=files.num_files,
         missing_files=files.missing_files,
         kv_bytes_per_token=dict(spec.kv_bytes_per_token) if spec else {"bf16": 2 * kv_values} if kv_values else {},

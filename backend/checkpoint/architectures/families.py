@@ -160,6 +160,7 @@ def _cohere_qk_norm(config: HfConfig) -> QkNormScope | None:
 
 
 _BIDIRECTIONAL = ("use_bidirectional_attention",)
+FUSED_QKV = ("self_attn.qkv_proj",)
 _FUSED_GATE_UP = ("mlp.gate_up_proj",)
 _OLMO_NAMES = TensorNames(
     attention_norm=None,
@@ -284,7 +285,7 @@ FAMILIES = {
     ),
     "Phi3ForCausalLM": Family(
         windows=window_nowhere_unless_given,
-        names=TensorNames(qkv=("self_attn.qkv_proj",), gate_up=_FUSED_GATE_UP),
+        names=TensorNames(qkv=FUSED_QKV, gate_up=_FUSED_GATE_UP),
         norm_eps=1e-5,
         original_max_positions=4096,
     ),

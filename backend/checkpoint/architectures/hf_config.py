@@ -49,6 +49,8 @@ class HfConfig(Struct, frozen=True):
     use_qk_norm: bool | None = None
 
     qkv_bias: bool = True
+    fused_qkv: bool = False
+    """q, k and v are one tensor although the architecture separates them, as in GGUF files of ChatGLM."""
 
     num_experts: _Experts | None = None
     num_local_experts: _Experts | None = None

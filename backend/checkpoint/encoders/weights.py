@@ -20,6 +20,8 @@ from penstock.backend.checkpoint.encoders.tensors import (
     norm_specs,
     table_specs,
 )
+from penstock.backend.checkpoint.formats.declared import read_stored_formats
+from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.formats.stored_weight import find_weight
 from penstock.backend.checkpoint.layout import SINGLE_FILE
 from penstock.backend.checkpoint.progress import make_progress
@@ -131,7 +133,7 @@ class EncoderWeights:
 def open_encoder(
     model_dir: Path, config: EncoderConfig, make_progress: Callable[[int], Progress] = make_progress
 ) -> EncoderWeights:
-    """Open the safetensors files and check every tensor that config needs. Nothing is loaded yet.
+    """Open the files and check every tensor that config needs. Nothing is loaded yet; GGUF's blocks are dequantised.
 
     Raises StartupError with the tensor's name and both shapes.
     """
@@ -139,7 +141,9 @@ def open_encoder(
         files, where = open_tensor_files(model_dir, closers)
         files = _with_new_names(files) | _open_folders(model_dir, config, closers)
         prefix = _find_prefix(config, files)
-        stored = {spec.name: find_weight(spec, None, files, where) for spec in _needed(config, prefix)}
+        formats = read_stored_formats(model_dir)
+        of = formats.of if formats.cover_embedding else PLAIN.of  # other methods are meant for decoders
+        stored = {spec.name: find_weight(spec, of(spec.name), files, where) for spec in _needed(config, prefix)}
         num_bytes = sum(weight.num_bytes for weight in stored.values())
         progress = closers.enter_context(closing(make_progress(num_bytes)))
         dtype = read_declared_dtype(model_dir)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from penstock.backend.checkpoint.formats.float4 import Mxfp4
+from penstock.backend.checkpoint.formats.ggml_codebooks import CODEBOOK_TYPES, read_iq3_s
 from penstock.backend.checkpoint.formats.integers import int4_form
 from penstock.backend.checkpoint.formats.matrix_format import (
     BLOCK_VALUES,
@@ -36,11 +37,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from penstock.backend.checkpoint.formats.ggml_codebooks import CodedNumbers
     from penstock.backend.checkpoint.formats.matrix_format import Parts
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight, WeightForm
 
 _SMALL_BLOCK = 32
 _LARGE_BLOCK = 256
+_SMALL_GROUP = 16
 _Q4_0 = "Q4_0"
 _Q4_0_ZERO = 8
 _MXFP4 = "MXFP4"
@@ -53,18 +56,22 @@ class _Numbers:
     """The content of blocks. A number is scale × value, minus the minimum if there is one."""
 
     values: Tensor
-    """int8 [blocks, values]"""
+    """int8 [blocks, values]; float32 of types that no form holds."""
     factors: Tensor
     """float32 [blocks, 1 or 2], from binary16: scale, then minimum."""
     multipliers: Tensor | None = None
-    """int8 [blocks, groups, 1 or 2]: multipliers of the factors, for each group of the block."""
+    """int8 [blocks, groups, 1 or 2]: multipliers of the factors, for each group of the block; float32 of types that no
+    form holds."""
+    are_codes: bool = False
+    """The values are places of IQ4_VALUES, not numbers."""
 
     def expand(self) -> Tensor:
         """float32 [blocks, values]"""
         factors = self.factors[:, None]
         if self.multipliers is not None:
             factors = factors * self.multipliers.float()
-        numbers = self.values.view(len(self.values), factors.shape[1], -1) * factors[:, :, :1]
+        values = torch.tensor(IQ4_VALUES, dtype=torch.int8)[self.values.int()] if self.are_codes else self.values
+        numbers = values.view(len(values), factors.shape[1], -1) * factors[:, :, :1]
         if factors.shape[2] == 2:
             numbers -= factors[:, :, 1:]
         return numbers.view(self.values.shape)
@@ -78,11 +85,8 @@ class BlockType:
     form: GroupedForm | None
     """The kernels' form of groups that holds the same numbers; None if there is none."""
     read: Callable[[Tensor], _Numbers]
-
-    @property
-    def values(self) -> int:
-        """Numbers of a block."""
-        return _SMALL_BLOCK if self.form is None else self.form.block_size
+    values: int
+    """Numbers of a block."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +140,7 @@ class GgmlMatrix(MatrixFormat):
         form = self._type.form
         if form is None:
             return None
-        values = numbers.values
-        if form.bits == 4:
-            values = _pairs(_codes_of(values) if form.codebook else values)
+        values = _pairs(numbers.values) if form.bits == 4 else numbers.values
         multipliers = torch.empty(0, dtype=torch.int8) if numbers.multipliers is None else numbers.multipliers
         return GroupedWeight(
             form,
@@ -167,11 +169,6 @@ def _pairs(values: Tensor) -> Tensor:
     return numbers[:, ::2] | (numbers[:, 1::2] << 4)
 
 
-def _codes_of(values: Tensor) -> Tensor:
-    """The places of IQ4_VALUES at which int8 values stand."""
-    return torch.bucketize(values, torch.tensor(IQ4_VALUES, dtype=torch.int8)).to(torch.int8)
-
-
 def _fifth_bits(content: Tensor) -> Tensor:
     """Read uint8 [blocks, 32] from 4 bytes: 16 where the bit is set."""
     bits = content[:, :, None] >> torch.arange(8, dtype=torch.uint8)
@@ -192,8 +189,7 @@ def _q5_0(blocks: Tensor) -> _Numbers:
 
 
 def _iq4_nl(blocks: Tensor) -> _Numbers:
-    table = torch.tensor(IQ4_VALUES, dtype=torch.int8)
-    return _Numbers(table[_nibbles(blocks[:, 2:]).long()], _halves(blocks, 0))
+    return _Numbers(_nibbles(blocks[:, 2:]).view(torch.int8), _halves(blocks, 0), are_codes=True)
 
 
 def _mxfp4(blocks: Tensor) -> _Numbers:
@@ -259,23 +255,99 @@ def _q6_k(blocks: Tensor) -> _Numbers:
     return _Numbers(values.view(torch.int8) - 32, _halves(blocks, 208), scales[:, :, None])
 
 
-def _small(bits: int, *, has_minima: bool = False, codebook: Literal["", "iq4"] = "") -> GroupedForm:
-    return GroupedForm(bits, _SMALL_BLOCK, _SMALL_BLOCK, has_minima, codebook)
+def _pairs_of_bits(content: Tensor) -> Tensor:
+    """Split uint8 [blocks, n] into [blocks, 4 × n] pairs of bits: of each 32 bytes all lowest pairs, then the next."""
+    return (content.view(len(content), -1, 1, 32) >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3).flatten(1)
 
 
-def _large(bits: int, group_size: int, *, has_minima: bool = False) -> GroupedForm:
-    return GroupedForm(bits, group_size, _LARGE_BLOCK, has_minima)
+def _q2_k(blocks: Tensor) -> _Numbers:
+    multipliers = torch.stack([blocks[:, :16] & 15, blocks[:, :16] >> 4], dim=-1).view(torch.int8)
+    return _Numbers(
+        _pairs_of_bits(blocks[:, 16:80].contiguous()).view(torch.int8), _halves(blocks, 80, 82), multipliers
+    )
+
+
+def _q3_k(blocks: Tensor) -> _Numbers:
+    """Read Q3_K. Scales have 6 bits: the lower 4 in bytes 0 to 7 of their 12, the upper 2 in the other bytes."""
+    high = (blocks[:, None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1).flatten(1)
+    values = _pairs_of_bits(blocks[:, 32:96].contiguous()) | high << 2
+    upper = blocks[:, None, 104:108] >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3
+    scales = _nibbles(blocks[:, 96:104]) | upper.flatten(1) << 4
+    return _Numbers(values.view(torch.int8) - 4, _halves(blocks, 108), scales.view(torch.int8)[:, :, None] - 32)
+
+
+def _iq4_xs(blocks: Tensor) -> _Numbers:
+    """Read IQ4_XS. Scales have 6 bits: the upper 2 in bytes 2 and 3, the lower 4 in the next four."""
+    upper = (blocks[:, 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3).flatten(1)
+    lower = torch.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], dim=-1).flatten(1)
+    codes = _nibbles(blocks[:, 8:].view(-1, 8, 16)).flatten(1).view(torch.int8)
+    multipliers = (lower | upper << 4).view(torch.int8)[:, :, None] - 32
+    return _Numbers(codes, _halves(blocks, 0), multipliers, are_codes=True)
+
+
+def _ternary(values: Tensor, scales: Tensor) -> _Numbers:
+    multipliers = torch.ones(len(values), _LARGE_BLOCK // _SMALL_GROUP, 1, dtype=torch.int8)
+    return _Numbers(values.to(torch.int8) - 1, scales, multipliers)
+
+
+def _tq1_0(blocks: Tensor) -> _Numbers:
+    """Read TQ1_0: a byte has 5 digits of base 3, as the fraction of 256 that they are of 3^5; the last bytes have 4."""
+
+    def digits(content: Tensor, count: int) -> Tensor:
+        powers = torch.tensor([1, 3, 9, 27, 81][:count], dtype=torch.uint8)[:, None]
+        return ((content[:, None] * powers).int() * 3 >> 8).flatten(1)
+
+    parts = digits(blocks[:, :32], 5), digits(blocks[:, 32:48], 5), digits(blocks[:, 48:52], 4)
+    return _ternary(torch.cat(parts, dim=1), _halves(blocks, 52))
+
+
+def _tq2_0(blocks: Tensor) -> _Numbers:
+    return _ternary(_pairs_of_bits(blocks[:, :64].contiguous()), _halves(blocks, 64))
+
+
+def _coded(read: Callable[[Tensor], CodedNumbers]) -> Callable[[Tensor], _Numbers]:
+    return lambda blocks: _Numbers(*read(blocks))
+
+
+def _small(
+    num_bytes: int,
+    bits: int,
+    read: Callable[[Tensor], _Numbers],
+    *,
+    has_minima: bool = False,
+    codebook: Literal["", "iq4"] = "",
+) -> BlockType:
+    return BlockType(num_bytes, GroupedForm(bits, _SMALL_BLOCK, _SMALL_BLOCK, has_minima, codebook), read, _SMALL_BLOCK)
+
+
+def _large(
+    num_bytes: int,
+    bits: int,
+    group_size: int,
+    read: Callable[[Tensor], _Numbers],
+    *,
+    has_minima: bool = False,
+    codebook: Literal["", "iq4"] = "",
+) -> BlockType:
+    return BlockType(num_bytes, GroupedForm(bits, group_size, _LARGE_BLOCK, has_minima, codebook), read, _LARGE_BLOCK)
 
 
 BLOCK_TYPES = {
-    "Q8_0": BlockType(34, _small(8), _q8_0),
-    _Q4_0: BlockType(18, _small(8), _q4_0),
-    "Q4_1": BlockType(20, _small(4, has_minima=True), _q4_1),
-    "Q5_0": BlockType(22, _small(5), _q5_0),
-    "Q5_1": BlockType(24, _small(5, has_minima=True), _q5_1),
-    "IQ4_NL": BlockType(18, _small(4, codebook="iq4"), _iq4_nl),
-    _MXFP4: BlockType(17, None, _mxfp4),
-    "Q4_K": BlockType(144, _large(4, 32, has_minima=True), _q4_k),
-    "Q5_K": BlockType(176, _large(5, 32, has_minima=True), _q5_k),
-    "Q6_K": BlockType(210, _large(6, 16), _q6_k),
+    "Q8_0": _small(34, 8, _q8_0),
+    _Q4_0: _small(18, 8, _q4_0),
+    "Q4_1": _small(20, 4, _q4_1, has_minima=True),
+    "Q5_0": _small(22, 5, _q5_0),
+    "Q5_1": _small(24, 5, _q5_1, has_minima=True),
+    "IQ4_NL": _small(18, 4, _iq4_nl, codebook="iq4"),
+    _MXFP4: BlockType(17, None, _mxfp4, _SMALL_BLOCK),
+    "Q2_K": _large(84, 2, 16, _q2_k, has_minima=True),
+    "Q3_K": _large(110, 3, 16, _q3_k),
+    "Q4_K": _large(144, 4, 32, _q4_k, has_minima=True),
+    "Q5_K": _large(176, 5, 32, _q5_k, has_minima=True),
+    "Q6_K": _large(210, 6, 16, _q6_k),
+    "IQ4_XS": _large(136, 4, 32, _iq4_xs, codebook="iq4"),
+    "TQ1_0": _large(54, 3, 16, _tq1_0),
+    "TQ2_0": _large(66, 3, 16, _tq2_0),
+    "IQ3_S": _large(110, 5, 32, _coded(read_iq3_s)),
+    **{name: BlockType(size, None, _coded(read), _LARGE_BLOCK) for name, (size, read) in CODEBOOK_TYPES.items()},
 }

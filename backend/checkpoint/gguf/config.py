@@ -17,12 +17,19 @@ T = TypeVar("T", int, float, str)
 _DTYPES = {"F32": "float32", "F16": "float16"}
 
 
+_WINDOWS = ("attention.sliding_window", "attention.sliding_window_pattern")
+_EXPERTS = ("expert_count", "expert_used_count")
+_WIDE_EXPERTS = (*_EXPERTS, "expert_feed_forward_length")
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """A value of general.architecture."""
 
     name: str
     """In config.json."""
+    keys: tuple[str, ...] = ()
+    """Its own keys that change the computation, besides those that any architecture may have."""
     interleaved_rope: bool = False
     """Rows of q and k are stored so that neighbours rotate together, unlike in Hugging Face checkpoints."""
     offset_norms: bool = False
@@ -31,30 +38,72 @@ class Architecture:
     """Keys of config.json that the metadata lack."""
     rope: Mapping[str, Any] = field(default_factory=dict)
     """Settings of YaRN that the metadata lack."""
+    may_have_qkv_bias: bool = False
+    """Models differ in biases of q, k and v: the tensors decide."""
+    windows_need_key: bool = False
+    """No layer has a window if attention.sliding_window is absent."""
     wide_layers: int | None = None
     """The number of layers of the model size whose scores are divided by √(hidden_size / heads), not by √head_dim."""
 
 
 _LLAMA = Architecture("LlamaForCausalLM", interleaved_rope=True)
+_OLMO2 = Architecture("Olmo2ForCausalLM", (*_WINDOWS, "rope.freq_base_swa"))
+_GEMMA_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 ARCHITECTURES = {
     "llama": _LLAMA,
+    "mistral3": Architecture(
+        "Ministral3ForCausalLM",
+        ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
+        interleaved_rope=True,
+    ),
+    "smollm3": Architecture("SmolLM3ForCausalLM", interleaved_rope=True),
     "qwen2": Architecture("Qwen2ForCausalLM"),
-    "qwen2moe": Architecture("Qwen2MoeForCausalLM", settings={"norm_topk_prob": False}),
+    "qwen2moe": Architecture(
+        "Qwen2MoeForCausalLM",
+        (*_WIDE_EXPERTS, "expert_shared_feed_forward_length"),
+        settings={"norm_topk_prob": False},
+    ),
     "qwen3": Architecture("Qwen3ForCausalLM"),
-    "qwen3moe": Architecture("Qwen3MoeForCausalLM", settings={"norm_topk_prob": True}),
-    "phi3": Architecture("Phi3ForCausalLM"),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", _WIDE_EXPERTS, settings={"norm_topk_prob": True}),
+    "phi3": Architecture("Phi3ForCausalLM", (_WINDOWS[0], "rope.scaling.attn_factor")),
     "gemma": Architecture("GemmaForCausalLM", offset_norms=True),
-    "gemma2": Architecture("Gemma2ForCausalLM", offset_norms=True, wide_layers=46),
-    "gemma3": Architecture("Gemma3ForCausalLM", offset_norms=True, wide_layers=62),
-    "granite": Architecture("GraniteForCausalLM", interleaved_rope=True),
-    "olmo2": Architecture("Olmo2ForCausalLM"),
-    "command-r": Architecture("CohereForCausalLM"),
-    "cohere2": Architecture("Cohere2ForCausalLM"),
-    "starcoder2": Architecture("Starcoder2ForCausalLM"),
-    "glm4": Architecture("Glm4ForCausalLM"),
-    "gpt-oss": Architecture("GptOssForCausalLM", settings={"separate_experts": True}, rope={"truncate": False}),
+    "gemma2": Architecture("Gemma2ForCausalLM", (*_WINDOWS, *_GEMMA_CAPS), offset_norms=True, wide_layers=46),
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM",
+        (*_WINDOWS, "final_logit_softcapping", "rope.freq_base_swa"),
+        offset_norms=True,
+        windows_need_key=True,
+        wide_layers=62,
+    ),
+    "granite": Architecture(
+        "GraniteForCausalLM",
+        ("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
+        interleaved_rope=True,
+    ),
+    "olmo2": _OLMO2,
+    "command-r": Architecture("CohereForCausalLM", ("logit_scale",)),
+    "cohere2": Architecture("Cohere2ForCausalLM", ("logit_scale", *_WINDOWS)),
+    "starcoder2": Architecture("Starcoder2ForCausalLM", (_WINDOWS[0],)),
+    "chatglm": Architecture("GlmForCausalLM", may_have_qkv_bias=True),
+    "glm4": Architecture("Glm4ForCausalLM", may_have_qkv_bias=True),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM",
+        (*_WIDE_EXPERTS, *_WINDOWS),
+        settings={"separate_experts": True},
+        rope={"truncate": False},
+    ),
 }
-_LLAMA_WITH_EXPERTS = replace(_LLAMA, name="MixtralForCausalLM")
+_LLAMA_WITH_EXPERTS = replace(_LLAMA, name="MixtralForCausalLM", keys=_EXPERTS)
+_OLMO3 = replace(_OLMO2, name="Olmo3ForCausalLM")
+_NEUTRAL = {
+    "expert_gating_func": 1,
+    "expert_weights_scale": 1.0,
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+}
+"""Keys with the value that says what any of these architectures does anyway. So does 0 of any key."""
+_HARMLESS = frozenset({"vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "classifier.output_labels"})
+"""Keys that change nothing, whatever their value. A key that is neither read nor listed here is refused."""
 
 EMBEDDING, LM_HEAD = "token_embd.weight", "output.weight"
 _ROPE_FACTORS, _SHORT_FACTORS, _LONG_FACTORS = (
@@ -78,6 +127,7 @@ _FLOAT_KEYS = {
     "logit_scale": "logit_scale",
     "rope_local_base_freq": "rope.freq_base_swa",
 }
+_NORM_EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
 _INT_KEYS = {
     "sliding_window": "attention.sliding_window",
     "num_experts": "expert_count",
@@ -85,26 +135,41 @@ _INT_KEYS = {
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
-"""Keys of config.json, each with the architecture's own key. An architecture reads the keys that it has."""
+"""Keys of config.json, each with the architecture's own key, which is read if `Architecture.keys` has it."""
+_YARN_KEYS = {
+    "attention_factor": "rope.scaling.yarn_attn_factor",
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+    "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
+    "llama_4_scaling_beta": "attention.temperature_scale",
+}
+_YARN_OF_ALL = ("rope.scaling.yarn_attn", "rope.scaling.yarn_beta")
+"""Beginnings of the keys that any architecture may have; the others are read if `Architecture.keys` has them."""
 
 
 class Metadata:
-    """Typed access to metadata."""
+    """Typed access to metadata, which remembers the keys that were read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
-        name = self.get("general.architecture", str)
-        if name not in ARCHITECTURES:
-            raise StartupError(
-                f"general.architecture is {shorten(name)}; GGUF files are supported for {', '.join(ARCHITECTURES)}"
-            )
-        self._prefix = f"{name}."
-        self.architecture = ARCHITECTURES[name]
-        if self.architecture is _LLAMA and self.own("expert_count", int):
-            self.architecture = _LLAMA_WITH_EXPERTS
+        self._read: set[str] = set()
+        self.architecture = self.get("general.architecture", str) or ""
+        self.prefix = f"{self.architecture}."
+
+    def refuse_unread(self, *, is_causal: bool) -> None:
+        """Raises StartupError for a key of the architecture that was not read and may change the computation."""
+        neutral = _NEUTRAL | {"attention.causal": is_causal}
+        for key, value in self._values.items():
+            name = key.removeprefix(self.prefix)
+            if name == key or key in self._read or name in _HARMLESS:
+                continue
+            is_off = value == 0 and not isinstance(value, bool)
+            if not is_off and (name not in neutral or neutral[name] != value):
+                raise StartupError(f"{key} is {shorten(value)}; this architecture is supported without it only")
 
     def get(self, key: str, kind: type[T]) -> T | None:
         """Raises StartupError for a value of another type."""
+        self._read.add(key)
         value = self._values.get(key)
         if value is None:
             return None
@@ -116,69 +181,132 @@ class Metadata:
 
     def own(self, key: str, kind: type[T]) -> T | None:
         """Read a key of the architecture."""
-        return self.get(self._prefix + key, kind)
+        return self.get(self.prefix + key, kind)
 
     def required(self, key: str) -> int:
         value = self.own(key, int)
         if value is None:
-            raise StartupError(f"{self._prefix}{key} is missing")
+            raise StartupError(f"{self.prefix}{key} is missing")
         return value
+
+    def check_equal(self, key: str, expected: float | None, other: str) -> None:
+        """Raises StartupError unless the number is absent or expected, the value of the key other."""
+        value = self.own(key, float)
+        if value is not None and value != expected:
+            raise StartupError(f"{self.prefix}{key} is {value:g}; it must be that of {other}, {expected}")
 
     def same_in_all_layers(self, key: str) -> int | None:
         """Read a number, or a list of equal numbers for all layers."""
-        value = self._values.get(self._prefix + key)
+        self._read.add(self.prefix + key)
+        value = self._values.get(self.prefix + key)
         if isinstance(value, list) and value and all(item == value[0] for item in value):
             value = value[0]
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise StartupError(f"{self._prefix}{key} is {shorten(value)}; expected the same integer for all layers")
+            raise StartupError(f"{self.prefix}{key} is {shorten(value)}; expected the same integer for all layers")
         return value
+
+    def interval_or_flags(self, key: str) -> int | list[bool] | None:
+        """Read a number, or a flag for each layer."""
+        self._read.add(self.prefix + key)
+        value = self._values.get(self.prefix + key)
+        if isinstance(value, list) and all(item in (0, 1) for item in value):
+            return [bool(item) for item in value]
+        return self.own(key, int)
 
 
 def make_config(
-    values: Mapping[str, Any], tensors: Mapping[str, GgufTensor], rope_factors: Mapping[str, tuple[float, ...]]
+    metadata: Metadata, tensors: Mapping[str, GgufTensor], rope_factors: Mapping[str, tuple[float, ...]]
 ) -> dict[str, Any]:
     """config.json without quantization_config. rope_factors: content of one of ROPE_TENSORS, or nothing.
 
     Raises StartupError naming the key.
     """
-    metadata = Metadata(values)
-    if EMBEDDING not in tensors:
-        raise StartupError(f"tensor {EMBEDDING} is missing")
+    architecture = _architecture(metadata)
     heads, context = metadata.required("attention.head_count"), metadata.required("context_length")
     hidden, layers = metadata.required("embedding_length"), metadata.required("block_count")
-    embedding, architecture = tensors[EMBEDDING], metadata.architecture
+    embedding = tensors[EMBEDDING]
     head_dim = metadata.own("attention.key_length", int)
     if head_dim is None and heads > 0:
         head_dim = hidden // heads
-    rotary = metadata.own("rope.dimension_count", int)
-    own = {key: metadata.own(name, float) for key, name in _FLOAT_KEYS.items()}
-    own |= {key: metadata.own(name, int) or None for key, name in _INT_KEYS.items()}
+    rotary, theta = metadata.own("rope.dimension_count", int), metadata.own("rope.freq_base", float) or 10_000.0
+    metadata.check_equal("attention.value_length", head_dim, "attention.key_length")
+    if "rope.freq_base_swa" not in architecture.keys:
+        metadata.check_equal("rope.freq_base_swa", theta, "rope.freq_base")
+    known = (*architecture.keys, *_NORM_EPSILONS)
+    own = {key: metadata.own(name, float) for key, name in _FLOAT_KEYS.items() if name in known}
+    own |= {key: metadata.own(name, int) or None for key, name in _INT_KEYS.items() if name in known}
+    if architecture is _OLMO3:
+        own["rope_local_base_freq"] = own["rope_local_base_freq"] or theta
     return {
         **own,
+        **_layer_types(metadata, architecture, layers),
         **architecture.settings,
         "architectures": [architecture.name],
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": metadata.same_in_all_layers("feed_forward_length") or own["moe_intermediate_size"],
+        "intermediate_size": metadata.same_in_all_layers("feed_forward_length") or own.get("moe_intermediate_size"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.same_in_all_layers("attention.head_count_kv") or heads,
         "head_dim": head_dim,
         "max_position_embeddings": context,
-        "rope_theta": metadata.own("rope.freq_base", float) or 10_000.0,
-        **_rope_settings(metadata, context, rope_factors),
+        "rope_theta": theta,
+        **_rope_settings(metadata, architecture, context, rope_factors),
         "partial_rotary_factor": rotary / head_dim if rotary and head_dim else None,
         "query_pre_attn_scalar": hidden / heads if layers == architecture.wide_layers else head_dim,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+        "attention_bias": _has_qkv_bias(tensors) if architecture.may_have_qkv_bias else None,
+        "fused_qkv": "blk.0.attn_qkv.weight" in tensors,
         "rope_interleave": architecture.interleaved_rope,
         "norms_have_offset": architecture.offset_norms,
         "tie_word_embeddings": LM_HEAD not in tensors,
-        "dtype": _DTYPES.get(embedding.type_name, "bfloat16"),
+        "dtype": dtype_of(embedding),
     }
 
 
-def _rope_settings(metadata: Metadata, context: int, factors: Mapping[str, tuple[float, ...]]) -> dict[str, Any]:
+def dtype_of(embedding: GgufTensor) -> str:
+    """The dtype of config.json."""
+    return _DTYPES.get(embedding.type_name, "bfloat16")
+
+
+def _architecture(metadata: Metadata) -> Architecture:
+    found = ARCHITECTURES.get(metadata.architecture)
+    if found is None:
+        raise StartupError(
+            f"general.architecture is {shorten(metadata.architecture)}; GGUF files are supported for "
+            f"{', '.join(ARCHITECTURES)}, bert and nomic-bert"
+        )
+    if found is _LLAMA and metadata.own("expert_count", int):
+        return _LLAMA_WITH_EXPERTS
+    return _OLMO3 if found is _OLMO2 and metadata.own(_WINDOWS[0], int) else found
+
+
+def _has_qkv_bias(tensors: Mapping[str, GgufTensor]) -> bool:
+    return not tensors.keys().isdisjoint(("blk.0.attn_q.bias", "blk.0.attn_qkv.bias"))
+
+
+def _layer_types(metadata: Metadata, architecture: Architecture, layers: int) -> dict[str, Any]:
+    """Which layers have the window, if the metadata say it."""
+    if _WINDOWS[1] not in architecture.keys:
+        return {}
+    pattern = metadata.interval_or_flags(_WINDOWS[1])
+    if architecture.windows_need_key and not metadata.own(_WINDOWS[0], int):
+        pattern = [False] * layers
+    if isinstance(pattern, list):
+        return {"layer_types": ["sliding_attention" if flag else "full_attention" for flag in pattern]}
+    return {"sliding_window_pattern": pattern}
+
+
+def _rope_settings(
+    metadata: Metadata, architecture: Architecture, context: int, factors: Mapping[str, tuple[float, ...]]
+) -> dict[str, Any]:
     original = metadata.own("rope.scaling.original_context_length", int)
+    kind = metadata.own("rope.scaling.type", str)
+    factor = metadata.own("rope.scaling.factor", float) or metadata.own("rope.scale_linear", float)
+    if kind is None:
+        kind = "linear" if factor else "none"
+    if factors and kind not in ("none", "longrope"):
+        raise StartupError(f"{metadata.prefix}rope.scaling.type is {shorten(kind)}, and the file has {min(factors)}")
     if _ROPE_FACTORS in factors:
         # Frequencies divided by a factor each, such as Llama 3.1's: LongRoPE with the same factors at any length.
         same = factors[_ROPE_FACTORS]
@@ -189,15 +317,19 @@ def _rope_settings(metadata: Metadata, context: int, factors: Mapping[str, tuple
             "rope_scaling": _longrope(factors[_SHORT_FACTORS], factors[_LONG_FACTORS], scale),
             "original_max_position_embeddings": original,
         }
-    kind = metadata.own("rope.scaling.type", str) or "none"
-    if kind == "none":
-        return {}
-    if kind not in ("linear", "yarn"):
+    if kind not in ("none", "linear", "yarn"):
         raise StartupError(f"rope.scaling.type is {shorten(kind)}; supported are none, linear and yarn")
-    settings: dict[str, Any] = {"rope_type": kind, "factor": metadata.own("rope.scaling.factor", float)}
+    yarn = {
+        key: metadata.own(name, float)
+        for key, name in _YARN_KEYS.items()
+        if name.startswith(_YARN_OF_ALL) or name in architecture.keys
+    }
+    # Without settings of their own some families have YaRN in Hugging Face checkpoints.
+    settings: dict[str, Any] = {"rope_type": "default" if kind == "none" else kind, "factor": factor}
     if kind == "yarn":
-        settings |= {"original_max_position_embeddings": original, **metadata.architecture.rope}
-    return {"rope_scaling": settings}
+        mscale = 1.0 if yarn.get("mscale_all_dim") else None
+        settings |= {"original_max_position_embeddings": original, "mscale": mscale, **yarn, **architecture.rope}
+    return {"rope_scaling": {key: value for key, value in settings.items() if value is not None}}
 
 
 def _longrope(short: tuple[float, ...], long: tuple[float, ...], scale: float | None) -> dict[str, Any]:

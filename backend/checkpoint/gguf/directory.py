@@ -13,15 +13,22 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from penstock.backend.checkpoint.config_json import parse_decoder_config, read_decoder_config
+from penstock.backend.checkpoint.config_json import parse_decoder_config
 from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES
-from penstock.backend.checkpoint.gguf.config import ROPE_TENSORS, make_config
+from penstock.backend.checkpoint.gguf.config import EMBEDDING, ROPE_TENSORS, Metadata, make_config
+from penstock.backend.checkpoint.gguf.encoders import (
+    ENCODERS,
+    EncoderArchitecture,
+    encoder_named,
+    make_encoder_config,
+    pooling_files,
+)
 from penstock.backend.checkpoint.gguf.header import GgufHeader, GgufTensor, open_tensors, read_header
 from penstock.backend.checkpoint.gguf.kept_directories import kept_directory
 from penstock.backend.checkpoint.gguf.names import GgufNames
 from penstock.backend.checkpoint.gguf.sampling import sampling_defaults
 from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer, check_tokenizer
-from penstock.backend.checkpoint.json_file import shorten
+from penstock.backend.checkpoint.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.layout import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -40,7 +47,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
 
-FORMAT = "5"
+FORMAT = "6"
 """Increase it when the generated files change."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -69,7 +76,8 @@ def open_gguf_links(model_dir: Path) -> list[TensorFile]:
     links = [path for path in sorted(model_dir.glob(f"*{GGUF_SUFFIX}")) if path.is_symlink()]
     if not links:
         return []
-    names = GgufNames(read_decoder_config(model_dir).names)
+    config = read_json_object(model_dir / CONFIG_FILE)
+    names = encoder_named(config) or GgufNames(parse_decoder_config(config).names)
     files = [open_tensors(path) for path in links]
     for file in files:
         file.tensors = {
@@ -102,6 +110,7 @@ def _shards(path: Path) -> list[Path]:
 
 def _write(directory: Path, paths: list[Path]) -> None:
     for name, text in _contents([read_header(path) for path in paths]).items():
+        (directory / name).parent.mkdir(mode=0o700, exist_ok=True)
         (directory / name).write_text(text, encoding="utf-8")
     for number, path in enumerate(paths, 1):
         (directory / f"weights-{number:05}{GGUF_SUFFIX}").symlink_to(path)
@@ -114,22 +123,40 @@ def _contents(headers: list[GgufHeader]) -> dict[str, str]:
     if count not in (0, len(headers)):
         raise StartupError(f"{first.path}: split.count is {shorten(count)}; the name of the file says {len(headers)}")
     try:
-        factors = _rope_factors(headers)
-        config = make_config(first.metadata, tensors, factors)
-        tokenizer = GgufTokenizer(first.metadata)
-        ends = tokenizer.end_tokens()
-        config = {key: value for key, value in config.items() if value is not None} | {"eos_token_id": ends}
-        decoder = parse_decoder_config(config)
-        _refuse_other_tensors({name: tensors[name] for name in tensors.keys() - factors.keys()}, decoder)
-        config["quantization_config"] = _formats(tensors, GgufNames(decoder.names))
-        return {
+        if EMBEDDING not in tensors:
+            raise StartupError(f"tensor {EMBEDDING} is missing")
+        metadata, tokenizer = Metadata(first.metadata), GgufTokenizer(first.metadata)
+        pooling = pooling_files(metadata)
+        is_encoder, ends = metadata.architecture in ENCODERS, tokenizer.end_tokens()
+        config = _encoder_config(metadata, tensors) if is_encoder else _decoder_config(metadata, tensors, headers, ends)
+        metadata.refuse_unread(is_causal=not is_encoder)
+        return pooling | {
             CONFIG_FILE: json.dumps(config, indent=1),
             GENERATION_FILE: json.dumps({"eos_token_id": ends} | sampling_defaults(first.metadata)),
-            TOKENIZER_FILE: check_tokenizer(tokenizer.tokenizer_json()),
+            TOKENIZER_FILE: check_tokenizer(tokenizer.tokenizer_json(adds_end=is_encoder or bool(pooling))),
             TOKENIZER_CONFIG_FILE: json.dumps(tokenizer.tokenizer_config(), ensure_ascii=False),
         }
     except StartupError as error:
         raise StartupError(f"{first.path}: {error}") from None
+
+
+def _encoder_config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> dict[str, Any]:
+    config = _without_nulls(make_encoder_config(metadata, tensors))
+    return config | {"quantization_config": _formats(tensors, ENCODERS[metadata.architecture])}
+
+
+def _decoder_config(
+    metadata: Metadata, tensors: dict[str, GgufTensor], headers: list[GgufHeader], ends: list[int]
+) -> dict[str, Any]:
+    factors = _rope_factors(headers)
+    config = _without_nulls(make_config(metadata, tensors, factors)) | {"eos_token_id": ends}
+    decoder = parse_decoder_config(config)
+    _refuse_other_tensors({name: tensors[name] for name in tensors.keys() - factors.keys()}, decoder)
+    return config | {"quantization_config": _formats(tensors, GgufNames(decoder.names))}
+
+
+def _without_nulls(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if value is not None}
 
 
 def _all_tensors(headers: list[GgufHeader]) -> dict[str, GgufTensor]:
@@ -153,7 +180,7 @@ def _refuse_other_tensors(tensors: dict[str, GgufTensor], config: DecoderConfig)
         free.difference_update(found)
 
 
-def _formats(tensors: dict[str, GgufTensor], names: GgufNames) -> dict[str, Any]:
+def _formats(tensors: dict[str, GgufTensor], names: GgufNames | EncoderArchitecture) -> dict[str, Any]:
     """quantization_config: the names of matrices, by their type."""
     types: dict[str, list[str]] = {}
     for name, tensor in tensors.items():

@@ -1,16 +1,17 @@
 """Makes tokenizer.json, tokenizer_config.json and the end tokens from a GGUF file's metadata.
 
-Two kinds exist: "llama" is SentencePiece with scores instead of merges; "gpt2" is byte-level BPE, whose way to split
-text is only named. A name that is not listed here is refused, because another split gives other tokens.
+Four kinds exist: "llama" is SentencePiece's BPE with scores instead of merges; "gpt2" is byte-level BPE, whose way to
+split text is only named (`splits.py`); "bert" is WordPiece, "t5" SentencePiece's Unigram. Others are refused.
 """
 
 from __future__ import annotations
 
+import base64
 import json
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
+from penstock.backend.checkpoint.gguf.splits import SPLITS
 from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.errors import StartupError
 
@@ -18,33 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _PREFIX = "tokenizer.ggml."
+_NAMED_TEMPLATE = "tokenizer.chat_template."
 _SPACE = "\u2581"
 _MAX_PIECE_CHARACTERS = 128
 """No SentencePiece vocabulary has longer pieces of text; longer ones are never merged."""
-
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-_TEKKEN_SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_KIMI_SPLIT = (
-    r"\p{Han}+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_GPT4O_SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 class _Kind(IntEnum):
@@ -54,41 +32,6 @@ class _Kind(IntEnum):
     UNKNOWN = 2
     CONTROL = 3
     USER_DEFINED = 4
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """How byte-level BPE splits text. Without an expression it splits as GPT-2 does."""
-
-    expression: str | None = None
-    composes: bool = False
-    """Text is normalised to NFC first."""
-    single_digits: bool = False
-    whole_words: bool = False
-    """A word that is a token is not built by merges."""
-    adds_bos: bool = False
-    """Applies if the metadata do not say whether texts begin with bos."""
-
-
-_LLAMA3 = _Split(_LLAMA3_SPLIT, whole_words=True, adds_bos=True)
-_SPLITS = {
-    "gpt-2": _Split(),
-    "olmo": _Split(composes=True),
-    "smollm": _Split(single_digits=True),
-    "starcoder": _Split(single_digits=True),
-    "refact": _Split(single_digits=True),
-    "command-r": _Split(single_digits=True, composes=True),
-    "glm4": _Split(_LLAMA3_SPLIT),
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "dbrx": _Split(_LLAMA3_SPLIT),
-    "qwen2": _Split(_QWEN2_SPLIT, composes=True),
-    "deepseek-r1-qwen": _Split(_QWEN2_SPLIT, composes=True),
-    "gpt-4o": _Split(_GPT4O_SPLIT),
-    "kimi-k2": _Split(_KIMI_SPLIT, whole_words=True),
-    "tekken": _Split(_TEKKEN_SPLIT, whole_words=True, adds_bos=True),
-}
 
 
 class GgufTokenizer:
@@ -104,21 +47,25 @@ class GgufTokenizer:
         self._kinds = kinds or [_Kind.NORMAL] * len(self.tokens)
         if len(self._kinds) != len(self.tokens):
             raise StartupError(f"{_PREFIX}token_type has {len(kinds)} items for {len(self.tokens)} tokens")
+        # A token without text cannot be found in a text; of a token that occurs twice the last one is used.
+        self.tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(self.tokens)]
+        if self._get("model", str) == "bert":
+            self.tokens = [_with_hashes(token, kind) for token, kind in zip(self.tokens, self._kinds, strict=True)]
         self._vocab = {token: index for index, token in enumerate(self.tokens)}
-        if len(self._vocab) < len(self.tokens):
-            index = next(index for index, token in enumerate(self.tokens) if self._vocab[token] != index)
-            twin = self._vocab[self.tokens[index]]
-            raise StartupError(f"{_PREFIX}tokens has {shorten(self.tokens[index])} twice, as {index} and {twin}")
 
-    def tokenizer_json(self) -> dict[str, Any]:
-        """Raises StartupError."""
+    def tokenizer_json(self, *, adds_end: bool = False) -> dict[str, Any]:
+        """adds_end: texts end with eos or the separator, if the metadata say so. Raises StartupError."""
+        self._adds_end = adds_end
+        pipelines = {
+            "llama": self._sentencepiece,
+            "gpt2": self._byte_level,
+            "bert": self._word_piece,
+            "t5": self._unigram,
+        }
         model = self._get("model", str)
-        if model == "llama":
-            pipeline = self._sentencepiece()
-        elif model == "gpt2":
-            pipeline = self._byte_level()
-        else:
-            raise StartupError(f"{_PREFIX}model is {shorten(model)}; supported are llama and gpt2")
+        if model not in pipelines:
+            raise StartupError(f"{_PREFIX}model is {shorten(model)}; supported are {', '.join(pipelines)}")
+        pipeline = pipelines[model]()
         return {
             "version": "1.0",
             "truncation": None,
@@ -134,8 +81,21 @@ class GgufTokenizer:
             for name, key in names.items()
             if (token_id := self._token_id(f"{key}_token_id")) is not None
         }
-        template = self._metadata.get("tokenizer.chat_template")
-        return config | ({"chat_template": template} if isinstance(template, str) else {})
+        return config | self._templates()
+
+    def _templates(self) -> dict[str, Any]:
+        """The chat template; with others by name, such as tool_use, a list as in Hugging Face checkpoints."""
+        named = {
+            key.removeprefix(_NAMED_TEMPLATE): value
+            for key, value in self._metadata.items()
+            if key.startswith(_NAMED_TEMPLATE) and isinstance(value, str)
+        }
+        default = self._metadata.get("tokenizer.chat_template")
+        if isinstance(default, str):
+            named = {"default": default, **named}
+        if named.keys() <= {"default"}:
+            return {"chat_template": named["default"]} if named else {}
+        return {"chat_template": [{"name": name, "template": text} for name, text in named.items()]}
 
     def end_tokens(self) -> list[int]:
         """The tokens that end texts and turns."""
@@ -145,7 +105,7 @@ class GgufTokenizer:
     def _added_tokens(self) -> Iterator[dict[str, Any]]:
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         for index, (token, kind) in enumerate(zip(self.tokens, self._kinds, strict=True)):
-            if kind in (_Kind.CONTROL, _Kind.USER_DEFINED, _Kind.UNKNOWN) and token:
+            if kind in (_Kind.CONTROL, _Kind.USER_DEFINED, _Kind.UNKNOWN) and self._vocab[token] == index:
                 yield {"id": index, "content": token, **flags, "special": kind != _Kind.USER_DEFINED}
 
     def _sentencepiece(self) -> dict[str, Any]:
@@ -179,23 +139,21 @@ class GgufTokenizer:
 
     def _byte_level(self) -> dict[str, Any]:
         name = self._get("pre", str)
-        if name not in _SPLITS:
-            raise StartupError(f"{_PREFIX}pre is {shorten(name)}; supported are {', '.join(_SPLITS)}")
-        split = _SPLITS[name]
-        steps: list[dict[str, Any]] = []
-        if split.single_digits:
-            steps.append({"type": "Digits", "individual_digits": True})
-        if split.expression is not None:
-            pattern = {"Regex": split.expression}
-            steps.append({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False})
+        if name not in SPLITS:
+            raise StartupError(f"{_PREFIX}pre is {shorten(name)}; supported are {', '.join(SPLITS)}")
+        split = SPLITS[name]
+        steps = [
+            {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+            for expression in split.expressions
+        ]
         bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
         return {
             "normalizer": {"type": "NFC"} if split.composes else None,
             "pre_tokenizer": {
                 "type": "Sequence",
-                "pretokenizers": [*steps, bytes_ | {"use_regex": split.expression is None}],
+                "pretokenizers": [*steps, bytes_ | {"use_regex": False}],
             },
-            "post_processor": self._template(adds_bos=split.adds_bos),
+            "post_processor": self._template(adds_bos=split.adds_bos, separator=split.separator),
             "decoder": bytes_ | {"use_regex": True},
             "model": {
                 "type": "BPE",
@@ -205,32 +163,98 @@ class GgufTokenizer:
             },
         }
 
-    def _template(self, *, adds_bos: bool) -> dict[str, Any] | None:
-        """The post-processor that adds bos and eos; None if nothing is added.
-
-        adds_bos applies if the metadata do not decide.
-        """
-        bos = self._added_id("bos", default=adds_bos)
-        eos = self._added_id("eos", default=False)
-        if bos is None and eos is None:
-            return None
-        first, last = ([] if index is None else [_special(self.tokens[index])] for index in (bos, eos))
-        one, two = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
+    def _word_piece(self) -> dict[str, Any]:
+        """BERT's tokenizer."""
+        lowercase = self._get("normalizer.lowercase", bool)
+        if lowercase is None:
+            lowercase = not any("A" <= token[0] <= "Z" for token in self.tokens)
         return {
-            "type": "TemplateProcessing",
-            "single": [*first, one, *last],
-            "pair": [*first, one, two, *last],
-            "special_tokens": {
-                self.tokens[index]: {"id": self.tokens[index], "ids": [index], "tokens": [self.tokens[index]]}
-                for index in (bos, eos)
-                if index is not None
+            "normalizer": {
+                "type": "BertNormalizer",
+                "clean_text": True,
+                "handle_chinese_chars": True,
+                "strip_accents": self._get("normalizer.strip_accents", bool),
+                "lowercase": lowercase,
+            },
+            "pre_tokenizer": {"type": "BertPreTokenizer"},
+            "post_processor": self._template(adds_bos=True, separator="[SEP]"),
+            "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+            "model": {
+                "type": "WordPiece",
+                "unk_token": self._special("unknown", "[UNK]"),
+                "continuing_subword_prefix": "##",
+                "max_input_chars_per_word": 100,
+                "vocab": self._vocab,
             },
         }
 
-    def _added_id(self, name: str, *, default: bool) -> int | None:
-        """The token that texts get, if they get one."""
-        said = self._get(f"add_{name}_token", bool)
-        return self._token_id(f"{name}_token_id") if (default if said is None else said) else None
+    def _unigram(self) -> dict[str, Any]:
+        """XLM-RoBERTa's tokenizer: SentencePiece that chooses the pieces with the highest sum of scores."""
+        scores, chars = self._scores(), self._list("precompiled_charsmap", int)
+        if not all(0 <= char < 256 for char in chars):
+            raise StartupError(f"{_PREFIX}precompiled_charsmap is not a list of bytes")
+        chars_map = base64.b64encode(bytes(chars)).decode()
+        scheme = "never" if self._get("add_space_prefix", bool) is False else "always"
+        spaces = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": scheme, "split": True}
+        return {
+            "normalizer": {"type": "Precompiled", "precompiled_charsmap": chars_map} if chars else None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, spaces]},
+            "post_processor": self._template(adds_bos=True),
+            "decoder": spaces,
+            "model": {
+                "type": "Unigram",
+                "vocab": list(zip(self.tokens, scores, strict=True)),
+                "unk_id": self._token_id("unknown_token_id"),
+                "byte_fallback": False,
+            },
+        }
+
+    def _special(self, key: str, usual: str) -> str:
+        """A token by its key, else by its usual text. Raises StartupError if there is neither."""
+        token_id = self._token_id(f"{key}_token_id")
+        if token_id is None and usual not in self._vocab:
+            raise StartupError(f"{_PREFIX}{key}_token_id is missing, and there is no token {usual}")
+        return usual if token_id is None else self.tokens[token_id]
+
+    def _template(self, *, adds_bos: bool, separator: str | None = None) -> dict[str, Any] | None:
+        """The post-processor that adds bos, and at the end eos or the separator; None if nothing is added.
+
+        adds_bos and separator, the usual text of that token, apply if the metadata do not decide.
+        """
+        is_bert = self._get("model", str) == "bert"
+        first = self._added("add_bos_token", "bos", default=adds_bos)
+        if is_bert and first is None:
+            first = self._special("cls", "[CLS]")
+        last = None
+        if self._adds_end:
+            last = self._added("add_eos_token", "eos") or self._added("add_sep_token", "seperator")
+            if last is None and separator is not None:
+                last = self._special("seperator", separator)
+        if first is None and last is None:
+            return None
+
+        def piece(name: str, identifier: str, type_id: int) -> dict[str, Any]:
+            return {name: {"id": identifier, "type_id": type_id}}
+
+        begin = [] if first is None else [piece("SpecialToken", first, 0)]
+        one, two = piece("Sequence", "A", 0), piece("Sequence", "B", 1)
+        end_one, end_two = ([] if last is None else [piece("SpecialToken", last, type_id)] for type_id in (0, 1))
+        return {
+            "type": "TemplateProcessing",
+            "single": [*begin, one, *end_one],
+            "pair": [*begin, one, *end_one, two, *end_two],
+            "special_tokens": {
+                token: {"id": token, "ids": [self._vocab[token]], "tokens": [token]}
+                for token in (first, last)
+                if token is not None
+            },
+        }
+
+    def _added(self, flag: str, key: str, *, default: bool = False) -> str | None:
+        """The token that the metadata add to each text, if they do."""
+        said, token_id = self._get(flag, bool), self._token_id(f"{key}_token_id")
+        adds = default if said is None else said
+        return self.tokens[token_id] if adds and token_id is not None else None
 
     def _merges(self) -> list[list[str]]:
         merges = [merge.split(" ") for merge in self._list("merges", str)]
@@ -243,15 +267,19 @@ class GgufTokenizer:
 
     def _merges_of_scores(self) -> list[list[str]]:
         """Every way to build a token from two others, the token with the highest score first."""
-        scores = self._list("scores", float)
-        if len(scores) != len(self.tokens):
-            raise StartupError(f"{_PREFIX}scores has {len(scores)} items for {len(self.tokens)} tokens")
+        scores = self._scores()
         found = []
         for index, (token, kind) in enumerate(zip(self.tokens, self._kinds, strict=True)):
             if kind == _Kind.NORMAL and len(token) <= _MAX_PIECE_CHARACTERS:
                 pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
                 found += [(-scores[index], index, a, b) for a, b in pairs if a in self._vocab and b in self._vocab]
         return [[a, b] for _, _, a, b in sorted(found)]
+
+    def _scores(self) -> list[float]:
+        scores = self._list("scores", float)
+        if len(scores) != len(self.tokens):
+            raise StartupError(f"{_PREFIX}scores has {len(scores)} items for {len(self.tokens)} tokens")
+        return scores
 
     def _token_id(self, key: str) -> int | None:
         value: int | None = self._get(key, int)
@@ -272,8 +300,11 @@ class GgufTokenizer:
         return list(values)
 
 
-def _special(token: str) -> dict[str, Any]:
-    return {"SpecialToken": {"id": token, "type_id": 0}}
+def _with_hashes(token: str, kind: int) -> str:
+    """A token of BERT as in vocab.txt. In GGUF files words begin with a mark, and not the other pieces."""
+    if kind == _Kind.CONTROL or (token[0] == "[" and token[-1] == "]"):
+        return token
+    return token[1:] if token[0] == _SPACE and len(token) > 1 else f"##{token}"
 
 
 def check_tokenizer(tokenizer_json: dict[str, Any]) -> str:

@@ -62,7 +62,7 @@ def convert_tiktoken(path: Path, config: Mapping[str, Any], added: AddedTokens) 
             "tokenizer.ggml.pre": kind.split,
             "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
         }
-    ).tokenizer_json()
+    ).tokenizer_json(adds_end=True)
     tokenizer["model"]["ignore_merges"] = True  # tiktoken looks up whole words first
     return tokenizer
 

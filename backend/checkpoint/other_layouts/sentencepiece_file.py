@@ -56,7 +56,7 @@ def convert_sentencepiece(
     }
     if (unknown := token_text(settings, "unk_token")) in tokens:
         metadata["tokenizer.ggml.unknown_token_id"] = tokens.index(unknown)
-    tokenizer = GgufTokenizer(metadata).tokenizer_json()
+    tokenizer = GgufTokenizer(metadata).tokenizer_json(adds_end=True)
     tokenizer["normalizer"]["normalizers"][:0] = _normalizers(normalizer)
     patterns = [re.escape(token) for token in sorted((tokens[index] for index in symbols), key=len, reverse=True)]
     if trainer.byte_fallback and (symbols or trainer.model_type == _UNIGRAM):

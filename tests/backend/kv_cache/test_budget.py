@@ -238,7 +238,7 @@ def test_state_of_all_slots_comes_out_of_the_budget() -> None:
     assert kv.num_pages == 800_000_000 // 16_000
     assert kv.device_bytes == 50_000 * 16_000 + 200_000_000 + 3 * GB
     assert dict(plan_rows(kv))["of the budget, state of 200 sequences"] == "200.00 MB"
-    assert kv.describe().startswith("state of 200 sequences: 200.00 MB; KV cache: bf16")
+    assert kv.describe().startswith("weights: 3.00 GB; state of 200 sequences: 200.00 MB; KV cache: bf16")
     message = (
         r"--kv-budget is 1\.00 GB; the state of --max-running 1001 sequences takes 1\.00 GB: raise .* --max-running"
     )

@@ -260,6 +260,8 @@ def test_gguf_file_is_described_by_its_block_types(
     assert described.parameters == model.num_parameters()
     assert set(described.weight_dtypes) == {"Q4_K", "F32"}
     assert described.layers == 2
+    assert described.memory_bytes is not None
+    assert described.memory_bytes > described.weight_bytes  # the embedding is dequantised
 
 
 def test_hub_model_needs_headers_only(

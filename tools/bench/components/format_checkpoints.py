@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 SCALE_BYTES = {
     "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "IQ4_NL": (0,),
-    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,),
+    "IQ1_S": (0,), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,), "IQ4_XS": (0,),
 }  # fmt: skip
 """First bytes of the binary16 numbers in a block of each GGML type."""
 _SYMMETRIC_ZEROS = 0x77
@@ -144,8 +145,10 @@ def _random_part(matrix: MatrixFormat, name: str, part: Part, shape: Shape, gene
 
 def _set_block_scales(type_name: str, content: Tensor) -> None:
     """Make the scales of GGML's blocks small."""
+    blocks = content.view(-1, BLOCK_TYPES[type_name].num_bytes)
     if type_name == "MXFP4":
-        content.view(-1, BLOCK_TYPES[type_name].num_bytes)[:, 0] = _E2M1_EXPONENT
+        blocks[:, 0] = _E2M1_EXPONENT
+    if type_name == "IQ1_M":
+        blocks[:, 55] &= 15  # the upper bits of its scale, which is in four parts
     for first in SCALE_BYTES.get(type_name, ()):
-        blocks = content.view(-1, BLOCK_TYPES[type_name].num_bytes)
         blocks[:, first : first + 2] = torch.full((len(blocks), 1), _BLOCK_SCALE, dtype=torch.float16).view(torch.uint8)

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES, GgmlMatrix
 from penstock.backend.checkpoint.generation_config import read_generation_defaults
 from penstock.backend.checkpoint.gguf import kept_directories
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
@@ -38,6 +37,7 @@ from tests.backend.checkpoint.gguf.writer import (
     as_converted,
     byte_level_vocabulary,
     from_model,
+    fuse_qkv,
     interleave,
 )
 from tests.backend.passes.decoder.driver import Driver
@@ -51,20 +51,6 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(kept_directories, "cache_directory", lambda: tmp_path / "cache")
     return tmp_path / "cache" / "gguf"
-
-
-@pytest.mark.parametrize("name", BLOCK_TYPES)
-def test_blocks_of_any_bytes_are_the_numbers_of_the_gguf_package(name: str) -> None:
-    """Bit for bit, but for which NaN it is."""
-    blocks = BLOCK_TYPES[name]
-    content = np.random.default_rng(1).integers(0, 256, (50, 4 * blocks.num_bytes), dtype=np.uint8)
-    with np.errstate(all="ignore"):
-        expected = gguf.dequantize(content, gguf.GGMLQuantizationType[name])
-    shape = (50, 4 * blocks.values)
-    found = GgmlMatrix(name).expand({"weight": torch.from_numpy(content)}, shape, slice(0, 50)).numpy()
-    is_nan = np.isnan(expected)
-    assert np.array_equal(is_nan, np.isnan(found))
-    assert np.array_equal(found.view(np.uint32)[~is_nan], expected.view(np.uint32)[~is_nan])
 
 
 def mixed(name: str) -> str:
@@ -83,12 +69,19 @@ def mixed(name: str) -> str:
     return next((kind for part, kind in types.items() if part in name), "Q4_0")
 
 
+def low_bits(name: str) -> str:
+    """Types of few bits. IQ2_XXS has no form of its own: gate is dequantised, and with it up."""
+    types = {"q_proj": "Q2_K", "k_proj": "Q3_K", "v_proj": "Q3_K", "o_proj": "IQ4_XS", "gate": "IQ2_XXS", "up": "TQ2_0"}
+    return next((kind for part, kind in types.items() if part in name), "IQ3_S")
+
+
 def all_of(kind: str) -> Any:
     return lambda _: kind
 
 
 CASES: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
     "llama, mixed": ("llama", "llama2", mixed, {}),
+    "llama, low bits": ("llama", "llama2", low_bits, {}),
     "llama, Q4_0": ("llama", "llama2", all_of("Q4_0"), {}),
     "llama, tied, Q4_0": ("llama", "llama-tied", all_of("Q4_0"), {}),
     "llama, tied, Q6_K": ("llama", "llama-tied", all_of("Q6_K"), {}),
@@ -141,16 +134,20 @@ ARCHITECTURES = {
     "qwen2-moe": "qwen2moe",
     "qwen3-moe": "qwen3moe",
     "mixtral": "llama",
+    "ministral3": "mistral3",
+    "smollm3": "smollm3",
     "phi3-longrope": "phi3",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3",
     "granite": "granite",
     "olmo2": "olmo2",
+    "olmo3": "olmo2",
     "cohere": "command-r",
     "cohere-qk-norm": "command-r",
     "cohere2": "cohere2",
     "starcoder2": "starcoder2",
+    "glm": "chatglm",
     "glm4": "glm4",
     "gpt-oss": "gpt-oss",
 }
@@ -162,6 +159,21 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
     "granite": {"attention_bias": False},
+    "olmo3": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "attention_factor": 1.2,
+                "beta_fast": 16.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "glm4": {"attention_bias": False},
     "cohere-qk-norm": {"attention_bias": False, "tie_word_embeddings": True},
     "gpt-oss": {"swiglu_limit": 7.0},
 }
@@ -176,6 +188,8 @@ def test_logits_of_each_architecture_are_those_of_its_checkpoint(preset: str, tm
     if preset == "gpt-oss":
         tensors = as_converted(tensors)
     file = from_model(ARCHITECTURES[preset], model, all_of("F32"), byte_level_vocabulary(320), tensors)
+    if preset == "glm":
+        fuse_qkv(file)
     model_dir = resolve_model(str(file.write(tmp_path / "model.gguf")))
     prompt = np.random.default_rng(0).integers(0, 256, 80).tolist()
     with torch.inference_mode():
@@ -328,3 +342,28 @@ def test_rope_factors_divide_the_frequencies(tmp_path: Path) -> None:
     plain = read_decoder_config(resolve_model(str(make_file("llama, F16")[0].write(tmp_path / "plain.gguf"))))
     assert config.rope.attention_factor == 1.0
     np.testing.assert_allclose(config.rope.inv_freq, np.array(plain.rope.inv_freq) / factors, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "factor"),
+    [({}, 1), ({"rope.scaling.factor": 4.0}, 4), ({"rope.scale_linear": 4.0}, 4), ({"rope.scaling.type": "none"}, 1)],
+)
+def test_a_factor_without_a_type_is_linear_scaling(change: dict[str, Any], factor: int, tmp_path: Path) -> None:
+    """And without a factor nothing is scaled, although Ministral 3's own files have YaRN by default."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    model = make_model("ministral3", vocab_size=320, rope_parameters=rope)
+    file = from_model("mistral3", model, all_of("F32"), byte_level_vocabulary(320))
+    file.metadata |= {f"mistral3.{key}": value for key, value in change.items()}
+    config = read_decoder_config(resolve_model(str(file.write(tmp_path / "model.gguf"))))
+    dim = config.rope.rotary_dim
+    expected = 10000.0 ** (-np.arange(0, dim, 2) / dim) / factor
+    np.testing.assert_allclose(config.rope.inv_freq, expected, rtol=1e-5)
+    assert config.query_rope is None
+
+
+def test_gemma3_without_a_window_attends_to_all(tmp_path: Path) -> None:
+    model = make_model("gemma3", vocab_size=320, num_hidden_layers=2)
+    file = from_model("gemma3", model, all_of("F32"), byte_level_vocabulary(320))
+    del file.metadata["gemma3.attention.sliding_window"]
+    config = read_decoder_config(resolve_model(str(file.write(tmp_path / "model.gguf"))))
+    assert config.layer_window_tokens == (None, None)

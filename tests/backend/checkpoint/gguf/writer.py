@@ -10,6 +10,8 @@ import gguf
 import numpy as np
 import torch
 
+from penstock.tools.bench.components.format_checkpoints import SCALE_BYTES
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -97,10 +99,12 @@ def metadata_of(arch: str, config: Any) -> dict[str, Any]:
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "vocab_size": config.vocab_size,
         "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
         "rope.freq_base": float(rope["rope_theta"]),
     }
-    others = {
+    names = {
         "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
         "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon"),
         "attention.sliding_window": ("sliding_window",),
@@ -115,8 +119,8 @@ def metadata_of(arch: str, config: Any) -> dict[str, Any]:
         "expert_feed_forward_length": ("moe_intermediate_size",),
         "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
     }
-    for key, names in others.items():
-        found = [value for name in names if (value := getattr(config, name, None)) is not None]
+    for key, aliases in names.items():
+        found = [value for name in aliases if (value := getattr(config, name, None)) is not None]
         if found:
             own[key] = found[0]
     if rope.get("rope_type") == "linear":
@@ -124,10 +128,20 @@ def metadata_of(arch: str, config: Any) -> dict[str, Any]:
     if rope.get("rope_type") == "yarn":
         own |= {"rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"]}
         own["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        others = {
+            "rope.scaling.yarn_attn_factor": "attention_factor",
+            "rope.scaling.yarn_beta_fast": "beta_fast",
+            "rope.scaling.yarn_beta_slow": "beta_slow",
+            "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+            "attention.temperature_scale": "llama_4_scaling_beta",
+        }
+        own |= {key: float(rope[name]) for key, name in others.items() if rope.get(name) is not None}
     if rope.get("rope_type") == "longrope":
         own["rope.scaling.original_context_length"] = config.original_max_position_embeddings
     if "sliding_attention" in ropes:
         own["rope.freq_base_swa"] = float(ropes["sliding_attention"]["rope_theta"])
+    if arch == "olmo2" and getattr(config, "sliding_window", None):
+        own["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config.layer_types]
     return {f"{arch}.{key}": value for key, value in own.items()}
 
 
@@ -181,7 +195,7 @@ def from_model(
     tensors: those of the model's checkpoint, where their names are not the model's own.
     """
     config = model.config
-    permutes = arch in ("llama", "granite")
+    permutes = arch in ("llama", "granite", "mistral3", "smollm3")
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     file = GgufFile(arch, metadata_of(arch, config) | vocabulary)
@@ -207,8 +221,29 @@ def from_model(
     return file
 
 
+def fuse_qkv(file: GgufFile) -> None:
+    """Stack q, k and v, as in files that were made of ChatGLM's own checkpoints."""
+    for name in [name for name in file.tensors if ".attn_q." in name]:
+        parts = [file.tensors.pop(name.replace("attn_q", part)) for part in ("attn_q", "attn_k", "attn_v")]
+        file.tensors[name.replace("attn_q", "attn_qkv")] = np.concatenate([part for part, _ in parts]), parts[0][1]
+
+
 def _raw(kind: gguf.GGMLQuantizationType) -> Any:
     return {"F32": np.float32, "F16": np.float16}.get(kind.name, np.uint8)
+
+
+SCALES = {
+    "Q2_K": 4e-3,
+    "Q3_K": 1e-3,
+    "Q4_K": 4e-4,
+    "Q5_K": 2e-4,
+    "Q6_K": 8e-5,
+    "IQ2_XXS": 2e-3,
+    "IQ3_S": 4e-4,
+    "IQ4_NL": 2e-3,
+    "IQ4_XS": 5e-5,
+}
+"""Type → size of the scales in random blocks."""
 
 
 def quantize(numbers: NDArray[np.float32], kind: gguf.GGMLQuantizationType) -> NDArray[np.generic]:
@@ -220,9 +255,8 @@ def quantize(numbers: NDArray[np.float32], kind: gguf.GGMLQuantizationType) -> N
         values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
         rng = np.random.default_rng(len(numbers))
         blocks = rng.integers(0, 256, (numbers.size // values, num_bytes), dtype=np.uint8)
-        scale_places = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,)}[kind.name]
-        size = {"Q4_K": 4e-4, "Q5_K": 2e-4, "Q6_K": 8e-5, "IQ4_NL": 2e-3}[kind.name]
-        for place in scale_places:
+        size = SCALES[kind.name]
+        for place in SCALE_BYTES[kind.name]:
             scales = rng.uniform(0.5 * size, size, (len(blocks), 1)).astype(np.float16)
             blocks[:, place : place + 2] = scales.view(np.uint8)
         return blocks.reshape(len(numbers), -1)
