@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from penstock.backend.passes.transformers_model.linear_attention import (
 from penstock.shm.messages import MAX_CONTEXT_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -86,12 +86,13 @@ def read_facts(model_dir: Path, dtype: str, max_context_tokens: int | None) -> M
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     chosen = choose_dtype(dtype, own)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    layers = text.per_layer_config if text.is_heterogeneous else [text] * len(kinds)
     return ModelFacts(
         config,
         chosen,
         text.vocab_size,
         max_context_tokens or offered,
-        tuple(_NO_KV if kind == _LINEAR else _kv_shape(text) for kind in kinds),
+        tuple(_NO_KV if kind == _LINEAR else _kv_shape(layer) for kind, layer in zip(kinds, layers, strict=True)),
         _state_shapes(config, text, chosen, path) if _LINEAR in kinds else {},
     )
 
@@ -265,6 +266,20 @@ def _check(model: Any, facts: ModelFacts, where: str, device: torch.device) -> N
             f"{where} cannot be served: over paged attention its logits differ by {difference:.3g} from its own, of at "
             f"most {largest:.3g}"
         )
+
+
+@contextmanager
+def foreign_code(model_dir: Path) -> Iterator[None]:
+    """Raises StartupError for whatever a model's own code raises."""
+    try:
+        yield
+    except StartupError:
+        raise
+    except Exception as error:
+        raise StartupError(
+            f"{model_dir / CONFIG_FILE}: transformers' code for this model fails: "
+            f"{type(error).__name__}: {_line(error)}"
+        ) from error
 
 
 def _line(error: Exception) -> str:
