@@ -34,6 +34,7 @@ SMALL_FILES = (
 
 ADAPTER_FILE = "adapter_config.json"
 _MODULE_WEIGHTS = "[0-9]_*/model.safetensors"
+_SHARDS = "model-[0-9]*-of-[0-9]*.safetensors"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]{0,95}(?:/[\w.\-]{1,96})?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -52,7 +53,7 @@ def resolve_model(model: str, revision: str | None = None, config_dir: Path | No
         revision = _pinned(revision, config_dir)
     snapshot = resolve_small_files(model, revision)
     index = snapshot / INDEX_FILE
-    weight_files = shard_names(index) if index.is_file() else (SINGLE_FILE,)
+    weight_files = shard_names(index) if index.is_file() else (SINGLE_FILE, _SHARDS)
     return _download(model, _pinned(revision, snapshot), (*SMALL_FILES, *weight_files, _MODULE_WEIGHTS))
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from penstock.backend.checkpoint.config_json import SUPPORTED_ARCHITECTURES, read_decoder_config
+from penstock.backend.checkpoint.architectures.names import SUPPORTED_ARCHITECTURES, find_architecture
+from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.encoders.decoder_heads import read_pooled_decoder
 from penstock.backend.checkpoint.encoders.read_config import read_encoder, with_common_names
 from penstock.backend.checkpoint.encoders.tasks import find_task
@@ -187,8 +188,8 @@ def _common_names(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _architecture(values: dict[str, Any]) -> str | None:
-    architectures = values.get("architectures")
-    return str(architectures[0]) if isinstance(architectures, list) and architectures else None
+    found = find_architecture(values)
+    return None if found is None else str(found)
 
 
 def _served(

@@ -10,6 +10,7 @@ import torch
 
 from penstock.backend.checkpoint.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE
+from penstock.backend.checkpoint.tensor_files.unplaced import describe_unplaced, is_beside_decoder, is_buffer
 from penstock.backend.checkpoint.weights import choose_dtype, open_tensor_files
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.decoder.cpu.torch_cache.paged_cache import KvShape
@@ -148,6 +149,10 @@ def load_model(model_dir: Path, facts: ModelFacts, device: torch.device) -> Modu
         raise StartupError(
             f"{model_dir}: tensor {name} has shape {list(stored)}; config.json makes it {list(expected)}"
         )
+    num_layers = len(facts.kv_shapes)
+    for name in sorted(info["unexpected_keys"]):
+        if not is_buffer(name) and not is_beside_decoder(num_layers, (), name):
+            raise StartupError(f"{model_dir}: {describe_unplaced(name, f'a {type(model).__name__}')}")
     try:
         model.eval().to(device)
     except torch.OutOfMemoryError as error:
