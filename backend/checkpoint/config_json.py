@@ -141,7 +141,9 @@ def _text_model(values: dict[str, Any], architecture: str, part: TextPart) -> tu
             f"text_config.model_type is {shorten(model_type)}; of {architecture} supported are "
             f"{', '.join(part.families)}"
         )
-    whole = {key: values[key] for key in ("quantization_config", "tie_word_embeddings") if key in values}
+    whole = {
+        key: values[key] for key in ("quantization_config", "quantization", "tie_word_embeddings") if key in values
+    }
     return {**part.defaults, "tie_word_embeddings": part.tie_embeddings, **text, **whole}, family
 
 

@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+from penstock.backend.checkpoint.formats.quant_method import OWN_FILE
 from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.checkpoint.layout import (
     CONFIG_FILE,
@@ -22,6 +23,7 @@ CONFIG_FILES = (CONFIG_FILE, "modules.json", "sentence_*_config.json", "[0-9]_*/
 """Files that determine a model's computation: its config.json, and the modules of sentence-transformers."""
 SMALL_FILES = (
     *CONFIG_FILES,
+    OWN_FILE,
     "config_sentence_transformers.json",
     INDEX_FILE,
     GENERATION_FILE,

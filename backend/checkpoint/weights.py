@@ -122,19 +122,14 @@ class DecoderWeights:
 
         fp16 becomes fp16_as: bf16 has the same size, and CPUs support it. Raises StartupError for another name.
         """
-        return choose_dtype(requested, self._declared_dtype or self._embedding.dtype, fp16_as)
+        embedding = self._stored[EMBEDDING]
+        own = embedding.dtype if isinstance(embedding, PlainTensor) else torch.bfloat16
+        return choose_dtype(requested, self._declared_dtype or own, fp16_as)
 
     def embedding(self, dtype: torch.dtype) -> Tensor | QuantizedWeight:
         """Read [vocab_size, hidden_size]. It may be quantised only if it is also lm_head."""
         specs = (embedding_spec(self._config),)
         return self.linear(specs, dtype) if self._config.tie_embeddings else self.stacked(specs, dtype)
-
-    @property
-    def _embedding(self) -> PlainTensor:
-        stored = self._stored[EMBEDDING]
-        if not isinstance(stored, PlainTensor):
-            raise TypeError("a quantised embedding is not a tensor of floats")
-        return stored
 
     def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Tensor | QuantizedWeight]:
         layout = layer_specs(self._config, index)
@@ -211,6 +206,8 @@ def open_weights(
         formats, covered = read_stored_formats(model_dir), set(linear_names(config))
         if formats.cover_embedding:
             covered.add(EMBEDDING)
+        if formats.marker is not None:
+            covered = {name for name in covered if f"{name.removesuffix('weight')}{formats.marker}" in files}
         stored = {
             spec.name: find_weight(spec, formats.of(spec.name) if spec.name in covered else None, files, where)
             for spec in expected_tensors(config)

@@ -16,6 +16,7 @@ from penstock.backend.checkpoint.encoders.read_config import read_encoder, with_
 from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.encoders.weights import open_encoder
 from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES
+from penstock.backend.checkpoint.formats.quant_method import with_own_file
 from penstock.backend.checkpoint.hub import resolve_small_files
 from penstock.backend.checkpoint.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 _PACKED_SUFFIXES = ("qweight", "weight_packed", "_blocks")
 """Tensors that hold several weights in each element."""
 _OTHER_DATA = (
-    *("scale", "scales", "scale_inv", "_scales", "zero_point", "qzeros", "g_idx", "weight_shape"),
+    *("scale", "scales", "scale_inv", "scale_2", "biases", "zero_point", "qzeros", "g_idx", "weight_shape"),
     *("absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state.bitsandbytes__nf4"),
 )
 """Endings of the names of tensors that belong to quantised weights and are not parameters."""
@@ -107,7 +108,7 @@ def describe_model(
     by_own_code: transformers' code serves it. Raises StartupError if config.json cannot be read.
     """
     path = model_dir / CONFIG_FILE
-    values = read_json_object(path)
+    values = dict(with_own_file(read_json_object(path), model_dir))
     fields = read_fields(_common_names(values), path)
     architecture = _architecture(values)
     quantization = fields.quantization_config
@@ -172,7 +173,8 @@ def count_parameters(tensors: dict[str, TensorHeader], packed_bits: int) -> tupl
     for name, tensor in tensors.items():
         if name.endswith(_OTHER_DATA):
             continue
-        is_packed = name.endswith(_PACKED_SUFFIXES) or (tensor.dtype == "U8" and packed_bits < 8)
+        has_bits = tensor.dtype == "U32" or (tensor.dtype == "U8" and packed_bits < 8)
+        is_packed = has_bits or name.endswith(_PACKED_SUFFIXES)
         count = tensor.num_bytes * 8 // packed_bits if is_packed else prod(tensor.shape)
         total += count
         if ".experts." in name:

@@ -28,6 +28,7 @@ FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat
 READABLE_DTYPES = FLOAT_DTYPES | {
     "I64": torch.int64,
     "I32": torch.int32,
+    "U32": torch.uint32,
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
@@ -35,7 +36,7 @@ READABLE_DTYPES = FLOAT_DTYPES | {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 ITEM_BYTES = {name: dtype.itemsize for name, dtype in READABLE_DTYPES.items()} | {
-    "F64": 8, "U64": 8, "U32": 4, "U16": 2, "BOOL": 1, "F8_E5M2": 1
+    "F64": 8, "U64": 8, "U16": 2, "BOOL": 1, "F8_E5M2": 1
 }  # fmt: skip
 """By the names of safetensors."""
 
