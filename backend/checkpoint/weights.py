@@ -64,6 +64,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.backend")
 
+_FLOAT8 = "F8_E4M3"
+
 
 class DecoderWeights:
     """An open checkpoint that has every needed tensor. Close it, or use it in a `with` block."""
@@ -240,6 +242,30 @@ def open_tensor_files(model_dir: Path, closers: ExitStack) -> tuple[dict[str, Te
     if ggufs:
         return {name: file for file in ggufs for name in file.tensors}, str(ggufs[0].path.resolve())
     return open_safetensors(model_dir, closers)
+
+
+def read_dequantized(model_dir: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All tensors of a checkpoint in 8-bit floats, whatever its model: matrices of those in dtype, others as they are.
+
+    Raises StartupError.
+    """
+    formats = read_stored_formats(model_dir)
+    tensors: dict[str, Tensor] = {}
+    scales: set[str] = set()
+    with ExitStack() as closers:
+        files, where = open_tensor_files(model_dir, closers)
+        progress = closers.enter_context(closing(make_progress(sum(f.tensors[n].num_bytes for n, f in files.items()))))
+        for name, file in files.items():
+            stored = file.tensors[name]
+            matrix = formats.of(name) if stored.dtype == _FLOAT8 else None
+            if matrix is None:
+                tensors[name] = file.read(stored, progress.advance)
+                continue
+            weight = find_weight(TensorSpec(name, stored.shape), matrix, files, where)
+            tensors[name] = torch.empty(stored.shape, dtype=dtype)
+            weight.copy(tensors[name], progress.advance)
+            scales.update(set(weight.names) - {name})
+    return {name: tensor for name, tensor in tensors.items() if name not in scales}
 
 
 def _stored_bytes(stored: Mapping[str, StoredWeight], unread: Collection[str] = ()) -> int:

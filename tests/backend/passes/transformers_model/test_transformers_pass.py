@@ -122,7 +122,7 @@ def edited(name: str, out: Path, **changes: Any) -> Path:
     ("changes", "reason"),
     [
         ({"model_type": "unheard-of"}, "cannot read it"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config is set"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quant_method is 'gptq'; the forward pass tr"),
         ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
         ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000"),
         ({"num_hidden_layers": 4}, r"tensor model.layers.3.\S+ is missing"),
