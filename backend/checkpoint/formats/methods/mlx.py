@@ -26,7 +26,8 @@ from penstock.backend.checkpoint.formats.stored_formats import Rule, StoredForma
 from penstock.backend.checkpoint.json_file import convert
 from penstock.backend.checkpoint.quantized_weights import MAX_QUANTIZED_INPUTS, GroupedForm, GroupedWeight
 
-_BITS = (2, 3, 4, 5, 6, 8)
+_FORM_BITS = {2: 4, 3: 4, 4: 4, 5: 5, 6: 8, 8: 8}
+"""Bits of a value → those of the smallest form with kernels that holds it."""
 _GROUP_SIZES = (32, 64, 128)
 _FORM_GROUP = 32
 _NUM_FACTORS = 2
@@ -61,7 +62,7 @@ class MlxAffine(MatrixFormat):
     def packed_form(self, shape: Shape) -> GroupedForm | None:
         if shape[1] > MAX_QUANTIZED_INPUTS:
             return None
-        return GroupedForm(4 if self.bits <= 4 else 8, _FORM_GROUP, _FORM_GROUP, has_minima=True)
+        return GroupedForm(_FORM_BITS[self.bits], _FORM_GROUP, _FORM_GROUP, has_minima=True)
 
     def pack(self, parts: Parts, shape: Shape) -> GroupedWeight | None:
         form, scales, minima = self.packed_form(shape), parts["scales"].double(), -parts["biases"].double()
@@ -124,7 +125,7 @@ def _matrix(values: dict[str, Any]) -> MatrixFormat:
     if one_of("mode", settings.mode, ("affine", "mxfp4")) == "mxfp4":
         one_of("group_size", settings.group_size, (32,))
         return Mxfp4("MLX", "weight", "scales", "words")
-    bits = one_of("bits", settings.bits, _BITS)
+    bits = one_of("bits", settings.bits, tuple(_FORM_BITS))
     return MlxAffine(bits, one_of("group_size", settings.group_size, _GROUP_SIZES))
 
 
