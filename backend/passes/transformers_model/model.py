@@ -95,7 +95,7 @@ def read_facts(model_dir: Path, dtype: str, max_context_tokens: int | None) -> M
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     chosen = choose_dtype(dtype, own)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    layers = text.per_layer_config if text.is_heterogeneous else [text] * len(kinds)
+    layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text] * len(kinds)
     return ModelFacts(
         config,
         chosen,
@@ -156,12 +156,12 @@ def load_model(model_dir: Path, facts: ModelFacts, device: torch.device) -> Modu
     transformers.utils.logging.disable_progress_bar()
     # It warns that it uses the checkpoint's settings, which is what we want.
     warnings.filterwarnings("ignore", "You passed `quantization_config` or equivalent")
+    options, model_class = _loading_options(model_dir, facts, transformers), transformers.AutoModelForCausalLM
+    if "state_dict" in options:  # the automatic class would look for files
+        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(facts.config)]
     try:
-        in_memory = facts.quant_method == _FP8
-        # The automatic class looks for files.
-        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(facts.config)] if in_memory else None
-        model, info = (model_class or transformers.AutoModelForCausalLM).from_pretrained(
-            None if in_memory else model_dir,
+        model, info = model_class.from_pretrained(
+            None if "state_dict" in options else model_dir,
             dtype=facts.dtype,
             attn_implementation=NAME,
             local_files_only=True,
@@ -169,7 +169,7 @@ def load_model(model_dir: Path, facts: ModelFacts, device: torch.device) -> Modu
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
-            **_loading_options(model_dir, facts, transformers),
+            **options,
         )
     except Exception as error:  # noqa: BLE001 - as in `read_facts`
         raise StartupError(f"transformers cannot load {model_dir}: {_line(error)}") from None
@@ -182,7 +182,7 @@ def load_model(model_dir: Path, facts: ModelFacts, device: torch.device) -> Modu
     num_layers = len(facts.kv_shapes)
     for name in sorted(info["unexpected_keys"]):
         if not is_buffer(name) and not is_beside_decoder(num_layers, (), name):
-            raise StartupError(f"{model_dir}: {describe_unplaced(name, f'a {type(model).__name__}')}")
+            raise StartupError(f"{model_dir}: {describe_unplaced(name, type(model).__name__)}")
     try:
         model.eval().to(device)
     except torch.OutOfMemoryError as error:

@@ -19,7 +19,7 @@ from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.transformers_model import model as loading
 from penstock.backend.passes.transformers_model.forward_pass import TransformersPass
-from tests.backend.checkpoint.weight_files import name_twice
+from tests.backend.checkpoint.weight_files import name_twice, rewrite
 from tests.backend.passes.decoder.driver import Driver
 from tests.backend.passes.decoder.test_scored_prompts import assert_scores, score
 from tests.backend.passes.transformers_model.families import FAMILIES, REFUSED, make_family
@@ -158,6 +158,16 @@ def test_tensor_named_twice_is_refused(tmp_path: Path) -> None:
     """The library takes the last place."""
     name_twice(edited("arcee", tmp_path) / "model.safetensors", "model.norm.weight")
     with pytest.raises(StartupError, match=r"the header: 'model\.norm\.weight' occurs twice"):
+        TransformersPass.load(tmp_path, FP32)
+
+
+def test_tensor_without_a_place_is_refused_by_name(tmp_path: Path) -> None:
+    path = edited("arcee", tmp_path) / "model.safetensors"
+    harmless = ("mtp.layers.0.x.weight", "model.layers.3.x.weight", "model.layers.0.self_attn.k_scale")
+    rewrite(path, {name: torch.ones(2) for name in harmless})
+    TransformersPass.load(tmp_path, FP32)
+    rewrite(path, {"model.layers.0.self_attn.q_proj.bias": torch.ones(64)})
+    with pytest.raises(StartupError, match=r"tensor 'model.layers.0.self_attn.q_proj.bias' has no place in ArceeForC"):
         TransformersPass.load(tmp_path, FP32)
 
 
