@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from penstock.backend.checkpoint.architectures.names import find_architecture
 from penstock.backend.checkpoint.encoders.families import split_architecture
 from penstock.backend.checkpoint.encoders.sentence_transformers import read_modules
 from penstock.backend.checkpoint.json_file import read_json_object
@@ -56,6 +55,7 @@ def find_task(model_dir: Path) -> ModelTask:
 
 
 def _suffix(values: dict[str, object]) -> str:
-    name = find_architecture(values)
+    architectures = values.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else ""
     suffixes = ("ForSequenceClassification", "ForTokenClassification", "Model")
     return next((suffix for suffix in suffixes if str(name).endswith(suffix)), "")
