@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.backend.checkpoint.encoders.sentence_transformers import read_modules
 from penstock.backend.checkpoint.fingerprint import WEIGHTS_SUFFIXES, FilesHash
-from penstock.backend.checkpoint.formats.quant_method import declared_method
+from penstock.backend.checkpoint.formats.quant_method import declared_method, with_own_file
 from penstock.backend.checkpoint.generation_config import read_generation_defaults
 from penstock.backend.checkpoint.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE
@@ -98,7 +98,7 @@ def _quantization(spec: PassSpec, model_dir: Path) -> str:
     """The form into which --quantize converted the weights, else the checkpoint's quantisation method, else "none"."""
     if spec.quantization != "none":
         return spec.quantization
-    return declared_method(read_json_object(model_dir / CONFIG_FILE)) or "none"
+    return declared_method(with_own_file(read_json_object(model_dir / CONFIG_FILE), model_dir)) or "none"
 
 
 def fingerprint(model_dir: Path, settings: str) -> str:

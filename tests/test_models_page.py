@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.backend.checkpoint.config_json import SUPPORTED_ARCHITECTURES, parse_decoder_config
+from penstock.backend.checkpoint.architectures.names import SUPPORTED_ARCHITECTURES
+from penstock.backend.checkpoint.config_json import parse_decoder_config
 from penstock.backend.checkpoint.encoders import families as encoder_families
 from penstock.backend.checkpoint.encoders.read_config import parse_encoder
 from penstock.backend.passes.decoder.cpu.native_ops import supports_native_ops

@@ -19,12 +19,18 @@ from penstock.backend.checkpoint.architectures.families import (
     no_experts,
 )
 from penstock.backend.checkpoint.architectures.hf_config import HfConfig
+from penstock.backend.checkpoint.architectures.names import (
+    SUPPORTED_ARCHITECTURES,
+    decoder_of,
+    find_architecture,
+)
 from penstock.backend.checkpoint.architectures.text_parts import TEXT_PARTS, TextPart
 from penstock.backend.checkpoint.decoder_config import DecoderConfig, PositionScale, RopeConfig, TensorNames
 from penstock.backend.checkpoint.formats.declared import parse_stored_formats
 from penstock.backend.checkpoint.json_file import convert, read_json_object, shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.checkpoint.rope_scaling import RopeSettings, compute_rope
+from penstock.backend.checkpoint.tensor_files.vocabulary import fit_vocab_size
 from penstock.backend.errors import StartupError
 from penstock.shm.messages import MAX_CONTEXT_TOKENS
 
@@ -33,15 +39,13 @@ if TYPE_CHECKING:
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-SUPPORTED_ARCHITECTURES = (*FAMILIES, *TEXT_PARTS)
-
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _ROPE_KEYS = {"full_attention": "rope_parameters", "sliding_attention": "window_rope_parameters"}
 """Layer type in rope_parameters → key of HfConfig."""
 
 
 def read_decoder_config(model_dir: Path, max_context_tokens: int | None = None) -> DecoderConfig:
-    """Read and check model_dir's config.json.
+    """Read and check model_dir's config.json; its vocab_size is corrected by `fit_vocab_size`.
 
     max_context_tokens limits the context below the model's own, and so it decides between LongRoPE's short and long
     frequencies. Raises StartupError naming the field, its value and what is supported.
@@ -49,9 +53,10 @@ def read_decoder_config(model_dir: Path, max_context_tokens: int | None = None) 
     path = model_dir / CONFIG_FILE
     values = read_json_object(path)
     try:
-        return parse_decoder_config(values, max_context_tokens)
+        config = parse_decoder_config(values, max_context_tokens)
     except StartupError as error:
         raise StartupError(f"{path}: {error}") from None
+    return replace(config, vocab_size=fit_vocab_size(model_dir, config.vocab_size))
 
 
 def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None = None) -> DecoderConfig:
@@ -114,17 +119,15 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
 
 
 def _architecture(values: dict[str, Any]) -> str:
-    architectures = values.get("architectures")
-    supported = ", ".join(SUPPORTED_ARCHITECTURES)
-    if not isinstance(architectures, list) or not architectures:
-        raise StartupError(f"architectures is {shorten(architectures)}; it must name one of {supported}")
-    architecture = architectures[0]
-    if not isinstance(architecture, str) or architecture not in SUPPORTED_ARCHITECTURES:
+    found = find_architecture(values)
+    if isinstance(found, str) and found not in SUPPORTED_ARCHITECTURES:
+        found = decoder_of(found.removesuffix("Model")) or found  # saved without its output layer
+    if not isinstance(found, str) or found not in SUPPORTED_ARCHITECTURES:
         raise StartupError(
-            f"architecture {shorten(architecture)} is not supported; supported are {supported}. "
-            f"The model's own code may serve it: --forward-pass transformers"
+            f"architecture {shorten(found)}: --forward-pass transformers may serve it, the built-in decoder does not "
+            "(its architectures are in docs/models.md)"
         )
-    return architecture
+    return found
 
 
 def _text_model(values: dict[str, Any], architecture: str, part: TextPart) -> tuple[dict[str, Any], str]:
@@ -139,7 +142,9 @@ def _text_model(values: dict[str, Any], architecture: str, part: TextPart) -> tu
             f"text_config.model_type is {shorten(model_type)}; of {architecture} supported are "
             f"{', '.join(part.families)}"
         )
-    whole = {key: values[key] for key in ("quantization_config", "tie_word_embeddings") if key in values}
+    whole = {
+        key: values[key] for key in ("quantization_config", "quantization", "tie_word_embeddings") if key in values
+    }
     return {**part.defaults, "tie_word_embeddings": part.tie_embeddings, **text, **whole}, family
 
 

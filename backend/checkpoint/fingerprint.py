@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
+from penstock.backend.checkpoint.formats.quant_method import OWN_FILE
 from penstock.backend.checkpoint.layout import CONFIG_FILE, INDEX_FILE
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def weights_fingerprint(model_dir: Path) -> str:
     found = FilesHash(" ".join(str(int(path.stat().st_mtime)) for path in files))
     for path in files:
         found.add(path)
-    for name in (CONFIG_FILE, INDEX_FILE):
+    for name in (CONFIG_FILE, INDEX_FILE, OWN_FILE):
         if (model_dir / name).is_file():
             found.add(model_dir / name)
     return found.hexdigest()[:32]

@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+from penstock.backend.checkpoint.formats.quant_method import OWN_FILE
 from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.checkpoint.layout import (
     CONFIG_FILE,
@@ -32,6 +33,7 @@ CONFIG_FILES = (CONFIG_FILE, "modules.json", "sentence_*_config.json", "[0-9]_*/
 """Files that determine a model's computation: its config.json, and the modules of sentence-transformers."""
 SMALL_FILES = (
     *CONFIG_FILES,
+    OWN_FILE,
     "config_sentence_transformers.json",
     INDEX_FILE,
     GENERATION_FILE,
@@ -43,6 +45,7 @@ SMALL_FILES = (
 
 ADAPTER_FILE = "adapter_config.json"
 _MODULE_WEIGHTS = "[0-9]_*/model.safetensors"
+_SHARDS = "model-[0-9]*-of-[0-9]*.safetensors"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]{0,95}(?:/[\w.\-]{1,96})?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -64,7 +67,7 @@ def resolve_model(model: str, revision: str | None = None, config_dir: Path | No
     if not (snapshot / CONFIG_FILE).is_file():
         weight_files: tuple[str, ...] = (CONSOLIDATED_FILE,)
     else:
-        weight_files = shard_names(index) if index.is_file() else (SINGLE_FILE,)
+        weight_files = shard_names(index) if index.is_file() else (SINGLE_FILE, _SHARDS)
     files = (*SMALL_FILES, *weight_files, _MODULE_WEIGHTS)
     return complete_directory(_download(model, _pinned(revision, snapshot), files))
 

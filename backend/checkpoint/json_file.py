@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 LFS_MARK = b"version https://git-lfs.github.com/spec/"
 """Beginning of the small file that git leaves in place of a large file that is not downloaded yet."""
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_CONSTANTS = (b"NaN", b"Infinity")
 _ERROR_PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
 _PATH_STEP = re.compile(r"\.(?P<key>[^.\[]+)|\[(?P<index>\d+)\]")
 
@@ -53,11 +55,25 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def decode_json_object(data: bytes | memoryview, where: object) -> dict[str, Any]:
     """The JSON object in data. Raises StartupError; its message begins with `where`."""
+    content = bytes(data).removeprefix(_BYTE_ORDER_MARK)
     # msgspec raises these four for invalid input; RecursionError for nesting beyond the interpreter's limit.
     try:
-        return msgspec.json.decode(data, type=dict[str, Any])
+        return msgspec.json.decode(content, type=dict[str, Any])
     except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if (values := _decode_with_constants(content)) is not None:
+            return values
         raise StartupError(f"{where} is not a JSON object: {error}") from None
+
+
+def _decode_with_constants(content: bytes) -> dict[str, Any] | None:
+    """Decode what Python's json writes beyond the standard: NaN, Infinity and -Infinity. None for anything else."""
+    if not any(constant in content for constant in _CONSTANTS):
+        return None
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) else None
 
 
 def decode_without_twins(data: bytes, where: object) -> dict[str, Any]:

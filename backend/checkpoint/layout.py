@@ -24,7 +24,9 @@ INDEX_FILE = "model.safetensors.index.json"
 GGUF_SUFFIX = ".gguf"
 MAX_SHARDS = 512
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}\.safetensors")
-
+_NUMBERED = re.compile(r"(?P<stem>model|pytorch_model)-\d{5}-of-(?P<count>\d{5})\.safetensors")
+_COMPILED = "_orig_mod."
+"""torch.compile's addition to the names of a model's parts."""
 
 TEXT_PREFIXES = {
     "language_model.model.": "model.",
@@ -39,6 +41,27 @@ T = TypeVar("T")
 
 class _Index(Struct, frozen=True):
     weight_map: Annotated[dict[str, str], Meta(min_length=1, max_length=1 << 20)]
+
+
+def weight_files(model_dir: Path) -> tuple[str, ...]:
+    """The names of the safetensors files: one, those of the index, or without an index numbered ones, of which none
+    may be missing. Empty without any. Raises StartupError."""
+    index = model_dir / INDEX_FILE
+    if (model_dir / SINGLE_FILE).exists():
+        return (SINGLE_FILE,)
+    if index.exists():
+        return shard_names(index)
+    found = {path.name: match for path in model_dir.glob("*.safetensors") if (match := _NUMBERED.fullmatch(path.name))}
+    if not found:
+        return ()
+    stem, count = next((match["stem"], int(match["count"])) for _, match in sorted(found.items()))
+    if not 1 <= count <= MAX_SHARDS:
+        raise StartupError(f"{model_dir} has shards of {count} files; at most {MAX_SHARDS} are allowed")
+    names = tuple(f"{stem}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1))
+    for name in names:
+        if name not in found:
+            raise StartupError(f"{model_dir / name} does not exist, and {INDEX_FILE} neither")
+    return names
 
 
 def shard_names(index: Path) -> tuple[str, ...]:
@@ -64,14 +87,15 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def as_text_names(by_name: dict[str, T], where: object) -> dict[str, T]:
-    """Rename the text model's tensors in a larger model's checkpoint to their names without it.
+    """Rename the text model's tensors in a larger or a compiled model's checkpoint to their names without it.
 
     Raises StartupError if two tensors get the same name.
     """
     renamed: dict[str, T] = {}
     for name, value in by_name.items():
-        prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
-        text_name = TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+        plain = name.replace(_COMPILED, "")
+        prefix = next((prefix for prefix in TEXT_PREFIXES if plain.startswith(prefix)), "")
+        text_name = TEXT_PREFIXES.get(prefix, "") + plain.removeprefix(prefix)
         if text_name in renamed:
             raise StartupError(f"{where}: tensor {shorten(name)} is another {shorten(text_name)}")
         renamed[text_name] = value

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,11 +25,16 @@ from penstock.backend.checkpoint.formats.declared import read_stored_formats
 from penstock.backend.checkpoint.formats.stored_weight import FormattedMatrix, PlainTensor, find_weight
 from penstock.backend.checkpoint.gguf.directory import open_gguf_links
 from penstock.backend.checkpoint.json_file import shorten
-from penstock.backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE, read_index
 from penstock.backend.checkpoint.other_layouts.mistral_layout import EMBEDDING_NAME, hf_name
 from penstock.backend.checkpoint.progress import make_progress
-from penstock.backend.checkpoint.safetensors_file import SafetensorsFile
 from penstock.backend.checkpoint.stacked_weights import stack_weights, stacked_form
+from penstock.backend.checkpoint.tensor_files.opening import fit_to_decoder, open_safetensors, rename_tensors
+from penstock.backend.checkpoint.tensor_files.unplaced import (
+    check_tied_head,
+    is_beside_decoder,
+    refuse_unplaced,
+    unused_heads,
+)
 from penstock.backend.checkpoint.tensors import (
     EMBEDDING,
     LINEARS,
@@ -59,7 +65,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.backend")
 
-_MODEL_PREFIX = "model."
+_FLOAT8 = "F8_E4M3"
 
 
 class DecoderWeights:
@@ -119,19 +125,14 @@ class DecoderWeights:
 
         fp16 becomes fp16_as: bf16 has the same size, and CPUs support it. Raises StartupError for another name.
         """
-        return choose_dtype(requested, self._declared_dtype or self._embedding.dtype, fp16_as)
+        embedding = self._stored[EMBEDDING]
+        own = embedding.dtype if isinstance(embedding, PlainTensor) else torch.bfloat16
+        return choose_dtype(requested, self._declared_dtype or own, fp16_as)
 
     def embedding(self, dtype: torch.dtype) -> Tensor | QuantizedWeight:
         """Read [vocab_size, hidden_size]. It may be quantised only if it is also lm_head."""
         specs = (embedding_spec(self._config),)
         return self.linear(specs, dtype) if self._config.tie_embeddings else self.stacked(specs, dtype)
-
-    @property
-    def _embedding(self) -> PlainTensor:
-        stored = self._stored[EMBEDDING]
-        if not isinstance(stored, PlainTensor):
-            raise TypeError("a quantised embedding is not a tensor of floats")
-        return stored
 
     def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Tensor | QuantizedWeight]:
         layout = layer_specs(self._config, index)
@@ -198,20 +199,27 @@ def open_weights(
 ) -> DecoderWeights:
     """Open model.safetensors, or the shards of its index, and check every tensor that config needs.
 
-    Nothing is loaded yet. Other tensors are ignored. make_progress receives the number of bytes to load, without the
-    tensors named in unread. keeps: see `DecoderWeights`. Raises StartupError with the tensor's name and both
-    shapes, or both sizes if a file is truncated.
+    Nothing is loaded yet. Other tensors are refused, unless they change no result. make_progress receives the number of
+    bytes to load, without the tensors named in unread. keeps: see `DecoderWeights`. Raises StartupError with the
+    tensor's name and both shapes, or both sizes if a file is truncated.
     """
     with ExitStack() as closers:
         files, where = open_tensor_files(model_dir, closers)
-        files = with_model_prefix(files)
+        files = fit_to_decoder(files, config.vocab_size)
         formats, covered = read_stored_formats(model_dir), set(linear_names(config))
         if formats.cover_embedding:
             covered.add(EMBEDDING)
+        if formats.marker is not None:
+            covered = {name for name in covered if f"{name.removesuffix('weight')}{formats.marker}" in files}
         stored = {
             spec.name: find_weight(spec, formats.of(spec.name) if spec.name in covered else None, files, where)
             for spec in expected_tensors(config)
         }
+        placed = {name for weight in stored.values() for name in weight.names}
+        is_harmless = partial(is_beside_decoder, config.num_layers, unused_heads(config))
+        refuse_unplaced(files.values(), placed, is_harmless, f"a {config.architecture}")
+        if config.tie_embeddings:
+            check_tied_head(files)
         progress = closers.enter_context(closing(make_progress(_stored_bytes(stored, unread))))
         dtype = read_declared_dtype(model_dir)
         return DecoderWeights(config, stored, dtype, progress, closers.pop_all(), keeps)
@@ -234,44 +242,32 @@ def open_tensor_files(model_dir: Path, closers: ExitStack) -> tuple[dict[str, Te
     ggufs = [closers.enter_context(closing(file)) for file in open_gguf_links(model_dir)]
     if ggufs:
         return {name: file for file in ggufs for name in file.tensors}, str(ggufs[0].path.resolve())
-    single, index = model_dir / SINGLE_FILE, model_dir / INDEX_FILE
-    if single.exists():
-        file = closers.enter_context(closing(SafetensorsFile(single)))
-        found: dict[str, TensorFile] = dict.fromkeys(file.tensors, file)
-        return (rename_tensors(found, hf_name) if EMBEDDING_NAME in found else found), str(single)
-    if not index.exists():
-        raise StartupError(f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}: {_found_instead(model_dir)}")
-    weight_map = read_index(index)
-    shards = {
-        name: closers.enter_context(closing(SafetensorsFile(model_dir / name)))
-        for name in sorted(set(weight_map.values()))
-    }
-    for tensor, name in weight_map.items():
-        if tensor not in shards[name].tensors:
-            raise StartupError(f"tensor {tensor} is missing from {model_dir / name}, where {INDEX_FILE} says it is")
-    return {tensor: shards[name] for tensor, name in weight_map.items()}, f"the files of {index}"
+    files, where = open_safetensors(model_dir, closers)
+    return (rename_tensors(files, hf_name) if EMBEDDING_NAME in files else files), where
 
 
-def _found_instead(model_dir: Path) -> str:
-    """Describe the weights of a directory without safetensors, and say what to do."""
-    others = sorted(path.name for path in model_dir.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-    if others:
-        return f"it has {others[0]}, and only safetensors are loaded; convert it with save_pretrained of transformers"
-    return "it has no weights; download the model's *.safetensors files into it"
+def read_dequantized(model_dir: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All tensors of a checkpoint in 8-bit floats, whatever its model: matrices of those in dtype, others as they are.
 
-
-def with_model_prefix(files: dict[str, TensorFile]) -> dict[str, TensorFile]:
-    """Rename a decoder without its output layer (Qwen3Model) as if it had one."""
-    if EMBEDDING in files or EMBEDDING.removeprefix(_MODEL_PREFIX) not in files:
-        return files
-    return rename_tensors(files, lambda name: _MODEL_PREFIX + name)
-
-
-def rename_tensors(files: dict[str, TensorFile], rename: Callable[[str], str]) -> dict[str, TensorFile]:
-    """Rename the tensors of all files."""
-    for file in dict.fromkeys(files.values()):
-        file.tensors = {rename(name): tensor for name, tensor in file.tensors.items()}
-    return {rename(name): file for name, file in files.items()}
+    Raises StartupError.
+    """
+    formats = read_stored_formats(model_dir)
+    tensors: dict[str, Tensor] = {}
+    scales: set[str] = set()
+    with ExitStack() as closers:
+        files, where = open_tensor_files(model_dir, closers)
+        progress = closers.enter_context(closing(make_progress(sum(f.tensors[n].num_bytes for n, f in files.items()))))
+        for name, file in files.items():
+            stored = file.tensors[name]
+            matrix = formats.of(name) if stored.dtype == _FLOAT8 else None
+            if matrix is None:
+                tensors[name] = file.read(stored, progress.advance)
+                continue
+            weight = find_weight(TensorSpec(name, stored.shape), matrix, files, where)
+            tensors[name] = torch.empty(stored.shape, dtype=dtype)
+            weight.copy(tensors[name], progress.advance)
+            scales.update(set(weight.names) - {name})
+    return {name: tensor for name, tensor in tensors.items() if name not in scales}
 
 
 def _stored_bytes(stored: Mapping[str, StoredWeight], unread: Collection[str] = ()) -> int:

@@ -13,7 +13,7 @@ from penstock.backend.checkpoint.adapters.peft_config import CONFIG_FILE, PeftCo
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.hub import resolve_small_files
 from penstock.backend.checkpoint.layout import CONFIG_FILE as MODEL_CONFIG_FILE
-from penstock.backend.checkpoint.safetensors_file import SafetensorsFile
+from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.errors import StartupError
 from penstock.backend.shipped_models import SHIPPED_MODELS
 

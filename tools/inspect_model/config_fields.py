@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from penstock.backend.checkpoint.formats.quant_method import quantization_settings
 from penstock.backend.checkpoint.json_file import convert
 
 _Count = Annotated[int, Meta(ge=0, le=1 << 32)]
@@ -21,18 +22,19 @@ class Quantization(Struct, frozen=True):
     format: str | None = None
     load_in_4bit: bool = False
     config_groups: dict[str, Any] | None = None
+    quant_algo: str | None = None
 
     @property
     def bits_per_weight(self) -> int:
         """Bits of a weight in a packed tensor; 8 where the format does not specify them."""
-        if self.load_in_4bit or self.quant_method == "mxfp4":
+        if self.load_in_4bit or self.quant_method == "mxfp4" or "NVFP4" in (self.quant_algo or ""):
             return 4
         return self.bits or self._in_groups("num_bits") or 8
 
     @property
     def text(self) -> str:
         """Such as "gptq, 4 bits, groups of 128"."""
-        parts = [" ".join(filter(None, (self.quant_method or "unknown method", self.format)))]
+        parts = [" ".join(filter(None, (self.quant_method or "unknown method", self.format, self.quant_algo)))]
         parts.append(f"{self.bits_per_weight} bits")
         if (size := self.group_size or self._in_groups("group_size")) and size > 0:
             parts.append(f"groups of {size}")
@@ -96,4 +98,6 @@ def read_fields(values: dict[str, Any], where: object) -> ConfigFields:
     """Read the fields of config.json's object, or of its text model if it describes several. Raises StartupError."""
     text = values.get("text_config")
     own = {**values, **text} if isinstance(text, dict) else values
+    if (settings := quantization_settings(values)) is not None:
+        own = {**own, "quantization_config": settings}
     return convert(own, ConfigFields, where)

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import Struct
 
-from penstock.backend.checkpoint.config_json import SUPPORTED_ARCHITECTURES, read_decoder_config
+from penstock.backend.checkpoint.architectures.names import SUPPORTED_ARCHITECTURES, find_architecture
+from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.encoders.decoder_heads import read_pooled_decoder
 from penstock.backend.checkpoint.encoders.read_config import read_encoder, with_common_names
 from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.encoders.weights import open_encoder
 from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES
+from penstock.backend.checkpoint.formats.quant_method import with_own_file
 from penstock.backend.checkpoint.generation_config import read_generation_defaults
 from penstock.backend.checkpoint.hub import resolve_small_files
 from penstock.backend.checkpoint.json_file import read_json_object, shorten
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 _PACKED_SUFFIXES = ("qweight", "weight_packed", "_blocks")
 """Tensors that hold several weights in each element."""
 _OTHER_DATA = (
-    *("scale", "scales", "scale_inv", "_scales", "zero_point", "qzeros", "g_idx", "weight_shape"),
+    *("scale", "scales", "scale_inv", "scale_2", "biases", "zero_point", "qzeros", "g_idx", "weight_shape"),
     *("absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state.bitsandbytes__nf4"),
 )
 """Endings of the names of tensors that belong to quantised weights and are not parameters."""
@@ -122,7 +124,7 @@ def describe_model(
     by_own_code: transformers' code serves it. Raises StartupError if config.json cannot be read.
     """
     path = model_dir / CONFIG_FILE
-    values = read_json_object(path)
+    values = dict(with_own_file(read_json_object(path), model_dir))
     fields = read_fields(_common_names(values), path)
     architecture = _architecture(values)
     quantization = fields.quantization_config
@@ -190,7 +192,8 @@ def count_parameters(tensors: dict[str, TensorHeader], packed_bits: int) -> tupl
     for name, tensor in tensors.items():
         if name.endswith(_OTHER_DATA):
             continue
-        is_packed = name.endswith(_PACKED_SUFFIXES) or (tensor.dtype == "U8" and packed_bits < 8)
+        has_bits = tensor.dtype == "U32" or (tensor.dtype == "U8" and packed_bits < 8)
+        is_packed = has_bits or name.endswith(_PACKED_SUFFIXES)
         count = tensor.num_bytes * 8 // packed_bits if is_packed else prod(tensor.shape)
         total += count
         if ".experts." in name:
@@ -206,8 +209,8 @@ def _common_names(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _architecture(values: dict[str, Any]) -> str | None:
-    architectures = values.get("architectures")
-    return str(architectures[0]) if isinstance(architectures, list) and architectures else None
+    found = find_architecture(values)
+    return None if found is None else str(found)
 
 
 def _served(

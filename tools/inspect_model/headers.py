@@ -7,8 +7,8 @@ from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.backend.checkpoint.gguf.header import read_header
-from penstock.backend.checkpoint.layout import GGUF_SUFFIX, INDEX_FILE, SINGLE_FILE, shard_names
-from penstock.backend.checkpoint.safetensors_file import SafetensorsFile
+from penstock.backend.checkpoint.layout import GGUF_SUFFIX, SINGLE_FILE, weight_files
+from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
@@ -43,8 +43,7 @@ def read_directory(model_dir: Path) -> WeightFiles:
             },
             len(ggufs),
         )
-    index = model_dir / INDEX_FILE
-    names = (SINGLE_FILE,) if (model_dir / SINGLE_FILE).exists() or not index.exists() else shard_names(index)
+    names = weight_files(model_dir) or (SINGLE_FILE,)
     present = [name for name in names if (model_dir / name).exists()]
     tensors: dict[str, TensorHeader] = {}
     for name in present:

@@ -14,7 +14,7 @@ from penstock.backend.checkpoint.adapters.peft_config import CONFIG_FILE, read_p
 from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES, StoredTensor, open_file
 from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.checkpoint.layout import GGUF_SUFFIX, TEXT_PREFIXES
-from penstock.backend.checkpoint.safetensors_file import SafetensorsFile
+from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.checkpoint.tensors import layer_specs
 from penstock.backend.errors import StartupError
 

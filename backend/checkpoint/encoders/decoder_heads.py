@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from penstock.backend.checkpoint.architectures.names import find_architecture
 from penstock.backend.checkpoint.config_json import parse_decoder_config
 from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
 from penstock.backend.checkpoint.encoders.sentence_transformers import read_max_tokens, read_modules
@@ -19,8 +20,10 @@ from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.formats.stored_weight import find_weight
 from penstock.backend.checkpoint.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE, TOKENIZER_FILE
+from penstock.backend.checkpoint.tensor_files.opening import fit_to_decoder
+from penstock.backend.checkpoint.tensor_files.vocabulary import fit_vocab_size
 from penstock.backend.checkpoint.tensors import EMBEDDING, LM_HEAD, TensorSpec
-from penstock.backend.checkpoint.weights import open_tensor_files, with_model_prefix
+from penstock.backend.checkpoint.weights import open_tensor_files
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
@@ -56,6 +59,7 @@ def read_pooled_decoder(model_dir: Path, task: str, max_context_tokens: int | No
         config,
         tie_embeddings=False,
         has_lm_head=False,
+        vocab_size=fit_vocab_size(model_dir, config.vocab_size),
         scales=replace(config.scales, logits=1.0, logits_softcap=None),
         max_context_tokens=min(limit, config.max_context_tokens),
     )
@@ -82,7 +86,7 @@ def read_head(model_dir: Path, pooled: PooledDecoder) -> Tensor | None:
             head = torch.empty(pooled.width, hidden)
             stored.copy(head, lambda _: None)
             return head
-        files = with_model_prefix(files)
+        files = fit_to_decoder(files, vocab)
         name = LM_HEAD if LM_HEAD in files else EMBEDDING
         find_weight(TensorSpec(name, (vocab, hidden)), None, files, where)
         rows = torch.empty(len(ANSWERS), hidden)
@@ -122,10 +126,9 @@ def _check_modules(model_dir: Path) -> bool:
 
 
 def _architecture(values: dict[str, Any]) -> str:
-    architectures = values.get("architectures")
-    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    name = find_architecture(values)
     if not isinstance(name, str):
-        raise StartupError(f"architectures is {shorten(architectures)}; it must name a decoder")
+        raise StartupError(f"architectures is {shorten(name)}; it must name a decoder")
     return name
 
 

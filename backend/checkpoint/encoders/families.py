@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -325,6 +326,7 @@ FAMILIES = {
         },
     ),
 }
+_BY_MODEL_TYPE = {name.lower(): name for name in FAMILIES}
 REFUSED_FAMILIES = {"Albert": "its layers share one set of weights"}
 
 
@@ -335,6 +337,8 @@ def split_architecture(values: dict[str, Any]) -> tuple[str, str] | None:
     """
     architectures = values.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
+    if not architectures and (family := _BY_MODEL_TYPE.get(re.sub("[-_]", "", str(values.get("model_type"))))):
+        return family, "Model"
     if not isinstance(name, str):
         return None
     for suffix in SUFFIXES:

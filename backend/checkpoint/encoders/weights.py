@@ -7,6 +7,7 @@ bias], with zeros for a bias that the model does not have. Every tensor is a new
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,8 +26,10 @@ from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.formats.stored_weight import find_weight
 from penstock.backend.checkpoint.layout import SINGLE_FILE
 from penstock.backend.checkpoint.progress import make_progress
-from penstock.backend.checkpoint.safetensors_file import SafetensorsFile
-from penstock.backend.checkpoint.weights import open_tensor_files, rename_tensors
+from penstock.backend.checkpoint.tensor_files.opening import rename_tensors
+from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
+from penstock.backend.checkpoint.tensor_files.unplaced import is_beside_encoder, refuse_unplaced
+from penstock.backend.checkpoint.weights import open_tensor_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -144,6 +147,9 @@ def open_encoder(
         formats = read_stored_formats(model_dir)
         of = formats.of if formats.cover_embedding else PLAIN.of  # other methods are meant for decoders
         stored = {spec.name: find_weight(spec, of(spec.name), files, where) for spec in _needed(config, prefix)}
+        placed = {name for weight in stored.values() for name in weight.names}
+        is_harmless = partial(is_beside_encoder, prefix, config.names.layer, config.num_layers)
+        refuse_unplaced(files.values(), placed, is_harmless, "an encoder")
         num_bytes = sum(weight.num_bytes for weight in stored.values())
         progress = closers.enter_context(closing(make_progress(num_bytes)))
         dtype = read_declared_dtype(model_dir)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -19,8 +19,19 @@ from penstock.backend.checkpoint.formats.float8 import Float8
 from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES, GgmlMatrix
 from penstock.backend.checkpoint.formats.gptq import Gptq
 from penstock.backend.checkpoint.formats.integers import INTEGER_BITS
+from penstock.backend.checkpoint.formats.methods.auto_round import read_auto_round
+from penstock.backend.checkpoint.formats.methods.mlx import read_mlx
+from penstock.backend.checkpoint.formats.methods.modelopt import read_modelopt
+from penstock.backend.checkpoint.formats.methods.settings import (
+    LM_HEAD,
+    GroupSize,
+    Names,
+    all_but,
+    inputs_per_group,
+    one_of,
+)
 from penstock.backend.checkpoint.formats.module_names import is_excluded, is_target
-from penstock.backend.checkpoint.formats.quant_method import quantization_settings
+from penstock.backend.checkpoint.formats.quant_method import quantization_settings, with_own_file
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN, Rule, StoredFormats
 from penstock.backend.checkpoint.json_file import convert, read_json_object, shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE
@@ -32,12 +43,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.checkpoint.formats.matrix_format import MatrixFormat
 
-T = TypeVar("T")
-
-_LM_HEAD = "lm_head"
 _EXPERTS = ".experts."
-_Names = Annotated[tuple[Annotated[str, Meta(max_length=512)], ...], Meta(max_length=1 << 16)]
-_GroupSize = Annotated[int, Meta(ge=-1, le=1 << 20)]
 _BlockSize = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
@@ -45,7 +51,7 @@ def read_stored_formats(model_dir: Path) -> StoredFormats:
     """Return the formats that config.json declares. Raises StartupError."""
     path = model_dir / CONFIG_FILE
     try:
-        return parse_stored_formats(read_json_object(path))
+        return parse_stored_formats(with_own_file(read_json_object(path), model_dir))
     except StartupError as error:
         raise StartupError(f"{path}: {error}") from None
 
@@ -67,21 +73,21 @@ def parse_stored_formats(config: Mapping[str, Any]) -> StoredFormats:
 
 class _GptqSettings(Struct, frozen=True):
     bits: int
-    group_size: _GroupSize = 128
+    group_size: GroupSize = 128
     desc_act: bool = False
     lm_head: bool = False
     checkpoint_format: str | None = None
     format: str | None = None
-    modules_in_block_to_quantize: Annotated[tuple[str | _Names, ...], Meta(max_length=4096)] | None = None
+    modules_in_block_to_quantize: Annotated[tuple[str | Names, ...], Meta(max_length=4096)] | None = None
     dynamic: dict[str, Any] | None = None
-    modules_to_not_convert: _Names | None = None
+    modules_to_not_convert: Names | None = None
 
 
 class _GptqChanges(Struct, frozen=True, forbid_unknown_fields=True):
     """Changes that a rule of `dynamic` makes for the linears that it matches; None is no change."""
 
     bits: int | None = None
-    group_size: _GroupSize | None = None
+    group_size: GroupSize | None = None
     desc_act: bool | None = None
     sym: bool | None = None
     """Zero points are read in either case."""
@@ -89,10 +95,10 @@ class _GptqChanges(Struct, frozen=True, forbid_unknown_fields=True):
 
 def _gptq(values: dict[str, Any]) -> StoredFormats:
     settings = convert(values, _GptqSettings, "quantization_config")
-    layout = _one_of("checkpoint_format", settings.checkpoint_format or settings.format or "gptq", ("gptq", "gptq_v2"))
+    layout = one_of("checkpoint_format", settings.checkpoint_format or settings.format or "gptq", ("gptq", "gptq_v2"))
     own = Gptq(
-        _one_of("bits", settings.bits, INTEGER_BITS),
-        _groups(settings.group_size),
+        one_of("bits", settings.bits, INTEGER_BITS),
+        inputs_per_group(settings.group_size),
         settings.desc_act,
         1 if layout == "gptq" else 0,
     )
@@ -103,7 +109,7 @@ def _gptq(values: dict[str, Any]) -> StoredFormats:
     skipped = settings.modules_to_not_convert or ()
 
     def covers(exceptions: tuple[str, ...], module: str) -> bool:
-        if module == _LM_HEAD:
+        if module == LM_HEAD:
             return settings.lm_head
         is_skipped = is_excluded(module, skipped) or is_target(module, exceptions)
         return not is_skipped and (not only or is_excluded(module, only))
@@ -124,8 +130,8 @@ def _changed_gptq(own: Gptq, where: str, values: Any) -> Gptq:
     changes = convert(values, _GptqChanges, f"quantization_config.{where}")
     return replace(
         own,
-        bits=own.bits if changes.bits is None else _one_of(f"{where}.bits", changes.bits, INTEGER_BITS),
-        group_size=own.group_size if changes.group_size is None else _groups(changes.group_size),
+        bits=own.bits if changes.bits is None else one_of(f"{where}.bits", changes.bits, INTEGER_BITS),
+        group_size=own.group_size if changes.group_size is None else inputs_per_group(changes.group_size),
         act_order=own.act_order if changes.desc_act is None else changes.desc_act,
     )
 
@@ -139,40 +145,40 @@ _AWQ_LAYOUTS: dict[str, Callable[[int | None], MatrixFormat]] = {"gemm": Awq, "g
 
 class _AwqSettings(Struct, frozen=True):
     bits: int = 4
-    group_size: _GroupSize = 128
+    group_size: GroupSize = 128
     version: str | None = None
     format: str | None = None
     backend: str | None = None
-    modules_to_not_convert: _Names | None = None
+    modules_to_not_convert: Names | None = None
 
 
 def _awq(values: dict[str, Any]) -> StoredFormats:
     settings = convert(values, _AwqSettings, "quantization_config")
-    _one_of("bits", settings.bits, (4,))
-    version = _one_of("version", (settings.version or settings.format or "gemm").lower(), tuple(_AWQ_LAYOUTS))
+    one_of("bits", settings.bits, (4,))
+    version = one_of("version", (settings.version or settings.format or "gemm").lower(), tuple(_AWQ_LAYOUTS))
     if settings.backend == "llm-awq":
         raise StartupError('quantization_config.backend is "llm-awq"; supported is the layout of AutoAWQ')
-    matrix = _AWQ_LAYOUTS[version](_groups(settings.group_size))
-    return StoredFormats((Rule(matrix, _all_but(settings.modules_to_not_convert)),))
+    matrix = _AWQ_LAYOUTS[version](inputs_per_group(settings.group_size))
+    return StoredFormats((Rule(matrix, all_but(settings.modules_to_not_convert)),))
 
 
 class _Fp8Settings(Struct, frozen=True):
     weight_block_size: Annotated[tuple[_BlockSize, ...], Meta(min_length=2, max_length=2)] | None = None
     fmt: str = "e4m3"
-    modules_to_not_convert: _Names | None = None
-    ignored_layers: _Names | None = None
+    modules_to_not_convert: Names | None = None
+    ignored_layers: Names | None = None
     activation_scheme: str | None = None
 
 
 def _fp8(values: dict[str, Any]) -> StoredFormats:
     settings = convert(values, _Fp8Settings, "quantization_config")
-    _one_of("fmt", settings.fmt, ("e4m3", "float8_e4m3fn"))
+    one_of("fmt", settings.fmt, ("e4m3", "float8_e4m3fn"))
     if settings.weight_block_size is None:
         matrix = Float8("fp8", None, ("weight_scale_inv", "weight_scale"))
     else:
         outputs, inputs = settings.weight_block_size
         matrix = Float8("fp8", (outputs, inputs), ("weight_scale_inv",))
-    rule = Rule(matrix, _all_but(settings.modules_to_not_convert or settings.ignored_layers))
+    rule = Rule(matrix, all_but(settings.modules_to_not_convert or settings.ignored_layers))
     return StoredFormats((rule,), rounds_rows=settings.activation_scheme in ("dynamic", "static"))
 
 
@@ -181,13 +187,13 @@ class _WeightSettings(Struct, frozen=True):
     type: str = "int"
     strategy: Literal["tensor", "channel", "group", "block", "tensor_group"] | None = None
     symmetric: bool = True
-    group_size: _GroupSize | None = None
+    group_size: GroupSize | None = None
     block_structure: Annotated[tuple[_BlockSize, ...], Meta(min_length=2, max_length=2)] | None = None
     actorder: str | bool | None = None
 
 
 class _GroupSettings(Struct, frozen=True):
-    targets: _Names
+    targets: Names
     weights: _WeightSettings | None = None
     input_activations: dict[str, Any] | None = None
     format: str | None = None
@@ -204,7 +210,7 @@ class _GroupSettings(Struct, frozen=True):
 class _CompressedSettings(Struct, frozen=True):
     config_groups: Annotated[dict[str, _GroupSettings], Meta(max_length=4096)]
     format: str = "dense"
-    ignore: _Names | None = None
+    ignore: Names | None = None
     sparsity_config: dict[str, Any] | None = None
 
 
@@ -235,8 +241,8 @@ _COMPRESSED_LAYOUTS = (
 
 
 _FLOAT4_LAYOUTS: dict[str, tuple[int, MatrixFormat]] = {
-    "mxfp4-pack-quantized": (32, Mxfp4("compressed-tensors", "weight_packed", "weight_scale", by_blocks=False)),
-    "nvfp4-pack-quantized": (16, Nvfp4()),
+    "mxfp4-pack-quantized": (32, Mxfp4("compressed-tensors", "weight_packed", "weight_scale", "bytes")),
+    "nvfp4-pack-quantized": (16, Nvfp4("compressed-tensors", "weight_packed", "weight_global_scale")),
 }
 """Each format with its group_size."""
 
@@ -246,32 +252,32 @@ def _compressed_matrix(where: str, weights: _WeightSettings, layout: str) -> Mat
     if strategy == "group":
         if weights.group_size is None:
             raise StartupError(f"quantization_config.{where}.weights.group_size is missing for strategy group")
-        strategy = "channel" if _groups(weights.group_size) is None else strategy
-    layout = _one_of(f"{where}.format", layout, _COMPRESSED_LAYOUTS)
-    kind = _one_of(f"{where}.weights.type", weights.type, ("int", "float"))
+        strategy = "channel" if inputs_per_group(weights.group_size) is None else strategy
+    layout = one_of(f"{where}.format", layout, _COMPRESSED_LAYOUTS)
+    kind = one_of(f"{where}.weights.type", weights.type, ("int", "float"))
     if layout in _FLOAT4_LAYOUTS:
         group_size, matrix = _FLOAT4_LAYOUTS[layout]
-        _one_of(f"{where}.weights.group_size", weights.group_size, (group_size,))
-        _one_of(f"{where}.weights.symmetric", weights.symmetric, (True,))
+        one_of(f"{where}.weights.group_size", weights.group_size, (group_size,))
+        one_of(f"{where}.weights.symmetric", weights.symmetric, (True,))
         return matrix
     if kind == "float":
-        _one_of(f"{where}.weights.num_bits", weights.num_bits, (8,))
-        _one_of(f"{where}.weights.strategy", strategy, ("tensor", "channel", "block"))
+        one_of(f"{where}.weights.num_bits", weights.num_bits, (8,))
+        one_of(f"{where}.weights.strategy", strategy, ("tensor", "channel", "block"))
         if strategy == "block" and weights.block_structure is None:
             raise StartupError(f"quantization_config.{where}.weights.block_structure is missing for strategy block")
         block = None if weights.block_structure is None else (weights.block_structure[0], weights.block_structure[1])
         return Float8("compressed-tensors", block, ("weight_scale",), per_output=strategy == "channel")
-    _one_of(f"{where}.weights.strategy", strategy, ("tensor", "channel", "group"))
+    one_of(f"{where}.weights.strategy", strategy, ("tensor", "channel", "group"))
     groups = Groups(strategy, weights.group_size if strategy == "group" else None)
     if layout == "pack-quantized":
-        bits = _one_of(f"{where}.weights.num_bits", weights.num_bits, INTEGER_BITS)
+        bits = one_of(f"{where}.weights.num_bits", weights.num_bits, INTEGER_BITS)
         return PackedIntegers(bits, groups, weights.symmetric, weights.actorder in ("group", "dynamic", True))
-    _one_of(f"{where}.weights.num_bits", weights.num_bits, (8,))
+    one_of(f"{where}.weights.num_bits", weights.num_bits, (8,))
     return PlainInt8(groups, weights.symmetric)
 
 
 class _Mxfp4Settings(Struct, frozen=True):
-    modules_to_not_convert: _Names | None = None
+    modules_to_not_convert: Names | None = None
 
 
 def _mxfp4(values: dict[str, Any]) -> StoredFormats:
@@ -281,7 +287,7 @@ def _mxfp4(values: dict[str, Any]) -> StoredFormats:
     def covers(module: str) -> bool:
         return _EXPERTS in module and not is_excluded(module, skipped)
 
-    return StoredFormats((Rule(Mxfp4("mxfp4", "blocks", "scales", by_blocks=True), covers),))
+    return StoredFormats((Rule(Mxfp4("mxfp4", "blocks", "scales", "blocks"), covers),))
 
 
 class _BitsandbytesSettings(Struct, frozen=True):
@@ -290,30 +296,30 @@ class _BitsandbytesSettings(Struct, frozen=True):
     bnb_4bit_quant_type: str = "fp4"
     bnb_4bit_use_double_quant: bool = False
     bnb_4bit_quant_storage: str = "uint8"
-    llm_int8_skip_modules: _Names | None = None
+    llm_int8_skip_modules: Names | None = None
 
 
 def _bitsandbytes(values: dict[str, Any]) -> StoredFormats:
     settings = convert(values, _BitsandbytesSettings, "quantization_config")
-    covers = _all_but(settings.llm_int8_skip_modules)
+    covers = all_but(settings.llm_int8_skip_modules)
     if settings.load_in_8bit and not settings.load_in_4bit:
         return StoredFormats((Rule(BitsandbytesInt8(), covers),))
-    _one_of("load_in_4bit", settings.load_in_4bit, (True,))
-    _one_of("bnb_4bit_quant_storage", settings.bnb_4bit_quant_storage, ("uint8",))
-    kind = _one_of("bnb_4bit_quant_type", settings.bnb_4bit_quant_type, ("nf4", "fp4"))
+    one_of("load_in_4bit", settings.load_in_4bit, (True,))
+    one_of("bnb_4bit_quant_storage", settings.bnb_4bit_quant_storage, ("uint8",))
+    kind = one_of("bnb_4bit_quant_type", settings.bnb_4bit_quant_type, ("nf4", "fp4"))
     matrix = Bitsandbytes4Bit(kind, settings.bnb_4bit_use_double_quant)
     return StoredFormats((Rule(matrix, covers),))
 
 
 class _GgufSettings(Struct, frozen=True):
-    types: Annotated[dict[str, _Names], Meta(max_length=64)]
+    types: Annotated[dict[str, Names], Meta(max_length=64)]
 
 
 def _gguf(values: dict[str, Any]) -> StoredFormats:
     """Formats that `checkpoint.gguf.directory` declared."""
     types = convert(values, _GgufSettings, "quantization_config").types
     rules = [
-        Rule(GgmlMatrix(_one_of("types", name, tuple(BLOCK_TYPES))), frozenset(modules).__contains__)
+        Rule(GgmlMatrix(one_of("types", name, tuple(BLOCK_TYPES))), frozenset(modules).__contains__)
         for name, modules in types.items()
     ]
     return StoredFormats(tuple(rules), cover_embedding=True)
@@ -327,24 +333,10 @@ _METHODS: dict[str, Callable[[dict[str, Any]], StoredFormats]] = {
     "bitsandbytes": _bitsandbytes,
     "mxfp4": _mxfp4,
     "gguf": _gguf,
+    "modelopt": read_modelopt,
+    "modelopt_fp4": read_modelopt,
+    "auto-round": read_auto_round,
+    "auto_round": read_auto_round,
+    "intel/auto-round": read_auto_round,
+    "mlx": read_mlx,
 }
-
-
-def _all_but(names: tuple[str, ...] | None) -> Callable[[str], bool]:
-    """All linears except the named ones and lm_head, which is plain in these methods."""
-    return lambda module: module != _LM_HEAD and not is_excluded(module, names or ())
-
-
-def _groups(group_size: int | None) -> int | None:
-    """Return group_size, and None for one group. Raises StartupError for 0."""
-    if group_size == 0:
-        raise StartupError("quantization_config.group_size is 0; it must be -1 or at least 1")
-    return None if group_size == -1 else group_size
-
-
-def _one_of(name: str, value: T, allowed: tuple[T, ...]) -> T:
-    """Return value. Raises StartupError if it is not allowed."""
-    if value not in allowed:
-        expected = ", ".join(str(choice) for choice in allowed)
-        raise StartupError(f"quantization_config.{name} is {shorten(value)}; supported are {expected}")
-    return value

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from penstock.backend.checkpoint.formats.integers import as_bytes
 from penstock.backend.checkpoint.formats.matrix_format import (
     MatrixFormat,
     Part,
@@ -40,8 +41,8 @@ class Mxfp4(MatrixFormat):
     values: str
     """Name of the tensor of values; the next field names the tensor of exponents."""
     exponents: str
-    by_blocks: bool
-    """values is [outputs, blocks, 16]; otherwise [outputs, bytes]."""
+    layout: Literal["blocks", "bytes", "words"]
+    """The shape of values: [outputs, blocks, 16], [outputs, bytes] or, in words of 32 bits, [outputs, words]."""
 
     @property
     def description(self) -> str:
@@ -51,15 +52,19 @@ class Mxfp4(MatrixFormat):
         outputs, inputs = shape
         check_multiple("inputs", inputs, MXFP4_GROUP_SIZE, "the numbers in a block")
         blocks = (outputs, inputs // MXFP4_GROUP_SIZE)
-        values = (*blocks, MXFP4_GROUP_SIZE // 2) if self.by_blocks else (outputs, inputs // 2)
-        return {self.values: Part((values,), ("U8",)), self.exponents: Part((blocks,), ("U8",))}
+        values, dtype = {
+            "blocks": ((*blocks, MXFP4_GROUP_SIZE // 2), "U8"),
+            "bytes": ((outputs, inputs // 2), "U8"),
+            "words": ((outputs, inputs // 8), "U32"),
+        }[self.layout]
+        return {self.values: Part((values,), (dtype,)), self.exponents: Part((blocks,), ("U8",))}
 
     def check(self, parts: Parts, shape: Shape) -> None:  # noqa: ARG002 - the parts have it
         if bool((parts[self.exponents] == _E8M0_NAN).any()):
             raise UnreadableMatrixError(f"{self.exponents} has 255, which is not a number")
 
     def expand(self, parts: Parts, shape: Shape, rows: slice) -> Tensor:
-        values = _unpack(parts[self.values][rows], MXFP4_GROUP_SIZE)
+        values = _unpack(as_bytes(parts[self.values][rows]), MXFP4_GROUP_SIZE)
         exponents = parts[self.exponents][rows].reshape(-1, 1).int() - _E8M0_BIAS
         # Exact, subnormal scales included, and three times as fast as ldexp of every number.
         return values.mul_(torch.ldexp(torch.ones(exponents.shape), exponents)).view(-1, shape[1])
@@ -68,7 +73,7 @@ class Mxfp4(MatrixFormat):
         return PackedForm(MXFP4_GROUP_SIZE, has_zeros=False) if shape[1] <= MAX_QUANTIZED_INPUTS else None
 
     def pack(self, parts: Parts, shape: Shape) -> Mxfp4Weight | None:
-        content = parts[self.values].reshape(shape[0], -1)
+        content = as_bytes(parts[self.values]).reshape(shape[0], -1)
         exponents = parts[self.exponents].int() - _E8M0_BIAS
         is_used = (content.view(*exponents.shape, -1) & 0x77).amax(dim=-1) > 0
         exponents = exponents.where(is_used, 0)  # of a block of zeros any will do
@@ -80,30 +85,38 @@ class Mxfp4(MatrixFormat):
 
 @dataclass(frozen=True)
 class Nvfp4(MatrixFormat):
-    """w = value × scale / scale of the matrix: E2M1 values, an E4M3 scale for 16 inputs. The low 4 bits come first."""
+    """E2M1 values × an E4M3 scale for 16 inputs, × or / the scale of the matrix. The low 4 bits come first."""
+
+    method: str
+    values: str
+    """Name of the tensor of values; the next field names the scale of the matrix."""
+    matrix_scale: str
+    multiplies: bool = False
+    """The scale of the matrix is a factor; otherwise scales are divided by it."""
 
     @property
     def description(self) -> str:
-        return "compressed-tensors, NVFP4"
+        return f"{self.method}, NVFP4"
 
     def parts(self, shape: Shape) -> dict[str, Part]:
         outputs, inputs = shape
         check_multiple("inputs", inputs, _NV_BLOCK, "the numbers in a block")
         return {
-            "weight_packed": Part(((outputs, inputs // 2),), ("U8",)),
+            self.values: Part(((outputs, inputs // 2),), ("U8",)),
             "weight_scale": Part(((outputs, inputs // _NV_BLOCK),), ("F8_E4M3",)),
-            "weight_global_scale": Part(((1,), ()), ("F32",)),
+            self.matrix_scale: Part(((1,), ()), ("F32",)),
         }
 
     def check(self, parts: Parts, shape: Shape) -> None:  # noqa: ARG002 - the parts have it
         if not bool(parts["weight_scale"].float().isfinite().all()):
             raise UnreadableMatrixError("weight_scale has a NaN")
-        if not bool(parts["weight_global_scale"].all()):
-            raise UnreadableMatrixError("weight_global_scale is 0, and scales are divided by it")
+        if not self.multiplies and not bool(parts[self.matrix_scale].all()):
+            raise UnreadableMatrixError(f"{self.matrix_scale} is 0, and scales are divided by it")
 
     def expand(self, parts: Parts, shape: Shape, rows: slice) -> Tensor:
-        values = _unpack(parts["weight_packed"][rows], _NV_BLOCK)
-        scales = parts["weight_scale"][rows].float() / parts["weight_global_scale"]
+        values = _unpack(parts[self.values][rows], _NV_BLOCK)
+        scales, of_matrix = parts["weight_scale"][rows].float(), parts[self.matrix_scale]
+        scales = scales * of_matrix if self.multiplies else scales / of_matrix
         return values.mul_(scales.view(-1, 1)).view(-1, shape[1])
 
 

@@ -47,7 +47,7 @@ _SMALL_GROUP = 16
 _Q4_0 = "Q4_0"
 _Q4_0_ZERO = 8
 _MXFP4 = "MXFP4"
-_MXFP4_SCALES = Mxfp4("GGUF", "values", "exponents", by_blocks=False)
+_MXFP4_SCALES = Mxfp4("GGUF", "values", "exponents", "bytes")
 _DOUBLED_E2M1 = tuple(int(2 * value) for value in E2M1)
 
 

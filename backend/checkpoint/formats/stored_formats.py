@@ -28,6 +28,9 @@ class StoredFormats:
     rounds_rows: bool = False
     """Whether the checkpoint intends 8-bit activations, of the weights' kind, in the products of all these linears."""
 
+    marker: str | None = None
+    """Linears without this part in the files are plain; None if the files need not be asked."""
+
     def of(self, weight: str) -> MatrixFormat | None:
         """The format of a linear, by the name of its weight; None for plain floats."""
         module = weight.removesuffix(_WEIGHT)

@@ -19,7 +19,7 @@ from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -36,6 +36,11 @@ _WEIGHT = ".weight"
 
 class StoredWeight(Protocol):
     """A tensor that has the shape that the model needs."""
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The stored tensors that it is made of."""
+        ...
 
     @property
     def num_bytes(self) -> int:
@@ -55,8 +60,13 @@ class StoredWeight(Protocol):
 class PlainTensor:
     """A tensor of floats."""
 
+    name: str
     file: TensorFile
     stored: StoredTensor
+
+    @property
+    def names(self) -> Iterable[str]:
+        return (self.name,)
 
     @property
     def num_bytes(self) -> int:
@@ -88,6 +98,10 @@ class ExpertTensor:
     place: ExpertSlice
     inputs_first: bool
     """The slice is [inputs, outputs]."""
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self.whole.names
 
     @property
     def num_bytes(self) -> int:
@@ -136,6 +150,10 @@ class FormattedMatrix:
     shape: Shape
     stored: Mapping[str, PlainTensor | ExpertTensor]
     """Stored tensors by the part's name."""
+
+    @property
+    def names(self) -> Iterable[str]:
+        return (name for part in self.stored.values() for name in part.names)
 
     @property
     def num_bytes(self) -> int:
@@ -211,7 +229,7 @@ def _find(
         raise StartupError(
             f"{file.path}: tensor {name} has dtype {shorten(stored.dtype)}; it must be {', '.join(part.dtypes)}"
         )
-    plain = PlainTensor(file, stored)
+    plain = PlainTensor(name, file, stored)
     if place is None:
         return plain
     return ExpertTensor(plain, place, inputs_first=stored.dtype in FLOAT_DTYPES and len(stored.shape) > 2)

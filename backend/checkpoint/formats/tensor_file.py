@@ -25,17 +25,18 @@ if TYPE_CHECKING:
 WINDOW_BYTES = 8 << 20
 
 FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_COPIED_DTYPES = FLOAT_DTYPES | {
+READABLE_DTYPES = FLOAT_DTYPES | {
     "I64": torch.int64,
     "I32": torch.int32,
+    "U32": torch.uint32,
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-ITEM_BYTES = {name: dtype.itemsize for name, dtype in _COPIED_DTYPES.items()} | {
-    "F64": 8, "U64": 8, "U32": 4, "U16": 2, "BOOL": 1, "F8_E5M2": 1
+ITEM_BYTES = {name: dtype.itemsize for name, dtype in READABLE_DTYPES.items()} | {
+    "F64": 8, "U64": 8, "U16": 2, "BOOL": 1, "F8_E5M2": 1
 }  # fmt: skip
 """By the names of safetensors."""
 
@@ -71,7 +72,7 @@ class TensorFile:
 
         Calls advance with the number of stored bytes after each window.
         """
-        source_dtype = _COPIED_DTYPES[tensor.dtype]
+        source_dtype = READABLE_DTYPES[tensor.dtype]
         item_bytes = ITEM_BYTES[tensor.dtype]
         flat = target.view(-1)
         window_items = WINDOW_BYTES // item_bytes
@@ -91,7 +92,7 @@ class TensorFile:
 
     def read(self, tensor: StoredTensor, advance: Callable[[int], None]) -> Tensor:
         """Copy to a new tensor of the stored dtype and shape; see `copy`."""
-        target = torch.empty(tensor.shape, dtype=_COPIED_DTYPES[tensor.dtype])
+        target = torch.empty(tensor.shape, dtype=READABLE_DTYPES[tensor.dtype])
         self.copy(tensor, target, advance)
         return target
 

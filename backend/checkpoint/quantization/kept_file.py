@@ -25,7 +25,7 @@ from penstock.backend.checkpoint.fingerprint import weights_fingerprint
 from penstock.backend.checkpoint.float8_weight import Float8Form, Float8Weight
 from penstock.backend.checkpoint.quantization.modes import linear_specs, stacked_shape
 from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight
-from penstock.backend.checkpoint.safetensors_file import SafetensorsFile
+from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.errors import StartupError
 from penstock.shm.process.cache_directory import cache_directory, check_kept_file
 from penstock.shm.process.options import format_size

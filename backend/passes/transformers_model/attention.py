@@ -85,10 +85,10 @@ def _interface(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    _attention_mask: Tensor | None,
+    attention_mask: Tensor | None,  # noqa: ARG001 - some models pass it by name
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, head_dim], key and value [1, kv_heads, T, …] → [1, T, heads, value_dim]."""
+    """query [1, heads, T, head_dim], key and value [1, kv_heads, T, …] → contiguous [1, T, heads, value_dim]."""
     unknown = [name for name in arguments.keys() - _USED - _HARMLESS if arguments[name] is not None]
     if unknown:
         raise UnsupportedAttentionError(f"its attention takes {', '.join(sorted(unknown))}")
@@ -108,7 +108,7 @@ def _interface(
             arguments.get("s_aux"),
         ),
     )
-    return _CURRENT.get()(call).unsqueeze(0), None
+    return _CURRENT.get()(call).unsqueeze(0).contiguous(), None
 
 
 @dataclass(slots=True)

@@ -17,7 +17,13 @@ from penstock.backend.passes.decoder.cuda.device.device import annotate_faults
 from penstock.backend.passes.decoder.ops import CPU_KV_DTYPES, KV_BLOCK_BYTES, KV_BLOCK_VALUES
 from penstock.backend.passes.transformers_model.attention import attention_by, paged_attention
 from penstock.backend.passes.transformers_model.linear_attention import SlotStates, states_by
-from penstock.backend.passes.transformers_model.model import count_weight_bytes, load_model, read_facts, run_model
+from penstock.backend.passes.transformers_model.model import (
+    count_weight_bytes,
+    foreign_code,
+    load_model,
+    read_facts,
+    run_model,
+)
 from penstock.backend.sampling.sampler import HostSampling
 
 if TYPE_CHECKING:
@@ -57,7 +63,8 @@ class TransformersPass(HostSampling):
 
     @classmethod
     def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
-        return _spec(_read(model_dir, options), options)
+        with foreign_code(required := _require(model_dir)):
+            return _spec(_read(required, options), options)
 
     @classmethod
     def load(cls, model_dir: Path | None, options: PassOptions) -> TransformersPass:
@@ -65,9 +72,11 @@ class TransformersPass(HostSampling):
 
     @classmethod
     def load_on(cls, model_dir: Path, options: PassOptions, gpu: Device | None) -> TransformersPass:
-        facts = _read(model_dir, options)
+        with foreign_code(model_dir):
+            facts = _read(model_dir, options)
+            spec = _spec(facts, options)
         model = load_model(model_dir, facts, _CPU if gpu is None else gpu.torch_device)
-        return cls(facts, model, _spec(facts, options), options.max_running, gpu)
+        return cls(facts, model, spec, options.max_running, gpu)
 
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         self._cache = PagedCache(
@@ -108,8 +117,8 @@ def _require(model_dir: Path | None) -> Path:
     return model_dir
 
 
-def _read(model_dir: Path | None, options: PassOptions) -> ModelFacts:
-    return read_facts(_require(model_dir), options.dtype, options.max_context_tokens)
+def _read(model_dir: Path, options: PassOptions) -> ModelFacts:
+    return read_facts(model_dir, options.dtype, options.max_context_tokens)
 
 
 def _spec(facts: ModelFacts, options: PassOptions) -> PassSpec:

@@ -120,7 +120,7 @@ class _RowCache:
         self.conv = known[..., -conv_kernel_size:]
         return known
 
-    def update_recurrent_state(self, state: Tensor, _layer: int) -> Tensor:
+    def update_recurrent_state(self, state: Tensor, layer_idx: int) -> Tensor:  # noqa: ARG002 - passed by name
         self.recurrent = state
         return state
 
@@ -145,7 +145,7 @@ class _StateProbe:
         self.conv.append(torch.empty(*inputs.shape[:-1], conv_kernel_size, dtype=inputs.dtype, device=inputs.device))
         return inputs
 
-    def update_recurrent_state(self, state: Tensor, _layer: int) -> Tensor:
+    def update_recurrent_state(self, state: Tensor, layer_idx: int) -> Tensor:  # noqa: ARG002 - passed by name
         self.recurrent.append(state)
         return state
 
@@ -160,18 +160,25 @@ def _check_index(state_idx: int) -> None:
 
 def probe_states(model: Module, hidden_size: int, dtype: torch.dtype) -> dict[int, StateShape]:
     """The shapes of the states of a model on the meta device, by layer. Raises UnsupportedStateError."""
-    shapes = {}
+    shapes: dict[int, StateShape] = {}
+    known: dict[tuple[object, ...], StateShape] = {}
     for layer, module in _stateful_layers(model).items():
-        probe = _StateProbe()
-        hidden_states = torch.empty(1, _PROBE_TOKENS, hidden_size, dtype=dtype, device="meta")
-        module(hidden_states=hidden_states, cache_params=probe, attention_mask=None)
-        if len(probe.conv) != 1 or len(probe.recurrent) != 1:
-            raise UnsupportedStateError(
-                f"layer {layer} has {len(probe.conv)} convolutions and {len(probe.recurrent)} recurrent states"
-            )
-        conv, recurrent = probe.conv[0], probe.recurrent[0]
-        shapes[layer] = StateShape(tuple(conv.shape[1:]), conv.dtype, tuple(recurrent.shape[1:]), recurrent.dtype)
+        # Layers of one kind are probed once: some take 10 ms each. `check_layers` runs all.
+        kind = (type(module), *(parameter.shape for parameter in module.parameters()))
+        shapes[layer] = known[kind] = known.get(kind) or _probe_state(layer, module, hidden_size, dtype)
     return shapes
+
+
+def _probe_state(layer: int, module: Module, hidden_size: int, dtype: torch.dtype) -> StateShape:
+    probe = _StateProbe()
+    hidden_states = torch.empty(1, _PROBE_TOKENS, hidden_size, dtype=dtype, device="meta")
+    module(hidden_states=hidden_states, cache_params=probe, attention_mask=None)
+    if len(probe.conv) != 1 or len(probe.recurrent) != 1:
+        raise UnsupportedStateError(
+            f"layer {layer} has {len(probe.conv)} convolutions and {len(probe.recurrent)} recurrent states"
+        )
+    conv, recurrent = probe.conv[0], probe.recurrent[0]
+    return StateShape(tuple(conv.shape[1:]), conv.dtype, tuple(recurrent.shape[1:]), recurrent.dtype)
 
 
 def check_layers(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import warnings
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,8 @@ import torch
 
 from penstock.backend.checkpoint.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE
-from penstock.backend.checkpoint.weights import choose_dtype, open_tensor_files
+from penstock.backend.checkpoint.tensor_files.unplaced import describe_unplaced, is_beside_decoder, is_buffer
+from penstock.backend.checkpoint.weights import choose_dtype, open_tensor_files, read_dequantized
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.decoder.cpu.torch_cache.paged_cache import KvShape
 from penstock.backend.passes.transformers_model.attention import (
@@ -31,7 +33,7 @@ from penstock.backend.passes.transformers_model.linear_attention import (
 from penstock.shm.messages import MAX_CONTEXT_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -42,6 +44,10 @@ if TYPE_CHECKING:
 _LINEAR = "linear_attention"
 _LAYER_TYPES = {"full_attention", "sliding_attention", _LINEAR}
 _NO_KV = KvShape(0, 0, 0)
+_DEQUANTIZED = {"compressed-tensors": "CompressedTensorsConfig", "mxfp4": "Mxfp4Config"}
+"""Quantisation method → transformers' class for it, of those that it dequantises on any device."""
+_FP8 = "fp8"
+"""transformers misreads matrices that are no multiple of a block, such as DeepSeek V3's, so we dequantise this one."""
 _PROBE_TOKENS = 9
 _PROBE_TOLERANCE = 0.02
 """Share of the largest logit: bf16 differs by this much between two orders of summation."""
@@ -60,6 +66,8 @@ class ModelFacts:
     """One for each layer; zeros for one without attention."""
     state_shapes: Mapping[int, StateShape]
     """By the index of each layer that keeps a state."""
+    quant_method: str | None = None
+    """The method of the checkpoint's weights, which are dequantised while they load; None if they are plain."""
 
 
 def read_facts(model_dir: Path, dtype: str, max_context_tokens: int | None) -> ModelFacts:
@@ -71,6 +79,7 @@ def read_facts(model_dir: Path, dtype: str, max_context_tokens: int | None) -> M
         config = transformers.AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - transformers raises many kinds
         raise StartupError(f"{path}: transformers {transformers.__version__} cannot read it: {_line(error)}") from None
+    method = _take_quant_method(config, path)
     text = config.get_text_config(decoder=True)
     if (reason := _why_not(config, text, transformers)) is not None:
         raise StartupError(f"{path}: {reason}; the forward pass transformers cannot serve it")
@@ -86,14 +95,31 @@ def read_facts(model_dir: Path, dtype: str, max_context_tokens: int | None) -> M
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     chosen = choose_dtype(dtype, own)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text] * len(kinds)
     return ModelFacts(
         config,
         chosen,
         text.vocab_size,
         max_context_tokens or offered,
-        tuple(_NO_KV if kind == _LINEAR else _kv_shape(text) for kind in kinds),
+        tuple(_NO_KV if kind == _LINEAR else _kv_shape(layer) for kind, layer in zip(kinds, layers, strict=True)),
         _state_shapes(config, text, chosen, path) if _LINEAR in kinds else {},
+        method,
     )
+
+
+def _take_quant_method(config: Any, path: Path) -> str | None:
+    """Make config that of the dequantised model; return how its checkpoint is quantised. Raises StartupError."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return None
+    del config.quantization_config
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    if method not in (_FP8, *_DEQUANTIZED):
+        raise StartupError(
+            f"{path}: quantization_config.quant_method is {shorten(method)}; the forward pass transformers dequantises "
+            f"{', '.join((_FP8, *_DEQUANTIZED))}"
+        )
+    return str(method)
 
 
 def _state_shapes(config: Any, text: Any, dtype: torch.dtype, path: Path) -> Mapping[int, StateShape]:
@@ -128,9 +154,14 @@ def load_model(model_dir: Path, facts: ModelFacts, device: torch.device) -> Modu
     with ExitStack() as files:
         open_tensor_files(model_dir, files)  # checks headers, in which the library lets a tensor have two places
     transformers.utils.logging.disable_progress_bar()
+    # It warns that it uses the checkpoint's settings, which is what we want.
+    warnings.filterwarnings("ignore", "You passed `quantization_config` or equivalent")
+    options, model_class = _loading_options(model_dir, facts, transformers), transformers.AutoModelForCausalLM
+    if "state_dict" in options:  # the automatic class would look for files
+        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(facts.config)]
     try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            model_dir,
+        model, info = model_class.from_pretrained(
+            None if "state_dict" in options else model_dir,
             dtype=facts.dtype,
             attn_implementation=NAME,
             local_files_only=True,
@@ -138,6 +169,7 @@ def load_model(model_dir: Path, facts: ModelFacts, device: torch.device) -> Modu
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            **options,
         )
     except Exception as error:  # noqa: BLE001 - as in `read_facts`
         raise StartupError(f"transformers cannot load {model_dir}: {_line(error)}") from None
@@ -147,6 +179,10 @@ def load_model(model_dir: Path, facts: ModelFacts, device: torch.device) -> Modu
         raise StartupError(
             f"{model_dir}: tensor {name} has shape {list(stored)}; config.json makes it {list(expected)}"
         )
+    num_layers = len(facts.kv_shapes)
+    for name in sorted(info["unexpected_keys"]):
+        if not is_buffer(name) and not is_beside_decoder(num_layers, (), name):
+            raise StartupError(f"{model_dir}: {describe_unplaced(name, type(model).__name__)}")
     try:
         model.eval().to(device)
     except torch.OutOfMemoryError as error:
@@ -156,6 +192,14 @@ def load_model(model_dir: Path, facts: ModelFacts, device: torch.device) -> Modu
     run_layers_by_row(model)
     _check(model, facts, where, device)
     return model  # type: ignore[no-any-return]
+
+
+def _loading_options(model_dir: Path, facts: ModelFacts, transformers: Any) -> dict[str, Any]:
+    if facts.quant_method is None:
+        return {}
+    if facts.quant_method == _FP8:
+        return {"config": facts.config, "state_dict": read_dequantized(model_dir, facts.dtype)}
+    return {"quantization_config": getattr(transformers, _DEQUANTIZED[facts.quant_method])(dequantize=True)}
 
 
 def run_model(model: Module, input_ids: Tensor, positions: Tensor, logit_tokens: Tensor) -> Tensor:
@@ -187,8 +231,6 @@ def _why_not(config: Any, text: Any, transformers: Any) -> str | None:
         return f"model_type {shorten(config.model_type)} is no decoder of transformers"
     if config.is_encoder_decoder:
         return "it is an encoder with a decoder"
-    if getattr(config, "quantization_config", None) is not None:
-        return "quantization_config is set"
     kinds = set(getattr(text, "layer_types", None) or ())
     if kinds == {_LINEAR}:
         return f"{model_class.__name__} keeps a state and no KV cache"
@@ -265,6 +307,20 @@ def _check(model: Any, facts: ModelFacts, where: str, device: torch.device) -> N
             f"{where} cannot be served: over paged attention its logits differ by {difference:.3g} from its own, of at "
             f"most {largest:.3g}"
         )
+
+
+@contextmanager
+def foreign_code(model_dir: Path) -> Iterator[None]:
+    """Raises StartupError for whatever a model's own code raises."""
+    try:
+        yield
+    except StartupError:
+        raise
+    except Exception as error:
+        raise StartupError(
+            f"{model_dir / CONFIG_FILE}: transformers' code for this model fails: "
+            f"{type(error).__name__}: {_line(error)}"
+        ) from error
 
 
 def _line(error: Exception) -> str:

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.backend.checkpoint.architectures.names import SUPPORTED_ARCHITECTURES, find_architecture
 from penstock.backend.checkpoint.config_json import (
-    SUPPORTED_ARCHITECTURES,
     parse_decoder_config,
     read_declared_dtype,
     read_decoder_config,
@@ -197,10 +197,11 @@ def test_context_beyond_the_models_is_refused_with_both_numbers() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, r"MambaForCausalLM.*not supported.*LlamaForCausalLM.*Phi3"),
-        ({"architectures": []}, r"architectures is \[\]; it must name one of LlamaForCausalLM"),
-        ({"architectures": [["x"]]}, r"architecture \['x'\] is not supported"),
-        ({"architectures": None}, r"architectures is None"),
+        ({"architectures": ["MambaForCausalLM"]}, r"architecture 'MambaForCausalLM': --forward-pass transformers may"),
+        ({"architectures": []}, r"architecture None: --forward-pass transformers may serve it"),
+        ({"architectures": [["x"]]}, r"architecture \['x'\]: "),
+        ({"architectures": None, "model_type": "mamba"}, r"architecture None: "),
+        ({"rope_theta": float("inf")}, r"rope_theta is inf; expected `float` <= 1000"),
         ({"num_experts": 8}, r"num_experts is 8; .*without experts only"),
         (MIXTRAL | {"num_local_experts": 0}, r"num_local_experts is 0; expected `int` >= 1"),
         (MIXTRAL | {"num_local_experts": 5000}, r"num_local_experts is 5000; expected `int` <= 4096"),
@@ -299,12 +300,38 @@ def test_too_few_nope_flags_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"[]", b"{", b'{"vocab_size": NaN}', b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000]
+    "content", [b"", b"[]", b"{", b"[NaN]", b'{"vocab_size": NaN', b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000]
 )
 def test_config_that_is_not_a_json_object_is_refused_with_its_file_name(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(StartupError, match=r"config\.json is not a JSON object"):
         read_decoder_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"architectures": ["LLaMAForCausalLM"]},
+        {"architectures": ["YiForCausalLM"]},
+        {"architectures": ["LlamaModel"]},
+        {"architectures": None, "model_type": "llama"},
+    ],
+)
+def test_other_spellings_of_an_architecture_are_read(named: dict[str, Any]) -> None:
+    assert parse_decoder_config(LLAMA | named) == parse_decoder_config(LLAMA)
+
+
+def test_missing_architecture_of_any_decoder_follows_from_its_model_type() -> None:
+    for preset in PRESETS:
+        values = hf_values(preset)
+        assert find_architecture(values | {"architectures": None}) == values["architectures"][0]
+
+
+def test_config_as_pythons_json_writes_it_is_read(tmp_path: Path) -> None:
+    """With a byte order mark of an editor, and numbers that are no JSON."""
+    text = json.dumps(LLAMA | {"time_step_limit": [0.0, float("inf")], "initializer_range": float("nan")})
+    (tmp_path / "config.json").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert read_decoder_config(tmp_path) == parse_decoder_config(LLAMA)
 
 
 def test_error_begins_with_the_file_name(tmp_path: Path) -> None:

@@ -13,15 +13,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.encoders.read_config import read_encoder
+from penstock.backend.checkpoint.encoders.weights import open_encoder
 from penstock.backend.checkpoint.hub import resolve_model
 from penstock.backend.checkpoint.tokenizer_file import count_token_ids
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from tests.backend.checkpoint.weight_files import INDEX, SHARDED, name_twice, open_checkpoint, rewrite
 from tests.checkpoints import make_checkpoint
+from tests.encoder_checkpoints import make_encoder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from torch import Tensor
 
 
 def refusal(model_dir: Path) -> str:
@@ -83,6 +89,68 @@ def test_wrong_shape_is_refused_with_both_shapes(tmp_path: Path) -> None:
     rewrite(model_dir / "model.safetensors", {"model.layers.1.mlp.up_proj.weight": torch.zeros(95, 64)})
     message = refusal(model_dir)
     assert "tensor model.layers.1.mlp.up_proj.weight has shape [95, 64]; config.json makes it [96, 64]" in message
+
+
+LAYER = "model.layers.0."
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"{LAYER}self_attn.q_proj.bias", f"{LAYER}self_attn.q_norm.weight", f"{LAYER}mlp.up_proj.bias"),
+        *(f"{LAYER}mlp.up_proj.weight_scale", f"{LAYER}mlp.up_proj.pre_quant_scale", "model.norm.bias", "steps"),
+        "lm_head.bias",
+    ],
+)
+@pytest.mark.parametrize("preset", ["llama2", "llama-tied"])
+def test_tensor_without_a_place_is_refused_by_name(preset: str, name: str, tmp_path: Path) -> None:
+    model_dir = make_checkpoint(preset, tmp_path)
+    rewrite(model_dir / "model.safetensors", {name: torch.ones(64)})
+    message = f"tensor '{name}' has no place in a LlamaForCausalLM of this config.json; left out, it could change"
+    assert refusal(model_dir).startswith(f"{model_dir / 'model.safetensors'}: {message}")
+
+
+HARMLESS = (
+    *(f"{LAYER}self_attn.rotary_emb.inv_freq", f"{LAYER}self_attn.k_proj.k_scale", f"{LAYER}mlp.up_proj.input_scale"),
+    *("model.layers.3.mlp.up_proj.weight", "mtp.layers.0.mlp.up_proj.weight", "vision_tower.patch.weight"),
+    "model.multi_modal_projector.linear.weight",
+)
+
+
+def test_tensors_that_change_no_result_are_left_out(tmp_path: Path) -> None:
+    model_dir = make_checkpoint("llama-tied", tmp_path)
+    path = model_dir / "model.safetensors"
+    embedding = load_file(path)["model.embed_tokens.weight"]
+    rewrite(
+        path,
+        {name: torch.ones(3) for name in HARMLESS}
+        | {f"{LAYER}self_attn.q_proj.bias": torch.zeros(64), "lm_head.weight": embedding.clone()},
+    )
+    with open_checkpoint(model_dir) as weights:
+        assert weights.lm_head(torch.float32) is None
+
+
+@pytest.mark.parametrize("change", [lambda head: head[:-1].clone(), lambda head: head + 1])
+def test_tied_head_that_is_another_matrix_is_refused(change: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+    """transformers would use it, against its config.json."""
+    model_dir = make_checkpoint("llama-tied", tmp_path)
+    path = model_dir / "model.safetensors"
+    rewrite(path, {"lm_head.weight": change(load_file(path)["model.embed_tokens.weight"])})
+    assert "set tie_word_embeddings to false, or remove the tensor" in refusal(model_dir)
+
+
+def test_encoder_needs_a_place_for_all_but_other_heads(tmp_path: Path) -> None:
+    model_dir = tmp_path / "bert"
+    make_encoder("bert", "Model", model_dir)
+    path = model_dir / "model.safetensors"
+    harmless = ("pooler.dense.weight", "cls.predictions.bias", "embeddings.position_ids", "encoder.layer.9.x.weight")
+    rewrite(path, {name: torch.ones(3) for name in harmless})
+    with open_encoder(model_dir, read_encoder(model_dir)):
+        pass
+    name = "encoder.layer.0.attention.self.distance_embedding.weight"
+    rewrite(path, {name: torch.ones(3)})
+    with pytest.raises(StartupError, match=f"tensor '{name}' has no place in an encoder"):
+        open_encoder(model_dir, read_encoder(model_dir))
 
 
 def test_config_that_does_not_fit_the_weights_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from penstock.backend.checkpoint.formats import tensor_file
-from penstock.backend.checkpoint.safetensors_file import SafetensorsFile
+from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:

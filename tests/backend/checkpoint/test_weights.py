@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from penstock.backend.checkpoint import progress as progress_module
 from penstock.backend.checkpoint.config_json import read_decoder_config
@@ -23,6 +23,7 @@ from tests.backend.checkpoint.weight_files import INDEX, SHARDED, open_checkpoin
 from tests.checkpoints import EXPERT_PRESETS, PRESETS, make_checkpoint, make_model
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -129,14 +130,6 @@ def test_auto_dtype_is_the_declared_one_or_else_the_stored_one(
             weights.choose_dtype("int3")
 
 
-def test_tensors_that_are_not_needed_are_ignored(tmp_path: Path) -> None:
-    model_dir = make_checkpoint("llama-tied", tmp_path)
-    extra = {"lm_head.weight": torch.zeros(3), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
-    rewrite(model_dir / "model.safetensors", extra | {"steps": torch.zeros(2, dtype=torch.int64)})
-    with open_checkpoint(model_dir) as weights:
-        assert weights.lm_head(torch.float32) is None
-
-
 def test_progress_counts_every_byte_once_and_is_closed_once(tmp_path: Path) -> None:
     class Recorder:
         def __init__(self, total_bytes: int) -> None:
@@ -232,6 +225,52 @@ def test_text_model_of_a_larger_one_keeps_its_own_names() -> None:
     stored = ("language_model.model.norm.weight", "language_model.lm_head.weight", "model.language_model.layers.0.x")
     names = as_text_names(dict.fromkeys((*stored, "vision_tower.norm.weight"), 0), "it")
     assert list(names) == ["model.norm.weight", "lm_head.weight", "model.layers.0.x", "vision_tower.norm.weight"]
+
+
+@pytest.mark.parametrize("rename", [lambda name: f"_orig_mod.{name}", lambda name: name.removeprefix("model.")])
+def test_other_prefixes_mean_the_same_tensors(rename: Callable[[str], str], tmp_path: Path) -> None:
+    model_dir = make_checkpoint("llama2", tmp_path)
+    path = model_dir / "model.safetensors"
+    with open_checkpoint(model_dir) as weights:
+        expected = [weights.final_norm(torch.float32), weights.lm_head(torch.float32)]
+    save_file({rename(name): tensor for name, tensor in load_file(path).items()}, path)
+    with open_checkpoint(model_dir) as weights:
+        found = [weights.final_norm(torch.float32), weights.lm_head(torch.float32)]
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))  # type: ignore[arg-type]
+
+
+def test_shards_need_no_index(tmp_path: Path) -> None:
+    model_dir = make_checkpoint("llama2", tmp_path, **SHARDED)
+    with open_checkpoint(model_dir) as weights:
+        expected = weights.layer(2, torch.float32).qkv
+    (model_dir / INDEX).unlink()
+    with open_checkpoint(model_dir) as weights:
+        assert torch.equal(weights.layer(2, torch.float32).qkv, expected)  # type: ignore[arg-type]
+    shard = sorted(model_dir.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(StartupError, match=rf"{shard} does not exist, and {INDEX} neither"):
+        open_checkpoint(model_dir)
+
+
+@pytest.mark.parametrize(
+    ("rows", "token_ids", "vocab_size"),
+    [(256, 256, 256), (250, 240, 250), (320, 300, 300), (320, 200, 256), (320, None, 256), (320, 400, 320)],
+)
+def test_resized_vocabulary_has_the_rows_that_can_be_sampled(
+    rows: int, token_ids: int | None, vocab_size: int, tmp_path: Path
+) -> None:
+    """vocab_size in config.json is 256."""
+    model_dir = make_checkpoint("llama2", tmp_path)
+    tables = {name: torch.randn(rows, 64) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    rewrite(model_dir / "model.safetensors", dict(tables))
+    if token_ids is not None:
+        tokenizer = {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": token_ids - 1}]}
+        (model_dir / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = read_decoder_config(model_dir)
+    assert config.vocab_size == vocab_size
+    with open_weights(model_dir, config) as weights:
+        assert torch.equal(weights.embedding(torch.float32), tables["model.embed_tokens.weight"][:vocab_size])  # type: ignore[arg-type]
+        assert torch.equal(weights.lm_head(torch.float32), tables["lm_head.weight"][:vocab_size])  # type: ignore[arg-type]
 
 
 def test_two_tensors_of_one_name_are_refused() -> None:

@@ -61,14 +61,15 @@ def write_checkpoint(
         tensors |= {f"{module}.{part}": value.contiguous() for part, value in parts.items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     values = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
+    key = "quantization_config" if "quant_method" in config else "quantization"
+    (path / "config.json").write_text(json.dumps(values | {key: config}))
     return Checkpoint(path, exact)
 
 
 def load_reference(checkpoint: Checkpoint, plain_dir: Path) -> Any:
     """The model of transformers with the weights that the checkpoint stands for, in fp32."""
     settings = json.loads((checkpoint.path / "config.json").read_text())
-    del settings["quantization_config"]
+    settings = {key: value for key, value in settings.items() if not key.startswith("quantization")}
     plain_dir.mkdir()
     (plain_dir / "config.json").write_text(json.dumps(settings))
     stored = load_file(checkpoint.file)
@@ -267,3 +268,44 @@ def fp8(
         return {"weight": values, scale_name: scales}, exact
 
     return quantize
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+E2M1 = np.concatenate([E2M1, -E2M1])
+
+
+def nvfp4_of_modelopt(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[Tensors, torch.Tensor]:
+    codes = rng.integers(0, 16, (outputs, inputs))
+    scales = torch.from_numpy(rng.uniform(1, 200, (outputs, inputs // 16))).to(torch.float8_e4m3fn)
+    of_matrix = torch.tensor(3 / 2**14)  # few bits, so that products are exact in fp32
+    exact = torch.from_numpy(E2M1[codes]) * scales.double().repeat_interleave(16, dim=1) * of_matrix.double()
+    packed = torch.from_numpy((codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8))
+    parts = {"weight": packed, "weight_scale": scales, "weight_scale_2": of_matrix, "input_scale": torch.ones(())}
+    return parts, exact
+
+
+def mlx(
+    bits: int, group_size: int, dtype: torch.dtype = torch.bfloat16, zeros: tuple[int, int] | None = None
+) -> Callable[[np.random.Generator, int, int], tuple[Tensors, torch.Tensor]]:
+    """Values as one stream of bits for each output. zeros: the range of -bias / scale, which MLX makes an integer."""
+
+    def quantize(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[Tensors, torch.Tensor]:
+        values = rng.integers(0, 1 << bits, (outputs, inputs))
+        scales = random_scales(rng, outputs, inputs // group_size, dtype=dtype)
+        zero = rng.integers(*(zeros or (1 << bits >> 1, 1 << bits)), scales.shape)
+        biases = (-scales.double() * torch.from_numpy(zero)).to(dtype)
+        streams = [sum(int(value) << (bits * i) for i, value in enumerate(row)) for row in values]
+        content = b"".join(stream.to_bytes(inputs * bits // 8, "little") for stream in streams)
+        words = torch.from_numpy(np.frombuffer(content, np.uint32).reshape(outputs, -1).copy())
+        of_input = np.arange(inputs) // group_size
+        exact = scales.double()[:, of_input] * torch.from_numpy(values) + biases.double()[:, of_input]
+        return {"weight": words, "scales": scales, "biases": biases}, exact
+
+    return quantize
+
+
+def mxfp4_of_mlx(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[Tensors, torch.Tensor]:
+    codes, exponents = rng.integers(0, 16, (outputs, inputs)), rng.integers(-6, 1, (outputs, inputs // 32))
+    exact = torch.from_numpy(E2M1[codes] * np.exp2(exponents)[:, np.arange(inputs) // 32])
+    words = pack_words(codes, 4).view(torch.uint32)
+    return {"weight": words, "scales": torch.from_numpy((exponents + 127).astype(np.uint8))}, exact

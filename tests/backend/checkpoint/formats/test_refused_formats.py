@@ -18,7 +18,7 @@ from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.formats.declared import parse_stored_formats
 from penstock.backend.checkpoint.formats.matrix_format import UnreadableMatrixError
 from penstock.backend.checkpoint.quantized_weights import has_cpu_kernels
-from penstock.backend.checkpoint.safetensors_file import SafetensorsFile
+from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from tests.backend.checkpoint.formats.quantizers import awq_gemv_fast, change_config, fp8, gptq, nf4, write_checkpoint
@@ -215,6 +215,22 @@ def compressed(layout: str = "int-quantized", **weights: Any) -> dict[str, Any]:
         ({"quant_method": "awq", "version": "marlin"}, "version is 'marlin'; supported are gemm, gemv, gemv_fast"),
         ({"quant_method": "awq", "backend": "llm-awq"}, 'backend is "llm-awq"'),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"},
+            "quant_algo is 'W4A16_AWQ'; supported are FP8,",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quantized_layers is missing"),
+        ({"quant_method": "auto-round", "bits": 2}, "bits is 2; supported are 4, 8"),
+        ({"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}, "data_type is 'mx_fp'; supported are int"),
+        (
+            {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:fp8"},
+            "packing_format is",
+        ),
+        ({"quant_method": "mlx", "bits": 4, "group_size": 48}, "group_size is 48; supported are 32, 64, 128"),
+        (
+            {"quant_method": "mlx", "bits": 4, "group_size": 16, "mode": "nvfp4"},
+            "mode is 'nvfp4'; supported",
+        ),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
     ],
 )
@@ -230,7 +246,7 @@ KEYS = ("bits", "group_size", "desc_act", "lm_head", "dynamic", "weight_block_si
 
 
 @given(
-    st.sampled_from(["gptq", "awq", "fp8", "compressed-tensors"]),
+    st.sampled_from(["gptq", "awq", "fp8", "compressed-tensors", "modelopt", "auto-round", "mlx"]),
     st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4),
     st.dictionaries(st.sampled_from(WEIGHT_KEYS), JSON, max_size=4),
     st.sampled_from(["int-quantized", "pack-quantized", "float-quantized"]),

@@ -20,6 +20,7 @@ from penstock.backend.checkpoint.formats.gptq import Gptq
 from penstock.backend.checkpoint.progress import LOADING
 from penstock.backend.checkpoint.quantization import kept_file
 from penstock.backend.checkpoint.quantized_weights import (
+    GroupedWeight,
     Int4Weight,
     Int8Weight,
     Mxfp4Weight,
@@ -40,7 +41,10 @@ from tests.backend.checkpoint.formats.quantizers import (
     gptq,
     llm_int8,
     load_reference,
+    mlx,
+    mxfp4_of_mlx,
     nf4,
+    nvfp4_of_modelopt,
     random_scales,
     write_checkpoint,
 )
@@ -59,6 +63,8 @@ MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, 
 NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "lm_head": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head*", "*.router"]}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_gptq"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
 
 
@@ -109,7 +115,7 @@ ASYMMETRIC = INT4 | {"symmetric": False}
 CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
 FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
 
-CASES: dict[str, tuple[dict[str, Any], Any, type[Int4Weight | Int8Weight | Mxfp4Weight] | None]] = {
+CASES: dict[str, tuple[dict[str, Any], Any, type[Int4Weight | Int8Weight | Mxfp4Weight | GroupedWeight] | None]] = {
     "gptq": (GPTQ, gptq(), Int4Weight),
     "gptq, one group": (GPTQ | {"group_size": -1}, gptq(group_size=-1), Int4Weight),
     "gptq, groups of 64": (GPTQ | {"group_size": 64}, gptq(group_size=64), Int4Weight),
@@ -133,6 +139,20 @@ CASES: dict[str, tuple[dict[str, Any], Any, type[Int4Weight | Int8Weight | Mxfp4
     "fp8, blocks": (FP8 | {"weight_block_size": [128, 128]}, fp8((128, 128)), None),
     "fp8, small blocks": (FP8 | {"weight_block_size": [48, 40]}, fp8((48, 40)), None),
     "fp8, one scale": (FP8 | {"activation_scheme": "static"}, fp8(None, "weight_scale"), None),
+    "modelopt, fp8": (MODELOPT | {"quant_algo": "FP8"}, fp8(None, "weight_scale"), None),
+    "modelopt, nvfp4": (MODELOPT | {"quant_algo": "NVFP4", "group_size": 16}, nvfp4_of_modelopt, None),
+    "auto-round": (AUTO_ROUND, gptq(), Int4Weight),
+    "auto-round, 8 bits": (AUTO_ROUND | {"bits": 8}, gptq(8, zeros=(128, 129)), None),
+    "auto-round, awq": (AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}, awq(), Int4Weight),
+    **{f"mlx, {bits} bits": ({"bits": bits, "group_size": 64}, mlx(bits, 64), GroupedWeight) for bits in range(2, 7)},
+    "mlx, 8 bits": ({"bits": 8, "group_size": 32}, mlx(8, 32, zeros=(128, 300)), GroupedWeight),
+    "mlx, 8 bits, of one sign": ({"bits": 8, "group_size": 32}, mlx(8, 32, zeros=(1, 20)), None),
+    "mlx, fp16, groups of 128": (
+        {"bits": 4, "group_size": 128, "mode": "affine"},
+        mlx(4, 128, torch.float16),
+        GroupedWeight,
+    ),
+    "mlx, mxfp4": ({"bits": 4, "group_size": 32, "mode": "mxfp4"}, mxfp4_of_mlx, Mxfp4Weight),
     "int8 per output": (
         compressed("int-quantized", **CHANNEL),
         by_library("int-quantized", lambda n, _: (n, 1), **CHANNEL),
@@ -265,7 +285,7 @@ def oracle_model(checkpoint: Checkpoint, plain_dir: Path, *, rounds_activations:
         (name, name)
         for name in (
             *("gptq, zero points", "gptq, act-order", "awq", "fp8, blocks", "int8 per output", "packed int4"),
-            *("nf4, nested scales", "llm.int8", "mxfp4", "nvfp4", "float8 per output"),
+            *("nf4, nested scales", "llm.int8", "mxfp4", "nvfp4", "float8 per output", "mlx, 4 bits"),
         )
     ],
     indirect=["checkpoint"],

@@ -245,9 +245,9 @@ def test_other_types_run_in_the_grouped_kernels_with_the_same_numbers(tmp_path: 
         "qkv": StackedForm(
             tuple((GroupedForm(*form), 256) for form in ((4, 32, 256, True), (5, 32, 256, True), (6, 16, 256, False)))
         ),
-        "o": GroupedForm(8, 32, 32, has_minima=False),
+        "o": GroupedForm(4, 32, 32, has_minima=False, codebook="iq4"),
         "gate_up": GroupedForm(8, 32, 32, has_minima=True),
-        "down": GroupedForm(4, 32, 32, has_minima=False, codebook="iq4"),
+        "down": GroupedForm(8, 32, 32, has_minima=False),
     }
     parts = {
         "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

@@ -32,8 +32,17 @@ _LINEAR = {
     "linear_value_head_dim": 8,
 }
 
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "afmoe": (
+        "Afmoe",
+        _GQA
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 1}
+        | {"sliding_window": 16, "global_attn_every_n_layers": 2},
+    ),
     "arcee": ("Arcee", _GQA),
+    "bamba": ("Bamba", {"num_key_value_heads": 2, "attn_layer_indices": [1]} | _MAMBA),
     "deepseek-v3": (
         "DeepseekV3",
         _LATENT
@@ -41,10 +50,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
     ),
     "exaone4": ("Exaone4", _GQA | {"sliding_window": 16, "sliding_window_pattern": 3}),
+    "gemma4": (
+        "Gemma4",
+        _GQA
+        | {"global_head_dim": 32, "sliding_window": 16, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8}
+        | {"vocab_size_per_layer_input": 512, "layer_types": ["sliding_attention", "full_attention"]}
+        | {"num_hidden_layers": 2},
+    ),
     "gpt-neox": ("GPTNeoX", {}),
     "gpt-oss": (
         "GptOss",
         _GQA | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "rope_parameters": None},
+    ),
+    "granite-hybrid": (
+        "GraniteMoeHybrid",
+        {"num_key_value_heads": 2, "layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 96}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2}
+        | _MAMBA,
     ),
     "mixtral": ("Mixtral", _GQA | {"num_local_experts": 4, "sliding_window": 16}),
     "nemotron": ("Nemotron", _GQA),

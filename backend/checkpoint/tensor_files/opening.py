@@ -1,0 +1,71 @@
+"""Opens the safetensors files of a checkpoint, and fits the tensors of a decoder to its names and its vocabulary."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES
+from penstock.backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE, read_index, weight_files
+from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
+from penstock.backend.checkpoint.tensors import EMBEDDING, LM_HEAD
+from penstock.backend.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import ExitStack
+    from pathlib import Path
+
+    from penstock.backend.checkpoint.formats.tensor_file import TensorFile
+
+logger = logging.getLogger("penstock.backend")
+
+_MODEL_PREFIX = "model."
+_HEADS = ("lm_head.", "score.", "v_head.")
+"""Prefixes of tensors outside the model, which have no _MODEL_PREFIX."""
+
+
+def open_safetensors(model_dir: Path, closers: ExitStack) -> tuple[dict[str, TensorFile], str]:
+    """Tensor name → its file, closed by closers; and a description of the files for messages. Raises StartupError."""
+    names, index = weight_files(model_dir), model_dir / INDEX_FILE
+    if not names:
+        raise StartupError(f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}: {_found_instead(model_dir)}")
+    shards = {name: closers.enter_context(closing(SafetensorsFile(model_dir / name))) for name in names}
+    if names == (SINGLE_FILE,) or not index.exists():
+        where = str(model_dir / names[0]) if len(names) == 1 else f"the {len(names)} shards in {model_dir}"
+        return {tensor: file for file in shards.values() for tensor in file.tensors}, where
+    weight_map = read_index(index)
+    for tensor, name in weight_map.items():
+        if tensor not in shards[name].tensors:
+            raise StartupError(f"tensor {tensor} is missing from {model_dir / name}, where {INDEX_FILE} says it is")
+    return {tensor: shards[name] for tensor, name in weight_map.items()}, f"the files of {index}"
+
+
+def fit_to_decoder(files: dict[str, TensorFile], vocab_size: int) -> dict[str, TensorFile]:
+    """Give tensors the names that `TensorSpec` has, and the vocabulary at most vocab_size rows."""
+    if EMBEDDING not in files and EMBEDDING.removeprefix(_MODEL_PREFIX) in files:
+        files = rename_tensors(files, lambda name: name if name.startswith(_HEADS) else _MODEL_PREFIX + name)
+    for name in (EMBEDDING, LM_HEAD):
+        stored = files[name].tensors[name] if name in files else None
+        if stored is not None and stored.dtype in FLOAT_DTYPES and stored.shape and stored.shape[0] > vocab_size:
+            logger.info("Only the first %d rows of the %d of %s are used", vocab_size, stored.shape[0], name)
+            files[name].tensors[name] = stored.rows(0, vocab_size)
+    return files
+
+
+def rename_tensors(files: dict[str, TensorFile], rename: Callable[[str], str]) -> dict[str, TensorFile]:
+    """Rename the tensors of all files."""
+    for file in dict.fromkeys(files.values()):
+        file.tensors = {rename(name): tensor for name, tensor in file.tensors.items()}
+    return {rename(name): file for name, file in files.items()}
+
+
+def _found_instead(model_dir: Path) -> str:
+    """Describe the weights of a directory without safetensors, and say what to do."""
+    others = sorted(path.name for path in model_dir.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if others:
+        return f"it has {others[0]}, and only safetensors are loaded; convert it with save_pretrained of transformers"
+    if any(model_dir.glob("consolidated*.safetensors")):
+        return "it has consolidated.safetensors, Mistral's own layout; download the files with Hugging Face's names"
+    return "it has no weights; download the model's *.safetensors files into it"
