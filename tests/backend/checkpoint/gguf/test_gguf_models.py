@@ -247,7 +247,7 @@ def test_other_types_run_in_the_grouped_kernels_with_the_same_numbers(tmp_path: 
         ),
         "o": GroupedForm(4, 32, 32, has_minima=False, codebook="iq4"),
         "gate_up": GroupedForm(8, 32, 32, has_minima=True),
-        "down": GroupedForm(8, 32, 32, has_minima=False),
+        "down": GroupedForm(5, 32, 32, has_minima=False),
     }
     parts = {
         "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
