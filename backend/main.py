@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.backend.passes.decoder.cpu.thread_counts import configure_threads
+from penstock.backend.preloading import prepare_imports
 from penstock.shm.process.garbage_collection import pause_collection, resume_collection, spare_imports
 
 if __name__ == "__main__":  # before numpy is imported
-    pause_collection()
-    configure_threads()
+    prepare_imports(sys.argv)
 
 from penstock.backend.adapter_options import announce, check_unchanged
 from penstock.backend.buffers.options import check_shared_buffers, make_exporter, open_sharing_device

@@ -122,7 +122,7 @@ class HeldWeights(Protocol):
 
 @runtime_checkable
 class IHeldWeights(Protocol):
-    """Optional interface of a pass that leaves its weights in the mailbox of `PassOptions.weights_fds`."""
+    """Optional interface of a pass that leaves its weights in a file, or in `PassOptions.weights_fds`."""
 
     @property
     def held_weights(self) -> HeldWeights | None:

@@ -16,6 +16,7 @@ for name in ("test_contract", "test_pooling", "test_adapters"):
     pytest.register_assert_rewrite(f"penstock.tools.forward_pass_contract.{name}")
 
 from penstock.backend.checkpoint.quantization import kept_file  # noqa: E402 - as the next lines
+from penstock.backend.passes.decoder.held_weights import packed_file  # noqa: E402
 from penstock.tools.forward_pass_contract import test_adapters, test_contract, test_pooling  # noqa: E402 - after the rewrite is registered
 from penstock.tools.forward_pass_contract.options import load_pass  # noqa: E402
 from tests.adapters import make_adapter  # noqa: E402
@@ -78,7 +79,8 @@ def forward_pass(
         model_dir = tmp_path_factory.mktemp("contract")
         make_encoder("bert", "Model", model_dir)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept_file, "cache_directory", lambda: tmp_path_factory.mktemp("cache"))
+        for module in (kept_file, packed_file):
+            patch.setattr(module, "cache_directory", lambda: tmp_path_factory.mktemp("cache"))
         adapters = request.config.getoption("--adapter")
         if pass_name == "fake" or ".fake:" in pass_name:
             adapters = adapters or _FAKE_ADAPTERS

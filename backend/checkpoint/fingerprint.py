@@ -44,10 +44,10 @@ class FilesHash:
 def weights_fingerprint(model_dir: Path) -> str:
     """A hash that differs if the weights differ.
 
-    The write times of the weight files, in seconds, count too: a small change might be between the samples.
+    The write times of the weight files count too: a small change might be between the samples.
     """
     files = [path for path in sorted(model_dir.iterdir()) if path.suffix in WEIGHTS_SUFFIXES and path.is_file()]
-    found = FilesHash(" ".join(str(int(path.stat().st_mtime)) for path in files))
+    found = FilesHash(" ".join(str(path.stat().st_mtime_ns) for path in files))
     for path in files:
         found.add(path)
     for name in (CONFIG_FILE, INDEX_FILE, OWN_FILE):

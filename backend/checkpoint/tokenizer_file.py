@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 from msgspec import UNSET, Struct
 
-from penstock.backend.checkpoint.json_file import read_fields
+from penstock.backend.checkpoint.json_file import convert, decode_json_object, read_bytes, read_fields
 from penstock.backend.checkpoint.layout import SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
 if TYPE_CHECKING:
@@ -52,7 +53,11 @@ def count_token_ids(model_dir: Path) -> TokenIdCounts | None:
     path = model_dir / TOKENIZER_FILE
     if not path.is_file():
         return None
-    tokenizer = read_fields(path, _Tokenizer)
+    content = read_bytes(path)
+    try:
+        tokenizer = msgspec.json.decode(content, type=_Tokenizer)  # merges and the like are not made
+    except (ValueError, RecursionError):
+        tokenizer = convert(decode_json_object(content, path), _Tokenizer, path)  # names what is wrong
     vocab = tokenizer.model.vocab
     highest = len(vocab) - 1 if isinstance(vocab, list) else max(vocab.values(), default=-1)
     return TokenIdCounts(highest + 1, max([highest, *(token.id for token in tokenizer.added_tokens)]) + 1)

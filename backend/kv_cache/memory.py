@@ -81,21 +81,21 @@ def control_groups(controller: str, proc: Path, cgroup: Path) -> Iterator[tuple[
 def _group_limits(proc: Path, cgroup: Path) -> list[tuple[int, int]]:
     """(limit, use) of every control group around this process that has a limit, versions 2 and 1.
 
-    Inactive cached file pages do not count as used, as in the machine's own MemAvailable.
+    Cached pages of files do not count as used, as in the machine's own MemAvailable: packed weights are mapped files.
     """
     limits = []
     for group, is_version_2 in control_groups("memory", proc, cgroup):
         if is_version_2:
-            names = "memory.max", "memory.current", "inactive_file"
+            names = "memory.max", "memory.current", ""
         else:
-            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
         limit = _group_limit(group, *names)
         if limit is not None:
             limits.append(limit)
     return limits
 
 
-def _group_limit(group: Path, limit_file: str, use_file: str, cached: str) -> tuple[int, int] | None:
+def _group_limit(group: Path, limit_file: str, use_file: str, prefix: str) -> tuple[int, int] | None:
     """None if there is no limit, or no such group."""
     try:
         limit = (group / limit_file).read_text().strip()
@@ -105,4 +105,4 @@ def _group_limit(group: Path, limit_file: str, use_file: str, cached: str) -> tu
         return None
     if limit == "max":
         return None
-    return int(limit), used_bytes - int(stat.get(cached, 0))
+    return int(limit), used_bytes - sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))

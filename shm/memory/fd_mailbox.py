@@ -43,6 +43,10 @@ class FdMailbox:
         inlet, outlet = (socket.fromfd(fd, socket.AF_UNIX, socket.SOCK_SEQPACKET) for fd in fds)
         return cls(inlet, outlet)
 
+    def duplicate(self) -> FdMailbox:
+        """Open the same mailbox again."""
+        return FdMailbox.attach(self.fds)
+
     @property
     def fds(self) -> tuple[int, int]:
         """The fds with which a child that inherits them opens the mailbox."""

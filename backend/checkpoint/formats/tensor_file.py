@@ -1,11 +1,12 @@
-"""A file of tensors at known places: copies them out through a moving window.
+"""A file of tensors at known places: converts them through a moving window, or maps one.
 
 Mapping a whole file would count a tensor's memory twice while it is copied; an embedding is often a quarter of a model.
-Here at most WINDOW_BYTES are mapped at a time, at the same speed.
+Here at most WINDOW_BYTES are mapped while a tensor is copied, at the same speed.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -78,23 +79,32 @@ class TensorFile:
         window_items = WINDOW_BYTES // item_bytes
         for start in range(0, flat.numel(), window_items):
             count = min(window_items, flat.numel() - start)
-            first_byte = tensor.first_byte + start * item_bytes
-            lead = first_byte % mmap.ALLOCATIONGRANULARITY
-            # A private copy-on-write mapping: torch wants a writable buffer, and nothing here writes to it.
-            with mmap.mmap(
-                self._file.fileno(), lead + count * item_bytes, access=mmap.ACCESS_COPY, offset=first_byte - lead
-            ) as window:
-                window.madvise(mmap.MADV_WILLNEED)
+            window, lead = self._map(tensor.first_byte + start * item_bytes, count * item_bytes)
+            with window:
                 flat[start : start + count].copy_(
                     torch.frombuffer(window, dtype=source_dtype, count=count, offset=lead)
                 )
             advance(count * item_bytes)
 
     def read(self, tensor: StoredTensor, advance: Callable[[int], None]) -> Tensor:
-        """Copy to a new tensor of the stored dtype and shape; see `copy`."""
-        target = torch.empty(tensor.shape, dtype=READABLE_DTYPES[tensor.dtype])
-        self.copy(tensor, target, advance)
-        return target
+        """The tensor in its stored dtype and shape. It is the file's own pages until something writes to it, so it
+        costs no copy; its memory is free when the tensor is."""
+        advance(tensor.num_bytes)
+        count = math.prod(tensor.shape)
+        if not count:
+            return torch.empty(tensor.shape, dtype=READABLE_DTYPES[tensor.dtype])
+        mapping, lead = self._map(tensor.first_byte, tensor.num_bytes)
+        return torch.frombuffer(mapping, dtype=READABLE_DTYPES[tensor.dtype], count=count, offset=lead).view(
+            tensor.shape
+        )
+
+    def _map(self, first_byte: int, num_bytes: int) -> tuple[mmap.mmap, int]:
+        """Map bytes of the file, and return where they begin in the mapping."""
+        lead = first_byte % mmap.ALLOCATIONGRANULARITY
+        # A private copy-on-write mapping: torch wants a writable buffer.
+        mapping = mmap.mmap(self._file.fileno(), lead + num_bytes, access=mmap.ACCESS_COPY, offset=first_byte - lead)
+        mapping.madvise(mmap.MADV_WILLNEED)
+        return mapping, lead
 
     def close(self) -> None:
         self._file.close()

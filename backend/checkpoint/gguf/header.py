@@ -7,6 +7,7 @@ file is refused before anything of its size is allocated.
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 from contextlib import closing
@@ -21,7 +22,6 @@ from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from typing import BinaryIO
 
 MAX_HEADER_BYTES = 1 << 28
 MAX_ARRAY_ITEMS = 1 << 22
@@ -31,7 +31,7 @@ _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
 _MAX_SIZE = 1 << 48
-_READ_BYTES = 1 << 20
+_LENGTH = struct.Struct("<Q")
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Type number of a metadata value → its code in struct."""
@@ -61,7 +61,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Metadata values are numbers, booleans, strings and lists of these."""
+    """Metadata values are numbers, booleans, strings and lists of these; lists are empty if arrays were skipped."""
 
     path: Path
     metadata: dict[str, Any]
@@ -70,26 +70,33 @@ class GgufHeader:
 
 def read_header(path: Path) -> GgufHeader:
     """Raises StartupError naming the key or tensor, what was expected and what was found."""
-    with closing(open_binary(path)) as file:
-        return _Reader(file, path).header()
+    return _read(path, keeps_arrays=True)
 
 
 def open_tensors(path: Path) -> TensorFile:
     """Open the file's tensors under their GGUF names; blocks have dtype U8. Raises StartupError."""
-    header = read_header(path)
+    header = _read(path, keeps_arrays=False)
     return TensorFile(path, open_binary(path), {name: tensor.stored for name, tensor in header.tensors.items()})
+
+
+def _read(path: Path, *, keeps_arrays: bool) -> GgufHeader:
+    with closing(open_binary(path)) as file:
+        if not os.fstat(file.fileno()).st_size:
+            return _Reader(b"", path, keeps_arrays=keeps_arrays).header()
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return _Reader(content, path, keeps_arrays=keeps_arrays).header()
 
 
 class _Reader:
     """A cursor over the header. Every read is checked against the rest of the file first."""
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        self._file = file
+    def __init__(self, content: bytes | mmap.mmap, path: Path, *, keeps_arrays: bool) -> None:
+        """Without keeps_arrays arrays are skipped: a vocabulary becomes no strings."""
+        self._content = content
         self._path = path
-        self._file_bytes = os.fstat(file.fileno()).st_size
+        self._keeps_arrays = keeps_arrays
+        self._file_bytes = len(content)
         self._position = 0
-        self._buffer = b""
-        self._buffer_start = 0
 
     def header(self) -> GgufHeader:
         if self._take(4, "the magic") != _MAGIC:
@@ -166,12 +173,24 @@ class _Reader:
             return self._number(self._scalar_code(kind, key), key)
         item_kind = self._number("I", key)
         if item_kind == _STRING:
-            count = self._array_length(key, 8)
-            return [self._string(key) for _ in range(count)]
+            return self._strings(key, self._array_length(key, _LENGTH.size))
         code = self._scalar_code(item_kind, key)
         item_bytes = struct.calcsize(f"<{code}")
         count = self._array_length(key, item_bytes)
-        return list(struct.unpack(f"<{count}{code}", self._take(count * item_bytes, key)))
+        content = self._take(count * item_bytes, key)
+        return list(struct.unpack(f"<{count}{code}", content)) if self._keeps_arrays else []
+
+    def _strings(self, key: str, count: int) -> list[str]:
+        # Arrays have hundreds of thousands of strings, and a call for each would take most of the time of a start.
+        content, end, unpack, found = self._content, self._position + self._left(), _LENGTH.unpack_from, []
+        for _ in range(count):
+            start = self._position + _LENGTH.size
+            if start > end or (stop := start + unpack(content, self._position)[0]) > end:
+                self._string(key)  # raises
+            if self._keeps_arrays:
+                found.append(content[start:stop].decode("utf-8", "replace"))
+            self._position = stop
+        return found
 
     def _scalar_code(self, kind: int, key: str) -> str:
         if kind not in _SCALARS:
@@ -218,12 +237,8 @@ class _Reader:
                 f"{self._path} is truncated or damaged: {shorten(what)} needs {num_bytes} bytes at byte "
                 f"{self._position}, and {max(0, self._left())} are left"
             )
-        start = self._position - self._buffer_start
-        if start + num_bytes > len(self._buffer):
-            self._file.seek(self._position)
-            self._buffer, self._buffer_start, start = self._file.read(max(num_bytes, _READ_BYTES)), self._position, 0
         self._position += num_bytes
-        return self._buffer[start : start + num_bytes]
+        return self._content[self._position - num_bytes : self._position]
 
 
 def _stored(type_name: str, shape: tuple[int, ...], first_byte: int, where: str) -> StoredTensor:

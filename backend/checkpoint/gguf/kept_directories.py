@@ -5,21 +5,18 @@ A directory has another name until it is complete. The cache keeps the last used
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
 import shutil
 from typing import TYPE_CHECKING
 
-from penstock.shm.process.cache_directory import cache_directory
+from penstock.shm.process.cache_directory import cache_directory, mark_used, remove_unused
 from penstock.shm.process.private_directory import Trust, check_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
-
-MAX_KEPT = 16
 
 
 def kept_directory(kind: str, label: str, files: Sequence[Path], version: str, fill: Callable[[Path], None]) -> Path:
@@ -35,11 +32,11 @@ def kept_directory(kind: str, label: str, files: Sequence[Path], version: str, f
     directory = cache_directory() / kind / f"{readable}-{identity.hexdigest()[:12]}"
     if directory.is_dir():
         check_directory(directory, Trust.READABLE, create=False)
-        os.utime(directory)
+        mark_used(directory)
     else:
         check_directory(directory.parent, Trust.READABLE)
         _make(directory, fill)
-        _remove_unused(directory.parent)
+        remove_unused(directory.parent)
     return directory
 
 
@@ -56,20 +53,3 @@ def _make(directory: Path, fill: Callable[[Path], None]) -> None:
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _remove_unused(parent: Path) -> None:
-    """Remove directories whose links all lead nowhere, and all but the MAX_KEPT latest ones.
-
-    Another process may do the same at the same time.
-    """
-    used: list[tuple[int, Path]] = []
-    for directory in parent.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            if directory.is_dir() and not directory.is_symlink():
-                used.append((directory.stat().st_mtime_ns, directory))
-    for place, (_, directory) in enumerate(sorted(used, reverse=True)):
-        links = [path for path in directory.glob("*") if path.is_symlink()]
-        is_broken = bool(links) and not any(link.exists() for link in links)
-        if is_broken or place >= MAX_KEPT:
-            shutil.rmtree(directory, ignore_errors=True)

@@ -7,9 +7,10 @@ split text is only named (`splits.py`); "bert" is WordPiece, "t5" SentencePiece'
 from __future__ import annotations
 
 import base64
-import json
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from penstock.backend.checkpoint.gguf.splits import SPLITS
 from penstock.backend.checkpoint.json_file import shorten
@@ -256,16 +257,18 @@ class GgufTokenizer:
         adds = default if said is None else said
         return self.tokens[token_id] if adds and token_id is not None else None
 
-    def _merges(self) -> list[list[str]]:
-        merges = [merge.split(" ") for merge in self._list("merges", str)]
-        for pair in merges:
-            if len(pair) != 2 or pair[0] not in self._vocab or pair[1] not in self._vocab:
-                raise StartupError(f"{_PREFIX}merges has {shorten(' '.join(pair))}, which is no pair of tokens")
-            if "".join(pair) not in self._vocab:
-                raise StartupError(f"{_PREFIX}merges has {shorten(' '.join(pair))}, which gives no token")
-        return merges
+    def _merges(self) -> list[tuple[str, str]]:
+        found, vocab = [], self._vocab
+        for merge in self._list("merges", str):
+            first, _, second = merge.partition(" ")
+            if first not in vocab or second not in vocab:
+                raise StartupError(f"{_PREFIX}merges has {shorten(merge)}, which is no pair of tokens")
+            if first + second not in vocab:
+                raise StartupError(f"{_PREFIX}merges has {shorten(merge)}, which gives no token")
+            found.append((first, second))
+        return found
 
-    def _merges_of_scores(self) -> list[list[str]]:
+    def _merges_of_scores(self) -> list[tuple[str, str]]:
         """Every way to build a token from two others, the token with the highest score first."""
         scores = self._scores()
         found = []
@@ -273,7 +276,7 @@ class GgufTokenizer:
             if kind == _Kind.NORMAL and len(token) <= _MAX_PIECE_CHARACTERS:
                 pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
                 found += [(-scores[index], index, a, b) for a, b in pairs if a in self._vocab and b in self._vocab]
-        return [[a, b] for _, _, a, b in sorted(found)]
+        return [(a, b) for _, _, a, b in sorted(found)]
 
     def _scores(self) -> list[float]:
         scores = self._list("scores", float)
@@ -311,9 +314,9 @@ def check_tokenizer(tokenizer_json: dict[str, Any]) -> str:
     """Return the text if the tokenizers library accepts it. Raises StartupError."""
     from tokenizers import Tokenizer  # not needed by a model whose files are already there
 
-    text = json.dumps(tokenizer_json, ensure_ascii=False)
+    text = msgspec.json.encode(tokenizer_json)
     try:
-        Tokenizer.from_str(text)
+        Tokenizer.from_buffer(text)
     except Exception as error:  # noqa: BLE001 - the library raises Exception itself
         raise StartupError(f"the file's tokenizer cannot be used: {shorten(str(error))}") from None
-    return text
+    return text.decode()

@@ -170,11 +170,14 @@ def open_served_weights(
     config: DecoderConfig,
     quantization: Quantization | None,
     keeps: Callable[[WeightForm], bool] = has_cpu_kernels,
+    *,
+    keeps_file: bool = True,
 ) -> DecoderWeights | QuantizedCheckpoint:
-    """Open the weights in a mode of --quantize. keeps: see `DecoderWeights`. Raises StartupError."""
+    """Open the weights in a mode of --quantize. keeps: see `DecoderWeights`. keeps_file: see `open_quantized`. Raises
+    StartupError."""
     if quantization is None:
         return open_weights(model_dir, config, keeps=keeps)
-    return open_quantized(model_dir, config, quantization)
+    return open_quantized(model_dir, config, quantization, keeps_file=keeps_file)
 
 
 def open_quantized(
@@ -182,15 +185,18 @@ def open_quantized(
     config: DecoderConfig,
     quantization: Quantization,
     make_progress: Callable[[int, Work], Progress] = make_progress,
+    *,
+    keeps_file: bool = True,
 ) -> QuantizedCheckpoint:
-    """Open a checkpoint, and the file of its quantised weights: to read it, or to write it if there is none.
+    """Open a checkpoint, and the file of its quantised weights: to read it, or to write it if there is none. Callers
+    that keep the weights in another form need no such file (keeps_file).
 
     Nothing is loaded yet. make_progress receives the number of bytes to read and the name of the work. Raises
     StartupError for a model whose sizes the mode does not divide, and as `open_weights`; never because of the file.
     """
     check_sizes(quantization, config)
     with ExitStack() as undo:
-        kept, writer = _open_kept(model_dir, config, quantization)
+        kept, writer = _open_kept(model_dir, config, quantization) if keeps_file else (None, None)
         if kept is not None:
             undo.callback(kept.close)
         if writer is not None:

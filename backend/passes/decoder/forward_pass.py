@@ -8,13 +8,12 @@ from penstock.backend.checkpoint.encoders.decoder_heads import read_pooled_decod
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
-from penstock.backend.passes.decoder.cuda.device.cuda_device import open_gpu, uuid_of
-from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
-from penstock.backend.passes.decoder.cuda.pooled_pass import PooledCudaPass
 from penstock.backend.passes.decoder.pooled_pass import PooledDecoderPass
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 
 
 class DecoderPass(IBatchedForwardPass):
@@ -24,11 +23,17 @@ class DecoderPass(IBatchedForwardPass):
     def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
         model_dir = _require(model_dir)
         pooled = read_pooled_decoder(model_dir, options.task, options.max_context_tokens)
+        if options.device == "cpu":
+            if pooled is not None:
+                return PooledDecoderPass.describe_pooled(model_dir, options, pooled)
+            return CpuDecoderPass.describe(model_dir, options)
+        # Imported here, as below: a start on a CPU needs none of it.
+        from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+        from penstock.backend.passes.decoder.cuda.pooled_pass import PooledCudaPass
+
         if pooled is not None:
-            of_pooled = PooledDecoderPass if options.device == "cpu" else PooledCudaPass
-            return of_pooled.describe_pooled(model_dir, options, pooled)
-        implementation = CpuDecoderPass if options.device == "cpu" else CudaDecoderPass
-        return implementation.describe(model_dir, options)
+            return PooledCudaPass.describe_pooled(model_dir, options, pooled)
+        return CudaDecoderPass.describe(model_dir, options)
 
     @classmethod
     def load(cls, model_dir: Path | None, options: PassOptions) -> IBatchedForwardPass:
@@ -42,6 +47,10 @@ class DecoderPass(IBatchedForwardPass):
                 else PooledDecoderPass.load_pooled(model_dir, options, pooled)
             )
         else:
+            from penstock.backend.passes.decoder.cuda.device.cuda_device import open_gpu
+            from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+            from penstock.backend.passes.decoder.cuda.pooled_pass import PooledCudaPass
+
             device = open_gpu(options.device)
             loaded = (
                 CudaDecoderPass.load(model_dir, options, device)
@@ -56,6 +65,9 @@ class DecoderPass(IBatchedForwardPass):
         """Size of the weights that `load` would map; see `IFindsHeldWeights`."""
         if options.device == "cpu":
             return CpuDecoderPass.held_bytes(model_dir, options)
+        from penstock.backend.passes.decoder.cuda.device.cuda_device import uuid_of
+        from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+
         return CudaDecoderPass.held_bytes(model_dir, options, uuid_of(options.device))
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 GB = 10**9
 UNLIMITED_V1 = "9223372036854771712"
-V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-V2 = ("memory.max", "memory.current", "inactive_file")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+V2 = ("memory.max", "memory.current", "")
 
 
 class Machine:
@@ -33,10 +33,12 @@ class Machine:
     def group(self, path: str, names: tuple[str, str, str], limit: str, used: int, cached: int) -> None:
         directory = self.cgroup / path
         directory.mkdir(parents=True, exist_ok=True)
-        limit_file, use_file, cached_name = names
+        limit_file, use_file, prefix = names
         (directory / limit_file).write_text(f"{limit}\n")
         (directory / use_file).write_text(f"{used}\n")
-        (directory / "memory.stat").write_text(f"anon 5\n{cached_name} {cached}\n")
+        parts = {"inactive_file": cached - cached // 2, "active_file": cached // 2}
+        lines = (f"{prefix}{name} {size}\n" for name, size in parts.items())
+        (directory / "memory.stat").write_text("anon 5\n" + "".join(lines))
 
     def memory(self) -> MemoryInfo:
         return host_memory(self.proc, self.cgroup)

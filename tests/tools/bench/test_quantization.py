@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from penstock.backend.checkpoint.quantization import kept_file
+from penstock.backend.passes.decoder.held_weights import packed_file
 from penstock.backend.shipped_models import DEMO_MODEL_DIR
 from penstock.tools.bench.components import quantization
 from penstock.tools.bench.components.quantization import QuantizationOptions, read_windows
@@ -22,6 +23,7 @@ SHORT = ("--windows", "4", "--window-tokens", "24", "--greedy-tokens", "6")
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_file, "cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setattr(packed_file, "cache_directory", lambda: tmp_path / "cache")
 
 
 @pytest.fixture

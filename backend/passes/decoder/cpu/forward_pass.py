@@ -20,7 +20,6 @@ from penstock.backend.passes.decoder.cpu.thread_counts import num_usable_cores
 from penstock.backend.passes.decoder.cpu.torch_cache.page_bytes import restore_page, save_page
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import AnonymousMemory
-from penstock.backend.passes.decoder.held_weights.fingerprint import packing_fingerprint
 from penstock.backend.passes.decoder.layer_groups import check_groups, layer_groups, one_group
 from penstock.backend.passes.decoder.memory_trimming import return_freed_memory
 from penstock.backend.passes.decoder.model import DecoderModel
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
     from penstock.backend.checkpoint.quantization.modes import Quantization
     from penstock.backend.pass_extensions import PagePlaces
-    from penstock.backend.passes.decoder.cpu.path_choice import NativeKernels
     from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import WeightMemory
     from penstock.backend.passes.decoder.held_weights.watch import WatchedWeights
     from penstock.backend.passes.decoder.layer_groups import LayerGroups
@@ -137,11 +135,10 @@ class CpuDecoderPass(HostSampling):
         config: DecoderConfig,
         build: Callable[[Weights, torch.dtype, CpuOps], LoadedPass],
     ) -> LoadedPass:
-        """Return build's pass, which packs the weights, into memory that outlives this process if the options provide
-        it."""
+        """Return build's pass, which packs the weights, or maps them where an earlier process has left them."""
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
         from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
-        from penstock.backend.passes.decoder.cpu.weight_memory.held import CpuMemories
+        from penstock.backend.passes.decoder.cpu.weight_memory.places import fingerprint, weight_places
         from penstock.backend.passes.decoder.held_weights.holding import load_or_map
 
         rounds_rows = options.quantize == "none" and read_stored_formats(model_dir).rounds_rows
@@ -162,35 +159,38 @@ class CpuDecoderPass(HostSampling):
                 ops.close()
                 raise
 
+        # It may compile for seconds; do that before the progress of the weights starts.
+        kernels = load_kernels(options.cpu_path) if supports_native_ops(config) else None
+        quantization, is_packed = find_quantization(options.quantize), kernels is not None
+
         def load(memory: WeightMemory) -> tuple[LoadedPass, torch.dtype]:
             with (
                 return_freed_memory(),
-                open_served_weights(model_dir, config, find_quantization(options.quantize)) as weights,
+                open_served_weights(model_dir, config, quantization, keeps_file=not is_packed) as weights,
             ):
                 dtype = weights.choose_dtype(options.dtype)
                 return pack(weights, dtype, memory), dtype
 
-        # It may compile for seconds; do that before the progress of the weights starts.
-        kernels = load_kernels(options.cpu_path) if supports_native_ops(config) else None
-        if options.weights_fds is None or kernels is None:
+        if kernels is None:
             return load(AnonymousMemory())[0]
-        with contextlib.closing(FdMailbox.attach(options.weights_fds)) as mailbox:
-            fingerprint = _fingerprint(model_dir, options, kernels)
-            loaded, held = load_or_map(mailbox, fingerprint, config, CpuMemories(), pack, load)
+        with weight_places(model_dir, config, options, kernels.path) as places:
+            key = fingerprint(model_dir, options, kernels.path) if places else ""
+            loaded, held = load_or_map(places, key, config, pack, load, AnonymousMemory)
         loaded.held_weights = held
         return loaded
 
     @classmethod
     def held_bytes(cls, model_dir: Path, options: PassOptions) -> int:
-        """Size of the weights that `load` would map; see `IFindsHeldWeights`."""
-        from penstock.backend.passes.decoder.cpu.weight_memory.held import CpuMemories
+        """Size of the weights that `load` would map; see `IFindsHeldWeights`. Those in a file count as free anyway."""
+        from penstock.backend.passes.decoder.cpu.weight_memory.held import CpuMemories, create_memfd
+        from penstock.backend.passes.decoder.cpu.weight_memory.places import fingerprint
         from penstock.backend.passes.decoder.held_weights.holding import find_held
 
         kernels = load_kernels(options.cpu_path)
         if options.weights_fds is None or kernels is None:
             return 0
         with contextlib.closing(FdMailbox.attach(options.weights_fds)) as mailbox:
-            fds = find_held(mailbox, _fingerprint(model_dir, options, kernels), CpuMemories())
+            fds = find_held(mailbox, fingerprint(model_dir, options, kernels.path), CpuMemories(create_memfd))
         try:
             return sum(os.fstat(fd).st_size for fd in fds)
         finally:
@@ -295,9 +295,3 @@ def make_cpu_ops(
         )
     ops = DeterministicTorchOps if deterministic else TorchOps
     return ops(config, dtype, rounds_rows=rounds_rows)
-
-
-def _fingerprint(model_dir: Path, options: PassOptions, kernels: NativeKernels) -> str:
-    return packing_fingerprint(
-        model_dir, (options.task, options.dtype, options.quantize, kernels.path.name, kernels.path.uses_tiles)
-    )

@@ -88,7 +88,7 @@ def load_pass(
     with contextlib.closing(FdMailbox.attach(options.weights_fds)) as mailbox:
         fingerprint = _fingerprint(model_dir, options, device.uuid)
         memories = DeviceMemories(device, planned_bytes)
-        loaded, held = load_or_map(mailbox, fingerprint, config, memories, pack, load)
+        loaded, held = load_or_map([(mailbox, memories)], fingerprint, config, pack, load, PrivateMemory)
     loaded.held_weights = held
     return loaded
 

@@ -1,8 +1,13 @@
-"""The common parts of all held weights: blocks with checksums, and an error for unusable ones."""
+"""The common parts of all held weights: blocks with checksums, the place where they are left, and an error for
+unusable ones."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
 BLOCK_BYTES = 4 << 20
 """Size of a block with its own checksum; the last block may be smaller."""
@@ -27,6 +32,39 @@ class HeldBlocks(Protocol):
 
     def check(self, block: int) -> None:
         """Any thread may call it. Raises HeldWeightsError if the block has changed."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class WeightStore(Protocol):
+    """The place where processes leave and find weights: `FdMailbox` or `PackedFile`."""
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Keep other processes from entering the block."""
+        ...
+
+    def find(self) -> Sequence[int]:
+        """New fds of the content, which the caller closes; empty if there is none."""
+        ...
+
+    def leave(self, fds: Sequence[int]) -> None:
+        """Replace the content by fds, which stay the caller's too. Raises OSError."""
+        ...
+
+    def clear(self) -> None:
+        """Remove the content. Other processes keep what they have found."""
+        ...
+
+    def holds(self, fd: int) -> bool:
+        """Whether the first fd of the content is the same file as fd."""
+        ...
+
+    @property
+    def is_empty(self) -> bool: ...
+
+    def duplicate(self) -> Self:
+        """Open the same store again."""
         ...
 
     def close(self) -> None: ...

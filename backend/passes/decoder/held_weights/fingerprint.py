@@ -7,10 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+from penstock.backend.checkpoint.fingerprint import weights_fingerprint
 
-_MAX_FILES = 10_000
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 _BACKEND = Path(__file__).parents[3]
 _CODE_ROOTS = (_BACKEND / "checkpoint", _BACKEND / "passes" / "decoder")
 _CODE_SUFFIXES = ("py", "h", "cpp", "cu", "cuh")
@@ -19,20 +20,12 @@ _CODE_SUFFIXES = ("py", "h", "cpp", "cu", "cuh")
 def packing_fingerprint(model_dir: Path, settings: Iterable[object]) -> str:
     """A text that differs if other weights would be packed, or packed in another way.
 
-    For files, place, size, inode and times count, not content: so this takes milliseconds.
+    It is the same on another disk or machine with the same files.
     """
-    digest = hashlib.sha256(repr((tuple(map(str, settings)), code_hash())).encode())
-    for path in _files(model_dir):
-        found = path.stat()
-        times = found.st_mtime_ns, found.st_ctime_ns
-        digest.update(repr((str(path.resolve()), found.st_dev, found.st_ino, found.st_size, *times)).encode())
-    return digest.hexdigest()
-
-
-def _files(directory: Path) -> Iterator[Path]:
-    """Files of the checkpoint, and of its directories, as sentence-transformers has them."""
-    found = sorted(path for pattern in ("*", "*/*") for path in directory.glob(pattern) if path.is_file())
-    yield from found[:_MAX_FILES]
+    # sentence-transformers has weights in directories of modules, too.
+    modules = sorted(path for path in model_dir.iterdir() if path.is_dir())
+    files = [weights_fingerprint(directory) for directory in (model_dir, *modules)]
+    return hashlib.sha256(repr((tuple(map(str, settings)), code_hash(), files)).encode()).hexdigest()
 
 
 @cache

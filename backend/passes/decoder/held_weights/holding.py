@@ -1,4 +1,4 @@
-"""Weights that outlive the process which packed them: it leaves them in a mailbox, and the next one maps them."""
+"""Weights that outlive the process which packed them: it leaves them in a store, and the next one maps them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from penstock.shm.memory.fd_mailbox import close_all
 from penstock.shm.process.options import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.passes.decoder.held_weights.blocks import WeightStore
     from penstock.backend.passes.decoder.model import Weights
-    from penstock.shm.memory.fd_mailbox import FdMailbox
 
 logger = logging.getLogger("penstock.backend")
 
@@ -89,41 +89,53 @@ class Memories(Protocol):
         """Raises OSError or DeviceError."""
         ...
 
-    def private(self) -> Memory:
-        """Return memory that ends with the process."""
-        ...
-
 
 def load_or_map(
-    mailbox: FdMailbox,
+    places: Iterable[tuple[WeightStore, Memories]],
+    fingerprint: str,
+    config: DecoderConfig,
+    build: Callable[[Weights, torch.dtype, Memory], P],
+    load: Callable[[Memory], tuple[P, torch.dtype]],
+    private: Callable[[], Memory],
+) -> tuple[P, WatchedWeights | None]:
+    """Return build's pass over weights that are held in the first place that can be used, or load's, whose weights are
+    held there from now on. private makes memory that ends with the process, for want of such a place.
+
+    Another process that wants the same weights waits meanwhile, and then maps them. Raises what load raises.
+    """
+    for store, memories in places:
+        with store.locked():
+            found = _find(store, fingerprint, config, memories, build) or _fill(store, fingerprint, memories, load)
+        if found is not None:
+            return found
+    # Only now is the memory of a failed attempt free: its frames kept it.
+    return load(private())[0], None
+
+
+def _find(
+    store: WeightStore,
     fingerprint: str,
     config: DecoderConfig,
     memories: Memories,
     build: Callable[[Weights, torch.dtype, Memory], P],
-    load: Callable[[Memory], tuple[P, torch.dtype]],
-) -> tuple[P, WatchedWeights | None]:
-    """Return build's pass over weights that are held, or load's, whose weights are held from now on.
-
-    Another process that wants the same weights waits meanwhile, and then maps them. Raises what load raises.
-    """
-    with mailbox.locked():
-        fds = find_held(mailbox, fingerprint, memories)
-        if fds:
-            try:
-                return _map(mailbox, fds, config, memories, build)
-            except HeldWeightsError as error:
-                logger.error("the held weights are dropped, and loaded from their files: %s", error)
-            finally:
-                close_all(fds)
-        elif not mailbox.is_empty:
-            logger.info("the held weights are of another checkpoint, other options or other code: they are loaded anew")
-        mailbox.clear()  # before there is memory for the next ones
-        return _fill(mailbox, fingerprint, memories, load)
+) -> tuple[P, WatchedWeights] | None:
+    fds = find_held(store, fingerprint, memories)
+    if fds:
+        try:
+            return _map(store, fds, config, memories, build)
+        except HeldWeightsError as error:
+            logger.error("the held weights are dropped, and loaded from their files: %s", error)
+        finally:
+            close_all(fds)
+    elif not store.is_empty:
+        logger.info("the held weights are of another checkpoint, other options or other code: they are loaded anew")
+    store.clear()  # before there is memory for the next ones
+    return None
 
 
-def find_held(mailbox: FdMailbox, fingerprint: str, memories: Memories) -> tuple[int, ...]:
+def find_held(store: WeightStore, fingerprint: str, memories: Memories) -> Sequence[int]:
     """Fds of memory with these weights, which the caller closes; empty if none or other weights are held."""
-    fds = mailbox.find()
+    fds = store.find()
     if not fds:
         return ()
     try:
@@ -138,7 +150,7 @@ def find_held(mailbox: FdMailbox, fingerprint: str, memories: Memories) -> tuple
 
 
 def _map(
-    mailbox: FdMailbox,
+    store: WeightStore,
     fds: Sequence[int],
     config: DecoderConfig,
     memories: Memories,
@@ -148,7 +160,7 @@ def _map(
     mapped = memories.map(fds)
     blocks = mapped.blocks
     try:
-        num_checked = _check_some(mailbox, mapped)
+        num_checked = _check_some(store, mapped)
         built = build(WeightShapes(config), mapped.dtype, mapped)
         mapped.check_all_placed()
     except BaseException:
@@ -159,31 +171,20 @@ def _map(
         "mapped %s of packed weights that an earlier backend left; %d of %d blocks are checked",
         format_size(blocks.num_bytes), num_checked, len(blocks),
     )  # fmt: skip
-    return built, WatchedWeights(mailbox, blocks, is_mapped=True)
+    return built, WatchedWeights(store, blocks, is_mapped=True)
 
 
-def _check_some(mailbox: FdMailbox, mapped: MappedMemory) -> int:
+def _check_some(store: WeightStore, mapped: MappedMemory) -> int:
     """Raises HeldWeightsError, and what reading broken memory of a device raises: then every start would fail here."""
     try:
         return mapped.check_some()
     except Exception:
-        mailbox.clear()
+        store.clear()
         raise
 
 
 def _fill(
-    mailbox: FdMailbox,
-    fingerprint: str,
-    memories: Memories,
-    load: Callable[[Memory], tuple[P, torch.dtype]],
-) -> tuple[P, WatchedWeights | None]:
-    filled = _try_fill(mailbox, fingerprint, memories, load)
-    # Only now is the memory of a failed attempt free: its frames kept it.
-    return filled or (load(memories.private())[0], None)
-
-
-def _try_fill(
-    mailbox: FdMailbox,
+    store: WeightStore,
     fingerprint: str,
     memories: Memories,
     load: Callable[[Memory], tuple[P, torch.dtype]],
@@ -193,13 +194,16 @@ def _try_fill(
             loaded, dtype = load(filled)
             blocks = filled.finish(fingerprint, dtype)
             try:
-                mailbox.leave(filled.fds)
+                store.leave(filled.fds)
             except OSError:
                 blocks.close()
                 raise
             filled.keep()
-    except (OSError, DeviceError, HeldWeightsError) as error:
+    except BaseException as error:
+        store.clear()
+        if not isinstance(error, OSError | DeviceError | HeldWeightsError):
+            raise
         logger.warning("the weights cannot be held: %s; the next start loads them again", error)
         return None
     logger.info("%s of packed weights are held for the next backend", format_size(blocks.num_bytes))
-    return loaded, WatchedWeights(mailbox, blocks, is_mapped=False)
+    return loaded, WatchedWeights(store, blocks, is_mapped=False)

@@ -1,6 +1,6 @@
-"""A description of held weights, at the end of a memfd that nobody can change any more.
+"""A description of held weights, at the end of a file or of a memfd that nobody can change any more.
 
-The memory is private to a server's processes, but damage to it must not become a wrong address: everything is checked
+The memory is private to a user's processes, but damage to it must not become a wrong address: everything is checked
 before it is used.
 """
 
@@ -26,19 +26,21 @@ ManifestT = TypeVar("ManifestT", bound=msgspec.Struct)
 
 
 def finish(fd: int, data_bytes: int, manifest: msgspec.Struct) -> None:
-    """Write header and manifest behind data_bytes of content, and forbid all changes. Raises OSError."""
+    """Write header and manifest behind data_bytes of content; forbid all changes of a memfd. Raises OSError."""
     text = msgspec.json.encode(manifest)
     end = DATA_PLACE + data_bytes
     os.ftruncate(fd, end)
     os.pwrite(fd, text, end)
     os.pwrite(fd, HEADER.pack(MAGIC, data_bytes, len(text), zlib.crc32(text)), 0)
-    region.seal(fd, region.F_SEAL_FUTURE_WRITE)
+    if _is_memfd(fd):
+        region.seal(fd, region.F_SEAL_FUTURE_WRITE)
 
 
 def read_manifest(fd: int, of: type[ManifestT]) -> tuple[int, ManifestT]:
     """Return the bytes of content, and the manifest. Raises HeldWeightsError."""
     try:
-        region.attach(fd, DATA_PLACE, writable=False).close()  # sealed, so it cannot shrink later
+        if _is_memfd(fd):
+            region.attach(fd, DATA_PLACE, writable=False).close()  # sealed, so it cannot shrink later
         magic, data_bytes, num_bytes, crc = HEADER.unpack(os.pread(fd, HEADER.size, 0))
         size = os.fstat(fd).st_size
         if magic != MAGIC or num_bytes > _MAX_MANIFEST_BYTES or DATA_PLACE + data_bytes + num_bytes != size:
@@ -51,3 +53,8 @@ def read_manifest(fd: int, of: type[ManifestT]) -> tuple[int, ManifestT]:
         return data_bytes, msgspec.json.decode(text, type=of)
     except (OSError, ValueError, struct.error, msgspec.MsgspecError) as error:
         raise HeldWeightsError(str(error)) from None
+
+
+def _is_memfd(fd: int) -> bool:
+    """Whether no file system has a name for it. A file has one, in a directory that only this user can write."""
+    return os.fstat(fd).st_nlink == 0

@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.passes.decoder.held_weights.blocks import HeldWeightsError
 from penstock.shm.buffers.device_api import DeviceError
-from penstock.shm.memory.fd_mailbox import FdMailbox
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.backend.passes.decoder.held_weights.blocks import HeldBlocks
+    from penstock.backend.passes.decoder.held_weights.blocks import HeldBlocks, WeightStore
 
 logger = logging.getLogger("penstock.backend")
 
 
 class WatchedWeights:
-    """Implements `pass_extensions.HeldWeights`. Owns the blocks, and opens the mailbox for itself."""
+    """Implements `pass_extensions.HeldWeights`. Owns the blocks, and opens the store for itself."""
 
-    def __init__(self, mailbox: FdMailbox, blocks: HeldBlocks, *, is_mapped: bool) -> None:
-        self._mailbox = FdMailbox.attach(mailbox.fds)
+    def __init__(self, store: WeightStore, blocks: HeldBlocks, *, is_mapped: bool) -> None:
+        self._store = store.duplicate()
         self._blocks = blocks
         self._order = self._blocks_in_turn()
         self.num_bytes = blocks.num_bytes
@@ -44,9 +43,9 @@ class WatchedWeights:
             try:
                 self._blocks.check(next(self._order))
             except HeldWeightsError as error:
-                with self._mailbox.locked():
-                    if self._mailbox.holds(self._blocks.fd):
-                        self._mailbox.clear()
+                with self._store.locked():
+                    if self._store.holds(self._blocks.fd):
+                        self._store.clear()
                 return str(error)
             except DeviceError as error:  # the next step fails too; the weights may be whole
                 logger.error("held weights cannot be read, and are checked no more: %s", error)
@@ -61,7 +60,7 @@ class WatchedWeights:
             if not self._is_closed:
                 self._is_closed = True
                 self._blocks.close()
-                self._mailbox.close()
+                self._store.close()
 
     def _blocks_in_turn(self) -> Iterator[int]:
         count = len(self._blocks)

@@ -32,6 +32,7 @@ from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.shm.messages import Sampling
+from penstock.shm.process import cache_directory
 from tests.backend.checkpoint.gguf.writer import (
     GgufFile,
     as_converted,
@@ -287,7 +288,7 @@ def test_directory_is_made_once_for_a_state_of_the_file(tmp_path: Path, cache: P
 def test_cache_keeps_the_last_used_directories_whose_files_exist(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_directories, "MAX_KEPT", 3)
+    monkeypatch.setattr(cache_directory, "MAX_KEPT", 3)
     file, _ = make_file("llama, F16")
     paths = [file.write(tmp_path / f"model-{number}.gguf") for number in range(5)]
     found = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from typing import TYPE_CHECKING, Protocol
 
@@ -74,7 +75,12 @@ def aligned(num_bytes: int) -> int:
 def map_memory(num_bytes: int) -> mmap.mmap:
     """Map zeroed anonymous memory, in huge pages where the system has them; it becomes resident when written."""
     # Private, because shared anonymous memory, the default of mmap, gets no huge pages.
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return request_huge_pages(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def request_huge_pages(memory: mmap.mmap) -> mmap.mmap:
+    """Return the same mapping. Of a file it gets huge pages only where the page cache has them."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

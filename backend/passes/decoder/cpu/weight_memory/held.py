@@ -1,4 +1,4 @@
-"""Shared memory that one process fills with packed weights, and that later ones map."""
+"""A memfd or a file that one process fills with packed weights, and that later ones map."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import os
 import random
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from penstock.backend.checksum import block_sum
-from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import AnonymousMemory, aligned
+from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import aligned, request_huge_pages
 from penstock.backend.passes.decoder.cpu.weight_memory.manifest import (
     LinearForm,
     Manifest,
@@ -26,7 +27,7 @@ from penstock.backend.passes.decoder.held_weights.blocks import HeldWeightsError
 from penstock.backend.passes.decoder.held_weights.sealed_manifest import DATA_PLACE, finish
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -39,11 +40,15 @@ _CHUNK_BYTES = 1 << 30
 """Address space that is mapped at a time. Each mapping holds a file descriptor."""
 _MADV_POPULATE_READ = 22
 """Linux 5.14; the mmap module lacks the constant."""
-_CHECKS_AT_START_S = 0.1
+_CHECKS_AT_START_S = 0.05
 
 
+@dataclass(frozen=True, slots=True)
 class CpuMemories:
-    """Implements `holding.Memories`: shared memory of the host. The first fd is all of it."""
+    """Implements `holding.Memories`: memory of the host. The first fd is all of it."""
+
+    create: Callable[[], int]
+    """Returns an fd of empty memory, which the caller closes. Raises OSError."""
 
     def fingerprint_of(self, fds: Sequence[int]) -> str:
         return read_manifest(fds[0])[1].fingerprint
@@ -55,19 +60,22 @@ class CpuMemories:
             raise HeldWeightsError(f"they cannot be mapped: {error.strerror}") from None
 
     def fill(self) -> FilledMemory:
-        return FilledMemory()
+        return FilledMemory(self.create())
 
-    def private(self) -> AnonymousMemory:
-        return AnonymousMemory()
+
+def create_memfd() -> int:
+    """Memory that ends with the last process that has it open."""
+    return os.memfd_create("penstock-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 class FilledMemory:
-    """A memfd that grows while weights are packed into it. `finish` makes it one that others can map."""
+    """Memory that grows while weights are packed into it. `finish` makes it one that others can map."""
 
     is_filled = False
 
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("penstock-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    def __init__(self, fd: int) -> None:
+        """Owns fd."""
+        self.fd = fd
         self._weights: list[PackedWeight] = []
         self._chunks: list[tuple[int, mmap.mmap]] = []
         """Place of its first byte, and the mapping."""
@@ -84,7 +92,7 @@ class FilledMemory:
             begin = self._end = -(-self._end // page) * page
             num_mapped = -(-max(num_bytes, _CHUNK_BYTES) // page) * page
             os.ftruncate(self.fd, DATA_PLACE + begin + num_mapped)
-            chunk = mmap.mmap(self.fd, num_mapped, offset=DATA_PLACE + begin)
+            chunk = request_huge_pages(mmap.mmap(self.fd, num_mapped, offset=DATA_PLACE + begin))
             self._chunks.append((begin, chunk))
         if num_bytes:
             # Allocated now: a page that cannot be allocated when it is written would kill the process.
@@ -129,7 +137,7 @@ class HeldMemory:
         """The fd stays the caller's. Raises HeldWeightsError, and OSError if it cannot be mapped."""
         data_bytes, self._manifest = read_manifest(fd)
         self._next = 0
-        self._mapping = mmap.mmap(fd, DATA_PLACE + data_bytes, prot=mmap.PROT_READ)
+        self._mapping = request_huge_pages(mmap.mmap(fd, DATA_PLACE + data_bytes, prot=mmap.PROT_READ))
         self.num_bytes = data_bytes
         self.dtype = DTYPES[self._manifest.dtype]
         self.blocks = CpuBlocks(fd, data_bytes, self._manifest.block_sums)

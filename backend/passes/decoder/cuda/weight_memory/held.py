@@ -23,7 +23,6 @@ from penstock.backend.passes.decoder.cuda.weight_memory.manifest import (
     dtype_name,
     read_manifest,
 )
-from penstock.backend.passes.decoder.cuda.weight_memory.private import PrivateMemory
 from penstock.backend.passes.decoder.held_weights import sealed_manifest
 from penstock.backend.passes.decoder.held_weights.blocks import (
     BLOCK_BYTES,
@@ -65,9 +64,6 @@ class DeviceMemories:
 
     def fill(self) -> FilledDeviceMemory:
         return FilledDeviceMemory(self._device, self._planned_bytes)
-
-    def private(self) -> PrivateMemory:
-        return PrivateMemory()
 
 
 def fingerprint_of(fds: Sequence[int]) -> str:

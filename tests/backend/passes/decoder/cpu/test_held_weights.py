@@ -22,7 +22,7 @@ from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cpu.native_structs import Linear
 from penstock.backend.passes.decoder.cpu.path_choice import load_kernels
-from penstock.backend.passes.decoder.cpu.weight_memory.held import FilledMemory, HeldMemory
+from penstock.backend.passes.decoder.cpu.weight_memory.held import FilledMemory, HeldMemory, create_memfd
 from penstock.backend.passes.decoder.cpu.weight_memory.manifest import LinearForm, Manifest, PackedWeight
 from penstock.backend.passes.decoder.held_weights import fingerprint, sealed_manifest
 from penstock.backend.passes.decoder.held_weights.blocks import HeldWeightsError
@@ -262,13 +262,11 @@ def test_manifest_of_another_model_is_refused_and_the_weights_are_loaded(
     tmp_path: Path, mailbox: FdMailbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its fingerprint is right, but its sizes are not."""
-    held = FilledMemory()
-    linear = Linear(num_parts=1)
-    linear.parts[0].end_panel = 1
-    held.place(64, linear)
+    held = FilledMemory(create_memfd())
+    held.place(64)
     held.finish("right", torch.bfloat16)
     mailbox.leave(held.fds)
-    monkeypatch.setattr("penstock.backend.passes.decoder.cpu.forward_pass.packing_fingerprint", lambda *_: "right")
+    monkeypatch.setattr("penstock.backend.passes.decoder.cpu.weight_memory.places.fingerprint", lambda *_: "right")
     loaded = load(make_checkpoint("qwen3", tmp_path), mailbox)
     assert "held weights are dropped" in caplog.text
     assert loaded.held_weights is not None

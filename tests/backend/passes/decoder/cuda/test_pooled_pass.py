@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from penstock.backend.forward_pass import DeviceLost, PassOptions
-from penstock.backend.passes.decoder import forward_pass as decoder_pass
+from penstock.backend.passes.decoder.cuda.device import cuda_device
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
 from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
 from tests.backend.passes.decoder.cuda.tiny_models import decode_replays
@@ -32,7 +32,7 @@ LENGTHS = (1, 5, CHUNK + 1, 90)
 def device(monkeypatch: pytest.MonkeyPatch) -> EmulatedDevice:
     """The device that the pass opens as a GPU."""
     device = EmulatedDevice()
-    monkeypatch.setattr(decoder_pass, "open_gpu", lambda _: device)
+    monkeypatch.setattr(cuda_device, "open_gpu", lambda _: device)
     return device
 
 

@@ -1,0 +1,20 @@
+"""What the backend's tests share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.backend.passes.decoder.cpu.weight_memory import places
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True, scope="session")
+def packs_into_memory() -> Iterator[None]:
+    """Packed weights get no file in this user's cache. Tests of such files choose a directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(places, "packed_file", lambda *_: None)
+        yield
