@@ -13,6 +13,7 @@ from hypothesis import settings
 
 from penstock.backend.passes.decoder.cpu.thread_counts import configure_threads
 from penstock.tools.forward_pass_contract import options as contract_options
+from tests.real_models import minilm_dir, real_gguf  # noqa: F401 - fixtures
 from tests.tallies import Tallies
 from tests.temporary import TemporaryFolder
 
