@@ -54,6 +54,7 @@ _LONG_FILES = [
     "tests/tools/gpu_check/test_command.py",
     "tests/simulation/test_simulation.py",
     "tests/system/test_chaos.py",
+    "tests/quality/test_perplexity.py",
     "tests/backend/passes/decoder/test_deterministic_engine.py",
     "tests/tools/test_hold_weights.py",
     "tests/backend/passes/decoder/cuda/kernels/test_compile.py",

@@ -55,7 +55,7 @@ def _divide(numbers: Floats, scales: Floats) -> Floats:
 def _block_scale(scales: Floats, largest_code: int) -> tuple[Floats, Floats, Floats]:
     """The block's scale, the integers that it multiplies, and the scales that a reader then has."""
     block = (np.abs(scales).max(axis=1, keepdims=True) / largest_code).astype(np.float16).astype(np.float32)
-    codes = np.round(_divide(scales, np.broadcast_to(block, scales.shape)))
+    codes = np.round(_divide(scales, block))
     codes = np.clip(codes, -largest_code - 1, largest_code)
     return block, codes, (block * codes)[:, :, None]
 
@@ -64,17 +64,20 @@ def _symmetric(numbers: Floats, groups: int, largest_scale: int, offset: int) ->
     """The block's scale, those of its groups, and codes from 0 to 2 * offset - 1, of which offset is zero."""
     groups_of = numbers.reshape(len(numbers), groups, -1)
     block, scales, read = _block_scale(np.abs(groups_of).max(axis=2) / (offset - 1), largest_scale)
-    return block, scales, np.clip(np.round(_divide(groups_of, np.broadcast_to(read, groups_of.shape))) + offset, 0, 2 * offset - 1)
+    codes = np.round(_divide(groups_of, read)) + offset
+    return block, scales, np.clip(codes, 0, 2 * offset - 1)
 
 
-def _affine(numbers: Floats, groups: int, largest_scale: int, largest_code: int) -> tuple[Bytes, Floats, Floats, Floats]:
+def _affine(
+    numbers: Floats, groups: int, largest_scale: int, largest_code: int
+) -> tuple[Bytes, Floats, Floats, Floats]:
     """Both scales of the block as bytes, scales and minima of its groups, and codes."""
     groups_of = numbers.reshape(len(numbers), groups, -1)
     least = np.maximum(-groups_of.min(axis=2), 0)
     steps = (np.maximum(groups_of.max(axis=2), 0) + least) / largest_code
     block, scales, read = _block_scale(steps, largest_scale)
     block_min, minima, read_min = _block_scale(least, largest_scale)
-    codes = np.round(_divide(groups_of + read_min, np.broadcast_to(read, groups_of.shape)))
+    codes = np.round(_divide(groups_of + read_min, read))
     return np.hstack([_half(block), _half(block_min)]), scales, minima, np.clip(codes, 0, largest_code)
 
 
@@ -111,7 +114,8 @@ def _q5_k(numbers: Floats) -> Bytes:
 def _q6_k(numbers: Floats) -> Bytes:
     block, scales, codes = _symmetric(numbers, 16, 127, 32)
     q = codes.astype(np.uint8)
-    return np.hstack([_pack(q & 15, 2, 64, 4), _pack(q >> 4, 4, 32, 2), scales.astype(np.int8).view(np.uint8), _half(block)])
+    packed_scales = scales.astype(np.int8).view(np.uint8)
+    return np.hstack([_pack(q & 15, 2, 64, 4), _pack(q >> 4, 4, 32, 2), packed_scales, _half(block)])
 
 
 def _nearest(numbers: Floats) -> Bytes:
@@ -122,14 +126,14 @@ def _nearest(numbers: Floats) -> Bytes:
 
 def _iq4_nl(numbers: Floats) -> Bytes:
     scale = (np.abs(numbers).max(axis=1, keepdims=True) / 113).astype(np.float16).astype(np.float32)
-    return np.hstack([_half(scale), _pack(_nearest(_divide(numbers, np.broadcast_to(scale, numbers.shape))), 2, 16, 4)])
+    return np.hstack([_half(scale), _pack(_nearest(_divide(numbers, scale)), 2, 16, 4)])
 
 
 def _iq4_xs(numbers: Floats) -> Bytes:
     groups_of = numbers.reshape(len(numbers), 8, 32)
     block, scales, read = _block_scale(np.abs(groups_of).max(axis=2) / 113, 31)
     s = (scales + 32).astype(np.uint8)
-    codes = _nearest(_divide(groups_of, np.broadcast_to(read, groups_of.shape)))
+    codes = _nearest(_divide(groups_of, read))
     high = [_pack(part, 4, 1, 2) for part in (s[:, :4] >> 4, s[:, 4:] >> 4)]
     return np.hstack([_half(block), *high, _pack(s & 15, 2, 1, 4), _pack(codes, 2, 16, 4)])
 

@@ -33,7 +33,7 @@ TEXTS = (
     " ".join(f"Sentence number {i} of a long document about rivers, bridges and locks." for i in range(12)),
 )
 LARGEST_DISTANCE = {("fp32", "none"): 1e-5, ("bf16", "none"): 1e-3, ("bf16", "int8"): 6e-3}
-"""--dtype and --quantize → 1 - cosine. Rounding only the weights to int8 costs 0.0027 (one-word text; others 0.0005)."""
+"""--dtype and --quantize → 1 - cosine. Rounding only the weights to int8 costs 0.0027 for one word, else 0.0005."""
 
 
 @pytest.fixture(scope="module")
