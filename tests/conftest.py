@@ -13,6 +13,7 @@ from hypothesis import settings
 
 from penstock.backend.passes.decoder.cpu.thread_counts import configure_threads
 from penstock.tools.forward_pass_contract import options as contract_options
+from tests.real_models import minilm_dir, real_gguf  # noqa: F401 - fixtures
 from tests.tallies import Tallies
 from tests.temporary import TemporaryFolder
 
@@ -53,6 +54,7 @@ _LONG_FILES = [
     "tests/tools/gpu_check/test_command.py",
     "tests/simulation/test_simulation.py",
     "tests/system/test_chaos.py",
+    "tests/quality/test_perplexity.py",
     "tests/backend/passes/decoder/test_deterministic_engine.py",
     "tests/tools/test_hold_weights.py",
     "tests/backend/passes/decoder/cuda/kernels/test_compile.py",

@@ -1,7 +1,8 @@
 """`penstock bench quantization`: the loss of quality of each form of the weights, on the CPU.
 
 The same text runs through the model in every form, a token of each window in a step, as decodes are served. Perplexity
-is that of the text; all else compares a form with the reference, whose logits are kept in a temporary file.
+is counted as llama.cpp's llama-perplexity counts it: of the second half of each window. All else compares a form with
+the reference, whose logits are kept in a temporary file.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.formats.declared import read_stored_formats
+from penstock.backend.checkpoint.formats.stored_formats import PLAIN
+from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
-from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass, make_cpu_ops
 from penstock.shm.process.options import format_size
 from penstock.tools.bench.components.lock_step import LockStep
 from penstock.tools.bench.errors import BenchError
@@ -36,12 +41,15 @@ if TYPE_CHECKING:
 FORMS = {
     "fp32": ("fp32", "none"),
     "bf16": ("bf16", "none"),
+    "stored": ("auto", "none"),
     "int8": ("bf16", "int8"),
     "int4": ("bf16", "int4"),
     "int4-128": ("bf16", "int4-128"),
 }
-"""Name → --dtype and --quantize."""
+"""Name → --dtype and --quantize. fp32 and bf16 dequantise a quantised checkpoint; "stored" serves it as it is."""
 _PROMPT_SHARE = 4
+_LEAST_WINDOW_TOKENS = 3
+"""So that the second half has a token after its first."""
 
 
 @MEASUREMENT
@@ -78,6 +86,7 @@ class FormQuality:
     tokens: int
     """Positions of the text."""
     perplexity: float
+    """Of the tokens in the second half of each window, but for its first."""
     divergence: float
     """Kullback-Leibler divergence of the form's distribution from the reference's, on average."""
     max_logit_error: float
@@ -101,7 +110,8 @@ def quantization(
         model_dir = locate_model(BackendOptions(model=options.model, revision=options.revision))
         measurement = Measurement(options, model_dir, Path(directory) / "logits")
         found = []
-        for form in (options.reference, *(name for name in FORMS if name not in ("fp32", options.reference))):
+        absent = {"fp32", options.reference} | ({"stored"} if read_stored_formats(model_dir) == PLAIN else set())
+        for form in (options.reference, *(name for name in FORMS if name not in absent)):
             with run.status(f"{form} weights"):
                 try:
                     found.append(measurement.measure(form))
@@ -133,7 +143,8 @@ class Measurement:
         longest = max(num_tokens, num_tokens // _PROMPT_SHARE + options.greedy_tokens)
         dtype, mode = FORMS[form]
         settings = PassOptions("cpu", dtype, num_rows, num_rows, quantize=mode)
-        with closing(CpuDecoderPass.load(self._model_dir, settings)) as forward_pass:
+        load = load_dequantized if form in ("fp32", "bf16") else CpuDecoderPass.load
+        with closing(load(self._model_dir, settings)) as forward_pass:
             context = forward_pass.spec.max_context_tokens
             if context < longest:
                 raise BenchError(f"the model has a context of {context} tokens; {longest} are needed")
@@ -163,7 +174,7 @@ class Measurement:
         same: list[NDArray[np.bool_]] = []
         for place, (logits, exact) in enumerate(zip(found, self._reference, strict=True)):
             log_p, exact_log_p = log_softmax(logits), log_softmax(exact)
-            if place + 1 < self._windows.shape[1]:
+            if self._windows.shape[1] // 2 <= place < self._windows.shape[1] - 1:
                 loss.append(-np.take_along_axis(log_p, self._windows[:, place + 1, None], axis=1)[:, 0])
             divergence.append((np.exp(exact_log_p) * (exact_log_p - log_p)).sum(axis=1))
             error = np.abs(logits - exact)
@@ -186,6 +197,15 @@ class Measurement:
         )
 
 
+def load_dequantized(model_dir: Path, settings: PassOptions) -> CpuDecoderPass:
+    """Raises StartupError."""
+    config = read_decoder_config(model_dir)
+    with open_weights(model_dir, config) as weights:
+        dtype = weights.choose_dtype(settings.dtype)
+        ops = make_cpu_ops(config, dtype, settings.max_batch_tokens)
+        return CpuDecoderPass(config, weights, ops, dtype, settings.max_running)
+
+
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
     """Normalise each row, in fp64."""
     shifted = logits.astype(np.float64)
@@ -196,8 +216,8 @@ def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 
 def read_windows(options: QuantizationOptions, model_dir: Path) -> NDArray[np.int32]:
     """Consecutive pieces of the text, [windows, window_tokens]. Raises BenchError."""
-    if options.window_tokens < 2:
-        raise BenchError(f"--window-tokens is {options.window_tokens}; it must be at least 2")
+    if options.window_tokens < _LEAST_WINDOW_TOKENS:
+        raise BenchError(f"--window-tokens is {options.window_tokens}; it must be at least {_LEAST_WINDOW_TOKENS}")
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         raise BenchError(f"{model_dir} has no tokenizer.json: its text cannot be made tokens")

@@ -1,0 +1,22 @@
+"""What is made of the real files goes to a folder of the test module, not to the user's cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.backend.checkpoint.gguf import directory
+from penstock.backend.checkpoint.quantization import kept_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="module")
+def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    cache = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (directory, kept_file):
+            patch.setattr(module, "cache_directory", lambda: cache)
+        yield

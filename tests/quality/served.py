@@ -1,0 +1,60 @@
+"""The serving pass on whole token sequences, each computed in one step."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.backend.forward_pass import PassOptions, SamplingParams, ScoredTokens, SlotInit, StepBatch, TokenLogprobs
+from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+_PAGE_TOKENS = 32
+_MAX_TOKENS = 512
+
+
+class ServedModel:
+    def __init__(self, forward_pass: CpuDecoderPass) -> None:
+        self._pass = forward_pass
+        self._pages = np.arange(_MAX_TOKENS // _PAGE_TOKENS, dtype=np.int32)[None]
+        kv_dtype = next(iter(forward_pass.spec.kv_bytes_per_token))
+        forward_pass.create_cache(self._pages.size, _PAGE_TOKENS, kv_dtype)
+
+    def score(self, tokens: NDArray[np.int32], first: int) -> TokenLogprobs:
+        """Score tokens[first:], each after all that precede it."""
+        places = np.arange(first - 1, len(tokens) - 1, dtype=np.int32)
+        batch = StepBatch(
+            input_ids=tokens,
+            query_starts=np.array([0, len(tokens)], np.int32),
+            context_lens=np.zeros(1, np.int32),
+            page_table=self._pages,
+            slots=np.zeros(1, np.int32),
+            logit_rows=np.zeros(0, np.int32),
+            slot_inits=(SlotInit(0, SamplingParams(temperature=0.0), tokens, len(tokens)),),
+            scored=ScoredTokens(places, tokens[places + 1], 0),
+        )
+        scored = self._pass.sample(self._pass.forward(batch), batch).wait().scored
+        assert scored is not None
+        return scored
+
+    def perplexity(self, windows: NDArray[np.int32]) -> float:
+        """As llama-perplexity counts it: of the second half of each window, after its first token."""
+        scores = [self.score(tokens, len(tokens) // 2 + 1).chosen for tokens in windows]
+        return float(np.exp(-np.mean(scores, dtype=np.float64)))
+
+
+@contextmanager
+def served_model(model_dir: Path, quantize: str = "none") -> Iterator[ServedModel]:
+    options = PassOptions(max_running=1, max_batch_tokens=_MAX_TOKENS, quantize=quantize)
+    forward_pass = CpuDecoderPass.load(model_dir, options)
+    try:
+        yield ServedModel(forward_pass)
+    finally:
+        forward_pass.close()
