@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 import gguf
 import httpx
-import pytest
 
+from tests.real_models import download_timeout
 from tests.system.processes import Command, running
 
 CHAT = "/v1/chat/completions"
@@ -22,15 +21,7 @@ TURNS = (
 """Questions, and the answers that the conversation goes on with: the model's own could make it repeat itself."""
 
 
-@pytest.fixture
-def real_gguf() -> Path:
-    """SmolLM2-135M-Instruct.Q4_1.gguf in the directory that PENSTOCK_REAL_MODELS names."""
-    directory = os.environ.get("PENSTOCK_REAL_MODELS")
-    if directory is None:
-        pytest.skip("PENSTOCK_REAL_MODELS is not set")
-    return Path(directory) / "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
+@download_timeout
 def test_ten_turns_end_though_the_file_names_the_end_of_texts_only(real_gguf: Path, tmp_path: Path) -> None:
     path = Path(shutil.copy(real_gguf, tmp_path / "model.gguf"))
     field = gguf.GGUFReader(path, "r+").fields["tokenizer.ggml.eos_token_id"]
