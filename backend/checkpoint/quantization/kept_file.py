@@ -24,7 +24,7 @@ import torch
 from penstock.backend.checkpoint.fingerprint import weights_fingerprint
 from penstock.backend.checkpoint.float8_weight import Float8Form, Float8Weight
 from penstock.backend.checkpoint.quantization.modes import linear_specs, stacked_shape
-from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight
+from penstock.backend.checkpoint.quantized_weights import GroupedForm, GroupedWeight, Int4Weight, Int8Weight
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.errors import StartupError
 from penstock.shm.process.cache_directory import cache_directory, check_kept_file
@@ -87,7 +87,8 @@ class KeptForm:
             "penstock.quantization": quantization.name,
             "penstock.checkpoint": weights_fingerprint(model_dir),
         }
-        path = cache_directory() / "quantized" / f"{readable}-{place}-{quantization.name}.safetensors"
+        form = quantization.name + ("-groups" if quantization.groups_bytes else "")
+        path = cache_directory() / "quantized" / f"{readable}-{place}-{form}.safetensors"
         return cls(path, quantization, labels, _stored_parts(config, quantization))
 
     @property
@@ -114,11 +115,14 @@ def _stored_parts(config: DecoderConfig, quantization: Quantization) -> dict[str
     parts: dict[str, StoredPart] = {}
     for name, specs in linear_specs(config).items():
         outputs, inputs = stacked_shape(specs)
-        form = quantization.form_of(name)
+        form = quantization.form_of(name, inputs)
         group_size = form.group_size
         if isinstance(form, Float8Form):
             parts[f"{name}.scales"] = StoredPart("F32", (outputs, 1))
             parts[f"{name}.values"] = StoredPart("U8", (outputs, inputs))
+        elif isinstance(form, GroupedForm):
+            parts[f"{name}.scales"] = StoredPart("F16", (outputs, inputs // form.group_size))
+            parts[f"{name}.values"] = StoredPart("I8", (outputs, inputs))
         elif group_size is None:
             parts[f"{name}.scales"] = StoredPart("F32", (outputs,))
             parts[f"{name}.values"] = StoredPart("I8", (outputs, inputs))
@@ -163,17 +167,22 @@ class KeptFile:
         except (KeyError, TypeError, ValueError):
             raise UnusableFileError(f"{form.path} has no checksums") from None
 
-    def read(self, linear: str, advance: Callable[[int], None]) -> Int8Weight | Int4Weight | Float8Weight:
+    def read(
+        self, linear: str, advance: Callable[[int], None]
+    ) -> Int8Weight | Int4Weight | GroupedWeight | Float8Weight:
         """A new copy. Raises UnusableFileError."""
-        form = self._form.quantization.form_of(linear)
-        group_size = form.group_size
+        inputs = self._form.parts[f"{linear}.values"].shape[1]
+        form = self._form.quantization.form_of(linear, inputs)
         try:
             values, scales = self._part(f"{linear}.values", advance), self._part(f"{linear}.scales", advance)
             if isinstance(form, Float8Form):
                 return Float8Weight(values, scales, None)
-            if group_size is None:
+            if isinstance(form, GroupedForm):
+                multipliers = torch.empty(len(values), 0, 1, dtype=torch.int8)
+                return GroupedWeight(form, values, scales.float()[:, :, None], multipliers)
+            if form.group_size is None:
                 return Int8Weight(values, scales)
-            return Int4Weight(values, scales.float(), self._part(f"{linear}.zeros", advance), group_size)
+            return Int4Weight(values, scales.float(), self._part(f"{linear}.zeros", advance), form.group_size)
         except (OSError, ValueError) as error:
             raise UnusableFileError(f"{self._form.path}: {linear} cannot be read: {error}") from None
 
@@ -232,9 +241,10 @@ class KeptFileWriter:
             self._places[name] = place
             place += part.num_bytes
 
-    def write(self, linear: str, weight: Int8Weight | Int4Weight | Float8Weight) -> None:
+    def write(self, linear: str, weight: Int8Weight | Int4Weight | GroupedWeight | Float8Weight) -> None:
         """Write a weight; the order is free. Raises OSError; then call `discard`."""
-        parts = {"values": weight.values, "scales": weight.scales}
+        scales = weight.factors[:, :, 0].half() if isinstance(weight, GroupedWeight) else weight.scales
+        parts = {"values": weight.values, "scales": scales}
         if isinstance(weight, Int4Weight):
             parts |= {"scales": weight.scales.half(), "zeros": weight.zeros}
         for part, tensor in parts.items():

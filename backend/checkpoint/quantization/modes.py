@@ -6,13 +6,14 @@ Norms and biases stay unquantised: they are a thousandth of a model.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.float8_weight import Float8Form
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.quantized_weights import (
     MAX_QUANTIZED_INPUTS,
+    GroupedForm,
     PackedForm,
     WeightForm,
     has_cpu_kernels,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
     from penstock.backend.checkpoint.tensors import TensorSpec
 
+BYTE_GROUP = 32
 LM_HEAD = "lm_head"
 """Name of the quantised output layer. It is also the embedding where both are tied."""
 
@@ -48,13 +50,20 @@ class Quantization:
 
     name: str
     group_size: int | None
-    """Inputs that share a scale in the linears of the layers, which then have 4 bits; None for 8 bits and one scale
-    per output. lm_head has 8 bits in any case."""
+    """Inputs that share a scale in the linears of the layers, which then have 4 bits; None for 8 bits. lm_head always
+    has 8 bits."""
     is_float: bool = False
     """The 8 bits are floats, E4M3; otherwise all values are integers."""
+    groups_bytes: bool = False
+    """8 bits have a scale for each BYTE_GROUP inputs if that divides them; otherwise one per output."""
 
-    def form_of(self, linear: str) -> PackedForm | Float8Form:
-        return Float8Form(None) if self.is_float else PackedForm(None if linear == LM_HEAD else self.group_size)
+    def form_of(self, linear: str, inputs: int) -> PackedForm | GroupedForm | Float8Form:
+        if self.is_float:
+            return Float8Form(None)
+        group_size = None if linear == LM_HEAD else self.group_size
+        if group_size is None and self.groups_bytes and inputs % BYTE_GROUP == 0:
+            return GroupedForm(8, BYTE_GROUP, BYTE_GROUP, has_minima=False)
+        return PackedForm(group_size)
 
 
 QUANTIZATIONS = {
@@ -75,6 +84,16 @@ def find_quantization(name: str) -> Quantization | None:
     if name not in QUANTIZATIONS:
         raise StartupError(f"--quantize is {name}; it must be none, {', '.join(QUANTIZATIONS)}")
     return QUANTIZATIONS[name]
+
+
+def find_cpu_quantization(name: str) -> Quantization | None:
+    """As `find_quantization`, for the CPU. Raises StartupError also for a mode that has no kernels there."""
+    quantization = find_quantization(name)
+    if quantization is None:
+        return None
+    if quantization.is_float:
+        raise StartupError(f"--quantize is {name}; the CPU has no products with 8-bit floats: use int8, or a GPU")
+    return replace(quantization, groups_bytes=True)
 
 
 def linear_specs(config: DecoderConfig) -> dict[str, tuple[TensorSpec, ...]]:
@@ -103,7 +122,7 @@ def check_sizes(quantization: Quantization, config: DecoderConfig) -> None:
     """Raises StartupError if the groups of inputs do not fit the model's linears."""
     for name, specs in linear_specs(config).items():
         _, inputs = stacked_shape(specs)
-        group_size = quantization.form_of(name).group_size
+        group_size = quantization.form_of(name, inputs).group_size
         if group_size is not None and inputs % group_size:
             fitting = (mode for mode in QUANTIZATIONS.values() if inputs % (mode.group_size or 1) == 0)
             smaller = [mode.name for mode in fitting if not mode.is_float]
@@ -116,14 +135,6 @@ def check_sizes(quantization: Quantization, config: DecoderConfig) -> None:
                 f"--quantize is {quantization.name}; {specs[0].name} has {inputs} inputs, more than the "
                 f"{MAX_QUANTIZED_INPUTS} that a quantised product adds exactly: use none"
             )
-
-
-def check_on_cpu(quantization: Quantization) -> None:
-    """Raises StartupError for a mode without kernels on the CPU."""
-    if not has_cpu_kernels(quantization.form_of(LM_HEAD)):
-        raise StartupError(
-            f"--quantize is {quantization.name}; the CPU has no products with 8-bit floats: use int8, or a GPU"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +164,11 @@ def packed_linears(
     """
     found = []
     for name, specs in linear_specs(config).items():
-        form = _stored_form(name, specs, formats, keeps) if quantization is None else quantization.form_of(name)
+        form = (
+            _stored_form(name, specs, formats, keeps)
+            if quantization is None
+            else quantization.form_of(name, stacked_shape(specs)[1])
+        )
         if form is not None:
             found.append(PackedLinear(specs, form))
     return found

@@ -36,9 +36,10 @@ from penstock.backend.checkpoint.quantization.quantizer import (
     BLOCK_VALUES,
     UnquantizableError,
     quantize,
+    quantize_bytes,
     quantize_to_float8,
 )
-from penstock.backend.checkpoint.quantized_weights import has_cpu_kernels
+from penstock.backend.checkpoint.quantized_weights import GroupedForm, has_cpu_kernels
 from penstock.backend.checkpoint.tensors import LINEARS, LayerWeights, layer_specs
 from penstock.backend.checkpoint.weights import DecoderWeights, open_weights
 from penstock.backend.errors import StartupError
@@ -55,7 +56,13 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.float8_weight import Float8Weight
     from penstock.backend.checkpoint.progress import Progress
     from penstock.backend.checkpoint.quantization.modes import Quantization
-    from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight, WeightForm
+    from penstock.backend.checkpoint.quantized_weights import (
+        GroupedWeight,
+        Int4Weight,
+        Int8Weight,
+        QuantizedWeight,
+        WeightForm,
+    )
 
 logger = logging.getLogger("penstock.backend")
 
@@ -135,13 +142,15 @@ class QuantizedCheckpoint:
             self._keep(partial(self._writer.write, name, weight))
         return weight
 
-    def _quantize(self, name: str) -> Int8Weight | Int4Weight | Float8Weight:
+    def _quantize(self, name: str) -> Int8Weight | Int4Weight | GroupedWeight | Float8Weight:
         specs = self._specs[name]
         blocks = (block for spec in specs for block in self._plain.row_blocks(spec, BLOCK_VALUES))
         try:
-            form = self._quantization.form_of(name)
+            form = self._quantization.form_of(name, stacked_shape(specs)[1])
             if isinstance(form, Float8Form):
                 return quantize_to_float8(blocks, stacked_shape(specs))
+            if isinstance(form, GroupedForm):
+                return quantize_bytes(blocks, stacked_shape(specs), form)
             return quantize(blocks, stacked_shape(specs), form.group_size)
         except UnquantizableError as error:
             ends = accumulate(spec.shape[0] for spec in specs)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.backend.checkpoint.float8_weight import Float8Weight
-from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight
+from penstock.backend.checkpoint.quantized_weights import GroupedForm, GroupedWeight, Int4Weight, Int8Weight
 
 BLOCK_VALUES = 1 << 17
 """Values that a thread quantises at a time: its arrays of this size stay in one core's cache."""
@@ -53,6 +53,14 @@ def quantize(blocks: Iterable[Tensor], shape: tuple[int, int], group_size: int |
     return Int4Weight(*int4, group_size)
 
 
+def quantize_bytes(blocks: Iterable[Tensor], shape: tuple[int, int], form: GroupedForm) -> GroupedWeight:
+    """Like `quantize`, to int8 with a scale for each group of inputs, without multipliers."""
+    outputs, inputs = shape
+    values, factors = torch.empty(shape, dtype=torch.int8), torch.empty(outputs, inputs // form.group_size, 1)
+    _fill((values, factors), blocks, lambda rows: _byte_rows(rows, form.group_size))
+    return GroupedWeight(form, values, factors, torch.empty(outputs, 0, 1, dtype=torch.int8))
+
+
 def quantize_to_float8(blocks: Iterable[Tensor], shape: tuple[int, int]) -> Float8Weight:
     """Like `quantize`, to E4M3 with one scale per output."""
     parts = torch.empty(shape, dtype=torch.uint8), torch.empty(shape[0], 1)
@@ -93,6 +101,16 @@ def _int8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     # The quotient may exceed 127 slightly where the scale is denormal and so has few digits.
     values = rows.div_(_divisors(scales)[:, None]).round_().clamp_(-_MAX_INT8, _MAX_INT8)
     return values.to(torch.int8), scales
+
+
+def _byte_rows(rows: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Values and scales in binary16: the largest magnitude of each group becomes about 127."""
+    groups = rows.view(len(rows), -1, group_size)
+    scales = (_finite(groups.abs().amax(dim=2, keepdim=True)) / _MAX_INT8).half().float()
+    if bool(scales.isinf().any()):
+        raise UnquantizableError(f"has numbers up to {float(groups.abs().max()):.3g}, too large for scales in binary16")
+    values = groups.div_(_divisors(scales)).round_().clamp_(-_MAX_INT8, _MAX_INT8)
+    return values.view(rows.shape).to(torch.int8), scales
 
 
 def _float8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from penstock.backend.checkpoint.config_json import read_declared_dtype
 from penstock.backend.checkpoint.encoders.decoder_heads import read_head
 from penstock.backend.checkpoint.formats.declared import read_stored_formats
-from penstock.backend.checkpoint.quantization.modes import check_on_cpu, check_sizes, find_quantization
+from penstock.backend.checkpoint.quantization.modes import check_sizes, find_cpu_quantization
 from penstock.backend.checkpoint.weights import choose_dtype
 from penstock.backend.forward_pass import StepOutput
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
@@ -50,9 +50,8 @@ class PooledDecoderPass(CpuDecoderPass):
     @classmethod
     def describe_pooled(cls, model_dir: Path, options: PassOptions, pooled: PooledDecoder) -> PassSpec:
         check_cpu_path(options.cpu_path)
-        quantization = find_quantization(options.quantize)
+        quantization = find_cpu_quantization(options.quantize)
         if quantization is not None:
-            check_on_cpu(quantization)
             check_sizes(quantization, pooled.config)
         dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16)
         spec = make_spec(pooled.config, dtype, CPU_KV_DTYPES, quantization, read_stored_formats(model_dir))

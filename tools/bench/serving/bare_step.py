@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.quantization.modes import find_quantization
+from penstock.backend.checkpoint.quantization.modes import find_cpu_quantization
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
 from penstock.backend.errors import StartupError
 from penstock.backend.options import BackendOptions
@@ -108,7 +108,7 @@ def load_decoders(options: BackendOptions, max_batch: int, num_pages: int) -> li
     model_dir = locate_model(options)
     config = read_decoder_config(model_dir)
     decoders = []
-    quantization = find_quantization(options.quantize)
+    quantization = find_cpu_quantization(options.quantize)
     with open_served_weights(model_dir, config, quantization) as weights:
         dtype = weights.choose_dtype(options.dtype)
         offered = [

@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.quantization.modes import find_quantization
+from penstock.backend.checkpoint.quantization.modes import find_cpu_quantization
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
 from penstock.backend.errors import StartupError
 from penstock.backend.options import BackendOptions
@@ -87,7 +87,7 @@ class Profiler:
             raise StartupError("one stream is profiled on the CPU: give --gpu none")
         model_dir = locate_model(options)
         config = read_decoder_config(model_dir)
-        quantization = find_quantization(options.quantize)
+        quantization = find_cpu_quantization(options.quantize)
         with open_served_weights(model_dir, config, quantization) as weights:
             dtype = weights.choose_dtype(options.dtype)
             ops = make_cpu_ops(config, dtype, options.step_tokens("cpu"), options.cpu_path)

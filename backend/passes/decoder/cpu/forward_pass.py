@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
-from penstock.backend.checkpoint.quantization.modes import check_on_cpu, check_sizes, find_quantization
+from penstock.backend.checkpoint.quantization.modes import check_sizes, find_cpu_quantization
 from penstock.backend.forward_pass import PassOptions, PassSpec, ScoredTokens, StepBatch, TokenLogprobs
 from penstock.backend.passes.decoder.cpu.deterministic_torch_ops import DeterministicTorchOps
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps, supports_native_ops, unsupported_by_kernels
@@ -101,9 +101,8 @@ class CpuDecoderPass(HostSampling):
 
         check_cpu_path(options.cpu_path)
         config = read_decoder_config(model_dir, options.max_context_tokens)
-        quantization = find_quantization(options.quantize)
+        quantization = find_cpu_quantization(options.quantize)
         if quantization is not None:
-            check_on_cpu(quantization)
             check_sizes(quantization, config)
         dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16)
         formats, groups = read_stored_formats(model_dir), layer_groups(config, options)
@@ -117,7 +116,7 @@ class CpuDecoderPass(HostSampling):
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
 
         config = read_decoder_config(model_dir, options.max_context_tokens)
-        quantization, formats = find_quantization(options.quantize), read_stored_formats(model_dir)
+        quantization, formats = find_cpu_quantization(options.quantize), read_stored_formats(model_dir)
         groups = layer_groups(config, options)
 
         with open_adapters(model_dir, options.adapters, config) as adapters:
@@ -161,7 +160,7 @@ class CpuDecoderPass(HostSampling):
 
         # It may compile for seconds; do that before the progress of the weights starts.
         kernels = load_kernels(options.cpu_path) if supports_native_ops(config) else None
-        quantization, is_packed = find_quantization(options.quantize), kernels is not None
+        quantization, is_packed = find_cpu_quantization(options.quantize), kernels is not None
 
         def load(memory: WeightMemory) -> tuple[LoadedPass, torch.dtype]:
             with (

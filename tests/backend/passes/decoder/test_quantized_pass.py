@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.quantization import kept_file
-from penstock.backend.checkpoint.quantization.modes import QUANTIZATIONS, linear_specs
+from penstock.backend.checkpoint.quantization.modes import find_cpu_quantization, linear_specs
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
@@ -45,7 +45,7 @@ def checkpoint(architecture: str) -> Path:
 
 
 def make_pass(architecture: str, mode: str, make_ops: MakeOps, dtype: torch.dtype = torch.float32) -> CpuDecoderPass:
-    model_dir, quantization = checkpoint(architecture), QUANTIZATIONS[mode]
+    model_dir, quantization = checkpoint(architecture), find_cpu_quantization(mode)
     config = read_decoder_config(model_dir)
     with open_quantized(model_dir, config, quantization) as weights:
         ops = make_ops(config, dtype)
@@ -58,7 +58,7 @@ def oracle(architecture: str, mode: str) -> Any:
     model_dir = checkpoint(architecture)
     config = read_decoder_config(model_dir)
     model = load_oracle(model_dir)
-    with open_quantized(model_dir, config, QUANTIZATIONS[mode]) as weights:
+    with open_quantized(model_dir, config, find_cpu_quantization(mode)) as weights:
         for index, layer in enumerate(model.model.layers):
             if config.experts_of_layer(index) is not None:
                 gate_up, down = (weights._linear(f"layers.{index}.expert_{part}") for part in ("gate_up", "down"))

@@ -12,9 +12,10 @@
 
 namespace {
 
+constexpr i64 kPrefetchBytes = 2048;
 template <class C> inline void prefetch_unit(const std::uint8_t* values) {
 #pragma GCC unroll 8
-    for (i64 line = 0; line < C::kUnitBytes; line += 64) prefetch_ahead(values + line);
+    for (i64 line = 0; line < C::kUnitBytes; line += 64) __builtin_prefetch(values + line + kPrefetchBytes);
 }
 
 // What a kernel is compiled for, beside the code.
@@ -104,7 +105,7 @@ void multiply_strip(const ProductRows& x, const WideUnits& wide, const Quantized
     for (int r = 0; r < R; ++r) total[r] = broadcast(0.0f);
     for (i64 unit = 0, within = 0; unit < layout.units; ++unit, values += C::kUnitBytes) {
         prefetch_unit<C>(values);
-        if (within == 0) prefetch_ahead(header);
+        if (within == 0) __builtin_prefetch(header + kPrefetchBytes);
 #pragma GCC unroll 2
         for (int half = 0; half < S::kGroups; ++half) {
             if (S::kHasGroups && within % group_units == 0) {
@@ -207,25 +208,30 @@ void multiply_unpacked(const ProductRows& x, const WideUnits& wide, const Unpack
         for (int v = 0; v < V; ++v) store(c + r * kPanel + v * kStrip, total[r][v]);
 }
 
-template <class C, class S>
-void unpack(const QuantizedLayout& layout, const std::uint8_t* panel, i64 first_unit, i64 units, std::uint8_t* values,
-            float* scales, float* minima) {
-    const i64 group_units = S::kGroups == 1 ? layout.packing.group_size / kUnit : 1;
-    for (i64 column = 0; column < kPanel; column += kStrip, panel += layout.strip_bytes)
+template <class C>
+void unpack_values(const QuantizedLayout& layout, const std::uint8_t* panel, i64 first_unit, i64 units, std::uint8_t* values) {
+    for (i64 strip = 0; strip < kPanel / kStrip; ++strip, panel += layout.strip_bytes)
         for (i64 n = 0; n < units; ++n) {
-            std::uint8_t* bytes = values + (column / kStrip * kUnpackedUnits + n) * 8 * 64;
-            float* factors = scales + (column / kStrip * kUnpackedUnits + n) * S::kGroups * kStrip;
-            float* subtrahends = minima + (factors - scales);
-            const i64 unit = first_unit + n, block = unit / layout.block_units, within = unit % layout.block_units;
-            const std::uint8_t* packed = layout.unit_of(panel, unit);
+            const std::uint8_t* packed = layout.unit_of(panel, first_unit + n);
             prefetch_unit<C>(packed);
 #pragma GCC unroll 8
-            for (int q = 0; q < 8; ++q) store_ints(bytes + 64 * q, C::quad(packed, q));
+            for (int q = 0; q < 8; ++q) store_ints(values + ((strip * kUnpackedUnits + n) * 8 + q) * 64, C::quad(packed, q));
+        }
+}
+
+template <class S>
+void unpack_factors(const QuantizedLayout& layout, const std::uint8_t* panel, i64 first_unit, i64 units, float* scales,
+                    float* minima) {
+    const i64 group_units = S::kGroups == 1 ? layout.packing.group_size / kUnit : 1;
+    for (i64 strip = 0; strip < kPanel / kStrip; ++strip, panel += layout.strip_bytes)
+        for (i64 n = 0; n < units; ++n) {
+            const i64 block = (first_unit + n) / layout.block_units, within = (first_unit + n) % layout.block_units;
             const std::uint8_t* header = panel + block * layout.header;
             for (int half = 0; half < S::kGroups; ++half) {
                 const i64 group = S::kGroups == 2 ? 2 * within + half : within / group_units;
-                store(factors + half * kStrip, layout.scales(header, group));
-                if (S::kHasMinima) store(subtrahends + half * kStrip, layout.minima_of(header, group));
+                const i64 place = ((strip * kUnpackedUnits + n) * S::kGroups + half) * kStrip;
+                store(scales + place, layout.scales(header, group));
+                if (S::kHasMinima) store(minima + place, layout.minima_of(header, group));
             }
         }
 }
@@ -233,15 +239,17 @@ void unpack(const QuantizedLayout& layout, const std::uint8_t* panel, i64 first_
 // c[rows][64] = more rows than kMaxByteRows × a panel
 template <class C, class S>
 void multiply_many_rows(const ProductRows& x, i64 rows, const QuantizedLayout& layout, const std::uint8_t* panel, float* c) {
-    alignas(64) std::uint8_t values[C::kDot == Dot::kSigned && !S::kHasGroups ? 1 : kPanel * kUnpackedUnits * kUnit];
+    constexpr bool in_place = std::is_same_v<C, Code<8>>;  // values are bytes already
+    alignas(64) std::uint8_t values[in_place ? 1 : kPanel * kUnpackedUnits * kUnit];
     alignas(64) float scales[S::kHasGroups ? kPanel * kUnpackedUnits * S::kGroups : 1];
     alignas(64) float minima[S::kHasMinima ? kPanel * kUnpackedUnits * S::kGroups : 1];
     std::memset(c, 0, rows * kPanel * sizeof(float));
     for (i64 first = 0; first < layout.units; first += kUnpackedUnits) {
         const i64 units = std::min(kUnpackedUnits, layout.units - first);
         Unpacked weights{values, kUnpackedUnits * 8 * 64, scales, minima, kUnpackedUnits * S::kGroups * kStrip};
-        if constexpr (S::kHasGroups) unpack<C, S>(layout, panel, first, units, values, scales, minima);
-        else weights = {layout.unit_of(panel, first), layout.strip_bytes, nullptr, nullptr, 0};
+        if constexpr (!in_place) unpack_values<C>(layout, panel, first, units, values);
+        else weights.values = layout.unit_of(panel, first), weights.value_stride = layout.strip_bytes;
+        if constexpr (S::kHasGroups) unpack_factors<S>(layout, panel, first, units, scales, minima);
         for_row_tiles<kTileByteRows>(rows, [&](i64 row, auto num_rows) {
             const ProductRows own = x.from(row);
             const WideUnits wide(own, num_rows, first, first + units);

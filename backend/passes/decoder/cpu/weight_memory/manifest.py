@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import msgspec
 
-from penstock.backend.checkpoint.quantized_weights import GROUP_SIZES
 from penstock.backend.passes.decoder.cpu.native_structs import MAX_WEIGHT_PARTS, PANEL, UNIT, Packing
 from penstock.backend.passes.decoder.held_weights import sealed_manifest
 from penstock.backend.passes.decoder.held_weights.blocks import HeldWeightsError, num_blocks
@@ -35,7 +34,7 @@ class PartForm(msgspec.Struct, frozen=True, array_like=True):
         """Whether the kernels have this form for so many inputs."""
         if self.group_size == 0:
             return self.bits in (0, 8) and self.block_size == self.codebook == self.minima == 0
-        is_unit = self.group_size == GROUP_SIZES[0] or self.group_size % UNIT == 0
+        is_unit = self.group_size in (16, 32, 64, 128, 256)  # what divides the part that kernels unpack at once
         is_block = self.block_size % UNIT == 0 and self.block_size >= self.group_size
         return (
             bool(self.bits)

@@ -10,7 +10,7 @@ import torch
 
 from penstock.backend.checkpoint.config_json import read_declared_dtype
 from penstock.backend.checkpoint.formats.declared import read_stored_formats
-from penstock.backend.checkpoint.quantization.modes import find_quantization, packed_linears, weight_bytes
+from penstock.backend.checkpoint.quantization.modes import find_cpu_quantization, packed_linears, weight_bytes
 from penstock.backend.checkpoint.weights import choose_dtype
 from penstock.backend.passes.decoder.cpu.weight_memory.held import CpuMemories, create_memfd
 from penstock.backend.passes.decoder.held_weights.fingerprint import packing_fingerprint
@@ -58,7 +58,7 @@ def _settings(options: PassOptions, path: CpuPath) -> tuple[object, ...]:
 def packed_file(model_dir: Path, config: DecoderConfig, options: PassOptions, path: CpuPath) -> PackedFile | None:
     """The file for weights with quantised linears; None for others, which are packed about as fast as a file is read
     and would take their size on the disk again."""
-    quantization, formats = find_quantization(options.quantize), read_stored_formats(model_dir)
+    quantization, formats = find_cpu_quantization(options.quantize), read_stored_formats(model_dir)
     if not packed_linears(config, quantization, formats):
         return None
     dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16)
