@@ -82,6 +82,7 @@ template <int R, class C, class S>
 #pragma GCC unroll 8
     for (int n = 0; n < 8 / S::kGroups; ++n) {
         const int q = 8 / S::kGroups * half + n;
+        if (C::kUnitBytes > 64 * q) __builtin_prefetch(values + 64 * q + kPrefetchBytes);
         const Ints w = C::quad(values, q);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) acc[r] = multiply_quads<S::kDot>(acc[r], unit.values[r] + 4 * q, w);
@@ -104,7 +105,6 @@ void multiply_strip(const ProductRows& x, const WideUnits& wide, const Quantized
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) total[r] = broadcast(0.0f);
     for (i64 unit = 0, within = 0; unit < layout.units; ++unit, values += C::kUnitBytes) {
-        prefetch_unit<C>(values);
         if (within == 0) __builtin_prefetch(header + kPrefetchBytes);
 #pragma GCC unroll 2
         for (int half = 0; half < S::kGroups; ++half) {
@@ -123,13 +123,16 @@ void multiply_strip(const ProductRows& x, const WideUnits& wide, const Quantized
         }
         if (++within < layout.block_units) continue;
         within = 0;
-        header += layout.header;
+        header += layout.block_bytes;
+        values += layout.header;
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) store(c + r * kPanel, total[r]);
 }
 
-constexpr i64 kUnpackedUnits = 8;  // of a panel: 16 KB of bytes, which stay in L1 with some rows
+// Units of a panel that are unpacked together, strip by strip, so that memory is read as a stream; and units of these that
+// all rows are multiplied by: 16 KB of bytes, which stay in L1 with some rows.
+constexpr i64 kUnpackedUnits = 64, kInnerUnits = 8;
 
 // Some units of a panel.
 struct Unpacked {
@@ -138,6 +141,15 @@ struct Unpacked {
     const float* scales;  // [strip][kUnpackedUnits][groups][16], as minima; strips scale_stride numbers apart
     const float* minima;
     i64 scale_stride;
+
+    Unpacked from(i64 unit, i64 groups) const {
+        const i64 place = unit * groups * kStrip;
+        return {values + unit * 8 * 64, value_stride, scales + place, minima + place, scale_stride};
+    }
+    Unpacked from_strip(i64 strip) const {
+        return {values + strip * value_stride, value_stride, scales + strip * scale_stride, minima + strip * scale_stride,
+                scale_stride};
+    }
 };
 
 // total[R][V] += a group of R rows × a group of V strips. place: of the group in w.scales
@@ -226,7 +238,7 @@ void unpack_factors(const QuantizedLayout& layout, const std::uint8_t* panel, i6
     for (i64 strip = 0; strip < kPanel / kStrip; ++strip, panel += layout.strip_bytes)
         for (i64 n = 0; n < units; ++n) {
             const i64 block = (first_unit + n) / layout.block_units, within = (first_unit + n) % layout.block_units;
-            const std::uint8_t* header = panel + block * layout.header;
+            const std::uint8_t* header = panel + block * layout.block_bytes;
             for (int half = 0; half < S::kGroups; ++half) {
                 const i64 group = S::kGroups == 2 ? 2 * within + half : within / group_units;
                 const i64 place = ((strip * kUnpackedUnits + n) * S::kGroups + half) * kStrip;
@@ -236,10 +248,24 @@ void unpack_factors(const QuantizedLayout& layout, const std::uint8_t* panel, i6
         }
 }
 
-// c[rows][64] = more rows than kMaxByteRows × a panel
+// c[rows][64] += rows × units of a panel
+template <class S>
+void multiply_units(const ProductRows& x, i64 rows, const Unpacked& w, i64 first_unit, i64 units, float* c) {
+    for_row_tiles<kTileByteRows>(rows, [&](i64 row, auto num_rows) {
+        const ProductRows own = x.from(row);
+        const WideUnits wide(own, num_rows, first_unit, first_unit + units);
+        for (i64 column = 0; column < kPanel; column += kStrip * kByteVectors)
+            multiply_unpacked<decltype(num_rows)::value, kByteVectors, S>(own, wide, w.from_strip(column / kStrip), first_unit,
+                                                                          units, c + row * kPanel + column);
+    });
+}
+
+constexpr i64 kManyRows = 40;  // from here on it takes less time to unpack a panel once
+
+// c[rows][64] = many rows × a panel
 template <class C, class S>
 void multiply_many_rows(const ProductRows& x, i64 rows, const QuantizedLayout& layout, const std::uint8_t* panel, float* c) {
-    constexpr bool in_place = std::is_same_v<C, Code<8>>;  // values are bytes already
+    constexpr bool in_place = std::is_same_v<C, Code<8>> && !S::kHasGroups;  // values are bytes already, without headers
     alignas(64) std::uint8_t values[in_place ? 1 : kPanel * kUnpackedUnits * kUnit];
     alignas(64) float scales[S::kHasGroups ? kPanel * kUnpackedUnits * S::kGroups : 1];
     alignas(64) float minima[S::kHasMinima ? kPanel * kUnpackedUnits * S::kGroups : 1];
@@ -250,18 +276,7 @@ void multiply_many_rows(const ProductRows& x, i64 rows, const QuantizedLayout& l
         if constexpr (!in_place) unpack_values<C>(layout, panel, first, units, values);
         else weights.values = layout.unit_of(panel, first), weights.value_stride = layout.strip_bytes;
         if constexpr (S::kHasGroups) unpack_factors<S>(layout, panel, first, units, scales, minima);
-        for_row_tiles<kTileByteRows>(rows, [&](i64 row, auto num_rows) {
-            const ProductRows own = x.from(row);
-            const WideUnits wide(own, num_rows, first, first + units);
-            for (i64 column = 0; column < kPanel; column += kStrip * kByteVectors) {
-                Unpacked strips = weights;
-                strips.values += column / kStrip * weights.value_stride;
-                strips.scales += column / kStrip * weights.scale_stride;
-                strips.minima += column / kStrip * weights.scale_stride;
-                multiply_unpacked<decltype(num_rows)::value, kByteVectors, S>(
-                    own, wide, strips, first, units, c + row * kPanel + column);
-            }
-        });
+        for (i64 n = 0; n < units; n += kInnerUnits) multiply_units<S>(x, rows, weights.from(n, S::kGroups), first + n, std::min(kInnerUnits, units - n), c);
     }
 }
 
@@ -302,13 +317,14 @@ inline void multiply_quantized_panel(const Engine& engine, const Linear& linear,
     const auto* packed = static_cast<const std::uint8_t*>(weights.packed) + own * layout.panel_bytes();
     const ProductRows x(engine.quantized, part, begin);
     with_steps(weights.packing, [&](auto code, auto steps) {
-        if (rows > kMaxByteRows) return multiply_many_rows<decltype(code), decltype(steps)>(x, rows, layout, packed, c);
-        const WideUnits wide(x, rows, 0, x.units);
-        with_count<kMaxByteRows>(rows, [&](auto exact) {
-            for (i64 column = 0; column < kPanel; column += kStrip)
-                multiply_strip<decltype(exact)::value, decltype(code), decltype(steps)>(
-                    x, wide, layout, packed + column / kStrip * layout.strip_bytes, c + column);
-        });
+        if (rows >= kManyRows) return multiply_many_rows<decltype(code), decltype(steps)>(x, rows, layout, packed, c);
+        for (i64 column = 0; column < kPanel; column += kStrip)
+            for_row_tiles<kMaxByteRows>(rows, [&](i64 row, auto num_rows) {
+                const ProductRows own = x.from(row);
+                const WideUnits wide(own, num_rows, 0, x.units);
+                multiply_strip<num_rows, decltype(code), decltype(steps)>(
+                    own, wide, layout, packed + column / kStrip * layout.strip_bytes, c + row * kPanel + column);
+            });
     });
     if (layout.blocks) return;
     const float* scales = output_scales(layout, weights.packed, panels) + own * kPanel;

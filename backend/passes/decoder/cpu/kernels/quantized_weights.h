@@ -2,7 +2,7 @@
 //
 //   part    [panel of 64 outputs][strip of 16 outputs], zeros fill the last panel; then, of a packing without groups,
 //           a scale for each output, fp32 [panels × 64]
-//   strip   [block] headers, up to a multiple of 64 bytes; then all its units, see weight_codes.h
+//   strip   [block] header and units, see weight_codes.h: one stream through memory, which a CPU's prefetchers follow
 //   header  scales    binary16 [16]
 //           minima    binary16 [16], for kHalfMinima; uint8 [16], for kZeroPoints
 //           [group]   int8 [16]: multipliers of the scales, then of the minima if there are any; where a block has
@@ -18,7 +18,7 @@
 namespace {
 
 struct QuantizedLayout {
-    i64 blocks, block_units, block_groups, units, header, minima, multipliers, units_begin, strip_bytes;
+    i64 blocks, block_units, block_groups, units, header, minima, multipliers, block_bytes, strip_bytes;
     Packing packing;
 
     QuantizedLayout(const Linear& linear, const Packing& p) : packing(p) {
@@ -30,13 +30,14 @@ struct QuantizedLayout {
         minima = kStrip * i64(sizeof(Half));
         multipliers = minima + (p.minima == kHalfMinima ? kStrip * i64(sizeof(Half)) : p.minima == kZeroPoints ? kStrip : 0);
         header = multipliers + (block_groups > 1 ? block_groups * (1 + (p.minima != kNoMinima)) * kStrip : 0);
-        units_begin = (blocks * header + 63) / 64 * 64;
-        strip_bytes = units_begin + units * unit_bytes(p.bits);
+        if (!blocks) header = 0;
+        block_bytes = header + block_units * unit_bytes(p.bits);
+        strip_bytes = (units / block_units * block_bytes + 63) / 64 * 64;
     }
 
     i64 panel_bytes() const { return kPanel / kStrip * strip_bytes; }
     const std::uint8_t* unit_of(const std::uint8_t* strip, i64 unit) const {
-        return strip + units_begin + unit * unit_bytes(packing.bits);
+        return strip + unit / block_units * block_bytes + header + unit % block_units * unit_bytes(packing.bits);
     }
 
     // The scales of a group, or its minima, from the block's header.
@@ -138,7 +139,7 @@ inline void pack_quantized(Engine& engine, const Linear& linear, i64 part, const
             if (row < 0) continue;
             std::uint8_t* strip = target + column / kStrip * layout.strip_bytes;
             for (i64 block = 0; block < layout.blocks; ++block)
-                pack_header(layout, numbers, row, block, strip + block * layout.header, lane);
+                pack_header(layout, numbers, row, block, strip + block * layout.block_bytes, lane);
             for (i64 unit = 0; unit < layout.units; ++unit) {
                 std::uint8_t values[kUnit];
                 read_values(numbers, weights.packing, linear.inputs, row, unit, values);
@@ -166,7 +167,7 @@ inline void read_quantized_row(const Linear& linear, i64 part, i64 output, float
     for (i64 k = 0; k < linear.inputs; ++k) {
         if (k % kUnit == 0) load_unit(packing, layout.unit_of(strip, k / kUnit), lane, values);
         if (layout.blocks && k % group_inputs == 0) {
-            const std::uint8_t* header = strip + k / packing.block_size * layout.header;
+            const std::uint8_t* header = strip + k / packing.block_size * layout.block_bytes;
             const i64 group = k % packing.block_size / packing.group_size;
             store(scales, layout.scales(header, group));
             if (packing.minima != kNoMinima) store(minima, layout.minima_of(header, group));

@@ -127,8 +127,8 @@ inline Ints broadcast_lane(const void* p) {
 }
 
 constexpr int kMaxByteRows = 8;   // rows × 1 vector of accumulators, for weights that are unpacked in registers
-constexpr int kTileByteRows = 3;  // the same × kByteVectors, for bytes in a cache
-constexpr int kByteVectors = 4;
+constexpr int kTileByteRows = 6;  // the same × kByteVectors, for bytes in a cache
+constexpr int kByteVectors = 2;
 
 inline IntSums broadcast_ints(const std::int32_t* p) { return (IntSums)_mm512_set1_epi32(*p); }
 inline void store_ints(void* p, Ints x) { _mm512_storeu_si512(p, x); }
