@@ -1,7 +1,7 @@
-// Products of bf16 or int8 by tiles: registers of 16 rows × 64 bytes, in the CPU (AMX) or emulated.
+// Products of bf16 by tiles: registers of 16 rows × 64 bytes, in the CPU (AMX) or emulated.
 //
 // Of bf16 each output is summed over tiles of 16 pairs in order; within a tile in the order of TDPBF16PS. Zeros fill the
-// last tile. So a row's result is the same bits in any batch; they are not those of vector_product. Sums of int8 are exact.
+// last tile. So a row's result is the same bits in any batch; they are not those of vector_product.
 
 #pragma once
 
@@ -24,13 +24,13 @@ struct alignas(64) TileConfig {
 
 #if defined(PENSTOCK_EMULATED_TILES)
 #include "tiles_emulated.h"
-#elif defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#elif defined(__AMX_TILE__) && defined(__AMX_BF16__)
 #include "tiles_amx.h"
 #endif
 
 namespace {
 
-#if defined(PENSTOCK_EMULATED_TILES) || (defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__))
+#if defined(PENSTOCK_EMULATED_TILES) || (defined(__AMX_TILE__) && defined(__AMX_BF16__))
 
 constexpr bool kHasTiles = true;
 
@@ -123,37 +123,11 @@ inline void tile_product(i64 rows, i64 columns, const bf16* a, i64 lda, const bf
     }
 }
 
-// c[rows][64] (+)= a[rows][inputs] × four strips of int8, [inputs / 4][16][4] each, in int32; inputs is a multiple of 64.
-// The strips begin strip_bytes apart. The caller holds a TileScope.
-inline void byte_tile_product(i64 rows, const std::int8_t* a, i64 lda, const std::int8_t* strips, i64 strip_bytes,
-                              i64 inputs, void* c, bool add) {
-    constexpr i64 c_bytes = 64 * sizeof(std::int32_t);
-    for (i64 row = 0; row < rows; row += kTileRows) {
-        configure_tiles(std::min<i64>(rows - row, kTileRows));
-        char* to = static_cast<char*>(c) + row * c_bytes;
-        each_column<4>([&](auto n) {
-            if (add) load_tile<n>(to + 64 * n, c_bytes);
-            else zero_tile<n>();
-        });
-        for (i64 k = 0; k < inputs; k += 64) {
-            load_tile<4>(a + row * lda + k, lda);
-            each_column<4>([&](auto n) {
-                const std::int8_t* tile = strips + n * strip_bytes + k * 16;
-                if (row == 0) fetch_ahead(tile);
-                load_tile<5 + n % 2>(tile, 64);
-                multiply_byte_tiles<n, 4, 5 + n % 2>();
-            });
-        }
-        each_column<4>([&](auto n) { store_tile<n>(to + 64 * n, c_bytes); });
-    }
-}
-
 #else
 
 constexpr bool kHasTiles = false;
 struct TileScope {};
 inline int request_tiles() { return -1; }
-template <class... Arguments> void byte_tile_product(Arguments...) {}
 
 #endif
 

@@ -34,9 +34,4 @@ template <int C, int A, int B> void multiply_tiles() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
-// The same for 16 times 4 int8; C is int32.
-template <int C, int A, int B> void multiply_byte_tiles() {
-    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
-}
-
 }  // namespace

@@ -70,18 +70,4 @@ template <int C, int A, int B> void multiply_tiles() {
     }
 }
 
-// As TDPBSSD: sums of four products are added to C in int32.
-template <int C, int A, int B> void multiply_byte_tiles() {
-    const TileConfig& config = tile_registers.config;
-    for (i64 r = 0; r < config.rows[C]; ++r) {
-        std::int32_t c[16];
-        std::memcpy(c, tile_registers.bytes[C][r], sizeof c);
-        for (i64 k = 0; k < config.row_bytes[A]; ++k)
-            for (i64 n = 0; n < 16; ++n)
-                c[n] += std::int8_t(tile_registers.bytes[A][r][k]) *
-                        std::int8_t(tile_registers.bytes[B][k / 4][4 * n + k % 4]);
-        std::memcpy(tile_registers.bytes[C][r], c, sizeof c);
-    }
-}
-
 }  // namespace
