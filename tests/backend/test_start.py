@@ -128,8 +128,8 @@ def test_dry_run_counts_quantised_weights(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     assert run("--model", str(tmp_path), "--kv-budget", "6GB", "--dry-run", "--quantize", "int4") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    # Linears of 6.98e9 weights in 4 bits and 3 bytes per 32, lm_head in 8 bits, the embedding in bf16.
-    assert "weights 5.72 GB of the weights, linears int4 " in shown
+    # Linears of 6.98e9 weights in 4 bits and 3 bytes per 32, lm_head in 8 bits and 2 per 32, the embedding in bf16.
+    assert "weights 5.75 GB of the weights, linears int4 " in shown
     assert "KV dtype q8_0" in shown
 
 

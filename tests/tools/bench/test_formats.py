@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES
 from penstock.backend.checkpoint.quantized_weights import (
     GroupedWeight,
     Int4Weight,
@@ -48,7 +49,8 @@ def test_each_format_is_read_as_finite_numbers_in_its_kernels_form(name: str, pl
     write_in_format(plain, name, tmp_path / "model")
     with open_weights(tmp_path / "model", read_decoder_config(tmp_path / "model"), keeps=has_cpu_kernels) as weights:
         found = weights.layer(0, torch.float32).down
-    assert isinstance(found, TYPES.get(name, GroupedWeight if name.startswith("gguf") else torch.Tensor))
+    block_type = BLOCK_TYPES.get(name.removeprefix("gguf-"))
+    assert isinstance(found, TYPES.get(name, GroupedWeight if block_type and block_type.form else torch.Tensor))
     numbers = found if isinstance(found, torch.Tensor) else found.dequantize()
     assert numbers.isfinite().all()
     assert 0 < numbers.std() < 1

@@ -20,7 +20,7 @@ from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
 UNIT = 32
 """Inputs of a row that share a scale."""
 _MAX_INT8 = 127.0
-_WIDE = 2.0
+_WIDE = 1.5
 """A unit is wide from this multiple of the root mean square of the units' largest magnitudes on."""
 _REMAINDER = 254.0
 """A scale / this is that of the remainders, which are up to half a step."""

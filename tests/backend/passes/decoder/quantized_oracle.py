@@ -27,7 +27,7 @@ class QuantizedLinear(nn.Module):
         scales = top.clamp(min=1e-30) / 127
         steps = torch.round(groups / scales)
         rests = torch.round((groups / scales - steps) * 254) / 254
-        is_wide = top > 2 * top.square().mean(dim=-2, keepdim=True).sqrt()
+        is_wide = top > 1.5 * top.square().mean(dim=-2, keepdim=True).sqrt()
         rounded = ((steps + torch.where(is_wide, rests, 0.0)) * scales).flatten(-2)[..., :inputs]
         product = (rounded @ self.weight.T).float()
         return product if self.bias is None else product + self.bias

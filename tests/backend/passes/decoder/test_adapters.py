@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from penstock.backend.checkpoint.adapters.peft_adapter import open_adapters
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.quantization import kept_file
-from penstock.backend.checkpoint.quantization.modes import QUANTIZATIONS
+from penstock.backend.checkpoint.quantization.modes import find_cpu_quantization
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.forward_pass import NO_ADAPTER, PassOptions
@@ -169,15 +169,13 @@ def test_adapters_over_quantised_weights(
     monkeypatch.setattr(kept_file, "cache_directory", lambda: tmp_path / "cache")
     model_dir, base = quantized.checkpoint("llama3"), quantized.oracle("llama3", mode)
     adapter = make_adapter(load_oracle(model_dir), tmp_path, rank=8, size=0.1)
-    config = read_decoder_config(model_dir)
+    config, quantization = read_decoder_config(model_dir), find_cpu_quantization(mode)
     with (
-        open_quantized(model_dir, config, QUANTIZATIONS[mode]) as weights,
+        open_quantized(model_dir, config, quantization) as weights,
         open_adapters(model_dir, [adapter], config) as opened,
     ):
         ops = make_usual_ops(config, torch.float32)
-        decoder = CpuDecoderPass(
-            config, weights, ops, torch.float32, 32, quantization=QUANTIZATIONS[mode], adapters=opened
-        )
+        decoder = CpuDecoderPass(config, weights, ops, torch.float32, 32, quantization=quantization, adapters=opened)
     driver = Driver(decoder, num_pages=64, page_size=8)
     rows = add_rows(driver, (NO_ADAPTER, 0, 0))
     found = driver.prefill()

@@ -20,7 +20,7 @@ constexpr i64 kSixteen = 16;  // inputs of the smallest groups
 
 inline i64 padded_inputs(const Linear& linear) { return (linear.inputs + 63) / 64 * 64; }
 
-constexpr float kWide = 2.0f;        // a unit is wide from this multiple of the root mean square of the units' largest on
+constexpr float kWide = 1.5f;        // a unit is wide from this multiple of the root mean square of the units' largest on
 constexpr float kRemainder = 254.0f;  // a scale / this is that of the remainders, which are up to half a step
 
 template <class T> float largest_of(const T* x, i64 count) {
