@@ -44,7 +44,7 @@ class GenerationDefaults:
     """Defaults for requests."""
 
     eos_token_ids: tuple[int, ...]
-    """Those that the files name. The model's chat template may show more: frontends render it."""
+    """End tokens that the files name. Frontends add those that the chat template shows."""
     sampling: Sampling
     not_applied: dict[str, Any]
     """Settings of the files that are not supported."""

@@ -1,4 +1,4 @@
-"""What the backend's tests share."""
+"""Fixtures that all tests of the backend share."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _KEYS = {
 _UNUSED = ("model_type", "dtype", "multimodal", "vision_encoder", "causal")
 """Keys that do not change how text is computed."""
 _MAX_CONTEXT_TOKENS = 128_000
-"""Where the file does not say it: mistral-inference has no limit, vLLM takes this one."""
+"""Default if the file names no limit, as in vLLM; mistral-inference has none."""
 
 _NAMES = {
     EMBEDDING_NAME: "model.embed_tokens.weight",
@@ -58,7 +58,7 @@ _LAYER_TENSOR = re.compile(r"layers\.(\d+)\.(.+)\.weight")
 
 def write_config(params_file: Path, config_file: Path) -> None:
     """Raises StartupError for a parameter that no key of config.json stands for, OSError."""
-    # What is null, false or empty is not used.
+    # Null, false and empty values have no effect.
     params = {
         key: value
         for key, value in read_json_object(params_file).items()

@@ -105,7 +105,7 @@ class _Settings(Struct, frozen=True):
 
 
 def read_mlx(values: dict[str, Any]) -> StoredFormats:
-    """Of config.json's key quantization: settings of all linears, and those of single ones by name; false is plain.
+    """The key quantization of config.json: settings of all linears, and of single ones by name; false means plain.
 
     Raises StartupError.
     """

@@ -43,7 +43,7 @@ class _Settings(Struct, frozen=True):
 
 
 def read_modelopt(values: dict[str, Any]) -> StoredFormats:
-    """Of quantization_config, or of hf_quant_config.json, which has its settings in "quantization".
+    """Settings from quantization_config, or from "quantization" in hf_quant_config.json.
 
     Raises StartupError.
     """

@@ -87,7 +87,7 @@ class Codebook(IntEnum):
 
 
 class Minima(IntEnum):
-    """What a group of a weight has beside its scale."""
+    """The second factor of a group of weights."""
 
     NONE = 0
     HALF = 1

@@ -66,7 +66,7 @@ class PackedFile:
     def locked(self) -> Iterator[None]:
         """Wait for another process that packs the same weights; its death ends the lock."""
         with contextlib.ExitStack() as closer:
-            # Where a lock cannot be had, the directory is read-only, or each packs for itself and the last file stays.
+            # Without a lock each process packs for itself, and the last file stays. A read-only directory gets none.
             with contextlib.suppress(OSError):
                 fd = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
                 closer.callback(os.close, fd)

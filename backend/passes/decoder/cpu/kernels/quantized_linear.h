@@ -199,6 +199,7 @@ void multiply_unpacked(const ProductRows& x, const WideUnits& wide, const Unpack
         for (int half = 0; half < S::kGroups; ++half) {
             const std::uint8_t* values = w.values + n * 8 * 64 + half * 4 * 64;
             const i64 place = (n * S::kGroups + half) * kStrip;
+            // GCC would copy the loop's body for its first pass, and then keep the totals in memory.
             int passes = 1 + wide.any[n], fine = 0;
             asm("" : "+r"(passes), "+r"(fine));
             for (; fine < passes; ++fine)
@@ -276,7 +277,8 @@ void multiply_many_rows(const ProductRows& x, i64 rows, const QuantizedLayout& l
         if constexpr (!in_place) unpack_values<C>(layout, panel, first, units, values);
         else weights.values = layout.unit_of(panel, first), weights.value_stride = layout.strip_bytes;
         if constexpr (S::kHasGroups) unpack_factors<S>(layout, panel, first, units, scales, minima);
-        for (i64 n = 0; n < units; n += kInnerUnits) multiply_units<S>(x, rows, weights.from(n, S::kGroups), first + n, std::min(kInnerUnits, units - n), c);
+        for (i64 n = 0; n < units; n += kInnerUnits)
+            multiply_units<S>(x, rows, weights.from(n, S::kGroups), first + n, std::min(kInnerUnits, units - n), c);
     }
 }
 
