@@ -37,18 +37,6 @@ struct ProductRows {
     const float* negative(i64 groups, i64 unit) const { return rows.negative[part].data() + (first * units + unit) * groups; }
 };
 
-// Units in which one of some rows has remainders.
-struct WideUnits {
-    std::uint8_t any[kMaxUnits];
-
-    WideUnits(const ProductRows& x, i64 count, i64 begin, i64 end) {
-        const std::uint8_t* own = x.rows.is_wide.data() + x.first * x.units;
-        std::memcpy(any, own + begin, end - begin);
-        for (i64 r = 1; r < count; ++r)
-            for (i64 n = begin; n < end; ++n) any[n - begin] |= own[r * x.units + n];
-    }
-};
-
 // Rows of an array, `stride` numbers apart. Few registers hold the addresses of six.
 template <class T> struct Strided {
     const T *first, *third;
@@ -72,8 +60,14 @@ struct UnitRows {
           scales(rows.scales.data() + x.first * x.units + unit, x.units) {}
 };
 
+// The group of a block that has 16 or 32 inputs of a unit of it.
+template <class S> i64 group_of(const QuantizedLayout& layout, i64 unit, int half) {
+    if (S::kGroups == 2) return 2 * unit + half;
+    return layout.block_groups == 1 ? 0 : unit / (layout.packing.group_size / kUnit);
+}
+
 // total[R] += a group of R rows × a group of a strip
-template <int R, class C, class S>
+template <int R, class C, class S, bool prefetches>
 [[gnu::always_inline]] inline void add_group(const UnitRows& unit, int half,
                                              const std::uint8_t* values, Floats scale, Floats* total) {
     IntSums acc[R];
@@ -82,7 +76,7 @@ template <int R, class C, class S>
 #pragma GCC unroll 8
     for (int n = 0; n < 8 / S::kGroups; ++n) {
         const int q = 8 / S::kGroups * half + n;
-        if (C::kUnitBytes > 64 * q) __builtin_prefetch(values + 64 * q + kPrefetchBytes);
+        if (prefetches && C::kUnitBytes > 64 * q) __builtin_prefetch(values + 64 * q + kPrefetchBytes);
         const Ints w = C::quad(values, q);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) acc[r] = multiply_quads<S::kDot>(acc[r], unit.values[r] + 4 * q, w);
@@ -94,10 +88,27 @@ template <int R, class C, class S>
     }
 }
 
+// The remainders of a row × a strip, which is in a cache.
+template <class C, class S>
+Floats multiply_remainders(const ProductRows& x, const QuantizedLayout& layout, const std::uint8_t* strip) {
+    Floats total = broadcast(0.0f);
+    for_wide_units(x.rows, x.first, [&](i64 unit) {
+        const std::uint32_t within = std::uint32_t(unit) % std::uint32_t(layout.block_units);
+        const std::uint8_t* header = strip + std::uint32_t(unit) / std::uint32_t(layout.block_units) * layout.block_bytes;
+        const std::uint8_t* values = header + layout.header + within * C::kUnitBytes;
+        const UnitRows own(x.rows.integers[1], x, S::kGroups, unit);
+#pragma GCC unroll 2
+        for (int half = 0; half < S::kGroups; ++half) {
+            const Floats scale = S::kHasGroups ? layout.scales(header, group_of<S>(layout, within, half)) : broadcast(1.0f);
+            add_group<1, C, S, false>(own, half, values, scale, &total);
+        }
+    });
+    return total;
+}
+
 // c[R][64] = R rows × a strip
 template <int R, class C, class S>
-void multiply_strip(const ProductRows& x, const WideUnits& wide, const QuantizedLayout& layout, const std::uint8_t* strip,
-                    float* c) {
+void multiply_strip(const ProductRows& x, const QuantizedLayout& layout, const std::uint8_t* strip, float* c) {
     const std::uint8_t* values = layout.unit_of(strip, 0);
     const i64 group_units = S::kHasGroups && S::kGroups == 1 ? layout.packing.group_size / kUnit : 1;
     const std::uint8_t* header = strip;
@@ -113,8 +124,7 @@ void multiply_strip(const ProductRows& x, const WideUnits& wide, const Quantized
                 scale = layout.scales(header, group);
                 if (S::kHasMinima) minimum = layout.minima_of(header, group);
             }
-            for (int fine = 0; fine <= wide.any[unit]; ++fine)
-                add_group<R, C, S>(UnitRows(x.rows.integers[fine], x, S::kGroups, unit), half, values, scale, total);
+            add_group<R, C, S, true>(UnitRows(x.rows.integers[0], x, S::kGroups, unit), half, values, scale, total);
             if (!S::kHasMinima) continue;
             const float* negative = x.negative(S::kGroups, unit) + half;
 #pragma GCC unroll 16
@@ -128,6 +138,8 @@ void multiply_strip(const ProductRows& x, const WideUnits& wide, const Quantized
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) store(c + r * kPanel, total[r]);
+    for (int r = 0; r < R; ++r)
+        store(c + r * kPanel, add(load(c + r * kPanel), multiply_remainders<C, S>(x.from(r), layout, strip)));
 }
 
 // Units of a panel that are unpacked together, strip by strip, so that memory is read as a stream; and units of these that
@@ -187,7 +199,7 @@ template <int R, int V, class S>
 
 // c[R][16 V] += R rows × V strips, from first_unit on
 template <int R, int V, class S>
-void multiply_unpacked(const ProductRows& x, const WideUnits& wide, const Unpacked& w, i64 first_unit, i64 units, float* c) {
+void multiply_unpacked(const ProductRows& x, const Unpacked& w, i64 first_unit, i64 units, float* c) {
     Floats total[R][V];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
@@ -199,11 +211,7 @@ void multiply_unpacked(const ProductRows& x, const WideUnits& wide, const Unpack
         for (int half = 0; half < S::kGroups; ++half) {
             const std::uint8_t* values = w.values + n * 8 * 64 + half * 4 * 64;
             const i64 place = (n * S::kGroups + half) * kStrip;
-            // GCC would copy the loop's body for its first pass, and then keep the totals in memory.
-            int passes = 1 + wide.any[n], fine = 0;
-            asm("" : "+r"(passes), "+r"(fine));
-            for (; fine < passes; ++fine)
-                add_unpacked_group<R, V, S>(UnitRows(x.rows.integers[fine], x, S::kGroups, unit), half, w, values, place, total);
+            add_unpacked_group<R, V, S>(UnitRows(x.rows.integers[0], x, S::kGroups, unit), half, w, values, place, total);
             if (!S::kHasMinima) continue;
             const float* negative = x.negative(S::kGroups, unit) + half;
 #pragma GCC unroll 16
@@ -254,11 +262,31 @@ template <class S>
 void multiply_units(const ProductRows& x, i64 rows, const Unpacked& w, i64 first_unit, i64 units, float* c) {
     for_row_tiles<kTileByteRows>(rows, [&](i64 row, auto num_rows) {
         const ProductRows own = x.from(row);
-        const WideUnits wide(own, num_rows, first_unit, first_unit + units);
         for (i64 column = 0; column < kPanel; column += kStrip * kByteVectors)
-            multiply_unpacked<decltype(num_rows)::value, kByteVectors, S>(own, wide, w.from_strip(column / kStrip), first_unit,
-                                                                          units, c + row * kPanel + column);
+            multiply_unpacked<decltype(num_rows)::value, kByteVectors, S>(own, w.from_strip(column / kStrip), first_unit, units,
+                                                                          c + row * kPanel + column);
     });
+}
+
+// c[rows][64] += the rows' remainders × 64 units of a panel
+template <class S> void multiply_unpacked_remainders(const ProductRows& x, i64 rows, const Unpacked& w, i64 word, float* c) {
+    constexpr int strips = kPanel / kStrip;
+    for (i64 r = 0; r < rows; ++r, c += kPanel) {
+        const ProductRows own = x.from(r);
+        Floats total[1][strips];
+#pragma GCC unroll 4
+        for (int v = 0; v < strips; ++v) total[0][v] = load(c + v * kStrip);
+        for_wide_units(x.rows, own.first, word, [&](i64 unit) {
+            const UnitRows fine(x.rows.integers[1], own, S::kGroups, unit);
+            const i64 n = unit % kUnpackedUnits;
+#pragma GCC unroll 2
+            for (int half = 0; half < S::kGroups; ++half)
+                add_unpacked_group<1, strips, S>(fine, half, w, w.values + n * 8 * 64 + half * 4 * 64,
+                                                 (n * S::kGroups + half) * kStrip, total);
+        });
+#pragma GCC unroll 4
+        for (int v = 0; v < strips; ++v) store(c + v * kStrip, total[0][v]);
+    }
 }
 
 constexpr i64 kManyRows = 40;  // from here on it takes less time to unpack a panel once
@@ -270,7 +298,9 @@ void multiply_many_rows(const ProductRows& x, i64 rows, const QuantizedLayout& l
     alignas(64) std::uint8_t values[in_place ? 1 : kPanel * kUnpackedUnits * kUnit];
     alignas(64) float scales[S::kHasGroups ? kPanel * kUnpackedUnits * S::kGroups : 1];
     alignas(64) float minima[S::kHasMinima ? kPanel * kUnpackedUnits * S::kGroups : 1];
+    alignas(64) float remainders[kTilePanelRows * kPanel];
     std::memset(c, 0, rows * kPanel * sizeof(float));
+    std::memset(remainders, 0, rows * kPanel * sizeof(float));
     for (i64 first = 0; first < layout.units; first += kUnpackedUnits) {
         const i64 units = std::min(kUnpackedUnits, layout.units - first);
         Unpacked weights{values, kUnpackedUnits * 8 * 64, scales, minima, kUnpackedUnits * S::kGroups * kStrip};
@@ -279,7 +309,9 @@ void multiply_many_rows(const ProductRows& x, i64 rows, const QuantizedLayout& l
         if constexpr (S::kHasGroups) unpack_factors<S>(layout, panel, first, units, scales, minima);
         for (i64 n = 0; n < units; n += kInnerUnits)
             multiply_units<S>(x, rows, weights.from(n, S::kGroups), first + n, std::min(kInnerUnits, units - n), c);
+        multiply_unpacked_remainders<S>(x, rows, weights, first / kUnpackedUnits, remainders);
     }
+    for (i64 n = 0; n < rows * kPanel; n += kStrip) store(c + n, add(load(c + n), load(remainders + n)));
 }
 
 // The groups that values of some bits have, apart from bytes, which have any: of 16 or more inputs, with or without minima.
@@ -322,10 +354,8 @@ inline void multiply_quantized_panel(const Engine& engine, const Linear& linear,
         if (rows >= kManyRows) return multiply_many_rows<decltype(code), decltype(steps)>(x, rows, layout, packed, c);
         for (i64 column = 0; column < kPanel; column += kStrip)
             for_row_tiles<kMaxByteRows>(rows, [&](i64 row, auto num_rows) {
-                const ProductRows own = x.from(row);
-                const WideUnits wide(own, num_rows, 0, x.units);
                 multiply_strip<num_rows, decltype(code), decltype(steps)>(
-                    own, wide, layout, packed + column / kStrip * layout.strip_bytes, c + row * kPanel + column);
+                    x.from(row), layout, packed + column / kStrip * layout.strip_bytes, c + row * kPanel + column);
             });
     });
     if (layout.blocks) return;
