@@ -37,6 +37,21 @@ struct ProductRows {
     const float* negative(i64 groups, i64 unit) const { return rows.negative[part].data() + (first * units + unit) * groups; }
 };
 
+// The part of the next strip that one of several tiles of rows prefetches, evenly over its units: the first tile alone would
+// wait for memory, and later ones would leave it idle.
+struct NextStrip {
+    const std::uint8_t *line, *end;
+    i64 unit_bytes;
+
+    NextStrip(const QuantizedLayout& layout, const std::uint8_t* strip, i64 tile, i64 tiles)
+        : line(strip + layout.strip_bytes + layout.strip_bytes * tile / tiles), end(line),
+          unit_bytes(tiles == 1 ? 0 : layout.strip_bytes / layout.units / tiles + 1) {}
+
+    [[gnu::always_inline]] void prefetch() {
+        for (end += unit_bytes; line < end; line += 64) __builtin_prefetch(line);
+    }
+};
+
 // Rows of an array, `stride` numbers apart. Few registers hold the addresses of six.
 template <class T> struct Strided {
     const T *first, *third;
@@ -68,8 +83,8 @@ template <class S> i64 group_of(const QuantizedLayout& layout, i64 unit, int hal
 
 // total[R] += a group of R rows × a group of a strip
 template <int R, class C, class S, bool prefetches>
-[[gnu::always_inline]] inline void add_group(const UnitRows& unit, int half,
-                                             const std::uint8_t* values, Floats scale, Floats* total) {
+[[gnu::always_inline]] inline void add_group(const UnitRows& unit, int half, const std::uint8_t* values, Floats scale,
+                                             Floats* total) {
     IntSums acc[R];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) acc[r] = broadcast_ints(unit.starts[r] + half);
@@ -108,7 +123,7 @@ Floats multiply_remainders(const ProductRows& x, const QuantizedLayout& layout, 
 
 // c[R][64] = R rows × a strip
 template <int R, class C, class S>
-void multiply_strip(const ProductRows& x, const QuantizedLayout& layout, const std::uint8_t* strip, float* c) {
+[[gnu::noinline]] void multiply_strip(const ProductRows& x, const QuantizedLayout& layout, const std::uint8_t* strip, NextStrip next, float* c) {
     const std::uint8_t* values = layout.unit_of(strip, 0);
     const i64 group_units = S::kHasGroups && S::kGroups == 1 ? layout.packing.group_size / kUnit : 1;
     const std::uint8_t* header = strip;
@@ -117,6 +132,7 @@ void multiply_strip(const ProductRows& x, const QuantizedLayout& layout, const s
     for (int r = 0; r < R; ++r) total[r] = broadcast(0.0f);
     for (i64 unit = 0, within = 0; unit < layout.units; ++unit, values += C::kUnitBytes) {
         if (within == 0) __builtin_prefetch(header + kPrefetchBytes);
+        next.prefetch();
 #pragma GCC unroll 2
         for (int half = 0; half < S::kGroups; ++half) {
             if (S::kHasGroups && within % group_units == 0) {
@@ -352,11 +368,15 @@ inline void multiply_quantized_panel(const Engine& engine, const Linear& linear,
     const ProductRows x(engine.quantized, part, begin);
     with_steps(weights.packing, [&](auto code, auto steps) {
         if (rows >= kManyRows) return multiply_many_rows<decltype(code), decltype(steps)>(x, rows, layout, packed, c);
-        for (i64 column = 0; column < kPanel; column += kStrip)
+        const i64 tiles = (rows + kMaxByteRows - 1) / kMaxByteRows;
+        for (i64 column = 0; column < kPanel; column += kStrip) {
+            const std::uint8_t* strip = packed + column / kStrip * layout.strip_bytes;
+            i64 tile = 0;
             for_row_tiles<kMaxByteRows>(rows, [&](i64 row, auto num_rows) {
                 multiply_strip<num_rows, decltype(code), decltype(steps)>(
-                    x.from(row), layout, packed + column / kStrip * layout.strip_bytes, c + row * kPanel + column);
+                    x.from(row), layout, strip, NextStrip(layout, strip, tile++, tiles), c + row * kPanel + column);
             });
+        }
     });
     if (layout.blocks) return;
     const float* scales = output_scales(layout, weights.packed, panels) + own * kPanel;
