@@ -37,18 +37,19 @@ struct ProductRows {
     const float* negative(i64 groups, i64 unit) const { return rows.negative[part].data() + (first * units + unit) * groups; }
 };
 
-// The part of the next strip that one of several tiles of rows prefetches, evenly over its units: the first tile alone would
-// wait for memory, and later ones would leave it idle.
+// What is prefetched of the next strip, apart from the next bytes of the stream. Of several tiles of rows each prefetches a
+// part, evenly over its units: the first alone would wait for memory, and later ones would leave it idle. A single tile
+// prefetches while it multiplies remainders, which reads no memory.
 struct NextStrip {
     const std::uint8_t *line, *end;
-    i64 unit_bytes;
+    i64 unit_bytes, remainder_bytes;
 
     NextStrip(const QuantizedLayout& layout, const std::uint8_t* strip, i64 tile, i64 tiles)
-        : line(strip + layout.strip_bytes + layout.strip_bytes * tile / tiles), end(line),
-          unit_bytes(tiles == 1 ? 0 : layout.strip_bytes / layout.units / tiles + 1) {}
+        : line(strip + layout.strip_bytes + (tiles == 1 ? kPrefetchBytes : layout.strip_bytes * tile / tiles)), end(line),
+          unit_bytes(tiles == 1 ? 0 : layout.strip_bytes / layout.units / tiles + 1), remainder_bytes(tiles == 1 ? 256 : 0) {}
 
-    [[gnu::always_inline]] void prefetch() {
-        for (end += unit_bytes; line < end; line += 64) __builtin_prefetch(line);
+    [[gnu::always_inline]] void prefetch(i64 bytes) {
+        for (end += bytes; line < end; line += 64) __builtin_prefetch(line);
     }
 };
 
@@ -105,9 +106,10 @@ template <int R, class C, class S, bool prefetches>
 
 // The remainders of a row × a strip, which is in a cache.
 template <class C, class S>
-Floats multiply_remainders(const ProductRows& x, const QuantizedLayout& layout, const std::uint8_t* strip) {
+Floats multiply_remainders(const ProductRows& x, const QuantizedLayout& layout, const std::uint8_t* strip, NextStrip& next) {
     Floats total = broadcast(0.0f);
     for_wide_units(x.rows, x.first, [&](i64 unit) {
+        next.prefetch(next.remainder_bytes);
         const std::uint32_t within = std::uint32_t(unit) % std::uint32_t(layout.block_units);
         const std::uint8_t* header = strip + std::uint32_t(unit) / std::uint32_t(layout.block_units) * layout.block_bytes;
         const std::uint8_t* values = header + layout.header + within * C::kUnitBytes;
@@ -132,7 +134,7 @@ template <int R, class C, class S>
     for (int r = 0; r < R; ++r) total[r] = broadcast(0.0f);
     for (i64 unit = 0, within = 0; unit < layout.units; ++unit, values += C::kUnitBytes) {
         if (within == 0) __builtin_prefetch(header + kPrefetchBytes);
-        next.prefetch();
+        next.prefetch(next.unit_bytes);
 #pragma GCC unroll 2
         for (int half = 0; half < S::kGroups; ++half) {
             if (S::kHasGroups && within % group_units == 0) {
@@ -155,7 +157,7 @@ template <int R, class C, class S>
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) store(c + r * kPanel, total[r]);
     for (int r = 0; r < R; ++r)
-        store(c + r * kPanel, add(load(c + r * kPanel), multiply_remainders<C, S>(x.from(r), layout, strip)));
+        store(c + r * kPanel, add(load(c + r * kPanel), multiply_remainders<C, S>(x.from(r), layout, strip, next)));
 }
 
 // Units of a panel that are unpacked together, strip by strip, so that memory is read as a stream; and units of these that
