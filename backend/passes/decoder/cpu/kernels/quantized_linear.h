@@ -37,19 +37,28 @@ struct ProductRows {
     const float* negative(i64 groups, i64 unit) const { return rows.negative[part].data() + (first * units + unit) * groups; }
 };
 
-// What is prefetched of the next strip, apart from the next bytes of the stream. Of several tiles of rows each prefetches a
-// part, evenly over its units: the first alone would wait for memory, and later ones would leave it idle. A single tile
-// prefetches while it multiplies remainders, which reads no memory.
+// The part of the next strip that one of several tiles of rows prefetches, evenly over its units: the first alone would wait
+// for memory, and later ones would leave it idle.
 struct NextStrip {
     const std::uint8_t *line, *end;
-    i64 unit_bytes, remainder_bytes;
+    i64 unit_bytes;
 
     NextStrip(const QuantizedLayout& layout, const std::uint8_t* strip, i64 tile, i64 tiles)
-        : line(strip + layout.strip_bytes + (tiles == 1 ? kPrefetchBytes : layout.strip_bytes * tile / tiles)), end(line),
-          unit_bytes(tiles == 1 ? 0 : layout.strip_bytes / layout.units / tiles + 1), remainder_bytes(tiles == 1 ? 256 : 0) {}
+        : line(strip + layout.strip_bytes + layout.strip_bytes * tile / tiles), end(line),
+          unit_bytes(tiles == 1 ? 0 : layout.strip_bytes / layout.units / tiles + 1) {}
 
-    [[gnu::always_inline]] void prefetch(i64 bytes) {
-        for (end += bytes; line < end; line += 64) __builtin_prefetch(line);
+    [[gnu::always_inline]] void prefetch() {
+        for (end += unit_bytes; line < end; line += 64) __builtin_prefetch(line);
+    }
+};
+
+// Which of up to 8 rows have remainders in each unit, as bits.
+struct WideRows {
+    std::uint8_t units[kMaxUnits];
+
+    WideRows(const ProductRows& x, int count) {
+        std::memset(units, 0, x.units);
+        for (int r = 0; r < count; ++r) for_wide_units(x.rows, x.first + r, [&](i64 unit) { units[unit] |= 1 << r; });
     }
 };
 
@@ -104,37 +113,20 @@ template <int R, class C, class S, bool prefetches>
     }
 }
 
-// The remainders of a row × a strip, which is in a cache.
-template <class C, class S>
-Floats multiply_remainders(const ProductRows& x, const QuantizedLayout& layout, const std::uint8_t* strip, NextStrip& next) {
-    Floats total = broadcast(0.0f);
-    for_wide_units(x.rows, x.first, [&](i64 unit) {
-        next.prefetch(next.remainder_bytes);
-        const std::uint32_t within = std::uint32_t(unit) % std::uint32_t(layout.block_units);
-        const std::uint8_t* header = strip + std::uint32_t(unit) / std::uint32_t(layout.block_units) * layout.block_bytes;
-        const std::uint8_t* values = header + layout.header + within * C::kUnitBytes;
-        const UnitRows own(x.rows.integers[1], x, S::kGroups, unit);
-#pragma GCC unroll 2
-        for (int half = 0; half < S::kGroups; ++half) {
-            const Floats scale = S::kHasGroups ? layout.scales(header, group_of<S>(layout, within, half)) : broadcast(1.0f);
-            add_group<1, C, S, false>(own, half, values, scale, &total);
-        }
-    });
-    return total;
-}
-
 // c[R][64] = R rows × a strip
 template <int R, class C, class S>
-[[gnu::noinline]] void multiply_strip(const ProductRows& x, const QuantizedLayout& layout, const std::uint8_t* strip, NextStrip next, float* c) {
+[[gnu::noinline]]
+void multiply_strip(const ProductRows& x, const QuantizedLayout& layout, const std::uint8_t* strip, NextStrip next, float* c) {
     const std::uint8_t* values = layout.unit_of(strip, 0);
     const i64 group_units = S::kHasGroups && S::kGroups == 1 ? layout.packing.group_size / kUnit : 1;
     const std::uint8_t* header = strip;
-    Floats total[R], scale = broadcast(1.0f), minimum = broadcast(0.0f);
+    const WideRows wide(x, R);
+    Floats total[R], remainders[R], scale = broadcast(1.0f), minimum = broadcast(0.0f);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) total[r] = broadcast(0.0f);
+    for (int r = 0; r < R; ++r) total[r] = remainders[r] = broadcast(0.0f);
     for (i64 unit = 0, within = 0; unit < layout.units; ++unit, values += C::kUnitBytes) {
         if (within == 0) __builtin_prefetch(header + kPrefetchBytes);
-        next.prefetch(next.unit_bytes);
+        next.prefetch();
 #pragma GCC unroll 2
         for (int half = 0; half < S::kGroups; ++half) {
             if (S::kHasGroups && within % group_units == 0) {
@@ -143,6 +135,10 @@ template <int R, class C, class S>
                 if (S::kHasMinima) minimum = layout.minima_of(header, group);
             }
             add_group<R, C, S, true>(UnitRows(x.rows.integers[0], x, S::kGroups, unit), half, values, scale, total);
+            for_each_bit(wide.units[unit], [&](i64 r) {
+                add_group<1, C, S, false>(UnitRows(x.rows.integers[1], x.from(r), S::kGroups, unit), half, values, scale,
+                                          remainders + r);
+            });
             if (!S::kHasMinima) continue;
             const float* negative = x.negative(S::kGroups, unit) + half;
 #pragma GCC unroll 16
@@ -155,9 +151,7 @@ template <int R, class C, class S>
         values += layout.header;
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) store(c + r * kPanel, total[r]);
-    for (int r = 0; r < R; ++r)
-        store(c + r * kPanel, add(load(c + r * kPanel), multiply_remainders<C, S>(x.from(r), layout, strip, next)));
+    for (int r = 0; r < R; ++r) store(c + r * kPanel, add(total[r], remainders[r]));
 }
 
 // Units of a panel that are unpacked together, strip by strip, so that memory is read as a stream; and units of these that

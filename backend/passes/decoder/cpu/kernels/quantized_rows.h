@@ -79,10 +79,13 @@ template <class T> void quantize_row(const T* x, i64 inputs, bool whole_rows, Qu
     }
 }
 
+template <class F> [[gnu::always_inline]] inline void for_each_bit(std::uint64_t bits, const F& body) {
+    for (; bits; bits &= bits - 1) body(i64(__builtin_ctzll(bits)));
+}
+
 // Calls body(unit) for the units of a row that have remainders, among the 64 of a word, or among all.
 template <class F> [[gnu::always_inline]] inline void for_wide_units(const QuantizedRows& rows, i64 r, i64 word, const F& body) {
-    for (std::uint64_t bits = rows.wide[r * wide_words(rows) + word]; bits; bits &= bits - 1)
-        body(word * 64 + __builtin_ctzll(bits));
+    for_each_bit(rows.wide[r * wide_words(rows) + word], [&](i64 bit) { body(word * 64 + bit); });
 }
 template <class F> inline void for_wide_units(const QuantizedRows& rows, i64 r, const F& body) {
     for (i64 word = 0; word < wide_words(rows); ++word) for_wide_units(rows, r, word, body);
