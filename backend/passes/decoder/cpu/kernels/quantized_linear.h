@@ -37,18 +37,19 @@ struct ProductRows {
     const float* negative(i64 groups, i64 unit) const { return rows.negative[part].data() + (first * units + unit) * groups; }
 };
 
-// The part of the next strip that one of several tiles of rows prefetches, evenly over its units: the first alone would wait
-// for memory, and later ones would leave it idle.
-struct NextStrip {
+// What a tile of several rows prefetches into the L2 cache, evenly over a strip's units, beside the next 2 KB of the stream:
+// multiplying keeps it from reading ahead. Of several tiles each prefetches a part of the next strip, as later ones read
+// no memory.
+struct FarAhead {
     const std::uint8_t *line, *end;
     i64 unit_bytes;
 
-    NextStrip(const QuantizedLayout& layout, const std::uint8_t* strip, i64 tile, i64 tiles)
-        : line(strip + layout.strip_bytes + layout.strip_bytes * tile / tiles), end(line),
-          unit_bytes(tiles == 1 ? 0 : layout.strip_bytes / layout.units / tiles + 1) {}
+    FarAhead(const QuantizedLayout& layout, const std::uint8_t* strip, i64 tile, i64 tiles)
+        : line(strip + (tiles == 1 ? 3 * kPrefetchBytes : layout.strip_bytes + layout.strip_bytes * tile / tiles)), end(line),
+          unit_bytes(layout.strip_bytes / layout.units / tiles + 1) {}
 
     [[gnu::always_inline]] void prefetch() {
-        for (end += unit_bytes; line < end; line += 64) __builtin_prefetch(line);
+        for (end += unit_bytes; line < end; line += 64) __builtin_prefetch(line, 0, 2);
     }
 };
 
@@ -116,7 +117,7 @@ template <int R, class C, class S, bool prefetches>
 // c[R][64] = R rows × a strip
 template <int R, class C, class S>
 [[gnu::noinline]]
-void multiply_strip(const ProductRows& x, const QuantizedLayout& layout, const std::uint8_t* strip, NextStrip next, float* c) {
+void multiply_strip(const ProductRows& x, const QuantizedLayout& layout, const std::uint8_t* strip, FarAhead ahead, float* c) {
     const std::uint8_t* values = layout.unit_of(strip, 0);
     const i64 group_units = S::kHasGroups && S::kGroups == 1 ? layout.packing.group_size / kUnit : 1;
     const std::uint8_t* header = strip;
@@ -126,7 +127,7 @@ void multiply_strip(const ProductRows& x, const QuantizedLayout& layout, const s
     for (int r = 0; r < R; ++r) total[r] = remainders[r] = broadcast(0.0f);
     for (i64 unit = 0, within = 0; unit < layout.units; ++unit, values += C::kUnitBytes) {
         if (within == 0) __builtin_prefetch(header + kPrefetchBytes);
-        next.prefetch();
+        if (R > 2) ahead.prefetch();
 #pragma GCC unroll 2
         for (int half = 0; half < S::kGroups; ++half) {
             if (S::kHasGroups && within % group_units == 0) {
@@ -370,7 +371,7 @@ inline void multiply_quantized_panel(const Engine& engine, const Linear& linear,
             i64 tile = 0;
             for_row_tiles<kMaxByteRows>(rows, [&](i64 row, auto num_rows) {
                 multiply_strip<num_rows, decltype(code), decltype(steps)>(
-                    x.from(row), layout, strip, NextStrip(layout, strip, tile++, tiles), c + row * kPanel + column);
+                    x.from(row), layout, strip, FarAhead(layout, strip, tile++, tiles), c + row * kPanel + column);
             });
         }
     });
