@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 DEMO_MODEL = "penstock-demo"
-DEMO_MODEL_DIR = Path(__file__).parent / "demo_model"
+_BACKEND = Path(__file__).parents[1]
+DEMO_MODEL_DIR = _BACKEND / "demo_model"
 SHIPPED_MODELS = {
     DEMO_MODEL: DEMO_MODEL_DIR,
-    "penstock-demo-embed": Path(__file__).parent / "demo_embedding_model",
+    "penstock-demo-embed": _BACKEND / "demo_embedding_model",
 }

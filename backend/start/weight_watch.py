@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.backend.pass_extensions import HeldWeights
+    from penstock.backend.forward_pass.extensions import HeldWeights
 
 EVERY_S = 1.0
 """Interval of the checks. A part has a few MB, so this takes half a percent of a core, and checks 10 GB

@@ -1,4 +1,4 @@
-"""Adapters in the layout of the native kernels (kernels/low_rank.h)."""
+"""Adapters in the layout of the native kernels (kernels/lora.h)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from penstock.backend.checkpoint.adapters.peft_adapter import LowRank
+    from penstock.backend.checkpoint.lora.peft_adapter import LoraWeights
     from penstock.backend.passes.decoder.cpu.native_structs import Linear
     from penstock.backend.passes.decoder.cpu.native_weights import PackedLinear
 
@@ -32,25 +32,25 @@ class NativeAdapters:
         self._dtype = dtype
         self._memory: list[ctypes.Array[Adapter] | Tensor] = []
 
-    def give(self, linear: PackedLinear, adapters: Sequence[Sequence[LowRank]]) -> None:
+    def give(self, linear: PackedLinear, adapters: Sequence[Sequence[LoraWeights]]) -> None:
         structs = (Adapter * len(adapters))()
-        for struct, low_ranks in zip(structs, adapters, strict=True):
-            if low_ranks:
-                self._memory += _fill(struct, list(low_ranks), linear.struct, self._dtype)
+        for struct, loras in zip(structs, adapters, strict=True):
+            if loras:
+                self._memory += _fill(struct, list(loras), linear.struct, self._dtype)
         linear.struct.adapters = ctypes.addressof(structs)
         linear.struct.most_ranks = max(struct.num_ranks for struct in structs)
         self._memory.append(structs)
 
 
-def _fill(struct: Adapter, low_ranks: list[LowRank], linear: Linear, dtype: torch.dtype) -> list[Tensor]:
+def _fill(struct: Adapter, loras: list[LoraWeights], linear: Linear, dtype: torch.dtype) -> list[Tensor]:
     """Return the tensors that the struct points to."""
-    stacked = torch.cat([low_rank.down for low_rank in low_ranks])
+    stacked = torch.cat([lora.down for lora in loras])
     down = functional.pad(stacked, (0, 0, 0, -len(stacked) % _RANKS_AT_ONCE)).to(dtype).contiguous()
     struct.down, struct.num_ranks = down.data_ptr(), len(down)
     tensors, first_rank = [down], 0
-    for low_rank in low_ranks:
-        num_ranks = len(low_rank.down)
-        for half in _halves(low_rank, linear):
+    for lora in loras:
+        num_ranks = len(lora.down)
+        for half in _halves(lora, linear):
             if struct.num_parts == MAX_ADAPTER_PARTS:
                 raise RuntimeError("a linear has more parts than the kernels know; this is a bug")
             up = _strips(half.up * linear.scale).to(dtype).contiguous()
@@ -67,14 +67,14 @@ def _fill(struct: Adapter, low_ranks: list[LowRank], linear: Linear, dtype: torc
     return tensors
 
 
-def _halves(low_rank: LowRank, linear: Linear) -> Iterator[LowRank]:
+def _halves(lora: LoraWeights, linear: Linear) -> Iterator[LoraWeights]:
     """The parts for gate and for up, which may share their `down`; a linear that is not gated has one part."""
-    first, end = low_rank.first_output, low_rank.first_output + len(low_rank.up)
+    first, end = lora.first_output, lora.first_output + len(lora.up)
     if linear.gated and first < linear.outputs < end:
-        yield replace(low_rank, up=low_rank.up[: linear.outputs - first])
-        yield replace(low_rank, first_output=linear.outputs, up=low_rank.up[linear.outputs - first :])
+        yield replace(lora, up=lora.up[: linear.outputs - first])
+        yield replace(lora, first_output=linear.outputs, up=lora.up[linear.outputs - first :])
     else:
-        yield low_rank
+        yield lora
 
 
 def _strips(up: Tensor) -> Tensor:

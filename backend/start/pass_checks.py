@@ -11,7 +11,7 @@ import numpy as np
 from penstock.backend.checkpoint.tokenizer_file import count_token_ids
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PooledRows, SamplingParams, SlotInit, StepBatch
-from penstock.backend.pass_extensions import read_host_logits
+from penstock.backend.forward_pass.extensions import read_host_logits
 from penstock.shm.messages import PooledKind
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.backend.adapter_options import NamedAdapter, announce, check_unchanged, read_adapters
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassSpec
 from penstock.backend.options import BackendOptions
-from penstock.backend.pass_checks import check_adapters
-from penstock.backend.startup import pass_options
+from penstock.backend.start.lora_modules import NamedAdapter, announce, check_unchanged, read_adapters
+from penstock.backend.start.pass_checks import check_adapters
+from penstock.backend.start.startup import pass_options
 from penstock.shm.messages import MAX_ADAPTERS
 
 

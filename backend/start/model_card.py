@@ -15,7 +15,7 @@ from penstock.backend.checkpoint.generation_config import read_generation_defaul
 from penstock.backend.checkpoint.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.errors import StartupError
-from penstock.backend.sampling_defaults import SAMPLING_SETTING, read_default_sampling
+from penstock.backend.sampling.defaults import SAMPLING_SETTING, read_default_sampling
 from penstock.shm.messages import MAX_CARD_BYTES, Adapter, ModelCard, PooledKind, PooledWidth, encode
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from penstock.backend.forward_pass import (
     StepOutput,
     TokenMasks,
 )
-from penstock.backend.pass_checks import check_first_step, check_groups, check_vocabulary
 from penstock.backend.passes.fake import FakePass, GroupedFakePass
 from penstock.backend.passes.fake_encoder import FakeEncoder, PoolingFakePass
+from penstock.backend.start.pass_checks import check_first_step, check_groups, check_vocabulary
 from tests.passes import WideFakePass
 
 OPTIONS = PassOptions(max_running=1)

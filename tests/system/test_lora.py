@@ -12,9 +12,9 @@ import httpx
 import pytest
 import torch
 
-from penstock.backend.shipped_models import DEMO_MODEL_DIR
-from tests.adapters import make_adapter, merge
+from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
 from tests.checkpoints import load_oracle
+from tests.lora import make_adapter, merge
 from tests.system.processes import Command, backends_of, running
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.backend.passes.fake_encoder import FakeEncoder
-from penstock.backend.shipped_models import DEMO_MODEL_DIR
-from penstock.backend.startup import (
+from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
+from penstock.backend.start.startup import (
     check_host_memory,
     check_memory,
     describe_pass,
@@ -220,7 +220,9 @@ def test_invalid_option_prints_one_line_and_does_not_start(
 def test_dry_run_shows_host_memory_for_pages_if_there_is_any(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.backend.startup.host_memory", lambda: MemoryInfo(16 * GB, 12 * GB, "this machine"))
+    monkeypatch.setattr(
+        "penstock.backend.start.startup.host_memory", lambda: MemoryInfo(16 * GB, 12 * GB, "this machine")
+    )
     for arguments, shows in (
         ("--gpu 7", "3.00 GB at most"),
         ("--gpu 7 --host-kv-budget 40GB", "40.00 GB at most"),
@@ -237,7 +239,9 @@ def test_dry_run_shows_host_memory_for_pages_if_there_is_any(
 
 
 def test_pass_receives_the_host_memory_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.backend.startup.host_memory", lambda: MemoryInfo(64 * GB, 60 * GB, "this machine"))
+    monkeypatch.setattr(
+        "penstock.backend.start.startup.host_memory", lambda: MemoryInfo(64 * GB, 60 * GB, "this machine")
+    )
     assert pass_options(BackendOptions(gpu="3", dry_run=True)).host_kv_bytes == 4 * GB
     assert pass_options(BackendOptions(gpu="3", dry_run=True, host_kv_budget=9 * GB)).host_kv_bytes == 9 * GB
     assert pass_options(BackendOptions(gpu="none")).host_kv_bytes == 0

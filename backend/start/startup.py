@@ -6,29 +6,29 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from penstock.backend.adapter_options import read_adapters
 from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.errors import NoRoomBeside, StartupError
 from penstock.backend.forward_pass import PassOptions
+from penstock.backend.forward_pass.extensions import IFindsHeldWeights
 from penstock.backend.kv_cache.budget import CPU_BUDGET_BYTES, KvBudget, KvPlan, auto_budget, host_budget, plan_kv
 from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.kv_cache.memory import host_memory
 from penstock.backend.kv_cache.whole_plan import WholePlan, plan_whole
-from penstock.backend.pass_checks import check_adapters, check_groups
-from penstock.backend.pass_extensions import IFindsHeldWeights
 from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device, planned_device
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import adopted_choices
-from penstock.backend.shipped_models import DEMO_MODEL, SHIPPED_MODELS
+from penstock.backend.start.lora_modules import read_adapters
+from penstock.backend.start.pass_checks import check_adapters, check_groups
+from penstock.backend.start.shipped_models import DEMO_MODEL, SHIPPED_MODELS
 from penstock.process.options import format_size
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.backend.adapter_options import NamedAdapter
     from penstock.backend.forward_pass import IBatchedForwardPass, PassSpec
     from penstock.backend.kv_cache.memory import MemoryInfo
     from penstock.backend.options import BackendOptions
+    from penstock.backend.start.lora_modules import NamedAdapter
 
 logger = logging.getLogger("penstock.backend")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.backend.errors import StartupError
-from penstock.backend.sampling_defaults import read_default_sampling
+from penstock.backend.sampling.defaults import read_default_sampling
 
 
 def test_settings_that_are_null_stay_the_models() -> None:

@@ -1,4 +1,4 @@
-// Adapters of rows: what a linear's outputs get beside the product with its weights.
+// LoRA: adds up (down x) of each row's adapter to the outputs of a linear.
 //
 //   down  [ranks][inputs]
 //   up    of each part [strip of 16 outputs][rank][16]; zeros fill the last strip
@@ -56,7 +56,7 @@ template <class T> void run_down(Engine& engine, const Linear& linear, const T* 
 }
 
 // What an adapter adds to 16 outputs from `column` on; columns of up follow those of gate. ranks: of the row.
-template <class T> Floats low_rank(const Adapter& adapter, const float* ranks, i64 column) {
+template <class T> Floats lora_output(const Adapter& adapter, const float* ranks, i64 column) {
     Floats sum = broadcast(0.0f);
     for (i64 p = 0; p < adapter.num_parts; ++p) {
         const AdapterPart& part = adapter.parts[p];

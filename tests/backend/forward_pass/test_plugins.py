@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass.plugins import find_forward_pass
 from penstock.backend.passes.fake import FakePass
-from penstock.backend.plugins import find_forward_pass
 
 
 def test_pass_is_found_by_its_installed_name_and_by_import_string() -> None:

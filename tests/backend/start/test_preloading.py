@@ -7,7 +7,7 @@ import sys
 
 CHILD = """
 import sys, threading
-from penstock.backend.preloading import prepare_imports
+from penstock.backend.start.preloading import prepare_imports
 prepare_imports(sys.argv[1:])
 for thread in threading.enumerate():
     if thread is not threading.current_thread():

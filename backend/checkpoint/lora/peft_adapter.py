@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from penstock.backend.checkpoint.adapters.peft_config import CONFIG_FILE, read_peft_config
 from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES, StoredTensor, open_file
 from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.checkpoint.layout import GGUF_SUFFIX, TEXT_PREFIXES
+from penstock.backend.checkpoint.lora.peft_config import CONFIG_FILE, read_peft_config
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.checkpoint.tensors import layer_specs
 from penstock.backend.errors import StartupError
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from penstock.backend.checkpoint.adapters.peft_config import PeftConfig
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.lora.peft_config import PeftConfig
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 ADAPTED_FIELDS = ("qkv", "o", "gate_up", "down")
@@ -41,7 +41,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class LowRank:
+class LoraWeights:
     """An addition to consecutive outputs of a linear: up @ (down @ x)."""
 
     first_output: int
@@ -94,15 +94,15 @@ class PeftAdapter:
         """The last parts of the names of the linears that it changes, such as q_proj."""
         return sorted({name.removesuffix(_DOWN).rpartition(".")[2] for name in self._tensors if name.endswith(_DOWN)})
 
-    def layer(self, index: int) -> dict[str, list[LowRank]]:
+    def layer(self, index: int) -> dict[str, list[LoraWeights]]:
         """Read a layer: field of `LayerWeights` → additions to its outputs, in order. Fields without an adapter are
         left out."""
-        found: dict[str, list[LowRank]] = {}
+        found: dict[str, list[LoraWeights]] = {}
         for field, first_output, module, _ in _linears(self._config, index):
             if module + _DOWN in self._tensors:
                 down, up = self._read(module + _DOWN), self._read(module + _UP)
-                low_rank = LowRank(first_output, down, up * self.settings.scale_of(module))
-                found.setdefault(field, []).append(low_rank)
+                lora = LoraWeights(first_output, down, up * self.settings.scale_of(module))
+                found.setdefault(field, []).append(lora)
         return found
 
     def _read(self, name: str) -> Tensor:

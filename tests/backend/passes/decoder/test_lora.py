@@ -12,8 +12,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from penstock.backend.checkpoint.adapters.peft_adapter import open_adapters
 from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.lora.peft_adapter import open_adapters
 from penstock.backend.checkpoint.quantization import kept_file
 from penstock.backend.checkpoint.quantization.modes import find_cpu_quantization
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
@@ -21,12 +21,12 @@ from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.forward_pass import NO_ADAPTER, PassOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.layer_groups import split_groups
-from tests.adapters import hook, make_adapter, merge
 from tests.backend.passes.decoder import test_quantized_pass as quantized
 from tests.backend.passes.decoder.conftest import MakeOps, make_native_ops
 from tests.backend.passes.decoder.driver import Driver, DriverRow
 from tests.backend.passes.decoder.quantized_oracle import relative_error
 from tests.checkpoints import load_oracle, make_checkpoint
+from tests.lora import hook, make_adapter, merge
 from tests.temporary import make_shared_directory
 
 PRESETS = (

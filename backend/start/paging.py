@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.engine.batch_builder import BatchBuilder, WholeBatchBuilder
 from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass.extensions import IHostPages
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.kv_cache.whole_plan import WholePlan
-from penstock.backend.pass_extensions import IHostPages
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.scheduling.whole_scheduler import WholeScheduler
 from penstock.shm.link.kv_event_publisher import CannotPublish, KvEventPublisher

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from penstock.backend.engine.executor import Executor, ExecutorFailed
-from penstock.backend.weight_watch import WeightWatch
+from penstock.backend.start.weight_watch import WeightWatch
 
 
 @dataclass

@@ -9,17 +9,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from penstock.backend.structured_output.compile_grammar import BadGrammar
 from penstock.backend.structured_output.compile_pool import CompilerFailed
 from penstock.backend.structured_output.grammar_costs import GrammarMemory, GrammarMemoryFull
-from penstock.backend.structured_output.grammars import BadGrammar
 from penstock.process.admission import is_over_share
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from penstock.backend.structured_output.compile_grammar import CompiledGrammar
     from penstock.backend.structured_output.compile_pool import ICompilePool
     from penstock.backend.structured_output.grammar_costs import Growth
-    from penstock.backend.structured_output.grammars import CompiledGrammar
     from penstock.shm.messages import Grammar
 
 logger = logging.getLogger("penstock.backend")
@@ -52,7 +52,7 @@ class _Pending:
     """The tenants that asked for it."""
 
 
-class GrammarCompiler:
+class GrammarCache:
     """The pool and a cache of its results. Owned by the main thread, the only one that calls it."""
 
     def __init__(self, pool: ICompilePool, memory: GrammarMemory | None = None) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from penstock.backend.checkpoint.adapters.peft_adapter import LowRank
+    from penstock.backend.checkpoint.lora.peft_adapter import LoraWeights
     from penstock.backend.forward_pass import StepBatch
     from penstock.backend.passes.decoder.cpu.torch_quantized_linear import TorchLinear
 
@@ -34,8 +34,8 @@ class TorchAdapters:
         self._tokens: list[tuple[int, Tensor]] = []
         """The adapters of the current step, each with its tokens."""
 
-    def give(self, linear: TorchLinear, adapters: Sequence[Sequence[LowRank]]) -> None:
-        self._parts[id(linear)] = [[_part(low_rank, linear.scale) for low_rank in parts] for parts in adapters]
+    def give(self, linear: TorchLinear, adapters: Sequence[Sequence[LoraWeights]]) -> None:
+        self._parts[id(linear)] = [[_part(lora, linear.scale) for lora in parts] for parts in adapters]
 
     def begin_step(self, batch: StepBatch) -> None:
         rows = batch.adapters
@@ -70,7 +70,7 @@ class TorchAdapters:
         return product
 
 
-def _part(low_rank: LowRank, scale: float) -> _Part:
-    outputs = slice(low_rank.first_output, low_rank.first_output + len(low_rank.up))
-    down, up = (PackedLinear(matrix, None, packed=False) for matrix in (low_rank.down, low_rank.up * scale))
+def _part(lora: LoraWeights, scale: float) -> _Part:
+    outputs = slice(lora.first_output, lora.first_output + len(lora.up))
+    down, up = (PackedLinear(matrix, None, packed=False) for matrix in (lora.down, lora.up * scale))
     return outputs, down, up
