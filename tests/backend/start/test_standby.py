@@ -10,7 +10,8 @@ SCRIPT = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from penstock.backend import main, standby
+from penstock.backend import main
+from penstock.backend.start import standby
 from penstock.backend.engine.loop import Engine
 from penstock.backend.options import BackendOptions
 from penstock.shm.memory.fd_mailbox import FdMailbox
