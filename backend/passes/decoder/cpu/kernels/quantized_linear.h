@@ -3,8 +3,9 @@
 // output = sum over groups and units, ascending, of scale of the group × (scale of the row's unit × float(sum of int8 ×
 //          value)) - minimum × (scale of the row's unit × float(sum of int8))
 //
-// Without groups the scale of the output is multiplied last. Few rows are multiplied by weights where they lie; for more
-// rows a part of a panel is unpacked once, to bytes and floats. Sums and the order of additions are the same.
+// The same sum of the row's remainders, without minima, is added to it. Without groups the scale of the output is multiplied
+// last. Few rows are multiplied by weights where they lie; for more rows a part of a panel is unpacked once, to bytes and
+// floats. Sums and the order of additions are the same.
 
 #pragma once
 
@@ -38,7 +39,7 @@ struct ProductRows {
 };
 
 // What a tile of several rows prefetches into the L2 cache, evenly over a strip's units, beside the next 2 KB of the stream:
-// multiplying keeps it from reading ahead. Of several tiles each prefetches a part of the next strip, as later ones read
+// multiplying keeps the CPU from reading ahead. Of several tiles each prefetches a part of the next strip, as later ones read
 // no memory.
 struct FarAhead {
     const std::uint8_t *line, *end;
@@ -53,9 +54,10 @@ struct FarAhead {
     }
 };
 
-// Which of up to 8 rows have remainders in each unit, as bits.
+// Which rows of a tile have remainders in each unit, as bits.
 struct WideRows {
     std::uint8_t units[kMaxUnits];
+    static_assert(kMaxByteRows <= 8);
 
     WideRows(const ProductRows& x, int count) {
         std::memset(units, 0, x.units);
@@ -85,12 +87,6 @@ struct UnitRows {
           starts(rows.starts[x.part].data() + (x.first * x.units + unit) * groups, x.units * groups),
           scales(rows.scales.data() + x.first * x.units + unit, x.units) {}
 };
-
-// The group of a block that has 16 or 32 inputs of a unit of it.
-template <class S> i64 group_of(const QuantizedLayout& layout, i64 unit, int half) {
-    if (S::kGroups == 2) return 2 * unit + half;
-    return layout.block_groups == 1 ? 0 : unit / (layout.packing.group_size / kUnit);
-}
 
 // total[R] += a group of R rows × a group of a strip
 template <int R, class C, class S, bool prefetches>

@@ -84,7 +84,8 @@ template <class F> [[gnu::always_inline]] inline void for_each_bit(std::uint64_t
 }
 
 // Calls body(unit) for the units of a row that have remainders, among the 64 of a word, or among all.
-template <class F> [[gnu::always_inline]] inline void for_wide_units(const QuantizedRows& rows, i64 r, i64 word, const F& body) {
+template <class F>
+[[gnu::always_inline]] inline void for_wide_units(const QuantizedRows& rows, i64 r, i64 word, const F& body) {
     for_each_bit(rows.wide[r * wide_words(rows) + word], [&](i64 bit) { body(word * 64 + bit); });
 }
 template <class F> inline void for_wide_units(const QuantizedRows& rows, i64 r, const F& body) {
