@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.passes.decoder.cpu.thread_counts import configure_threads
 from penstock.backend.preloading import prepare_imports
-from penstock.shm.process.garbage_collection import pause_collection, resume_collection, spare_imports
+from penstock.process.garbage_collection import pause_collection, resume_collection, spare_imports
 
 if __name__ == "__main__":  # before numpy is imported
     prepare_imports(sys.argv)
@@ -59,6 +59,12 @@ from penstock.backend.structured_output.compiler_process import CompileLimits
 from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.backend.weight_watch import WeightWatch
+from penstock.process.admission import HARD_BOUND
+from penstock.process.failure import fail
+from penstock.process.heartbeat import Heartbeat
+from penstock.process.logs import set_up_logging
+from penstock.process.options import format_size, make_app
+from penstock.process.service_manager import find_service_manager
 from penstock.shm.link.backend_link import BackendLink
 from penstock.shm.link.listening_address import CannotListen, check_free
 from penstock.shm.memory.board import BackendBoard
@@ -66,12 +72,6 @@ from penstock.shm.memory.page_digest import digest_bytes
 from penstock.shm.memory.region import RegionError
 from penstock.shm.memory.ring import RingWriter, create_fd
 from penstock.shm.messages import PROTOCOL_VERSION
-from penstock.shm.process.failure import fail
-from penstock.shm.process.heartbeat import Heartbeat
-from penstock.shm.process.logs import set_up_logging
-from penstock.shm.process.options import format_size, make_app
-from penstock.shm.process.service_manager import find_service_manager
-from penstock.shm.process.tenant_places import HARD_BOUND
 from penstock.shm.recording.events import BackendStarted
 from penstock.shm.recording.records import FORMAT_VERSION
 

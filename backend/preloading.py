@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.backend.passes.decoder.cpu.thread_counts import configure_threads
-from penstock.shm.process.garbage_collection import pause_collection
+from penstock.process.garbage_collection import pause_collection
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,7 @@ from penstock import backend
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.decoder.held_weights.fingerprint import code_hash
 from penstock.backend.plugins import find_forward_pass
-from penstock.shm.process.standby import wait_for_turn
+from penstock.process.standby import wait_for_turn
 
 
 def import_and_wait(forward_pass: str, turn_fd: int) -> bool:

@@ -20,7 +20,7 @@ from penstock.backend.pass_extensions import IFindsHeldWeights
 from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device, planned_device
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import adopted_choices
 from penstock.backend.shipped_models import DEMO_MODEL, SHIPPED_MODELS
-from penstock.shm.process.options import format_size
+from penstock.process.options import format_size
 
 if TYPE_CHECKING:
     from pathlib import Path

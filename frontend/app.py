@@ -46,7 +46,7 @@ from penstock.frontend.transport.disconnect import ClientGoneError
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
 from penstock.frontend.transport.exchange import Exchange
 from penstock.frontend.transport.open_exchanges import OpenExchanges
-from penstock.shm.process.tenant_places import TenantPlaces
+from penstock.process.admission import TenantPlaces
 
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.responses.web_socket import Turn

@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("frontend", "backend", "shm", "tools", "tests", "docs")
+FOLDERS = ("penstock", "frontend", "backend", "shm", "tools", "tests", "docs")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_PUBLIC_METHODS = 20
 MAX_MODULES = 16
 
-_SOURCE_PATH = re.compile(r"`((?:frontend|backend|shm|tools|tests)/[\w/.-]+\.(?:py|cu|cuh|h|cpp|c|html|js|css))`")
+_SOURCE_PATH = re.compile(
+    r"`((?:penstock|frontend|backend|shm|tools|tests)/[\w/.-]+\.(?:py|cu|cuh|h|cpp|c|html|js|css))`"
+)
 _TEST = re.compile(r"^(?:async )?def (test_\w+)", re.MULTILINE)
 _TEST_NAME = re.compile(r"`(test_\w+)`")
 _LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(?:#[^)]*)?\)")

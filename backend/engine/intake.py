@@ -15,8 +15,8 @@ from penstock.backend.forward_pass import FROM_EMBEDDINGS, NO_ADAPTER, SamplingP
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.subscribers import Subscriber
 from penstock.backend.structured_output.constraints import SequenceConstraints
+from penstock.process.admission import has_place, is_over_share
 from penstock.shm.messages import Failure, FailureCode, Finish
-from penstock.shm.process.tenant_places import has_place, is_over_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,7 +20,7 @@ from penstock.backend.structured_output.compile_messages import (
     send,
 )
 from penstock.backend.structured_output.grammars import BadGrammar
-from penstock.shm.process.supervisor import describe_end, module_argv
+from penstock.process.supervisor import describe_end, module_argv
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from penstock.backend.structured_output.compile_pool import CompilerFailed
 from penstock.backend.structured_output.grammar_costs import GrammarMemory, GrammarMemoryFull
 from penstock.backend.structured_output.grammars import BadGrammar
-from penstock.shm.process.tenant_places import is_over_share
+from penstock.process.admission import is_over_share
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -10,9 +10,8 @@ from penstock.backend.structured_output.compile_pool import CompilerFailed
 from penstock.backend.structured_output.grammar_compiler import MAX_PENDING, TooManyGrammars
 from penstock.backend.structured_output.grammar_costs import GrammarMemoryFull
 from penstock.backend.structured_output.grammars import BadGrammar
+from penstock.process.admission import DrainRate, is_over_share
 from penstock.shm.messages import Failure, FailureCode
-from penstock.shm.process.retry_times import DrainRate
-from penstock.shm.process.tenant_places import is_over_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable

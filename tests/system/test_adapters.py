@@ -39,7 +39,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def serve(adapters: dict[str, Path]) -> Iterator[Command]:
     modules = [f"{name}={directory}" for name, directory in adapters.items()]
-    serve = Command("penstock.tools.main", *SERVE, "--lora-modules", *modules)
+    serve = Command("penstock.main", *SERVE, "--lora-modules", *modules)
     with running(serve):
         yield serve
 

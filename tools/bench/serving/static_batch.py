@@ -23,11 +23,11 @@ import numpy as np
 from penstock.backend.forward_pass import FROM_SLOT, PassOptions, SamplingParams, SlotInit, StepBatch
 from penstock.backend.options import BackendOptions
 from penstock.backend.startup import locate_model
+from penstock.process.options import make_app
 from penstock.shm.link.backend_link import BackendLink
 from penstock.shm.link.events import Submission
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import Finish, ModelCard, Started
-from penstock.shm.process.options import make_app
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
