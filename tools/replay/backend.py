@@ -25,7 +25,7 @@ from penstock.tools.rig.links import DroppingLink
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
+    from penstock.backend.structured_output.grammar_cache import GrammarCache
     from penstock.shm.recording.events import BackendStarted
     from penstock.tools.replay.arrivals import Arrivals
     from penstock.tools.replay.step_times import StepTimes
@@ -53,7 +53,7 @@ class ReplayedPass:
 
     launch: Launch
     pooled: Mapping[str, int]
-    compiler: GrammarCompiler | None = None
+    compiler: GrammarCache | None = None
     scores_prompts: bool = True
 
 

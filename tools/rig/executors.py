@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from penstock.backend.engine.interfaces import IExecutor
-from penstock.backend.engine.launched_step import LaunchedStep
-from penstock.backend.forward_pass import StepOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.backend.engine.launched_step import PageSaves, StepResult
+    from penstock.backend.engine.launched_step import LaunchedStep, PageSaves, StepResult
     from penstock.backend.forward_pass import StepBatch
     from penstock.backend.scheduling.step_plan import Plan
 
     Launch = Callable[[Plan, StepBatch, PageSaves], LaunchedStep]
     """Like `launch_step` with a pass."""
-
-
-class InventedTokens:
-    """A `Launch` that computes nothing: the rows that sample get the vocabulary's tokens, one after the other."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._token_ids = itertools.cycle(range(1, vocab_size))
-
-    def __call__(self, plan: Plan, _batch: StepBatch, _saves: PageSaves) -> LaunchedStep:
-        plan = plan.keep(plan.live_rows())
-        if not plan.logit_rows:
-            return LaunchedStep(plan, None)
-        token_ids = np.fromiter(self._token_ids, np.int32, len(plan.logit_rows))
-        return LaunchedStep(plan, StepOutput(token_ids))
 
 
 class ThreadlessExecutor(IExecutor):
@@ -118,8 +99,6 @@ class ClockedExecutor(ThreadlessExecutor):
         """Plans of the current turn."""
         self._running: LaunchedStep | None = None
         self._began_s = self._ends_s = self._now_s = 0.0
-        self.num_steps = 0
-        self.busy_s = 0.0
 
     def running_s(self) -> float:
         return 0.0 if self._running is None else self._now_s - self._began_s
@@ -161,6 +140,4 @@ class ClockedExecutor(ThreadlessExecutor):
 
     def _end(self, step: LaunchedStep) -> None:
         duration_s = self._ends_s - self._began_s
-        self.num_steps += bool(step.plan)
-        self.busy_s += duration_s
         self._results.append(replace(step.finish(), step_s=duration_s, ended_s=self._ends_s))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import select
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.backend.engine.interfaces import IEngineLink
 from penstock.shm.messages import NO_TOKEN, Finish
@@ -71,22 +71,3 @@ class DroppingLink(IEngineLink):
 
     def flush(self) -> None:
         pass
-
-
-class RecordingLink(DroppingLink):
-    """Notes what reaches clients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pushed: list[tuple[int, bool, bool]] = []
-        """(request id, whether there is a token, whether the request ends), until the owner takes them."""
-
-    def push(
-        self, frontend: int, request_id: int, token_id: int, finish: Finish = Finish.NONE, *rest: Any, **named: Any
-    ) -> None:
-        super().push(frontend, request_id, token_id, finish, *rest, **named)
-        self.pushed.append((request_id, token_id >= 0, finish is not Finish.NONE))
-
-    def take_pushed(self) -> list[tuple[int, bool, bool]]:
-        pushed, self.pushed = self.pushed, []
-        return pushed

@@ -14,18 +14,20 @@ import random
 import time
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from penstock.backend.engine.batch_builder import BatchBuilder
 from penstock.backend.engine.limits import EngineLimits
+from penstock.backend.engine.loop import Engine
+from penstock.backend.engine.requests import Requests
 from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.shm.link.events import Submission
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.memory.page_digest import PageDigestWriter, digest_bytes
 from penstock.shm.memory.prefix_table import Owner
 from penstock.shm.messages import Sampling, Submit
-from penstock.tools.rig.engine_rig import EngineRig, RigSizes
-from penstock.tools.rig.executors import ClockedExecutor, InventedTokens
-from penstock.tools.rig.links import RecordingLink
+from penstock.tools.bench.components.simulated_device import VOCAB_SIZE, RecordingLink, SimulatedDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -33,9 +35,6 @@ if TYPE_CHECKING:
     from penstock.shm.memory.page_digest import PageDigest
     from penstock.tools.bench.replicas.fleet_routing import Policy
 
-VOCAB_SIZE = 32_000
-STEP_S = 0.005
-"""About the time of a decode step on a large GPU, for a model of 8 billion parameters."""
 TOKEN_S = 20e-6
 """Time of a prompt's token: prefill of 50,000 tokens a second, like a large GPU's for a model of 8 billion
 parameters."""
@@ -43,16 +42,10 @@ PAGE_SIZE_TOKENS = 32
 NUM_PAGES = 1024
 """32,768 tokens: room for the sequences that run and for about forty prefixes."""
 MAX_RUNNING = 64
-_SIZES = RigSizes(
-    num_pages=NUM_PAGES, page_size_tokens=PAGE_SIZE_TOKENS, max_running=MAX_RUNNING, max_batch_tokens=2048
-)
+_MAX_BATCH_TOKENS = 2048
 _CONTEXT_TOKENS = 1024
 _MIN_WAIT_S = 1e-6
 _OUTAGE_S = 0.5
-
-
-def _step_s(num_tokens: int) -> float:
-    return STEP_S + TOKEN_S * num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +104,16 @@ class _Backend:
 
     def _begin(self) -> None:
         self._generation += 1
-        self.link, self.device = RecordingLink(), ClockedExecutor(1, InventedTokens(VOCAB_SIZE), _step_s)
+        self.link, self.device = RecordingLink(), SimulatedDevice(1, TOKEN_S)
         self.board = BackendBoard.private(digest_bytes(NUM_PAGES))
         self._digest_writer = PageDigestWriter(self.board.behind, PAGE_SIZE_TOKENS)
+        link, device = cast("Any", self.link), cast("Any", self.device)
         pool = PagePool(NUM_PAGES, observers=[self._digest_writer])
+        scheduler = Scheduler(pool, PAGE_SIZE_TOKENS, MAX_RUNNING, _MAX_BATCH_TOKENS)
         limits = EngineLimits(VOCAB_SIZE, _CONTEXT_TOKENS, max_waiting=1 << 16)
-        self.engine = EngineRig(self.link, self.device, _SIZES, limits, self._clock, pool=pool, board=self.board).engine
+        requests = Requests.make(link, scheduler, self.board, limits, self._clock)
+        builder = BatchBuilder(MAX_RUNNING, _CONTEXT_TOKENS // PAGE_SIZE_TOKENS)
+        self.engine = Engine(link, device, scheduler, builder, requests, self.board, self._clock)
 
     @property
     def load(self) -> int:
@@ -139,6 +136,7 @@ class _Backend:
         self.prompt_tokens += self.board.prompt_tokens
         self.cached_tokens += self.board.cached_tokens
         self.busy_s += self.device.busy_s
+        self.link.close()
         self._digest_writer.close()
         self.board.close()
         self.is_alive = False
@@ -151,8 +149,8 @@ class _Backend:
         """Run one turn of the loop. Return when the next is due; None if nothing runs."""
         self.device.advance(now_s)
         self.engine.turn()
-        self.device.take_plans()
-        due_s = self.device.next_due_s()
+        self.device.take_plans(now_s)
+        due_s = self.device.next_due_s(now_s)
         if due_s is not None and (plan_due_s := self.engine.plan_due_s) is not None:
             due_s = min(due_s, now_s + max(plan_due_s, _MIN_WAIT_S))
         return due_s
@@ -262,7 +260,8 @@ class Fleet:
             return
         del self._next_turn_s[backend.index]
         due_s = backend.turn(self._now_s)
-        for request_id, has_token, is_end in backend.link.take_pushed():
+        pushed, backend.link.pushed = backend.link.pushed, []
+        for request_id, has_token, is_end in pushed:
             stream = backend.open[request_id]
             if has_token:
                 stream.tokens.append(1)
