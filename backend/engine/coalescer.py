@@ -91,6 +91,18 @@ class Presented:
         return self.tokens[4 * first : 4 * end] == tokens[first:end].tobytes()
 
 
+# Who may join. Equal requests have equal tokens, so a request can join at any time and is sent what it has missed. That
+# is safe as long as this backend has computed those tokens. A resumed sequence begins with tokens that it has not:
+#
+#   |--- prompt ---|--- claimed ---|--- computed here ---|
+#                  ^ num_prompt    ^ num_claimed
+#
+# A frontend may lie, so its claims must reach no other frontend. A request that brings all the claimed tokens itself
+# learns nothing new, and joins. One with fewer would be sent the rest: it joins only if its own frontend is among the
+# claimants. If nothing was claimed, anybody joins. Requests whose tokens contradict the sequence's never join, so each
+# claim that contradicts another has a sequence of its own, under the same key.
+
+
 @dataclass(slots=True, eq=False)
 class _Offer:
     """A sequence that can be joined.

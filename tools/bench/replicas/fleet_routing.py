@@ -7,7 +7,7 @@ from bisect import bisect_left
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from penstock.shm.client.replicas.routing import Router
+from penstock.shm.client.replicas.replica_chooser import ReplicaChooser
 from penstock.shm.memory.prefix_table import Owner, PrefixTable
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class PrefixRouting:
     """The router of `ReplicaSet`, with one table for all backends: at most MAX_REPLICAS."""
 
     def __init__(self) -> None:
-        self._router = Router(PrefixTable.private(_KEY))
+        self._router = ReplicaChooser(PrefixTable.private(_KEY))
 
     def place(self, alive: Sequence[Place], submit: Submit, tokens: array[int]) -> Place:
         return cast("Place", self._router.place(cast("Any", alive), submit, tokens))

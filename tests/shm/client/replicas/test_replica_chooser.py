@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from penstock.shm.client import BackendClient, BackendUnavailable, GenerationRequest, ReplicaSet
-from penstock.shm.client.replicas.routing import Replica, Router
+from penstock.shm.client.replicas.replica_chooser import Replica, ReplicaChooser
 from penstock.shm.memory.board import BackendBoard, FrontendBoard
 from penstock.shm.memory.prefix_table import Owner, PrefixTable
 from penstock.shm.messages import Adapter, ModelCard
@@ -204,7 +204,7 @@ def test_prompt_goes_where_most_of_it_is_cached(
     if sent_to is not None:
         for name in table.names(tokens, b""):
             table.note(name, replicas[sent_to].owner)
-    assert Router(table).place(replicas, request.to_submit(0, len(tokens)), tokens) is replicas[expected]
+    assert ReplicaChooser(table).place(replicas, request.to_submit(0, len(tokens)), tokens) is replicas[expected]
 
 
 def test_request_goes_to_a_replica_with_its_adapter() -> None:
@@ -216,10 +216,10 @@ def test_request_goes_to_a_replica_with_its_adapter() -> None:
         client.model = model
         client.backend_board._digest = cast("Any", DigestOf(0 if model is with_adapter else 128))
     replicas = [Replica(number, str(number), cast("BackendClient", client)) for number, client in enumerate(clients)]
-    router = Router(PrefixTable.private(KEY))
+    chooser = ReplicaChooser(PrefixTable.private(KEY))
     for adapter, expected in (("id-1", replicas[1:2]), ("", replicas[::2]), ("id-2", replicas)):
         request = GenerationRequest([7] * 200, 8, GREEDY, adapter=adapter)
-        assert router.place(replicas, request.to_submit(0, 200), request.prompt_tokens()) in expected
+        assert chooser.place(replicas, request.to_submit(0, 200), request.prompt_tokens()) in expected
 
 
 @pytest.mark.parametrize("others_open", [0, 30])

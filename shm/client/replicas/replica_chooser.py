@@ -81,7 +81,7 @@ class Replica:
         return Owner(self.index, 0 if board is None else board.pid & 0xFF)
 
 
-class Router:
+class ReplicaChooser:
     """Orders replicas for a request. It keeps no state but the table."""
 
     def __init__(self, table: PrefixTable) -> None:
