@@ -12,8 +12,8 @@ _RESERVED_PART = 4
 #    the first prompts, in order     shortest    newcomers
 #
 # The first part goes to the first prompt, as far as it needs it, and then to the next: many prompts computed in halves
-# would bring no token. Without the reserve, a prompt of 100,000 tokens would keep one of ten waiting for all its steps. With
-# it the short one starts in the next step, and the long one takes a third longer at most. Newcomers have a part of
+# would bring no token. Without the reserve, a prompt of 100,000 tokens would keep one of ten waiting for all its steps.
+# With it the short one starts in the next step, and the long one takes a third longer at most. Newcomers have a part of
 # their own, because prompts that run already could use up the reserve of each step.
 #
 # No token of the budget is wasted while a prompt needs it: what newcomers leave goes back to the running prompts.
