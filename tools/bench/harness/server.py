@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.frontend.options import FrontendOptions
+from penstock.process.children import descendants, module_of
 from penstock.process.options import to_argv
 from penstock.process.supervisor import module_argv
 from penstock.serve.command import split_keys
 from penstock.serve.options import ServeOptions, select_options
 from penstock.tools.bench.errors import BenchError
-from penstock.tools.bench.harness.processes import descendants, runs_module
 from penstock.tools.bench.harness.server_process import START_TIMEOUT_S, ServerProcess, server_process
 from penstock.tools.bench.load_generator.target import ServerAddress
 
@@ -43,7 +43,7 @@ class BenchServer:
 
     def _pid_of(self, module: str) -> int:
         for pid in descendants(self.process.pid):
-            if runs_module(pid, module):
+            if module_of(pid) == module:
                 return pid
         raise BenchError(f"the server has no process of {module}")
 
