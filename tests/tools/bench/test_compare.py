@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from penstock.process.children import tree_cpu_s
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness import foreign_cpu
 from penstock.tools.bench.harness.busy_threads import busy_threads
 from penstock.tools.bench.harness.comparison import Figures, beside_aims, beside_rows, compared_rows, warnings
 from penstock.tools.bench.harness.foreign_cpu import Disturbance, ForeignCpu, WatchedRound, machine_cpu_s
-from penstock.tools.bench.harness.processes import tree_cpu_s
 from penstock.tools.bench.load_generator.stats import ObservedRequest, Outcome, summarize
 from penstock.tools.bench.serving.compare import parse_peers
 from tests.system.processes import wait_until

@@ -98,9 +98,9 @@ def test_our_pass_alone_gives_the_vectors_of_transformers(model_dir: Path) -> No
 def test_a_library_that_ends_is_reported_with_its_last_lines(fake_python: str, tmp_path: Path) -> None:
     library = Library.parse(f"onnxruntime,fp32={fake_python}")
     with (
+        pytest.raises(BenchError, match="ended\nno vectors"),
         library_process(library, tmp_path) as process,
         process.running(),
-        pytest.raises(BenchError, match="ended\nno vectors"),
     ):
         process.encode(["fail"])
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from penstock.process.children import tree
 from penstock.tools.bench.harness.generator_processes import WorkerLoad
-from penstock.tools.bench.harness.processes import tree
 from penstock.tools.bench.load_generator.sending import measure
 from penstock.tools.bench.serving import compare, workers_scaling
 from penstock.tools.bench.serving.compare import Contender

@@ -24,10 +24,10 @@ from penstock.backend.forward_pass.plugins import find_forward_pass
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps, TimedOperations
 from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device
-from penstock.tools.bench.harness.decode_steps import commit_cache, decode_steps
+from penstock.tools.bench.components.decode_steps import commit_cache, decode_steps
+from penstock.tools.bench.components.step_parts import name_parts
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.harness.run import MeasurementRun, measurement_run
-from penstock.tools.bench.harness.step_parts import name_parts
 from penstock.tools.bench.options import MEASUREMENT, AtLeastOne, Counts, ReportOptions, Sizes
 from penstock.tools.random_model import ModelDims, write_random_model
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from penstock.process.children import process_use, threads_use
 from penstock.tools.bench.errors import BenchError
-from penstock.tools.bench.harness.processes import process_use, threads_use
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.harness.run import measurement_run
 from penstock.tools.bench.load_generator.engine_viewers import engine_viewers
