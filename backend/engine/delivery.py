@@ -12,13 +12,13 @@ from penstock.shm.messages import NO_TOKEN, EventLogprobs, Failure, FailureCode,
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from penstock.backend.engine.interfaces import IEngineLink
     from penstock.backend.engine.open_requests import OpenRequests
     from penstock.backend.engine.quoting.quote_errors import QuoteErrors
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.sequences.kept import KeptChoice
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.sequences.subscribers import Subscriber
-    from penstock.shm.link.backend_link import BackendLink
     from penstock.shm.memory.board import BackendBoard
     from penstock.shm.messages import Generate, Quote
 
@@ -29,7 +29,7 @@ class Delivery:
 
     def __init__(
         self,
-        link: BackendLink,
+        link: IEngineLink,
         board: BackendBoard,
         open_requests: OpenRequests,
         quote_errors: QuoteErrors | None = None,

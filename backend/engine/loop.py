@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.backend.engine.batch_builder import BatchBuilder, WholeBatchBuilder
-    from penstock.backend.engine.executor import Executor
+    from penstock.backend.engine.interfaces import IEngineLink, IExecutor
     from penstock.backend.engine.launched_step import StepResult
     from penstock.backend.engine.requests import Requests
     from penstock.backend.engine.step_timing import StepTiming
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.sequences.sequence import Sequence
     from penstock.process.heartbeat import SignOfLife
-    from penstock.shm.link.backend_link import BackendLink
     from penstock.shm.link.kv_event_publisher import KvEventPublisher
     from penstock.shm.memory.board import BackendBoard
 
@@ -49,8 +48,8 @@ class Engine:
 
     def __init__(
         self,
-        link: BackendLink,
-        executor: Executor,
+        link: IEngineLink,
+        executor: IExecutor,
         scheduler: ISequenceScheduler,
         builder: BatchBuilder | WholeBatchBuilder,
         requests: Requests,

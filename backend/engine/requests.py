@@ -21,11 +21,11 @@ from penstock.backend.structured_output.grammar_queue import GrammarQueue
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from penstock.backend.engine.interfaces import IEngineLink
     from penstock.backend.engine.limits import EngineLimits
     from penstock.backend.engine.recording.recorder import Recorder
     from penstock.backend.engine.vector_cache import VectorCache
     from penstock.backend.scheduling.interface import ISequenceScheduler
-    from penstock.shm.link.backend_link import BackendLink
     from penstock.shm.memory.board import BackendBoard
 
 
@@ -45,7 +45,7 @@ class Requests:
     @classmethod
     def make(
         cls,
-        link: BackendLink,
+        link: IEngineLink,
         scheduler: ISequenceScheduler,
         board: BackendBoard,
         limits: EngineLimits,

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from penstock.backend.engine.delivery import Delivery
+    from penstock.backend.engine.interfaces import IEngineLink
     from penstock.backend.engine.open_requests import OpenRequests
     from penstock.backend.engine.vector_cache import VectorCache
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.sequences.subscribers import Subscriber
-    from penstock.shm.link.backend_link import BackendLink
     from penstock.shm.link.events import Submission
     from penstock.shm.memory.board import BackendBoard
     from penstock.shm.messages import Pool
@@ -34,7 +34,7 @@ class VectorDelivery:
 
     def __init__(
         self,
-        link: BackendLink,
+        link: IEngineLink,
         board: BackendBoard,
         open_requests: OpenRequests,
         delivery: Delivery,

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 class ISequenceScheduler(Protocol):
     """All sequences that have not ended. Each is either waiting or running."""
 
-    num_preemptions: int
-
     def add(self, sequence: Sequence) -> None:
         """Put the sequence into the wait queue. After an error it has not been added, and `remove` may be called
         nevertheless."""
@@ -64,6 +62,9 @@ class ISequenceScheduler(Protocol):
 
     @property
     def num_running(self) -> int: ...
+
+    @property
+    def num_preemptions(self) -> int: ...
 
     @property
     def num_free_slots(self) -> int: ...

@@ -92,16 +92,16 @@ class Backend:
         step_timing, quote_errors = StepTiming(), QuoteErrors(self.board, world.clock)
         delivery = FaultyDelivery(world, self.link, self.board, table, quote_errors)
         cache = VectorCache(setup.vector_cache_bytes) if setup.vector_cache_bytes else None
-        vectors = VectorDelivery(self.link, self.board, table, delivery, cache)  # type: ignore[arg-type]
+        vectors = VectorDelivery(self.link, self.board, table, delivery, cache)
         quoter = Quoter(self.scheduler, step_timing, quote_errors, world.clock)
-        lingering = LingeringStreams(self.link, self.board, table, delivery, world.clock)  # type: ignore[arg-type]
+        lingering = LingeringStreams(self.link, self.board, table, delivery, world.clock)
         parts = (table, delivery, vectors, lingering, world.clock, quoter)
         intake = FaultyIntake(world, self.scheduler, self.board, limits, *parts)
         canceller = Canceller(self.board, table, delivery, lingering, world.clock)
         self.requests = Requests(table, intake, delivery, canceller, vectors, lingering, step_timing)
         self.engine = Engine(
-            self.link,  # type: ignore[arg-type]
-            self.executor,  # type: ignore[arg-type]
+            self.link,
+            self.executor,
             self.scheduler,
             FaultyBuilder(world, setup.max_running, -(-setup.context // setup.page_size)),
             self.requests,

@@ -17,10 +17,12 @@ from penstock.shm.messages import (
     FailureCode,
     Finish,
     Pooled,
+    Progress,
     Started,
     Submit,
     VectorPart,
 )
+from penstock.tools.rig.links import DroppingLink
 from tests.simulation.violations import Violation
 
 if TYPE_CHECKING:
@@ -132,23 +134,19 @@ class Open:
             self.embeddings.end()
 
 
-class SimulatedLink:
-    """Replaces BackendLink for one backend process, and judges every event that the engine pushes."""
+class SimulatedLink(DroppingLink):
+    """The link of one backend process. It judges every event that the engine pushes."""
 
     def __init__(self, world: World) -> None:
+        super().__init__()
         self._world = world
-        self._arrived: list[LinkEvent] = []
         self._outboxes: dict[int, list[Message]] = {}
         self.open: dict[tuple[int, int], Open] = {}
         self.num_accepted = 0
 
-    def take(self, event: LinkEvent) -> None:
-        self._arrived.append(event)
-
     def receive(self) -> Iterator[LinkEvent]:
         """Events take effect here after the engine has handled them."""
-        arrived, self._arrived = self._arrived, []
-        for event in arrived:
+        for event in super().receive():
             match event:
                 case Submission():
                     yield from self._receive_submission(event)
@@ -189,6 +187,7 @@ class SimulatedLink:
         started: Started | None = None,
         failure: Failure | None = None,
         logprobs: EventLogprobs | None = None,
+        progress: Progress | None = None,
     ) -> None:
         opened = self.open.get((frontend, request_id))
         if opened is None:
@@ -197,7 +196,7 @@ class SimulatedLink:
             self._judge_logprobs(opened, logprobs)
             self._judge_token(opened, token_id, started)
         elif finish is Finish.NONE:
-            raise Violation(f"{opened.ask} receives an empty event")
+            raise Violation(f"{opened.ask} receives {progress or 'an empty event'}")
         if finish:
             self._judge_finish(opened, (frontend, request_id), finish, failure)
             self.open.pop((frontend, request_id)).end_loan()
@@ -222,13 +221,6 @@ class SimulatedLink:
 
     def announce_room(self, frontend: int) -> None:
         self._world.covered["room announced"] += 1
-
-    def note_preemption(self, frontend: int, request_id: int) -> None:
-        pass
-
-    def push_tokens(self, frontend: int, request_ids: list[int], token_ids: list[int]) -> None:
-        for request_id, token_id in zip(request_ids, token_ids, strict=True):
-            self.push(frontend, request_id, token_id)
 
     def push_prompt_logprobs(self, frontend: int, request_id: int, entry: EventLogprobs) -> None:
         opened = self.open[frontend, request_id]

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.backend.engine.delivery import Delivery
+    from penstock.backend.engine.interfaces import IEngineLink
     from penstock.backend.engine.open_requests import OpenRequest, OpenRequests
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.sequences.subscribers import Subscriber
-    from penstock.shm.link.backend_link import BackendLink
     from penstock.shm.link.events import Submission
     from penstock.shm.memory.board import BackendBoard
     from penstock.shm.messages import AskStream, Generate, StreamName
@@ -35,7 +35,7 @@ class LingeringStreams:
 
     def __init__(
         self,
-        link: BackendLink,
+        link: IEngineLink,
         board: BackendBoard,
         open_requests: OpenRequests,
         delivery: Delivery,

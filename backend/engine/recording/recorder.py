@@ -73,9 +73,14 @@ class Recorder:
     """Used by the main thread only."""
 
     def __init__(
-        self, ring: RingWriter, *, with_tokens: bool = False, clock: Callable[[], float] = time.monotonic
+        self,
+        append: Callable[[bytes], None],
+        *,
+        with_tokens: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._append = ring.append
+        """append takes each record, such as `RingWriter.append`."""
+        self._append = append
         self._with_tokens = with_tokens
         self._clock = clock
         # The turn
@@ -98,7 +103,7 @@ class Recorder:
     @classmethod
     def begin(cls, ring: RingWriter, started: BackendStarted) -> Self:
         """A recorder whose first record says which backend writes."""
-        recorder = cls(ring, with_tokens=started.has_tokens)
+        recorder = cls(ring.append, with_tokens=started.has_tokens)
         ring.write_note(pack_event(started, recorder._clock()))
         recorder._note(started)
         return recorder

@@ -30,7 +30,7 @@ def test_preempted_sequence_reuses_its_pages_and_reads_no_embedding_twice(bench:
     while len(bench.received().token_ids) < 2:
         bench.turn()
     ((sequence, _),) = bench.requests.table.of_frontend(1)
-    bench.scheduler._preempt(sequence)
+    bench.scheduler._preemption.preempt(sequence)
     bench.run_dry()
     assert bench.received().token_ids == fakes_tokens(rows, 8, bench.vocab_size)
     assert loan.num_reads == Counter(range(26))

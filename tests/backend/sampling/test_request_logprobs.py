@@ -133,7 +133,7 @@ def test_what_was_scored_before_a_preemption_is_neither_computed_nor_sent_again(
     sequence = bench.requests.table.of_frontend(1)[0].sequence
     num_scored = sequence.num_scored
     assert num_scored == len(bench.received().prompt_logprobs) == 8
-    bench.scheduler._preempt(sequence)
+    bench.scheduler._preemption.preempt(sequence)
     bench.run_dry()
     received = bench.received()
     assert [entry.event for entry in received.prompt_logprobs] == list(range(1, 20))

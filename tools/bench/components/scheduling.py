@@ -111,7 +111,8 @@ def _measure_pair(num_running: int, num_turns: int, *, is_first: bool) -> float:
     fd = create_fd(_RING_BYTES)
     ring = RingWriter(fd)
     loops = [
-        BareLoop(num_running, recorder) for recorder in ((Recorder(ring), None) if is_first else (None, Recorder(ring)))
+        BareLoop(num_running, recorder)
+        for recorder in ((Recorder(ring.append), None) if is_first else (None, Recorder(ring.append)))
     ]
     times_ms: tuple[list[float], list[float]] = [], []
     try:

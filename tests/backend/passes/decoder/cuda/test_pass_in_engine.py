@@ -71,15 +71,7 @@ class AheadBench(Bench):
         self.threads = Executor(capacity)
         self.threads.start(lambda: forward_pass)
         builder = BatchBuilder(MAX_ROWS, num_pages, len(forward_pass.spec.kv_windows))
-        self.engine = Engine(
-            self.link,  # type: ignore[arg-type]
-            self.threads,
-            self.scheduler,
-            builder,
-            self.requests,
-            self.board,
-            self.clock,
-        )
+        self.engine = Engine(self.link, self.threads, self.scheduler, builder, self.requests, self.board, self.clock)
 
     def turn(self) -> None:
         """Run one turn of the engine, then wait for a step to end if one runs."""
