@@ -6,17 +6,22 @@ check these tokens: the frontend claims them. So only that frontend's streams ma
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.backend.forward_pass import SamplingParams
+from penstock.backend.sequences.sequence import Sequence
 
 if TYPE_CHECKING:
     from array import array
 
-    from penstock.backend.sequences.sequence import Sequence
-    from penstock.shm.messages import Constraints
+    from penstock.backend.sequences.subscribers import Subscriber
+    from penstock.backend.structured_output.constraints import SequenceConstraints
+    from penstock.shm.link.events import Submission
+    from penstock.shm.messages import Constraints, Pool, PromptHeader, TextHeader
 
+_SALT_BYTES = 16
 _MAX_OFFERS = 8
 """Sequences with one key that can be joined. More have contradictory claims, so one of them is false."""
 
@@ -61,6 +66,21 @@ class ShareKey:
         excluded_stop_ids = tuple(sorted(stop_ids)) if forbids_stop else ()
         return cls(salt, prompt, sampling, constraints, excluded_stop_ids)
 
+    @classmethod
+    def of_request(cls, submission: Submission[TextHeader], sampling: SamplingParams) -> ShareKey | None:
+        """None for a request that shares no sequence."""
+        message = submission.message
+        if not message.may_share or num_prompt_logprobs(submission) >= 0:
+            return None
+        prompt = submission.tokens[: 4 * message.num_prompt_tokens]
+        return cls.of(message.own_salt, prompt, sampling, message.constraints, message.stop_token_ids)
+
+
+def num_prompt_logprobs(submission: Submission[TextHeader]) -> int:
+    """-1 if none are due: the first token has none, and a resumed stream has received them all."""
+    message, num_tokens = submission.message, len(submission.tokens) // 4
+    return message.num_prompt_logprobs if num_tokens == message.num_prompt_tokens > 1 else -1
+
 
 @dataclass(frozen=True, slots=True)
 class PooledKey:
@@ -70,6 +90,14 @@ class PooledKey:
     tokens: bytes
     kind: str
     second_start: int
+
+    @classmethod
+    def of(cls, submission: Submission[Pool]) -> PooledKey | None:
+        """None for a request that shares no sequence."""
+        message, pooled = submission.message, submission.message.pooled
+        if not message.may_share:
+            return None
+        return cls(message.own_salt, submission.tokens, pooled.kind, pooled.second_start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +117,48 @@ class Presented:
         """Whether the generated tokens are equal up to the end of the shorter ones. The prompts are equal."""
         first, end = self.num_prompt_tokens, min(self.num_tokens, len(tokens))
         return self.tokens[4 * first : 4 * end] == tokens[first:end].tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A valid request that has no sequence yet."""
+
+    submission: Submission[PromptHeader]
+    subscriber: Subscriber
+    sampling: SamplingParams
+    rank: float
+    key: ShareKey | PooledKey | None
+    """None if it shares no sequence."""
+    presented: Presented
+    joined: Sequence | None
+    """An equal request's sequence."""
+
+    @property
+    def joinable(self) -> Sequence | None:
+        """`joined`, unless that waits behind the rank of this request, which is new and would be delayed."""
+        joined = self.joined
+        if joined is None or self.submission.message.admitted_ns or joined.slot is not None:
+            return joined
+        return joined if self.rank >= joined.rank else None
+
+    def new_sequence(self, constraints: SequenceConstraints | None = None) -> Sequence:
+        """A sequence of its own, with this request as its only subscriber."""
+        message, embeddings = self.submission.message, self.submission.embeddings
+        sequence = Sequence(
+            self.subscriber,
+            self.submission.tokens,
+            message.num_prompt_tokens,
+            self.sampling,
+            # The cache cannot tell embeddings apart: with a random salt no other sequence finds their KV.
+            salt=message.own_salt if embeddings is None else secrets.token_bytes(_SALT_BYTES),
+            tenant=message.tenant,
+            weight=message.weight,
+            rank=self.rank,
+            admitted_ns=message.admitted_ns,
+            constraints=constraints,
+        )
+        sequence.embeddings = embeddings
+        return sequence
 
 
 # Who may join. Equal requests have equal tokens, so a request can join at any time and is sent what it has missed. That

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.sequences.subscribers import Subscriber
     from penstock.shm.memory.board import BackendBoard
-    from penstock.shm.messages import Quote, Submit
+    from penstock.shm.messages import Generate, Quote
 
 
 class Delivery:
@@ -209,10 +209,10 @@ class Delivery:
             case _:
                 self._board.requests_failed += 1
 
-    def repeat(self, frontend: int, submit: Submit, kept: KeptChoice, num_received: int) -> None:
+    def repeat(self, frontend: int, message: Generate, kept: KeptChoice, num_received: int) -> None:
         """Send a request that has ended to another reader, after the tokens that the reader has. It is not counted
         again."""
-        request_id, width, tokens = submit.request_id, submit.sampling.num_reported, kept.tokens
+        request_id, width, tokens = message.request_id, message.sampling.num_reported, kept.tokens
         failure = None if kept.failure is None else msgspec.structs.replace(kept.failure, request_id=request_id)
         started = None if kept.started is None else msgspec.structs.replace(kept.started, request_id=request_id)
         entries = kept.logprobs if width >= 0 else None

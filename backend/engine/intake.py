@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from penstock.backend.engine.coalescer import PooledKey, Presented, ShareKey
+from penstock.backend.engine.coalescer import Candidate, PooledKey, Presented, ShareKey, num_prompt_logprobs
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, NO_ADAPTER, SamplingParams
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.subscribers import Subscriber
 from penstock.backend.structured_output.constraints import SequenceConstraints
 from penstock.process.admission import has_place, is_over_share
-from penstock.shm.messages import Failure, FailureCode, Finish
+from penstock.shm.link.events import carries
+from penstock.shm.messages import AskQuote, Failure, FailureCode, Finish, Generate, Pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,12 +31,11 @@ if TYPE_CHECKING:
     from penstock.backend.structured_output.compile_grammar import CompiledGrammar
     from penstock.shm.link.events import Submission
     from penstock.shm.memory.board import BackendBoard
-    from penstock.shm.messages import Submit
+    from penstock.shm.messages import PromptHeader, TextHeader
 
 logger = logging.getLogger("penstock.backend")
 
 _EMBEDDED = np.int32(FROM_EMBEDDINGS).tobytes()
-_SALT_BYTES = 16
 _NO_SAMPLING = SamplingParams(temperature=0.0)
 """Used as the sampling of pooled requests, which sample nothing."""
 _GRAMMAR_DRAIN_S = 1.0
@@ -75,13 +74,19 @@ class Intake:
         self._grammar_drain_ends_s: float | None = None
         """Set by the first turn of a drain."""
 
-    def submit(self, submission: Submission, arrived_s: float | None = None, deadline_s: float | None = None) -> None:
-        """Take in a request. arrived_s and deadline_s are given for one that is taken in again."""
+    def submit(self, submission: Submission[PromptHeader], arrived_s: float | None = None) -> None:
+        """Take in a request. arrived_s is given for one that is taken in again."""
         try:
             if arrived_s is None:
-                arrived_s, timeout_ms = self._clock(), submission.submit.timeout_ms
-                deadline_s = arrived_s + timeout_ms / 1000 if timeout_ms else None
-            self._submit(submission, arrived_s, deadline_s)
+                arrived_s = self._clock()
+            if submission.embeddings is not None:
+                submission = replace(submission, tokens=_EMBEDDED * submission.message.num_prompt_tokens)
+            if carries(submission, Generate):
+                self._generate(submission, arrived_s)
+            elif carries(submission, Pool):
+                self.pool(submission, arrived_s)
+            elif carries(submission, AskQuote):
+                self._quote(submission, arrived_s)
         # Deliberately broad: no request's content may end the loop. _abandon logs the traceback.
         except Exception:  # noqa: BLE001
             self._abandon(submission.frontend, submission.request_id)
@@ -94,7 +99,7 @@ class Intake:
                 self._reject(submission, outcome)
                 continue
             try:
-                self.assign_sequence(submission, outcome, waiting.arrived_s, waiting.deadline_s)
+                self.assign_sequence(submission, outcome, waiting.arrived_s)
             except Exception:  # noqa: BLE001 - as broad as in `submit`, for the same reason
                 self._abandon(submission.frontend, submission.request_id)
         if self.is_draining:
@@ -109,21 +114,18 @@ class Intake:
             for submission in grammar_queue.take_all():
                 self._reject(submission, Failure(submission.request_id, FailureCode.SHUTTING_DOWN))
 
-    def _submit(self, submission: Submission, arrived_s: float, deadline_s: float | None) -> None:
-        submit = submission.submit
-        if submission.embeddings is not None:
-            submission = replace(submission, tokens=_EMBEDDED * submit.num_prompt_tokens)
+    def _generate(self, submission: Submission[Generate], arrived_s: float) -> None:
         if not self.is_draining and self._lingering.resume(submission):
             return
-        if (refusal := self.find_refusal(submission)) is not None:
+        refusal = self.find_refusal(submission) or self.limits.find_fault(submission)
+        if (refusal := refusal or self._lingering.find_refusal(submission)) is not None:
             self._reject(submission, refusal)
             return
-        if self._vector_delivery.deliver_cached(submission):
-            return
-        grammar = None
-        if submit.constraints is not None and submit.constraints.grammar is not None and submit.generates:
+        constraints, grammar = submission.message.constraints, None
+        if constraints is not None and constraints.grammar is not None:
+            deadline_s = submission.deadline_s(arrived_s)
             grammar_queue = self._open_requests.grammar_queue
-            compiled = grammar_queue.submit(submission, submit.constraints.grammar, arrived_s, deadline_s)
+            compiled = grammar_queue.submit(submission, constraints.grammar, arrived_s, deadline_s)
             if isinstance(compiled, Failure):
                 self._reject(submission, compiled)
                 return
@@ -131,73 +133,98 @@ class Intake:
                 self._open_requests.deadlines.note(submission.frontend, submission.request_id, deadline_s)
                 return
             grammar = compiled
-        self.assign_sequence(submission, grammar, arrived_s, deadline_s)
+        self.assign_sequence(submission, grammar, arrived_s)
 
-    def find_refusal(self, submission: Submission) -> Failure | None:
-        """Why the request cannot be taken in."""
-        limits, submit = self.limits, submission.submit
-        request_id = submit.request_id
+    def _quote(self, submission: Submission[AskQuote], arrived_s: float) -> None:
+        if (refusal := self.find_refusal(submission) or self.limits.find_fault(submission)) is not None:
+            self._reject(submission, refusal)
+        elif (candidate := self._text_candidate(submission, arrived_s)) is not None:
+            if candidate.joined is None and self._is_full_for(submission.message):
+                self._reject(submission, self._overloaded(submission.message))
+            else:
+                self._delivery.end_with_quote(submission.frontend, self._quoter.quote(submission.message, candidate))
+
+    def find_refusal(self, submission: Submission[PromptHeader]) -> Failure | None:
+        """Why no request can be taken in now, whatever it asks for."""
+        limits, message = self.limits, submission.message
+        request_id = message.request_id
         if self.is_draining:
             return Failure(request_id, FailureCode.SHUTTING_DOWN)
-        if self._has_too_many_open(submit):
-            max_open = limits.max_open_resumed if submit.admitted_ns else limits.max_open
+        if self._has_too_many_open(message):
+            max_open = limits.max_open_resumed if message.admitted_ns else limits.max_open
             return Failure(request_id, FailureCode.OVERLOADED, max_open)
         if self._open_requests.is_open(submission.frontend, request_id):
             return Failure(request_id, FailureCode.INTERNAL)
-        return limits.find_fault(submission) or self._lingering.find_refusal(submit)
+        return None
 
-    def _has_too_many_open(self, submit: Submit) -> bool:
+    def _has_too_many_open(self, message: PromptHeader) -> bool:
         limits, num_open = self.limits, self._open_requests.num_open
-        if submit.admitted_ns:
+        if message.admitted_ns:
             return num_open >= limits.max_open_resumed
         if num_open < limits.max_open:
             return False
-        return is_over_share(self._open_requests.num_open_of_each(), submit.tenant, limits.max_open)
+        return is_over_share(self._open_requests.num_open_of_each(), message.tenant, limits.max_open)
 
     def assign_sequence(
-        self, submission: Submission, grammar: CompiledGrammar | None, arrived_s: float, deadline_s: float | None
+        self, submission: Submission[Generate], grammar: CompiledGrammar | None, arrived_s: float
     ) -> None:
         """Join a valid request to an equal one's sequence, or start a new sequence. A full wait queue refuses it.
 
         grammar is this request's own copy, at its beginning.
         """
-        submit = submission.submit
-        subscriber = self._make_subscriber(submission, arrived_s, deadline_s)
-        num_tokens = subscriber.next_index
-        if submit.pooled is None and num_tokens >= subscriber.max_total_tokens:
-            self._board.requests_accepted += 1
-            self._delivery.end(submission.frontend, submission.request_id, Finish.LENGTH)
+        message = submission.message
+        if (candidate := self._text_candidate(submission, arrived_s)) is None:
             return
-        sampling = _NO_SAMPLING
-        if submit.pooled is None:
-            sampling = SamplingParams(**msgspec.structs.asdict(submit.sampling))
-        key = _share_key(submission, sampling)
-        rank = self._rank_of(submit, arrived_s)
-        presented = Presented(submission.frontend, submission.tokens, submit.num_prompt_tokens)
-        joined = None if key is None else self._coalescer.find(key, presented)
-        if (decided := self._quoter.decide(submission, subscriber, sampling, rank, joined)) is not None:
-            if submit.quote_only and joined is None and self._is_full_for(submit):
-                self._reject(submission, self._overloaded(submit))
-            else:
-                self._delivery.end_with_quote(submission.frontend, *decided)
+        if (late := self._quoter.find_late(message, candidate)) is not None:
+            self._delivery.end_with_quote(submission.frontend, *late)
             return
-        if key is not None and presented.num_tokens > presented.num_prompt_tokens:
+        subscriber, is_shared = candidate.subscriber, candidate.key is not None
+        subscriber.reports_progress = message.reports_progress
+        if is_shared and subscriber.next_index > message.num_prompt_tokens:
             subscriber.resumed = submission
-        if key is not None and self._join_group(key, presented, submission, subscriber, rank, grammar):
+        if (joined := self._shorten_held(submission, candidate, grammar) or candidate.joinable) is not None:
+            self._lingering.keep(message, joined, subscriber)
+            self._join(joined, candidate)
+        elif not message.admitted_ns and self._is_full_for(message):
+            self._reject(submission, self._overloaded(message))
+        else:
+            sequence = candidate.new_sequence(self._make_constraints(submission, grammar))
+            sequence.output, sequence.num_prompt_logprobs = submission.output, num_prompt_logprobs(submission)
+            if (is_shared or message.linger is not None) and candidate.sampling.num_logprobs >= 0:
+                sequence.kept_logprobs = []
+            self._lingering.keep(message, sequence, subscriber)
+            self._begin(sequence, candidate)
+
+    def pool(self, submission: Submission[Pool], arrived_s: float) -> None:
+        """Take in a request for a vector."""
+        message, pooled = submission.message, submission.message.pooled
+        if (refusal := self.find_refusal(submission) or self.limits.find_fault_of_pool(submission)) is not None:
+            self._reject_pool(submission, refusal)
             return
-        if not submit.admitted_ns and self._is_full_for(submit):
-            self._reject(submission, self._overloaded(submit))
+        if self._vector_delivery.deliver_cached(submission):
             return
-        sequence = self._make_sequence(submission, subscriber, sampling, rank, grammar)
-        if (key is not None or submit.linger is not None) and sampling.num_logprobs >= 0:
-            sequence.kept_logprobs = []
-        self._lingering.keep(submit, sequence, subscriber)
-        self._open_requests.add(sequence, subscriber)
+        subscriber = Subscriber.of(submission, arrived_s, message.num_prompt_tokens)
+        subscriber.pooled = pooled
+        candidate = self._candidate(submission, subscriber, _NO_SAMPLING, PooledKey.of(submission))
+        if (joined := candidate.joinable) is not None:
+            self._join(joined, candidate)
+        elif not message.admitted_ns and self._is_full_for(message):
+            self._reject_pool(submission, self._overloaded(message))
+        else:
+            sequence = candidate.new_sequence()
+            sequence.pooled = pooled
+            if pooled.group:
+                sequence.group = submission.frontend, pooled.group
+            self._begin(sequence, candidate)
+
+    def _begin(self, sequence: Sequence, candidate: Candidate) -> None:
+        sequence.adapter = self.limits.adapters.get(candidate.submission.message.adapter, NO_ADAPTER)
+        self._open_requests.add(sequence, candidate.subscriber)
         if not self._open_requests.settlement.hold(sequence):
             self._scheduler.add(sequence)
-        self._board.prompt_tokens += submit.num_prompt_tokens
-        if key is not None:
-            self._coalescer.offer(key, sequence, presented)
+        self._board.prompt_tokens += sequence.num_prompt_tokens
+        if candidate.key is not None:
+            self._coalescer.offer(candidate.key, sequence, candidate.presented)
 
     def admit_settled(self) -> None:
         """Schedule sequences that came back from an earlier backend, once they are complete."""
@@ -228,41 +255,33 @@ class Intake:
         """Give each resumed request that was separated from its group a sequence of its own."""
         for subscriber in self._delivery.take_separated():
             if (resumed := subscriber.resumed) is not None:
-                alone = replace(resumed, submit=msgspec.structs.replace(resumed.submit, may_share=False))
-                self.submit(alone, subscriber.arrived_s, subscriber.deadline_s)
+                alone = replace(resumed, message=msgspec.structs.replace(resumed.message, may_share=False))
+                self.submit(alone, subscriber.arrived_s)
 
-    def _join_group(
-        self,
-        key: ShareKey | PooledKey,
-        presented: Presented,
-        submission: Submission,
-        subscriber: Subscriber,
-        rank: float,
-        grammar: CompiledGrammar | None,
-    ) -> bool:
-        """Join an equal request's sequence, if there is one."""
-        admitted_ns = submission.submit.admitted_ns
-        sequence = None
-        # Only a sequence that is held can be shortened, and none is for a new request: its streams would wait until
-        # what they have received is computed again. A resumed request looks there first: a new one may have begun a
-        # sequence of its own, which would part the group.
-        if admitted_ns and self._open_requests.settlement:
-            sequence = self._coalescer.find_longer(key, presented)
-            if sequence is not None:
-                sequence.shorten(submission.tokens, self._make_constraints(submission, grammar))
-                self._coalescer.note_shortened(sequence, presented)
-        sequence = sequence or self._coalescer.find(key, presented)
-        # A sequence that waits behind a new request's rank would delay it.
-        if sequence is None or (not admitted_ns and sequence.slot is None and rank < sequence.rank):
-            return False
+    def _shorten_held(
+        self, submission: Submission[Generate], candidate: Candidate, grammar: CompiledGrammar | None
+    ) -> Sequence | None:
+        """Shorten a sequence to the tokens of a resumed request that can only so join it; None if there is none.
+
+        Only a sequence that is held can be shortened, and none is for a new request: its streams would wait until what
+        they have received is computed again. A resumed request looks here first: a new one may have begun a sequence of
+        its own, which would part the group.
+        """
+        key, presented = candidate.key, candidate.presented
+        if key is None or not submission.message.admitted_ns or not self._open_requests.settlement:
+            return None
+        sequence = self._coalescer.find_longer(key, presented)
+        if sequence is not None:
+            sequence.shorten(submission.tokens, self._make_constraints(submission, grammar))
+            self._coalescer.note_shortened(sequence, presented)
+        return sequence
+
+    def _join(self, sequence: Sequence, candidate: Candidate) -> None:
+        subscriber, admitted_ns = candidate.subscriber, candidate.submission.message.admitted_ns
         if admitted_ns and sequence.order < 0:
-            sequence.rank, sequence.admitted_ns = min(sequence.rank, rank), min(sequence.admitted_ns, admitted_ns)
+            sequence.rank = min(sequence.rank, candidate.rank)
+            sequence.admitted_ns = min(sequence.admitted_ns, admitted_ns)
             self._open_requests.settlement.note_resumed()
-        self._lingering.keep(submission.submit, sequence, subscriber)
-        self._join(sequence, subscriber)
-        return True
-
-    def _join(self, sequence: Sequence, subscriber: Subscriber) -> None:
         subscriber.has_joined = True
         sequence.subscribe(subscriber)
         self._open_requests.add(sequence, subscriber)
@@ -272,15 +291,15 @@ class Intake:
         if sequence.order >= 0:  # one that is held may still be shortened; `admit_settled` replays it
             self._delivery.replay(sequence, subscriber)
 
-    def _rank_of(self, submit: Submit, arrived_s: float) -> float:
+    def _rank_of(self, message: PromptHeader, arrived_s: float) -> float:
         """The sequence's rank. A request that was admitted before keeps the arrival time of then."""
         step_s = self.limits.priority_step_s
         if not step_s:
             return 0.0
-        first_arrived_s = min(arrived_s, submit.admitted_ns / 1e9) if submit.admitted_ns else arrived_s
-        return first_arrived_s + submit.priority * step_s
+        first_arrived_s = min(arrived_s, message.admitted_ns / 1e9) if message.admitted_ns else arrived_s
+        return first_arrived_s + message.priority * step_s
 
-    def _is_full_for(self, submit: Submit) -> bool:
+    def _is_full_for(self, message: PromptHeader) -> bool:
         """Whether the wait queue has no place for a new sequence of this tenant.
 
         Sequences for which a slot is free do not wait long and do not count.
@@ -289,77 +308,58 @@ class Intake:
         num_waiting = self._num_waiting()
         if num_waiting < limit:
             return False
-        num_own = scheduler.num_waiting_of(submit.tenant) + settlement.num_held_of(submit.tenant)
-        return not has_place(num_waiting, limit, num_own, scheduler.share_of(submit.tenant, submit.weight))
+        num_own = scheduler.num_waiting_of(message.tenant) + settlement.num_held_of(message.tenant)
+        return not has_place(num_waiting, limit, num_own, scheduler.share_of(message.tenant, message.weight))
 
-    def _overloaded(self, submit: Submit) -> Failure:
-        return Failure(submit.request_id, FailureCode.OVERLOADED, self.limits.max_waiting)
+    def _overloaded(self, message: PromptHeader) -> Failure:
+        return Failure(message.request_id, FailureCode.OVERLOADED, self.limits.max_waiting)
 
     def _num_waiting(self) -> int:
         """Sequences that wait, without those for which a slot is free."""
         return self._scheduler.num_waiting + len(self._open_requests.settlement) - self._scheduler.num_free_slots
 
-    def _make_subscriber(self, submission: Submission, arrived_s: float, deadline_s: float | None) -> Subscriber:
-        submit, num_tokens = submission.submit, len(submission.tokens) // 4
-        max_total_tokens = num_tokens  # of a pooled request, which generates none
-        if submit.pooled is None:
-            max_total_tokens = min(submit.num_prompt_tokens + submit.max_tokens, self.limits.max_context_tokens)
-        return Subscriber(
-            submission.frontend,
-            submit.request_id,
-            max_total_tokens,
-            frozenset(submit.stop_token_ids),
-            num_tokens,
-            arrived_s,
-            deadline_s,
-            submit.sampling.num_reported,
-            tenant=submit.tenant,
-            pooled=submit.pooled,
-            reports_progress=submit.reports_progress,
-        )
+    def _text_candidate(self, submission: Submission[TextHeader], arrived_s: float) -> Candidate | None:
+        """None for a request that has all its tokens already; it has ended."""
+        message = submission.message
+        max_total_tokens = min(message.num_prompt_tokens + message.max_tokens, self.limits.max_context_tokens)
+        subscriber = Subscriber.of(submission, arrived_s, max_total_tokens, frozenset(message.stop_token_ids))
+        subscriber.num_logprobs = message.sampling.num_reported
+        if subscriber.next_index >= max_total_tokens:
+            self._board.requests_accepted += 1
+            self._delivery.end(submission.frontend, submission.request_id, Finish.LENGTH)
+            return None
+        sampling = SamplingParams(**msgspec.structs.asdict(message.sampling))
+        return self._candidate(submission, subscriber, sampling, ShareKey.of_request(submission, sampling))
 
-    def _make_sequence(
+    def _candidate(
         self,
-        submission: Submission,
+        submission: Submission[PromptHeader],
         subscriber: Subscriber,
         sampling: SamplingParams,
-        rank: float,
-        grammar: CompiledGrammar | None,
-    ) -> Sequence:
-        submit = submission.submit
-        sequence = Sequence(
-            subscriber,
-            submission.tokens,
-            submit.num_prompt_tokens,
-            sampling,
-            # The cache cannot tell embeddings apart: with a random salt no other sequence finds their KV.
-            salt=submit.own_salt if submission.embeddings is None else secrets.token_bytes(_SALT_BYTES),
-            tenant=submit.tenant,
-            weight=submit.weight,
-            rank=rank,
-            admitted_ns=submit.admitted_ns,
-            constraints=self._make_constraints(submission, grammar),
-        )
-        sequence.adapter = self.limits.adapters.get(submit.adapter, NO_ADAPTER)
-        sequence.embeddings, sequence.output = submission.embeddings, submission.output
-        sequence.pooled = submit.pooled
-        if submit.pooled is not None and submit.pooled.group:
-            sequence.group = submission.frontend, submit.pooled.group
-        sequence.num_prompt_logprobs = _num_prompt_logprobs(submission)
-        return sequence
+        key: ShareKey | PooledKey | None,
+    ) -> Candidate:
+        presented = Presented(submission.frontend, submission.tokens, submission.message.num_prompt_tokens)
+        joined = None if key is None else self._coalescer.find(key, presented)
+        rank = self._rank_of(submission.message, subscriber.arrived_s)
+        return Candidate(submission, subscriber, sampling, rank, key, presented, joined)
 
-    def _make_constraints(self, submission: Submission, grammar: CompiledGrammar | None) -> SequenceConstraints | None:
+    def _make_constraints(
+        self, submission: Submission[Generate], grammar: CompiledGrammar | None
+    ) -> SequenceConstraints | None:
         """Constraints after the generated tokens that came with the request."""
-        submit = submission.submit
-        if submit.constraints is None:
+        message = submission.message
+        if message.constraints is None:
             return None
-        stop_ids, tenant = frozenset(submit.stop_token_ids), submit.tenant
-        backlog = memoryview(submission.tokens).cast("i")[submit.num_prompt_tokens :].tolist()
-        return SequenceConstraints(submit.constraints, grammar, stop_ids, self.limits.vocab_size, backlog, tenant)
+        stop_ids, tenant = frozenset(message.stop_token_ids), message.tenant
+        backlog = memoryview(submission.tokens).cast("i")[message.num_prompt_tokens :].tolist()
+        return SequenceConstraints(message.constraints, grammar, stop_ids, self.limits.vocab_size, backlog, tenant)
 
-    def _reject(self, submission: Submission, failure: Failure) -> None:
-        if failure.code == FailureCode.OVERLOADED and submission.submit.pooled is not None:
+    def _reject_pool(self, submission: Submission[Pool], failure: Failure) -> None:
+        if failure.code == FailureCode.OVERLOADED:
             self._refused_frontends.add(submission.frontend)
+        self._reject(submission, failure)
+
+    def _reject(self, submission: Submission[PromptHeader], failure: Failure) -> None:
         self._delivery.end(submission.frontend, submission.request_id, Finish.REJECTED, failure=failure)
 
     def _abandon(self, frontend: int, request_id: int) -> None:
@@ -371,20 +371,3 @@ class Intake:
         else:
             self._open_requests.grammar_queue.remove(frontend, request_id)
             self._board.requests_accepted += 1
-
-
-def _share_key(submission: Submission, sampling: SamplingParams) -> ShareKey | PooledKey | None:
-    """None for a request that shares no sequence."""
-    submit, pooled = submission.submit, submission.submit.pooled
-    if not submit.may_share or _num_prompt_logprobs(submission) >= 0:
-        return None
-    prompt = submission.tokens[: 4 * submit.num_prompt_tokens]
-    if pooled is not None:
-        return PooledKey(submit.own_salt, prompt, pooled.kind, pooled.second_start)
-    return ShareKey.of(submit.own_salt, prompt, sampling, submit.constraints, submit.stop_token_ids)
-
-
-def _num_prompt_logprobs(submission: Submission) -> int:
-    """-1 if none are due: the first token has none, and a resumed stream has received them all."""
-    submit, num_tokens = submission.submit, len(submission.tokens) // 4
-    return submit.num_prompt_logprobs if num_tokens == submit.num_prompt_tokens > 1 else -1

@@ -11,10 +11,10 @@ import numpy as np
 from penstock.shm.messages import Failure, FailureCode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from penstock.shm.link.events import Submission
-    from penstock.shm.messages import Pooled, Submit
+    from penstock.shm.messages import Pool, PromptHeader, TextHeader
 
 _CUT_KINDS = ("embed", "token_embed")
 """Kinds for which a request may ask for only the first dimensions."""
@@ -43,45 +43,53 @@ class EngineLimits:
     adapters: Mapping[str, int] = field(default_factory=dict)
     """Id of each adapter → its index in the forward pass."""
 
-    def find_fault(self, submission: Submission) -> Failure | None:
-        """Why the model cannot serve the request, whatever else is open; None if it can."""
-        submit, request_id = submission.submit, submission.request_id
-        tokens = np.frombuffer(submission.tokens, np.uint32)  # a negative id is larger than any other
-        if not 1 <= submit.num_prompt_tokens <= len(tokens) or len(tokens) > self.max_context_tokens:
-            return Failure(request_id, FailureCode.CONTEXT_TOO_LONG, self.max_context_tokens)
-        highest = int(np.maximum.reduce(tokens)) if submission.embeddings is None else 0
-        if max(highest, *_named_ids(submit), 0) >= self.vocab_size:
-            return Failure(request_id, FailureCode.BAD_TOKEN, self.vocab_size)
-        uses_buffers = submission.output is not None or submission.embeddings is not None
-        if submit.linger is not None and (submit.pooled is not None or submit.num_prompt_logprobs >= 0 or uses_buffers):
-            return Failure(request_id, FailureCode.INTERNAL, text="such a request cannot linger")
-        if submit.adapter and submit.adapter not in self.adapters:
-            return Failure(request_id, FailureCode.NO_ADAPTER)
-        if submit.pooled is not None:
-            return self._find_fault_of_pooled(submission, submit.pooled, len(tokens))
+    def find_fault(self, submission: Submission[TextHeader]) -> Failure | None:
+        """Why the model cannot generate what is requested, whatever else is open; None if it can."""
+        message, request_id = submission.message, submission.request_id
+        if (fault := self._find_fault_of_prompt(submission, _named_ids(message))) is not None:
+            return fault
         if not self.generates:
             return Failure(request_id, FailureCode.NOT_SERVED)
-        if submit.num_prompt_logprobs >= 0 and not self.scores_prompts:
+        if message.num_prompt_logprobs >= 0 and not self.scores_prompts:
             return Failure(request_id, FailureCode.NOT_SCORED)
         return None
 
-    def _find_fault_of_pooled(self, submission: Submission, pooled: Pooled, num_tokens: int) -> Failure | None:
+    def find_fault_of_pool(self, submission: Submission[Pool]) -> Failure | None:
+        """`find_fault` for a vector."""
+        message, pooled = submission.message, submission.message.pooled
+        if (fault := self._find_fault_of_prompt(submission)) is not None:
+            return fault
         width = self.pooled.get(pooled.kind)
-        if width is None or submission.embeddings is not None or submission.output is not None:
-            return Failure(submission.request_id, FailureCode.NOT_SERVED)
+        if width is None or submission.embeddings is not None:
+            return Failure(message.request_id, FailureCode.NOT_SERVED)
         if pooled.num_dimensions > (width if pooled.kind in _CUT_KINDS else 0):
-            return Failure(submission.request_id, FailureCode.NOT_SERVED, width)
-        if num_tokens != submission.submit.num_prompt_tokens or pooled.second_start >= num_tokens:
+            return Failure(message.request_id, FailureCode.NOT_SERVED, width)
+        num_tokens = len(submission.tokens) // 4
+        if num_tokens != message.num_prompt_tokens or pooled.second_start >= num_tokens:
             text = "tokens behind the input, or no second text"
-            return Failure(submission.request_id, FailureCode.INTERNAL, text=text)
+            return Failure(message.request_id, FailureCode.INTERNAL, text=text)
+        return None
+
+    def _find_fault_of_prompt(
+        self, submission: Submission[PromptHeader], named_ids: Iterable[int] = ()
+    ) -> Failure | None:
+        message, request_id = submission.message, submission.request_id
+        tokens = np.frombuffer(submission.tokens, np.uint32)  # a negative id is larger than any other
+        if not 1 <= message.num_prompt_tokens <= len(tokens) or len(tokens) > self.max_context_tokens:
+            return Failure(request_id, FailureCode.CONTEXT_TOO_LONG, self.max_context_tokens)
+        highest = int(np.maximum.reduce(tokens)) if submission.embeddings is None else 0
+        if max(highest, *named_ids, 0) >= self.vocab_size:
+            return Failure(request_id, FailureCode.BAD_TOKEN, self.vocab_size)
+        if message.adapter and message.adapter not in self.adapters:
+            return Failure(request_id, FailureCode.NO_ADAPTER)
         return None
 
 
-def _named_ids(submit: Submit) -> Iterator[int]:
+def _named_ids(message: TextHeader) -> Iterator[int]:
     """Token ids in the request's options. Stop ids are left out: one outside the vocabulary is never sampled."""
-    yield from (token_id for token_id, _ in submit.sampling.logit_bias)
-    yield from submit.sampling.logprob_token_ids
-    if (constraints := submit.constraints) is not None:
+    yield from (token_id for token_id, _ in message.sampling.logit_bias)
+    yield from message.sampling.logprob_token_ids
+    if (constraints := message.constraints) is not None:
         yield from constraints.allowed_token_ids
         yield from constraints.thinking_end
         yield from (token_id for run in constraints.bad_words for token_id in run)

@@ -11,8 +11,8 @@ import numpy as np
 from penstock.backend.engine.executor import ExecutorFailed
 from penstock.backend.forward_pass import NOT_FINITE, DeviceLost
 from penstock.backend.scheduling.step_plan import NO_SAMPLE
-from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
-from penstock.shm.messages import EventLogprobs, FailureCode
+from penstock.shm.link.events import Cancellation, FrontendDeath, Question, Submission
+from penstock.shm.messages import AskStream, CancelOther, EventLogprobs, FailureCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,12 +107,12 @@ class Engine:
             if self._recorder is not None:
                 self._recorder.note_event(event)
             match event:
-                case Submission(frontend, request_id) if (target := event.submit.cancels) is not None:
-                    self._canceller.cancel_for_operator(frontend, request_id, target)
-                case Submission() if event.submit.asks is not None:
-                    self._lingering.answer(event)
                 case Submission():
                     self._intake.submit(event)
+                case Question(frontend, CancelOther() as cancel):
+                    self._canceller.cancel_for_operator(frontend, cancel.request_id, cancel.target)
+                case Question(frontend, AskStream() as ask):
+                    self._lingering.answer(frontend, ask)
                 case Cancellation(frontend, request_id, noticed_ns, keep):
                     self._canceller.cancel(frontend, request_id, noticed_ns, keep)
                 case FrontendDeath(frontend):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.backend.sequences.subscribers import Subscriber
     from penstock.shm.link.events import Submission
     from penstock.shm.memory.board import BackendBoard
+    from penstock.shm.messages import Pool
 
 logger = logging.getLogger("penstock.backend")
 
@@ -45,20 +46,20 @@ class VectorDelivery:
         self._delivery = delivery
         self._cache = cache
 
-    def deliver_cached(self, submission: Submission) -> bool:
+    def deliver_cached(self, submission: Submission[Pool]) -> bool:
         """Answer the request at once if its vector is in the cache. False if it is not, or nothing is cached."""
-        submit, cache = submission.submit, self._cache
-        if cache is None or submit.pooled is None or not submit.may_share:
+        message, cache = submission.message, self._cache
+        if cache is None or not message.may_share:
             return False
-        vectors = cache.get(cache.key(submit.own_salt, submit.pooled, submission.tokens))
+        vectors = cache.get(cache.key(message.own_salt, message.pooled, submission.tokens))
         if vectors is None:
             self._board.vector_cache_misses += 1
             return False
         self._board.vector_cache_hits += 1
         self._board.requests_accepted += 1
-        started = Started(submit.request_id, submit.num_prompt_tokens, 0.0)
-        (values,) = _pack([vectors], submit.pooled)
-        self._send(submission.frontend, submit.request_id, vectors, values, started)
+        started = Started(message.request_id, message.num_prompt_tokens, 0.0)
+        (values,) = _pack([vectors], message.pooled)
+        self._send(submission.frontend, message.request_id, vectors, values, started)
         return True
 
     def deliver(self, finished: list[tuple[Sequence, Vectors]]) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.backend.sequences.subscribers import Subscriber
     from penstock.shm.link.events import Submission
     from penstock.shm.memory.board import BackendBoard
-    from penstock.shm.messages import StreamName, Submit
+    from penstock.shm.messages import AskStream, Generate, StreamName
 
 NO_READER = (1 << 63) - 1
 """Stands for the frontend of a request whose reader has gone. The link knows no such frontend, and sends it nothing."""
@@ -63,29 +63,33 @@ class LingeringStreams:
 
     # New requests
 
-    def find_refusal(self, submit: Submit) -> Failure | None:
-        """Why there is no room for the stream, after ended streams have made room; None if there is room."""
-        linger = submit.linger
-        if linger is None or linger.stream in self._streams:
+    def find_refusal(self, submission: Submission[Generate]) -> Failure | None:
+        """Why the request cannot linger, after ended streams have made room; None if it can or need not."""
+        message, linger = submission.message, submission.message.linger
+        if linger is None:
+            return None
+        if message.num_prompt_logprobs >= 0 or submission.output is not None or submission.embeddings is not None:
+            return Failure(message.request_id, FailureCode.INTERNAL, text="such a request cannot linger")
+        if linger.stream in self._streams:
             return None
         self._evict(self._max_bytes - len(linger.record), self._max_streams - 1)
         if len(self._streams) < self._max_streams and self._num_bytes + len(linger.record) <= self._max_bytes:
             return None
         text = f"too many lingering streams are open: the limits are {self._max_streams}, and {self._max_bytes} bytes"
-        return Failure(submit.request_id, FailureCode.OVERLOADED, self._max_streams, text)
+        return Failure(message.request_id, FailureCode.OVERLOADED, self._max_streams, text)
 
-    def keep(self, submit: Submit, sequence: Sequence, subscriber: Subscriber) -> None:
+    def keep(self, message: Generate, sequence: Sequence, subscriber: Subscriber) -> None:
         """Enter a request that is about to subscribe to the sequence.
 
         Not if log probabilities of its first tokens are unknown, because an earlier backend has computed them.
         """
-        linger = submit.linger
+        linger = message.linger
         num_generated = len(sequence.tokens) - sequence.num_prompt_tokens
         if linger is None or (sequence.kept_logprobs is not None and len(sequence.kept_logprobs) != num_generated):
             return
         stream = self._streams.get(linger.stream)
         if stream is None:
-            stream = KeptStream(self._next_number, linger.stream, submit.tenant, linger.linger_s)
+            stream = KeptStream(self._next_number, linger.stream, message.tenant, linger.linger_s)
             self._next_number += 1
             self._streams[stream.name] = self._by_number[stream.number] = stream
         before = stream.num_bytes if stream.choices else 0
@@ -97,43 +101,43 @@ class LingeringStreams:
 
     # Readers
 
-    def resume(self, submission: Submission) -> bool:
+    def resume(self, submission: Submission[Generate]) -> bool:
         """Let the request read what is kept of its stream, from its first missing token on.
 
         False if nothing is kept, or if its tokens contradict the kept ones.
         """
-        linger = submission.submit.linger
+        linger = submission.message.linger
         stream = None if linger is None else self._streams.get(linger.stream)
         kept = None if stream is None or linger is None else stream.choices.get(linger.choice)
         if kept is None:
             return False
         if kept.finish is Finish.NONE:
             return self._take_over(submission, kept)
-        submit = submission.submit
-        received = submission.tokens[4 * submit.num_prompt_tokens :]
+        message = submission.message
+        received = submission.tokens[4 * message.num_prompt_tokens :]
         if received != kept.tokens[: len(received) // 4].tobytes():
             self._drop(kept.stream)
             return False
-        self._note_return(kept, submit)
-        self._delivery.repeat(submission.frontend, submit, kept, len(received) // 4)
+        self._note_return(kept)
+        self._delivery.repeat(submission.frontend, message, kept, len(received) // 4)
         self._renew(kept.stream)
         return True
 
-    def _take_over(self, submission: Submission, kept: KeptChoice) -> bool:
+    def _take_over(self, submission: Submission[Generate], kept: KeptChoice) -> bool:
         """`resume` for a request that runs."""
-        submit = submission.submit
-        presented = Presented(submission.frontend, submission.tokens, submit.num_prompt_tokens)
+        message = submission.message
+        presented = Presented(submission.frontend, submission.tokens, message.num_prompt_tokens)
         found = self._open_requests.find(*kept.open_as)
         if found is None:
             raise RuntimeError(f"the kept request {kept.open_as} is not open")
         sequence, subscriber = found
-        is_same = sequence.num_prompt_tokens == submit.num_prompt_tokens and presented.agrees_with(sequence.tokens)
+        is_same = sequence.num_prompt_tokens == message.num_prompt_tokens and presented.agrees_with(sequence.tokens)
         if not is_same or presented.num_tokens > len(sequence.tokens):
             self._drop(kept.stream)
             return False
         self._dismiss(kept)
-        self._note_return(kept, submit)
-        self._rename(found, kept, submission.frontend, submit.request_id)
+        self._note_return(kept)
+        self._rename(found, kept, submission.frontend, message.request_id)
         kept.has_reader, kept.stream.expires_s = True, None
         subscriber.next_index, subscriber.is_started, subscriber.resumed = presented.num_tokens, False, None
         if sequence.order >= 0:  # otherwise `Intake.admit_settled` replays it
@@ -147,20 +151,19 @@ class LingeringStreams:
         kept.has_reader = False
         self._renew(kept.stream)
 
-    def answer(self, submission: Submission) -> None:
+    def answer(self, frontend: int, message: AskStream) -> None:
         """Answer a question about a stream."""
-        frontend, submit = submission.frontend, submission.submit
-        asks = submit.asks
-        stream = None if asks is None else self._streams.get(asks.stream)
-        if asks is None or stream is None or not stream.record:
-            failure = Failure(submit.request_id, FailureCode.NOT_OPEN)
-            self._delivery.answer(frontend, submit.request_id, Finish.REJECTED, failure)
+        request_id, question = message.request_id, message.question
+        stream = self._streams.get(question.stream)
+        if stream is None or not stream.record:
+            failure = Failure(request_id, FailureCode.NOT_OPEN)
+            self._delivery.answer(frontend, request_id, Finish.REJECTED, failure)
             return
-        if asks.action == "drop":
+        if question.action == "drop":
             self._drop(stream)
         else:
-            self._link.push_answer(frontend, StreamRecord(submit.request_id, stream.record))
-        self._delivery.answer(frontend, submit.request_id, Finish.STOP)
+            self._link.push_answer(frontend, StreamRecord(request_id, stream.record))
+        self._delivery.answer(frontend, request_id, Finish.STOP)
 
     # The end
 
@@ -232,8 +235,8 @@ class LingeringStreams:
         self._open_requests.rename(request, frontend, request_id)
         kept.open_as = (frontend, request_id)
 
-    def _note_return(self, kept: KeptChoice, submit: Submit) -> None:
-        if submit.linger is not None and kept.stream.choices.get(0) is kept:
+    def _note_return(self, kept: KeptChoice) -> None:
+        if kept.stream.choices.get(0) is kept:
             self._board.streams_reattached += 1
 
     def _count(self, num_bytes: int) -> None:

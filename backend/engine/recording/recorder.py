@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
-from penstock.shm.messages import encode
+from penstock.shm.messages import Generate, Pool, TextHeader, encode
 from penstock.shm.recording.events import (
     Arrived,
     Cancelled,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from penstock.backend.sequences.subscribers import Subscriber
     from penstock.shm.link.events import LinkEvent
     from penstock.shm.memory.ring import RingWriter
-    from penstock.shm.messages import Failure, Finish
+    from penstock.shm.messages import Failure, Finish, PromptHeader
     from penstock.shm.recording.events import BackendStarted, Event
 
 _PLANS_PER_KEY_PLAN = 64
@@ -225,39 +225,47 @@ class Recorder:
         """Record a frontend's event before the engine acts on it."""
         match event:
             case Submission():
-                if event.submit.cancels is None and event.submit.asks is None:
-                    self._note_arrival(event)
+                self._note_arrival(event)
             case Cancellation(frontend, request_id):
                 self._note(Cancelled(frontend, request_id))
             case FrontendDeath(frontend):
                 self._note(FrontendDied(frontend))
 
-    def _note_arrival(self, submission: Submission) -> None:
-        submit = submission.submit
+    def _note_arrival(self, submission: Submission[PromptHeader]) -> None:
+        message = submission.message
+        max_tokens, is_greedy, is_constrained, pooled = 1, False, False, ""
+        match message:
+            case TextHeader():
+                max_tokens, is_greedy = message.max_tokens, message.sampling.temperature == 0.0
+                is_constrained = message.constraints is not None
+            case Pool():
+                pooled = message.pooled.kind
         self._note(
             Arrived(
                 submission.frontend,
-                submit.request_id,
-                submit.num_prompt_tokens,
+                message.request_id,
+                message.num_prompt_tokens,
                 len(submission.tokens) // 4,
-                submit.max_tokens,
-                submit.tenant.hex(),
-                submit.weight,
-                submit.priority,
-                submit.timeout_ms,
-                submit.admitted_ns > 0,
-                submit.may_share,
-                submit.sampling.temperature == 0.0,
-                submit.constraints is not None,
-                "" if submit.pooled is None else submit.pooled.kind,
-                submit.adapter,
+                max_tokens,
+                message.tenant.hex(),
+                message.weight,
+                message.priority,
+                message.timeout_ms,
+                message.admitted_ns > 0,
+                message.may_share,
+                is_greedy,
+                is_constrained,
+                pooled,
+                message.adapter,
             )
         )
         if self._with_tokens and submission.embeddings is None:
+            if isinstance(message, Generate):
+                message = msgspec.structs.replace(message, output=None, linger=None)
             # The tokens may be in memory that the frontend reuses, so they are copied beside the message.
-            encoded = encode(msgspec.structs.replace(submit, tokens=bytes(4), output=None, linger=None))
+            encoded = encode(msgspec.structs.replace(message, tokens=bytes(4)))
             for record in pack_prompt(
-                submission.frontend, submit.request_id, encoded, submission.tokens, self._clock()
+                submission.frontend, message.request_id, encoded, submission.tokens, self._clock()
             ):
                 self._append(record)
 

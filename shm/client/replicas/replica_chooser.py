@@ -10,6 +10,7 @@ from penstock.shm.client.capacity import HEARTBEAT_LIMIT_S
 from penstock.shm.memory.board import Board
 from penstock.shm.memory.page_digest import page_names
 from penstock.shm.memory.prefix_table import Owner
+from penstock.shm.messages import Generate, Pool, PromptHeader
 
 if TYPE_CHECKING:
     from array import array
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.shm.client.open_stream import OpenStream
     from penstock.shm.memory.page_digest import PageDigest
     from penstock.shm.memory.prefix_table import PrefixTable
-    from penstock.shm.messages import ModelCard, Submit
+    from penstock.shm.messages import ModelCard, Request
 
 _OPEN = Board.TOTALS + "requests_open"
 _MAX_OVER_MEAN = 1.25
@@ -87,20 +88,22 @@ class ReplicaChooser:
     def __init__(self, table: PrefixTable) -> None:
         self._table = table
 
-    def place(self, replicas: Sequence[Replica], submit: Submit, tokens: array[int]) -> Replica:
+    def place(self, replicas: Sequence[Replica], message: Request, tokens: array[int]) -> Replica:
         """Choose the replica that should compute the request, and remember it for later requests.
 
         If none has the request's adapter, the chosen replica refuses it.
         """
-        replicas = [replica for replica in replicas if replica.has_adapter(submit.adapter)] or replicas
-        if submit.pooled is not None:  # one that has refused an input says when it takes some again
+        if not isinstance(message, PromptHeader):
+            return replicas[0]
+        replicas = [replica for replica in replicas if replica.has_adapter(message.adapter)] or replicas
+        if isinstance(message, Pool):  # one that has refused an input says when it takes some again
             replicas = [replica for replica in replicas if replica.client.has_room] or replicas
-        prompt = tokens[: submit.num_prompt_tokens]
-        names = self._table.names(prompt, submit.own_salt)
-        twin = self._name_of(prompt, submit)
+        prompt, salt = tokens[: message.num_prompt_tokens], message.own_salt
+        names = self._table.names(prompt, salt)
+        twin = self._name_of(prompt, message)
         chosen = replicas[0]
         if len(replicas) > 1:
-            chosen = self._choose(replicas, prompt, submit.own_salt, names, twin)
+            chosen = self._choose(replicas, prompt, salt, names, twin)
         owner = chosen.owner
         for name in names:
             self._table.note(name, owner)
@@ -110,10 +113,17 @@ class ReplicaChooser:
 
     def twin_of(self, stream: OpenStream) -> int | None:
         """A number that equal requests have in common; None for one that shares with no other."""
-        return self._name_of(stream.tokens[: stream.submit.num_prompt_tokens], stream.submit)
+        return self._name_of(stream.tokens[: stream.num_prompt_tokens], stream.message)
 
-    def _name_of(self, prompt: array[int], submit: Submit) -> int | None:
-        return self._table.name_of(prompt, submit.own_salt, _settings(submit)) if submit.may_share else None
+    def _name_of(self, prompt: array[int], message: Request) -> int | None:
+        match message:
+            case Generate(may_share=True):
+                settings: object = (message.sampling, message.constraints, message.num_prompt_logprobs)
+            case Pool(may_share=True):
+                settings = message.pooled
+            case _:
+                return None
+        return self._table.name_of(prompt, message.own_salt, msgspec.msgpack.encode(settings))
 
     def _choose(
         self, replicas: Sequence[Replica], prompt: array[int], salt: bytes, names: list[int], twin: int | None
@@ -150,8 +160,3 @@ def _longest_cached(replicas: Sequence[Replica], prompt: array[int], salt: bytes
             num_cached[replica] = digest.num_cached_tokens(names[size])
     longest = max(num_cached.values(), default=0)
     return [replica for replica, count in num_cached.items() if count == longest > 0]
-
-
-def _settings(submit: Submit) -> bytes:
-    """The settings that make requests with equal prompts different."""
-    return msgspec.msgpack.encode((submit.sampling, submit.constraints, submit.pooled, submit.num_prompt_logprobs))

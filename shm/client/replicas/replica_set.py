@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from penstock.shm.client.open_stream import OpenStream
     from penstock.shm.client.pooled import PooledRequest, PooledStream
     from penstock.shm.client.replicas.socket_directory import SocketDirectory
-    from penstock.shm.client.stream import TokenStream
+    from penstock.shm.client.stream import AnswerStream, TokenStream
     from penstock.shm.memory.board import FrontendBoard
-    from penstock.shm.messages import Adapter, ModelCard
+    from penstock.shm.messages import Adapter, ModelCard, QuoteTerms
 
 logger = logging.getLogger("penstock.client")
 
@@ -190,6 +190,10 @@ class ReplicaSet:
             raise ValueError("output is a shared buffer; that needs a client of one backend")
         return self._place(request, lambda client: client.submit(request))
 
+    def ask_quote(self, request: GenerationRequest, terms: QuoteTerms) -> AnswerStream:
+        """See `BackendClient.ask_quote`."""
+        return self._place(request, lambda client: client.ask_quote(request, terms))
+
     def submit_pooled(self, request: PooledRequest) -> PooledStream:
         """See `BackendClient.submit_pooled`."""
         return self._place(request, lambda client: client.submit_pooled(request))
@@ -204,7 +208,7 @@ class ReplicaSet:
         if len(self._places) == 1:
             return submit(ready[0].client)
         tokens = request.prompt_tokens()
-        wanted = request.to_submit(0, len(tokens))
+        wanted = request.to_message(0, len(tokens))
         best = self._chooser.place(ready, wanted, tokens)
         try:
             return self._named(submit(best.client), best)
@@ -298,14 +302,12 @@ class ReplicaSet:
             replica.hands_over = False
 
     def _target_of(self, stream: OpenStream, source: Replica) -> Replica | None:
-        """The replica that should take the stream.
-
-        None if no other is ready, or if no other has the stream's adapter while the source may come back.
-        """
+        """The replica that should take the stream. None if no other is ready, or none has its adapter while the source
+        may come back."""
         others = self._others(source)
-        if not any(other.has_adapter(stream.submit.adapter) for other in others) and self._comes_back(source):
+        if not any(other.has_adapter(stream.message.adapter) for other in others) and self._comes_back(source):
             return None
-        return self._chooser.place(others, stream.submit, stream.tokens) if others else None
+        return self._chooser.place(others, stream.message, stream.tokens) if others else None
 
     def _comes_back(self, replica: Replica) -> bool:
         return any(replica in place.replicas and not place.is_leaving(replica) for place in self._places)

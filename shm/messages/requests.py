@@ -1,9 +1,12 @@
-"""Frontend → backend: run a request, cancel it, allow more output."""
+"""Frontend → backend: the five kinds of request, their cancellation, and credit for more output.
+
+Each kind is a message of its own, so what reads a request matches its kind once and has only the fields of that kind.
+"""
 
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
@@ -14,7 +17,7 @@ from penstock.shm.messages.bounds import (
     MAX_INLINE_PROMPT_TOKENS,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
-    MAX_SUBMITS,
+    MAX_POOL_BATCH,
     MAX_WEIGHT,
     MIN_WEIGHT,
     U63,
@@ -114,11 +117,8 @@ class Pooled(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class QuoteTerms(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Predict when the request would finish."""
+    """What a client's request has beside the sequence that carries these terms: a quote is for all of it."""
 
-    purpose: Literal["quote", "refuse"]
-    """quote: answer with the prediction alone, and end as QUOTED. refuse: end as REJECTED, TOO_LATE, if it is expected
-    to finish after timeout_ms; else run."""
     num_choices: Annotated[int, Meta(ge=1, le=1024)] = 1
     """Sequences of the client's request. It finishes when the last of them does."""
     num_other_prompt_tokens: I31 = 0
@@ -132,11 +132,8 @@ class RequestName(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     request_id: U63
 
 
-class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
-    """Run this request.
-
-    tokens are the prompt, and after a backend's death also what the stream has generated so far; the first
-    num_prompt_tokens are the prompt. max_tokens counts from the prompt's end.
+class PromptHeader(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
+    """The fields of every request with a prompt: its tokens, its tenant, and its place in the queue.
 
     A buffer of PROMPT_EMBEDDINGS has num_prompt_tokens rows. The backend reads it in place, so the loan lasts until the
     request ends. Such a request is never coalesced, and its prompt has no log probabilities.
@@ -144,10 +141,9 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
 
     request_id: U63
     tokens: Annotated[bytes, Meta(min_length=4, max_length=4 * MAX_INLINE_PROMPT_TOKENS)] | ArenaRef | BufferRef
+    """The prompt, and after a backend's death also what the stream has generated so far."""
     num_prompt_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
-    max_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
-    sampling: Sampling
-    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
+    """The first tokens are the prompt."""
     salt: Annotated[bytes, Meta(max_length=16)] = b""
     """Requests with different salts share no tokens and no pages."""
     tenant: Annotated[bytes, Meta(max_length=16)] = b""
@@ -155,18 +151,11 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
     weight: Annotated[float, Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = 1.0
     """The tenant's share of the device in proportion to the other tenants'. Its latest request decides."""
     may_share: bool = False
-    """Its tokens are deterministic (temperature 0, or the client's seed): an equal request's tokens are the same."""
+    """Its result is deterministic (temperature 0, the client's seed, or a vector): an equal request's is the same."""
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
     """Lower runs sooner, if the backend orders by priority."""
     timeout_ms: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
     """Milliseconds after arrival at the backend at which it ends as EXPIRED; 0 is never."""
-    constraints: Constraints | None = None
-    num_prompt_logprobs: Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)] = -1
-    """Like Sampling.num_logprobs, for each prompt token given the tokens before it."""
-    output: BufferRef | None = None
-    """Receives logits or hidden states of the first num_rows generated tokens. Such a request is never coalesced."""
-    batch_delivery: bool = False
-    """Tokens need not arrive one by one: all but the first may be held for a moment and sent together."""
     admitted_ns: U63 = 0
     """When it was first admitted, in CLOCK_MONOTONIC; 0 for a new request.
 
@@ -174,21 +163,6 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
     in the order of these times. This is the frontend's claim: a false one gains its requests a place, up to the
     backend's limit on open requests that were admitted.
     """
-    pooled: Pooled | None = None
-    """Compute this from the prompt and generate nothing: max_tokens is 1, and fields about generated tokens keep their
-    defaults."""
-    quote: QuoteTerms | None = None
-    reports_progress: bool = False
-    """Answer with a Progress for each part of the prompt that is computed."""
-    cancels: RequestName | None = None
-    """It does not run: it cancels that request for the operator and ends as STOP, or as REJECTED, NOT_OPEN.
-
-    The cancelled request ends as FAILED, CANCELLED.
-    """
-    linger: Linger | None = None
-    """Not allowed with pooled requests, shared buffers or log probabilities of the prompt."""
-    asks: StreamQuestion | None = None
-    """It does not run. It ends as STOP, after the stream's record if it reads, or as REJECTED, NOT_OPEN."""
     adapter: AdapterId = ""
     """The `Adapter.adapter_id` of the adapter that it uses; empty for the model alone. A backend without that adapter
     refuses it: REJECTED, NO_ADAPTER."""
@@ -200,25 +174,81 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
             return self.salt
         return blake2b(self.adapter.encode(), digest_size=16, key=self.salt, person=_ADAPTER_CONTEXT).digest()
 
-    @property
-    def runs(self) -> bool:
-        """Whether it asks for more than an answer about requests."""
-        return not self.quote_only and self.cancels is None and self.asks is None
 
-    @property
-    def quote_only(self) -> bool:
-        """Whether it only asks for a quote and does not run."""
-        return self.quote is not None and self.quote.purpose == "quote"
+class TextHeader(PromptHeader, frozen=True, kw_only=True):
+    """What comes after the prompt."""
 
-    @property
-    def generates(self) -> bool:
-        return self.pooled is None and not self.quote_only
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
+    """Counts from the prompt's end."""
+    sampling: Sampling
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
+    constraints: Constraints | None = None
+    num_prompt_logprobs: Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)] = -1
+    """Like Sampling.num_logprobs, for each prompt token given the tokens before it."""
 
 
-class Submits(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
-    """Requests that are submitted together, in order, such as the inputs of one client's request."""
+class Generate(TextHeader, frozen=True, kw_only=True, tag=1):
+    """Generate tokens after the prompt."""
 
-    submits: Annotated[tuple[Submit, ...], Meta(min_length=1, max_length=MAX_SUBMITS)]
+    output: BufferRef | None = None
+    """Receives logits or hidden states of the first num_rows generated tokens. Such a request is never coalesced."""
+    batch_delivery: bool = False
+    """Tokens need not arrive one by one: all but the first may be held for a moment and sent together."""
+    reports_progress: bool = False
+    """Answer with a Progress for each part of the prompt that is computed."""
+    linger: Linger | None = None
+    """Not allowed with shared buffers or log probabilities of the prompt."""
+    refuse_late: QuoteTerms | None = None
+    """End as REJECTED, TOO_LATE, with the quote, if the request is expected to finish after timeout_ms."""
+
+
+class Pool(PromptHeader, frozen=True, kw_only=True, tag=5):
+    """Compute vectors of the prompt, and generate nothing. Its tokens are the prompt alone."""
+
+    pooled: Pooled
+
+
+class AskQuote(TextHeader, frozen=True, kw_only=True, tag=6):
+    """Predict when a Generate with these fields would finish: answer with a Quote, and end as QUOTED."""
+
+    terms: QuoteTerms = QuoteTerms()
+
+    @classmethod
+    def of(cls, request: TextHeader, terms: QuoteTerms) -> AskQuote:
+        """The quote of this request."""
+        return cls(terms=terms, **{name: getattr(request, name) for name in TextHeader.__struct_fields__})
+
+
+class QuestionHeader(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
+    """The fields of a request without a prompt. It concerns other requests, and is answered at once."""
+
+    tenant: ClassVar[bytes] = b""
+    adapter: ClassVar[str] = ""
+    request_id: U63
+
+
+class CancelOther(QuestionHeader, frozen=True, kw_only=True, tag=7):
+    """Cancel another request for the operator, and end as STOP, or as REJECTED, NOT_OPEN.
+
+    The cancelled request ends as FAILED, CANCELLED.
+    """
+
+    target: RequestName
+
+
+class AskStream(QuestionHeader, frozen=True, kw_only=True, tag=8):
+    """Ask about a stream that lingers. It ends as STOP, after the record if it reads, or as REJECTED, NOT_OPEN."""
+
+    question: StreamQuestion
+
+
+Request: TypeAlias = Generate | Pool | AskQuote | CancelOther | AskStream
+
+
+class PoolBatch(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
+    """Inputs that are sent together, in order, such as those of one client's request."""
+
+    inputs: Annotated[tuple[Pool, ...], Meta(min_length=1, max_length=MAX_POOL_BATCH)]
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
