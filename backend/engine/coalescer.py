@@ -198,7 +198,7 @@ class _Offer:
         if presented.num_tokens >= self.num_claimed or self.num_claimed == presented.num_prompt_tokens:
             return True
         # Log probabilities of claimed tokens are not known.
-        return presented.frontend in self.claimants and self.sequence.kept_logprobs is None
+        return presented.frontend in self.claimants and self.sequence.past_logprobs is None
 
     def is_ahead_of(self, presented: Presented) -> bool:
         """Whether the request can join only if the sequence begins with the request's fewer tokens. It is not planned
@@ -245,15 +245,15 @@ class Coalescer:
     def offer(self, key: ShareKey | PooledKey, sequence: Sequence, presented: Presented) -> None:
         """Make the sequence joinable.
 
-        It is found before others with this key, but after those that are held: more requests of their groups may still
-        come. Sequences that have sampled their last token are dropped.
+        It is found before others with this key, but after those in the restart grace: more requests of their groups may
+        still come. Sequences that have sampled their last token are dropped.
         """
         offers = self._offers.setdefault(key, [])
         for stale in [offer for offer in offers if not offer.is_alive] or offers[_MAX_OFFERS - 1 :]:
             offers.remove(stale)
             del self._keys[stale.sequence]
-        num_held = sum(offer.sequence.order < 0 for offer in offers)
-        offers.insert(num_held, _Offer(sequence, presented.num_tokens, {presented.frontend}))
+        num_delayed = sum(offer.sequence.order < 0 for offer in offers)
+        offers.insert(num_delayed, _Offer(sequence, presented.num_tokens, {presented.frontend}))
         self._keys[sequence] = key
 
     def withdraw(self, sequence: Sequence) -> None:

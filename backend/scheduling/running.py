@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from penstock.backend.kv_cache.no_prefix_cache import NoPrefixCache
-from penstock.backend.kv_cache.prefix_cache import PrefixCache
+from penstock.backend.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
 
 if TYPE_CHECKING:
     from penstock.backend.kv_cache.kv_groups import KvGroups

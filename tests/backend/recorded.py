@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from penstock.backend.engine.recording.recorder import Recorder
+from penstock.backend.engine.recorder import Recorder
 from penstock.commands.recorder.history import Life, read_history
 from penstock.shm.memory.ring import MIN_RING_BYTES, RingReader, RingWriter, create_fd
 from penstock.shm.messages import PROTOCOL_VERSION

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.backend.engine import intake as intake_module
-from penstock.backend.engine.batch_builder import BatchBuilder
+from penstock.backend.engine.requests import intake as intake_module
+from penstock.backend.engine.steps.batch_builder import BatchBuilder
 from penstock.backend.kv_cache import prefix_cache as prefix_cache_module
 from penstock.backend.kv_cache.host_offload import HostOffload
 from penstock.backend.kv_cache.page_pool import PagePool

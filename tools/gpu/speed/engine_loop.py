@@ -9,9 +9,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from penstock.backend.engine.batch_builder import BatchBuilder
-from penstock.backend.engine.executor import SWITCH_INTERVAL_S, Executor
-from penstock.backend.engine.step_timing import StepTiming
+from penstock.backend.engine.steps.batch_builder import BatchBuilder
+from penstock.backend.engine.steps.executor import SWITCH_INTERVAL_S, Executor
+from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.forward_pass import NOT_FINITE, SamplingParams
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.scheduling.scheduler import Scheduler
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from penstock.backend.engine.launched_step import StepResult
+    from penstock.backend.engine.steps.launched_step import StepResult
     from penstock.backend.forward_pass import IBatchedForwardPass
 
 _GREEDY = SamplingParams(temperature=0.0)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from penstock.backend.engine.delivery import keep_end
+from penstock.backend.engine.requests.delivery import keep_end
 from penstock.shm.messages import Failure, FailureCode, Finish, Keep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.backend.engine.delivery import Delivery
-    from penstock.backend.engine.lingering.streams import LingeringStreams
-    from penstock.backend.engine.open_requests import OpenRequests
+    from penstock.backend.engine.requests.delivery import Delivery
+    from penstock.backend.engine.requests.request_table import RequestTable
+    from penstock.backend.engine.requests.stream_table import StreamTable
     from penstock.shm.memory.board import BackendBoard
     from penstock.shm.messages import RequestName
 
@@ -25,12 +25,12 @@ class Canceller:
     def __init__(
         self,
         board: BackendBoard,
-        open_requests: OpenRequests,
+        open_requests: RequestTable,
         delivery: Delivery,
-        lingering: LingeringStreams,
+        streams: StreamTable,
         clock: Callable[[], float],
     ) -> None:
-        self._lingering = lingering
+        self._streams = streams
         self._board = board
         self._open_requests = open_requests
         self._grammar_queue = open_requests.grammar_queue
@@ -46,8 +46,8 @@ class Canceller:
             self._board.requests_accepted += 1
             self._board.requests_cancelled += 1
         elif (found := self._open_requests.find(frontend, request_id)) is not None:
-            if (kept := found.subscriber.kept) is not None and keep is Keep.ALL:
-                self._lingering.park(found, kept)
+            if (choice := found.subscriber.resumable) is not None and keep is Keep.ALL:
+                self._streams.detach(found, choice)
                 return
             if keep is Keep.TOKENS:
                 keep_end(*found, Finish.LENGTH)
@@ -82,8 +82,8 @@ class Canceller:
         self._board.requests_accepted += num_removed
         self._board.requests_cancelled += num_removed
         for request in self._open_requests.of_frontend(frontend):
-            if (kept := request.subscriber.kept) is not None:
-                self._lingering.park(request, kept)
+            if (choice := request.subscriber.resumable) is not None:
+                self._streams.detach(request, choice)
             else:
                 self._open_requests.remove(*request)
                 self._board.requests_cancelled += 1

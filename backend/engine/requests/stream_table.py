@@ -1,4 +1,4 @@
-"""The table of lingering streams: their readers, their kept tokens, and their expiry."""
+"""The table of resumable streams: their readers, their tokens, and their expiry."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from penstock.backend.engine.coalescer import Presented
-from penstock.backend.engine.deadlines import Deadlines
-from penstock.backend.sequences.kept import KeptChoice, KeptStream
+from penstock.backend.engine.requests.deadlines import Deadlines
+from penstock.backend.sequences.resumable_stream import ResumableChoice, ResumableStream
 from penstock.shm.messages import Failure, FailureCode, Finish, StreamRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.backend.engine.delivery import Delivery
     from penstock.backend.engine.interfaces import IEngineLink
-    from penstock.backend.engine.open_requests import OpenRequest, OpenRequests
+    from penstock.backend.engine.requests.delivery import Delivery
+    from penstock.backend.engine.requests.request_table import OpenRequest, RequestTable
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.sequences.subscribers import Subscriber
     from penstock.shm.link.events import Submission
@@ -29,15 +29,15 @@ MAX_BYTES = 256 << 20
 """Limit of records, and of tokens of ended streams."""
 
 
-class LingeringStreams:
+class StreamTable:
     """A request that lingers is open until it ends, with or without a reader, and is counted once. After its end the
-    tokens are kept as long as the stream. A new reader takes the place of the one before it."""
+    tokens stay as long as the stream. A new reader takes the place of the one before it."""
 
     def __init__(
         self,
         link: IEngineLink,
         board: BackendBoard,
-        open_requests: OpenRequests,
+        open_requests: RequestTable,
         delivery: Delivery,
         clock: Callable[[], float],
         *,
@@ -51,12 +51,12 @@ class LingeringStreams:
         self._clock = clock
         self._max_streams = max_streams
         self._max_bytes = max_bytes
-        self._streams: dict[StreamName, KeptStream] = {}
-        self._by_number: dict[int, KeptStream] = {}
+        self._streams: dict[StreamName, ResumableStream] = {}
+        self._by_number: dict[int, ResumableStream] = {}
         self._num_bytes = 0
         self._next_number = 0
         self._deadlines = Deadlines(self._deadline_of)
-        open_requests.on_kept_left = self._note_left
+        open_requests.on_resumable_left = self._note_left
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -78,78 +78,78 @@ class LingeringStreams:
         text = f"too many lingering streams are open: the limits are {self._max_streams}, and {self._max_bytes} bytes"
         return Failure(message.request_id, FailureCode.OVERLOADED, self._max_streams, text)
 
-    def keep(self, message: Generate, sequence: Sequence, subscriber: Subscriber) -> None:
-        """Enter a request that is about to subscribe to the sequence.
+    def enter(self, message: Generate, sequence: Sequence, subscriber: Subscriber) -> None:
+        """Add a request that is about to subscribe to the sequence.
 
         Not if log probabilities of its first tokens are unknown, because an earlier backend has computed them.
         """
         linger = message.linger
         num_generated = len(sequence.tokens) - sequence.num_prompt_tokens
-        if linger is None or (sequence.kept_logprobs is not None and len(sequence.kept_logprobs) != num_generated):
+        if linger is None or (sequence.past_logprobs is not None and len(sequence.past_logprobs) != num_generated):
             return
         stream = self._streams.get(linger.stream)
         if stream is None:
-            stream = KeptStream(self._next_number, linger.stream, message.tenant, linger.linger_s)
+            stream = ResumableStream(self._next_number, linger.stream, message.tenant, linger.linger_s)
             self._next_number += 1
             self._streams[stream.name] = self._by_number[stream.number] = stream
         before = stream.num_bytes if stream.choices else 0
         stream.record = stream.record or linger.record
-        subscriber.kept = KeptChoice(stream, (subscriber.frontend, subscriber.request_id))
-        stream.choices[linger.choice] = subscriber.kept
+        subscriber.resumable = ResumableChoice(stream, (subscriber.frontend, subscriber.request_id))
+        stream.choices[linger.choice] = subscriber.resumable
         stream.expires_s = None
         self._count(stream.num_bytes - before)
 
     # Readers
 
     def resume(self, submission: Submission[Generate]) -> bool:
-        """Let the request read what is kept of its stream, from its first missing token on.
+        """Let the request read its stream again, from its first missing token on.
 
-        False if nothing is kept, or if its tokens contradict the kept ones.
+        False if the stream is unknown, or if its tokens contradict the request's.
         """
         linger = submission.message.linger
         stream = None if linger is None else self._streams.get(linger.stream)
-        kept = None if stream is None or linger is None else stream.choices.get(linger.choice)
-        if kept is None:
+        choice = None if stream is None or linger is None else stream.choices.get(linger.choice)
+        if choice is None:
             return False
-        if kept.finish is Finish.NONE:
-            return self._take_over(submission, kept)
+        if choice.finish is Finish.NONE:
+            return self._take_over(submission, choice)
         message = submission.message
         received = submission.tokens[4 * message.num_prompt_tokens :]
-        if received != kept.tokens[: len(received) // 4].tobytes():
-            self._drop(kept.stream)
+        if received != choice.tokens[: len(received) // 4].tobytes():
+            self._drop(choice.stream)
             return False
-        self._note_return(kept)
-        self._delivery.repeat(submission.frontend, message, kept, len(received) // 4)
-        self._renew(kept.stream)
+        self._note_return(choice)
+        self._delivery.repeat(submission.frontend, message, choice, len(received) // 4)
+        self._renew(choice.stream)
         return True
 
-    def _take_over(self, submission: Submission[Generate], kept: KeptChoice) -> bool:
+    def _take_over(self, submission: Submission[Generate], choice: ResumableChoice) -> bool:
         """`resume` for a request that runs."""
         message = submission.message
         presented = Presented(submission.frontend, submission.tokens, message.num_prompt_tokens)
-        found = self._open_requests.find(*kept.open_as)
+        found = self._open_requests.find(*choice.open_as)
         if found is None:
-            raise RuntimeError(f"the kept request {kept.open_as} is not open")
+            raise RuntimeError(f"the resumable request {choice.open_as} is not open")
         sequence, subscriber = found
         is_same = sequence.num_prompt_tokens == message.num_prompt_tokens and presented.agrees_with(sequence.tokens)
         if not is_same or presented.num_tokens > len(sequence.tokens):
-            self._drop(kept.stream)
+            self._drop(choice.stream)
             return False
-        self._dismiss(kept)
-        self._note_return(kept)
-        self._rename(found, kept, submission.frontend, message.request_id)
-        kept.has_reader, kept.stream.expires_s = True, None
+        self._dismiss(choice)
+        self._note_return(choice)
+        self._rename(found, choice, submission.frontend, message.request_id)
+        choice.has_reader, choice.stream.expires_s = True, None
         subscriber.next_index, subscriber.is_started, subscriber.resumed = presented.num_tokens, False, None
-        if sequence.order >= 0:  # otherwise `Intake.admit_settled` replays it
+        if sequence.order >= 0:  # otherwise `Intake.admit_after_grace` replays it
             self._delivery.replay(sequence, subscriber)
         return True
 
-    def park(self, request: OpenRequest, kept: KeptChoice) -> None:
+    def detach(self, request: OpenRequest, choice: ResumableChoice) -> None:
         """The reader has gone; the request runs on."""
-        self._rename(request, kept, NO_READER, self._next_number)
+        self._rename(request, choice, NO_READER, self._next_number)
         self._next_number += 1
-        kept.has_reader = False
-        self._renew(kept.stream)
+        choice.has_reader = False
+        self._renew(choice.stream)
 
     def answer(self, frontend: int, message: AskStream) -> None:
         """Answer a question about a stream."""
@@ -178,16 +178,16 @@ class LingeringStreams:
     def next_due_s(self, at_most_s: float) -> float:
         return self._deadlines.next_due_s(self._clock(), at_most_s)
 
-    def _note_left(self, kept: KeptChoice) -> None:
-        """Called when a kept request leaves the table of open requests."""
-        kept.has_reader = False
-        stream = kept.stream
-        if kept.finish is not Finish.NONE:
-            self._count(kept.num_bytes - KeptChoice(stream, kept.open_as).num_bytes)
+    def _note_left(self, choice: ResumableChoice) -> None:
+        """Called when a resumable request leaves the table of open requests."""
+        choice.has_reader = False
+        stream = choice.stream
+        if choice.finish is not Finish.NONE:
+            self._count(choice.num_bytes - ResumableChoice(stream, choice.open_as).num_bytes)
             self._renew(stream)
             self._evict(self._max_bytes, self._max_streams)
             return
-        for number in [number for number, choice in stream.choices.items() if choice is kept]:
+        for number in [number for number, other in stream.choices.items() if other is choice]:
             before = stream.num_bytes
             del stream.choices[number]
             self._count(stream.num_bytes - before)
@@ -196,29 +196,29 @@ class LingeringStreams:
         else:
             self._renew(stream)
 
-    def _renew(self, stream: KeptStream) -> None:
+    def _renew(self, stream: ResumableStream) -> None:
         """Begin the stream's time, unless somebody reads it."""
         if stream.number in self._by_number and not stream.is_read:
             stream.expires_s = self._clock() + stream.linger_s
             self._deadlines.note(0, stream.number, stream.expires_s)
 
-    def _drop(self, stream: KeptStream) -> None:
+    def _drop(self, stream: ResumableStream) -> None:
         """End the running requests of the stream, and forget it."""
-        for kept in list(stream.choices.values()):
-            if kept.finish is Finish.NONE and (found := self._open_requests.find(*kept.open_as)) is not None:
-                self._dismiss(kept)
+        for choice in list(stream.choices.values()):
+            if choice.finish is Finish.NONE and (found := self._open_requests.find(*choice.open_as)) is not None:
+                self._dismiss(choice)
                 self._open_requests.remove(*found)  # calls `_note_left`
                 self._board.requests_cancelled += 1
         if stream.number in self._by_number:
             self._forget(stream)
 
-    def _dismiss(self, kept: KeptChoice) -> None:
-        if kept.has_reader:
-            frontend, request_id = kept.open_as
+    def _dismiss(self, choice: ResumableChoice) -> None:
+        if choice.has_reader:
+            frontend, request_id = choice.open_as
             failure = Failure(request_id, FailureCode.TAKEN_OVER)
             self._delivery.answer(frontend, request_id, Finish.FAILED, failure)
 
-    def _forget(self, stream: KeptStream) -> None:
+    def _forget(self, stream: ResumableStream) -> None:
         del self._streams[stream.name], self._by_number[stream.number]
         self._count(-stream.num_bytes)
 
@@ -231,12 +231,12 @@ class LingeringStreams:
                 return
             self._forget(max(ended, key=lambda stream: (num_of[stream.tenant], -(stream.expires_s or 0.0))))
 
-    def _rename(self, request: OpenRequest, kept: KeptChoice, frontend: int, request_id: int) -> None:
+    def _rename(self, request: OpenRequest, choice: ResumableChoice, frontend: int, request_id: int) -> None:
         self._open_requests.rename(request, frontend, request_id)
-        kept.open_as = (frontend, request_id)
+        choice.open_as = (frontend, request_id)
 
-    def _note_return(self, kept: KeptChoice) -> None:
-        if kept.stream.choices.get(0) is kept:
+    def _note_return(self, choice: ResumableChoice) -> None:
+        if choice.stream.choices.get(0) is choice:
             self._board.streams_reattached += 1
 
     def _count(self, num_bytes: int) -> None:
@@ -254,11 +254,11 @@ class LingeringStreams:
         for stream in self._streams.values():
             if stream.is_read == (stream.expires_s is not None):
                 raise RuntimeError(f"stream {stream.name} is read: {stream.is_read}, expires at {stream.expires_s}")
-            for kept in stream.choices.values():
-                found = self._open_requests.find(*kept.open_as)
-                runs = found is not None and found.subscriber.kept is kept
-                if runs != (kept.finish is Finish.NONE):
-                    raise RuntimeError(f"{kept.open_as} is open: {runs}, and its finish is {kept.finish}")
+            for choice in stream.choices.values():
+                found = self._open_requests.find(*choice.open_as)
+                runs = found is not None and found.subscriber.resumable is choice
+                if runs != (choice.finish is Finish.NONE):
+                    raise RuntimeError(f"{choice.open_as} is open: {runs}, and its finish is {choice.finish}")
         num_bytes = sum(stream.num_bytes for stream in self._streams.values())
         if num_bytes != self._num_bytes:
             raise RuntimeError(f"{self._num_bytes} bytes are counted, the streams have {num_bytes}")

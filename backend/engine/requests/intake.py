@@ -21,12 +21,12 @@ from penstock.shm.messages import AskQuote, Failure, FailureCode, Finish, Genera
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.backend.engine.delivery import Delivery
-    from penstock.backend.engine.limits import EngineLimits
-    from penstock.backend.engine.lingering.streams import LingeringStreams
-    from penstock.backend.engine.open_requests import OpenRequests
     from penstock.backend.engine.quoting.quoter import Quoter
-    from penstock.backend.engine.vector_delivery import VectorDelivery
+    from penstock.backend.engine.requests.delivery import Delivery
+    from penstock.backend.engine.requests.limits import EngineLimits
+    from penstock.backend.engine.requests.request_table import RequestTable
+    from penstock.backend.engine.requests.stream_table import StreamTable
+    from penstock.backend.engine.requests.vector_delivery import VectorDelivery
     from penstock.backend.scheduling.interface import ISequenceScheduler
     from penstock.backend.structured_output.compile_grammar import CompiledGrammar
     from penstock.shm.link.events import Submission
@@ -50,10 +50,10 @@ class Intake:
         scheduler: ISequenceScheduler,
         board: BackendBoard,
         limits: EngineLimits,
-        open_requests: OpenRequests,
+        open_requests: RequestTable,
         delivery: Delivery,
         vector_delivery: VectorDelivery,
-        lingering: LingeringStreams,
+        streams: StreamTable,
         clock: Callable[[], float],
         quoter: Quoter,
     ) -> None:
@@ -65,7 +65,7 @@ class Intake:
         self._coalescer = open_requests.coalescer
         self._delivery = delivery
         self._vector_delivery = vector_delivery
-        self._lingering = lingering
+        self._streams = streams
         self._clock = clock
         self.is_draining = False
         """New requests are refused."""
@@ -115,10 +115,10 @@ class Intake:
                 self._reject(submission, Failure(submission.request_id, FailureCode.SHUTTING_DOWN))
 
     def _generate(self, submission: Submission[Generate], arrived_s: float) -> None:
-        if not self.is_draining and self._lingering.resume(submission):
+        if not self.is_draining and self._streams.resume(submission):
             return
         refusal = self.find_refusal(submission) or self.limits.find_fault(submission)
-        if (refusal := refusal or self._lingering.find_refusal(submission)) is not None:
+        if (refusal := refusal or self._streams.find_refusal(submission)) is not None:
             self._reject(submission, refusal)
             return
         constraints, grammar = submission.message.constraints, None
@@ -182,8 +182,8 @@ class Intake:
         subscriber.reports_progress = message.reports_progress
         if is_shared and subscriber.next_index > message.num_prompt_tokens:
             subscriber.resumed = submission
-        if (joined := self._shorten_held(submission, candidate, grammar) or candidate.joinable) is not None:
-            self._lingering.keep(message, joined, subscriber)
+        if (joined := self._shorten_delayed(submission, candidate, grammar) or candidate.joinable) is not None:
+            self._streams.enter(message, joined, subscriber)
             self._join(joined, candidate)
         elif not message.admitted_ns and self._is_full_for(message):
             self._reject(submission, self._overloaded(message))
@@ -191,8 +191,8 @@ class Intake:
             sequence = candidate.new_sequence(self._make_constraints(submission, grammar))
             sequence.output, sequence.num_prompt_logprobs = submission.output, num_prompt_logprobs(submission)
             if (is_shared or message.linger is not None) and candidate.sampling.num_logprobs >= 0:
-                sequence.kept_logprobs = []
-            self._lingering.keep(message, sequence, subscriber)
+                sequence.past_logprobs = []
+            self._streams.enter(message, sequence, subscriber)
             self._begin(sequence, candidate)
 
     def pool(self, submission: Submission[Pool], arrived_s: float) -> None:
@@ -220,15 +220,15 @@ class Intake:
     def _begin(self, sequence: Sequence, candidate: Candidate) -> None:
         sequence.adapter = self.limits.adapters.get(candidate.submission.message.adapter, NO_ADAPTER)
         self._open_requests.add(sequence, candidate.subscriber)
-        if not self._open_requests.settlement.hold(sequence):
+        if not self._open_requests.restart_grace.delay(sequence):
             self._scheduler.add(sequence)
         self._board.prompt_tokens += sequence.num_prompt_tokens
         if candidate.key is not None:
             self._coalescer.offer(candidate.key, sequence, candidate.presented)
 
-    def admit_settled(self) -> None:
+    def admit_after_grace(self) -> None:
         """Schedule sequences that came back from an earlier backend, once they are complete."""
-        for sequence in self._open_requests.settlement.take_settled():
+        for sequence in self._open_requests.restart_grace.take_due():
             for subscriber in tuple(sequence.subscribers):
                 try:
                     self._delivery.replay(sequence, subscriber)
@@ -258,17 +258,17 @@ class Intake:
                 alone = replace(resumed, message=msgspec.structs.replace(resumed.message, may_share=False))
                 self.submit(alone, subscriber.arrived_s)
 
-    def _shorten_held(
+    def _shorten_delayed(
         self, submission: Submission[Generate], candidate: Candidate, grammar: CompiledGrammar | None
     ) -> Sequence | None:
         """Shorten a sequence to the tokens of a resumed request that can only so join it; None if there is none.
 
-        Only a sequence that is held can be shortened, and none is for a new request: its streams would wait until what
+        Only a delayed sequence can be shortened, and none is for a new request: its streams would wait until what
         they have received is computed again. A resumed request looks here first: a new one may have begun a sequence of
         its own, which would part the group.
         """
         key, presented = candidate.key, candidate.presented
-        if key is None or not submission.message.admitted_ns or not self._open_requests.settlement:
+        if key is None or not submission.message.admitted_ns or not self._open_requests.restart_grace:
             return None
         sequence = self._coalescer.find_longer(key, presented)
         if sequence is not None:
@@ -281,14 +281,14 @@ class Intake:
         if admitted_ns and sequence.order < 0:
             sequence.rank = min(sequence.rank, candidate.rank)
             sequence.admitted_ns = min(sequence.admitted_ns, admitted_ns)
-            self._open_requests.settlement.note_resumed()
+            self._open_requests.restart_grace.note_resumed()
         subscriber.has_joined = True
         sequence.subscribe(subscriber)
         self._open_requests.add(sequence, subscriber)
         if (recorder := self._open_requests.recorder) is not None:
             recorder.note_join(sequence, subscriber)
         self._board.requests_coalesced += 1
-        if sequence.order >= 0:  # one that is held may still be shortened; `admit_settled` replays it
+        if sequence.order >= 0:  # one that is delayed may still be shortened; `admit_after_grace` replays it
             self._delivery.replay(sequence, subscriber)
 
     def _rank_of(self, message: PromptHeader, arrived_s: float) -> float:
@@ -304,11 +304,11 @@ class Intake:
 
         Sequences for which a slot is free do not wait long and do not count.
         """
-        scheduler, settlement, limit = self._scheduler, self._open_requests.settlement, self.limits.max_waiting
+        scheduler, restart_grace, limit = self._scheduler, self._open_requests.restart_grace, self.limits.max_waiting
         num_waiting = self._num_waiting()
         if num_waiting < limit:
             return False
-        num_own = scheduler.num_waiting_of(message.tenant) + settlement.num_held_of(message.tenant)
+        num_own = scheduler.num_waiting_of(message.tenant) + restart_grace.num_delayed_of(message.tenant)
         return not has_place(num_waiting, limit, num_own, scheduler.share_of(message.tenant, message.weight))
 
     def _overloaded(self, message: PromptHeader) -> Failure:
@@ -316,7 +316,7 @@ class Intake:
 
     def _num_waiting(self) -> int:
         """Sequences that wait, without those for which a slot is free."""
-        return self._scheduler.num_waiting + len(self._open_requests.settlement) - self._scheduler.num_free_slots
+        return self._scheduler.num_waiting + len(self._open_requests.restart_grace) - self._scheduler.num_free_slots
 
     def _text_candidate(self, submission: Submission[TextHeader], arrived_s: float) -> Candidate | None:
         """None for a request that has all its tokens already; it has ended."""

@@ -10,14 +10,14 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from penstock.backend.engine.launched_step import launch_step
+from penstock.backend.engine.steps.launched_step import launch_step
 from penstock.backend.forward_pass import DeviceLost
 from penstock.backend.structured_output.late_masks import LateMasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from penstock.backend.engine.launched_step import LaunchedStep, PageSaves, StepResult
+    from penstock.backend.engine.steps.launched_step import LaunchedStep, PageSaves, StepResult
     from penstock.backend.forward_pass import IBatchedForwardPass, StepBatch
     from penstock.backend.scheduling.step_plan import Plan
 

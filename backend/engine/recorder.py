@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Self
 
-    from penstock.backend.engine.launched_step import StepResult
+    from penstock.backend.engine.steps.launched_step import StepResult
     from penstock.backend.forward_pass import StepBatch
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.sequences.sequence import Sequence

@@ -6,15 +6,15 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.backend.engine.coalescer import Coalescer
-from penstock.backend.engine.deadlines import Deadlines
+from penstock.backend.engine.requests.deadlines import Deadlines
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.backend.engine.recording.recorder import Recorder
+    from penstock.backend.engine.recorder import Recorder
     from penstock.backend.scheduling.interface import ISequenceScheduler
-    from penstock.backend.scheduling.settlement import Settlement
-    from penstock.backend.sequences.kept import KeptChoice
+    from penstock.backend.scheduling.restart_grace import RestartGrace
+    from penstock.backend.sequences.resumable_stream import ResumableChoice
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.sequences.subscribers import Subscriber
     from penstock.backend.structured_output.grammar_queue import GrammarQueue
@@ -28,7 +28,7 @@ class OpenRequest(NamedTuple):
     subscriber: Subscriber
 
 
-class OpenRequests:
+class RequestTable:
     """Open requests by (frontend, request id). Each either waits in the grammar queue or subscribes to a sequence."""
 
     def __init__(
@@ -36,18 +36,18 @@ class OpenRequests:
         scheduler: ISequenceScheduler,
         board: BackendBoard,
         grammar_queue: GrammarQueue,
-        settlement: Settlement,
+        restart_grace: RestartGrace,
         recorder: Recorder | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._board = board
         self.grammar_queue = grammar_queue
-        self.settlement = settlement
+        self.restart_grace = restart_grace
         self.recorder = recorder
         """Notes what happens to requests, for all parts that share this table."""
         self.coalescer = Coalescer()
         self.deadlines = Deadlines(self._deadline_of)
-        self.on_kept_left: Callable[[KeptChoice], None] = lambda _: None
+        self.on_resumable_left: Callable[[ResumableChoice], None] = lambda _: None
         """Called after a request that lingers has been taken out."""
         self._by_frontend: dict[int, dict[int, OpenRequest]] = {}
         self._num_subscribed = 0
@@ -98,10 +98,10 @@ class OpenRequests:
         sequence.unsubscribe(subscriber)
         if not sequence.subscribers:
             self.coalescer.withdraw(sequence)
-            self.settlement.remove(sequence)
+            self.restart_grace.remove(sequence)
             self._scheduler.remove(sequence)
-        if subscriber.kept is not None:
-            self.on_kept_left(subscriber.kept)
+        if subscriber.resumable is not None:
+            self.on_resumable_left(subscriber.resumable)
 
     def rename(self, request: OpenRequest, frontend: int, request_id: int) -> None:
         """Give an open request to another frontend."""

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.backend.engine.lingering.streams import NO_READER
+from penstock.backend.engine.requests.stream_table import NO_READER
 from penstock.shm.link.events import Cancellation, FrontendDeath
 from penstock.shm.messages import FailureCode, Finish, Keep, Linger, Sampling, StreamName, StreamQuestion
 from tests.backend.harness import Bench, Received, expected_tokens
@@ -244,7 +244,7 @@ def test_log_probabilities_are_repeated() -> None:
 
 def test_new_stream_takes_the_place_of_one_that_has_ended_but_of_none_that_runs() -> None:
     bench = Bench()
-    lingering = bench.requests.lingering
+    lingering = bench.requests.streams
     lingering._max_streams = 2
     for number in range(3):
         bench.submit(PROMPT, 8, request_id=number, linger=linger(f"s{number}"))

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections import defaultdict
+import secrets
+from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING
 
-from penstock.backend.engine.vectors import Vectors, pack_dense, pack_sparse
+from penstock.backend.engine.steps.vectors import Vectors, pack_dense, pack_sparse
 from penstock.shm.messages import MAX_VECTOR_PART_BYTES, Finish, Pooled, Started, VectorPart
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.backend.engine.delivery import Delivery
     from penstock.backend.engine.interfaces import IEngineLink
-    from penstock.backend.engine.open_requests import OpenRequests
-    from penstock.backend.engine.vector_cache import VectorCache
+    from penstock.backend.engine.requests.delivery import Delivery
+    from penstock.backend.engine.requests.request_table import RequestTable
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.sequences.subscribers import Subscriber
     from penstock.shm.link.events import Submission
@@ -26,7 +27,46 @@ logger = logging.getLogger("penstock.backend")
 
 _SPARSE_PART_VALUES = MAX_VECTOR_PART_BYTES // 8
 """Values and indices of a part together obey the limit of values alone, so that a message holds any part."""
+_ENTRY_BYTES = 512
+"""Memory of an entry in addition to its values: objects and the key, rounded up."""
+_KEY_BYTES = 32
 _Due = tuple["Sequence", "Subscriber", Vectors]
+
+
+class VectorCache:
+    """At most max_bytes of vectors; the least recently used one goes first. Different salts share nothing.
+
+    Entries are found by a hash with a secret key, so nobody can make two inputs that have the same one.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._secret = secrets.token_bytes(_KEY_BYTES)
+        self._entries: OrderedDict[bytes, Vectors] = OrderedDict()
+        self.num_bytes = 0
+
+    def key(self, salt: bytes, pooled: Pooled, tokens: bytes) -> bytes:
+        """Return a hash of everything that an input's vector depends on. tokens are packed int32."""
+        head = f"{pooled.kind} {pooled.second_start} {len(salt)} ".encode()
+        return hashlib.blake2b(b"".join((head, salt, tokens)), digest_size=_KEY_BYTES, key=self._secret).digest()
+
+    def get(self, key: bytes) -> Vectors | None:
+        if (vectors := self._entries.get(key)) is not None:
+            self._entries.move_to_end(key)
+        return vectors
+
+    def put(self, key: bytes, vectors: Vectors) -> None:
+        """Keep a copy if it fits."""
+        num_bytes = _entry_bytes(vectors)
+        if num_bytes > self._max_bytes:
+            return
+        if (old := self._entries.pop(key, None)) is not None:
+            self.num_bytes -= _entry_bytes(old)
+        self._entries[key] = vectors.copy()
+        self.num_bytes += num_bytes
+        while self.num_bytes > self._max_bytes:
+            _, oldest = self._entries.popitem(last=False)
+            self.num_bytes -= _entry_bytes(oldest)
 
 
 class VectorDelivery:
@@ -36,7 +76,7 @@ class VectorDelivery:
         self,
         link: IEngineLink,
         board: BackendBoard,
-        open_requests: OpenRequests,
+        open_requests: RequestTable,
         delivery: Delivery,
         cache: VectorCache | None = None,
     ) -> None:
@@ -131,3 +171,7 @@ def _parts(request_id: int, vectors: Vectors, values: bytes) -> Iterator[VectorP
     for start in range(0, max(1, len(values)), part_bytes):
         part = slice(start, start + part_bytes)
         yield VectorPart(request_id, num_vectors, num_values, values[part], indices[part])
+
+
+def _entry_bytes(vectors: Vectors) -> int:
+    return vectors.num_bytes + _ENTRY_BYTES

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from penstock.backend.errors import StartupError
-from penstock.backend.kv_cache.whole_plan import check_context
+from penstock.backend.kv_cache.budget.whole_plan import check_context
 from penstock.process.options import format_size
 
 if TYPE_CHECKING:
     from penstock.backend.forward_pass import PassSpec
+    from penstock.backend.kv_cache.budget.memory import MemoryInfo
     from penstock.backend.kv_cache.kv_groups import KvGroups
-    from penstock.backend.kv_cache.memory import MemoryInfo
 
 CPU_BUDGET_BYTES = 2_000_000_000
 """CPU default; memory is shared with other programs."""

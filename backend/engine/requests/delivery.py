@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from penstock.backend.engine.interfaces import IEngineLink
-    from penstock.backend.engine.open_requests import OpenRequests
     from penstock.backend.engine.quoting.quote_errors import QuoteErrors
+    from penstock.backend.engine.requests.request_table import RequestTable
     from penstock.backend.scheduling.step_plan import Plan
-    from penstock.backend.sequences.kept import KeptChoice
+    from penstock.backend.sequences.resumable_stream import ResumableChoice
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.sequences.subscribers import Subscriber
     from penstock.shm.memory.board import BackendBoard
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 class Delivery:
     """Sends tokens. Those that are only a token to every subscriber take the fast path, all together; see
-    `Sequence.settle`."""
+    `Sequence.update_fast_path`."""
 
     def __init__(
         self,
         link: IEngineLink,
         board: BackendBoard,
-        open_requests: OpenRequests,
+        open_requests: RequestTable,
         quote_errors: QuoteErrors | None = None,
     ) -> None:
         """quote_errors learns from the answers; None if nothing is quoted."""
@@ -71,14 +71,14 @@ class Delivery:
         """Deliver the sequence's next token. Subscribers that it ends leave; with the last one the sequence ends."""
         index = len(sequence.tokens)
         sequence.tokens.append(token_id)
-        if sequence.kept_logprobs is not None and logprobs is not None:
-            sequence.kept_logprobs.append(logprobs)
+        if sequence.past_logprobs is not None and logprobs is not None:
+            sequence.past_logprobs.append(logprobs)
         for subscriber in tuple(sequence.subscribers):
             if subscriber.contradicts(index, token_id):
                 self._separate(sequence, subscriber)
             elif self._send(sequence, subscriber, index, token_id, logprobs):
                 self._open_requests.remove(sequence, subscriber)
-        sequence.settle()
+        sequence.update_fast_path()
 
     def deliver_scored(self, sequence: Sequence, entries: list[EventLogprobs]) -> None:
         """Deliver log probabilities of the next tokens of the prompt; the event of each is its index."""
@@ -114,8 +114,8 @@ class Delivery:
     def replay(self, sequence: Sequence, subscriber: Subscriber) -> None:
         """Send a late joiner all tokens so far. Its own limit may be among them."""
         for index in range(subscriber.next_index, len(sequence.tokens)):
-            # kept_logprobs is aligned with the end of tokens.
-            logprobs = sequence.kept_logprobs[index - len(sequence.tokens)] if sequence.kept_logprobs else None
+            # past_logprobs is aligned with the end of tokens.
+            logprobs = sequence.past_logprobs[index - len(sequence.tokens)] if sequence.past_logprobs else None
             if self._send(sequence, subscriber, index, sequence.tokens[index], logprobs):
                 self._open_requests.remove(sequence, subscriber)
                 return
@@ -151,9 +151,9 @@ class Delivery:
     def start(self, sequence: Sequence, subscriber: Subscriber) -> Started:
         """Return the message that accompanies a subscriber's first token, or its vector."""
         subscriber.is_started, subscriber.resumed = True, None
-        kept = subscriber.kept
-        if kept is not None and kept.started is not None:  # another reader
-            return msgspec.structs.replace(kept.started, request_id=subscriber.request_id)
+        choice = subscriber.resumable
+        if choice is not None and choice.started is not None:  # another reader
+            return msgspec.structs.replace(choice.started, request_id=subscriber.request_id)
         if self._quote_errors is not None:
             self._quote_errors.note_first_token(subscriber)
         queue_s = 0.0 if subscriber.has_joined or sequence.queue_s is None else sequence.queue_s
@@ -162,8 +162,8 @@ class Delivery:
         if not subscriber.has_joined:
             self._board.cached_tokens += num_cached
         started = Started(subscriber.request_id, num_cached, queue_s, subscriber.has_joined)
-        if kept is not None:
-            kept.started = started
+        if choice is not None:
+            choice.started = started
         return started
 
     def fail(self, sequence: Sequence, code: FailureCode = FailureCode.INTERNAL, text: str = "") -> None:
@@ -209,23 +209,23 @@ class Delivery:
             case _:
                 self._board.requests_failed += 1
 
-    def repeat(self, frontend: int, message: Generate, kept: KeptChoice, num_received: int) -> None:
+    def repeat(self, frontend: int, message: Generate, choice: ResumableChoice, num_received: int) -> None:
         """Send a request that has ended to another reader, after the tokens that the reader has. It is not counted
         again."""
-        request_id, width, tokens = message.request_id, message.sampling.num_reported, kept.tokens
-        failure = None if kept.failure is None else msgspec.structs.replace(kept.failure, request_id=request_id)
-        started = None if kept.started is None else msgspec.structs.replace(kept.started, request_id=request_id)
-        entries = kept.logprobs if width >= 0 else None
+        request_id, width, tokens = message.request_id, message.sampling.num_reported, choice.tokens
+        failure = None if choice.failure is None else msgspec.structs.replace(choice.failure, request_id=request_id)
+        started = None if choice.started is None else msgspec.structs.replace(choice.started, request_id=request_id)
+        entries = choice.logprobs if width >= 0 else None
         brings_end = failure is None and num_received < len(tokens)  # the last token does
         for index in range(num_received, len(tokens)):
-            finish = kept.finish if brings_end and index + 1 == len(tokens) else Finish.NONE
+            finish = choice.finish if brings_end and index + 1 == len(tokens) else Finish.NONE
             logprobs = None if entries is None else _narrowed(entries[index], 0, width)
             self._link.push(frontend, request_id, tokens[index], finish, started=started, logprobs=logprobs)
             started = None
         if not brings_end:
-            self._link.push(frontend, request_id, NO_TOKEN, kept.finish, failure=failure)
+            self._link.push(frontend, request_id, NO_TOKEN, choice.finish, failure=failure)
         if (recorder := self._open_requests.recorder) is not None:
-            recorder.note_end(frontend, request_id, kept.finish, failure)
+            recorder.note_end(frontend, request_id, choice.finish, failure)
 
     def answer(self, frontend: int, request_id: int, finish: Finish, failure: Failure | None = None) -> None:
         """Answer a request that does not run. It is neither counted nor recorded."""
@@ -260,13 +260,13 @@ def keep_end(
     It is then removed from the table of open requests. num_tokens counts the sequence's first tokens that belong to it;
     None means all.
     """
-    if subscriber.kept is not None:
+    if subscriber.resumable is not None:
         first = sequence.num_prompt_tokens
-        tokens, logprobs = sequence.tokens[first:num_tokens], sequence.kept_logprobs
+        tokens, logprobs = sequence.tokens[first:num_tokens], sequence.past_logprobs
         if subscriber.num_logprobs < 0 or logprobs is None:
-            subscriber.kept.end(finish, tokens, None, failure)
+            subscriber.resumable.end(finish, tokens, None, failure)
         else:
-            subscriber.kept.end(finish, tokens, logprobs[: len(tokens)], failure)
+            subscriber.resumable.end(finish, tokens, logprobs[: len(tokens)], failure)
 
 
 def _narrowed(logprobs: EventLogprobs, event: int, width: int) -> EventLogprobs:

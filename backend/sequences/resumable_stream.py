@@ -1,4 +1,4 @@
-"""Streams that outlive their readers: the kept parts of each, and whether it still runs."""
+"""Streams that outlive their readers: the parts of each, and whether it still runs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _TOP_BYTES = 72
 
 
 @dataclass(slots=True, eq=False)
-class KeptChoice:
+class ResumableChoice:
     """One request of a stream. While it runs its tokens are those of its sequence."""
 
-    stream: KeptStream
+    stream: ResumableStream
     open_as: tuple[int, int]
     """(frontend, request id) in the table of open requests, while it runs."""
     has_reader: bool = True
@@ -50,7 +50,7 @@ class KeptChoice:
 
 
 @dataclass(slots=True, eq=False)
-class KeptStream:
+class ResumableStream:
     """The parts of one client request's stream, by choice."""
 
     number: int
@@ -58,7 +58,7 @@ class KeptStream:
     tenant: bytes
     linger_s: int
     record: bytes = b""
-    choices: dict[int, KeptChoice] = field(default_factory=dict)
+    choices: dict[int, ResumableChoice] = field(default_factory=dict)
     expires_s: float | None = None
     """None while a choice has a reader."""
 

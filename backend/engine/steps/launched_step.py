@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from penstock.backend.buffers.shared_outputs import share_outputs
-from penstock.backend.engine.batch_builder import keep_rows
-from penstock.backend.engine.vectors import collect_vectors
+from penstock.backend.engine.steps.batch_builder import keep_rows
+from penstock.backend.engine.steps.vectors import collect_vectors
 from penstock.backend.forward_pass import NOT_FINITE
 from penstock.backend.structured_output.masks import StepMasks, fill_masks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from penstock.backend.engine.vectors import Vectors
+    from penstock.backend.engine.steps.vectors import Vectors
     from penstock.backend.forward_pass import IBatchedForwardPass, PendingOutput, StepBatch, TokenLogprobs
     from penstock.backend.forward_pass.extensions import IHostPages
     from penstock.backend.scheduling.step_plan import Plan
