@@ -52,4 +52,3 @@ async def answer_quote(request: PreparedRequest, policy: RequestPolicy, served: 
         latest_finish_ms=milliseconds(quote.latest_finish_s),
         meets_deadline=None if left_s is None or quote.finish_s is None else quote.finish_s <= left_s,
     )
-

@@ -17,7 +17,7 @@ from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.shm.link.connected_frontend import ConnectedFrontend
 from penstock.shm.link.events import Submission
 from penstock.shm.memory.board import BackendBoard
-from penstock.shm.messages import EventLogprobs, Failure, Finish, Sampling, Started, Submit, encode
+from penstock.shm.messages import EventLogprobs, Failure, Finish, Generate, Sampling, Started, encode
 
 if TYPE_CHECKING:
     from penstock.backend.engine.recording.recorder import Recorder
@@ -134,8 +134,14 @@ class BareLoop:
         """Submit requests that run to the end of the context. Prompts have one length and no common prefix."""
         for number in range(self._num_submitted, self._num_submitted + count):
             tokens = array("i", [number % _VOCAB_SIZE, number // _VOCAB_SIZE, *range(2, _PROMPT_TOKENS)]).tobytes()
-            submit = Submit(number, tokens, _PROMPT_TOKENS, _CONTEXT_TOKENS, Sampling(temperature=0.0))
-            self._link.arrivals.append(Submission(number % _NUM_FRONTENDS, submit, tokens))
+            message = Generate(
+                request_id=number,
+                tokens=tokens,
+                num_prompt_tokens=_PROMPT_TOKENS,
+                max_tokens=_CONTEXT_TOKENS,
+                sampling=Sampling(temperature=0.0),
+            )
+            self._link.arrivals.append(Submission(number % _NUM_FRONTENDS, message, tokens))
         self._num_submitted += count
 
     @property

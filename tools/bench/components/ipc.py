@@ -18,7 +18,7 @@ from penstock.shm.client import BackendClient, GenerationRequest
 from penstock.shm.link.backend_link import BackendLink
 from penstock.shm.link.events import Submission
 from penstock.shm.memory.board import BackendBoard
-from penstock.shm.messages import Finish, ModelCard, Sampling, Started
+from penstock.shm.messages import Finish, ModelCard, PromptHeader, Sampling, Started
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.harness.run import measurement_run
@@ -103,7 +103,7 @@ def _serve(socket_path: Path, num_streams: int, report: Connection) -> None:
     board = BackendBoard.create()
     link = BackendLink(socket_path, card, board)
     wake_fd = os.eventfd(0)
-    submissions: list[Submission] = []
+    submissions: list[Submission[PromptHeader]] = []
     while len(submissions) < num_streams:
         board.beat()
         link.wait(0.1, wake_fd)

@@ -25,7 +25,7 @@ from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.shm.link.events import Cancellation, Submission
 from penstock.shm.memory.board import BackendBoard
-from penstock.shm.messages import Sampling, Submit
+from penstock.shm.messages import Generate, Sampling
 from penstock.tools.bench.components.simulated_device import VOCAB_SIZE, RecordingLink, SimulatedDevice
 
 if TYPE_CHECKING:
@@ -194,8 +194,14 @@ class Simulation:
         self._requests.append(request)
         tokens = array("i", cast("tuple[int, ...]", planned.prompt))
         packed, sampling = tokens.tobytes(), Sampling(temperature=0.0)
-        submit = Submit(request_id, packed, len(tokens), planned.output_tokens, sampling)
-        submission = Submission(request_id % _NUM_FRONTENDS, submit, packed)
+        message = Generate(
+            request_id=request_id,
+            tokens=packed,
+            num_prompt_tokens=len(tokens),
+            max_tokens=planned.output_tokens,
+            sampling=sampling,
+        )
+        submission = Submission(request_id % _NUM_FRONTENDS, message, packed)
         self._at(now_s + WIRE_S, lambda _now_s: self._link.arrivals.append(submission))
         if planned.drop is not None and planned.drop.after_events == 0:
             self._at(now_s + planned.drop.delay_s, lambda now_s: self._hang_up(request_id, now_s))

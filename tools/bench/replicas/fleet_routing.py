@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable, Mapping, Sequence
 
-    from penstock.shm.messages import Submit
+    from penstock.shm.messages import Generate
 
 CELL_SIZE = 32
 """Backends that one prefix table serves, behind a ring of cells."""
@@ -41,7 +41,7 @@ class Place(Protocol):
 
 
 class Policy(Protocol):
-    def place(self, alive: Sequence[Place], submit: Submit, tokens: array[int]) -> Place:
+    def place(self, alive: Sequence[Place], message: Generate, tokens: array[int]) -> Place:
         """Choose one of the backends that are alive, of which there is at least one."""
 
 
@@ -49,12 +49,12 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = itertools.count()
 
-    def place(self, alive: Sequence[Place], _submit: Submit, _tokens: array[int]) -> Place:
+    def place(self, alive: Sequence[Place], _message: Generate, _tokens: array[int]) -> Place:
         return alive[next(self._turn) % len(alive)]
 
 
 class LeastLoaded:
-    def place(self, alive: Sequence[Place], _submit: Submit, _tokens: array[int]) -> Place:
+    def place(self, alive: Sequence[Place], _message: Generate, _tokens: array[int]) -> Place:
         return min(alive, key=lambda place: place.load)
 
 
@@ -88,7 +88,7 @@ class HashRing:
     def __init__(self, num_backends: int) -> None:
         self._ring = _Ring(num_backends)
 
-    def place(self, alive: Sequence[Place], _submit: Submit, tokens: array[int]) -> Place:
+    def place(self, alive: Sequence[Place], _message: Generate, tokens: array[int]) -> Place:
         by_index = {place.index: place for place in alive}
         return by_index[self._ring.find(_first_name(tokens), {place.index: place.load for place in alive})]
 
@@ -99,8 +99,8 @@ class PrefixRouting:
     def __init__(self) -> None:
         self._router = Router(PrefixTable.private(_KEY))
 
-    def place(self, alive: Sequence[Place], submit: Submit, tokens: array[int]) -> Place:
-        return cast("Place", self._router.place(cast("Any", alive), submit, tokens))
+    def place(self, alive: Sequence[Place], message: Generate, tokens: array[int]) -> Place:
+        return cast("Place", self._router.place(cast("Any", alive), message, tokens))
 
 
 class Cells:
@@ -111,13 +111,13 @@ class Cells:
         self._ring = _Ring(num_cells)
         self._routers = [PrefixRouting() for _ in range(num_cells)]
 
-    def place(self, alive: Sequence[Place], submit: Submit, tokens: array[int]) -> Place:
+    def place(self, alive: Sequence[Place], message: Generate, tokens: array[int]) -> Place:
         cells: dict[int, list[Place]] = {}
         for place in alive:
             cells.setdefault(place.index // CELL_SIZE, []).append(place)
         loads = {cell: sum(place.load for place in members) / len(members) for cell, members in cells.items()}
         cell = self._ring.find(_first_name(tokens), loads)
-        return self._routers[cell].place(cells[cell], submit, tokens)
+        return self._routers[cell].place(cells[cell], message, tokens)
 
 
 POLICIES: dict[str, Callable[[int], Policy]] = {

@@ -26,7 +26,7 @@ from penstock.shm.link.events import Submission
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.memory.page_digest import PageDigestWriter, digest_bytes
 from penstock.shm.memory.prefix_table import Owner
-from penstock.shm.messages import Sampling, Submit
+from penstock.shm.messages import Generate, Sampling
 from penstock.tools.bench.components.simulated_device import VOCAB_SIZE, RecordingLink, SimulatedDevice
 
 if TYPE_CHECKING:
@@ -237,17 +237,21 @@ class Fleet:
     def _submit(self, request_id: int) -> None:
         stream = self._streams[request_id]
         packed = stream.tokens.tobytes()
-        submit = Submit(
-            request_id, packed, stream.num_prompt_tokens, self._traffic.output_tokens, Sampling(temperature=1.0)
+        message = Generate(
+            request_id=request_id,
+            tokens=packed,
+            num_prompt_tokens=stream.num_prompt_tokens,
+            max_tokens=self._traffic.output_tokens,
+            sampling=Sampling(temperature=1.0),
         )
         alive = [backend for backend in self._backends if backend.is_alive]
         started_ns = time.thread_time_ns()
-        chosen = self._policy.place(alive, submit, stream.tokens)
+        chosen = self._policy.place(alive, message, stream.tokens)
         self._routing_ns += time.thread_time_ns() - started_ns
         self._num_routed += 1
         backend = self._backends[chosen.index]
         backend.open[request_id] = stream
-        backend.link.arrivals.append(Submission(request_id % 4, submit, packed))
+        backend.link.arrivals.append(Submission(request_id % 4, message, packed))
         self._turn_at(backend, self._now_s)
 
     def _turn_at(self, backend: _Backend, at_s: float) -> None:
