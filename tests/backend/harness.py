@@ -17,9 +17,12 @@ from penstock.backend.passes.fake import FakePass, next_token
 from penstock.shm.link.events import Cancellation, Submission
 from penstock.shm.messages import (
     NO_TOKEN,
+    AskQuote,
     EventLogprobs,
     Failure,
     Finish,
+    Generate,
+    Pool,
     Pooled,
     PooledKind,
     Progress,
@@ -27,7 +30,6 @@ from penstock.shm.messages import (
     Sampling,
     Started,
     StreamRecord,
-    Submit,
     VectorPart,
 )
 from penstock.tools.rig.engine_rig import EngineRig, RigSizes
@@ -245,12 +247,21 @@ class Bench(EngineRig):
         sampling: Sampling = GREEDY,
         stop_ids: tuple[int, ...] = (),
         num_prompt_tokens: int | None = None,
+        kind: type[Generate | AskQuote] = Generate,
         **options: Any,
     ) -> None:
         tokens = packed(prompt)
         num_prompt_tokens = num_prompt_tokens or len(prompt)
-        submit = Submit(request_id, tokens, num_prompt_tokens, max_tokens, sampling, stop_ids, **options)
-        self.link.arrivals.append(Submission(frontend, submit, tokens))
+        message = kind(
+            request_id=request_id,
+            tokens=tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop_token_ids=stop_ids,
+            **options,
+        )
+        self.link.arrivals.append(Submission(frontend, message, tokens))
 
     def submit_pooled(
         self,
@@ -266,7 +277,9 @@ class Bench(EngineRig):
     ) -> None:
         """Submit a pooled request."""
         pooled = Pooled(kind, second_start, num_dimensions, normalize, group)
-        self.submit(tokens, 1, request_id=request_id, pooled=pooled, **({"may_share": True} | options))
+        frontend, options = options.pop("frontend", 1), {"may_share": True, "num_prompt_tokens": len(tokens)} | options
+        message = Pool(request_id=request_id, tokens=packed(tokens), pooled=pooled, **options)
+        self.link.arrivals.append(Submission(frontend, message, packed(tokens)))
 
     def cancel(self, request_id: int = 0, frontend: int = 1) -> None:
         self.link.arrivals.append(Cancellation(frontend, request_id))

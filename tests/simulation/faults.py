@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.backend.sequences.subscribers import Subscriber
     from penstock.backend.structured_output.compile_grammar import CompiledGrammar
     from penstock.shm.link.events import Submission
-    from penstock.shm.messages import EventLogprobs, Started
+    from penstock.shm.messages import EventLogprobs, Generate, Pool, Started
     from tests.simulation.world import World
 
 ENGINE_ERRORS = ("add", "note", "build", "deliver", "step")
@@ -94,10 +94,16 @@ class FaultyIntake(Intake):
         self._world = world
 
     def assign_sequence(
-        self, submission: Submission, grammar: CompiledGrammar | None, arrived_s: float, deadline_s: float | None
+        self, submission: Submission[Generate], grammar: CompiledGrammar | None, arrived_s: float
     ) -> None:
         try:
-            super().assign_sequence(submission, grammar, arrived_s, deadline_s)
+            super().assign_sequence(submission, grammar, arrived_s)
+        finally:
+            self._world.judge.note_submission(submission.frontend, submission.request_id, arrived_s)
+
+    def pool(self, submission: Submission[Pool], arrived_s: float) -> None:
+        try:
+            super().pool(submission, arrived_s)
         finally:
             self._world.judge.note_submission(submission.frontend, submission.request_id, arrived_s)
 

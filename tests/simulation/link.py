@@ -16,10 +16,12 @@ from penstock.shm.messages import (
     Failure,
     FailureCode,
     Finish,
+    Generate,
+    Pool,
     Pooled,
     Progress,
+    PromptHeader,
     Started,
-    Submit,
     VectorPart,
 )
 from penstock.tools.rig.links import DroppingLink
@@ -68,29 +70,35 @@ class Frontend:
     def submit(self, ask: Ask, request_id: int, timeout_ms: int) -> None:
         self.asks[request_id] = ask
         tokens = array("i", ask.prompt + ask.got).tobytes()
-        submit = Submit(
-            request_id=request_id,
-            tokens=tokens,
-            num_prompt_tokens=len(ask.prompt),
-            max_tokens=ask.max_tokens,
-            sampling=ask.sampling,
-            stop_token_ids=ask.stop_ids,
-            salt=ask.salt,
-            tenant=ask.tenant,
-            weight=ask.weight,
-            may_share=ask.may_share,
-            priority=ask.priority,
-            timeout_ms=timeout_ms,
-            constraints=ask.constraints,
-            num_prompt_logprobs=ask.num_prompt_logprobs,
-            pooled=None if ask.vector is None else Pooled("embed", group=ask.group),
-            admitted_ns=ask.admitted_ns,
-        )
+        header: dict[str, Any] = {
+            "request_id": request_id,
+            "tokens": tokens,
+            "num_prompt_tokens": len(ask.prompt),
+            "salt": ask.salt,
+            "tenant": ask.tenant,
+            "weight": ask.weight,
+            "may_share": ask.may_share,
+            "priority": ask.priority,
+            "timeout_ms": timeout_ms,
+            "admitted_ns": ask.admitted_ns,
+        }
+        message: PromptHeader
+        if ask.vector is not None:
+            message = Pool(pooled=Pooled("embed", group=ask.group), **header)
+        else:
+            message = Generate(
+                max_tokens=ask.max_tokens,
+                sampling=ask.sampling,
+                stop_token_ids=ask.stop_ids,
+                constraints=ask.constraints,
+                num_prompt_logprobs=ask.num_prompt_logprobs,
+                **header,
+            )
         if ask.is_embedded and not ask.got:
             prompt: Any = LentPrompt(ask.prompt)
-            self.wire.append(Submission(self.epoch, submit, b"", embeddings=prompt))
+            self.wire.append(Submission(self.epoch, message, b"", embeddings=prompt))
         else:
-            self.wire.append(Submission(self.epoch, submit, tokens))
+            self.wire.append(Submission(self.epoch, message, tokens))
         ask.num_lives += 1
 
     def cancel(self, request_id: int) -> None:
@@ -166,11 +174,11 @@ class SimulatedLink(DroppingLink):
                     self._outboxes.pop(epoch, None)
 
     def _receive_submission(self, event: Submission) -> Iterator[LinkEvent]:
-        world, submit = self._world, event.submit
+        world, message = self._world, event.message
         key = event.frontend, event.request_id
         ask = world.ask_of(*key)
-        deadline_s = world.now_s + submit.timeout_ms / 1000 if submit.timeout_ms else None
-        num_given_tokens = len(event.tokens) // 4 - submit.num_prompt_tokens if event.tokens else 0
+        deadline_s = world.now_s + message.timeout_ms / 1000 if message.timeout_ms else None
+        num_given_tokens = len(event.tokens) // 4 - message.num_prompt_tokens if event.tokens else 0
         opened = Open(ask, num_given_tokens, deadline_s, embeddings=event.embeddings)
         world.covered["embedded"] += event.embeddings is not None
         if opened.next_index or not ask.scores:

@@ -123,7 +123,7 @@ def _keeps_log_probabilities_twice(deliver: Any, delivery: Delivery, sequence: S
 
 
 def _grammars_begin_anew(make: Any, intake: Intake, submission: Submission, *rest: Any, **options: Any) -> Any:
-    prompt = submission.tokens[: 4 * submission.submit.num_prompt_tokens]
+    prompt = submission.tokens[: 4 * submission.message.num_prompt_tokens]
     return make(intake, replace(submission, tokens=prompt), *rest, **options)
 
 
@@ -131,7 +131,7 @@ def _refuses_what_was_admitted(patch: pytest.MonkeyPatch) -> None:
     find_refusal = Intake.find_refusal
 
     def refuses(intake: Intake, submission: Submission) -> Failure | None:
-        if submission.submit.admitted_ns and intake._is_full_for(submission.submit):
+        if submission.message.admitted_ns and intake._is_full_for(submission.message):
             return Failure(submission.request_id, FailureCode.OVERLOADED)
         return find_refusal(intake, submission)
 
@@ -183,7 +183,7 @@ REQUEST_BUGS: dict[str, Plant] = {
         Intake,
         "submit",
         lambda submit, intake, event: submit(
-            intake, replace(event, submit=msgspec.structs.replace(event.submit, priority=-event.submit.priority))
+            intake, replace(event, message=msgspec.structs.replace(event.message, priority=-event.message.priority))
         ),
     ),
     "a new subscriber does not end the fast path": wrap(Sequence, "subscribe", _a_newcomer_is_not_noticed),

@@ -55,7 +55,7 @@ class Ask:
     ended: Finish | None = None
     submitted_ns: int = 0
     admitted_ns: int = 0
-    """`Submit.admitted_ns`: 0 until it is resubmitted."""
+    """`PromptHeader.admitted_ns`: 0 until it is resubmitted."""
     num_lives: int = 0
     vector: list[float] | None = None
     """The vector that a pooled request must receive, instead of tokens."""

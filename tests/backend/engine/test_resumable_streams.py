@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.backend.engine.requests.stream_table import NO_READER
-from penstock.shm.link.events import Cancellation, FrontendDeath
-from penstock.shm.messages import FailureCode, Finish, Keep, Linger, Sampling, StreamName, StreamQuestion
+from penstock.shm.link.events import Cancellation, FrontendDeath, Question
+from penstock.shm.messages import AskStream, FailureCode, Finish, Keep, Linger, Sampling, StreamName, StreamQuestion
 from tests.backend.harness import Bench, Received, expected_tokens
 from tests.backend.recorded import Recorded
 
@@ -25,7 +25,8 @@ def linger(stream: str = "s", tenant: bytes = b"t", choice: int = 0, record: byt
 
 
 def ask(bench: Bench, stream: str = "s", tenant: bytes = b"t", action: Any = "read") -> Received:
-    bench.submit([0], 1, frontend=9, request_id=70, asks=StreamQuestion(StreamName(tenant, stream), action))
+    question = StreamQuestion(StreamName(tenant, stream), action)
+    bench.link.arrivals.append(Question(9, AskStream(request_id=70, question=question)))
     bench.turn()
     return bench.link.received.pop((9, 70))
 

@@ -18,9 +18,9 @@ from penstock.backend.start.startup import locate_model
 from penstock.process.children import exit_on_sigterm
 from penstock.process.options import make_app
 from penstock.shm.link.backend_link import BackendLink
-from penstock.shm.link.events import Submission
+from penstock.shm.link.events import Submission, carries
 from penstock.shm.memory.board import BackendBoard
-from penstock.shm.messages import Finish, ModelCard, Started
+from penstock.shm.messages import Finish, Generate, ModelCard, Started
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -90,7 +90,7 @@ class StaticServer:
         self._board = board
         self._num_rows = num_rows
         self._wake_fd = os.eventfd(0)
-        self._arrived: list[Submission] = []
+        self._arrived: list[Submission[Generate]] = []
 
     def run(self) -> None:
         while True:
@@ -103,12 +103,13 @@ class StaticServer:
 
     def _receive(self) -> None:
         self._board.beat()
-        self._arrived += [event for event in self._link.receive() if isinstance(event, Submission)]
+        events = self._link.receive()
+        self._arrived += [event for event in events if isinstance(event, Submission) and carries(event, Generate)]
 
-    def _serve(self, submissions: Sequence[Submission]) -> None:
+    def _serve(self, submissions: Sequence[Submission[Generate]]) -> None:
         """Run the requests as one batch. Each step's tokens leave at once, except those that may be held."""
         prompts = [np.frombuffer(submission.tokens, np.int32) for submission in submissions]
-        num_tokens = [submission.submit.max_tokens for submission in submissions]
+        num_tokens = [submission.message.max_tokens for submission in submissions]
         num_delivered = 0
 
         def deliver(token_ids: list[int]) -> None:

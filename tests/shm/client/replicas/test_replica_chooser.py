@@ -27,7 +27,7 @@ KEY = bytes(range(32))
 class FakeStream:
     def __init__(self, request: GenerationRequest) -> None:
         self.tokens = request.prompt_tokens()
-        self.submit = request.to_submit(0, len(self.tokens))
+        self.message = request.to_message(0, len(self.tokens))
         self.backend = ""
 
 
@@ -100,7 +100,7 @@ class ReplicaStates(RuleBasedStateMachine):
         request = GenerationRequest([prompt] * length, 8, GREEDY, may_share=may_share)
         before = {id(client): len(client.streams) for client in self.clients if client.ready}
         twins = [
-            one for one in self.open if may_share and one.submit.may_share and one.tokens == request.prompt_tokens()
+            one for one in self.open if may_share and one.message.may_share and one.tokens == request.prompt_tokens()
         ]
         try:
             stream = cast("FakeStream", self.set.submit(request))
@@ -204,7 +204,7 @@ def test_prompt_goes_where_most_of_it_is_cached(
     if sent_to is not None:
         for name in table.names(tokens, b""):
             table.note(name, replicas[sent_to].owner)
-    assert ReplicaChooser(table).place(replicas, request.to_submit(0, len(tokens)), tokens) is replicas[expected]
+    assert ReplicaChooser(table).place(replicas, request.to_message(0, len(tokens)), tokens) is replicas[expected]
 
 
 def test_request_goes_to_a_replica_with_its_adapter() -> None:
@@ -219,7 +219,7 @@ def test_request_goes_to_a_replica_with_its_adapter() -> None:
     chooser = ReplicaChooser(PrefixTable.private(KEY))
     for adapter, expected in (("id-1", replicas[1:2]), ("", replicas[::2]), ("id-2", replicas)):
         request = GenerationRequest([7] * 200, 8, GREEDY, adapter=adapter)
-        assert chooser.place(replicas, request.to_submit(0, 200), request.prompt_tokens()) in expected
+        assert chooser.place(replicas, request.to_message(0, 200), request.prompt_tokens()) in expected
 
 
 @pytest.mark.parametrize("others_open", [0, 30])
