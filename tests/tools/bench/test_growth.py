@@ -1,4 +1,4 @@
-"""Decode steps on the bare pass: how they grow, and attention against reading memory."""
+"""Decode steps on the bare pass, and how they grow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from penstock.backend.passes.decoder.cpu.path_choice import load_kernels
 from penstock.tools.bench.components import growth
-from penstock.tools.bench.components.attention import AttentionPoint, attention_aims
 from penstock.tools.bench.components.growth import PARTS, GrowthPoint
 
 if TYPE_CHECKING:
@@ -65,27 +64,3 @@ def test_throughput_counts_every_row_and_shares_are_of_all_parts() -> None:
     point = GrowthPoint(100, rows=4, vocab_size=10, step_ms=8.0, parts_ms={"linears": 3.0, "attention": 1.0})
     assert point.tokens_per_s == 500.0
     assert point.share("attention") == 0.25
-
-
-def test_attention_is_compared_with_reading_for_each_cache(bench: BenchCommand) -> None:
-    require_kernels()
-    sizes = ("--contexts", "70", "--rows", "1,2", "--groups", "1,3", "--kv-heads", "2", "--cache-mib", "1")
-    run = bench("attention", *sizes, "--kv-dtypes", "bf16", "--kv-dtypes", "q8_0", "--rounds", "1")
-    assert run.status == 0, run.errors
-    points = run.report["sections"]["attention"]
-    kinds = [("bf16", 1), ("bf16", 3), ("q8_0", 1), ("q8_0", 3)]
-    assert [(point["kv_dtype"], point["group"], point["rows"]) for point in points] == [
-        (*kind, rows) for kind in kinds for rows in (1, 2)
-    ]
-    for point in points:
-        assert point["share"] == pytest.approx(point["attention_gb_per_s"] / point["read_gb_per_s"])
-    assert len(run.report["aims"]) == len(kinds)
-
-
-def test_aim_is_for_the_slowest_point_of_a_cache() -> None:
-    points = [
-        AttentionPoint("bf16", group, 100, 1, 7.0, 10.0, share) for group, share in ((1, 0.9), (1, 0.6), (3, 0.8))
-    ]
-    aims = attention_aims(points)
-    assert [(aim.value, aim.reached) for aim in aims] == [(0.6, False), (0.8, True)]
-    assert "groups of 3" in aims[1].name
