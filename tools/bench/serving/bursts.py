@@ -164,18 +164,12 @@ async def _measure_side(
 
 def bursts_table(shape: str, results: Sequence[BurstResult]) -> Table:
     columns = ["requests", "wall ms", "TTFT ms\np50 / p99", "tokens\nstreamed", "generated", "computed"]
-    columns += [
-        "prompt tokens\ncomputed",
-        "distinct",
-        "cached",
-        "coalesced",
-        "wall, by\none alone",
-        "prompt,\nby distinct",
-    ]
+    columns += ["prompt tokens\ncomputed", "distinct", "cached", "coalesced", "wall, by\none alone", "by\ndistinct"]
     table = make_table(f"{shape} requests at once: medians of {len(results[0].burst)} repeats", *columns)
     for found in results:
         ratios = ("", ""), (f"{found.wall_ratio:.3f} ×", f"{found.prefill_ratio:.3f} ×")
-        for name, sides, shown in zip(("1 alone", str(found.streams)), (found.alone, found.burst), ratios, strict=True):
+        names = "1 alone", f"{found.streams} {shape}"
+        for name, sides, shown in zip(names, (found.alone, found.burst), ratios, strict=True):
             wall_s, p50_s, p99_s, *counts = (
                 statistics.median(getattr(side, field) for side in sides) for field in BurstSide.__slots__
             )
