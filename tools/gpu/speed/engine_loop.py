@@ -1,4 +1,4 @@
-"""The engine without its link: the real scheduler, batch builder and executor; tokens are only counted."""
+"""The engine with its executor's threads and without its link: tokens are noted with their time, and not sent."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from penstock.backend.engine.steps.batch_builder import BatchBuilder
+from penstock.backend.engine.requests.limits import EngineLimits
 from penstock.backend.engine.steps.executor import SWITCH_INTERVAL_S, Executor
-from penstock.backend.engine.steps.step_timing import StepTiming
-from penstock.backend.forward_pass import NOT_FINITE, SamplingParams
-from penstock.backend.kv_cache.page_pool import PagePool
-from penstock.backend.scheduling.scheduler import Scheduler
-from penstock.backend.sequences.sequence import Sequence
-from penstock.backend.sequences.subscribers import Subscriber
 from penstock.process.garbage_collection import resume_collection
+from penstock.shm.link.events import Submission
+from penstock.shm.messages import Finish, Generate, Sampling
+from penstock.tools.rig.engine_rig import EngineRig, RigSizes
+from penstock.tools.rig.links import DroppingLink
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,20 +23,24 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from penstock.backend.engine.steps.launched_step import StepResult
-    from penstock.backend.forward_pass import IBatchedForwardPass
+    from penstock.backend.engine.steps.launched_step import PageSaves, StepResult
+    from penstock.backend.forward_pass import IBatchedForwardPass, StepBatch
+    from penstock.backend.scheduling.step_plan import Plan
+    from penstock.shm.messages import EventLogprobs, Failure, Progress, Started
 
-_GREEDY = SamplingParams(temperature=0.0)
+_GREEDY = Sampling(temperature=0.0)
 _WAIT_S = 5.0
 """Timeout for the next result; a step takes far less."""
+_ANY_TOKEN = (1 << 31) - 1
+"""Stands for the size of the vocabulary: the pass checks its tokens itself."""
 
 
 @dataclass(eq=False)
 class TokenStream:
-    """One request and the times of its tokens, in seconds of the monotonic clock."""
+    """One request, its tokens and their times, in seconds of the monotonic clock."""
 
-    num_new_tokens: int
     submitted_s: float
+    token_ids: list[int] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
 
     @property
@@ -55,118 +57,132 @@ class LoopSizes:
     max_context_tokens: int
 
 
+class _TimingLink(DroppingLink):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: dict[int, TokenStream] = {}
+        self.ended: list[TokenStream] = []
+        self.fault = ""
+        """How a request ended, if not after its last token."""
+
+    def push(
+        self,
+        frontend: int,
+        request_id: int,
+        token_id: int,
+        finish: Finish = Finish.NONE,
+        started: Started | None = None,
+        failure: Failure | None = None,
+        logprobs: EventLogprobs | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        super().push(frontend, request_id, token_id, finish, started, failure, logprobs, progress)
+        stream = self.open[request_id]
+        if token_id >= 0:
+            stream.token_ids.append(token_id)
+            stream.token_times_s.append(time.monotonic())
+        if finish:
+            self.ended.append(self.open.pop(request_id))
+        if finish not in (Finish.NONE, Finish.LENGTH):
+            self.fault = f"request {request_id} ended as {finish.name}: {failure}"
+
+
+class _RaisingExecutor(Executor):
+    """Raises the error of a failed step, as there is no other request to save."""
+
+    num_launched = 0
+
+    def launch(self, plan: Plan, batch: StepBatch, saves: PageSaves) -> None:
+        self.num_launched += 1
+        super().launch(plan, batch, saves)
+
+    def results(self) -> list[StepResult]:
+        results = super().results()
+        for result in results:
+            if result.error is not None:
+                raise result.error
+        return results
+
+
 class EngineLoop:
     """Used by one thread. The pass belongs to the executor's thread."""
 
     def __init__(self, make_pass: Callable[[], IBatchedForwardPass], sizes: LoopSizes) -> None:
         """make_pass runs on the executor's thread, and also creates the cache."""
-        self._scheduler = Scheduler(
-            PagePool(sizes.num_pages), sizes.page_tokens, sizes.max_running, sizes.max_batch_tokens
-        )
-        self._builder = BatchBuilder(sizes.max_running, -(-sizes.max_context_tokens // sizes.page_tokens))
-        self._executor = Executor(1)
+        self._executor, self._link = _RaisingExecutor(1), _TimingLink()
         self._executor.start(make_pass)
         # As a backend does before it serves. Without it, a collection of torch's objects stops steps for 0.1 s.
         resume_collection()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._step_timing = StepTiming()
-        self._streams: dict[Sequence, TokenStream] = {}
+        rig_sizes = RigSizes(
+            num_pages=sizes.num_pages,
+            page_size_tokens=sizes.page_tokens,
+            max_running=sizes.max_running,
+            max_batch_tokens=sizes.max_batch_tokens,
+        )
+        limits = EngineLimits(_ANY_TOKEN, sizes.max_context_tokens, max_waiting=1 << 20)
+        self._rig = EngineRig(self._link, self._executor, rig_sizes, limits)
+        self._num_submitted = 0
         self.on_end: Callable[[TokenStream], None] = lambda _stream: None
         """Called with each stream that ends, between steps. It may submit more requests."""
         self.turn_s: list[float] = []
-        """Host seconds of applying, planning, building and launching: one entry per turn that planned a step, including
-        the turns without a plan before it."""
+        """Host seconds of the loop: one entry per turn that planned a step, including the turns without a plan before
+        it."""
         self._unplanned_s = 0.0
-        self.num_steps = 0
 
     @property
     def num_open(self) -> int:
-        return len(self._streams)
+        return len(self._link.open)
+
+    @property
+    def num_steps(self) -> int:
+        return self._rig.board.steps
 
     def submit(self, prompt: NDArray[np.int32], num_new_tokens: int) -> TokenStream:
-        now_s = time.monotonic()
-        total = len(prompt) + num_new_tokens
-        subscriber = Subscriber(0, len(self._streams), total, frozenset(), len(prompt), now_s, is_started=True)
-        sequence = Sequence(subscriber, prompt.tobytes(), len(prompt), _GREEDY)
-        stream = self._streams[sequence] = TokenStream(num_new_tokens, now_s)
-        self._scheduler.add(sequence)
+        tokens, number = prompt.tobytes(), self._num_submitted
+        self._num_submitted += 1
+        message = Generate(
+            request_id=number,
+            tokens=tokens,
+            num_prompt_tokens=len(prompt),
+            max_tokens=num_new_tokens,
+            sampling=_GREEDY,
+        )
+        self._link.arrivals.append(Submission(0, message, tokens))
+        stream = self._link.open[number] = TokenStream(time.monotonic())
         return stream
 
     def run(self, until: Callable[[], bool]) -> None:
         """Run until `until()` is true or no request is open.
 
-        Raises the error of a failed step, and TimeoutError if a step does not end in time.
+        Raises the error of a failed step, ArithmeticError if a request fails without one, and TimeoutError if a step
+        does not end in time.
         """
-        while self._streams and not until():
-            plan_due_s = self._turn()
+        while self._link.open and not until():
+            self._turn()
+            if self._link.arrivals or not self._executor.is_busy:
+                continue
+            plan_due_s = self._rig.engine.plan_due_s
             wait_s = _WAIT_S if plan_due_s is None else plan_due_s
-            has_result = not self._executor.is_busy or select.select([self._executor.wake_fd], [], [], wait_s)[0]
+            has_result = select.select([self._executor.wake_fd], [], [], wait_s)[0]
             if not has_result and plan_due_s is None:
                 raise TimeoutError(f"no step ended within {_WAIT_S:g} s")
 
     def close(self) -> None:
         """Stop the executor and its pass. Open requests are dropped."""
-        for sequence in list(self._streams):
-            self._scheduler.remove(sequence)
-        self._streams.clear()
         self._executor.close()
+        self._rig.board.close()
         gc.unfreeze()  # the next model needs the memory of this one, which may be in cycles of references
 
-    def _turn(self) -> float | None:
-        """Apply results and plan steps. Returns seconds until the next plan is due, or None: after the next result."""
-        started_s = time.perf_counter()
-        self._executor.clear_wake()
-        ended: list[TokenStream] = []
-        for result in self._executor.results():
-            self._apply(result, ended)
-        num_planned, plan_due_s = self._plan_steps()
+    def _turn(self) -> None:
+        started_s, num_launched = time.perf_counter(), self._executor.num_launched
+        self._rig.engine.turn()
         self._unplanned_s += time.perf_counter() - started_s
-        if num_planned:
+        if self._executor.num_launched > num_launched:
             self.turn_s.append(self._unplanned_s)
             self._unplanned_s = 0.0
+        if self._link.fault:
+            raise ArithmeticError(self._link.fault)
+        ended, self._link.ended = self._link.ended, []
         for stream in ended:
             self.on_end(stream)
-        return plan_due_s
-
-    def _plan_steps(self) -> tuple[int, float | None]:
-        """Plan as late as the device allows, like the engine. Returns the number of steps, and what `_turn` returns."""
-        num_planned = 0
-        while self._executor.has_capacity:
-            if (spare_s := self._step_timing.spare_s(self._executor.running_s())) > 0:
-                return num_planned, spare_s
-            started_ns = time.thread_time_ns()
-            if not (plan := self._scheduler.plan()):
-                break
-            self._executor.launch(plan, self._builder.build(plan), self._scheduler.take_saves())
-            self._step_timing.note_plan(sum(plan.lengths), (time.thread_time_ns() - started_ns) / 1e9)
-            num_planned += 1
-        return num_planned, None
-
-    def _apply(self, result: StepResult, ended: list[TokenStream]) -> None:
-        """Apply a step's tokens as the engine does: most rows take the fast path."""
-        if result.error is not None:
-            raise result.error
-        plan, now_s = result.plan, time.monotonic()
-        self._step_timing.note_result(sum(plan.lengths), result.step_s, result.launch_s)
-        self.num_steps += 1
-        tokens = dict(zip(plan.logit_rows, result.token_ids, strict=True))
-        rows = zip(plan.sequences, plan.generations, plan.ends, strict=True)
-        for index, (sequence, generation, end) in enumerate(rows):
-            if sequence.generation != generation:
-                continue
-            token = tokens.get(index)
-            if token == NOT_FINITE:
-                raise ArithmeticError("a row's logits are not finite")
-            if end >= sequence.fast_path_until:
-                self._scheduler.note_computed(sequence, end)
-            if token is None:
-                continue
-            sequence.tokens.append(token)
-            stream = self._streams[sequence]
-            stream.token_times_s.append(now_s)
-            if len(sequence.tokens) >= sequence.max_total_tokens:
-                self._scheduler.remove(sequence)
-                del self._streams[sequence]
-                ended.append(stream)
-            elif end >= sequence.fast_path_until:
-                sequence.settle()
