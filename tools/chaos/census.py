@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,7 +144,7 @@ class Watch:
         for key, points in self._rss.items():
             if len(points) > 1 and points[-1][0] > points[0][0]:
                 (first, from_bytes), (last, to_bytes) = points[0], points[-1]
-                slope = 10_000 * _slope(points)
+                slope = 10_000 * statistics.linear_regression(*zip(*points, strict=True)).slope
                 found.append(Growth(self._roles[key], key[0], last - first, from_bytes, to_bytes, slope))
         return found
 
@@ -161,11 +162,3 @@ def check_memory(ledger: Ledger, growths: Iterable[Growth]) -> None:
                 f"{growth.role} {growth.pid}: {grown:,} bytes in {growth.requests:,} requests; "
                 f"at most {growth.limit_bytes:,}",
             )
-
-
-def _slope(points: list[tuple[int, int]]) -> float:
-    """Bytes for each request, by least squares."""
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0

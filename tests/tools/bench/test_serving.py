@@ -136,7 +136,7 @@ def test_identical_streams_are_computed_once_while_they_overlap(bench: BenchComm
 def test_shared_prefix_that_ends_within_a_page_is_computed_once(bench: BenchCommand) -> None:
     lengths = ["--prefix-tokens", "70", "--prompt-tokens", "3", "--output-tokens", "2"]
     # Its own seed: the server still has pages of other tests' prompts.
-    run = bench("load", "--shape", "shared-prefix", *FAKE, "--concurrency", "5", "--seed", "7", *lengths)
+    run = bench("load", "--shape", "shared-prefix", *FAKE, "--concurrency", "5", "--seed", "700", *lengths)
     assert run.status == 0, run.errors
     (found,) = run.report["sections"]["shared_prefix"]
     for entry in found["burst"]:
