@@ -161,6 +161,18 @@ class Candidate:
         return sequence
 
 
+# Who may join. Equal requests have equal tokens, so a request can join at any time and is sent what it has missed. That
+# is safe as long as this backend has computed those tokens. A resumed sequence begins with tokens that it has not:
+#
+#   |--- prompt ---|--- claimed ---|--- computed here ---|
+#                  ^ num_prompt    ^ num_claimed
+#
+# A frontend may lie, so its claims must reach no other frontend. A request that brings all the claimed tokens itself
+# learns nothing new, and joins. One with fewer would be sent the rest: it joins only if its own frontend is among the
+# claimants. If nothing was claimed, anybody joins. Requests whose tokens contradict the sequence's never join, so each
+# claim that contradicts another has a sequence of its own, under the same key.
+
+
 @dataclass(slots=True, eq=False)
 class _Offer:
     """A sequence that can be joined.
@@ -186,7 +198,7 @@ class _Offer:
         if presented.num_tokens >= self.num_claimed or self.num_claimed == presented.num_prompt_tokens:
             return True
         # Log probabilities of claimed tokens are not known.
-        return presented.frontend in self.claimants and self.sequence.kept_logprobs is None
+        return presented.frontend in self.claimants and self.sequence.past_logprobs is None
 
     def is_ahead_of(self, presented: Presented) -> bool:
         """Whether the request can join only if the sequence begins with the request's fewer tokens. It is not planned
@@ -233,15 +245,15 @@ class Coalescer:
     def offer(self, key: ShareKey | PooledKey, sequence: Sequence, presented: Presented) -> None:
         """Make the sequence joinable.
 
-        It is found before others with this key, but after those that are held: more requests of their groups may still
-        come. Sequences that have sampled their last token are dropped.
+        It is found before others with this key, but after those in the restart grace: more requests of their groups may
+        still come. Sequences that have sampled their last token are dropped.
         """
         offers = self._offers.setdefault(key, [])
         for stale in [offer for offer in offers if not offer.is_alive] or offers[_MAX_OFFERS - 1 :]:
             offers.remove(stale)
             del self._keys[stale.sequence]
-        num_held = sum(offer.sequence.order < 0 for offer in offers)
-        offers.insert(num_held, _Offer(sequence, presented.num_tokens, {presented.frontend}))
+        num_delayed = sum(offer.sequence.order < 0 for offer in offers)
+        offers.insert(num_delayed, _Offer(sequence, presented.num_tokens, {presented.frontend}))
         self._keys[sequence] = key
 
     def withdraw(self, sequence: Sequence) -> None:

@@ -12,7 +12,7 @@ from penstock.shm.messages import Finish
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from penstock.backend.engine.launched_step import PageSaves, StepResult
+    from penstock.backend.engine.steps.launched_step import PageSaves, StepResult
     from penstock.backend.forward_pass import StepBatch
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.shm.link.events import LinkEvent

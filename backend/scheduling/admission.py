@@ -177,8 +177,8 @@ class Admission:
         if num_pages and num_held + self._groups.most_pages(len(sequence.tokens) + 1) > num_due:
             return False
         num_slots = 0 if self._running.num_free_slots else 1
-        kept = {newcomer for newcomer, _ in self.newcomers}
-        victims = self._preemption.choose_victims(account, num_slots, num_pages, kept)
+        newcomers = {newcomer for newcomer, _ in self.newcomers}
+        victims = self._preemption.choose_victims(account, num_slots, num_pages, newcomers)
         for victim in victims:
             self._preemption.preempt(victim, requeue=False)
         self._displaced += victims

@@ -51,7 +51,7 @@ class Preemption:
         return max((running for running in others if running.account is most), key=_turn)
 
     def choose_victims(
-        self, account: TenantAccount, num_slots: int, num_pages: int, kept: set[Sequence]
+        self, account: TenantAccount, num_slots: int, num_pages: int, spared: set[Sequence]
     ) -> list[Sequence]:
         """Sequences to preempt so that num_slots and num_pages become free for the tenant; none if too many would be
         needed.
@@ -65,7 +65,7 @@ class Preemption:
         num_freed = 0
         for sequence in sorted(self._running.sequences, key=_turn, reverse=True):
             owner, num_its_pages = sequence.account, len(sequence.kv.held_pages)
-            if owner is account or owner.service < account.service or sequence is first or sequence in kept:
+            if owner is account or owner.service < account.service or sequence is first or sequence in spared:
                 continue
             share = self._tenants.share_of(owner)
             if num_slots and num_running[owner] - 1 < share * self._running.max_running:

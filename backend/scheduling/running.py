@@ -5,18 +5,27 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from penstock.backend.kv_cache.no_prefix_cache import NoPrefixCache
-from penstock.backend.kv_cache.prefix_cache import PrefixCache
+from penstock.backend.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
 
 if TYPE_CHECKING:
-    from collections.abc import Set as AbstractSet
-
     from penstock.backend.kv_cache.kv_groups import KvGroups
     from penstock.backend.kv_cache.page_pool import PagePool
     from penstock.backend.kv_cache.prefix_cache import Awaited, Prefix
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.sequences.kv_state import KvState
     from penstock.backend.sequences.sequence import Sequence
+
+# How a page is copied. A sequence whose prompt agrees with a cached page only up to its middle gets a page of its own,
+# and the step copies the other page there before its rows run. Four things make that safe:
+#
+#   Only tokens of applied steps are copied, so the source's values were written by an earlier step.
+#   The source may still be filled by its own sequence: that one writes behind the copied tokens, never over them.
+#   An idle source could be evicted by the pages that are allocated in the same plan, and be written in the step that
+#   copies it. So it is held until the plan is made. Later plans may take it: steps run in their order.
+#   If the row is dropped before its step is launched, its copy is dropped too (`Plan.keep`), and the page is released.
+#
+# Holding an idle source needs one more available page than the sequence itself (`may_copy`); without one, the tokens
+# are computed.
 
 
 class RunningSequences:
@@ -177,7 +186,7 @@ class RunningSequences:
             return 0
         return self.groups.later_pages(sequence.num_given_tokens, sequence.kv.passed, len(sequence.kv.pages))
 
-    def check_integrity(self, waiting: list[Sequence], awaited: AbstractSet[Awaited]) -> None:
+    def check_integrity(self, waiting: list[Sequence], awaited: set[Awaited]) -> None:
         """Raises RuntimeError unless pages and slots are conserved, and what parked sequences wait for is computed."""
         self.pool.check_integrity()
         holders = Counter(page for sequence in self.sequences for page in sequence.kv.held_pages)

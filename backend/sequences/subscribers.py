@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from penstock.backend.sequences.kept import KeptChoice
+    from penstock.backend.sequences.resumable_stream import ResumableChoice
     from penstock.shm.link.events import Submission
     from penstock.shm.messages import Generate, Pooled, PromptHeader
 
@@ -51,7 +51,7 @@ class Subscriber:
     """It receives how much of the prompt is computed, until its first token."""
     prediction: Prediction | None = None
     """Compared with the actual times; None for most requests."""
-    kept: KeptChoice | None = None
+    resumable: ResumableChoice | None = None
     """The part of the request that outlives its reader, if it lingers."""
 
     @classmethod

@@ -35,7 +35,7 @@ class WaitingSubmission:
 
 
 class GrammarQueue:
-    """Owned by `OpenRequests`, on the main thread. A thread of the compiler calls `wake` when a grammar is compiled.
+    """Owned by `RequestTable`, on the main thread. A thread of the compiler calls `wake` when a grammar is compiled.
 
     max_waiting requests may wait, and beyond that those of a tenant with less than its share of the places
     (`tenant_places`).

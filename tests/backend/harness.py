@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.backend.engine.launched_step import launch_step
-from penstock.backend.engine.limits import EngineLimits
+from penstock.backend.engine.requests.limits import EngineLimits
+from penstock.backend.engine.steps.launched_step import launch_step
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.passes.fake import FakePass, next_token
 from penstock.shm.link.events import Cancellation, Submission
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.backend.engine.launched_step import PageSaves
-    from penstock.backend.engine.vector_cache import VectorCache
+    from penstock.backend.engine.requests.vector_delivery import VectorCache
+    from penstock.backend.engine.steps.launched_step import PageSaves
     from penstock.backend.forward_pass import PassSpec, StepBatch
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.structured_output.grammar_queue import GrammarQueue

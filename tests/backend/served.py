@@ -10,11 +10,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from penstock.backend.buffers.options import make_exporter
-from penstock.backend.engine.batch_builder import BatchBuilder
-from penstock.backend.engine.executor import Executor
-from penstock.backend.engine.limits import EngineLimits
 from penstock.backend.engine.loop import Engine
-from penstock.backend.engine.requests import Requests
+from penstock.backend.engine.requests.handling import RequestHandling
+from penstock.backend.engine.requests.limits import EngineLimits
+from penstock.backend.engine.steps.batch_builder import BatchBuilder
+from penstock.backend.engine.steps.executor import Executor
 from penstock.backend.forward_pass import IBatchedForwardPass
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.scheduling.scheduler import Scheduler
@@ -50,7 +50,9 @@ def served(
         link = BackendLink(path, card, board, exporter=exporter)
         pool = PagePool(num_pages, names=(digest := PageDigestWriter(board.behind, page_size)))
         scheduler = Scheduler(pool, page_size, MAX_RUNNING, 6)
-        requests = Requests.make(link, scheduler, board, EngineLimits(card.vocab_size, card.max_context_tokens, 100))
+        requests = RequestHandling.make(
+            link, scheduler, board, EngineLimits(card.vocab_size, card.max_context_tokens, 100)
+        )
         engine = Engine(link, executor, scheduler, BatchBuilder(MAX_RUNNING, num_pages), requests, board)
         thread = threading.Thread(target=engine.run)
         thread.start()

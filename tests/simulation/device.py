@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.backend.engine.launched_step import launch_step
+from penstock.backend.engine.steps.launched_step import launch_step
 from penstock.tools.rig.executors import ThreadlessExecutor
 from tests.simulation.chain_pass import ChainPass
 from tests.simulation.rules import SimulatedLateMasks
@@ -18,7 +18,7 @@ from tests.simulation.violations import PlantedFault, Violation
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.backend.engine.launched_step import LaunchedStep, PageSaves, StepResult
+    from penstock.backend.engine.steps.launched_step import LaunchedStep, PageSaves, StepResult
     from penstock.backend.forward_pass import IBatchedForwardPass, StepBatch
     from penstock.backend.scheduling.step_plan import Plan, PlanRow
     from penstock.backend.sequences.sequence import Sequence

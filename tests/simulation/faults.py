@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.backend.engine.batch_builder import BatchBuilder
-from penstock.backend.engine.delivery import Delivery
-from penstock.backend.engine.intake import Intake
+from penstock.backend.engine.requests.delivery import Delivery
+from penstock.backend.engine.requests.intake import Intake
+from penstock.backend.engine.steps.batch_builder import BatchBuilder
 from penstock.backend.scheduling.admission import Admission
 from penstock.backend.scheduling.running import RunningSequences
 from penstock.backend.scheduling.scheduler import Scheduler

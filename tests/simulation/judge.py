@@ -154,7 +154,7 @@ class Judge:
         match code:
             case FailureCode.OVERLOADED:
                 room, limit = backend.scheduler.num_free_slots, self._world.setup.max_waiting
-                held = backend.requests.table.settlement._held
+                held = backend.requests.table.restart_grace._delayed
                 num_waiting = backend.scheduler.num_waiting + len(held) - room
                 most = max(num_waiting, num_compiling := backend.grammar_queue.num_waiting)
                 waiting = [*backend.scheduler._waiting.sequences(), *held]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.backend.engine import intake as intake_module
-from penstock.backend.engine.batch_builder import BatchBuilder
+from penstock.backend.engine import coalescer as coalescer_module
+from penstock.backend.engine.steps.batch_builder import BatchBuilder
 from penstock.backend.kv_cache import prefix_cache as prefix_cache_module
 from penstock.backend.kv_cache.host_offload import HostOffload
 from penstock.backend.kv_cache.page_pool import PagePool
@@ -174,7 +174,7 @@ PAGE_BUGS: dict[str, Plant] = {
         BatchBuilder, "build", lambda build, *args: _with_first_embeddings(build(*args))
     ),
     "pages of embeddings are found by their token ids": lambda patch: patch.setattr(
-        intake_module.secrets, "token_bytes", bytes
+        coalescer_module.secrets, "token_bytes", bytes
     ),
     "pages are not restored": wrap(BatchBuilder, "build", lambda build, *args: replace(build(*args), page_restores=())),
     "a page restore outlives its row": wrap(Plan, "keep", _page_restores_stay_when_their_row_is_dropped),

@@ -6,7 +6,7 @@ from collections import Counter
 from random import Random
 from typing import TYPE_CHECKING
 
-from penstock.backend.engine.executor import ExecutorFailed
+from penstock.backend.engine.steps.executor import ExecutorFailed
 from penstock.shm.link.events import FrontendDeath
 from penstock.shm.messages import Finish
 from tests.simulation.backend import Backend

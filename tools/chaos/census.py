@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.tools.bench.harness.processes import process_use
+from penstock.process.children import process_use, stat_fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -47,7 +47,7 @@ class ProcessState:
 def process_state(role: str, pid: int, tcp_inodes: frozenset[str]) -> ProcessState | None:
     """None if it has ended."""
     try:
-        started_ticks = int(_stat_fields(pid)[19])
+        started_ticks = int(stat_fields(pid)[19])
         links = [_target(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
         rss_bytes = process_use(pid).rss_bytes
     except OSError:
@@ -63,27 +63,6 @@ def _target(path: Path) -> str:
         return ""
 
 
-def _stat_fields(pid: int) -> list[str]:
-    """The fields after the command's name, which may contain anything."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def is_running(pid: int) -> bool:
-    """False for a zombie."""
-    try:
-        return _stat_fields(pid)[0] != "Z"
-    except OSError:
-        return False
-
-
-def is_stopped(pid: int) -> bool:
-    """True after SIGSTOP has taken effect."""
-    try:
-        return _stat_fields(pid)[0] == "T"
-    except OSError:
-        return False
-
-
 def connection_inodes() -> frozenset[str]:
     """Inodes of all TCP connections of this machine that somebody still holds."""
     inodes = set()
@@ -94,20 +73,6 @@ def connection_inodes() -> frozenset[str]:
             if fields[3] != _LISTENING and fields[9] != "0":
                 inodes.add(fields[9])
     return frozenset(inodes)
-
-
-def session_members(session: int) -> dict[int, str]:
-    """The state of each process of the session ("Z" is a zombie), by pid."""
-    members = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                fields = _stat_fields(int(entry.name))
-            except OSError:
-                continue  # it ended while we looked
-            if int(fields[3]) == session:
-                members[int(entry.name)] = fields[0]
-    return members
 
 
 def take_census(roles: Mapping[str, Iterable[int]]) -> list[ProcessState]:

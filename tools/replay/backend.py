@@ -10,9 +10,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.backend.engine.limits import EngineLimits
-from penstock.backend.engine.recording.recorder import Recorder
-from penstock.backend.engine.step_timing import StepTiming
+from penstock.backend.engine.recorder import Recorder
+from penstock.backend.engine.requests.limits import EngineLimits
+from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.memory.ring import Stretch
 from penstock.shm.recording.events import pack_event

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from penstock.backend.engine.launched_step import launch_step
+from penstock.backend.engine.steps.launched_step import launch_step
 from penstock.backend.errors import StartupError
 from penstock.backend.options import BackendOptions
 from penstock.commands.recorder.command import read_lives

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.backend.engine.launched_step import LaunchedStep
+from penstock.backend.engine.steps.launched_step import LaunchedStep
 from penstock.backend.forward_pass import StepOutput
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.backend.engine.launched_step import PageSaves
+    from penstock.backend.engine.steps.launched_step import PageSaves
     from penstock.backend.forward_pass import StepBatch
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.tools.replay.arrivals import Arrivals

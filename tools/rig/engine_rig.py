@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.backend.engine.batch_builder import BatchBuilder, WholeBatchBuilder
 from penstock.backend.engine.loop import Engine
-from penstock.backend.engine.requests import Requests
+from penstock.backend.engine.requests.handling import RequestHandling
+from penstock.backend.engine.steps.batch_builder import BatchBuilder, WholeBatchBuilder
 from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.scheduling.scheduler import Scheduler
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.backend.engine.interfaces import IEngineLink, IExecutor
-    from penstock.backend.engine.limits import EngineLimits
-    from penstock.backend.engine.recording.recorder import Recorder
-    from penstock.backend.engine.step_timing import StepTiming
-    from penstock.backend.engine.vector_cache import VectorCache
+    from penstock.backend.engine.recorder import Recorder
+    from penstock.backend.engine.requests.limits import EngineLimits
+    from penstock.backend.engine.requests.vector_delivery import VectorCache
+    from penstock.backend.engine.steps.step_timing import StepTiming
     from penstock.backend.scheduling.interface import ISequenceScheduler
     from penstock.backend.structured_output.grammar_queue import GrammarQueue
 
@@ -93,7 +93,7 @@ class EngineRig:
         self.board = board or BackendBoard.create()
         self.scheduler: ISequenceScheduler = sizes.make_scheduler(pool or PagePool(sizes.num_pages))
         builder = sizes.make_builder(limits.max_context_tokens, has_adapters=bool(limits.adapters))
-        self.requests = Requests.make(
+        self.requests = RequestHandling.make(
             link,
             self.scheduler,
             self.board,

@@ -11,7 +11,7 @@ from penstock.backend.engine.interfaces import IExecutor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.backend.engine.launched_step import LaunchedStep, PageSaves, StepResult
+    from penstock.backend.engine.steps.launched_step import LaunchedStep, PageSaves, StepResult
     from penstock.backend.forward_pass import StepBatch
     from penstock.backend.scheduling.step_plan import Plan
 

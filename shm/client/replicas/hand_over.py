@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from penstock.shm.client.open_stream import OpenStream
-    from penstock.shm.client.replicas.routing import Replica
+    from penstock.shm.client.replicas.replica_chooser import Replica
     from penstock.shm.messages import Generate
 
 logger = logging.getLogger("penstock.client")

@@ -21,7 +21,7 @@ from penstock.shm.client.client import BackendClient
 from penstock.shm.client.connection import Membership
 from penstock.shm.client.replicas.hand_over import HandOver
 from penstock.shm.client.replicas.place import Place
-from penstock.shm.client.replicas.routing import Replica, Router
+from penstock.shm.client.replicas.replica_chooser import Replica, ReplicaChooser
 from penstock.shm.client.replicas.socket_directory import index_of, name_of
 from penstock.shm.client.request import GenerationRequest
 from penstock.shm.link.join import Refused
@@ -70,7 +70,7 @@ class ReplicaSet:
         if len(set(socket_paths)) < len(socket_paths):
             raise ValueError("socket_paths contains the same path twice")
         self._model: ModelCard | None = None
-        self._router = Router(PrefixTable.private(secrets.token_bytes(32)) if prefixes is None else prefixes)
+        self._chooser = ReplicaChooser(PrefixTable.private(secrets.token_bytes(32)) if prefixes is None else prefixes)
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_looks = 0
         self._is_started = self._is_closed = False
@@ -209,7 +209,7 @@ class ReplicaSet:
             return submit(ready[0].client)
         tokens = request.prompt_tokens()
         wanted = request.to_message(0, len(tokens))
-        best = self._router.place(ready, wanted, tokens)
+        best = self._chooser.place(ready, wanted, tokens)
         try:
             return self._named(submit(best.client), best)
         except Overloaded:
@@ -297,7 +297,7 @@ class ReplicaSet:
 
     async def _hand_over(self, replica: Replica) -> None:
         try:
-            await HandOver(replica, self._target_of, self._move, self._router.twin_of).run()
+            await HandOver(replica, self._target_of, self._move, self._chooser.twin_of).run()
         finally:
             replica.hands_over = False
 
@@ -307,7 +307,7 @@ class ReplicaSet:
         others = self._others(source)
         if not any(other.has_adapter(stream.message.adapter) for other in others) and self._comes_back(source):
             return None
-        return self._router.place(others, stream.message, stream.tokens) if others else None
+        return self._chooser.place(others, stream.message, stream.tokens) if others else None
 
     def _comes_back(self, replica: Replica) -> bool:
         return any(replica in place.replicas and not place.is_leaving(replica) for place in self._places)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from penstock.backend.buffers.shared_prompts import SharedPromptRows
-from penstock.backend.engine.batch_builder import keep_rows
+from penstock.backend.engine.steps.batch_builder import keep_rows
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens, StepBatch
 from penstock.backend.scheduling.step_plan import Plan
-from penstock.tools.gpu_check.checks.pass_agreement import RowsOnHost
+from penstock.tools.gpu.checks.pass_agreement import RowsOnHost
 from tests.backend.buffers.embedded_prompts import StubLoan, fakes_tokens, random_rows, submit_embedded
 from tests.backend.harness import Bench, expected_tokens
 

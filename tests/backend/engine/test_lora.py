@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.backend.engine.batch_builder import keep_rows
+from penstock.backend.engine.steps.batch_builder import keep_rows
 from penstock.backend.forward_pass import NO_ADAPTER
 from penstock.backend.passes.fake import FakePass, next_token
 from penstock.backend.scheduling.step_plan import Plan

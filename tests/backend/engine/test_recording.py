@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.backend.engine.recording import recorder as module
+from penstock.backend.engine import recorder as module
 from penstock.backend.passes.fake import FakePass, StatefulFakePass
 from penstock.shm.link.events import FrontendDeath
 from penstock.shm.messages import Finish

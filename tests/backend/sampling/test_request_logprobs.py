@@ -74,7 +74,7 @@ def test_logprobs_are_kept_only_if_a_late_subscriber_may_come(may_share: bool, n
     bench.submit(PROMPT, 20, sampling=Sampling(temperature=0.0, num_logprobs=1), may_share=may_share)
     while len(bench.received().token_ids) < 5:
         bench.turn()
-    kept = bench.requests.table.of_frontend(1)[0].sequence.kept_logprobs
+    kept = bench.requests.table.of_frontend(1)[0].sequence.past_logprobs
     assert (len(kept) if kept is not None else None) == num_kept
     assert None not in bench.received().logprobs
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.engine.batch_builder import BatchBuilder
-from penstock.backend.engine.executor import Executor, ExecutorFailed
 from penstock.backend.engine.loop import Engine
+from penstock.backend.engine.steps.batch_builder import BatchBuilder
+from penstock.backend.engine.steps.executor import Executor, ExecutorFailed
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import FROM_SLOT, DeviceLost, PassOptions, SlotInit, StepBatch
 from penstock.backend.passes.decoder.cuda import workspace_plan as plan

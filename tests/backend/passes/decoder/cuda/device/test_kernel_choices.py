@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.backend.errors import StartupError
-from penstock.backend.kv_cache.memory import MemoryInfo
+from penstock.backend.kv_cache.budget.memory import MemoryInfo
 from penstock.backend.options import GPU_STEP_TOKENS, PAGE_TOKENS, BackendOptions
 from penstock.backend.passes.decoder.cuda.device import kernel_choices
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import (
