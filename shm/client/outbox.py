@@ -15,13 +15,10 @@ from penstock.shm.memory.arena import ArenaFull
 from penstock.shm.messages import (
     MAX_INLINE_PROMPT_TOKENS,
     MAX_POOL_BATCH,
-    AskQuote,
     BufferRef,
     FailureCode,
     Finish,
-    Generate,
     Keep,
-    Pool,
     PromptHeader,
 )
 
@@ -32,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.shm.client.open_stream import OpenStream
     from penstock.shm.client.open_streams import OpenStreams
     from penstock.shm.client.session import Session
+    from penstock.shm.messages import Pool
 
 PromptT = TypeVar("PromptT", bound=PromptHeader)
 _MAX_TIMEOUT_MS = 1 << 31
@@ -107,13 +105,9 @@ class Outbox:
         if _has_expired(stream):
             self._streams.finish(stream, Finish.EXPIRED)
             return True
-        match stream.message:
-            case Generate() | Pool() | AskQuote() as message:
-                return self._send_prompt(session, stream, _timed(message, stream))
-            case question:
-                return session.send(question)
-
-    def _send_prompt(self, session: Session, stream: OpenStream, message: Generate | Pool | AskQuote) -> bool:
+        if not isinstance(stream.message, PromptHeader):
+            return session.send(stream.message)
+        message = _timed(stream.message, stream)
         if isinstance(message.tokens, BufferRef):
             return session.send(message)
         if not session.can_carry(len(stream.tokens)):

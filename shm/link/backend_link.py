@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from penstock.shm.buffers.buffer_export import BufferExporter
     from penstock.shm.link.connected_frontend import ConnectedFrontend
     from penstock.shm.memory.board import BackendBoard, FrontendBoard
-    from penstock.shm.messages import BufferRef, ModelCard, PromptHeader
+    from penstock.shm.messages import ModelCard
 
 logger = logging.getLogger("penstock.link")
 
@@ -209,15 +209,13 @@ class BackendLink:
 
     def _take(self, frontend: ConnectedFrontend, message: ToBackend) -> None:
         match message:
-            case Generate():
-                self._take_prompt(frontend, message, message.output, is_batched=message.batch_delivery)
-            case Pool() | AskQuote():
+            case Generate() | Pool() | AskQuote():
                 self._take_prompt(frontend, message)
             case PoolBatch(inputs):
                 for pool in inputs:
                     self._take_prompt(frontend, pool)
             case CancelOther() | AskStream():
-                self._open(frontend, message.request_id)
+                frontend.open(message)
                 self._events.append(Question(frontend.epoch, message))
             case Cancel(request_id, noticed_ns, keep):
                 if request_id in frontend.open_requests:
@@ -230,27 +228,13 @@ class BackendLink:
                 if frontend.epoch in self._pending and frontend.is_due:
                     self._flush_one(frontend)
 
-    def _open(self, frontend: ConnectedFrontend, request_id: int, *, is_batched: bool = False) -> None:
-        if request_id in frontend.open_requests:
-            raise WireError(f"request {request_id} is open already")
-        frontend.open(request_id, is_batched=is_batched)
-
-    def _take_prompt(
-        self,
-        frontend: ConnectedFrontend,
-        message: PromptHeader,
-        output_ref: BufferRef | None = None,
-        *,
-        is_batched: bool = False,
-    ) -> None:
+    def _take_prompt(self, frontend: ConnectedFrontend, message: Generate | Pool | AskQuote) -> None:
         request_id = message.request_id
-        self._open(frontend, request_id, is_batched=is_batched)
+        frontend.open(message)
         try:
-            output = frontend.borrow_output(message, output_ref)
+            output = frontend.borrow_output(message) if isinstance(message, Generate) else None
             embeddings = frontend.borrow_embeddings(message)
-            tokens = frontend.copy_tokens(message) if embeddings is None else b""
-            if output is not None and len(tokens) > 4 * message.num_prompt_tokens:
-                raise WireError("an output buffer for a resubmitted request")
+            tokens = frontend.copy_tokens(message, is_new=output is not None) if embeddings is None else b""
         except (DescriptorError, LoanError, WireError) as error:
             logger.warning("rejected request %d of %s: %s", request_id, frontend.name, error)
             failure = Failure(request_id, FailureCode.BAD_DESCRIPTOR)

@@ -25,6 +25,7 @@ from penstock.shm.messages import (
     EventLogprobs,
     Failure,
     Finish,
+    Generate,
     Progress,
     PromptLogprobs,
     Quote,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
     from penstock.shm.buffers.buffer_export import ExportedBuffers, Loan
     from penstock.shm.link.rendezvous import ControlConnection
-    from penstock.shm.messages import BufferReturn, PromptHeader
+    from penstock.shm.messages import BufferReturn, PromptHeader, Request
 
 MAX_EVENTS_PER_MESSAGE = 1 << 14
 _MAX_HOLD_S = 0.25
@@ -135,8 +136,8 @@ class ConnectedFrontend:
         self._fds.close()
         self._mappings.close()
 
-    def copy_tokens(self, message: PromptHeader) -> bytes:
-        """The request's tokens: all of them, and at least the prompt.
+    def copy_tokens(self, message: PromptHeader, *, is_new: bool = False) -> bytes:
+        """The request's tokens: all of them, and at least the prompt. is_new: no others are allowed.
 
         Raises DescriptorError, WireError, and LoanError for a shared buffer that does not hold them.
         """
@@ -153,15 +154,17 @@ class ConnectedFrontend:
                 pass
         if len(tokens) % 4 or len(tokens) < 4 * message.num_prompt_tokens:
             raise WireError(f"{len(tokens)} bytes; a prompt of {message.num_prompt_tokens} tokens has 4 per token")
+        if is_new and len(tokens) > 4 * message.num_prompt_tokens:
+            raise WireError("an output buffer for a resubmitted request")
         return tokens
 
-    def borrow_output(self, message: PromptHeader, ref: BufferRef | None) -> Loan | None:
+    def borrow_output(self, message: Generate) -> Loan | None:
         """The loan that receives the request's output, until `end`. Raises LoanError, WireError."""
-        if ref is None:
+        if message.output is None:
             return None
         if message.may_share:
             raise WireError("an output buffer for a request with may_share")
-        return self._borrow(message.request_id, ref, to_backend=False)
+        return self._borrow(message.request_id, message.output, to_backend=False)
 
     def borrow_embeddings(self, message: PromptHeader) -> Loan | None:
         """The request's prompt, if it is embeddings, until `end`. Raises LoanError, WireError."""
@@ -183,10 +186,13 @@ class ConnectedFrontend:
         self._loans[request_id].append(loan)
         return loan
 
-    def open(self, request_id: int, *, is_batched: bool = False) -> None:
-        """is_batched: its events may be held for a moment (`Generate.batch_delivery`)."""
+    def open(self, message: Request) -> None:
+        """Raises WireError if its id is taken."""
+        request_id = message.request_id
+        if request_id in self.open_requests:
+            raise WireError(f"request {request_id} is open already")
         self.open_requests.add(request_id)
-        if is_batched:
+        if isinstance(message, Generate) and message.batch_delivery:
             self._batched.add(request_id)
 
     def end(self, request_id: int) -> None:

@@ -208,12 +208,11 @@ class ReplicaSet:
         if len(self._places) == 1:
             return submit(ready[0].client)
         tokens = request.prompt_tokens()
-        wanted = request.to_message(0, len(tokens))
-        best = self._chooser.place(ready, wanted, tokens)
+        best = self._chooser.place(ready, request.to_message(0, len(tokens)), tokens)
         try:
             return self._named(submit(best.client), best)
         except Overloaded:
-            others = [replica for replica in ready if replica is not best and replica.has_adapter(wanted.adapter)]
+            others = [replica for replica in ready if replica is not best and replica.has_adapter(adapter)]
             for other in sorted(others, key=lambda one: one.load):
                 with contextlib.suppress(Overloaded):
                     return self._named(submit(other.client), other)

@@ -154,7 +154,7 @@ class TurnedClient:
     ) -> None:
         buffers = self.session.buffers
         assert buffers is not None
-        self.send(make_submit(request_id, **(changes | buffers.lend(prompt, output))))
+        self.send(make_generate(request_id, **(changes | buffers.lend(prompt, output))))
 
     def receive_until(self, condition: Callable[[], object]) -> None:
         """Receive outputs, and accept returned buffers, until the condition holds."""
@@ -169,7 +169,7 @@ class TurnedClient:
         self._backend.until(received)
 
 
-def make_submit(request_id: int, **changes: object) -> Generate:
+def make_generate(request_id: int, **changes: object) -> Generate:
     fields: dict[str, object] = {
         "request_id": request_id,
         "tokens": b"\x05\0\0\0",
