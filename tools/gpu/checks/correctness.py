@@ -33,16 +33,21 @@ if TYPE_CHECKING:
 
 _ATTENTION = ("decode", "prefill", "encoder", "choices", "wgmma")
 _DEVICE_LOST = 3
+_OF_PASSES = ("libraries", "families", "variations")
 
 
 def run(results: Results) -> None:
-    """Run all shares at the same time. A share that ends otherwise than by itself is a failed check."""
+    """Run all shares at the same time; with `--match` those of whole passes only if it names them.
+
+    A share that ends otherwise than by itself is a failed check.
+    """
     until_s = time.monotonic() + results.remaining_s
     threads = max(1, (os.cpu_count() or 1) // len(SHARES))
     environment = os.environ | {DEADLINE_VARIABLE: str(until_s), "OMP_NUM_THREADS": str(threads)}
     running = {
         share: subprocess.Popen([sys.executable, "-m", __name__, share, str(results.path)], env=environment)
         for share in SHARES
+        if share not in _OF_PASSES or is_wanted(share)
     }
     for share, process in running.items():
         status = process.wait()
