@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from penstock.backend.errors import StartupError
-from penstock.backend.sampling_defaults import SAMPLING_SETTING, read_default_sampling
+from penstock.backend.sampling.defaults import SAMPLING_SETTING, read_default_sampling
 from penstock.process.options import ByteSize, format_size, grouped, parse_size
 from penstock.process.private_directory import default_socket_path
 

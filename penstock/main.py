@@ -111,7 +111,7 @@ def _gpu_check(*options: Annotated[str, Parameter(allow_leading_hyphen=True, sho
 def _fail_without_checkout(
     *_arguments: Annotated[str, Parameter(show=False, allow_leading_hyphen=True, show_env_var=False)],
 ) -> None:
-    fail("penstock", f"{sys.argv[1]} is not installed: run it in a checkout of the repository (pip install -e .)")
+    fail("penstock", f"{sys.argv[1]} needs a checkout of the repository, installed with pip install -e .")
 
 
 def _mount() -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.backend.engine.quoting.quoter import Quoter
     from penstock.backend.engine.vector_delivery import VectorDelivery
     from penstock.backend.scheduling.interface import ISequenceScheduler
-    from penstock.backend.structured_output.grammars import CompiledGrammar
+    from penstock.backend.structured_output.compile_grammar import CompiledGrammar
     from penstock.shm.link.events import Submission
     from penstock.shm.memory.board import BackendBoard
     from penstock.shm.messages import Submit

@@ -15,8 +15,9 @@ import huggingface_hub
 import pytest
 from rich.console import Console
 
+import penstock
 from penstock.backend.checkpoint.gguf import kept_directories
-from penstock.backend.shipped_models import DEMO_MODEL_DIR
+from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
 from penstock.main import app
 from penstock.serve import command as serve_module
 from penstock.serve.foreign_options import ANSWER_OF
@@ -198,3 +199,24 @@ def test_completion_for_a_shell_is_installed(tmp_path: Path, monkeypatch: pytest
     assert not ended.value.code
     (script,) = tmp_path.rglob("completions/penstock")
     assert "--kv-budget" in script.read_text()
+
+
+@pytest.mark.parametrize("command", ["bench", "chaos", "gpu-check", "random-model", "replay"])
+def test_laboratory_command_without_a_checkout_says_so_in_one_line(command: str, tmp_path: Path) -> None:
+    package = tmp_path / "penstock"
+    package.mkdir()
+    for entry in Path(penstock.__file__).parent.iterdir():
+        if entry.name != "tools":  # as in a wheel
+            (package / entry.name).symlink_to(entry.resolve())
+    # The finder of an editable installation would find the checkout.
+    code = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'Editable' not in str(f)]\n"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", f"{code}from penstock.main import main; main()", command, "--url", "x"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert f"{command} needs a checkout of the repository" in line

@@ -58,9 +58,9 @@ def main(argv: list[str]) -> int:
         parser.error(f"--only names {', '.join(sorted(unknown))}; choose from {known}")
     chosen = choose_sections(SECTIONS, ("compile",) if options.compile_only else only)
     usual_s = COMPILE_ONLY_S if options.compile_only else sum(section.budget_s for section in chosen)
+    if options.budget is not None and not 10 <= options.budget <= 86_400:
+        parser.error(f"--budget is {options.budget:g}; it must be from 10 to 86,400 s")
     budget_s = usual_s if options.budget is None else options.budget
-    if not 10 <= budget_s <= 86_400:
-        parser.error(f"--budget is {budget_s:g}; it must be from 10 to 86,400 s")
     try:
         re.compile(options.match)
     except re.error as error:

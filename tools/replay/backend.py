@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from penstock.backend.scheduling.interface import ISequenceScheduler
-    from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
+    from penstock.backend.structured_output.grammar_cache import GrammarCache
     from penstock.shm.recording.events import BackendStarted
     from penstock.tools.replay.arrivals import Arrivals
     from penstock.tools.replay.device import Launch
@@ -66,7 +66,7 @@ class ReplayedPass:
 
     launch: Launch
     pooled: Mapping[str, int]
-    compiler: GrammarCompiler | None = None
+    compiler: GrammarCache | None = None
     scores_prompts: bool = True
 
 

@@ -7,13 +7,20 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.generation_config import read_generation_defaults
 from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass.plugins import find_forward_pass
 from penstock.backend.kv_cache.memory import MemoryInfo, device_memory
 from penstock.backend.passes.decoder.cpu.thread_counts import configure_threads
-from penstock.backend.plugins import find_forward_pass
-from penstock.backend.startup import describe_pass, locate_config, locate_model, pass_name, pass_options, plan_memory
+from penstock.backend.start.startup import (
+    describe_pass,
+    locate_config,
+    locate_model,
+    pass_name,
+    pass_options,
+    plan_memory,
+)
 from penstock.backend.structured_output.compile_pool import CompilePool
 from penstock.backend.structured_output.compiler_process import CompileLimits
-from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
+from penstock.backend.structured_output.grammar_cache import GrammarCache
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.shm.recording.events import BackendStarted
 
 
-def load_pass(options: BackendOptions, started: BackendStarted) -> tuple[IBatchedForwardPass, GrammarCompiler | None]:
+def load_pass(options: BackendOptions, started: BackendStarted) -> tuple[IBatchedForwardPass, GrammarCache | None]:
     """Load the model of the options with the recorded sizes of its cache and steps. Raises StartupError.
 
     --max-context stays as it is given: it decides on the type of the cached keys and values, and so on the tokens.
@@ -67,10 +74,10 @@ def load_pass(options: BackendOptions, started: BackendStarted) -> tuple[IBatche
     return forward_pass, _create_compiler(model_dir, options, started.vocab_size)
 
 
-def _create_compiler(model_dir: Path, options: BackendOptions, vocab_size: int) -> GrammarCompiler | None:
+def _create_compiler(model_dir: Path, options: BackendOptions, vocab_size: int) -> GrammarCache | None:
     tokenizer_json = model_dir / "tokenizer.json"
     if not tokenizer_json.is_file():
         return None
     eos_token_ids = read_generation_defaults(model_dir).eos_token_ids
     limits = CompileLimits(options.grammar_timeout_s)
-    return GrammarCompiler(CompilePool(tokenizer_json, vocab_size, eos_token_ids, limits))
+    return GrammarCache(CompilePool(tokenizer_json, vocab_size, eos_token_ids, limits))

@@ -11,8 +11,8 @@ import msgspec
 from cyclopts import Parameter
 
 from penstock.backend.errors import StartupError
-from penstock.commands.inspect_model.adapter import describe_adapter, is_adapter
 from penstock.commands.inspect_model.description import describe_named_model
+from penstock.commands.inspect_model.lora import describe_adapter, is_adapter
 from penstock.frontend.generation.served_model import describe_ends, describe_sampling
 from penstock.process.failure import fail
 from penstock.process.options import format_size
@@ -20,8 +20,8 @@ from penstock.process.options import format_size
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.commands.inspect_model.adapter import AdapterDescription
     from penstock.commands.inspect_model.description import ModelDescription
+    from penstock.commands.inspect_model.lora import AdapterDescription
 
 
 @Parameter(name="*")

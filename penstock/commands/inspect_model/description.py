@@ -27,7 +27,7 @@ from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
 from penstock.backend.passes.encoder.forward_pass import EncoderPass
 from penstock.backend.passes.transformers_model.forward_pass import TransformersPass
-from penstock.backend.shipped_models import SHIPPED_MODELS
+from penstock.backend.start.shipped_models import SHIPPED_MODELS
 from penstock.commands.inspect_model.config_fields import read_fields
 from penstock.commands.inspect_model.headers import read_directory, read_hub
 from penstock.frontend.generation.served_model import find_unnamed_ends, model_syntax_of, named_tokens, shown_sampling

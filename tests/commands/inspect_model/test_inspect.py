@@ -21,13 +21,13 @@ from penstock.commands.inspect_model.description import ModelDescription, count_
 from penstock.commands.inspect_model.headers import TensorHeader, read_directory
 from penstock.main import app
 from penstock.tools.random_model import ModelDims, write_random_model
-from tests.adapters import make_adapter
 from tests.backend.checkpoint.formats.test_fused_experts import write_pair
 from tests.backend.checkpoint.gguf.writer import byte_level_vocabulary, from_model
 from tests.backend.checkpoint.weight_files import INDEX, name_twice
 from tests.backend.passes.transformers_model.families import make_family
 from tests.checkpoints import load_oracle, make_checkpoint, make_model
 from tests.encoder_checkpoints import make_encoder
+from tests.lora import make_adapter
 
 DIMS = ModelDims(hidden_size=64, layers=3, heads=4, kv_heads=2, intermediate_size=96, vocab_size=1000, max_context=256)
 

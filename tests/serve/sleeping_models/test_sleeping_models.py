@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.backend.shipped_models import DEMO_MODEL_DIR
+from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
 from tests.serve.serve_process import Start
 from tests.system.processes import wait_until
 

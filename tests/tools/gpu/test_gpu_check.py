@@ -16,7 +16,7 @@ import penstock.tools.gpu
 from penstock.main import app
 from penstock.tools.gpu import runner
 from penstock.tools.gpu.__main__ import main
-from penstock.tools.gpu.reporting import processes
+from penstock.tools.gpu.reporting import environment
 from penstock.tools.gpu.reporting.report import write_report
 from penstock.tools.gpu.reporting.results import Finding, Results, SectionOutcome, SectionOver, read_findings
 from penstock.tools.gpu.runner import SECTIONS, Run, Section, choose_sections, run_all
@@ -96,14 +96,14 @@ def test_lost_device_ends_the_section(tmp_path: Path) -> None:
 
 
 def test_cupy_synchronize_error_means_the_device_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert processes.device_fault() is None
+    assert environment.device_fault() is None
 
     def synchronize() -> None:
         raise RuntimeError("cudaErrorIllegalAddress: an illegal memory access\nmore")
 
     runtime = SimpleNamespace(deviceSynchronize=synchronize)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
-    assert processes.device_fault() == "cudaErrorIllegalAddress: an illegal memory access"
+    assert environment.device_fault() == "cudaErrorIllegalAddress: an illegal memory access"
 
 
 def test_attempt_without_enough_time_is_recorded_as_skipped(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def quantization(
     *, options: QuantizationOptions = QuantizationOptions(), report: ReportOptions = ReportOptions()
 ) -> int:
     from penstock.backend.options import BackendOptions
-    from penstock.backend.startup import locate_model
+    from penstock.backend.start.startup import locate_model
 
     with measurement_run(report.json) as run, tempfile.TemporaryDirectory(prefix="penstock-logits-") as directory:
         model_dir = locate_model(BackendOptions(model=options.model, revision=options.revision))

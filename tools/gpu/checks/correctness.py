@@ -6,6 +6,7 @@ The references take the CPU longer than the GPU's work: shares of the checks run
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.process.children import stop_with_parent
 from penstock.tools.gpu.cases.attention.choices import choice_checks
 from penstock.tools.gpu.cases.catalogue import wgmma_checks, wide_checks
 from penstock.tools.gpu.cases.check import Check
@@ -23,7 +25,7 @@ from penstock.tools.gpu.checks.pass_agreement import check_families, check_varia
 from penstock.tools.gpu.checks.transformers_agreement import check_transformers
 from penstock.tools.gpu.devices.device_context import open_device_context
 from penstock.tools.gpu.devices.mirror_launcher import MirrorLauncher
-from penstock.tools.gpu.reporting.processes import device_fault, die_with_parent
+from penstock.tools.gpu.reporting.environment import device_fault
 from penstock.tools.gpu.reporting.results import DEADLINE_VARIABLE, Results, SectionOver, is_wanted
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ def run(results: Results) -> None:
 
 def main(argv: list[str]) -> int:
     """Run one share: its name, and the file of the section's findings, to which all shares append."""
-    die_with_parent()
+    stop_with_parent(signal.SIGKILL)
     share, path = argv
     results = Results(Path(path), float(os.environ[DEADLINE_VARIABLE]) - time.monotonic(), device_fault)
     try:
