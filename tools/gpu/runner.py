@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from penstock.process.cache_directory import CUBINS_VARIABLE
 from penstock.process.children import stop_with_parent
-from penstock.tools.gpu.reporting.environment import describe_environment, device_fault
-from penstock.tools.gpu.reporting.report import summary_lines, write_report
-from penstock.tools.gpu.reporting.results import (
+from penstock.tools.gpu.environment import describe_environment, device_fault
+from penstock.tools.gpu.report import summary_lines, write_report
+from penstock.tools.gpu.results import (
     CHOICES_VARIABLE,
     DEADLINE_VARIABLE,
     MATCH_VARIABLE,
@@ -46,7 +46,7 @@ class Section:
 
 SECTIONS = (
     # Includes the first import of torch, which reads it from the disk.
-    Section("environment", "penstock.tools.gpu.reporting.environment", 30),
+    Section("environment", "penstock.tools.gpu.environment", 30),
     Section("compile", "penstock.tools.gpu.checks.compilation", 35),
     Section("ceilings", "penstock.tools.gpu.speed.ceilings", 20),
     Section("correctness", "penstock.tools.gpu.checks.correctness", 90),

@@ -50,7 +50,7 @@ def test_time_of_a_step_goes_to_its_kernels_and_gaps(record: Record) -> None:
     found = record.findings()
     prefill = "attribution.llama8b.prefill.2k"
     # The last layer computes the last token alone.
-    attention = found[f"{prefill}.prefill_attention"]
+    attention = found[f"{prefill}.prefill_attention_wgmma"]
     assert attention.value == 5.0 * (TINY.num_layers - 1)
     assert f"{TINY.num_layers - 1} launches" in attention.detail
     assert "TB/s" in found[f"{prefill}.decode_attention"].detail

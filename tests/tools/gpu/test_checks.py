@@ -16,6 +16,7 @@ from penstock.backend.passes.decoder.cuda.device.cubin_cache import cubin_name
 from penstock.backend.passes.decoder.cuda.device.cupy_launcher import LoadedKernel
 from penstock.backend.passes.decoder.cuda.device.launcher import Kernel, group_by_module
 from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
+from penstock.tools.gpu import environment
 from penstock.tools.gpu.cases.attention.choices import choice_checks
 from penstock.tools.gpu.cases.catalogue import wgmma_checks, wide_checks
 from penstock.tools.gpu.cases.check import Check
@@ -28,8 +29,6 @@ from penstock.tools.gpu.checks import (
     pass_agreement,
     transformers_agreement,
 )
-from penstock.tools.gpu.reporting import environment
-from penstock.tools.random_weights import TINY_FAMILY
 from tests.cuda_emulator import EmulatedLauncher
 from tests.tools.gpu.device_context import Record, make_device_context
 
@@ -107,7 +106,6 @@ def test_cuda_pass_agrees_with_the_cpu_pass(record: Record, monkeypatch: pytest.
     findings = record.findings()
     assert {
         "pass.qwen3.fp32", "pass.gpt-oss.fp32", "pass.gemma2.bf16", "pass.qwen3.fp16", "pass.experts.bf16",
-        "pass.qwen3.tokens",
     } <= set(findings)  # fmt: skip
     assert "pass.gpt-oss.bf16" not in findings
     assert findings["pass.qwen3.mxfp4"].passed
@@ -115,18 +113,6 @@ def test_cuda_pass_agrees_with_the_cpu_pass(record: Record, monkeypatch: pytest.
     assert findings["pass.qwen3.embeddings"].passed
     assert findings["pass.qwen3.scores"].passed
     assert findings["pass.qwen3.vectors"].passed
-
-
-def test_another_token_is_a_mismatch_unless_it_ties(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TINY_FAMILY["llama"]
-    expected = pass_agreement._tokens(pass_agreement._on_cpu(config), config)
-    pass_agreement.require_same_tokens(config, expected.copy(), expected)
-    other = expected.copy()
-    other[3, 2] = (other[3, 2] + 1) % config.vocab_size
-    with pytest.raises(Mismatch, match="row 3 has another token 2; the gap of its logit: an error of"):
-        pass_agreement.require_same_tokens(config, other, expected)
-    monkeypatch.setattr(pass_agreement, "_TIE", 10.0)
-    pass_agreement.require_same_tokens(config, other, expected)
 
 
 def test_the_forward_pass_transformers_on_the_gpu_agrees_with_the_cpu(record: Record) -> None:

@@ -14,11 +14,10 @@ import pytest
 
 import penstock.tools.gpu
 from penstock.main import app
-from penstock.tools.gpu import runner
+from penstock.tools.gpu import environment, runner
 from penstock.tools.gpu.__main__ import main
-from penstock.tools.gpu.reporting import environment
-from penstock.tools.gpu.reporting.report import write_report
-from penstock.tools.gpu.reporting.results import Finding, Results, SectionOutcome, SectionOver, read_findings
+from penstock.tools.gpu.report import write_report
+from penstock.tools.gpu.results import Finding, Results, SectionOutcome, SectionOver, read_findings
 from penstock.tools.gpu.runner import SECTIONS, Run, Section, choose_sections, run_all
 
 PACKAGE = Path(penstock.tools.gpu.__file__).parent

@@ -12,7 +12,7 @@ from penstock.backend.checkpoint.decoder_config import Experts
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
 from penstock.backend.passes.decoder.ops import HeadShape
 from penstock.tools.gpu.devices.caches import fill_cache
-from penstock.tools.gpu.reporting.results import MATCH_VARIABLE
+from penstock.tools.gpu.results import MATCH_VARIABLE
 from penstock.tools.gpu.speed import ceilings, kernel_cases, one_case
 from penstock.tools.gpu.speed import kernels as kernel_speed
 from penstock.tools.gpu.speed.kernel_cases import KernelCase, PreparedCase
@@ -25,7 +25,7 @@ HEADS = HeadShape(4, 2, 64)
 
 
 def test_ceilings_are_measured(record: Record) -> None:
-    sizes = ceilings.CeilingSizes(4096, 32, (64, 32), 3, 4096, 64, CacheLayout(2, 3, 16, 1, 64, "bf16"))
+    sizes = ceilings.CeilingSizes(4096, 32, 3, 4096, 64, CacheLayout(2, 3, 16, 1, 64, "bf16"))
     ceilings.measure(record.results, make_device_context(), sizes)
     found = record.findings()
     assert {"ceiling.copy", "ceiling.product", "ceiling.graph_node", "link.to_device"} <= set(found)

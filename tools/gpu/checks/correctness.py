@@ -25,8 +25,8 @@ from penstock.tools.gpu.checks.pass_agreement import check_families, check_varia
 from penstock.tools.gpu.checks.transformers_agreement import check_transformers
 from penstock.tools.gpu.devices.device_context import open_device_context
 from penstock.tools.gpu.devices.mirror_launcher import MirrorLauncher
-from penstock.tools.gpu.reporting.environment import device_fault
-from penstock.tools.gpu.reporting.results import DEADLINE_VARIABLE, Results, SectionOver, is_wanted
+from penstock.tools.gpu.environment import device_fault
+from penstock.tools.gpu.results import DEADLINE_VARIABLE, Results, SectionOver, is_wanted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

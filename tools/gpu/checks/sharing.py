@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.shm.buffers.device_api import DeviceApi, OpenDevice
     from penstock.shm.messages import BufferGrant
     from penstock.tools.gpu.devices.device_context import DeviceContext
-    from penstock.tools.gpu.reporting.results import Results
+    from penstock.tools.gpu.results import Results
 
 _PEER = (sys.executable, "-m", "penstock.tools.gpu.checks.sharing")
 _PEER_TIMEOUT_S = 30.0

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from penstock.backend.forward_pass import PendingOutput
     from penstock.tools.gpu.devices.device_context import DeviceContext
     from penstock.tools.gpu.devices.profiling import Profiler
-    from penstock.tools.gpu.reporting.results import Results
+    from penstock.tools.gpu.results import Results
 
 PAGE_TOKENS = 32
 _SPARE_TOKENS = 64
@@ -154,7 +154,10 @@ def _measure_cache(
     forward_pass.create_cache(num_pages, PAGE_TOKENS, kv_dtype)
     results.fact(f"{plan.name}.{kv_dtype}.ready", time.perf_counter() - started_s, "s")
     try:
-        _record_offload_choice(results, f"{plan.name}.{kv_dtype}", forward_pass)
+        costs, name = forward_pass.token_costs, f"{plan.name}.{kv_dtype}.host_pages"
+        results.fact(f"{name}.copy", costs.copy_s * 1e6, "us", "a token's KV to the host and back")
+        results.fact(f"{name}.compute", costs.compute_s * 1e6, "us", "a token in the largest prefill step")
+        results.fact(name, forward_pass.num_host_pages, "", "pages on the host; 0: they are computed again")
         layout = make_layout(plan.config, num_pages, PAGE_TOKENS, kv_dtype)
         peak_bytes = context.memory.peak_bytes()
         fill_cache(forward_pass._ops.cache.view(-1), layout)
@@ -195,15 +198,6 @@ def _fitting(
             reason = f"its cache of {num_bytes / 1e9:.1f} GB does not fit the {max(room, 0) / 1e9:.1f} GB that are left"
             results.skipped(f"{plan.name}.decode.{name}", reason)
     return fitting
-
-
-def _record_offload_choice(results: Results, name: str, forward_pass: CudaDecoderPass) -> None:
-    """Record the costs that `create_cache` measured, and whether it keeps pages on the host."""
-    costs = forward_pass.token_costs
-    results.fact(f"{name}.host_pages.copy", costs.copy_s * 1e6, "us", "a token's KV to the host and back")
-    results.fact(f"{name}.host_pages.compute", costs.compute_s * 1e6, "us", "a token in the largest prefill step")
-    choice = "kept on the host" if forward_pass.num_host_pages else "computed again"
-    results.fact(f"{name}.host_pages", choice, "", f"{forward_pass.num_host_pages} pages on the host")
 
 
 def _decode(
@@ -296,19 +290,14 @@ def _take_apart(
     forward_pass: CudaDecoderPass,
     cases: list[tuple[str, int, int]],
 ) -> None:
-    for name, rows, tokens in cases:
-        if name in plan.profiled:
-            decode = partial(_decode_some, forward_pass, plan, rows, tokens)
-            num_bytes = attribution.step_bytes(plan.config, rows * tokens)
-            finding = f"attribution.{plan.name}.{name}"
-            work = partial(attribution.record, results, profiler, finding, decode, plan.num_steps + 1, num_bytes)
-            results.attempt(finding, work)
-    for name, tokens in plan.prefill:
-        if name in plan.profiled:
-            prefill = partial(_prefill_singly, forward_pass, plan, tokens)
-            num_bytes, finding = attribution.step_bytes(plan.config, 0), f"attribution.{plan.name}.prefill.{name}"
-            work = partial(attribution.record, results, profiler, finding, prefill, 1, num_bytes)
-            results.attempt(finding, work)
+    decodes = [(name, rows * n, partial(_decode_some, forward_pass, plan, rows, n)) for name, rows, n in cases]
+    prefills = [(f"prefill.{name}", 0, partial(_prefill_singly, forward_pass, plan, n)) for name, n in plan.prefill]
+    for name, num_cached, work in (*decodes, *prefills):
+        if name.removeprefix("prefill.") in plan.profiled:
+            finding, num_bytes = f"attribution.{plan.name}.{name}", attribution.step_bytes(plan.config, num_cached)
+            num_steps = plan.num_steps + 1 if num_cached else 1
+            take_apart = partial(attribution.record, results, profiler, finding, work, num_steps, num_bytes)
+            results.attempt(finding, take_apart)
 
 
 def _decode_some(forward_pass: CudaDecoderPass, plan: ModelPlan, rows: int, tokens: int) -> None:

@@ -9,13 +9,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.tools.gpu.devices.device_context import open_device_context
-from penstock.tools.gpu.reporting.results import is_wanted
+from penstock.tools.gpu.results import is_wanted
 from penstock.tools.gpu.speed.kernel_cases import KernelSizes, kernel_cases
 from penstock.tools.gpu.speed.row_product_cases import row_product_cases
 
 if TYPE_CHECKING:
     from penstock.tools.gpu.devices.device_context import DeviceContext
-    from penstock.tools.gpu.reporting.results import Results
+    from penstock.tools.gpu.results import Results
     from penstock.tools.gpu.speed.kernel_cases import KernelCase
 
 
