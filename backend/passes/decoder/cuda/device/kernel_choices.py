@@ -156,4 +156,4 @@ def adopted_choices(device: str) -> tuple[KernelChoices, str]:
     try:
         return find_choices(properties.name, (properties.major, properties.minor), DIRECTORY)
     except ChoicesRefused as refusal:
-        raise StartupError(f"{refusal}; correct or remove the file") from refusal
+        raise StartupError(f"{refusal}; remove the file, or correct it") from refusal
