@@ -1,4 +1,4 @@
-"""House rules: the length of files and functions, the width of classes, and docs that name files that exist."""
+"""House rules: lengths of files, functions and decisions, the width of classes, and docs that name files that exist."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_PUBLIC_METHODS = 20
 MAX_MODULES = 16
+MAX_DECISION_WORDS = 80
 
 _SOURCE_PATH = re.compile(
     r"`((?:penstock|frontend|backend|shm|tools|tests)/[\w/.-]+\.(?:py|cu|cuh|h|cpp|c|html|js|css))`"
@@ -105,6 +106,16 @@ def test_a_page_names_files_that_exist(page: str) -> None:
     assert {path for path in named if not (ROOT / path).is_file()} == set()
     links = set(_LINK.findall(text))
     assert {link for link in links if not ((ROOT / page).parent / link).exists()} == set()
+
+
+def test_no_decision_is_longer_than_a_paragraph() -> None:
+    too_long = {}
+    for page in (name for name in sources(".md") if name.startswith("docs/decisions/")):
+        for entry in re.split(r"^## ", read(page), flags=re.MULTILINE)[1:]:
+            num_words = len([word for word in entry.split() if re.search(r"\w", word)])
+            if num_words > MAX_DECISION_WORDS:
+                too_long[f"{page}: {entry.splitlines()[0]}"] = num_words
+    assert too_long == {}
 
 
 def test_docs_name_tests_that_exist() -> None:
