@@ -13,7 +13,7 @@ from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayo
 from penstock.backend.passes.decoder.ops import HeadShape
 from penstock.tools.gpu.devices.caches import fill_cache
 from penstock.tools.gpu.results import MATCH_VARIABLE
-from penstock.tools.gpu.speed import ceilings, kernel_cases, one_case
+from penstock.tools.gpu.speed import ceilings, kernel_cases
 from penstock.tools.gpu.speed import kernels as kernel_speed
 from penstock.tools.gpu.speed.kernel_cases import KernelCase, PreparedCase
 from tests.tools.gpu.device_context import Record, make_device_context
@@ -94,9 +94,9 @@ def test_one_case_is_launched_for_a_profiler(capsys: pytest.CaptureFixture[str])
         yield
         launched.append("end")
 
-    one_case.run_case(make_device_context(), case, profiling())
+    kernel_speed.run_case(make_device_context(), case, profiling())
     assert launched == ["work", "work", "begin", "work", "work", "work", "end"]
-    assert one_case.main(["nothing"]) == 2
+    assert kernel_speed.main(["nothing"]) == 2
     assert "attention.decode.64x1k" in capsys.readouterr().err
 
 
