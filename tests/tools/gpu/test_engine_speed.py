@@ -20,7 +20,7 @@ from tests.tools.gpu.device_context import NoMemoryCounter, Record, make_device_
 
 def tiny_plan(**changes: Any) -> end_to_end.ModelPlan:
     engine = engine_runs.EnginePlan(
-        users=3, user_prompt_tokens=24, user_new_tokens=8, user_batch_tokens=32, user_s=1.0, requests=6, shortest=5,
+        users=3, user_prompt_tokens=24, user_new_tokens=8, user_batch_tokens=32, user_s=3.0, requests=6, shortest=5,
         longest=12, batch_tokens=64, num_concurrent=4, concurrent_prompt_tokens=9, concurrent_new_tokens=24,
     )  # fmt: skip
     plan = end_to_end.ModelPlan(
