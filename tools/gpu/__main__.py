@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import ChoicesRefused, read_choices
-from penstock.process.termination import exit_on_sigterm
+from penstock.process.children import exit_on_sigterm
 from penstock.tools.gpu.runner import COMPILE_ONLY_S, SECTIONS, Run, choose_sections, run_all, run_section
 
 
@@ -58,9 +58,9 @@ def main(argv: list[str]) -> int:
         parser.error(f"--only names {', '.join(sorted(unknown))}; choose from {known}")
     chosen = choose_sections(SECTIONS, ("compile",) if options.compile_only else only)
     usual_s = COMPILE_ONLY_S if options.compile_only else sum(section.budget_s for section in chosen)
+    if options.budget is not None and not 10 <= options.budget <= 86_400:
+        parser.error(f"--budget is {options.budget:g}; it must be from 10 to 86,400 s")
     budget_s = usual_s if options.budget is None else options.budget
-    if not 10 <= budget_s <= 86_400:
-        parser.error(f"--budget is {budget_s:g}; it must be from 10 to 86,400 s")
     try:
         re.compile(options.match)
     except re.error as error:

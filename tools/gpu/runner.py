@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.process.cache_directory import CUBINS_VARIABLE
-from penstock.tools.gpu.reporting.environment import describe_environment
-from penstock.tools.gpu.reporting.processes import device_fault, die_with_parent
-from penstock.tools.gpu.reporting.report import summary_lines, write_report
-from penstock.tools.gpu.reporting.results import (
+from penstock.process.children import stop_with_parent
+from penstock.tools.gpu.environment import describe_environment, device_fault
+from penstock.tools.gpu.report import summary_lines, write_report
+from penstock.tools.gpu.results import (
     CHOICES_VARIABLE,
     DEADLINE_VARIABLE,
     MATCH_VARIABLE,
@@ -46,7 +46,7 @@ class Section:
 
 SECTIONS = (
     # Includes the first import of torch, which reads it from the disk.
-    Section("environment", "penstock.tools.gpu.reporting.environment", 30),
+    Section("environment", "penstock.tools.gpu.environment", 30),
     Section("compile", "penstock.tools.gpu.checks.compilation", 35),
     Section("ceilings", "penstock.tools.gpu.speed.ceilings", 20),
     Section("correctness", "penstock.tools.gpu.checks.correctness", 90),
@@ -118,7 +118,7 @@ def run_section(section: Section, findings: Path, budget_s: float) -> int:
     budget_s applies only if DEADLINE_VARIABLE is not set.
     """
     if DEADLINE_VARIABLE in os.environ:
-        die_with_parent()
+        stop_with_parent(signal.SIGKILL)
     until_s = float(os.environ.get(DEADLINE_VARIABLE, time.monotonic() + budget_s))
     results = Results(findings, until_s - time.monotonic(), device_fault)
     try:

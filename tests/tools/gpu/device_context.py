@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.tools.gpu.devices.device_context import DeviceContext
-from penstock.tools.gpu.reporting.results import Finding, Results, read_findings
+from penstock.tools.gpu.results import Finding, Results, read_findings
 from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
 
 if TYPE_CHECKING:

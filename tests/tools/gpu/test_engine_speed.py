@@ -11,6 +11,7 @@ import torch
 
 from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes, plan_spec
 from penstock.tools.gpu.checks import pass_agreement
+from penstock.tools.gpu.devices.profiling import GpuProfiler
 from penstock.tools.gpu.devices.steps import generate
 from penstock.tools.gpu.speed import end_to_end, engine_runs
 from penstock.tools.random_weights import TINY, RandomWeights
@@ -19,9 +20,8 @@ from tests.tools.gpu.device_context import NoMemoryCounter, Record, make_device_
 
 def tiny_plan(**changes: Any) -> end_to_end.ModelPlan:
     engine = engine_runs.EnginePlan(
-        users=3, user_prompt_tokens=24, user_new_tokens=8, user_batch_tokens=32, user_s=1.0, requests=6, shortest=5,
+        users=3, user_prompt_tokens=24, user_new_tokens=8, user_batch_tokens=32, user_s=3.0, requests=6, shortest=5,
         longest=12, batch_tokens=64, num_concurrent=4, concurrent_prompt_tokens=9, concurrent_new_tokens=24,
-        is_goal=True,
     )  # fmt: skip
     plan = end_to_end.ModelPlan(
         "llama8b",
@@ -38,23 +38,22 @@ def tiny_plan(**changes: Any) -> end_to_end.ModelPlan:
 
 
 def test_model_is_measured_from_end_to_end(record: Record) -> None:
-    end_to_end.measure_model(record.results, make_device_context(), tiny_plan())
+    context = make_device_context()
+    end_to_end.measure_model(record.results, context, GpuProfiler(), tiny_plan())
     found = record.findings()
     assert {
         "llama8b.decode.1x1k", "llama8b.decode.3x1k.q8_0", "llama8b.decode.3x1k.device", "llama8b.prefill.2k",
         "llama8b.ttft.1k", "llama8b.memory", "llama8b.mixed.ttft_p50", "llama8b.mixed.itl_p99_ratio",
         "llama8b.bf16.host_pages", "llama8b.bf16.host_pages.copy", "llama8b.q8_0.host_pages.compute",
-        "llama8b.offline", "engine.plan_p50", "engine.plan_p99", "engine.gpu_idle",
+        "llama8b.offline", "llama8b.engine.plan_p50", "llama8b.engine.plan_p99",
     } <= set(found)  # fmt: skip
-    ratio = found["kv.q8_0_tokens_ratio"].value
-    assert isinstance(ratio, float)
-    assert 1.85 < ratio < 1.9
 
 
 def test_a_case_that_does_not_fit_the_memory_is_skipped_alone(record: Record) -> None:
     plan = tiny_plan(engine=engine_runs.EnginePlan(num_concurrent=0))
     small = plan_spec(TINY, torch.float32, StepSizes(3, 256, 128)).workspace_bytes + (1 << 30) + 200_000
-    end_to_end.measure_model(record.results, replace(make_device_context(), memory=NoMemoryCounter(small)), plan)
+    context = replace(make_device_context(), memory=NoMemoryCounter(small))
+    end_to_end.measure_model(record.results, context, GpuProfiler(), plan)
     found = record.findings()
     assert found["llama8b.decode.3x1k"].detail.startswith("not measured: its cache of 0.0 GB does not fit the ")
     assert {found[f"llama8b.{name}"].unit for name in ("decode.1x1k", "prefill.2k")} == {"tok/s"}

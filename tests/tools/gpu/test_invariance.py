@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
-from penstock.tools.gpu.checks import deterministic_passes, invariance, invariance_child
+from penstock.tools.gpu.checks import deterministic_passes, unsplit
 from penstock.tools.random_weights import LLAMA_8B, QWEN3_06B, TINY, weight_shapes
 from tests.tools.gpu.device_context import Record, make_device_context
 
@@ -42,43 +40,15 @@ def test_pass_whose_bits_depend_on_the_batch_fails(record: Record, monkeypatch: 
         record.findings()
 
 
-def test_cost_of_deterministic_is_recorded_with_the_step_times(record: Record) -> None:
-    sizes = deterministic_passes.CostSizes(TINY, torch.float32, (1, 3), context_tokens=40, prefill_tokens=48)
-    deterministic_passes.measure_cost(record.results, make_device_context(), sizes)
-    found = record.findings()
-    for name in ("decode.1x40", "decode.3x40", "prefill.48"):
-        assert "ms with --deterministic, " in found[f"invariance.deterministic.cost.{name}"].detail
+def test_products_whose_bits_depend_on_the_rows_fail(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = unsplit.UnsplitSizes({"o": (64, 32, 2)}, (2, 7), (1, 2), 10_000, torch.float32)
 
+    def multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.stack([(row * weight.t()).sum(1) for row in x]) + 0.1 * (len(x) > 2)
 
-def test_child_compares_rows_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = invariance_child.LibrarySizes(
-        {"o": (64, 32, 2), "lm_head": (200, 32, 1)}, (2, 7), (1, 2), 10_000, TINY, torch.float32, 9, 4, (1, 3)
-    )
-    invariance_child.measure(make_device_context(), sizes, until_s=1e12)
-    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(printed["differing"]) == {"o", "lm_head"}
-    assert printed["step_us"]["2"] > 0
-    assert printed["tokens"] == {"detail": "1 of 1 rows agree in batches of 1 and 3"}
-
-
-def test_settings_are_compared_and_the_largest_cost_is_recorded(record: Record) -> None:
-    script = """
-import json, os
-slow = 1.5 if "CUBLASLT_WORKSPACE_SIZE" in os.environ else 1
-differing, step_us = {"qkv": [] if slow > 1 else [7]}, {"1": 10 * slow, "64": 20}
-print(json.dumps({"differing": differing, "step_us": step_us, "tokens": {"detail": "x"}}))
-"""
-    invariance.compare_settings(record.results, [sys.executable, "-c", script])
-    found = record.findings()
-    assert found["invariance.cost"].value == pytest.approx(50)
-    assert "7 rows" in str(found["invariance.default.product.qkv"].value)
-    assert found["invariance.invariant.product.qkv"].passed
-    assert (found["invariance.invariant.tokens"].value, found["invariance.invariant.tokens"].passed) == ("x", None)
-
-
-def test_setting_whose_child_dies_is_a_failed_check(record: Record) -> None:
-    invariance.compare_settings(record.results, [sys.executable, "-c", "raise SystemExit('no GPU')"])
-    with pytest.raises(AssertionError, match="no GPU"):
+    monkeypatch.setattr(torch, "mm", multiply)
+    unsplit.measure(record.results, make_device_context(), sizes)
+    with pytest.raises(AssertionError, match=r"'unsplit.o', 'differs from one row at 7 rows'"):
         record.findings()
 
 

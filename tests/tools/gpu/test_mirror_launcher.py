@@ -134,5 +134,5 @@ def test_empty_grid_is_skipped_and_tensors_of_other_devices_are_refused(cupy: Ho
 
 def test_wrapper_kernel_has_a_source_file_of_its_own(cupy: HostCupy) -> None:
     kernel = wrapper_kernel("multiply", half=1)
-    assert kernel.source.endswith("cases/ptx/ptx_wrappers.cu")
+    assert kernel.source.endswith("cases/ptx_wrappers.cu")
     MirrorLauncher().prepare([kernel])

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.backend.passes.decoder.cuda import kernel_manifest
 from penstock.tools.gpu.cases.catalogue import small_checks, small_wgmma_checks
-from penstock.tools.gpu.checks import sanitizer, sanitizer_child
+from penstock.tools.gpu.checks import sanitizer
 from tests.cuda_emulator import EmulatedLauncher
 from tests.tools.gpu.device_context import Record
 
@@ -79,12 +79,12 @@ def test_sanitizer_child_launches_every_kernel_source(capsys: pytest.CaptureFixt
             super().launch(kernel, grid, *arguments)
 
     checks = [*small_checks(), *small_wgmma_checks()]
-    assert sanitizer_child.run_small_checks(RecordingLauncher(), checks, float("inf")) == 0
+    assert sanitizer.run_small_checks(RecordingLauncher(), checks, float("inf")) == 0
     assert "failed: none" in capsys.readouterr().out
     # The kernel that updates the page table has no case of its own; whole passes run it.
     assert {kernel.source for kernel in kernel_manifest.kernels()} - sources == {"step.cu"}
 
 
 def test_sanitizer_child_stops_at_its_deadline(capsys: pytest.CaptureFixture[str]) -> None:
-    assert sanitizer_child.run_small_checks(EmulatedLauncher(), small_checks(), 0.0) == 0
+    assert sanitizer.run_small_checks(EmulatedLauncher(), small_checks(), 0.0) == 0
     assert "checked 0 of" in capsys.readouterr().out

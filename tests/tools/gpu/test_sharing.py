@@ -11,7 +11,7 @@ import pytest
 from penstock.shm.buffers.device_api import DeviceError
 from penstock.tools.gpu.cases.comparing import Mismatch
 from penstock.tools.gpu.checks import held_blocks, sharing
-from penstock.tools.gpu.devices import page_copier
+from penstock.tools.gpu.devices import caches
 from tests.shm.buffers.fake_device import FakeDevice
 from tests.tools.gpu.device_context import Record, make_device_context
 
@@ -44,7 +44,7 @@ def test_pages_survive_a_copy_to_the_host_and_back(record: Record) -> None:
 
 
 def test_changed_pages_are_detected(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_copier.page_copies, "copy_pages", lambda *_arguments, **_keywords: None)
+    monkeypatch.setattr(caches.page_copies, "copy_pages", lambda *_arguments, **_keywords: None)
     with pytest.raises(Mismatch, match="the pages in host memory: "):
         sharing.check_host_page_copies(record.results, make_device_context())
 

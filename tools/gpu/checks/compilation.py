@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.backend.passes.decoder.cuda.device.launcher import Kernel
-    from penstock.tools.gpu.reporting.results import Results
+    from penstock.tools.gpu.results import Results
 
 _MAX_WORKERS = 12
 _REGISTERS_OF_A_MULTIPROCESSOR = 65_536

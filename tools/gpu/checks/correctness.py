@@ -6,6 +6,7 @@ The references take the CPU longer than the GPU's work: shares of the checks run
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.process.children import stop_with_parent
 from penstock.tools.gpu.cases.attention.choices import choice_checks
 from penstock.tools.gpu.cases.catalogue import wgmma_checks, wide_checks
 from penstock.tools.gpu.cases.check import Check
@@ -23,8 +25,8 @@ from penstock.tools.gpu.checks.pass_agreement import check_families, check_varia
 from penstock.tools.gpu.checks.transformers_agreement import check_transformers
 from penstock.tools.gpu.devices.device_context import open_device_context
 from penstock.tools.gpu.devices.mirror_launcher import MirrorLauncher
-from penstock.tools.gpu.reporting.processes import device_fault, die_with_parent
-from penstock.tools.gpu.reporting.results import DEADLINE_VARIABLE, Results, SectionOver, is_wanted
+from penstock.tools.gpu.environment import device_fault
+from penstock.tools.gpu.results import DEADLINE_VARIABLE, Results, SectionOver, is_wanted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -33,16 +35,21 @@ if TYPE_CHECKING:
 
 _ATTENTION = ("decode", "prefill", "encoder", "choices", "wgmma")
 _DEVICE_LOST = 3
+_OF_PASSES = ("libraries", "families", "variations")
 
 
 def run(results: Results) -> None:
-    """Run all shares at the same time. A share that ends otherwise than by itself is a failed check."""
+    """Run all shares at the same time; with `--match` those of whole passes only if it names them.
+
+    A share that ends otherwise than by itself is a failed check.
+    """
     until_s = time.monotonic() + results.remaining_s
     threads = max(1, (os.cpu_count() or 1) // len(SHARES))
     environment = os.environ | {DEADLINE_VARIABLE: str(until_s), "OMP_NUM_THREADS": str(threads)}
     running = {
         share: subprocess.Popen([sys.executable, "-m", __name__, share, str(results.path)], env=environment)
         for share in SHARES
+        if share not in _OF_PASSES or is_wanted(share)
     }
     for share, process in running.items():
         status = process.wait()
@@ -52,7 +59,7 @@ def run(results: Results) -> None:
 
 def main(argv: list[str]) -> int:
     """Run one share: its name, and the file of the section's findings, to which all shares append."""
-    die_with_parent()
+    stop_with_parent(signal.SIGKILL)
     share, path = argv
     results = Results(Path(path), float(os.environ[DEADLINE_VARIABLE]) - time.monotonic(), device_fault)
     try:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.tools.gpu.devices.device_context import DeviceContext
-    from penstock.tools.gpu.reporting.results import Results
+    from penstock.tools.gpu.results import Results
 
     Ids = NDArray[np.int32]
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.tools.gpu.devices.device_context import DeviceContext
-    from penstock.tools.gpu.reporting.results import Results
+    from penstock.tools.gpu.results import Results
 
 LENGTHS = (1, 16, 75, 150, 33, 250, 7)
 _DISTANCE = {"fp32": 1e-5, "bf16": 1e-3}

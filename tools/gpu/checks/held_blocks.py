@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from penstock.shm.buffers.cuda_driver import DriverDevice
     from penstock.tools.gpu.devices.device_context import DeviceContext
-    from penstock.tools.gpu.reporting.results import Results
+    from penstock.tools.gpu.results import Results
 
 PEER = (sys.executable, "-m", "penstock.tools.gpu.checks.held_blocks")
 REFUSED_STATUS = 3

@@ -17,7 +17,7 @@ from penstock.tools.gpu.devices.mirror_launcher import MirrorLauncher
 from penstock.tools.random_weights import LLAMA_8B, weight_shapes
 
 if TYPE_CHECKING:
-    from penstock.tools.gpu.reporting.results import Results
+    from penstock.tools.gpu.results import Results
 
 
 def run(results: Results) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.tools.gpu.devices.device_context import DeviceContext
-    from penstock.tools.gpu.reporting.results import Results
+    from penstock.tools.gpu.results import Results
 
 SHAPES = ((2064, 4096, 300), (4096, 1096, 2048))
 """Outputs, inputs and rows."""

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from penstock.tools.gpu.cases.catalogue import small_checks, small_wgmma_checks
 from penstock.tools.gpu.devices.mirror_launcher import MirrorLauncher
-from penstock.tools.gpu.reporting.results import DEADLINE_VARIABLE
+from penstock.tools.gpu.results import DEADLINE_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
     from penstock.tools.gpu.cases.check import Check
-    from penstock.tools.gpu.reporting.results import Results
+    from penstock.tools.gpu.results import Results
 
 _SEARCH_PATHS = (
     "/usr/local/cuda/bin/compute-sanitizer",

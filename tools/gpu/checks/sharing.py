@@ -8,7 +8,8 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,9 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from penstock.shm.buffers.device_api import DeviceApi, OpenDevice
-    from penstock.shm.messages import BufferGrant
     from penstock.tools.gpu.devices.device_context import DeviceContext
-    from penstock.tools.gpu.reporting.results import Results
+    from penstock.tools.gpu.results import Results
 
 _PEER = (sys.executable, "-m", "penstock.tools.gpu.checks.sharing")
 _PEER_TIMEOUT_S = 30.0
@@ -207,27 +207,16 @@ def _elementwise(context: DeviceContext, hidden: int) -> Elementwise:
 # ---- The other process of `check_ipc` ----
 
 
-@dataclass(frozen=True)
-class _Grant:
-    """The fields of a `BufferGrant` needed to open buffers, without msgspec."""
-
-    memory_handles: tuple[bytes, ...]
-    event_handles: tuple[bytes, ...]
-    num_buffers: int
-    num_bytes: int
-    device_uuid: bytes
-
-
 def read_sums(handles: IpcHandles, open_peer: OpenDevice) -> list[float]:
     """Sum the float32 values in each buffer's first half, after its event has passed."""
-    grant = _Grant(
-        tuple(map(bytes.fromhex, handles.memory)),
-        tuple(map(bytes.fromhex, handles.events)),
-        len(handles.memory),
-        handles.num_bytes,
-        bytes.fromhex(handles.device_uuid),
+    grant: Any = SimpleNamespace(  # as a `BufferGrant`, without msgspec
+        memory_handles=tuple(map(bytes.fromhex, handles.memory)),
+        event_handles=tuple(map(bytes.fromhex, handles.events)),
+        num_buffers=len(handles.memory),
+        num_bytes=handles.num_bytes,
+        device_uuid=bytes.fromhex(handles.device_uuid),
     )
-    memory = ImportedDeviceMemory(cast("BufferGrant", grant), open_peer)
+    memory = ImportedDeviceMemory(grant, open_peer)
     sums = []
     for index, (pointer, event) in enumerate(zip(memory.pointers, memory.events, strict=True)):
         memory.device.synchronize(event)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.tools.gpu.devices.device_context import DeviceContext
-    from penstock.tools.gpu.reporting.results import Results
+    from penstock.tools.gpu.results import Results
 
 _NEEDED = ("transformers", "msgspec")
 """Packages that the pass imports and this check otherwise does not need."""

@@ -17,7 +17,7 @@ from penstock.tools.random_weights import LLAMA_8B, weight_shapes
 
 if TYPE_CHECKING:
     from penstock.tools.gpu.devices.device_context import DeviceContext
-    from penstock.tools.gpu.reporting.results import Results
+    from penstock.tools.gpu.results import Results
 
 _ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 """vLLM's settings for sm_90: cuBLAS splits no product along its inner dimension, whatever workspace it has."""

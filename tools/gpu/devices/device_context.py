@@ -19,7 +19,7 @@ from penstock.backend.passes.decoder.cuda.device.kernel_choices import (
     read_choices,
 )
 from penstock.tools.gpu.devices.timing import Clock, GpuClock
-from penstock.tools.gpu.reporting.results import CHOICES_VARIABLE
+from penstock.tools.gpu.results import CHOICES_VARIABLE
 
 if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.device.device import Device

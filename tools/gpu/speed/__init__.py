@@ -1,5 +1,5 @@
-"""The sections that measure kernels: the hardware's ceilings, each kernel's speed, and other libraries' attention.
+"""The sections that measure: the hardware's ceilings, kernels, steps of whole models, and the engine's loop.
 
-`ncu.py` profiles one of the same kernel cases under Nsight Compute. Imports `devices` and `reporting`. Start reading
-in `kernel_cases.py`, which lists the cases by name.
+Imports `cases`, `devices` and `results`. Start reading in `kernel_cases.py`, which lists the kernels' cases by name,
+and in `end_to_end.py`.
 """

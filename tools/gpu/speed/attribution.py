@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.tools.gpu.devices.profiling import KernelRun, Profiler
-    from penstock.tools.gpu.reporting.results import Results
+    from penstock.tools.gpu.results import Results
 
 _LONGEST_GAP_US = 20.0
 """A longer gap is between steps: the host was late."""

@@ -17,7 +17,7 @@ from penstock.tools.gpu.devices.device_context import open_device_context
 
 if TYPE_CHECKING:
     from penstock.tools.gpu.devices.device_context import DeviceContext
-    from penstock.tools.gpu.reporting.results import Results
+    from penstock.tools.gpu.results import Results
 
 
 _LLAMA_PAGES = CacheLayout(32, 256, 32, 8, 128, "bf16")
@@ -28,7 +28,6 @@ _LLAMA_PAGES = CacheLayout(32, 256, 32, 8, 128, "bf16")
 class CeilingSizes:
     copy_bytes: int = 1 << 30
     product: int = 8192
-    weight: tuple[int, int] = (14_336, 4096)
     graph_nodes: int = 300
     link_bytes: int = 256 << 20
     small_bytes: int = 1024
@@ -41,7 +40,7 @@ def run(results: Results) -> None:
 
 def measure(results: Results, context: DeviceContext, sizes: CeilingSizes) -> None:
     results.sizes("ceilings", str(sizes))
-    for name, work in (("copy", _copy), ("product", _products), ("graph_node", _launch_gap), ("link", _host_link)):
+    for name, work in (("copy", _copy), ("product", _product), ("graph_node", _launch_gap), ("link", _host_link)):
         results.attempt(f"ceiling.{name}", partial(work, results, context, sizes))
     results.attempt("ceiling.pages", partial(_measure_page_copies, results, context, sizes.pages))
 
@@ -55,20 +54,13 @@ def _copy(results: Results, context: DeviceContext, sizes: CeilingSizes) -> None
     results.fact("ceiling.read", sizes.copy_bytes / us / 1e6, "TB/s")
 
 
-def _products(results: Results, context: DeviceContext, sizes: CeilingSizes) -> None:
+def _product(results: Results, context: DeviceContext, sizes: CeilingSizes) -> None:
     """Use random data: zeros draw less power, so the clock would be higher than with any model."""
     n = sizes.product
     a, b = (torch.randn(n, n, device=context.torch_device).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
     us = context.clock.work_us([lambda: torch.mm(a, b.t(), out=out)] * 20)
     results.fact("ceiling.product", 2 * n**3 / us / 1e6, "TFLOP/s")
-    outputs, inputs = sizes.weight
-    weights = [torch.randn(outputs, inputs, device=context.torch_device).bfloat16() for _ in range(4)]
-    for rows in (1, 8, 64, 256):
-        x = torch.randn(rows, inputs, device=context.torch_device).bfloat16()
-        y = torch.empty(rows, outputs, device=context.torch_device, dtype=torch.bfloat16)
-        us = context.clock.work_us([partial(torch.mm, x, weight.t(), out=y) for weight in weights])
-        results.fact(f"ceiling.weights_read.{rows}_rows", weights[0].numel() * 2 / us / 1e6, "TB/s")
 
 
 def _launch_gap(results: Results, context: DeviceContext, sizes: CeilingSizes) -> None:

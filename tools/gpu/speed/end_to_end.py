@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from penstock.backend.forward_pass import PendingOutput
     from penstock.tools.gpu.devices.device_context import DeviceContext
     from penstock.tools.gpu.devices.profiling import Profiler
-    from penstock.tools.gpu.reporting.results import Results
+    from penstock.tools.gpu.results import Results
 
 PAGE_TOKENS = 32
 _SPARE_TOKENS = 64
@@ -123,107 +123,146 @@ def measure_model(
     results.sizes(plan.name, plan.describe())
     context.memory.reset_peak()
     weights = RandomWeights(plan.config, plan.dtype, context.torch_device)
+    steps = _ModelSteps(results, context, profiler, plan)
     for kv_dtype in dict.fromkeys(kv_dtype for kv_dtype, *_ in plan.decode):
-        work = partial(_measure_cache, results, context, profiler, plan, weights, kv_dtype)
-        results.attempt(f"{plan.name}.{kv_dtype}", work, reserve_s)
+        results.attempt(f"{plan.name}.{kv_dtype}", partial(steps.measure, weights, kv_dtype), reserve_s)
     measure_engine(results, context, plan.name, plan.config, weights, plan.dtype, plan.engine, reserve_s)
     del weights
     context.memory.reset_peak()
 
 
-def _measure_cache(
-    results: Results,
-    context: DeviceContext,
-    profiler: Profiler,
-    plan: ModelPlan,
-    weights: RandomWeights,
-    kv_dtype: str,
-) -> None:
-    """Measure with one pass, made for the largest steps in this KV dtype."""
-    cases = [(name, rows, tokens) for dtype, name, rows, tokens in plan.decode if dtype == kv_dtype]
-    longest = max(max(tokens for _, _, tokens in cases) + _SPARE_TOKENS, *(tokens for _, tokens in plan.prefill))
-    most_tokens = max(*(tokens for _, tokens in plan.prefill), 256)
-    most_rows = max(rows for _, rows, _ in cases)
-    longest = _pages(longest) * PAGE_TOKENS
-    sizes = StepSizes(most_rows, most_tokens, longest, plan.deterministic, choices=context.choices)
-    cases = _fitting(results, context, plan, sizes, kv_dtype, cases)
-    num_pages = max((rows * _pages(tokens + _SPARE_TOKENS) for _, rows, tokens in cases), default=0)
-    num_pages = max(num_pages, _pages(longest))
-    started_s = time.perf_counter()
-    forward_pass = CudaDecoderPass(plan.config, weights, context.device, plan.dtype, sizes, plan.host_kv_bytes)
-    forward_pass.create_cache(num_pages, PAGE_TOKENS, kv_dtype)
-    results.fact(f"{plan.name}.{kv_dtype}.ready", time.perf_counter() - started_s, "s")
-    try:
-        _record_offload_choice(results, f"{plan.name}.{kv_dtype}", forward_pass)
-        layout = make_layout(plan.config, num_pages, PAGE_TOKENS, kv_dtype)
-        peak_bytes = context.memory.peak_bytes()
-        fill_cache(forward_pass._ops.cache.view(-1), layout)
-        context.memory.reset_peak()  # filling the cache is not the pass's memory use
+@dataclass(frozen=True)
+class _ModelSteps:
+    """Steps of one model, without an engine."""
+
+    results: Results
+    context: DeviceContext
+    profiler: Profiler
+    plan: ModelPlan
+
+    def measure(self, weights: RandomWeights, kv_dtype: str) -> None:
+        """Measure with one pass, made for the largest steps in this KV dtype."""
+        plan, results, memory = self.plan, self.results, self.context.memory
+        cases = [(name, rows, tokens) for dtype, name, rows, tokens in plan.decode if dtype == kv_dtype]
+        longest = max(max(tokens for _, _, tokens in cases) + _SPARE_TOKENS, *(tokens for _, tokens in plan.prefill))
+        most_tokens = max(*(tokens for _, tokens in plan.prefill), 256)
+        most_rows = max(rows for _, rows, _ in cases)
+        longest = _pages(longest) * PAGE_TOKENS
+        sizes = StepSizes(most_rows, most_tokens, longest, plan.deterministic, choices=self.context.choices)
+        cases = self._fitting(sizes, kv_dtype, cases)
+        num_pages = max((rows * _pages(tokens + _SPARE_TOKENS) for _, rows, tokens in cases), default=0)
+        num_pages = max(num_pages, _pages(longest))
+        started_s = time.perf_counter()
+        device = self.context.device
+        forward_pass = CudaDecoderPass(plan.config, weights, device, plan.dtype, sizes, plan.host_kv_bytes)
+        forward_pass.create_cache(num_pages, PAGE_TOKENS, kv_dtype)
+        results.fact(f"{plan.name}.{kv_dtype}.ready", time.perf_counter() - started_s, "s")
+        try:
+            costs, name = forward_pass.token_costs, f"{plan.name}.{kv_dtype}.host_pages"
+            results.fact(f"{name}.copy", costs.copy_s * 1e6, "us", "a token's KV to the host and back")
+            results.fact(f"{name}.compute", costs.compute_s * 1e6, "us", "a token in the largest prefill step")
+            results.fact(name, forward_pass.num_host_pages, "", "pages on the host; 0: they are computed again")
+            layout = make_layout(plan.config, num_pages, PAGE_TOKENS, kv_dtype)
+            peak_bytes = memory.peak_bytes()
+            fill_cache(forward_pass._ops.cache.view(-1), layout)
+            memory.reset_peak()  # filling the cache is not the pass's memory use
+            for name, rows, tokens in cases:
+                work = partial(self._decode, forward_pass, name, rows, tokens)
+                results.attempt(f"{plan.name}.decode.{name}", work)
+            if kv_dtype == plan.decode[0][0]:
+                for name, tokens in plan.prefill:
+                    work = partial(self._prefill, forward_pass, name, tokens)
+                    results.attempt(f"{plan.name}.prefill.{name}", work)
+                results.attempt(f"{plan.name}.ttft.1k", partial(self._ttft, forward_pass))
+                self._check_memory(sizes, layout.num_bytes, max(peak_bytes, memory.peak_bytes()))
+                self._take_apart(forward_pass, cases)
+        finally:
+            forward_pass.close()
+
+    def _fitting(
+        self, sizes: StepSizes, kv_dtype: str, cases: list[tuple[str, int, int]]
+    ) -> list[tuple[str, int, int]]:
+        """The cases whose cache fits the free memory beside the workspace. The others are skipped, with the reason."""
+        plan, memory = self.plan, self.context.memory
+        memory.reset_peak()
+        workspace_bytes = plan_spec(plan.config, plan.dtype, sizes).workspace_bytes
+        room = memory.free_bytes() - workspace_bytes - _RESERVE_BYTES
+        page_bytes, fitting = make_layout(plan.config, 1, PAGE_TOKENS, kv_dtype).num_bytes, []
         for name, rows, tokens in cases:
-            work = partial(_decode, results, context, plan, forward_pass, name, rows, tokens)
-            results.attempt(f"{plan.name}.decode.{name}", work)
-        if kv_dtype == plan.decode[0][0]:
-            for name, tokens in plan.prefill:
-                work = partial(_prefill, results, plan, forward_pass, name, tokens)
-                results.attempt(f"{plan.name}.prefill.{name}", work)
-            results.attempt(f"{plan.name}.ttft.1k", partial(_ttft, results, plan, forward_pass))
-            peak_bytes = max(peak_bytes, context.memory.peak_bytes())
-            _check_memory(results, context, plan, sizes, layout.num_bytes, peak_bytes)
-            _take_apart(results, profiler, plan, forward_pass, cases)
-    finally:
-        forward_pass.close()
+            num_bytes = rows * _pages(tokens + _SPARE_TOKENS) * page_bytes
+            if num_bytes <= room:
+                fitting.append((name, rows, tokens))
+            else:
+                cache, left = f"its cache of {num_bytes / 1e9:.1f} GB", f"{max(room, 0) / 1e9:.1f} GB that are left"
+                self.results.skipped(f"{plan.name}.decode.{name}", f"{cache} does not fit the {left}")
+        return fitting
 
+    def _decode(self, forward_pass: CudaDecoderPass, name: str, rows: int, tokens: int) -> None:
+        steps, case, fact = _decoding(rows, tokens), f"{self.plan.name}.decode.{name}", self.results.fact
+        for _ in range(3):
+            launch(forward_pass, steps.decode()).wait()
+        wall_s, host_s = time_decode(forward_pass, steps, self.plan.num_steps)
+        fact(case, rows / wall_s, "tok/s")
+        fact(f"{case}.step", wall_s * 1e3, "ms")
+        fact(f"{case}.device", step_us(self.context.clock, forward_pass, steps.decode()) / 1e3, "ms")
+        fact(f"{case}.launch_p50", statistics.median(host_s) * 1e3, "ms")
 
-def _fitting(
-    results: Results,
-    context: DeviceContext,
-    plan: ModelPlan,
-    sizes: StepSizes,
-    kv_dtype: str,
-    cases: list[tuple[str, int, int]],
-) -> list[tuple[str, int, int]]:
-    """The cases whose cache fits the free memory beside the workspace. The others are skipped, each with the reason."""
-    context.memory.reset_peak()
-    workspace_bytes = plan_spec(plan.config, plan.dtype, sizes).workspace_bytes
-    room = context.memory.free_bytes() - workspace_bytes - _RESERVE_BYTES
-    page_bytes, fitting = make_layout(plan.config, 1, PAGE_TOKENS, kv_dtype).num_bytes, []
-    for name, rows, tokens in cases:
-        num_bytes = rows * _pages(tokens + _SPARE_TOKENS) * page_bytes
-        if num_bytes <= room:
-            fitting.append((name, rows, tokens))
-        else:
-            reason = f"its cache of {num_bytes / 1e9:.1f} GB does not fit the {max(room, 0) / 1e9:.1f} GB that are left"
-            results.skipped(f"{plan.name}.decode.{name}", reason)
-    return fitting
+    def _prefill(self, forward_pass: CudaDecoderPass, name: str, tokens: int) -> None:
+        """Time steps of one whole prompt each, launched one step ahead."""
+        prompt, repeats = self._prompt(tokens), 3
+        pending: PendingOutput | None = None
+        launch(forward_pass, Steps(1, _pages(tokens)).prefill([prompt])).wait()
+        started_s = time.perf_counter()
+        for _ in range(repeats):
+            following = launch(forward_pass, Steps(1, _pages(tokens)).prefill([prompt]))
+            if pending is not None:
+                pending.wait()
+            pending = following
+        if pending is not None:
+            pending.wait()
+        wall_s = (time.perf_counter() - started_s) / repeats
+        self.results.fact(f"{self.plan.name}.prefill.{name}", tokens / wall_s, "tok/s")
+        self.results.fact(f"{self.plan.name}.prefill.{name}.time", wall_s * 1e3, "ms")
 
+    def _ttft(self, forward_pass: CudaDecoderPass) -> None:
+        tokens, seconds = self.plan.ttft_tokens, []
+        prompt = self._prompt(tokens)
+        for _ in range(5):
+            started_s = time.perf_counter()
+            launch(forward_pass, Steps(1, _pages(tokens)).prefill([prompt])).wait()
+            seconds.append(time.perf_counter() - started_s)
+        self.results.fact(f"{self.plan.name}.ttft.1k", statistics.median(seconds) * 1e3, "ms")
 
-def _record_offload_choice(results: Results, name: str, forward_pass: CudaDecoderPass) -> None:
-    """Record the costs that `create_cache` measured, and whether it keeps pages on the host."""
-    costs = forward_pass.token_costs
-    results.fact(f"{name}.host_pages.copy", costs.copy_s * 1e6, "us", "a token's KV to the host and back")
-    results.fact(f"{name}.host_pages.compute", costs.compute_s * 1e6, "us", "a token in the largest prefill step")
-    choice = "kept on the host" if forward_pass.num_host_pages else "computed again"
-    results.fact(f"{name}.host_pages", choice, "", f"{forward_pass.num_host_pages} pages on the host")
+    def _check_memory(self, sizes: StepSizes, cache_bytes: int, peak: int) -> None:
+        """Check that torch's peak memory is within the plan that is made before anything is loaded."""
+        name, spec = f"{self.plan.name}.memory", plan_spec(self.plan.config, self.plan.dtype, sizes)
+        planned = spec.weight_bytes + spec.workspace_bytes + cache_bytes
+        self.results.fact(f"{name}.planned", planned / 1e9, "GB")
+        self.results.fact(f"{name}.free", self.context.memory.free_bytes() / 1e9, "GB", "free on the device")
+        self.results.check(name, peak <= planned, f"GB peak, {planned / 1e9:.2f} planned", peak / 1e9)
 
+    def _take_apart(self, forward_pass: CudaDecoderPass, cases: list[tuple[str, int, int]]) -> None:
+        """Record the kernels of the profiled cases' steps."""
+        plan = self.plan
+        decodes = [(name, rows * n, partial(self._decode_some, forward_pass, rows, n)) for name, rows, n in cases]
+        prefills = [(f"prefill.{name}", 0, partial(self._prefill_singly, forward_pass, n)) for name, n in plan.prefill]
+        for name, num_cached, work in (*decodes, *prefills):
+            if name.removeprefix("prefill.") in plan.profiled:
+                finding, num_bytes = f"attribution.{plan.name}.{name}", attribution.step_bytes(plan.config, num_cached)
+                num_steps = plan.num_steps + 1 if num_cached else 1
+                record = partial(attribution.record, self.results, self.profiler, finding, work, num_steps, num_bytes)
+                self.results.attempt(finding, record)
 
-def _decode(
-    results: Results,
-    context: DeviceContext,
-    plan: ModelPlan,
-    forward_pass: CudaDecoderPass,
-    name: str,
-    rows: int,
-    tokens: int,
-) -> None:
-    steps = _decoding(rows, tokens)
-    for _ in range(3):
-        launch(forward_pass, steps.decode()).wait()
-    wall_s, host_s = time_decode(forward_pass, steps, plan.num_steps)
-    results.fact(f"{plan.name}.decode.{name}", rows / wall_s, "tok/s")
-    results.fact(f"{plan.name}.decode.{name}.step", wall_s * 1e3, "ms")
-    device_ms = step_us(context.clock, forward_pass, steps.decode()) / 1e3
-    results.fact(f"{plan.name}.decode.{name}.device", device_ms, "ms")
-    results.fact(f"{plan.name}.decode.{name}.launch_p50", statistics.median(host_s) * 1e3, "ms")
+    def _decode_some(self, forward_pass: CudaDecoderPass, rows: int, tokens: int) -> None:
+        time_decode(forward_pass, _decoding(rows, tokens), self.plan.num_steps)
+
+    def _prefill_singly(self, forward_pass: CudaDecoderPass, tokens: int) -> None:
+        with launched_singly(forward_pass):
+            launch(forward_pass, Steps(1, _pages(tokens)).prefill([self._prompt(tokens)])).wait()
+
+    def _prompt(self, num_tokens: int) -> NDArray[np.int32]:
+        rng = np.random.default_rng(num_tokens)
+        return rng.integers(0, self.plan.config.vocab_size, num_tokens).astype(np.int32)
 
 
 def _decoding(rows: int, tokens: int) -> Steps:
@@ -248,78 +287,6 @@ def time_decode(forward_pass: CudaDecoderPass, steps: Steps, num_steps: int) -> 
     return wall_s, host_s
 
 
-def _prefill(results: Results, plan: ModelPlan, forward_pass: CudaDecoderPass, name: str, tokens: int) -> None:
-    """Time steps of one whole prompt each, launched one step ahead."""
-    prompt, repeats = _prompt(plan.config, tokens), 3
-    pending: PendingOutput | None = None
-    launch(forward_pass, Steps(1, _pages(tokens)).prefill([prompt])).wait()
-    started_s = time.perf_counter()
-    for _ in range(repeats):
-        following = launch(forward_pass, Steps(1, _pages(tokens)).prefill([prompt]))
-        if pending is not None:
-            pending.wait()
-        pending = following
-    if pending is not None:
-        pending.wait()
-    wall_s = (time.perf_counter() - started_s) / repeats
-    results.fact(f"{plan.name}.prefill.{name}", tokens / wall_s, "tok/s")
-    results.fact(f"{plan.name}.prefill.{name}.time", wall_s * 1e3, "ms")
-
-
-def _ttft(results: Results, plan: ModelPlan, forward_pass: CudaDecoderPass) -> None:
-    prompt, seconds = _prompt(plan.config, plan.ttft_tokens), []
-    for _ in range(5):
-        started_s = time.perf_counter()
-        launch(forward_pass, Steps(1, _pages(plan.ttft_tokens)).prefill([prompt])).wait()
-        seconds.append(time.perf_counter() - started_s)
-    results.fact(f"{plan.name}.ttft.1k", statistics.median(seconds) * 1e3, "ms")
-
-
-def _check_memory(
-    results: Results, context: DeviceContext, plan: ModelPlan, sizes: StepSizes, cache_bytes: int, peak: int
-) -> None:
-    """Check that torch's peak memory is within the plan that is made before anything is loaded."""
-    spec = plan_spec(plan.config, plan.dtype, sizes)
-    planned = spec.weight_bytes + spec.workspace_bytes + cache_bytes
-    results.fact(f"{plan.name}.memory.planned", planned / 1e9, "GB")
-    results.fact(f"{plan.name}.memory.free", context.memory.free_bytes() / 1e9, "GB", "free on the device")
-    results.check(f"{plan.name}.memory", peak <= planned, f"GB peak, {planned / 1e9:.2f} planned", peak / 1e9)
-
-
-# ---- By kernel ----
-
-
-def _take_apart(
-    results: Results,
-    profiler: Profiler,
-    plan: ModelPlan,
-    forward_pass: CudaDecoderPass,
-    cases: list[tuple[str, int, int]],
-) -> None:
-    for name, rows, tokens in cases:
-        if name in plan.profiled:
-            decode = partial(_decode_some, forward_pass, plan, rows, tokens)
-            num_bytes = attribution.step_bytes(plan.config, rows * tokens)
-            finding = f"attribution.{plan.name}.{name}"
-            work = partial(attribution.record, results, profiler, finding, decode, plan.num_steps + 1, num_bytes)
-            results.attempt(finding, work)
-    for name, tokens in plan.prefill:
-        if name in plan.profiled:
-            prefill = partial(_prefill_singly, forward_pass, plan, tokens)
-            num_bytes, finding = attribution.step_bytes(plan.config, 0), f"attribution.{plan.name}.prefill.{name}"
-            work = partial(attribution.record, results, profiler, finding, prefill, 1, num_bytes)
-            results.attempt(finding, work)
-
-
-def _decode_some(forward_pass: CudaDecoderPass, plan: ModelPlan, rows: int, tokens: int) -> None:
-    time_decode(forward_pass, _decoding(rows, tokens), plan.num_steps)
-
-
-def _prefill_singly(forward_pass: CudaDecoderPass, plan: ModelPlan, tokens: int) -> None:
-    with launched_singly(forward_pass):
-        launch(forward_pass, Steps(1, _pages(tokens)).prefill([_prompt(plan.config, tokens)])).wait()
-
-
 @contextmanager
 def launched_singly(forward_pass: CudaDecoderPass) -> Iterator[None]:
     """Launch all steps but decode steps kernel by kernel."""
@@ -329,10 +296,6 @@ def launched_singly(forward_pass: CudaDecoderPass) -> Iterator[None]:
         yield
     finally:
         graphs.is_used = True
-
-
-def _prompt(config: DecoderConfig, num_tokens: int) -> NDArray[np.int32]:
-    return np.random.default_rng(num_tokens).integers(0, config.vocab_size, num_tokens).astype(np.int32)
 
 
 def _pages(num_tokens: int) -> int:

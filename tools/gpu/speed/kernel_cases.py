@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -131,49 +131,31 @@ class KernelCase:
     """Allocates the buffers and loads the kernels."""
 
 
-def kernel_cases(sizes: KernelSizes) -> list[KernelCase]:
-    """Return all cases, the most important first."""
-    cases = [
-        KernelCase(f"attention.decode.{name}", partial(_decode, sizes, rows, tokens, kv_dtype))
-        for name, rows, tokens, kv_dtype in sizes.decode
-    ]
+def kernel_cases(sizes: KernelSizes) -> Iterator[KernelCase]:
+    """Yield all cases, the most important first."""
+    for name, rows, tokens, kv_dtype in sizes.decode:
+        yield KernelCase(f"attention.decode.{name}", partial(_decode, sizes, rows, tokens, kv_dtype))
     _, rows, tokens, kv_dtype = sizes.decode[0]
-    cases.append(KernelCase("attention.decode.plan", partial(_plan, sizes, rows, tokens, kv_dtype)))
-    cases += [
-        KernelCase(f"attention.prefill.{name}", partial(_prefill, sizes, history, tokens, kv_dtype))
-        for name, history, tokens, kv_dtype in sizes.prefill
-    ]
-    cases += [
-        KernelCase(f"attention.encoder.{name}", partial(_encoder, sizes, rows, tokens, window))
-        for name, rows, tokens, window in sizes.encoder
-    ]
-    cases += [
-        KernelCase(f"sampling.256x128k.{kind}", partial(_sampling, sizes, params, 3.0, 0.0))
-        for kind, params in _SAMPLING.items()
-    ]
-    cases += [
-        KernelCase(f"sampling.256x128k.top_p.{kind}", partial(_sampling, sizes, _SAMPLING["top_p"], *logits))
-        for kind, logits in _OTHER_LOGITS.items()
-    ]
+    yield KernelCase("attention.decode.plan", partial(_plan, sizes, rows, tokens, kv_dtype))
+    for name, history, tokens, kv_dtype in sizes.prefill:
+        yield KernelCase(f"attention.prefill.{name}", partial(_prefill, sizes, history, tokens, kv_dtype))
+    for name, rows, tokens, window in sizes.encoder:
+        yield KernelCase(f"attention.encoder.{name}", partial(_encoder, sizes, rows, tokens, window))
+    for kind, params in _SAMPLING.items():
+        yield KernelCase(f"sampling.256x128k.{kind}", partial(_sampling, sizes, params, 3.0, 0.0))
+    for kind, logits in _OTHER_LOGITS.items():
+        yield KernelCase(f"sampling.256x128k.top_p.{kind}", partial(_sampling, sizes, _SAMPLING["top_p"], *logits))
     for num_tokens in sizes.elementwise_tokens:
-        cases += [
-            KernelCase(
-                f"elementwise.rope_and_store.{kv_dtype}.{num_tokens}",
-                partial(_rope_and_store, sizes, num_tokens, kv_dtype),
-            )
-            for kv_dtype in ("bf16", "q8_0")
-        ]
-        cases.append(KernelCase(f"elementwise.norm.{num_tokens}", partial(_norm, sizes, num_tokens)))
-        cases.append(KernelCase(f"elementwise.silu_mul.{num_tokens}", partial(_silu_mul, sizes, num_tokens)))
+        for kv_dtype in ("bf16", "q8_0"):
+            stored = partial(_rope_and_store, sizes, num_tokens, kv_dtype)
+            yield KernelCase(f"elementwise.rope_and_store.{kv_dtype}.{num_tokens}", stored)
+        yield KernelCase(f"elementwise.norm.{num_tokens}", partial(_norm, sizes, num_tokens))
+        yield KernelCase(f"elementwise.silu_mul.{num_tokens}", partial(_silu_mul, sizes, num_tokens))
     for form in FORMS:
-        cases += [
-            KernelCase(f"product.{form}.{num_rows}", partial(_product, sizes, form, num_rows))
-            for num_rows in sizes.product_rows
-        ]
-    cases += [
-        KernelCase(f"experts.{num_tokens}", partial(_experts, sizes, num_tokens)) for num_tokens in sizes.expert_tokens
-    ]
-    return cases
+        for num_rows in sizes.product_rows:
+            yield KernelCase(f"product.{form}.{num_rows}", partial(_product, sizes, form, num_rows))
+    for num_tokens in sizes.expert_tokens:
+        yield KernelCase(f"experts.{num_tokens}", partial(_experts, sizes, num_tokens))
 
 
 _SAMPLING = {

@@ -1,7 +1,12 @@
-"""The section "kernels": times each kernel case, the library's products, and torch's attention beside ours."""
+"""The section "kernels": times each kernel case, the library's products, and cuDNN's attention beside ours.
+
+As a command it launches one case a few times, for Nsight Compute: docs/gpu/README.md has the line.
+"""
 
 from __future__ import annotations
 
+import itertools
+import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -9,14 +14,18 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.tools.gpu.devices.device_context import open_device_context
-from penstock.tools.gpu.reporting.results import is_wanted
+from penstock.tools.gpu.results import is_wanted
 from penstock.tools.gpu.speed.kernel_cases import KernelSizes, kernel_cases
 from penstock.tools.gpu.speed.row_product_cases import row_product_cases
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from penstock.tools.gpu.devices.device_context import DeviceContext
-    from penstock.tools.gpu.reporting.results import Results
+    from penstock.tools.gpu.results import Results
     from penstock.tools.gpu.speed.kernel_cases import KernelCase
+
+_WARM_UPS, _PROFILED = 2, 3
 
 
 def run(results: Results) -> None:
@@ -72,3 +81,29 @@ def _time_peer(
         f"peer.{name}", (num_bytes if queries == 1 else flop) / us / 1e6, "TB/s" if queries == 1 else "TFLOP/s"
     )
     results.fact(f"peer.{name}.time", us, "us")
+
+
+def run_case(context: DeviceContext, case: KernelCase, profiling: AbstractContextManager[object]) -> None:
+    """Run the case. Only its own kernels run within `profiling`."""
+    works = itertools.cycle(case.prepare(context).works)
+    for work in itertools.islice(works, _WARM_UPS):
+        work()
+    context.device.synchronize()
+    with profiling:
+        for work in itertools.islice(works, _PROFILED):
+            work()
+        context.device.synchronize()
+
+
+def main(argv: list[str]) -> int:
+    sizes = KernelSizes()
+    cases = {case.name: case for case in (*kernel_cases(sizes), *row_product_cases(sizes))}
+    if len(argv) != 1 or argv[0] not in cases:
+        print(f"give one case: {', '.join(cases)}", file=sys.stderr)
+        return 2
+    run_case(open_device_context(), cases[argv[0]], torch.cuda.profiler.profile())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Describes the machine, the software versions and the commit. Reads only; no setting is changed."""
+"""Describes the machine, the software versions and the commit, and tells whether the GPU answers. Reads only."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import importlib.metadata
 import platform
 import shutil
 import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.tools.gpu.reporting.results import Results
+    from penstock.tools.gpu.results import Results
 
 _PACKAGES = ("torch", "cupy-cuda12x", "cupy-cuda13x", "numpy", "safetensors", "transformers", "triton")
 _NVIDIA_SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "temperature.gpu", "power.limit")
@@ -58,3 +59,17 @@ def _output(*argv: str) -> str:
     except subprocess.TimeoutExpired:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def device_fault() -> str | None:
+    """The error that waiting for the GPU raises; None if the GPU answers or this process does not use it."""
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    try:
+        if cupy is not None:
+            cupy.cuda.runtime.deviceSynchronize()
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+    except Exception as fault:  # noqa: BLE001 - after any error here the device is lost
+        return next(iter(str(fault).splitlines()), type(fault).__name__)
+    return None
