@@ -17,14 +17,13 @@ from penstock.shm.messages import AskStream, CancelOther, EventLogprobs, Failure
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.backend.engine.interfaces import IEngineLink, IExecutor
+    from penstock.backend.engine.interfaces import IEngineLink, IExecutor, ISequenceScheduler
     from penstock.backend.engine.requests.handling import RequestHandling
     from penstock.backend.engine.steps.batch_builder import BatchBuilder, WholeBatchBuilder
     from penstock.backend.engine.steps.launched_step import StepResult
     from penstock.backend.engine.steps.step_timing import StepTiming
     from penstock.backend.engine.steps.vectors import Vectors
     from penstock.backend.forward_pass import TokenLogprobs
-    from penstock.backend.scheduling.interface import ISequenceScheduler
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.sequences.sequence import Sequence
     from penstock.process.heartbeat import SignOfLife

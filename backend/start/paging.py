@@ -15,11 +15,11 @@ from penstock.shm.link.kv_event_publisher import CannotPublish, KvEventPublisher
 from penstock.shm.memory.page_digest import PageDigestWriter
 
 if TYPE_CHECKING:
+    from penstock.backend.engine.interfaces import ISequenceScheduler
     from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions
     from penstock.backend.kv_cache.budget.kv_plan import KvPlan
     from penstock.backend.kv_cache.persisted.page_store import PageStore
     from penstock.backend.options import BackendOptions
-    from penstock.backend.scheduling.interface import ISequenceScheduler
     from penstock.shm.memory.board import BackendBoard
 
 

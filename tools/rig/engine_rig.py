@@ -18,12 +18,11 @@ from penstock.shm.memory.board import BackendBoard
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.backend.engine.interfaces import IEngineLink, IExecutor
+    from penstock.backend.engine.interfaces import IEngineLink, IExecutor, ISequenceScheduler
     from penstock.backend.engine.recorder import Recorder
     from penstock.backend.engine.requests.limits import EngineLimits
     from penstock.backend.engine.requests.vector_delivery import VectorCache
     from penstock.backend.engine.steps.step_timing import StepTiming
-    from penstock.backend.scheduling.interface import ISequenceScheduler
     from penstock.backend.structured_output.grammar_queue import GrammarQueue
 
 

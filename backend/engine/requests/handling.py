@@ -21,11 +21,10 @@ from penstock.backend.structured_output.grammar_queue import GrammarQueue
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.backend.engine.interfaces import IEngineLink
+    from penstock.backend.engine.interfaces import IEngineLink, ISequenceScheduler
     from penstock.backend.engine.recorder import Recorder
     from penstock.backend.engine.requests.limits import EngineLimits
     from penstock.backend.engine.requests.vector_delivery import VectorCache
-    from penstock.backend.scheduling.interface import ISequenceScheduler
     from penstock.shm.memory.board import BackendBoard
 
 

@@ -21,13 +21,13 @@ from penstock.shm.messages import AskQuote, Failure, FailureCode, Finish, Genera
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from penstock.backend.engine.interfaces import ISequenceScheduler
     from penstock.backend.engine.quoting.quoter import Quoter
     from penstock.backend.engine.requests.delivery import Delivery
     from penstock.backend.engine.requests.limits import EngineLimits
     from penstock.backend.engine.requests.request_table import RequestTable
     from penstock.backend.engine.requests.stream_table import StreamTable
     from penstock.backend.engine.requests.vector_delivery import VectorDelivery
-    from penstock.backend.scheduling.interface import ISequenceScheduler
     from penstock.backend.structured_output.compile_grammar import CompiledGrammar
     from penstock.shm.link.events import Submission
     from penstock.shm.memory.board import BackendBoard

@@ -11,8 +11,8 @@ from penstock.backend.engine.requests.deadlines import Deadlines
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from penstock.backend.engine.interfaces import ISequenceScheduler
     from penstock.backend.engine.recorder import Recorder
-    from penstock.backend.scheduling.interface import ISequenceScheduler
     from penstock.backend.scheduling.restart_grace import RestartGrace
     from penstock.backend.sequences.resumable_stream import ResumableChoice
     from penstock.backend.sequences.sequence import Sequence
