@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.process.children import descendants, tree_cpu_s
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.peers import Peer, completion_probe, peer_server
-from penstock.tools.bench.harness.processes import descendants, tree_cpu_s
 from penstock.tools.bench.harness.server_process import server_process
 from tests.system.processes import wait_until
 from tests.tools.bench.conftest import fake_peer

@@ -9,7 +9,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.tools.chaos.census import ProcessState, Watch, check_memory, session_members, take_census
+from penstock.process.children import session_members
+from penstock.tools.chaos.census import ProcessState, Watch, check_memory, take_census
 from penstock.tools.chaos.ledger import Ledger
 from tests.system.processes import wait_until
 
