@@ -13,7 +13,7 @@ from penstock.backend.checkpoint.tensors import EMBEDDING, LM_HEAD
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from contextlib import ExitStack
     from pathlib import Path
 
@@ -46,12 +46,17 @@ def fit_to_decoder(files: dict[str, TensorFile], vocab_size: int) -> dict[str, T
     """Give tensors the names that `TensorSpec` has, and the vocabulary at most vocab_size rows."""
     if EMBEDDING not in files and EMBEDDING.removeprefix(_MODEL_PREFIX) in files:
         files = rename_tensors(files, lambda name: name if name.startswith(_HEADS) else _MODEL_PREFIX + name)
-    for name in (EMBEDDING, LM_HEAD):
-        stored = files[name].tensors[name] if name in files else None
-        if stored is not None and stored.dtype in FLOAT_DTYPES and stored.shape and stored.shape[0] > vocab_size:
-            logger.info("Only the first %d rows of the %d of %s are used", vocab_size, stored.shape[0], name)
-            files[name].tensors[name] = stored.rows(0, vocab_size)
+    crop_rows(files, (EMBEDDING, LM_HEAD), vocab_size)
     return files
+
+
+def crop_rows(files: dict[str, TensorFile], names: Iterable[str], num_rows: int) -> None:
+    """Hide the rows after the first num_rows of these tensors."""
+    for name in names:
+        stored = files[name].tensors[name] if name in files else None
+        if stored is not None and stored.dtype in FLOAT_DTYPES and stored.shape and stored.shape[0] > num_rows:
+            logger.info("Only the first %d rows of the %d of %s are used", num_rows, stored.shape[0], name)
+            files[name].tensors[name] = stored.rows(0, num_rows)
 
 
 def rename_tensors(files: dict[str, TensorFile], rename: Callable[[str], str]) -> dict[str, TensorFile]:

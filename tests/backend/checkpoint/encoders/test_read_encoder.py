@@ -13,6 +13,7 @@ from penstock.backend.checkpoint.encoders.read_config import read_encoder
 from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.encoders.weights import open_encoder
 from penstock.backend.errors import StartupError
+from tests.backend.checkpoint.weight_files import rewrite
 from tests.encoder_checkpoints import make_encoder, make_sentence_encoder
 
 if TYPE_CHECKING:
@@ -132,6 +133,21 @@ def test_bad_modules_are_one_line(file: str, values: Any, message: str, tmp_path
     with pytest.raises(StartupError, match=message) as caught:
         read_encoder(tmp_path)
     assert str(tmp_path / file) in str(caught.value) or "inputs" in message
+
+
+@pytest.mark.parametrize(("rows", "vocab_size"), [(90, 90), (128, 96)])
+def test_resized_vocabulary_has_the_rows_that_count(rows: int, vocab_size: int, tmp_path: Path) -> None:
+    """vocab_size in config.json is 96."""
+    make_encoder("bert", "ForMaskedLM", tmp_path)
+    words, bias = torch.randn(rows, 64), torch.randn(rows)
+    rewrite(
+        tmp_path / "model.safetensors", {"bert.embeddings.word_embeddings.weight": words, "cls.predictions.bias": bias}
+    )
+    config = read_encoder(tmp_path)
+    assert config.vocab_size == vocab_size
+    with open_encoder(tmp_path, config) as weights:
+        assert torch.equal(weights.words(), words[:vocab_size])
+        assert torch.equal(weights.head_layer(config.heads[0].layers[-1]).bias, bias[:vocab_size])  # type: ignore[arg-type]
 
 
 def test_tensors_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
