@@ -205,6 +205,14 @@ class Metadata:
             raise StartupError(f"{self.prefix}{key} is {shorten(value)}; expected the same integer for all layers")
         return value
 
+    def strings(self, key: str) -> list[str]:
+        """Read a list of strings; empty if there is none. Raises StartupError for another value."""
+        self._read.add(self.prefix + key)
+        value = self._values.get(self.prefix + key, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise StartupError(f"{self.prefix}{key} is {shorten(value)}; expected a list of strings")
+        return value
+
     def interval_or_flags(self, key: str) -> int | list[bool] | None:
         """Read a number, or a flag for each layer."""
         self._read.add(self.prefix + key)

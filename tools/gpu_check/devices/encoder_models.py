@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig, EncoderNames, Head, HeadLayer
+from penstock.backend.checkpoint.architectures.encoder_names import EncoderNames
+from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig, Head, HeadLayer
 from penstock.backend.checkpoint.encoders.tensors import EncoderLayerWeights, HeadLayerWeights
 
 _NAMES = EncoderNames(prefixes=("",))
