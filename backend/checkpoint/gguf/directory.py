@@ -86,7 +86,7 @@ def _parts(tensor: StoredTensor, names: list[str]) -> Iterator[tuple[str, Stored
     for index, name in enumerate(names):
         part = tensor
         if len(names) > 1 or len(tensor.shape) == _EXPERT_DIMENSIONS:
-            part = replace(tensor.rows(index, 1), shape=tensor.shape[1:])
+            part = tensor.item(index)
         if len(part.shape) == 1 and name.endswith(_SHARED_GATE):
             part = replace(part, shape=(1, *part.shape))
         yield name, part

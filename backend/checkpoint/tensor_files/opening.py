@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 from contextlib import closing
 from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES
+from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE, read_index, weight_files
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.checkpoint.tensors import EMBEDDING, LM_HEAD
@@ -17,11 +19,16 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
     from pathlib import Path
 
-    from penstock.backend.checkpoint.formats.tensor_file import TensorFile
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
 
 logger = logging.getLogger("penstock.backend")
 
 _MODEL_PREFIX = "model."
+_STACKED_LINEARS = ("gate_proj", "up_proj", "down_proj")
+_STACKED = re.compile(
+    rf"(model\.layers\.\d{{1,6}}\.)\w+\.(?:switch_mlp|experts)\.({'|'.join(_STACKED_LINEARS)})\.(\w+)", re.ASCII
+)
 _HEADS = ("lm_head.", "score.", "v_head.")
 """Prefixes of tensors outside the model, which have no _MODEL_PREFIX."""
 
@@ -48,6 +55,33 @@ def fit_to_decoder(files: dict[str, TensorFile], vocab_size: int) -> dict[str, T
         files = rename_tensors(files, lambda name: name if name.startswith(_HEADS) else _MODEL_PREFIX + name)
     crop_rows(files, (EMBEDDING, LM_HEAD), vocab_size)
     return files
+
+
+def split_experts(files: dict[str, TensorFile], config: DecoderConfig) -> dict[str, TensorFile]:
+    """Give each expert its own tensors where all of a layer are in one, as MLX stores them. Raises StartupError."""
+    experts, names = config.experts, config.names
+    if experts is None:
+        return files
+    own = dict(zip(_STACKED_LINEARS, (*names.expert_gate_up, names.expert_down), strict=True))
+
+    def parts(name: str, tensor: StoredTensor) -> dict[str, StoredTensor]:
+        match = _STACKED.fullmatch(name)
+        if match is None or tensor.shape[:1] != (experts.count,):
+            return {name: tensor}
+        layer, linear, part = match.groups()
+        return {f"{layer}{names.expert.format(i)}.{own[linear]}.{part}": tensor.item(i) for i in range(experts.count)}
+
+    found: dict[str, TensorFile] = {}
+    for name, file in files.items():
+        for part in parts(name, file.tensors[name]):
+            if part in found:
+                raise StartupError(f"{file.path}: tensor {shorten(name)} is another {shorten(part)}")
+            found[part] = file
+    for file in dict.fromkeys(files.values()):
+        file.tensors = {
+            part: item for name, tensor in file.tensors.items() for part, item in parts(name, tensor).items()
+        }
+    return found
 
 
 def crop_rows(files: dict[str, TensorFile], names: Iterable[str], num_rows: int) -> None:
