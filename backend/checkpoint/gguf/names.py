@@ -82,7 +82,7 @@ class GgufNames:
             "token_types": names.token_types,
             "token_embd_norm": names.embedding_norm,
         }
-        return cls(outside | heads, names.layer, modules)
+        return cls({**outside, **heads}, names.layer, modules)
 
     def hf_names(self, name: str, shape: tuple[int, ...]) -> list[str]:
         """The names in a checkpoint: one, or one for each expert if the tensor has all experts.

@@ -90,7 +90,7 @@ def convert_tiktoken(
     for index, special in enumerate(kind.specials, len(tokens)):
         added.by_id.setdefault(index, (special, True))
     tokenizer = GgufTokenizer(
-        metadata_of(tokens, [1] * len(tokens), kind.settings | dict(config), added)
+        metadata_of(tokens, [1] * len(tokens), {**kind.settings, **config}, added)
         | {
             "tokenizer.ggml.model": "gpt2",
             "tokenizer.ggml.pre": kind.split,
