@@ -236,7 +236,9 @@ def make_config(
     head_dim = metadata.own("attention.key_length", int)
     if head_dim is None and heads > 0:
         head_dim = hidden // heads
-    rotary, theta = metadata.own("rope.dimension_count", int), metadata.own("rope.freq_base", float) or 10_000.0
+    rotary, theta = metadata.own("rope.dimension_count", int), metadata.own("rope.freq_base", float)
+    if theta is None:
+        theta = 10_000.0
     metadata.check_equal("attention.value_length", head_dim, "attention.key_length")
     if "rope.freq_base_swa" not in architecture.keys:
         metadata.check_equal("rope.freq_base_swa", theta, "rope.freq_base")

@@ -141,7 +141,7 @@ class GgufTokenizer:
     def _byte_level(self) -> dict[str, Any]:
         name = self._get("pre", str)
         if name not in SPLITS:
-            raise StartupError(f"{_PREFIX}pre is {shorten(name)}; supported are {', '.join(SPLITS)}")
+            raise StartupError(f"{_PREFIX}pre is {shorten(name)}; it is none of {len(SPLITS)} known ways to split text")
         split = SPLITS[name]
         steps = [
             {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES
 from penstock.backend.checkpoint.json_file import shorten
-from penstock.backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE, read_index, weight_files
+from penstock.backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE, read_index, rename_all, weight_files
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.checkpoint.tensors import EMBEDDING, LM_HEAD
 from penstock.backend.errors import StartupError
@@ -41,12 +41,22 @@ def open_safetensors(model_dir: Path, closers: ExitStack) -> tuple[dict[str, Ten
     shards = {name: closers.enter_context(closing(SafetensorsFile(model_dir / name))) for name in names}
     if names == (SINGLE_FILE,) or not index.exists():
         where = str(model_dir / names[0]) if len(names) == 1 else f"the {len(names)} shards in {model_dir}"
-        return {tensor: file for file in shards.values() for tensor in file.tensors}, where
+        return _by_tensor(shards.values()), where
     weight_map = read_index(index)
     for tensor, name in weight_map.items():
         if tensor not in shards[name].tensors:
             raise StartupError(f"tensor {tensor} is missing from {model_dir / name}, where {INDEX_FILE} says it is")
     return {tensor: shards[name] for tensor, name in weight_map.items()}, f"the files of {index}"
+
+
+def _by_tensor(files: Iterable[TensorFile]) -> dict[str, TensorFile]:
+    found: dict[str, TensorFile] = {}
+    for file in files:
+        for name in file.tensors:
+            if name in found:
+                raise StartupError(f"{file.path}: tensor {shorten(name)} is in {found[name].path.name} as well")
+            found[name] = file
+    return found
 
 
 def fit_to_decoder(files: dict[str, TensorFile], vocab_size: int) -> dict[str, TensorFile]:
@@ -94,10 +104,10 @@ def crop_rows(files: dict[str, TensorFile], names: Iterable[str], num_rows: int)
 
 
 def rename_tensors(files: dict[str, TensorFile], rename: Callable[[str], str]) -> dict[str, TensorFile]:
-    """Rename the tensors of all files."""
+    """Rename the tensors of all files. Raises StartupError if two get the same name."""
     for file in dict.fromkeys(files.values()):
-        file.tensors = {rename(name): tensor for name, tensor in file.tensors.items()}
-    return {rename(name): file for name, file in files.items()}
+        file.tensors = rename_all(file.tensors, rename, file.path)
+    return rename_all(files, rename, "the checkpoint")
 
 
 def _found_instead(model_dir: Path) -> str:

@@ -190,6 +190,11 @@ def test_tensors_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
     save_file(tensors | {position: torch.zeros(128, 64)}, path)
     with pytest.raises(StartupError, match=rf"{position} has shape \[128, 64\]; config.json makes it \[160, 64\]"):
         open_encoder(tmp_path, config)
+    save_file(tensors | {"embeddings.LayerNorm.gamma": torch.zeros(64)}, path)
+    with pytest.raises(
+        StartupError, match=r"tensor 'embeddings\.LayerNorm\.\w+' is another 'embeddings.LayerNorm.weight'"
+    ):
+        open_encoder(tmp_path, config)
     name = "encoder.layer.1.output.dense.weight"
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, path)
     with pytest.raises(StartupError, match=rf"tensor {name}, expected with shape \[64, 80\], is missing"):
