@@ -99,16 +99,18 @@ def read_facts(model_dir: Path, dtype: str, max_context_tokens: int | None) -> M
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text] * len(kinds)
     model = _model_without_memory(config, chosen)
+    embedding_rows = text.vocab_size
     names = _embedding_names(model)
-    vocab_size = fit_vocab_size(model_dir, text.vocab_size, names)
-    if vocab_size != text.vocab_size:
-        text.vocab_size = vocab_size
+    rows = count_rows(model_dir, names)
+    if rows is not None and rows != len(model.get_input_embeddings().weight):
+        text.vocab_size = fit_vocab_size(model_dir, text.vocab_size, names)
+        embedding_rows = max(rows, text.vocab_size)
         model = _model_without_memory(config, chosen)
     return ModelFacts(
         config,
         chosen,
-        vocab_size,
-        max(vocab_size, count_rows(model_dir, names) or 0),
+        text.vocab_size,
+        embedding_rows,
         sum(parameter.numel() for parameter in model.parameters()) * chosen.itemsize,
         max_context_tokens or offered,
         tuple(_NO_KV if kind == _LINEAR else _kv_shape(layer) for kind, layer in zip(kinds, layers, strict=True)),

@@ -179,6 +179,7 @@ _DEBERTA = dict(zip(("pad_piece", "bos_piece", "eos_piece", "unk_piece"), ("[PAD
     ("model_type", "file", "offset", "options", "pair"),
     [
         ("xlm-roberta", "sentencepiece__bpe__model", 1, {}, "<s>A</s></s>B</s>"),
+        ("camembert", "sentencepiece__bpe__model", 4, {}, "<s>A</s></s>B</s>"),
         ("deberta-v2", "spm__model", 0, _SPECIAL | _DEBERTA, "[CLS]A[SEP]B[SEP]"),
     ],
 )
