@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
-from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
+from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass
+from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes
 from penstock.tools.gpu.speed.engine_loop import EngineLoop, LoopSizes, TokenStream
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.forward_pass import IBatchedForwardPass
     from penstock.tools.gpu.devices.device_context import DeviceContext
     from penstock.tools.gpu.results import Results

@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from penstock.backend.checkpoint.config.tensors import LayerWeights
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.generation_config import read_generation_defaults
+from penstock.backend.checkpoint.files.generation_config import read_generation_defaults
 from penstock.backend.checkpoint.gguf import kept_directories
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
-from penstock.backend.checkpoint.quantized_weights import (
+from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     GroupedForm,
     GroupedWeight,
     Int4Weight,
@@ -27,10 +28,9 @@ from penstock.backend.checkpoint.quantized_weights import (
     StackedForm,
     has_cpu_kernels,
 )
-from penstock.backend.checkpoint.tensors import LayerWeights
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.forward_pass import PassOptions
-from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.process import cache_directory
 from penstock.shm.messages import Sampling
 from tests.backend.checkpoint.gguf.writer import (
