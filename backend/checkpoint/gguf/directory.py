@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.backend.checkpoint.config_json import parse_decoder_config
 from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES
+from penstock.backend.checkpoint.gguf.cached_directories import cached_directory
 from penstock.backend.checkpoint.gguf.config import EMBEDDING, ROPE_TENSORS, Metadata, make_config
 from penstock.backend.checkpoint.gguf.encoders import (
     ENCODERS,
@@ -24,7 +25,6 @@ from penstock.backend.checkpoint.gguf.encoders import (
     pooling_files,
 )
 from penstock.backend.checkpoint.gguf.header import GgufHeader, GgufTensor, open_tensors, read_header
-from penstock.backend.checkpoint.gguf.kept_directories import kept_directory
 from penstock.backend.checkpoint.gguf.names import GgufNames
 from penstock.backend.checkpoint.gguf.sampling import sampling_defaults
 from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer, check_tokenizer
@@ -62,7 +62,7 @@ def gguf_directory(path: Path) -> Path:
     """The directory for a file, or for the first of its shards. Raises StartupError naming the file."""
     try:
         paths = _shards(path.resolve())
-        return kept_directory("gguf", path.stem, paths, FORMAT, partial(_write, paths=paths))
+        return cached_directory("gguf", path.stem, paths, FORMAT, partial(_write, paths=paths))
     except (OSError, UnsafeDirectory) as error:
         raise StartupError(f"the configuration of {path} cannot be read or kept: {error}") from None
 

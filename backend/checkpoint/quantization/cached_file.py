@@ -27,7 +27,7 @@ from penstock.backend.checkpoint.quantization.modes import linear_specs, stacked
 from penstock.backend.checkpoint.quantized_weights import GroupedForm, GroupedWeight, Int4Weight, Int8Weight
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.errors import StartupError
-from penstock.process.cache_directory import cache_directory, check_kept_file
+from penstock.process.cache_directory import cache_directory, check_cached_file
 from penstock.process.options import format_size
 from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
 
@@ -67,7 +67,7 @@ class StoredPart:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptForm:
+class CachedForm:
     """The file's place, and the content that it must have."""
 
     path: Path
@@ -77,7 +77,7 @@ class KeptForm:
     parts: dict[str, StoredPart]
 
     @classmethod
-    def of(cls, model_dir: Path, config: DecoderConfig, quantization: Quantization) -> KeptForm:
+    def of(cls, model_dir: Path, config: DecoderConfig, quantization: Quantization) -> CachedForm:
         """Raises UnsafeDirectory for a user without a home."""
         resolved = model_dir.resolve()
         readable = re.sub(r"[^A-Za-z0-9._-]", "_", resolved.name)[:64]
@@ -134,15 +134,15 @@ def _stored_parts(config: DecoderConfig, quantization: Quantization) -> dict[str
     return dict(sorted(parts.items(), key=lambda item: -_DTYPES[item[1].dtype].itemsize))
 
 
-class KeptFile:
+class CachedFile:
     """A file with the right labels and tensors; each tensor's content is checked when it is read. Close it."""
 
-    def __init__(self, form: KeptForm) -> None:
+    def __init__(self, form: CachedForm) -> None:
         """Raises FileNotFoundError without a file, UnsafeDirectory if others can write its directory, OSError,
         UnusableFileError."""
         check_directory(form.path.parent, Trust.READABLE, create=False)
         try:
-            check_kept_file(form.path)
+            check_cached_file(form.path)
             self._file = SafetensorsFile(form.path)
         except (StartupError, UnsafeDirectory) as error:
             raise UnusableFileError(str(error)) from None
@@ -211,10 +211,10 @@ class KeptFile:
         self._file.close()
 
 
-class KeptFileWriter:
+class CachedFileWriter:
     """Writes the file. Other processes see it only after `commit`; `discard` removes what was written."""
 
-    def __init__(self, form: KeptForm) -> None:
+    def __init__(self, form: CachedForm) -> None:
         """Raises UnsafeDirectory, and OSError if it cannot be written: no space, no permission, or another process
         writes it."""
         check_directory(form.path.parent, Trust.READABLE)
