@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from penstock.backend.checkpoint.architectures.encoder_names import EncoderNames
 from penstock.backend.checkpoint.decoder_config import (
     ClampedGate,
     DecoderConfig,
@@ -18,7 +19,7 @@ from penstock.backend.checkpoint.decoder_config import (
     Scales,
     TensorNames,
 )
-from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig, EncoderNames, Head, HeadLayer
+from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig, Head, HeadLayer
 from penstock.backend.checkpoint.encoders.tensors import EncoderLayerWeights, HeadLayerWeights
 from penstock.backend.checkpoint.tensors import LayerWeights
 

@@ -24,17 +24,22 @@ from typing import Any, Self
 
 from penstock.shm.buffers.buffer_export import BufferExporter
 from penstock.shm.link.backend_link import BackendLink
-from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
+from penstock.shm.link.events import Cancellation, FrontendDeath, Question, Submission
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import (
     NO_TOKEN,
+    AskQuote,
+    AskStream,
+    CancelOther,
     Failure,
     FailureCode,
     Finish,
     Generate,
     ModelCard,
     Progress,
+    Quote,
     Started,
+    StreamRecord,
     VectorPart,
 )
 
@@ -144,6 +149,8 @@ class ScriptedEngine:
             match event:
                 case Submission():
                     self._submit(event)
+                case Question(frontend, message):
+                    self._answer(frontend, message)
                 case Cancellation(frontend, request_id):
                     self.num_cancellations += 1
                     del self.running[frontend, request_id]
@@ -160,11 +167,27 @@ class ScriptedEngine:
         self.board.waiting = max(0, len(self.running) - self.script.max_running)
         self.link.flush()
 
+    def _answer(self, frontend: int, message: AskQuote | AskStream | CancelOther) -> None:
+        """Quote as many requests ahead as the client's has choices; a stream's record is its id; nothing is open."""
+        request_id, finish, failure = message.request_id, Finish.STOP, None
+        match message:
+            case AskQuote(terms=terms):
+                finish = Finish.QUOTED
+                self.link.push_answer(frontend, Quote(request_id, terms.num_choices, 0, is_coalesced=False))
+            case AskStream(question=question):
+                self.link.push_answer(frontend, StreamRecord(request_id, question.stream.stream_id.encode()))
+            case CancelOther():
+                finish, failure = Finish.REJECTED, Failure(request_id, FailureCode.NOT_OPEN)
+        self.link.push(frontend, request_id, NO_TOKEN, finish, failure=failure)
+
     def _submit(self, submission: Submission) -> None:
         tokens = array("i", submission.tokens or bytes(4 * submission.message.num_prompt_tokens))
         if tokens == _KILLING_PROMPT:
             os.kill(os.getpid(), signal.SIGKILL)
         card, message = self.script.card, submission.message
+        if isinstance(message, AskQuote):
+            self._answer(submission.frontend, message)
+            return
         failure, max_tokens = None, message.max_tokens if isinstance(message, Generate) else 1
         if message.num_prompt_tokens + max_tokens > card.max_context_tokens:
             limit = max(0, card.max_context_tokens - max_tokens)

@@ -119,9 +119,10 @@ class Setup:
         prompts += [[rng.randrange(vocab_size) for _ in range(rng.randint(1, longest))] for _ in range(2)]
         samplings = _draw_samplings(rng)
         capacity = rng.randint(0, 4)
+        model: Model = HashModel(vocab_size, has_window) if is_real else ChainModel(vocab_size)
         often, seldom = rng.choice((0.1, 0.3)), rng.choice((0.0, 0.01, 0.04))
         return cls(
-            model=HashModel(vocab_size, has_window) if is_real else ChainModel(vocab_size),
+            model=model,
             num_pages=num_pages,
             num_host_pages=rng.choice((0, 1, 4, 40)) * (not has_window),
             page_size=page_size,

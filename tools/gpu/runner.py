@@ -50,7 +50,7 @@ SECTIONS = (
     Section("compile", "penstock.tools.gpu.checks.compilation", 35),
     Section("ceilings", "penstock.tools.gpu.speed.ceilings", 20),
     Section("correctness", "penstock.tools.gpu.checks.correctness", 90),
-    Section("kernels", "penstock.tools.gpu.speed.kernels", 70),
+    Section("kernels", "penstock.tools.gpu.speed.kernels", 90),
     Section("end-to-end", "penstock.tools.gpu.speed.end_to_end", 150),
     Section("invariance", "penstock.tools.gpu.checks.invariance", 50),
     Section("unsplit", "penstock.tools.gpu.checks.unsplit", 15),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.process.children import tree
+from penstock.process.children import state_of, tree
 from penstock.tools.bench.load_generator.sending import measure
 from penstock.tools.bench.serving import compare
 from penstock.tools.bench.serving.compare import Contender
@@ -76,8 +76,7 @@ def is_paused(contender: Contender) -> bool:
 
 def states(contender: Contender) -> list[str]:
     """The states of all processes of a server: "T" is stopped."""
-    pids = tree(contender.process.pid)
-    return [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids]
+    return [state_of(pid) for pid in tree(contender.process.pid)]
 
 
 def test_storm_leaves_nothing_behind(bench: BenchCommand) -> None:

@@ -29,6 +29,7 @@ from penstock.tools.gpu.checks import (
     pass_agreement,
     transformers_agreement,
 )
+from penstock.tools.random_weights import TINY_FAMILY
 from tests.cuda_emulator import EmulatedLauncher
 from tests.tools.gpu.device_context import Record, make_device_context
 
@@ -106,6 +107,7 @@ def test_cuda_pass_agrees_with_the_cpu_pass(record: Record, monkeypatch: pytest.
     findings = record.findings()
     assert {
         "pass.qwen3.fp32", "pass.gpt-oss.fp32", "pass.gemma2.bf16", "pass.qwen3.fp16", "pass.experts.bf16",
+        "pass.qwen3.tokens",
     } <= set(findings)  # fmt: skip
     assert "pass.gpt-oss.bf16" not in findings
     assert findings["pass.qwen3.mxfp4"].passed
@@ -113,6 +115,18 @@ def test_cuda_pass_agrees_with_the_cpu_pass(record: Record, monkeypatch: pytest.
     assert findings["pass.qwen3.embeddings"].passed
     assert findings["pass.qwen3.scores"].passed
     assert findings["pass.qwen3.vectors"].passed
+
+
+def test_another_token_is_a_mismatch_unless_it_ties(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TINY_FAMILY["llama"]
+    expected = pass_agreement._tokens(pass_agreement._on_cpu(config), config)
+    pass_agreement.require_same_tokens(config, expected.copy(), expected)
+    other = expected.copy()
+    other[3, 2] = (other[3, 2] + 1) % config.vocab_size
+    with pytest.raises(Mismatch, match="row 3 has another token 2; the gap of its logit: an error of"):
+        pass_agreement.require_same_tokens(config, other, expected)
+    monkeypatch.setattr(pass_agreement, "_TIE", 10.0)
+    pass_agreement.require_same_tokens(config, other, expected)
 
 
 def test_the_forward_pass_transformers_on_the_gpu_agrees_with_the_cpu(record: Record) -> None:

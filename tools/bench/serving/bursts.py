@@ -163,8 +163,8 @@ async def _measure_side(
 
 
 def bursts_table(shape: str, results: Sequence[BurstResult]) -> Table:
-    columns = ["requests", "wall ms", "TTFT ms\np50 / p99", "tokens\nstreamed", "generated", "computed"]
-    columns += ["prompt tokens\ncomputed", "distinct", "cached", "coalesced", "wall, by\none alone", "by\ndistinct"]
+    columns = ["requests", "wall ms", "TTFT ms\np50 / p99", "tokens\nstreamed", "gener-\nated", "com-\nputed"]
+    columns += ["prefill", "dis-\ntinct", "cached", "coa-\nlesced", "wall, by\none alone", "prefill, by\ndistinct"]
     table = make_table(f"{shape} requests at once: medians of {len(results[0].burst)} repeats", *columns)
     for found in results:
         ratios = ("", ""), (f"{found.wall_ratio:.3f} ×", f"{found.prefill_ratio:.3f} ×")

@@ -22,7 +22,7 @@ from penstock.backend.passes.decoder.pooled_weights import WeightsWithHead
 from penstock.tools.gpu.cases.comparing import require, require_within
 from penstock.tools.gpu.cases.products.stored_forms import STORED_FORMS
 from penstock.tools.gpu.checks.float64_model import Float64Model
-from penstock.tools.gpu.devices.steps import Steps, launch
+from penstock.tools.gpu.devices.steps import Steps, generate, launch
 from penstock.tools.random_weights import TINY_FAMILY, QuantizedRandomWeights, RandomWeights
 
 if TYPE_CHECKING:
@@ -33,11 +33,13 @@ if TYPE_CHECKING:
     from penstock.tools.gpu.devices.device_context import DeviceContext
     from penstock.tools.gpu.results import Results
 
-_ROWS, _PROMPT_TOKENS, _PAGE_TOKENS, _PAGES = 5, 37, 16, 5
+_ROWS, _PROMPT_TOKENS, _NEW_TOKENS, _PAGE_TOKENS, _PAGES = 5, 37, 12, 16, 5
 _SIZES = StepSizes(max_rows=_ROWS, max_tokens=256, max_context_tokens=_PAGE_TOKENS * _PAGES)
 _NUM_TOP = 4
 _SCORE_ERROR = 1e-3
 _VECTOR_ERROR = 1e-3
+_TIE = 1e-4
+"""Largest gap of two logits, relative to the largest logit, that fp32 kernels may reverse."""
 _NUM_FED = 4
 """Tokens after each prompt that are given one by one, in decode steps."""
 _LEAST_ERROR = {"fp32": 1e-5, "bf16": 0.0, "fp16": 1e-2}
@@ -105,6 +107,7 @@ def check_variations(
         ("pass.experts.bf16", _ALL_EXPERTS, "bf16"),
     ):
         results.attempt(finding, partial(_compare_logits, results, context, finding, config, dtype))
+    results.attempt(f"pass.{name}.tokens", partial(_compare_tokens, results, context, name))
     results.attempt(f"pass.{name}.scores", partial(_compare_scores, results, context, name))
     results.attempt(f"pass.{name}.embeddings", partial(_compare_embeddings, results, context, name))
     results.attempt(f"pass.{name}.vectors", partial(_compare_vectors, results, context, name))
@@ -112,6 +115,31 @@ def check_variations(
         for stored in stored_forms:
             work = partial(_compare_quantized, results, context, f"pass.{model}.{stored}", config, stored)
             results.attempt(f"pass.{model}.{stored}", work)
+
+
+def _compare_tokens(results: Results, context: DeviceContext, name: str) -> None:
+    """Compare tokens in fp32, where kernels differ in ties only, with whole prompts and with chunks of 7."""
+    config = TINY_FAMILY[name]
+    expected = _tokens(_on_cpu(config), config)
+    for chunk in (1 << 30, 7):
+        found = _tokens(_on_gpu(context, config, torch.float32, "fp32"), config, chunk)
+        require_same_tokens(config, found, expected)
+    results.check(f"pass.{name}.tokens", True, f"{_ROWS} rows of {_NEW_TOKENS} tokens equal the CPU pass's, or tie")
+
+
+def require_same_tokens(config: DecoderConfig, found: NDArray[np.int32], expected: NDArray[np.int32]) -> None:
+    """Raise Mismatch if the first other token of a row is less likely than the expected one, by more than a tie."""
+    for row, prompt in enumerate(_prompts(config)):
+        differing = np.flatnonzero(found[row] != expected[row])
+        if not len(differing):
+            continue
+        first = int(differing[0])
+        forward_pass = _on_cpu(config)
+        batch = Steps(1, _PAGES).prefill([np.concatenate([prompt, expected[row, :first]])])
+        logits = forward_pass.host_logits(forward_pass.forward(batch))[0]
+        forward_pass.close()
+        gap = float(logits[expected[row, first]] - logits[found[row, first]]) / float(np.abs(logits).max())
+        require_within(f"row {row} has another token {first}; the gap of its logit", gap, _TIE)
 
 
 def _compare_logits(
@@ -238,6 +266,12 @@ def _compare_embeddings(results: Results, context: DeviceContext, name: str) -> 
     forward_pass.close()
     require("the logits differ", np.array_equal(found[0], found[1]))
     results.check(f"pass.{name}.embeddings", True, f"{_ROWS} rows of embeddings give the logits of their tokens")
+
+
+def _tokens(forward_pass: Any, config: DecoderConfig, chunk: int = 1 << 30) -> NDArray[np.int32]:
+    tokens = generate(forward_pass, _prompts(config), _NEW_TOKENS, _PAGES, chunk)
+    forward_pass.close()
+    return tokens
 
 
 def _last_logits(forward_pass: Any, config: DecoderConfig) -> NDArray[np.float64]:

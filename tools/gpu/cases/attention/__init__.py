@@ -1,1 +1,1 @@
-"""Cases of attention: decode, prefill and encoders, and the settings between which gpu-check chooses."""
+"""Cases of attention: decode, prefill and encoders, and every setting of their kernels."""
