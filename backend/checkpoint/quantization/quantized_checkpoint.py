@@ -28,6 +28,7 @@ from penstock.backend.checkpoint.quantization.kept_file import (
 from penstock.backend.checkpoint.quantization.modes import (
     LM_HEAD,
     check_sizes,
+    has_cpu_kernels,
     linear_name,
     linear_specs,
     stacked_shape,
@@ -39,7 +40,7 @@ from penstock.backend.checkpoint.quantization.quantizer import (
     quantize_bytes,
     quantize_to_float8,
 )
-from penstock.backend.checkpoint.quantized_weights import GroupedForm, has_cpu_kernels
+from penstock.backend.checkpoint.quantized_weights import GroupedForm
 from penstock.backend.checkpoint.tensors import LINEARS, LayerWeights, layer_specs
 from penstock.backend.checkpoint.weights import DecoderWeights, open_weights
 from penstock.backend.errors import StartupError

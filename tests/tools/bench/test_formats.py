@@ -11,12 +11,12 @@ import torch
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES
+from penstock.backend.checkpoint.quantization.modes import has_cpu_kernels
 from penstock.backend.checkpoint.quantized_weights import (
     GroupedWeight,
     Int4Weight,
     Int8Weight,
     Mxfp4Weight,
-    has_cpu_kernels,
 )
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.tools.bench.components import formats

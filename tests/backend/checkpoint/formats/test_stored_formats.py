@@ -19,13 +19,13 @@ from penstock.backend.checkpoint.formats.declared import parse_stored_formats
 from penstock.backend.checkpoint.formats.gptq import Gptq
 from penstock.backend.checkpoint.progress import LOADING
 from penstock.backend.checkpoint.quantization import kept_file
+from penstock.backend.checkpoint.quantization.modes import has_cpu_kernels
 from penstock.backend.checkpoint.quantized_weights import (
     GroupedWeight,
     Int4Weight,
     Int8Weight,
     Mxfp4Weight,
     WeightForm,
-    has_cpu_kernels,
 )
 from penstock.backend.checkpoint.tensors import LayerWeights
 from penstock.backend.checkpoint.weights import open_weights

@@ -19,13 +19,13 @@ from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.generation_config import read_generation_defaults
 from penstock.backend.checkpoint.gguf import kept_directories
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
+from penstock.backend.checkpoint.quantization.modes import has_cpu_kernels
 from penstock.backend.checkpoint.quantized_weights import (
     GroupedForm,
     GroupedWeight,
     Int4Weight,
     Mxfp4Weight,
     StackedForm,
-    has_cpu_kernels,
 )
 from penstock.backend.checkpoint.tensors import LayerWeights
 from penstock.backend.checkpoint.weights import open_weights
