@@ -18,6 +18,7 @@ from penstock.backend.checkpoint.quantized_weights import (
     Int8Weight,
     Mxfp4Weight,
 )
+from penstock.backend.checkpoint.stacked_weights import decoded
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.tools.bench.components import formats
 from penstock.tools.bench.components.format_checkpoints import FORMATS, write_in_format
@@ -48,9 +49,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_each_format_is_read_as_finite_numbers_in_its_kernels_form(name: str, plain: Path, tmp_path: Path) -> None:
     write_in_format(plain, name, tmp_path / "model")
     with open_weights(tmp_path / "model", read_decoder_config(tmp_path / "model"), keeps=has_cpu_kernels) as weights:
-        found = weights.layer(0, torch.float32).down
+        down = weights.layer(0, torch.float32).down
+    found = down if down is None or isinstance(down, torch.Tensor) else decoded(down)
     block_type = BLOCK_TYPES.get(name.removeprefix("gguf-"))
     assert isinstance(found, TYPES.get(name, GroupedWeight if block_type and block_type.form else torch.Tensor))
+    assert found is not None
     numbers = found if isinstance(found, torch.Tensor) else found.dequantize()
     assert numbers.isfinite().all()
     assert 0 < numbers.std() < 1
