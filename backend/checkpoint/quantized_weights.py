@@ -81,7 +81,7 @@ class GroupedForm:
     def num_bytes(self, shape: tuple[int, int]) -> int:
         outputs, inputs = shape
         factors = inputs // self.block_size * self.num_factors * _SCALE_BYTES_INT4
-        multipliers = inputs // self.group_size * self.num_factors if self.has_multipliers else 0
+        multipliers = self.has_multipliers * inputs // self.group_size * (1 if self.bits == 2 else self.num_factors)
         return outputs * (inputs * self.bits // 8 + factors + multipliers)
 
 
@@ -213,7 +213,7 @@ class GroupedWeight:
     factors: Tensor
     """float32 [outputs, blocks, num_factors]: scale, then minimum; finite numbers of binary16."""
     multipliers: Tensor
-    """int8 [outputs, groups, num_factors]; [outputs, 0, num_factors] if the form has none."""
+    """int8 [outputs, groups, num_factors], of 2 bits from 0 to 15; [outputs, 0, num_factors] if the form has none."""
 
     def __post_init__(self) -> None:
         form = self.form
@@ -227,6 +227,8 @@ class GroupedWeight:
         check_tensor("multipliers", self.multipliers, torch.int8, 3)
         if self.multipliers.shape != (outputs, groups, form.num_factors):
             raise ValueError(f"multipliers must be {[outputs, groups, form.num_factors]}")
+        if form.bits == 2 and bool((self.multipliers & -16).any()):
+            raise ValueError("multipliers of values of 2 bits are from 0 to 15")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -339,7 +341,6 @@ class BlockWeight:
     """uint8 [outputs, bytes], contiguous"""
     inputs: int
     read: Callable[[Tensor], SimpleWeight]
-    """Decodes blocks."""
 
     @property
     def shape(self) -> tuple[int, int]:

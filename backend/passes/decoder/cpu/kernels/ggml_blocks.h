@@ -12,7 +12,7 @@ namespace {
 // What a block has beside its values.
 struct BlockHead {
     Half factors[2];                   // scale and minimum, as of a group or of its block
-    std::uint8_t multipliers[2][16];   // of the scales and of the minima, for each group
+    std::uint8_t multipliers[2][16];   // of the scales and of the minima, for each group; both in a byte if it has 4 bits each
 };
 
 inline Half half_at(const std::uint8_t* p) {
@@ -118,8 +118,7 @@ struct Q2K : BlockType<10, 84, 2, 256> {
     static void read(const std::uint8_t* block, std::uint8_t* values, BlockHead& head) {
         head.factors[0] = half_at(block + 80);
         head.factors[1] = half_at(block + 82);
-        for (i64 group = 0; group < 16; ++group) head.multipliers[0][group] = block[group] & 15;
-        for (i64 group = 0; group < 16; ++group) head.multipliers[1][group] = block[group] >> 4;
+        std::memcpy(head.multipliers[0], block, 16);
         split_pairs_of_bits(block + 16, values);
     }
 };
@@ -202,7 +201,7 @@ template <class Type>
     const i64 kinds = 1 + (layout.packing.minima == kHalfMinima);
     for (i64 n = 0; n < kinds; ++n) reinterpret_cast<Half*>(packed)[n * kStrip + lane] = head.factors[n];
     if (Type::kValues > kUnit)
-        for (i64 n = 0; n < kinds; ++n)
+        for (i64 n = 0; n < layout.multiplier_bytes; ++n)
             for (i64 group = 0; group < layout.block_groups; ++group)
                 packed[layout.multipliers + (n * layout.block_groups + group) * kStrip + lane] = head.multipliers[n][group];
     for (i64 unit = 0; unit < Type::kValues / kUnit; ++unit)

@@ -78,7 +78,7 @@ def random_weight(form: str, outputs: int, inputs: int, seed: int = 0) -> Quanti
 def random_grouped_weight(form: GroupedForm, outputs: int, inputs: int, rng: np.random.Generator) -> GroupedWeight:
     """Scale × multiplier × value is exact in float32, as for all types of GGML."""
     kinds = form.num_factors
-    largest = 32 if form.has_multipliers else 128
+    largest, multipliers = 32 if form.has_multipliers else 128, (0, 16) if form.bits == 2 else (-128, 128)
     blocks = (outputs, inputs // form.block_size, kinds)
     groups = (outputs, inputs // form.group_size if form.has_multipliers else 0, kinds)
     factors = rng.uniform(0.5e-3, 2e-3, blocks) * rng.choice((-1, 1), blocks)
@@ -93,7 +93,7 @@ def random_grouped_weight(form: GroupedForm, outputs: int, inputs: int, rng: np.
         form,
         torch.from_numpy(values),
         torch.from_numpy(factors.astype(np.float16).astype(np.float32)),
-        torch.from_numpy(rng.integers(-128, 128, groups).astype(np.int8)),
+        torch.from_numpy(rng.integers(*multipliers, groups).astype(np.int8)),
     )
 
 
