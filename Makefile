@@ -9,7 +9,7 @@ LOAD := $(CLIENTS)/load
 RAY := $(CLIENTS)/ray
 NODE := $(CLIENTS)/javascript
 
-.PHONY: serve test test-clients check bench clean
+.PHONY: serve test test-clients check bench docs clean
 
 serve: $(STAMP)
 	$(BIN)/penstock serve $(ARGS)
@@ -26,6 +26,10 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/penstock bench $(ARGS)
+
+# The pages of docs/ as a site with search, which the server then shows at /manual/.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Heavy client libraries in a virtual environment of their own, against a server of the demo models.
 test-clients: export PENSTOCK_BIN := $(CURDIR)/$(BIN)

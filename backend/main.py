@@ -11,13 +11,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.backend.passes.decoder.cpu.thread_counts import configure_threads
-from penstock.backend.preloading import prepare_imports
-from penstock.shm.process.garbage_collection import pause_collection, resume_collection, spare_imports
+from penstock.backend.start.preloading import prepare_imports
+from penstock.process.garbage_collection import pause_collection, resume_collection, spare_imports
 
 if __name__ == "__main__":  # before numpy is imported
     prepare_imports(sys.argv)
 
-from penstock.backend.adapter_options import announce, check_unchanged
 from penstock.backend.buffers.options import check_shared_buffers, make_exporter, open_sharing_device
 from penstock.backend.engine.executor import SWITCH_INTERVAL_S, Executor, ExecutorFailed
 from penstock.backend.engine.limits import EngineLimits
@@ -26,21 +25,22 @@ from penstock.backend.engine.recording.recorder import Recorder
 from penstock.backend.engine.requests import Requests
 from penstock.backend.engine.vector_cache import VectorCache
 from penstock.backend.errors import NO_ROOM_STATUS, NoRoomBeside, StartupError
+from penstock.backend.forward_pass.extensions import IHeldWeights
+from penstock.backend.forward_pass.plugins import find_forward_pass
 from penstock.backend.kv_cache.budget import KvPlan
 from penstock.backend.kv_cache.memory import MemoryInfo, device_memory, host_memory
 from penstock.backend.kv_cache.persisted.opening import open_store
 from penstock.backend.kv_cache.whole_plan import WholePlan
-from penstock.backend.model_card import ModelNames, make_card
 from penstock.backend.options import BackendOptions
-from penstock.backend.paging import count_host_pages, create_kv_events, create_scheduler
-from penstock.backend.pass_checks import check_first_step, check_vocabulary
-from penstock.backend.pass_extensions import IHeldWeights
 from penstock.backend.passes.decoder.cuda.device.device_choice import why_no_gpu
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import adopted_choices
-from penstock.backend.plugins import find_forward_pass
 from penstock.backend.scheduling.settlement import Settlement
-from penstock.backend.standby import import_and_wait
-from penstock.backend.startup import (
+from penstock.backend.start.lora_modules import announce, check_unchanged
+from penstock.backend.start.model_card import ModelNames, make_card
+from penstock.backend.start.paging import count_host_pages, create_kv_events, create_scheduler
+from penstock.backend.start.pass_checks import check_first_step, check_vocabulary
+from penstock.backend.start.standby import import_and_wait
+from penstock.backend.start.startup import (
     AUTO,
     check_host_memory,
     check_memory,
@@ -54,11 +54,17 @@ from penstock.backend.startup import (
     pass_options,
     plan_memory,
 )
+from penstock.backend.start.weight_watch import WeightWatch
 from penstock.backend.structured_output.compile_pool import CompilePool
 from penstock.backend.structured_output.compiler_process import CompileLimits
-from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
+from penstock.backend.structured_output.grammar_cache import GrammarCache
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
-from penstock.backend.weight_watch import WeightWatch
+from penstock.process.admission import HARD_BOUND
+from penstock.process.failure import fail
+from penstock.process.heartbeat import Heartbeat
+from penstock.process.logs import set_up_logging
+from penstock.process.options import format_size, make_app
+from penstock.process.service_manager import find_service_manager
 from penstock.shm.link.backend_link import BackendLink
 from penstock.shm.link.listening_address import CannotListen, check_free
 from penstock.shm.memory.board import BackendBoard
@@ -66,12 +72,6 @@ from penstock.shm.memory.page_digest import digest_bytes
 from penstock.shm.memory.region import RegionError
 from penstock.shm.memory.ring import RingWriter, create_fd
 from penstock.shm.messages import PROTOCOL_VERSION
-from penstock.shm.process.failure import fail
-from penstock.shm.process.heartbeat import Heartbeat
-from penstock.shm.process.logs import set_up_logging
-from penstock.shm.process.options import format_size, make_app
-from penstock.shm.process.service_manager import find_service_manager
-from penstock.shm.process.tenant_places import HARD_BOUND
 from penstock.shm.recording.events import BackendStarted
 from penstock.shm.recording.records import FORMAT_VERSION
 
@@ -348,13 +348,13 @@ def _create_recorder(
         raise StartupError(f"--flight-recorder {format_size(options.flight_recorder)}: {error}") from error
 
 
-def _create_compiler(model_dir: Path, card: ModelCard, timeout_s: float) -> GrammarCompiler | None:
+def _create_compiler(model_dir: Path, card: ModelCard, timeout_s: float) -> GrammarCache | None:
     """None if the model has no tokenizer.json: then requests with a grammar are refused."""
     tokenizer_json = model_dir / "tokenizer.json"
     if not tokenizer_json.is_file():
         return None
     limits = CompileLimits(timeout_s)
-    return GrammarCompiler(CompilePool(tokenizer_json, card.vocab_size, card.eos_token_ids, limits))
+    return GrammarCache(CompilePool(tokenizer_json, card.vocab_size, card.eos_token_ids, limits))
 
 
 def _create_settlement(options: BackendOptions) -> Settlement:

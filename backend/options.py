@@ -10,10 +10,9 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from penstock.backend.errors import StartupError
-from penstock.backend.sampling_defaults import SAMPLING_SETTING, read_default_sampling
-from penstock.shm.process.option_groups import grouped
-from penstock.shm.process.options import ByteSize, format_size, parse_size
-from penstock.shm.process.socket_path import default_socket_path
+from penstock.backend.sampling.defaults import SAMPLING_SETTING, read_default_sampling
+from penstock.process.options import ByteSize, format_size, grouped, parse_size
+from penstock.process.private_directory import default_socket_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

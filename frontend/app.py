@@ -40,13 +40,13 @@ from penstock.frontend.endpoints.responses.storage.state_files import open_datab
 from penstock.frontend.endpoints.responses.storage.store import ResponseStore
 from penstock.frontend.endpoints.responses.web_socket import LatestResponses, ResponseSocket
 from penstock.frontend.endpoints.routes import Methods, RouteTable, delete, get, post, select
-from penstock.frontend.endpoints.static_files import StaticFiles
+from penstock.frontend.endpoints.static_files import StaticFiles, manual_routes
 from penstock.frontend.schemas.ignored_fields import IgnoredFields
 from penstock.frontend.transport.disconnect import ClientGoneError
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
 from penstock.frontend.transport.exchange import Exchange
 from penstock.frontend.transport.open_exchanges import OpenExchanges
-from penstock.shm.process.tenant_places import TenantPlaces
+from penstock.process.admission import TenantPlaces
 
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.responses.web_socket import Turn
@@ -141,6 +141,7 @@ def _page_routes(documentation: Documentation) -> dict[str, Methods]:
         "/openapi.json": get(documentation.document, docs.DOCUMENT, needs_key=False),
         "/docs": get(api.index, docs.PAGE, needs_key=False),
         "/docs/{file}": get(api.file, docs.PAGE_FILE, needs_key=False),
+        **manual_routes(docs.MANUAL),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.shm.process.garbage_collection import pause_collection, resume_collection, spare_imports
+from penstock.process.garbage_collection import pause_collection, resume_collection, spare_imports
 
 if __name__ == "__main__":
     pause_collection()
@@ -48,13 +48,13 @@ from penstock.frontend.transport.serving.listening import (
     unlink,
 )
 from penstock.frontend.transport.serving.tls import ServerTls, TlsError, TlsFiles
+from penstock.process.failure import fail
+from penstock.process.options import ENV_PREFIX, make_app
+from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
+from penstock.process.service_manager import activated_fd, find_service_manager
+from penstock.process.supervisor import ChildSpec, Supervisor, module_argv
 from penstock.shm.memory.model_table import MAX_MODELS
 from penstock.shm.memory.prefix_table import MAX_REPLICAS, PrefixTable
-from penstock.shm.process.failure import fail
-from penstock.shm.process.options import ENV_PREFIX, make_app
-from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
-from penstock.shm.process.service_manager import activated_fd, find_service_manager
-from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

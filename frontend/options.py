@@ -13,10 +13,9 @@ from cyclopts.validators import Number
 
 from penstock.frontend.endpoints.responses.storage.state_files import default_state_dir
 from penstock.frontend.settings import ReasoningParserName, TenantBy, ToolParserName
+from penstock.process.options import ByteSize, grouped
+from penstock.process.private_directory import default_socket_path
 from penstock.shm.messages import MAX_LINGER_S
-from penstock.shm.process.option_groups import grouped
-from penstock.shm.process.options import ByteSize
-from penstock.shm.process.socket_path import default_socket_path
 
 Positive = Annotated[int, Parameter(validator=Number(gte=1))]
 Seconds = Annotated[float, Parameter(validator=Number(gt=0.0, lte=86_400.0))]

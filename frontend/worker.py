@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.shm.process.garbage_collection import pause_collection, resume_collection, spare_imports
+from penstock.process.garbage_collection import pause_collection, resume_collection, spare_imports
 
 if __name__ == "__main__":
     pause_collection()
@@ -33,10 +33,10 @@ from penstock.frontend.transport.serving.accept_table import AcceptTable
 from penstock.frontend.transport.serving.connections import raise_fd_limit
 from penstock.frontend.transport.serving.server import HttpServer
 from penstock.frontend.transport.serving.tls import ServerTls, TlsError
+from penstock.process.logs import set_up_logging
 from penstock.shm.client import ReplicaSet, SocketDirectory
 from penstock.shm.memory.model_table import ModelTable
 from penstock.shm.memory.prefix_table import PrefixTable
-from penstock.shm.process.logs import set_up_logging
 
 if TYPE_CHECKING:
     from penstock.frontend.access.api_keys import ApiKey

@@ -12,22 +12,26 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-for name in ("test_contract", "test_pooling", "test_adapters"):
+for name in ("test_contract", "test_pooling", "test_lora"):
     pytest.register_assert_rewrite(f"penstock.tools.forward_pass_contract.{name}")
 
 from penstock.backend.checkpoint.quantization import kept_file  # noqa: E402 - as the next lines
 from penstock.backend.passes.decoder.held_weights import packed_file  # noqa: E402
-from penstock.tools.forward_pass_contract import test_adapters, test_contract, test_pooling  # noqa: E402 - after the rewrite is registered
+from penstock.tools.forward_pass_contract import (  # noqa: E402 - after the rewrite is registered
+    test_contract,
+    test_lora,
+    test_pooling,
+)
 from penstock.tools.forward_pass_contract.options import load_pass  # noqa: E402
-from tests.adapters import make_adapter  # noqa: E402
 from tests.checkpoints import load_oracle, make_checkpoint  # noqa: E402
 from tests.encoder_checkpoints import make_encoder  # noqa: E402
+from tests.lora import make_adapter  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # The suites' tests and their fixtures, collected from this module with the fixture below.
-for suite in (test_contract, test_pooling, test_adapters):
+for suite in (test_contract, test_pooling, test_lora):
     is_theirs = ("test_", "runner", "pooling", "adapted")
     globals().update({name: value for name, value in vars(suite).items() if name.startswith(is_theirs)})
 

@@ -1,22 +1,27 @@
-"""House rules: the length of files and functions, the width of classes, and docs that name files that exist."""
+"""House rules: lengths of files, functions and decisions, the width of classes, and docs that name files that exist."""
 
 from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 
 import pytest
+import setuptools
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("frontend", "backend", "shm", "tools", "tests", "docs")
+FOLDERS = ("penstock", "frontend", "backend", "shm", "tools", "tests", "docs")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_PUBLIC_METHODS = 20
 MAX_MODULES = 16
+MAX_DECISION_WORDS = 80
 
-_SOURCE_PATH = re.compile(r"`((?:frontend|backend|shm|tools|tests)/[\w/.-]+\.(?:py|cu|cuh|h|cpp|c|html|js|css))`")
+_SOURCE_PATH = re.compile(
+    r"`((?:penstock|frontend|backend|shm|tools|tests)/[\w/.-]+\.(?:py|cu|cuh|h|cpp|c|html|js|css))`"
+)
 _TEST = re.compile(r"^(?:async )?def (test_\w+)", re.MULTILINE)
 _TEST_NAME = re.compile(r"`(test_\w+)`")
 _LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(?:#[^)]*)?\)")
@@ -47,7 +52,7 @@ def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 def test_no_source_file_is_too_long() -> None:
     names = sources(".py", ".cu", ".cuh", ".h", ".cpp", ".c", ".js", ".css")
-    lengths = {name: read(name).count("\n") for name in names if "/vendor/" not in name}  # other projects' files
+    lengths = {name: read(name).count("\n") for name in names if "/vendor/" not in name and "/manual/" not in name}
     assert len(lengths) > 300
     assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
 
@@ -81,7 +86,7 @@ def test_packages_are_small_and_say_what_lives_there() -> None:
     packages: dict[Path, list[str]] = {}
     for name in sources(".py"):
         path = Path(name)
-        if path.parts[0] in ("frontend", "backend", "shm", "tools"):
+        if path.parts[0] in ("penstock", "frontend", "backend", "shm", "tools"):
             packages.setdefault(path.parent, []).append(path.name)
     too_many = {str(package): len(names) for package, names in packages.items() if len(names) > MAX_MODULES + 1}
     assert too_many == {}
@@ -103,7 +108,24 @@ def test_a_page_names_files_that_exist(page: str) -> None:
     assert {link for link in links if not ((ROOT / page).parent / link).exists()} == set()
 
 
+def test_no_decision_is_longer_than_a_paragraph() -> None:
+    too_long = {}
+    for page in (name for name in sources(".md") if name.startswith("docs/decisions/")):
+        for entry in re.split(r"^## ", read(page), flags=re.MULTILINE)[1:]:
+            num_words = len([word for word in entry.split() if re.search(r"\w", word)])
+            if num_words > MAX_DECISION_WORDS:
+                too_long[f"{page}: {entry.splitlines()[0]}"] = num_words
+    assert too_long == {}
+
+
 def test_docs_name_tests_that_exist() -> None:
     defined = {name for path in sources(".py") if path.startswith("tests/") for name in _TEST.findall(read(path))}
     named = {(page, name) for page in sources(".md") for name in _TEST_NAME.findall(read(page))}
     assert {(page, name) for page, name in named if name not in defined} == set()
+
+
+def test_of_the_laboratory_the_wheel_holds_only_the_contract_suite() -> None:
+    find = tomllib.loads(read("pyproject.toml"))["tool"]["setuptools"]["packages"]["find"]
+    packages = setuptools.find_packages(str(ROOT), exclude=find["exclude"], include=find["include"])
+    assert {"penstock.serve.upgrade", "penstock.backend.engine", "penstock.shm.link"} <= set(packages)
+    assert [name for name in packages if ".tools" in name] == ["penstock.tools.forward_pass_contract"]

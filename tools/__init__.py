@@ -1,9 +1,8 @@
-"""The `penstock` command and the tools that measure the server.
+"""The laboratory: what measures, attacks and rehearses the server, and what made the demo models.
 
-`main` lists the subcommands. `serve` runs backend and frontend under one supervisor, and `welcome` is its message when
-they are ready. `upgrade` replaces the backends of a running server. `bench` measures a server or a part of it,
-`gpu_check` checks and measures the CUDA decoder, `random_model` writes checkpoints for benchmarks, and `demo_model`
-trained the model that is served by default.
+`bench` measures a server or a part of it, `chaos` attacks one, `replay` runs a recording again, `gpu_check` checks and
+measures the CUDA decoder, `random_model` writes checkpoints of random weights, `demo_model` trained the shipped models,
+and `forward_pass_contract` is the suite for authors of forward passes, which alone is in the wheel too.
 
-May import frontend, backend and shm; nothing imports it.
+May import every part of the product; no part of the product imports it.
 """

@@ -21,8 +21,8 @@ from penstock.backend.checkpoint.config_json import parse_decoder_config
 from penstock.backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE
 from penstock.backend.checkpoint.tensors import expected_tensors
 from penstock.backend.errors import StartupError
-from penstock.shm.process.failure import fail
-from penstock.shm.process.options import format_size
+from penstock.process.failure import fail
+from penstock.process.options import format_size
 from penstock.tools.random_encoder import (
     BertDims,
     bert_config,

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from penstock.backend.errors import StartupError
-from penstock.backend.pass_extensions import IDeviceHiddenStates, IDeviceLogits, IHiddenStates
+from penstock.backend.forward_pass.extensions import IDeviceHiddenStates, IDeviceLogits, IHiddenStates
 from penstock.shm.buffers.buffer_export import BufferExporter
 from penstock.shm.buffers.cuda_driver import DriverDevice
 from penstock.shm.buffers.device_api import DeviceError

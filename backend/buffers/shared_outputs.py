@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from penstock.backend.pass_extensions import read_host_logits
+from penstock.backend.forward_pass.extensions import read_host_logits
 from penstock.shm.buffers.device_api import DeviceRow
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.backend.forward_pass import DeviceRows, IBatchedForwardPass
-    from penstock.backend.pass_extensions import IDeviceHiddenStates, IDeviceLogits, IHiddenStates
+    from penstock.backend.forward_pass.extensions import IDeviceHiddenStates, IDeviceLogits, IHiddenStates
     from penstock.backend.scheduling.step_plan import Plan
 
 _OUTPUT = attrgetter("output")

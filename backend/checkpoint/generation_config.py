@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 from penstock.backend.checkpoint.json_file import convert, read_json_object
 from penstock.backend.checkpoint.layout import CONFIG_FILE, GENERATION_FILE
 from penstock.backend.checkpoint.tokenizer_file import added_token_ids, end_of_text
-from penstock.backend.sampling_defaults import given, sampling_struct
+from penstock.backend.sampling.defaults import given, sampling_struct
 from penstock.shm.messages import Sampling
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ class Work:
     def amount(self, count: int) -> str:
         if not self.counts_bytes:
             return str(count)
-        from penstock.shm.process.options import format_size
+        from penstock.process.options import format_size
 
         return format_size(count)
 
@@ -138,7 +138,7 @@ def logged_downloads(model: str) -> type[Any]:
     """Return a class for huggingface_hub's bars that logs a download: a line every LOG_INTERVAL_S, and a last one."""
     from huggingface_hub.utils.tqdm import tqdm
 
-    from penstock.shm.process.options import format_size
+    from penstock.process.options import format_size
 
     class LoggedBar(tqdm):
         def __init__(self, *args: Any, name: str | None = None, **kwargs: Any) -> None:

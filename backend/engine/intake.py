@@ -15,8 +15,8 @@ from penstock.backend.forward_pass import FROM_EMBEDDINGS, NO_ADAPTER, SamplingP
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.subscribers import Subscriber
 from penstock.backend.structured_output.constraints import SequenceConstraints
+from penstock.process.admission import has_place, is_over_share
 from penstock.shm.messages import Failure, FailureCode, Finish
-from penstock.shm.process.tenant_places import has_place, is_over_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.backend.engine.quoting.quoter import Quoter
     from penstock.backend.engine.vector_delivery import VectorDelivery
     from penstock.backend.scheduling.interface import ISequenceScheduler
-    from penstock.backend.structured_output.grammars import CompiledGrammar
+    from penstock.backend.structured_output.compile_grammar import CompiledGrammar
     from penstock.shm.link.events import Submission
     from penstock.shm.memory.board import BackendBoard
     from penstock.shm.messages import Submit

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.engine.vectors import Vectors
     from penstock.backend.forward_pass import IBatchedForwardPass, PendingOutput, StepBatch, TokenLogprobs
-    from penstock.backend.pass_extensions import IHostPages
+    from penstock.backend.forward_pass.extensions import IHostPages
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.structured_output.constraints import SequenceConstraints

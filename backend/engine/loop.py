@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from penstock.backend.scheduling.interface import ISequenceScheduler
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.sequences.sequence import Sequence
+    from penstock.process.heartbeat import SignOfLife
     from penstock.shm.link.backend_link import BackendLink
     from penstock.shm.link.kv_event_publisher import KvEventPublisher
     from penstock.shm.memory.board import BackendBoard
-    from penstock.shm.process.heartbeat import SignOfLife
 
 logger = logging.getLogger("penstock.backend")
 

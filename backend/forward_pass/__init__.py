@@ -1,4 +1,4 @@
-"""The interface of a model that the engine serves. `penstock.backend.pass_extensions` has its optional parts.
+"""The interface of a model that the engine serves. `penstock.backend.forward_pass.extensions` has its optional parts.
 
 The engine owns sequences, pages and the schedule; a pass owns the weights, the memory of the KV cache and its layout. A
 step is one call of `forward` over rows of any query length (decode is length 1), then one call of `sample`. There is no

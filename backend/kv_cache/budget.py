@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from penstock.backend.errors import StartupError
 from penstock.backend.kv_cache.whole_plan import check_context
-from penstock.shm.process.options import format_size
+from penstock.process.options import format_size
 
 if TYPE_CHECKING:
     from penstock.backend.forward_pass import PassSpec

@@ -9,7 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from penstock.backend.kv_cache.whole_plan import WholePlan
-from penstock.shm.process.options import format_size
+from penstock.process.options import format_size
 
 if TYPE_CHECKING:
     from penstock.backend.kv_cache.budget import KvPlan

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from penstock.backend.errors import StartupError
-from penstock.shm.process.options import format_size
+from penstock.process.options import format_size
 
 if TYPE_CHECKING:
     from penstock.backend.forward_pass import PassSpec

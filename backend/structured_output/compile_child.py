@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.backend.structured_output.compile_grammar import BadGrammar, compile_grammar, load_tokenizer
 from penstock.backend.structured_output.compile_messages import (
     ChannelClosed,
     CompileReport,
@@ -24,7 +25,6 @@ from penstock.backend.structured_output.compile_messages import (
     send,
 )
 from penstock.backend.structured_output.grammar_costs import error_of, one_line
-from penstock.backend.structured_output.grammars import BadGrammar, compile_grammar, load_tokenizer
 from penstock.shm.messages import Grammar
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from collections import Counter, OrderedDict
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
+from penstock.backend.structured_output.compile_grammar import CompiledGrammar, compile_grammar, load_tokenizer
 from penstock.backend.structured_output.compiler_process import (
     CompileLimits,
     CompilerDied,
     CompilerProcess,
     TokenizerUnusable,
 )
-from penstock.backend.structured_output.grammars import CompiledGrammar, compile_grammar, load_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +46,7 @@ class CompilerFailed(Exception):
 
 
 class ICompilePool(Protocol):
-    """The interface that `GrammarCompiler` uses."""
+    """The interface that `GrammarCache` uses."""
 
     def submit(self, grammar: Grammar, tenant: bytes) -> Future[CompiledGrammar]:
         """The future raises BadGrammar, TokenizerUnusable, CompilerFailed. Only `cancel` may cancel it."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
 
+from penstock.backend.structured_output.compile_grammar import BadGrammar
 from penstock.backend.structured_output.compile_messages import (
     ChannelClosed,
     CompileReport,
@@ -19,8 +20,7 @@ from penstock.backend.structured_output.compile_messages import (
     receive,
     send,
 )
-from penstock.backend.structured_output.grammars import BadGrammar
-from penstock.shm.process.supervisor import describe_end, module_argv
+from penstock.process.supervisor import describe_end, module_argv
 
 if TYPE_CHECKING:
     from pathlib import Path

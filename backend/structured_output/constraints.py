@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from llguidance import LLMatcher
 
-    from penstock.backend.structured_output.grammars import CompiledGrammar
+    from penstock.backend.structured_output.compile_grammar import CompiledGrammar
     from penstock.backend.structured_output.token_bits import TokenBits
     from penstock.shm.messages import Constraints
 

@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.shm.process.tenant_places import TenantPlaces
+from penstock.process.admission import TenantPlaces
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

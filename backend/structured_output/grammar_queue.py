@@ -6,20 +6,19 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.backend.structured_output.compile_grammar import BadGrammar
 from penstock.backend.structured_output.compile_pool import CompilerFailed
-from penstock.backend.structured_output.grammar_compiler import MAX_PENDING, TooManyGrammars
+from penstock.backend.structured_output.grammar_cache import MAX_PENDING, TooManyGrammars
 from penstock.backend.structured_output.grammar_costs import GrammarMemoryFull
-from penstock.backend.structured_output.grammars import BadGrammar
+from penstock.process.admission import DrainRate, is_over_share
 from penstock.shm.messages import Failure, FailureCode
-from penstock.shm.process.retry_times import DrainRate
-from penstock.shm.process.tenant_places import is_over_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
-    from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
-    from penstock.backend.structured_output.grammars import CompiledGrammar
+    from penstock.backend.structured_output.compile_grammar import CompiledGrammar
+    from penstock.backend.structured_output.grammar_cache import GrammarCache
     from penstock.shm.link.events import Submission
     from penstock.shm.messages import Grammar
 
@@ -42,7 +41,7 @@ class GrammarQueue:
     (`tenant_places`).
     """
 
-    def __init__(self, compiler: GrammarCompiler | None, wake: Callable[[], None], max_waiting: int) -> None:
+    def __init__(self, compiler: GrammarCache | None, wake: Callable[[], None], max_waiting: int) -> None:
         """compiler is None when the model has no tokenizer.json; then every grammar is refused."""
         self._compiler = compiler
         self._wake = wake
@@ -120,7 +119,7 @@ class GrammarQueue:
             outcomes.append((waiting, self._outcome_of(self._compiler, waiting)))
         return outcomes
 
-    def _outcome_of(self, compiler: GrammarCompiler, waiting: WaitingSubmission) -> CompiledGrammar | Failure:
+    def _outcome_of(self, compiler: GrammarCache, waiting: WaitingSubmission) -> CompiledGrammar | Failure:
         submit = waiting.submission.submit
         try:
             return compiler.take_result(waiting.grammar, waiting.future, submit.tenant)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from penstock.frontend.access.api_keys import MAX_LIMITED_KEYS
 from penstock.frontend.access.usage_table import MAX_ROWS, WINDOW_S, UsageRow, UsageTable
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, retry_later
-from penstock.shm.process.retry_times import DrainRate
+from penstock.process.admission import DrainRate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.frontend.settings import WorkerLimits
     from penstock.frontend.transport.exchange import Exchange
     from penstock.frontend.transport.open_exchanges import OpenExchanges
-    from penstock.shm.process.tenant_places import TenantPlaces
+    from penstock.process.admission import TenantPlaces
 
 Body = TypeVar("Body", bound=Struct)
 Params = ParamSpec("Params")

@@ -6,10 +6,15 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from penstock.frontend.endpoints.docs.endpoint_docs import CSS, HTML, SCRIPT
+from penstock.frontend.endpoints.routes import get
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from importlib.resources.abc import Traversable
+
     from penstock.frontend.endpoints.context import EndpointContext
+    from penstock.frontend.endpoints.routes import EndpointDoc, Methods
     from penstock.frontend.transport.asgi import Headers
     from penstock.frontend.transport.exchange import Exchange
 
@@ -18,29 +23,32 @@ _POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
     b"form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
 )
-_HEADERS: Headers = (
-    (b"content-security-policy", _POLICY),
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"cache-control", b"no-cache"),
+_MANUAL_POLICY = (
+    b"default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    b"connect-src 'self'; worker-src 'self' blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+"""The generator of the manual writes scripts into its pages."""
 _CONTENT_TYPES = {"html": HTML, "css": CSS, "js": SCRIPT}
+_MANUAL_TYPES = _CONTENT_TYPES | {"json": "application/json", "png": "image/png", "svg": "image/svg+xml"}
 
 
 class StaticFiles:
     """The files below a folder of a package, which are known when the process starts."""
 
-    def __init__(self, package: str, folder: str, url: str) -> None:
-        """url is the prefix of the files' paths, such as "/docs/"."""
+    def __init__(
+        self, package: str, folder: str, url: str, policy: bytes = _POLICY, types: Mapping[str, str] = _CONTENT_TYPES
+    ) -> None:
+        """url is the prefix of the files' paths, such as "/docs/". A folder that does not exist has no files."""
         self._url = url
+        self._types = types
+        self._headers: Headers = (
+            (b"content-security-policy", policy),
+            (b"x-content-type-options", b"nosniff"),
+            (b"referrer-policy", b"no-referrer"),
+            (b"cache-control", b"no-cache"),
+        )
         root = files(package).joinpath(folder)
-        inner = [(f"{each.name}/", each) for each in root.iterdir() if each.is_dir()]
-        self._files = {
-            prefix + file.name: file
-            for prefix, directory in [("", root), *inner]
-            for file in directory.iterdir()
-            if file.is_file() and file.name.rpartition(".")[2] in _CONTENT_TYPES
-        }
+        self.files = {name: file for name, file in _walk(root, "") if name.rpartition(".")[2] in types}
 
     async def index(self, exchange: Exchange, _context: EndpointContext) -> None:
         await self._respond(exchange, "index.html")
@@ -50,7 +58,24 @@ class StaticFiles:
         await self._respond(exchange, exchange.path.removeprefix(self._url))
 
     async def _respond(self, exchange: Exchange, name: str) -> None:
-        if name not in self._files:
+        if name not in self.files:
             raise ApiError(ErrorKind.UNKNOWN_PATH, f"no such path: {shorten(exchange.path)}; /docs lists the endpoints")
-        content_type = f"{_CONTENT_TYPES[name.rpartition('.')[2]]}; charset=utf-8"
-        await exchange.respond(200, self._files[name].read_bytes(), _HEADERS, content_type=content_type.encode())
+        content_type = self._types[name.rpartition(".")[2]]
+        if content_type.startswith("text/"):
+            content_type += "; charset=utf-8"
+        await exchange.respond(200, self.files[name].read_bytes(), self._headers, content_type=content_type.encode())
+
+
+def manual_routes(missing: EndpointDoc) -> dict[str, Methods]:
+    """The pages of docs/ below /manual/, where `make docs` has built them; otherwise none."""
+    manual = StaticFiles("penstock.frontend.endpoints", "manual", "/manual/", _MANUAL_POLICY, _MANUAL_TYPES)
+    pages = {f"/manual/{name}": get(manual.file, missing, needs_key=False) for name in manual.files}
+    return pages | ({"/manual/": get(manual.index, missing, needs_key=False)} if pages else {})
+
+
+def _walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        if entry.is_dir():
+            yield from _walk(entry, f"{prefix}{entry.name}/")
+        else:
+            yield prefix + entry.name, entry

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.frontend.transport.errors import shutting_down
 from penstock.frontend.transport.incomplete import IncompleteBodies
-from penstock.shm.process.retry_times import DrainRate
-from penstock.shm.process.tenant_places import TenantPlaces
+from penstock.process.admission import DrainRate, TenantPlaces
 
 if TYPE_CHECKING:
     from penstock.frontend.transport.exchange import Exchange

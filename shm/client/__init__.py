@@ -6,6 +6,7 @@ The package may import the rest of `shm`, and nothing else of Penstock. Start wi
 
 from typing import TypeAlias
 
+from penstock.process.private_directory import default_socket_path
 from penstock.shm.buffers.cuda_driver import open_device
 from penstock.shm.buffers.device_api import DeviceError
 from penstock.shm.buffers.shared_buffers import BufferGone, BuffersExhausted, BufferSlice, DeviceArray, SharedBuffer
@@ -37,7 +38,6 @@ from penstock.shm.messages import (
     StreamName,
     StreamQuestion,
 )
-from penstock.shm.process.socket_path import default_socket_path
 
 ServingClient: TypeAlias = BackendClient | ReplicaSet
 """A client of one backend or of several, which serve requests in the same way."""

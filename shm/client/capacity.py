@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.shm.process.retry_times import DrainRate, Outage, bounded_retry_after_s
+from penstock.process.admission import DrainRate, Outage, bounded_retry_after_s
 
 if TYPE_CHECKING:
     from pathlib import Path

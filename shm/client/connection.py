@@ -9,13 +9,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.process.private_directory import UnsafeDirectory
 from penstock.shm.buffers.device_api import DeviceError
 from penstock.shm.client.session import Session
 from penstock.shm.link.frontend_link import LinkBroken
 from penstock.shm.link.join import Refused
 from penstock.shm.memory.region import RegionError
 from penstock.shm.messages import BufferKind, BufferRequest, WireError
-from penstock.shm.process.private_directory import UnsafeDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -7,8 +7,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from penstock.process.admission import TenantPlaces
 from penstock.shm.messages import FailureCode, Finish
-from penstock.shm.process.tenant_places import TenantPlaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

@@ -11,6 +11,7 @@ import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.process.private_directory import Trust, opened_directory, path_in
 from penstock.shm.link.rendezvous import peer_credentials
 from penstock.shm.messages import (
     MAX_WELCOME_BYTES,
@@ -22,7 +23,6 @@ from penstock.shm.messages import (
     decode_welcome,
     encode,
 )
-from penstock.shm.process.private_directory import Trust, opened_directory, path_in
 
 if TYPE_CHECKING:
     from pathlib import Path

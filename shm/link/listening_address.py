@@ -10,7 +10,7 @@ import stat
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from penstock.shm.process.private_directory import Trust, UnsafeDirectory, open_directory, path_in, private_umask
+from penstock.process.private_directory import Trust, UnsafeDirectory, open_directory, path_in, private_umask
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from penstock.backend.engine.recording.recorder import Recorder
+from penstock.commands.recorder.history import Life, read_history
 from penstock.shm.memory.ring import MIN_RING_BYTES, RingReader, RingWriter, create_fd
 from penstock.shm.messages import PROTOCOL_VERSION
 from penstock.shm.recording.events import BackendStarted
 from penstock.shm.recording.file import Recording
 from penstock.shm.recording.records import FORMAT_VERSION, unpack
 from penstock.shm.recording.rows import Row
-from penstock.tools.recorder.history import Life, read_history
 from tests.backend.harness import Bench
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, KernelFailed
-from penstock.shm.process.cache_directory import cache_directory
+from penstock.process.cache_directory import cache_directory
 
 RUNTIME_DIR = Path(__file__).parent / "runtime"
 

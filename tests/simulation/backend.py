@@ -19,7 +19,7 @@ from penstock.backend.engine.vector_delivery import VectorDelivery
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.scheduling.settlement import Settlement
 from penstock.backend.sequences.sequence import NEW
-from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
+from penstock.backend.structured_output.grammar_cache import GrammarCache
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.memory.board import BackendBoard
 from tests.simulation.chain_pass import PassSizes
@@ -87,7 +87,7 @@ class Backend:
         sizes = (setup.model.vocab_size, setup.context, setup.max_waiting, setup.priority_step_s)
         limits = EngineLimits(*sizes, pooled=self.forward_pass.spec.pooled)
         self.compile_pool = SimulatedPool(setup.model.vocab_size)
-        self.grammar_queue = GrammarQueue(GrammarCompiler(self.compile_pool), lambda: None, setup.max_waiting)
+        self.grammar_queue = GrammarQueue(GrammarCache(self.compile_pool), lambda: None, setup.max_waiting)
         table = OpenRequests(self.scheduler, self.board, self.grammar_queue, JudgedSettlement(world))
         step_timing, quote_errors = StepTiming(), QuoteErrors(self.board, world.clock)
         delivery = FaultyDelivery(world, self.link, self.board, table, quote_errors)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.sequences.subscribers import Subscriber
-    from penstock.backend.structured_output.grammars import CompiledGrammar
+    from penstock.backend.structured_output.compile_grammar import CompiledGrammar
     from penstock.shm.link.events import Submission
     from penstock.shm.messages import EventLogprobs, Started
     from tests.simulation.world import World

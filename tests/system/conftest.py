@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.tools.chaos.proxies import find_program
+from penstock.process.children import find_program
 from tests.system.processes import Command, running
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _TIMEOUT_MS = 60_000
 @pytest.fixture(scope="session")
 def served_demo() -> Iterator[str]:
     """The server's URL. It computes in fp32, where greedy tokens do not depend on the number of rows."""
-    serve = Command("penstock.tools.main", *SERVE, "--dtype", "fp32")
+    serve = Command("penstock.main", *SERVE, "--dtype", "fp32")
     with running(serve):
         yield serve.wait_for(r"^Ready: (http://\S+)/v1$").group(1)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.shm.process.supervisor import module_argv
+from penstock.process.children import find_program
+from penstock.process.supervisor import module_argv
 from penstock.tools.chaos.census import is_running
-from penstock.tools.chaos.proxies import find_program
 from tests.system.processes import REPOSITORY, Command, descendants, running
 
 MISSING = [name for name in ("haproxy", "nginx") if find_program(name) is None]
@@ -22,7 +22,7 @@ def test_nothing_is_lost_when_processes_and_clients_die_behind_haproxy_and_nginx
     report = tmp_path / "report.json"
     options = ("--minutes", "0.25", "--requests", "500", "--fault-every-s", "1.5", "--seed", "385", "--prompts", "18")
     result = subprocess.run(
-        module_argv("penstock.tools.main", ("chaos", *options, "--behind", "both", "--report", str(report))),
+        module_argv("penstock.main", ("chaos", *options, "--behind", "both", "--report", str(report))),
         cwd=tmp_path,
         env={"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin"},
         capture_output=True,
@@ -45,7 +45,7 @@ def test_nothing_is_lost_when_processes_and_clients_die_behind_haproxy_and_nginx
 
 def test_chaos_that_is_terminated_stops_everything_that_it_started(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
-    chaos = Command("penstock.tools.main", "chaos", "--prompts", "9", "--keep-logs", str(logs))
+    chaos = Command("penstock.main", "chaos", "--prompts", "9", "--keep-logs", str(logs))
     with running(chaos):
         chaos.wait_for("undisturbed answers")
         started = descendants(chaos.process.pid)

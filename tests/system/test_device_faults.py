@@ -15,7 +15,7 @@ SMALL = ("--gpu", "none", "--max-running", "2", "--max-batch-tokens", "16", "--k
 
 def test_device_fault_fails_its_request_and_a_lost_device_restarts_the_backend() -> None:
     arguments = ("--forward-pass", f"{PASSES}:FaultyCudaPass", *SMALL, "--host", "127.0.0.1", "--port", "0")
-    serve = Command("penstock.tools.main", "serve", *arguments)
+    serve = Command("penstock.main", "serve", *arguments)
     with running(serve), httpx.Client(timeout=START_TIMEOUT_S, verify=False) as http:  # noqa: S501 - plain HTTP
         url = serve.wait_for(r"Ready: (http://[^/\s]+)").group(1)
 

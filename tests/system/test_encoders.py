@@ -67,7 +67,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     judge_tokenizer.save(str(folders[2] / "tokenizer.json"))
     options = ("serve", "--gpu", "none", "--port", "0", "--dtype", "fp32", "--state-dir", "none")
     models = ("--model", folders[2], "--task", "rerank", "--embedding-model", folders[0], "--rerank-model", folders[1])
-    serve = Command("penstock.tools.main", *options, "--kv-budget", "8MB", *map(str, models))
+    serve = Command("penstock.main", *options, "--kv-budget", "8MB", *map(str, models))
     with running(serve):
         url = serve.wait_for(r"^Ready: (http://\S+)/v1$").group(1)
         with httpx.Client(base_url=url, timeout=60) as client:

@@ -67,7 +67,7 @@ def test_printed_pass_answers_the_printed_request_behind_a_real_server(module_di
     request = re.search(r"-d '(\{.*?\})'", PAGE)
     assert request is not None
     arguments = ("serve", "--forward-pass", PASS, "--host", "127.0.0.1", "--port", "0", "--kv-budget", "16MB")
-    serve = Command("penstock.tools.main", *arguments, python_path=python_path(module_dir), cwd=module_dir)
+    serve = Command("penstock.main", *arguments, python_path=python_path(module_dir), cwd=module_dir)
     with running(serve):
         url = serve.wait_for(r"Ready: (http://[^/\s]+)").group(1)
         response = httpx.post(

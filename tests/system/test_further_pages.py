@@ -39,7 +39,7 @@ HANG_UP = "() => window.controller.abort()"
 @pytest.fixture(scope="module")
 def locked_server() -> Iterator[str]:
     """The URL of a server with a key."""
-    serve = Command("penstock.tools.main", "serve", "--forward-pass", "fake", "--port", "0", "--api-key", "sk-right")
+    serve = Command("penstock.main", "serve", "--forward-pass", "fake", "--port", "0", "--api-key", "sk-right")
     with running(serve):
         yield serve.wait_for(r"^Ready: (http://\S+)/v1$").group(1)
 
@@ -127,7 +127,7 @@ def test_small_screen_needs_no_sideways_scrolling_and_controls_have_names(page: 
 
 
 def test_restart_of_the_backend_is_an_event_and_the_page_goes_on(browser: Browser) -> None:
-    serve = Command("penstock.tools.main", "serve", "--forward-pass", "fake", "--port", "0", "--state-dir", "none")
+    serve = Command("penstock.main", "serve", "--forward-pass", "fake", "--port", "0", "--state-dir", "none")
     with running(serve):
         page = browser.new_page()
         page.goto(serve.wait_for(r"^Ready: (http://\S+)/v1$").group(1) + "/engine")

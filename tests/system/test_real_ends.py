@@ -26,7 +26,7 @@ def test_ten_turns_end_though_the_file_names_the_end_of_texts_only(real_gguf: Pa
     path = Path(shutil.copy(real_gguf, tmp_path / "model.gguf"))
     field = gguf.GGUFReader(path, "r+").fields["tokenizer.ggml.eos_token_id"]
     field.parts[field.data[0]][0] = 0  # <|endoftext|>; in the published file it is <|im_end|>
-    serve = Command("penstock.tools.main", "serve", "--model", str(path), "--gpu", "none", "--port", "0")
+    serve = Command("penstock.main", "serve", "--model", str(path), "--gpu", "none", "--port", "0")
     with running(serve), httpx.Client(timeout=120) as client:
         url = serve.wait_for(r"^Ready: (http://\S+)/v1$").group(1)
         serve.wait_for(r"answers end with <\|endoftext\|> \(0\), <\|im_end\|> \(2\)")

@@ -140,7 +140,7 @@ async def test_no_request_fails_while_the_backend_restarts_or_the_frontend_start
 
 
 async def test_hung_backend_is_replaced_and_its_streams_go_on(tmp_path: Path) -> None:
-    serve = Command("penstock.tools.main", "serve", *SLOW, "--port", "0", "--hang-timeout-s", "3")
+    serve = Command("penstock.main", "serve", *SLOW, "--port", "0", "--hang-timeout-s", "3")
     with running(serve):
         url = (await in_thread(serve.wait_for, r"^Ready: (http://\S+)/v1$")).group(1)
         async with client() as http:

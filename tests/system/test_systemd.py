@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from penstock.shm.process.supervisor import module_argv
+from penstock.process.supervisor import module_argv
 from tests.system.processes import REPOSITORY, START_TIMEOUT_S, STOP_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def test_server_takes_the_managers_socket_and_reports_its_life(tmp_path: Path, n
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1/models"
         process = started(
-            list(module_argv("penstock.tools.main", ["serve", "--forward-pass", "fake"])), listening.fileno(), tmp_path
+            list(module_argv("penstock.main", ["serve", "--forward-pass", "fake"])), listening.fileno(), tmp_path
         )
         try:
             seen = {notified.recv(100)}

@@ -9,15 +9,15 @@ import signal
 import subprocess
 from typing import TYPE_CHECKING
 
-from penstock.shm.process.supervisor import module_argv
-from penstock.tools.chaos.proxies import free_port
+from penstock.process.supervisor import module_argv
+from penstock.tools.free_port import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 def talk(url: str, *lines: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    argv = module_argv("penstock.tools.main", ["chat", "--url", url, *options])
+    argv = module_argv("penstock.main", ["chat", "--url", url, *options])
     return subprocess.run(argv, input="\n".join(lines) + "\n", capture_output=True, text=True, check=False)
 
 
@@ -62,7 +62,7 @@ def test_missing_server_ends_with_one_line() -> None:
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(served_demo: str) -> None:
     terminal, inside = pty.openpty()
-    argv = module_argv("penstock.tools.main", ["chat", "--url", f"{served_demo}/v1", "--temperature", "1.9"])
+    argv = module_argv("penstock.main", ["chat", "--url", f"{served_demo}/v1", "--temperature", "1.9"])
     with subprocess.Popen(argv, stdin=inside, stdout=inside, stderr=inside, start_new_session=True) as chat:
         os.close(inside)
         output = b""

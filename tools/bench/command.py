@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from cyclopts import Group, Parameter
 
-from penstock.shm.process.failure import fail
-from penstock.shm.process.options import make_app
+from penstock.process.failure import fail
+from penstock.process.options import make_app
 from penstock.tools.bench.errors import COMMAND
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ _OVER_HTTP = {
 }
 _OF_REPLICAS = {
     "failover": "One of two replicas killed under load: gaps and texts.",
+    "routers": "Proxies in front of the same servers: what is computed twice, and what the hop costs.",
     "fleet": "Routing among 10 to 1,000 simulated backends: cache hits, waiting times, deaths.",
 }
 _OF_ENCODERS = {

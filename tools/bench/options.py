@@ -14,10 +14,10 @@ from cyclopts import Group, Parameter, Token
 from cyclopts.validators import Number
 
 from penstock.frontend.endpoints.engine_view.stream import MAX_VIEWERS
+from penstock.serve.options import ServeOptions, private_socket_path
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.load_generator.target import Endpoint, Target
 from penstock.tools.bench.load_generator.workload import Lengths, Workload, parse_lengths
-from penstock.tools.serve_options import ServeOptions, private_socket_path
 
 
 def _convert_lengths(_type: Any, tokens: Sequence[Token]) -> Lengths:

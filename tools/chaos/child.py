@@ -8,7 +8,7 @@ import subprocess
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from penstock.tools.bench.harness.processes import stop_with_parent
+from penstock.process.children import stop_with_parent
 from penstock.tools.chaos.census import session_members
 from penstock.tools.chaos.errors import ChaosError
 

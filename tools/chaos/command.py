@@ -12,8 +12,8 @@ import uvloop
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from penstock.shm.process.failure import fail
-from penstock.shm.process.termination import exit_on_sigterm
+from penstock.process.children import exit_on_sigterm
+from penstock.process.failure import fail
 from penstock.tools.bench.options import Share
 from penstock.tools.chaos.errors import COMMAND, ChaosError
 from penstock.tools.chaos.ledger import Ledger

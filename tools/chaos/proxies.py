@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import secrets
-import shutil
-import socket
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import penstock
+from penstock.process.children import find_program
 from penstock.tools.chaos.child import Child
 from penstock.tools.chaos.errors import ChaosError
 
 SHIPPED = Path(penstock.__file__).parents[1] / "docs" / "operations"
 """Folder of the configurations. A wheel has no docs, so it exists only in a checkout."""
-_SYSTEM_FOLDERS = ":/usr/sbin:/usr/local/sbin"
-"""Folders where Debian has proxies and a user's PATH does not look."""
 _CHECKS_EVERY_S = {"haproxy": (1.0, 1.0, 2.0, 2.0), "nginx": ()}
 """Periods of the health checks in the shipped configurations: of /ready and of /health, on both frontends."""
 _CHECK_MARGIN_S = 1.0
 """Totals lag, and a proxy spreads its checks."""
 
-
-_LOWEST_PORT, _NUM_PORTS = 10_000, 1 << 16
-_EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""Linux: the first and the last port, https://docs.kernel.org/networking/ip-sysctl.html"""
 
 _VARIABLE = re.compile(r"\$\{(PENSTOCK_[A-Z_]+)\}")
 """nginx has variables of its own, which stay."""
@@ -48,28 +38,6 @@ class Addresses:
             "PENSTOCK_FRONTEND_A": self.frontend_a,
             "PENSTOCK_FRONTEND_B": self.frontend_b,
         }
-
-
-def free_port() -> int:
-    """Return a loopback port that is free now and, where possible, outside the range of outgoing connections.
-
-    The kernel gives ports of its ephemeral range to connections at any moment. If that range leaves no port, or the
-    system does not report it, the kernel chooses.
-    """
-    try:
-        first, last = map(int, _EPHEMERAL_RANGE.read_text().split())
-        outside = (*range(_LOWEST_PORT, first), *range(last + 1, _NUM_PORTS))
-    except OSError:
-        outside = ()
-    while True:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", secrets.choice(outside) if outside else 0))
-            port: int = probe.getsockname()[1]
-            return port
-
-
-def find_program(name: str) -> str | None:
-    return shutil.which(name, path=os.environ.get("PATH", "") + _SYSTEM_FOLDERS)
 
 
 class Proxy(Child):

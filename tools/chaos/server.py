@@ -13,17 +13,18 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from penstock.frontend.options import FrontendOptions
-from penstock.shm.process.options import make_app, to_argv
-from penstock.shm.process.supervisor import module_argv
+from penstock.process.options import make_app, to_argv
+from penstock.process.supervisor import module_argv
+from penstock.serve.options import ServeOptions, select_options
 from penstock.tools.chaos.census import ELASTIC_ROLE, session_members
 from penstock.tools.chaos.child import Child
 from penstock.tools.chaos.errors import COMMAND, ChaosError
 from penstock.tools.chaos.plan import Tenant
-from penstock.tools.chaos.proxies import SHIPPED, Addresses, Proxy, free_port
-from penstock.tools.serve_options import ServeOptions, select_options
+from penstock.tools.chaos.proxies import SHIPPED, Addresses, Proxy
+from penstock.tools.free_port import free_port
 
 _MODULES = {
-    "penstock.tools.main": "supervisor",
+    "penstock.main": "supervisor",
     "penstock.backend.main": "backend",
     "penstock.frontend.main": "frontend",
     "penstock.frontend.worker": "worker",
@@ -79,9 +80,7 @@ class Server:
         argv = to_argv(dataclasses.replace(common, port=port_a))
         place = argv.index("--socket")
         del argv[place : place + 2]  # `serve` takes a path of its own, and removes it at its end
-        self.serve = Child(
-            module_argv("penstock.tools.main", ["serve", *argv]), self._environment, directory / "serve.log"
-        )
+        self.serve = Child(module_argv("penstock.main", ["serve", *argv]), self._environment, directory / "serve.log")
         self._socket = self.runtime / "penstock" / f"serve-{self.serve.pid}.sock"
         self._argv_b = to_argv(
             select_options(dataclasses.replace(common, port=self._port_b, socket=self._socket), FrontendOptions)

@@ -4,5 +4,5 @@ python -m penstock.tools.forward_pass_contract package.module:Class --model DIR
 
 `test_contract`, `test_pooling` and `test_adapters` have the tests, `steps` builds the batches that they run, `options`
 gives pytest its options and the `forward_pass` fixture. May import `penstock.backend.forward_pass` and
-`penstock.backend.plugins`.
+`penstock.backend.forward_pass.plugins`.
 """

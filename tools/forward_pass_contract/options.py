@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions
-from penstock.backend.pass_extensions import IPersistsPages
-from penstock.backend.plugins import find_forward_pass
+from penstock.backend.forward_pass.extensions import IPersistsPages
+from penstock.backend.forward_pass.plugins import find_forward_pass
 from penstock.tools.forward_pass_contract.steps import (
     MAX_BATCH_TOKENS,
     MAX_RUNNING,

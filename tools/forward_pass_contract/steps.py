@@ -18,7 +18,7 @@ from penstock.backend.forward_pass import (
     StepBatch,
     TokenLogprobs,
 )
-from penstock.backend.pass_extensions import read_host_logits
+from penstock.backend.forward_pass.extensions import read_host_logits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

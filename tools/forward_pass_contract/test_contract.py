@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, FROM_SLOT, SamplingParams, SlotInit
-from penstock.backend.pass_extensions import IHostPages
+from penstock.backend.forward_pass.extensions import IHostPages
 from penstock.tools.forward_pass_contract.steps import (
     GREEDY,
     MAX_BATCH_TOKENS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.shm.process.garbage_collection import pause_collection, resume_collection, spare_imports
+from penstock.process.garbage_collection import pause_collection, resume_collection, spare_imports
 
 if __name__ == "__main__":
     pause_collection()
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import DIRECTORY, ChoicesRefused, read_choices
-from penstock.shm.process.termination import exit_on_sigterm
+from penstock.process.children import exit_on_sigterm
 from penstock.tools.gpu_check.kept_findings import KeptFindings, OtherRun
 from penstock.tools.gpu_check.reporting.baseline import BaselineRefused, load_baseline, require_device
 from penstock.tools.gpu_check.reporting.choices import adopt

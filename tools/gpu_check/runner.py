@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.shm.process.cache_directory import CUBINS_VARIABLE
+from penstock.process.cache_directory import CUBINS_VARIABLE
 from penstock.tools.gpu_check.prediction.predictions import predicted_values
 from penstock.tools.gpu_check.reporting import baseline
 from penstock.tools.gpu_check.reporting.environment import describe_environment

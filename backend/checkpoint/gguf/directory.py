@@ -38,7 +38,7 @@ from penstock.backend.checkpoint.layout import (
 )
 from penstock.backend.checkpoint.tensors import expected_tensors
 from penstock.backend.errors import StartupError
-from penstock.shm.process.private_directory import UnsafeDirectory
+from penstock.process.private_directory import UnsafeDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,8 +11,8 @@ import re
 import shutil
 from typing import TYPE_CHECKING
 
-from penstock.shm.process.cache_directory import cache_directory, mark_used, remove_unused
-from penstock.shm.process.private_directory import Trust, check_directory
+from penstock.process.cache_directory import cache_directory, mark_used, remove_unused
+from penstock.process.private_directory import Trust, check_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

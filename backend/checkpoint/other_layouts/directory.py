@@ -20,8 +20,8 @@ from penstock.backend.checkpoint.layout import (
 )
 from penstock.backend.checkpoint.other_layouts.mistral_layout import CONSOLIDATED_FILE, PARAMS_FILE, write_config
 from penstock.backend.errors import StartupError
-from penstock.shm.process.private_directory import UnsafeDirectory
-from penstock.shm.process.supervisor import describe_end, module_argv
+from penstock.process.private_directory import UnsafeDirectory
+from penstock.process.supervisor import describe_end, module_argv
 
 if TYPE_CHECKING:
     from pathlib import Path

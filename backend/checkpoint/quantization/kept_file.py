@@ -27,9 +27,9 @@ from penstock.backend.checkpoint.quantization.modes import linear_specs, stacked
 from penstock.backend.checkpoint.quantized_weights import GroupedForm, GroupedWeight, Int4Weight, Int8Weight
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.errors import StartupError
-from penstock.shm.process.cache_directory import cache_directory, check_kept_file
-from penstock.shm.process.options import format_size
-from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
+from penstock.process.cache_directory import cache_directory, check_kept_file
+from penstock.process.options import format_size
+from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -44,7 +44,7 @@ from penstock.backend.checkpoint.quantized_weights import GroupedForm
 from penstock.backend.checkpoint.tensors import LINEARS, LayerWeights, layer_specs
 from penstock.backend.checkpoint.weights import DecoderWeights, open_weights
 from penstock.backend.errors import StartupError
-from penstock.shm.process.private_directory import UnsafeDirectory
+from penstock.process.private_directory import UnsafeDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,12 +7,12 @@ import os
 from typing import TYPE_CHECKING
 
 from penstock.backend.errors import NoRoomBeside, StartupError
+from penstock.backend.forward_pass.extensions import IPersistsPages
 from penstock.backend.kv_cache.budget import KvPlan
 from penstock.backend.kv_cache.page_hash import use_secret
 from penstock.backend.kv_cache.persisted.page_store import PageStore, PageStoreError
-from penstock.backend.pass_extensions import IPersistsPages
 from penstock.backend.passes.decoder.held_weights.fingerprint import packing_fingerprint
-from penstock.shm.process.options import format_size
+from penstock.process.options import format_size
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -32,8 +32,8 @@ from penstock.backend.passes.decoder.ops import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.backend.checkpoint.adapters.peft_adapter import LowRank, PeftAdapter
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.lora.peft_adapter import LoraWeights, PeftAdapter
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
     from penstock.backend.checkpoint.tensors import LayerWeights
     from penstock.backend.passes.decoder.layer_groups import LayerGroups
@@ -120,7 +120,7 @@ class DecoderModel:
             for field, linear in linears.items():
                 added = [fields.get(field, []) for fields in of_layer]
                 if field == "qkv" and self._config.interleaved_rope:
-                    added = [[_reorder_outputs(self._config, low_rank) for low_rank in parts] for parts in added]
+                    added = [[_reorder_outputs(self._config, lora) for lora in parts] for parts in added]
                 if any(added):
                     of_linears.give(linear, added)
 
@@ -315,10 +315,10 @@ def rotate_half_order(config: DecoderConfig) -> Tensor:
     return torch.cat([turned.flatten(), values])
 
 
-def _reorder_outputs(config: DecoderConfig, low_rank: LowRank) -> LowRank:
+def _reorder_outputs(config: DecoderConfig, lora: LoraWeights) -> LoraWeights:
     """Reorder an adapter's outputs. They are whole parts of q, k and v, and the new order mixes no parts."""
-    first, count = low_rank.first_output, len(low_rank.up)
-    return replace(low_rank, up=low_rank.up[rotate_half_order(config)[first : first + count] - first])
+    first, count = lora.first_output, len(lora.up)
+    return replace(lora, up=lora.up[rotate_half_order(config)[first : first + count] - first])
 
 
 def _take_rows(weight: Tensor | QuantizedWeight, rows: Tensor) -> Tensor | QuantizedWeight:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from penstock.backend.checkpoint.adapters.peft_adapter import LowRank
+    from penstock.backend.checkpoint.lora.peft_adapter import LoraWeights
     from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
     from penstock.backend.forward_pass import ScoredTokens, StepBatch, TokenLogprobs
 
@@ -219,7 +219,7 @@ class LinearAdapters(Protocol):
     it is used otherwise. Tokens of rows without an adapter have the same bits as without adapters.
     """
 
-    def give(self, linear: Linear, adapters: Sequence[Sequence[LowRank]]) -> None:
+    def give(self, linear: Linear, adapters: Sequence[Sequence[LoraWeights]]) -> None:
         """Give a linear an entry for each of `PassOptions.adapters`, empty for an adapter that leaves it unchanged.
 
         Called at most once for a linear, before the first step.

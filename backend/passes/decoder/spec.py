@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from penstock.backend.checkpoint.adapters.peft_adapter import PeftAdapter
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
+    from penstock.backend.checkpoint.lora.peft_adapter import PeftAdapter
     from penstock.backend.checkpoint.quantization.modes import Quantization
     from penstock.backend.checkpoint.quantized_weights import WeightForm
     from penstock.backend.passes.decoder.layer_groups import LayerGroups

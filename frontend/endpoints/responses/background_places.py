@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, retry_later
-from penstock.shm.process.retry_times import DrainRate
-from penstock.shm.process.tenant_places import HARD_BOUND, TenantPlaces
+from penstock.process.admission import HARD_BOUND, DrainRate, TenantPlaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,8 +11,8 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from penstock.shm.process.failure import fail
-from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory, private_umask
+from penstock.process.failure import fail
+from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory, private_umask
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

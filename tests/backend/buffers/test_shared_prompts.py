@@ -17,7 +17,7 @@ from penstock.backend.buffers.options import make_exporter
 from penstock.backend.buffers.shared_prompts import SharedPromptRows
 from penstock.backend.forward_pass import IBatchedForwardPass
 from penstock.backend.passes.fake import FakePass
-from penstock.backend.shipped_models import DEMO_MODEL_DIR
+from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
 from penstock.shm.client import BackendClient, BufferSlice, GenerationRequest, SharedBuffer, TokenStream
 from penstock.shm.messages import (
     BufferContent,

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 import penstock.backend.demo_model
 from penstock.backend.structured_output.compile_pool import CompilePool
-from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
+from penstock.backend.structured_output.grammar_cache import GrammarCache
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.messages import Constraints, Finish, Grammar
 from tests.backend.harness import Bench
@@ -22,12 +22,12 @@ DIGITS = Grammar("regex", "[0-9]{5,8}")
 PROMPT = [5, 6, 7, 8, 9]
 
 
-def new_compiler(vocab_size: int = VOCAB_SIZE, tokenizer_json: Path = TOKENIZER_JSON) -> GrammarCompiler:
+def new_compiler(vocab_size: int = VOCAB_SIZE, tokenizer_json: Path = TOKENIZER_JSON) -> GrammarCache:
     """With real children, which start with the first grammar."""
-    return GrammarCompiler(CompilePool(tokenizer_json, vocab_size, (EOS,)))
+    return GrammarCache(CompilePool(tokenizer_json, vocab_size, (EOS,)))
 
 
-def new_bench(compiler: GrammarCompiler, max_waiting: int = 100, **options: Any) -> Bench:
+def new_bench(compiler: GrammarCache, max_waiting: int = 100, **options: Any) -> Bench:
     return Bench(vocab_size=VOCAB_SIZE, grammar_queue=GrammarQueue(compiler, lambda: None, max_waiting), **options)
 
 

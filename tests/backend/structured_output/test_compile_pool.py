@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from penstock.backend.structured_output.compile_grammar import BadGrammar
 from penstock.backend.structured_output.compile_pool import CompilePool, CompilerFailed
 from penstock.backend.structured_output.compiler_process import CompileLimits, CompilerProcess, TokenizerUnusable
-from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
-from penstock.backend.structured_output.grammars import BadGrammar
+from penstock.backend.structured_output.grammar_cache import GrammarCache
 from penstock.shm.messages import Grammar
 from tests.backend.structured_output.constrained import DIGITS, EOS, TOKENIZER_JSON, VOCAB_SIZE
 
@@ -106,7 +106,7 @@ def test_shortage_of_processes_does_not_make_a_grammar_bad(pool: CompilePool, mo
     def fail(*_: object, **__: object) -> None:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    compiler = GrammarCompiler(pool)
+    compiler = GrammarCache(pool)
     with monkeypatch.context() as shortage:
         shortage.setattr("subprocess.Popen", fail)
         failed = compiler.compile(DIGITS)

@@ -10,7 +10,7 @@ import pytest
 from penstock.backend.forward_pass import PendingOutput, StepBatch, TokenMasks
 from penstock.backend.passes.fake import FakePass
 from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints
-from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
+from penstock.backend.structured_output.grammar_cache import GrammarCache
 from penstock.shm.messages import Constraints, FailureCode, Finish, Grammar, Sampling
 from tests.backend.buffers.embedded_prompts import random_rows, submit_embedded
 from tests.backend.engine.test_failed_steps import PassingFault
@@ -29,7 +29,7 @@ from tests.backend.structured_output.constrained import (
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(temperature=1.5, seed=3)])
-def test_grammar_constrains_only_its_own_request(compiler: GrammarCompiler, sampling: Sampling) -> None:
+def test_grammar_constrains_only_its_own_request(compiler: GrammarCache, sampling: Sampling) -> None:
     bench = new_bench(compiler)
     ask(bench, 0, sampling=sampling)
     bench.submit(PROMPT, 6, request_id=1)
@@ -40,7 +40,7 @@ def test_grammar_constrains_only_its_own_request(compiler: GrammarCompiler, samp
     assert bench.received(1).token_ids == expected_tokens(PROMPT, 6, VOCAB_SIZE)
 
 
-def test_constrained_tokens_do_not_depend_on_batch_preemption_or_chunks(compiler: GrammarCompiler) -> None:
+def test_constrained_tokens_do_not_depend_on_batch_preemption_or_chunks(compiler: GrammarCache) -> None:
     alone = new_bench(compiler)
     ask(alone, 0, sampling=Sampling(temperature=1.0, seed=9))
     compile_all(alone)
@@ -59,7 +59,7 @@ def test_constrained_tokens_do_not_depend_on_batch_preemption_or_chunks(compiler
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_failed_step_that_runs_again_does_not_advance_the_grammar(compiler: GrammarCompiler, is_late: bool) -> None:
+def test_failed_step_that_runs_again_does_not_advance_the_grammar(compiler: GrammarCache, is_late: bool) -> None:
     streams = []
     for steps in (set[int](), {5}, {3, 4}, {5, 9}):
         bench = new_bench(compiler, forward_pass=PassingFault(steps, is_late=is_late, vocab_size=VOCAB_SIZE))
@@ -91,7 +91,7 @@ class FaultOfNobody(FakePass):
 @pytest.mark.parametrize("capacity", [0, 1, 4])
 @pytest.mark.parametrize("period", [1000, 5])
 def test_grammar_and_embeddings_survive_preemption_restored_pages_and_failed_steps(
-    compiler: GrammarCompiler, period: int, capacity: int
+    compiler: GrammarCache, period: int, capacity: int
 ) -> None:
     drawn = Sampling(temperature=1.0, seed=9, num_logprobs=1)
 
@@ -128,7 +128,7 @@ def test_grammar_and_embeddings_survive_preemption_restored_pages_and_failed_ste
     bench.close()
 
 
-def test_requests_coalesce_only_with_the_same_grammar(compiler: GrammarCompiler) -> None:
+def test_requests_coalesce_only_with_the_same_grammar(compiler: GrammarCache) -> None:
     bench = new_bench(compiler)
     letters = Grammar("regex", "[a-f]{5}")
     for request_id, grammar in enumerate((DIGITS, DIGITS, letters)):
@@ -139,7 +139,7 @@ def test_requests_coalesce_only_with_the_same_grammar(compiler: GrammarCompiler)
     assert text(bench, 0) == text(bench, 1) != text(bench, 2)
 
 
-def test_min_tokens_delays_the_end(compiler: GrammarCompiler) -> None:
+def test_min_tokens_delays_the_end(compiler: GrammarCache) -> None:
     expected = expected_tokens(PROMPT, 8, VOCAB_SIZE)
     bench = new_bench(compiler)
     for request_id, min_tokens in enumerate((0, 4)):
@@ -151,7 +151,7 @@ def test_min_tokens_delays_the_end(compiler: GrammarCompiler) -> None:
     assert expected[0] not in bench.received(1).token_ids[:4]
 
 
-def test_resumed_stream_continues_its_grammar(compiler: GrammarCompiler) -> None:
+def test_resumed_stream_continues_its_grammar(compiler: GrammarCache) -> None:
     bench = new_bench(compiler)
     ask(bench, 0)
     compile_all(bench)
@@ -165,7 +165,7 @@ def test_resumed_stream_continues_its_grammar(compiler: GrammarCompiler) -> None
     assert bench.received(1).token_ids == whole[2:]
 
 
-def test_constraints_that_allow_no_token_fail_only_their_own_request(compiler: GrammarCompiler) -> None:
+def test_constraints_that_allow_no_token_fail_only_their_own_request(compiler: GrammarCache) -> None:
     bench = new_bench(compiler)
     ask(bench, 0, allowed_token_ids=tuple(tokens_of("x")))
     ask(bench, 1)

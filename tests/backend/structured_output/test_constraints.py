@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
+from penstock.backend.structured_output.compile_grammar import BadGrammar, CompiledGrammar
 from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints
-from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
-from penstock.backend.structured_output.grammars import BadGrammar, CompiledGrammar
+from penstock.backend.structured_output.grammar_cache import GrammarCache
 from penstock.shm.messages import Constraints, Grammar
 from tests.backend.structured_output.constrained import EOS, TOKENIZER, TOKENIZER_JSON, new_compiler, tokens_of
 
@@ -35,19 +35,19 @@ PERSON = {
 
 
 @pytest.fixture(scope="module")
-def compiler() -> Iterator[GrammarCompiler]:
+def compiler() -> Iterator[GrammarCache]:
     compiler = new_compiler(VOCAB_SIZE)
     yield compiler
     compiler.close()
 
 
-def compile_now(compiler: GrammarCompiler, grammar: Grammar) -> CompiledGrammar:
+def compile_now(compiler: GrammarCache, grammar: Grammar) -> CompiledGrammar:
     future = compiler.compile(grammar)
     wait([future], timeout=30)
     return compiler.take_result(grammar, future)
 
 
-def constrained(compiler: GrammarCompiler, **fields: object) -> SequenceConstraints:
+def constrained(compiler: GrammarCache, **fields: object) -> SequenceConstraints:
     constraints = Constraints(**fields)  # type: ignore[arg-type]
     grammar = None
     if constraints.grammar is not None:
@@ -80,13 +80,13 @@ def walk(constraints: SequenceConstraints, rng: random.Random, most: int = 300) 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_sampled_text_matches_the_schema(compiler: GrammarCompiler, seed: int) -> None:
+def test_sampled_text_matches_the_schema(compiler: GrammarCache, seed: int) -> None:
     constraints = constrained(compiler, grammar=Grammar("json_schema", json.dumps(PERSON)))
     text = TOKENIZER.decode(walk(constraints, random.Random(seed)))
     jsonschema.validate(json.loads(text), PERSON)
 
 
-def test_regex_and_lark_grammars_are_followed(compiler: GrammarCompiler) -> None:
+def test_regex_and_lark_grammars_are_followed(compiler: GrammarCache) -> None:
     regex = constrained(compiler, grammar=Grammar("regex", "[ab]{3}"))
     assert set(TOKENIZER.decode(walk(regex, random.Random(1)))) <= set("ab")
     lark = constrained(compiler, grammar=Grammar("lark", 'start: "yes" | "no"'))
@@ -101,7 +101,7 @@ def test_regex_and_lark_grammars_are_followed(compiler: GrammarCompiler) -> None
     ],
 )
 def test_token_slices_give_the_same_masks_as_single_tokens(
-    compiler: GrammarCompiler, grammar: Grammar, answer: str
+    compiler: GrammarCache, grammar: Grammar, answer: str
 ) -> None:
     plain = LLTokenizer(TOKENIZER_JSON.read_text(encoding="utf-8"), n_vocab=VOCAB_SIZE, eos_token=[EOS], slices=[])
     compile_from = {"regex": LLMatcher.grammar_from_regex, "lark": LLMatcher.grammar_from_lark}[grammar.kind]
@@ -117,7 +117,7 @@ def test_token_slices_give_the_same_masks_as_single_tokens(
 
 @settings(max_examples=25)
 @given(st.integers(0, 1000), st.lists(st.integers(0, 6), max_size=4))
-def test_rewind_restores_earlier_masks(compiler: GrammarCompiler, seed: int, rewinds: list[int]) -> None:
+def test_rewind_restores_earlier_masks(compiler: GrammarCache, seed: int, rewinds: list[int]) -> None:
     rng = random.Random(seed)
     opening = tuple(tokens_of("so:"))
     fields = {"grammar": Grammar("regex", "[a-f]{4,9}"), "grammar_after": opening, "thinking_end": opening}
@@ -137,7 +137,7 @@ def test_rewind_restores_earlier_masks(compiler: GrammarCompiler, seed: int, rew
         assert allowed(constraints) == masks[-1]
 
 
-def test_grammar_begins_after_the_reasoning(compiler: GrammarCompiler) -> None:
+def test_grammar_begins_after_the_reasoning(compiler: GrammarCache) -> None:
     end = tuple(tokens_of("so:"))
     constraints = constrained(compiler, grammar=Grammar("regex", "[0-9]+"), grammar_after=end)
     assert allowed(constraints) == set(range(VOCAB_SIZE)) - STOPS  # the answer may not end before its grammar begins
@@ -146,7 +146,7 @@ def test_grammar_begins_after_the_reasoning(compiler: GrammarCompiler) -> None:
     assert all(TOKENIZER.decode([token]).strip().isdigit() for token in allowed(constraints))
 
 
-def test_end_of_reasoning_is_forced_when_its_budget_is_spent(compiler: GrammarCompiler) -> None:
+def test_end_of_reasoning_is_forced_when_its_budget_is_spent(compiler: GrammarCache) -> None:
     end = tuple(tokens_of("so:"))
     constraints = constrained(compiler, thinking_budget_tokens=2, thinking_end=end)
     for token in (5, 6):
@@ -158,14 +158,14 @@ def test_end_of_reasoning_is_forced_when_its_budget_is_spent(compiler: GrammarCo
     assert len(allowed(constraints)) == VOCAB_SIZE
 
 
-def test_reasoning_that_ends_in_time_is_not_constrained(compiler: GrammarCompiler) -> None:
+def test_reasoning_that_ends_in_time_is_not_constrained(compiler: GrammarCache) -> None:
     constraints = constrained(compiler, thinking_budget_tokens=2, thinking_end=(7,))
     for token in (7, 8, 9):
         constraints.advance(token)
         assert len(allowed(constraints)) == VOCAB_SIZE
 
 
-def test_token_lists_restrict_the_mask(compiler: GrammarCompiler) -> None:
+def test_token_lists_restrict_the_mask(compiler: GrammarCache) -> None:
     constraints = constrained(compiler, allowed_token_ids=(EOS, 10, 11, 12), bad_words=((10,), (11, 12)), min_tokens=2)
     assert allowed(constraints) == {11, 12}
     constraints.advance(11)
@@ -174,14 +174,14 @@ def test_token_lists_restrict_the_mask(compiler: GrammarCompiler) -> None:
     assert allowed(constraints) == {EOS, 11}
 
 
-def test_min_tokens_and_bad_words_yield_when_they_would_leave_no_token(compiler: GrammarCompiler) -> None:
+def test_min_tokens_and_bad_words_yield_when_they_would_leave_no_token(compiler: GrammarCache) -> None:
     constraints = constrained(compiler, grammar=Grammar("regex", "a"), min_tokens=50)
     constraints.advance(tokens_of("a")[0])
     assert allowed(constraints) == {EOS}
     assert allowed(constrained(compiler, allowed_token_ids=(9,), bad_words=((9,),))) == {9}
 
 
-def test_contradictory_constraints_fail(compiler: GrammarCompiler) -> None:
+def test_contradictory_constraints_fail(compiler: GrammarCache) -> None:
     constraints = constrained(
         compiler,
         grammar=Grammar("regex", "[0-9]"),
@@ -213,7 +213,7 @@ def test_grammar_error_mid_answer_is_one_short_line() -> None:
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_bad_grammar_is_refused_in_one_line(compiler: GrammarCompiler, grammar: Grammar, reason: str) -> None:
+def test_bad_grammar_is_refused_in_one_line(compiler: GrammarCache, grammar: Grammar, reason: str) -> None:
     with pytest.raises(BadGrammar, match=reason) as refusal:
         compile_now(compiler, grammar)
     assert "\n" not in str(refusal.value)
@@ -222,7 +222,7 @@ def test_bad_grammar_is_refused_in_one_line(compiler: GrammarCompiler, grammar: 
         compiler.find_compiled(grammar)
 
 
-def test_equal_grammars_are_compiled_once(compiler: GrammarCompiler) -> None:
+def test_equal_grammars_are_compiled_once(compiler: GrammarCache) -> None:
     grammar = Grammar("regex", "[xyz]{2}")
     first, second = compiler.compile(grammar), compiler.compile(grammar)
     assert first is second
@@ -233,9 +233,9 @@ def test_equal_grammars_are_compiled_once(compiler: GrammarCompiler) -> None:
 
 
 def test_compiler_cache_is_bounded_and_evicts_the_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.backend.structured_output.grammar_compiler._CACHE_BYTES", 210 << 10)
+    monkeypatch.setattr("penstock.backend.structured_output.grammar_cache._CACHE_BYTES", 210 << 10)
     pool = Mock()
-    compiler = GrammarCompiler(pool)
+    compiler = GrammarCache(pool)
 
     def settle(grammar: Grammar) -> None:
         pool.submit.return_value = future = Future[CompiledGrammar]()
@@ -261,14 +261,14 @@ def use(constraints: SequenceConstraints, num_tokens: int, seed: int = 1) -> Non
         constraints.advance(rng.choice(sorted(allowed(constraints) - STOPS)))
 
 
-def test_grammar_that_grows_in_use_leaves_the_cache(compiler: GrammarCompiler) -> None:
+def test_grammar_that_grows_in_use_leaves_the_cache(compiler: GrammarCache) -> None:
     grammar = Grammar("regex", HUNGRY.text + "y")
     use(constrained(compiler, grammar=grammar), 25)
     assert compiler.find_compiled(grammar) is None
     assert compile_now(compiler, grammar).growth.num_bytes == 0
 
 
-def test_stream_that_meets_the_limit_of_states_does_not_fail_those_that_begin_later(compiler: GrammarCompiler) -> None:
+def test_stream_that_meets_the_limit_of_states_does_not_fail_those_that_begin_later(compiler: GrammarCache) -> None:
     with pytest.raises(ConstraintFailed, match=r": lexer error: too many states: [\d >=]+$"):
         use(constrained(compiler, grammar=HUNGRY), 100)
     assert compiler.find_compiled(HUNGRY) is None
@@ -276,7 +276,7 @@ def test_stream_that_meets_the_limit_of_states_does_not_fail_those_that_begin_la
 
 
 def test_grammar_that_is_used_again_and_again_stays_cached(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+    compiler: GrammarCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Masks whose states are known take time but no memory."""
     for name in ("_READ_AFTER_NS", "_NUM_READING_TIMES"):
@@ -294,9 +294,9 @@ def test_grammar_that_is_used_again_and_again_stays_cached(
 
 
 def test_growth_counts_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.backend.structured_output.grammar_compiler._CACHE_BYTES", 64 << 20)
+    monkeypatch.setattr("penstock.backend.structured_output.grammar_cache._CACHE_BYTES", 64 << 20)
     pool = Mock()
-    compiler = GrammarCompiler(pool)
+    compiler = GrammarCache(pool)
     grammars = [Grammar("regex", "a" * (1 + index)) for index in range(12)]
     compiled = {}
     for grammar in grammars:
@@ -312,7 +312,7 @@ def test_growth_counts_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiler.find_compiled(grammars[10]) is not None
 
 
-def test_end_that_only_the_frontend_knows_ends_the_text_where_the_grammar_may_end(compiler: GrammarCompiler) -> None:
+def test_end_that_only_the_frontend_knows_ends_the_text_where_the_grammar_may_end(compiler: GrammarCache) -> None:
     end = EOS + 1
     constraints = constrained(compiler, grammar=Grammar("regex", "ab?"), grammar_ends=(end, VOCAB_SIZE + 7))
     assert not allowed(constraints) & {EOS, end}

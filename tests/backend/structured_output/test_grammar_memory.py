@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from penstock.backend.structured_output import grammar_costs
 from penstock.backend.structured_output.compile_pool import CompilePool
 from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints
-from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
+from penstock.backend.structured_output.grammar_cache import GrammarCache
 from penstock.backend.structured_output.grammar_costs import GrammarMemory, GrammarMemoryFull
 from penstock.backend.structured_output.late_masks import LateMasks
 from penstock.backend.structured_output.masks import fill_masks
@@ -36,7 +36,7 @@ def hungry(letter: str) -> Grammar:
 class Setup:
     def __init__(self, limit_bytes: int) -> None:
         self.memory = GrammarMemory(limit_bytes)
-        self.compiler = GrammarCompiler(CompilePool(TOKENIZER_JSON, VOCAB_SIZE, (EOS,)), self.memory)
+        self.compiler = GrammarCache(CompilePool(TOKENIZER_JSON, VOCAB_SIZE, (EOS,)), self.memory)
 
     def start(self, grammar: Grammar, tenant: bytes) -> SequenceConstraints:
         compiled = self.compiler.find_compiled(grammar)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.backend.structured_output.compile_grammar import CompiledGrammar, compile_grammar, load_tokenizer
 from penstock.backend.structured_output.compile_pool import CompileTurns
-from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
-from penstock.backend.structured_output.grammars import CompiledGrammar, compile_grammar, load_tokenizer
+from penstock.backend.structured_output.grammar_cache import GrammarCache
 from penstock.shm.link.events import FrontendDeath
 from penstock.shm.messages import FailureCode, Finish, Grammar
 from tests.backend.harness import Bench
@@ -28,7 +28,7 @@ from tests.backend.structured_output.constrained import (
 
 
 @pytest.mark.parametrize("grammar", [Grammar("regex", "("), Grammar("json_schema", '{"type": "nonsense"}')])
-def test_bad_grammar_rejects_only_its_own_request(compiler: GrammarCompiler, grammar: Grammar) -> None:
+def test_bad_grammar_rejects_only_its_own_request(compiler: GrammarCache, grammar: Grammar) -> None:
     bench = new_bench(compiler)
     ask(bench, 0, grammar)
     ask(bench, 1, grammar)
@@ -46,7 +46,7 @@ def test_bad_grammar_rejects_only_its_own_request(compiler: GrammarCompiler, gra
         assert received.failure.text
 
 
-def test_request_cancelled_while_its_grammar_compiles_leaves_nothing_behind(compiler: GrammarCompiler) -> None:
+def test_request_cancelled_while_its_grammar_compiles_leaves_nothing_behind(compiler: GrammarCache) -> None:
     bench = new_bench(compiler)
     ask(bench, 0)
     ask(bench, 1, frontend=2)
@@ -64,7 +64,7 @@ def test_request_cancelled_while_its_grammar_compiles_leaves_nothing_behind(comp
 
 def test_grammar_whose_request_is_cancelled_while_it_compiles_is_cached_in_bounded_memory() -> None:
     pool = HeldPool()
-    compiler = GrammarCompiler(pool)
+    compiler = GrammarCache(pool)
     bench = new_bench(compiler)
     ask(bench, 0)
     bench.engine.turn()
@@ -81,7 +81,7 @@ def test_grammar_whose_request_is_cancelled_while_it_compiles_is_cached_in_bound
     assert text(bench, 1).isdigit()
 
 
-def test_requests_beyond_the_limit_of_waiting_grammars_are_refused(compiler: GrammarCompiler) -> None:
+def test_requests_beyond_the_limit_of_waiting_grammars_are_refused(compiler: GrammarCache) -> None:
     bench = new_bench(compiler, max_waiting=1)
     ask(bench, 0)
     ask(bench, 1)
@@ -109,9 +109,9 @@ def test_unreadable_tokenizer_fails_only_requests_with_grammars(tmp_path: Path) 
 
 
 def test_abandoned_grammars_free_their_place_in_the_compiler(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+    compiler: GrammarCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.backend.structured_output.grammar_compiler.MAX_PENDING", 2)
+    monkeypatch.setattr("penstock.backend.structured_output.grammar_cache.MAX_PENDING", 2)
     bench = new_bench(compiler)
     for request_id in range(2):
         ask(bench, request_id, Grammar("regex", "[0-9]" * (request_id + 1)))
@@ -166,7 +166,7 @@ class HeldPool:
 
 def test_grammars_of_cancelled_requests_are_not_compiled() -> None:
     pool = HeldPool()
-    bench = new_bench(GrammarCompiler(pool))
+    bench = new_bench(GrammarCache(pool))
     letters = Grammar("regex", "[a-f]{5}")
     ask(bench, 0, letters)
     for request_id in (1, 2):
@@ -182,7 +182,7 @@ def test_grammars_of_cancelled_requests_are_not_compiled() -> None:
 
 def test_tenants_take_turns_and_equal_grammars_come_up_at_the_first_of_their_turns() -> None:
     pool = HeldPool()
-    bench = new_bench(GrammarCompiler(pool))
+    bench = new_bench(GrammarCache(pool))
     asked = [(b"a", "1"), (b"a", "2"), (b"a", "3"), (b"b", "4"), (b"b", "3"), (b"c", "4")]
     for request_id, (tenant, expression) in enumerate(asked):
         ask(bench, request_id, Grammar("regex", expression), tenant=tenant)
@@ -201,7 +201,7 @@ def test_tenant_with_a_busy_compiler_waits_while_others_go_on() -> None:
 
 
 def test_flood_of_one_tenant_leaves_places_to_another() -> None:
-    bench = new_bench(GrammarCompiler(HeldPool()), max_waiting=4)
+    bench = new_bench(GrammarCache(HeldPool()), max_waiting=4)
     for request_id in range(6):
         ask(bench, request_id, Grammar("regex", f"a{request_id}"), tenant=b"flood")
     for request_id in range(6, 9):
@@ -212,8 +212,8 @@ def test_flood_of_one_tenant_leaves_places_to_another() -> None:
 
 
 def test_resumed_requests_are_not_refused_for_waiting_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.backend.structured_output.grammar_compiler.MAX_PENDING", 1)
-    bench = new_bench(GrammarCompiler(HeldPool()), max_waiting=1)
+    monkeypatch.setattr("penstock.backend.structured_output.grammar_cache.MAX_PENDING", 1)
+    bench = new_bench(GrammarCache(HeldPool()), max_waiting=1)
     for request_id in range(4):
         ask(bench, request_id, Grammar("regex", f"a{request_id}"), admitted_ns=1 + request_id)
     bench.engine.turn()
@@ -221,7 +221,7 @@ def test_resumed_requests_are_not_refused_for_waiting_grammars(monkeypatch: pyte
 
 
 def test_drain_ends_although_a_grammar_does_not() -> None:
-    bench = new_bench(GrammarCompiler(HeldPool()))
+    bench = new_bench(GrammarCache(HeldPool()))
     ask(bench, 0)
     bench.engine.turn()
     bench.engine.drain(100.0)
@@ -235,7 +235,7 @@ def test_drain_ends_although_a_grammar_does_not() -> None:
     assert bench.engine._is_drained()
 
 
-def test_deadline_counts_from_arrival_while_a_grammar_compiles(compiler: GrammarCompiler) -> None:
+def test_deadline_counts_from_arrival_while_a_grammar_compiles(compiler: GrammarCache) -> None:
     bench = new_bench(compiler)
     ask(bench, 0, timeout_ms=1000)
     ask(bench, 1, timeout_ms=3000, max_tokens=200)
@@ -252,7 +252,7 @@ def test_deadline_counts_from_arrival_while_a_grammar_compiles(compiler: Grammar
     assert (board.requests_accepted, board.requests_expired, bench.requests.table.num_open) == (2, 2, 0)
 
 
-def test_draining_serves_requests_that_wait_for_grammars(compiler: GrammarCompiler) -> None:
+def test_draining_serves_requests_that_wait_for_grammars(compiler: GrammarCache) -> None:
     bench = new_bench(compiler)
     ask(bench, 0)
     bench.engine.turn()
@@ -274,7 +274,7 @@ def test_grammars_are_refused_without_a_tokenizer() -> None:
 
 
 def test_request_that_fails_after_it_has_begun_to_wait_waits_no_more(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+    compiler: GrammarCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = new_bench(compiler)
     with monkeypatch.context() as patch:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
-from penstock.backend.structured_output import grammars
+from penstock.backend.structured_output import compile_grammar as grammars
 from penstock.backend.structured_output import late_masks as late_masks_module
 from penstock.backend.structured_output.constraints import LateMask, SequenceConstraints
 from penstock.backend.structured_output.grammar_costs import Pace
@@ -22,7 +22,7 @@ from tests.backend.structured_output.constrained import EOS, PROMPT, VOCAB_SIZE,
 
 if TYPE_CHECKING:
     from penstock.backend.sequences.sequence import Sequence
-    from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
+    from penstock.backend.structured_output.grammar_cache import GrammarCache
 
 AMBIGUOUS = Grammar("lark", "start: a\na: a a | /[a-z]/")
 DIGITS_AND_SPACES = Grammar("regex", "[0-9]{3,20}( [0-9]{1,3})?")
@@ -46,7 +46,7 @@ def all_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pace, "is_slow", True)
 
 
-def run_alone(compiler: GrammarCompiler, grammar: Grammar, **options: Any) -> Bench:
+def run_alone(compiler: GrammarCache, grammar: Grammar, **options: Any) -> Bench:
     bench = new_bench(compiler, **options)
     ask(bench, 0, grammar, max_tokens=24, sampling=DRAWN)
     compile_all(bench)
@@ -56,7 +56,7 @@ def run_alone(compiler: GrammarCompiler, grammar: Grammar, **options: Any) -> Be
 
 @pytest.mark.usefixtures("all_slow")
 @pytest.mark.parametrize("capacity", [0, 1, 3])
-def test_row_waits_for_its_mask_and_its_neighbours_do_not(compiler: GrammarCompiler, capacity: int) -> None:
+def test_row_waits_for_its_mask_and_its_neighbours_do_not(compiler: GrammarCache, capacity: int) -> None:
     late_masks = HeldLateMasks()
     bench = new_bench(compiler, capacity=capacity, late_masks=late_masks)
     ask(bench, 0, DIGITS_AND_SPACES, sampling=DRAWN)
@@ -75,7 +75,7 @@ def test_row_waits_for_its_mask_and_its_neighbours_do_not(compiler: GrammarCompi
 
 @pytest.mark.usefixtures("all_slow")
 def test_error_in_planning_a_late_row_again_fails_that_request_alone(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+    compiler: GrammarCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = new_bench(compiler, late_masks=LateMasks(VOCAB_SIZE, lambda: None))
     note_computed = bench.scheduler.note_computed
@@ -97,7 +97,7 @@ def test_error_in_planning_a_late_row_again_fails_that_request_alone(
 
 @pytest.mark.usefixtures("all_slow")
 @pytest.mark.parametrize("capacity", [0, 1, 3])
-def test_tokens_do_not_depend_on_late_masks_preemption_or_chunks(compiler: GrammarCompiler, capacity: int) -> None:
+def test_tokens_do_not_depend_on_late_masks_preemption_or_chunks(compiler: GrammarCache, capacity: int) -> None:
     expected = run_alone(compiler, DIGITS_AND_SPACES).received(0).token_ids
     bench = new_bench(
         compiler, num_pages=12, max_batch_tokens=8, capacity=capacity, late_masks=LateMasks(VOCAB_SIZE, lambda: None)
@@ -116,7 +116,7 @@ def test_tokens_do_not_depend_on_late_masks_preemption_or_chunks(compiler: Gramm
 
 
 def test_ambiguous_grammar_meets_the_same_limit_at_the_same_token_late_or_not(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+    compiler: GrammarCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Pace, "is_slow", True)
     monkeypatch.setattr(grammars, "_LIMITS", LLParserLimits(step_max_items=2000, verbose_errors=True))
@@ -136,7 +136,7 @@ def test_ambiguous_grammar_meets_the_same_limit_at_the_same_token_late_or_not(
 
 
 def test_tokens_of_a_resumed_stream_are_taken_in_beside_the_loop(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+    compiler: GrammarCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run_alone(compiler, DIGITS_AND_SPACES).received(0).token_ids
     threads: Counter[str] = Counter()
@@ -167,7 +167,7 @@ def test_tokens_of_a_resumed_stream_are_taken_in_beside_the_loop(
     assert threads[threading.current_thread().name] <= 3 * 2
 
 
-def test_resumed_stream_whose_tokens_its_grammar_forbids_fails_alone(compiler: GrammarCompiler) -> None:
+def test_resumed_stream_whose_tokens_its_grammar_forbids_fails_alone(compiler: GrammarCache) -> None:
     bench = new_bench(compiler, late_masks=LateMasks(VOCAB_SIZE, lambda: None))
     letter = tokens_of("x")
     for request_id, received_before in enumerate((letter, [])):
@@ -288,7 +288,7 @@ def test_mask_of_one_tenant_does_not_wait_for_all_of_another() -> None:
 
 
 @pytest.mark.usefixtures("all_slow")
-def test_equal_request_joins_a_sequence_whose_mask_is_late(compiler: GrammarCompiler) -> None:
+def test_equal_request_joins_a_sequence_whose_mask_is_late(compiler: GrammarCache) -> None:
     """It does, too, between the step that ran without the mask and the turn that learns of it."""
     late_masks = HeldLateMasks()
     bench = new_bench(compiler, capacity=1, late_masks=late_masks)

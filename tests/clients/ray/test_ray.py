@@ -18,7 +18,7 @@ import httpx
 import pytest
 from ray.cluster_utils import Cluster
 
-from penstock.tools.chaos.proxies import free_port
+from penstock.tools.free_port import free_port
 
 NUM_NODES, NUM_SERVERS = 3, 2
 OBJECT_STORE_BYTES = 80 << 20
@@ -214,7 +214,7 @@ def test_server_that_dies_is_started_again_by_ray(fleet: Fleet) -> None:
     before = fleet.reports()[0]
     assert fleet.stop() == 0  # without a keeper
     port = before["server"]["port"]
-    pid = next(pid for pid in _pids("penstock.tools.main") if _listens(pid, port))
+    pid = next(pid for pid in _pids("penstock.main") if _listens(pid, port))
     os.kill(pid, 9)
     wait_until(lambda: fleet.reports().get(0, before) != before and fleet.reports()[0]["phase"] == "up")
     assert fleet.reports()[0]["node_id"] == before["node_id"]

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
+from penstock.backend.structured_output.compile_grammar import BadGrammar, CompiledGrammar
 from penstock.backend.structured_output.compile_pool import CompilePool
 from penstock.backend.structured_output.constraints import SequenceConstraints
-from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
-from penstock.backend.structured_output.grammars import BadGrammar, CompiledGrammar
+from penstock.backend.structured_output.grammar_cache import GrammarCache
 from penstock.frontend.generation.answer_rules.chat_rules import chat_answer_rules
 from penstock.frontend.generation.answer_rules.rules import AnswerRules
 from penstock.frontend.generation.choice import Choice, ChoicePrompt
@@ -63,10 +63,10 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 
 
 @functools.cache
-def compiler(model: Model, directory: Path) -> GrammarCompiler:
+def compiler(model: Model, directory: Path) -> GrammarCache:
     path = directory / f"{abs(hash(model))}.json"
     model.tokenizer.save(str(path))
-    return GrammarCompiler(CompilePool(path, model.tokenizer.get_vocab_size(), model.served().card.eos_token_ids))
+    return GrammarCache(CompilePool(path, model.tokenizer.get_vocab_size(), model.served().card.eos_token_ids))
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The table in docs/api.md of what each endpoint does with each parameter, generated from the bodies' types."""
+"""The table in docs/api/parameters.md: what each endpoint does with each parameter, made from the bodies' types."""
 
 from __future__ import annotations
 

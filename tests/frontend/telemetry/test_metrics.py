@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.frontend.telemetry import metrics
 from penstock.frontend.telemetry.metrics import Source, render
+from penstock.process.children import find_program
 from penstock.shm.memory.board import RESPONSE_FIELDS, BackendBoard, Board, FrontendBoard, Histogram
-from penstock.tools.chaos.proxies import find_program
 from tests.frontend.harness import ClientConnection, FakeBackend, make_app, says
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -11,8 +11,8 @@ import pytest
 
 from penstock.frontend.endpoints.routes import RouteTable
 from penstock.frontend.telemetry.request_log import RequestLogEntry
+from penstock.process.logs import LineHandler, set_up_logging
 from penstock.shm.messages import Finish
-from penstock.shm.process.logs import LineHandler, set_up_logging
 from tests.frontend.harness import ClientConnection, FakeBackend, request_bytes, says, silent
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.process.private_directory import UnsafeDirectory, default_socket_path
 from penstock.shm.client.session import Session
 from penstock.shm.link.join import Refused, join
 from penstock.shm.link.listening_address import CannotListen
@@ -24,8 +25,6 @@ from penstock.shm.link.rendezvous import Rendezvous
 from penstock.shm.memory.ledger import Ledger
 from penstock.shm.memory.region import RegionError
 from penstock.shm.messages import PROTOCOL_VERSION, Hello, Refusal, Welcome, WireError, decode_welcome, encode
-from penstock.shm.process.private_directory import UnsafeDirectory
-from penstock.shm.process.socket_path import default_socket_path
 from tests.shm.scripted_backend import ScriptedBackend, model_card
 from tests.users import NOBODY, needs_root
 

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.main import app
+from penstock.serve.options import ServeOptions
 from penstock.tools.bench.harness import run
 from penstock.tools.bench.harness.server import BenchServer, bench_server
-from penstock.tools.chaos.proxies import free_port
-from penstock.tools.main import app
-from penstock.tools.serve_options import ServeOptions
+from penstock.tools.free_port import free_port
 
 FAKE = ("--forward-pass", "fake")
 FAKE_PEER = Path(__file__).with_name("fake_peer.py")

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
-from penstock.shm.process.options import to_argv
+from penstock.main import app
+from penstock.process.options import to_argv
 from penstock.tools.bench.components import scheduling
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness import run
-from penstock.tools.main import app
 from tests.tools.bench.conftest import FAKE, BenchCommand
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.tools.serve_options import ServeOptions
+    from penstock.serve.options import ServeOptions
 
 MEASUREMENTS = (
     "load",
@@ -151,10 +151,10 @@ def test_unknown_measurement_is_refused_with_the_known_ones(capsys: pytest.Captu
 
 
 def test_no_measurement_is_imported_before_one_is_chosen() -> None:
-    code = "import sys, penstock.tools.main; print(*sorted(sys.modules))"
+    code = "import sys, penstock.main; print(*sorted(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     modules = [name for name in loaded if name.startswith("penstock.tools.bench.")]
-    assert modules == ["penstock.tools.bench.command", "penstock.tools.bench.errors"]
+    assert modules == []
 
 
 @pytest.mark.parametrize(

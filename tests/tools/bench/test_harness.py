@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.shm.process.supervisor import module_argv
+from penstock.process.supervisor import module_argv
 from penstock.tools.bench.harness import machine
 from penstock.tools.bench.harness.processes import descendants, process_use, runs_module
 from penstock.tools.bench.harness.report import BenchReport, check_can_write
@@ -29,7 +29,7 @@ def test_ended_benchmark_leaves_no_server(number: signal.Signals) -> None:
 
 
 def _end_benchmark(tmp_path: Path, number: signal.Signals) -> int:
-    argv = module_argv("penstock.tools.main", ["bench", "--forward-pass", "fake", "--requests", "1000000"])
+    argv = module_argv("penstock.main", ["bench", "--forward-pass", "fake", "--requests", "1000000"])
     process = subprocess.Popen(argv, stderr=subprocess.DEVNULL, env=os.environ | {"TMPDIR": str(tmp_path)})
     while not (servers := [pid for pid in descendants(process.pid) if runs_module(pid, "penstock.backend.main")]):
         assert process.poll() is None

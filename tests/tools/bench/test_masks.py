@@ -9,11 +9,11 @@ import pytest
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
-from penstock.backend.shipped_models import DEMO_MODEL_DIR
+from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
+from penstock.main import app
 from penstock.tools.bench.components.mask_cost import BenchVocabulary, MaskCost, RowCost, mask_aims, measure_masks
 from penstock.tools.bench.components.synthetic_tokenizer import END, write_tokenizer
 from penstock.tools.bench.errors import BenchError
-from penstock.tools.main import app
 
 VOCAB_SIZE = 3000
 TEXT = 'plain words, "quoted" – und Größe, 水 и слова\n\t12345'

@@ -13,7 +13,7 @@ from penstock.backend.checkpoint.gguf import kept_directories
 from penstock.backend.checkpoint.hub import resolve_model
 from penstock.backend.checkpoint.quantization import kept_file
 from penstock.backend.passes.decoder.held_weights import packed_file
-from penstock.backend.shipped_models import DEMO_MODEL_DIR
+from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
 from penstock.tools.bench.components import quantization
 from penstock.tools.bench.components.quantization import QuantizationOptions, read_windows
 from tests.backend.checkpoint.gguf.writer import byte_level_vocabulary, from_model

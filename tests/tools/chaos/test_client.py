@@ -13,7 +13,7 @@ from penstock.tools.bench.load_generator.http_client import HttpClient
 from penstock.tools.chaos.client import ChaosClient
 from penstock.tools.chaos.ledger import Answer, ChoiceAnswer, Ending
 from penstock.tools.chaos.plan import Act, Hangup, Recipe, Stage, Tenant
-from penstock.tools.chaos.proxies import free_port
+from penstock.tools.free_port import free_port
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from penstock.main import app
 from penstock.tools.chaos.errors import ChaosError
 from penstock.tools.chaos.ledger import DoneFault, Ledger
 from penstock.tools.chaos.report import Outcome, make_report, write_report
-from penstock.tools.main import app
 
 if TYPE_CHECKING:
     from pathlib import Path

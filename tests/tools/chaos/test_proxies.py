@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.process.children import find_program
 from penstock.tools.chaos.errors import ChaosError
-from penstock.tools.chaos.proxies import SHIPPED, Addresses, Proxy, find_program, free_port
+from penstock.tools.chaos.proxies import SHIPPED, Addresses, Proxy
+from penstock.tools.free_port import free_port
 
 ADDRESSES = Addresses(f"127.0.0.1:{free_port()}", "127.0.0.1:9", "127.0.0.1:10")
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import penstock.tools.gpu_check
+from penstock.main import app
 from penstock.tools.gpu_check import runner
 from penstock.tools.gpu_check.__main__ import main
 from penstock.tools.gpu_check.reporting import processes
@@ -21,7 +22,6 @@ from penstock.tools.gpu_check.reporting.goals import GOALS
 from penstock.tools.gpu_check.reporting.report import NOT_MEASURED, summary_lines, write_report
 from penstock.tools.gpu_check.reporting.results import Finding, Results, SectionOutcome, SectionOver, read_findings
 from penstock.tools.gpu_check.runner import QUICK_SECTIONS, SECTIONS, Run, Section, choose_sections, run_all
-from penstock.tools.main import app
 
 PACKAGE = Path(penstock.tools.gpu_check.__file__).parent
 MODULES = sorted(".".join(path.relative_to(PACKAGE.parents[2]).with_suffix("").parts) for path in PACKAGE.rglob("*.py"))

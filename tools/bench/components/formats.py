@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter, Token
 
-from penstock.shm.process.options import format_size
+from penstock.process.options import format_size
 from penstock.tools.bench.components.format_checkpoints import FORMATS, write_in_format
 from penstock.tools.bench.harness.load_profile import LoadProfile, profile_load
 from penstock.tools.bench.harness.report import make_table

@@ -20,10 +20,10 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from penstock.backend.forward_pass import PassOptions, SamplingParams
+from penstock.backend.forward_pass.plugins import find_forward_pass
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps, TimedOperations
 from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device
-from penstock.backend.plugins import find_forward_pass
 from penstock.tools.bench.harness.decode_steps import commit_cache, decode_steps
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.harness.run import MeasurementRun, measurement_run

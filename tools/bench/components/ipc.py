@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from penstock.process.children import stop_with_parent
 from penstock.shm.client import BackendClient, GenerationRequest
 from penstock.shm.link.backend_link import BackendLink
 from penstock.shm.link.events import Submission
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import Finish, ModelCard, Sampling, Started
 from penstock.tools.bench.errors import BenchError
-from penstock.tools.bench.harness.processes import stop_with_parent
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.harness.run import measurement_run
 from penstock.tools.bench.options import MEASUREMENT, Counts, ReportOptions

@@ -21,10 +21,10 @@ from llguidance import LLTokenizer
 from penstock.backend.forward_pass import SamplingParams, SlotInit, StepBatch
 from penstock.backend.options import BackendOptions
 from penstock.backend.sampling.sampler import HostSampling
+from penstock.backend.structured_output.compile_grammar import BadGrammar, CompiledGrammar
 from penstock.backend.structured_output.compile_pool import CompilePool
 from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints
-from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
-from penstock.backend.structured_output.grammars import BadGrammar, CompiledGrammar
+from penstock.backend.structured_output.grammar_cache import GrammarCache
 from penstock.backend.structured_output.masks import fill_masks
 from penstock.shm.messages import Constraints, Grammar
 from penstock.tools.bench.components.grammar_cases import CASES
@@ -130,8 +130,8 @@ def mask_cost(
 def _model_vocabulary(options: MaskCostOptions) -> BenchVocabulary:
     """Raises BenchError, StartupError."""
     from penstock.backend.checkpoint.generation_config import read_generation_defaults
-    from penstock.backend.plugins import find_forward_pass
-    from penstock.backend.startup import locate_model, pass_options
+    from penstock.backend.forward_pass.plugins import find_forward_pass
+    from penstock.backend.start.startup import locate_model, pass_options
 
     backend = BackendOptions(model=options.model, revision=options.revision, forward_pass=options.forward_pass)
     model_dir = locate_model(backend)
@@ -144,7 +144,7 @@ def _model_vocabulary(options: MaskCostOptions) -> BenchVocabulary:
 
 def measure_masks(vocabulary: BenchVocabulary, num_rounds: int, seed: int) -> list[MaskCost]:
     """Measure each grammar over num_rounds * NUM_ROWS answers, cold and warm. Raises BenchError."""
-    compiler = GrammarCompiler(CompilePool(vocabulary.tokenizer_json, vocabulary.vocab_size, vocabulary.eos_token_ids))
+    compiler = GrammarCache(CompilePool(vocabulary.tokenizer_json, vocabulary.vocab_size, vocabulary.eos_token_ids))
     try:
         text = vocabulary.tokenizer_json.read_text(encoding="utf-8")
         tokenizer = LLTokenizer(text, n_vocab=vocabulary.vocab_size, eos_token=list(vocabulary.eos_token_ids))
@@ -173,7 +173,7 @@ class _RowTimes:
 class _Measurement:
     """Measures grammars over one vocabulary."""
 
-    def __init__(self, compiler: GrammarCompiler, tokenizer: LLTokenizer, vocabulary: BenchVocabulary) -> None:
+    def __init__(self, compiler: GrammarCache, tokenizer: LLTokenizer, vocabulary: BenchVocabulary) -> None:
         self._compiler, self._tokenizer, self._vocab_size = compiler, tokenizer, vocabulary.vocab_size
         self._stop_ids = frozenset(vocabulary.eos_token_ids)
 

@@ -26,7 +26,7 @@ from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass, make_cpu_ops
-from penstock.shm.process.options import format_size
+from penstock.process.options import format_size
 from penstock.tools.bench.components.lock_step import LockStep
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.report import make_table
@@ -104,7 +104,7 @@ def quantization(
     *, options: QuantizationOptions = QuantizationOptions(), report: ReportOptions = ReportOptions()
 ) -> int:
     from penstock.backend.options import BackendOptions
-    from penstock.backend.startup import locate_model
+    from penstock.backend.start.startup import locate_model
 
     with measurement_run(report.json) as run, tempfile.TemporaryDirectory(prefix="penstock-logits-") as directory:
         model_dir = locate_model(BackendOptions(model=options.model, revision=options.revision))

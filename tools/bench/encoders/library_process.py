@@ -14,8 +14,9 @@ from typing import IO
 import msgspec
 from msgspec import Struct
 
+from penstock.process.children import stop_with_parent
 from penstock.tools.bench.errors import BenchError
-from penstock.tools.bench.harness.processes import pause_tree, resume_tree, stop_with_parent
+from penstock.tools.bench.harness.processes import pause_tree, resume_tree
 
 _SCRIPT = Path(__file__).parent / "library_peer.py"
 _LIBRARIES = ("sentence-transformers", "onnxruntime", "penstock")

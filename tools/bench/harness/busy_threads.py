@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from penstock.tools.bench.harness.processes import stop_with_parent
+from penstock.process.children import stop_with_parent
 
 _SPIN = "print(flush=True)\nwhile True: pass"
 

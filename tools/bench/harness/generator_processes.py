@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from penstock.process.children import stop_with_parent
 from penstock.tools.bench.errors import BenchError
-from penstock.tools.bench.harness.processes import stop_with_parent
 from penstock.tools.bench.load_generator.sending import run_closed_loop
 from penstock.tools.bench.load_generator.stats import Outcome
 from penstock.tools.bench.load_generator.workload import Lengths, Workload

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import msgspec
 
-from penstock.shm.process.supervisor import module_argv
+from penstock.process.supervisor import module_argv
 from penstock.tools.bench.errors import BenchError
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps, TimedOperations
 from penstock.backend.passes.decoder.cpu.native_structs import Linear, LinearOutput, OperationKind
 from penstock.backend.passes.decoder.cpu.path_choice import load_kernels
-from penstock.shm.process.failure import fail
-from penstock.shm.process.supervisor import module_argv
+from penstock.process.failure import fail
+from penstock.process.supervisor import module_argv
 from penstock.tools.bench.errors import COMMAND, BenchError
 from penstock.tools.bench.harness.decode_steps import commit_cache, decode_steps
 from penstock.tools.random_model import ModelDims, write_random_model

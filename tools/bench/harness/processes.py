@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -113,11 +111,6 @@ def _signal_all(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def stop_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Call it in a child as it starts: the child then gets this signal when its parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def runs_module(pid: int, module: str) -> bool:

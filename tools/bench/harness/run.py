@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from penstock.backend.errors import StartupError
-from penstock.shm.process.failure import fail
-from penstock.shm.process.termination import exit_on_sigterm
+from penstock.process.children import exit_on_sigterm
+from penstock.process.failure import fail
 from penstock.tools.bench.errors import COMMAND, BenchError
 from penstock.tools.bench.harness.peers import Peer, Probe, peer_server
 from penstock.tools.bench.harness.report import BenchReport, check_can_write, make_console
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
+    from penstock.serve.options import ServeOptions
     from penstock.tools.bench.harness.server_process import ServerProcess
     from penstock.tools.bench.load_generator.stats import Aim
-    from penstock.tools.serve_options import ServeOptions
 
 
 @dataclass(slots=True)

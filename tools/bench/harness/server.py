@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.frontend.options import FrontendOptions
-from penstock.shm.process.options import to_argv
-from penstock.shm.process.supervisor import module_argv
+from penstock.process.options import to_argv
+from penstock.process.supervisor import module_argv
+from penstock.serve.command import split_keys
+from penstock.serve.options import ServeOptions, select_options
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.processes import descendants, runs_module
 from penstock.tools.bench.harness.server_process import START_TIMEOUT_S, ServerProcess, server_process
 from penstock.tools.bench.load_generator.target import ServerAddress
-from penstock.tools.serve import split_keys
-from penstock.tools.serve_options import ServeOptions, select_options
 
 _READY = re.compile(r"^Ready: (http://\S+)/v1$", re.MULTILINE)
 _FRONTEND_READY = re.compile(r"listening on (http://\S+) .*: serving ", re.DOTALL)
@@ -58,7 +58,7 @@ def bench_server(options: ServeOptions) -> Iterator[BenchServer]:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory:
         options = replace(options, host="127.0.0.1", port=0, socket=Path(directory) / "backend.sock")
         public_options, environment = split_keys(options)
-        argv = module_argv("penstock.tools.main", ["serve", *to_argv(public_options)])
+        argv = module_argv("penstock.main", ["serve", *to_argv(public_options)])
         with server_process("the server", argv, environment) as process:
             address = ServerAddress(_wait_until_ready(process, _READY), first_api_key(options))
             yield BenchServer(address, process, options.socket)

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
+from penstock.process.children import stop_with_parent
 from penstock.tools.bench.errors import BenchError
-from penstock.tools.bench.harness.processes import pause_tree, resume_tree, stop_with_parent
+from penstock.tools.bench.harness.processes import pause_tree, resume_tree
 
 START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 60.0

@@ -23,9 +23,9 @@ from penstock.backend.options import BackendOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass, make_cpu_ops
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device
-from penstock.backend.startup import locate_model
-from penstock.shm.process.failure import fail
-from penstock.shm.process.options import make_app
+from penstock.backend.start.startup import locate_model
+from penstock.process.failure import fail
+from penstock.process.options import make_app
 from penstock.tools.bench.harness.decode_steps import commit_cache, decode_steps
 from penstock.tools.bench.options import Counts
 from penstock.tools.bench.serving.floor import BareStep

@@ -17,8 +17,9 @@ import msgspec
 import uvloop
 
 from penstock.backend.options import BackendOptions
-from penstock.shm.process.options import to_argv
-from penstock.shm.process.supervisor import module_argv
+from penstock.process.options import to_argv
+from penstock.process.supervisor import module_argv
+from penstock.serve.options import ServeOptions, select_options
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.harness.run import MeasurementRun, measurement_run
@@ -32,7 +33,6 @@ from penstock.tools.bench.options import (
     RequestLengths,
     WarmRounds,
 )
-from penstock.tools.serve_options import ServeOptions, select_options
 
 if TYPE_CHECKING:
     from rich.table import Table

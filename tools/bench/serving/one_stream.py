@@ -15,7 +15,8 @@ import numpy as np
 import uvloop
 
 from penstock.backend.options import BackendOptions
-from penstock.shm.process.options import to_argv
+from penstock.process.options import to_argv
+from penstock.serve.options import ServeOptions, select_options
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.counters import Counters, backend_counters
 from penstock.tools.bench.harness.job_child import JobChild
@@ -32,7 +33,6 @@ from penstock.tools.bench.options import (
     SeededRounds,
 )
 from penstock.tools.bench.serving.stream_profile import PartTime, StreamProfile
-from penstock.tools.serve_options import ServeOptions, select_options
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -24,7 +24,8 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from penstock.backend.options import BackendOptions
-from penstock.shm.process.options import to_argv
+from penstock.process.options import to_argv
+from penstock.serve.options import ServeOptions, select_options
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.job_child import JobChild
 from penstock.tools.bench.harness.report import make_table
@@ -34,7 +35,6 @@ from penstock.tools.bench.load_generator.sending import run_all, run_whole
 from penstock.tools.bench.load_generator.stats import Aim, duration_s, ttfts_s
 from penstock.tools.bench.options import MEASUREMENT, BenchServerOptions, ReportOptions, RequestLengths, SeededRounds
 from penstock.tools.bench.serving.static_batch import StaticJob, StaticTiming
-from penstock.tools.serve_options import ServeOptions, select_options
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -22,12 +22,12 @@ import numpy as np
 
 from penstock.backend.forward_pass import FROM_SLOT, PassOptions, SamplingParams, SlotInit, StepBatch
 from penstock.backend.options import BackendOptions
-from penstock.backend.startup import locate_model
+from penstock.backend.start.startup import locate_model
+from penstock.process.options import make_app
 from penstock.shm.link.backend_link import BackendLink
 from penstock.shm.link.events import Submission
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import Finish, ModelCard, Started
-from penstock.shm.process.options import make_app
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -167,8 +167,8 @@ class StaticServer:
 
 def load(options: BackendOptions, num_rows: int, prompt_tokens: int, context_tokens: int) -> StaticBatch:
     """Load the pass that `backend` would serve, with a cache for num_rows sequences of context_tokens each."""
+    from penstock.backend.forward_pass.plugins import find_forward_pass
     from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device
-    from penstock.backend.plugins import find_forward_pass
 
     pages_per_row = -(-context_tokens // options.page_tokens())
     pass_options = PassOptions(

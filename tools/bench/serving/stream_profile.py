@@ -27,9 +27,9 @@ from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass, mak
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps, TimedOperations
 from penstock.backend.passes.decoder.cpu.thread_counts import num_usable_cores
 from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device
-from penstock.backend.startup import locate_model
-from penstock.shm.process.failure import fail
-from penstock.shm.process.options import make_app
+from penstock.backend.start.startup import locate_model
+from penstock.process.failure import fail
+from penstock.process.options import make_app
 from penstock.tools.bench.harness.decode_steps import commit_cache, decode_steps
 from penstock.tools.bench.harness.step_parts import name_parts
 

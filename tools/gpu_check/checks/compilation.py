@@ -17,7 +17,7 @@ from penstock.backend.passes.decoder.cuda.device import nvrtc
 from penstock.backend.passes.decoder.cuda.device.cubin_cache import cubin_name, write_cubin
 from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLauncher
 from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed, group_by_module
-from penstock.shm.process.cache_directory import CUBINS_VARIABLE
+from penstock.process.cache_directory import CUBINS_VARIABLE
 from penstock.tools.gpu_check.cases.attention import choices
 from penstock.tools.gpu_check.cases.ptx import wrappers
 from penstock.tools.gpu_check.machine_code import kernel_rows, kernel_table

@@ -17,7 +17,7 @@ from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.subscribers import Subscriber
-from penstock.shm.process.garbage_collection import resume_collection
+from penstock.process.garbage_collection import resume_collection
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.backend.checkpoint.adapters.peft_adapter import PeftAdapter
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
+    from penstock.backend.checkpoint.lora.peft_adapter import PeftAdapter
     from penstock.backend.checkpoint.quantization.modes import Quantization
-    from penstock.backend.pass_extensions import PagePlaces
+    from penstock.backend.forward_pass.extensions import PagePlaces
     from penstock.backend.passes.decoder.cpu.weight_memory.anonymous import WeightMemory
     from penstock.backend.passes.decoder.held_weights.watch import WatchedWeights
     from penstock.backend.passes.decoder.layer_groups import LayerGroups
@@ -94,9 +94,9 @@ class CpuDecoderPass(HostSampling):
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
         # Imported here and in `load`: a pass with other weights needs no packages that read checkpoints.
-        from penstock.backend.checkpoint.adapters.peft_adapter import open_adapters
         from penstock.backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
+        from penstock.backend.checkpoint.lora.peft_adapter import open_adapters
         from penstock.backend.checkpoint.weights import choose_dtype
 
         check_cpu_path(options.cpu_path)
@@ -111,9 +111,9 @@ class CpuDecoderPass(HostSampling):
 
     @classmethod
     def load(cls, model_dir: Path, options: PassOptions) -> CpuDecoderPass:
-        from penstock.backend.checkpoint.adapters.peft_adapter import open_adapters
         from penstock.backend.checkpoint.config_json import read_decoder_config
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
+        from penstock.backend.checkpoint.lora.peft_adapter import open_adapters
 
         config = read_decoder_config(model_dir, options.max_context_tokens)
         quantization, formats = find_cpu_quantization(options.quantize), read_stored_formats(model_dir)

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.progress import waiting_bar
 from penstock.backend.passes.decoder.cpu.thread_counts import num_usable_cores
-from penstock.shm.process.cache_directory import cache_directory, check_kept_file
-from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
+from penstock.process.cache_directory import cache_directory, check_kept_file
+from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
 
 if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cpu.cpu_paths import KernelBuild

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cpu.adapters.native_adapters import NativeAdapters
+from penstock.backend.passes.decoder.cpu.lora.native_lora import NativeAdapters
 from penstock.backend.passes.decoder.cpu.native_buffer import Buffer
 from penstock.backend.passes.decoder.cpu.native_experts import NativeExpertOps
 from penstock.backend.passes.decoder.cpu.native_structs import (

@@ -35,8 +35,8 @@ from penstock.backend.passes.decoder.cpu.native_library import (
     request_tiles,
 )
 from penstock.backend.passes.decoder.cpu.path_timing import TIMED_ROWS, time_products
-from penstock.shm.process.cache_directory import cache_directory, check_kept_file
-from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
+from penstock.process.cache_directory import cache_directory, check_kept_file
+from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
 
 if TYPE_CHECKING:
     import ctypes

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from penstock.backend.checkpoint.quantized_weights import Int8Weight
 from penstock.backend.checkpoint.stacked_weights import decoded, take_rows
-from penstock.backend.passes.decoder.cpu.adapters.torch_adapters import TorchAdapters
+from penstock.backend.passes.decoder.cpu.lora.torch_lora import TorchAdapters
 from penstock.backend.passes.decoder.cpu.torch_cache.paged_cache import KvShape, PagedCache, PagedStep, ScoreRule
 from penstock.backend.passes.decoder.cpu.torch_cache.query_tiles import TileLimits
 from penstock.backend.passes.decoder.cpu.torch_experts import TorchExpertOps, grouped_product, product_by_product

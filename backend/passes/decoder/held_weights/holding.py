@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 from penstock.backend.checkpoint.weight_shapes import WeightShapes
 from penstock.backend.passes.decoder.held_weights.blocks import HeldBlocks, HeldWeightsError
 from penstock.backend.passes.decoder.held_weights.watch import WatchedWeights
+from penstock.process.options import format_size
 from penstock.shm.buffers.device_api import DeviceError
 from penstock.shm.memory.fd_mailbox import close_all
-from penstock.shm.process.options import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

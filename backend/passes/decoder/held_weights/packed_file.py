@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.fingerprint import WEIGHTS_SUFFIXES
 from penstock.backend.checkpoint.layout import GGUF_SUFFIX
-from penstock.shm.process.cache_directory import (
+from penstock.process.cache_directory import (
     cache_directory,
     check_kept_file,
     mark_used,
     num_bytes_on_disk,
     remove_unused,
 )
-from penstock.shm.process.options import format_size
-from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
+from penstock.process.options import format_size
+from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

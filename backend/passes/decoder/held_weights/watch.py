@@ -20,7 +20,7 @@ logger = logging.getLogger("penstock.backend")
 
 
 class WatchedWeights:
-    """Implements `pass_extensions.HeldWeights`. Owns the blocks, and opens the store for itself."""
+    """Implements `extensions.IHeldWeights`. Owns the blocks, and opens the store for itself."""
 
     def __init__(self, store: WeightStore, blocks: HeldBlocks, *, is_mapped: bool) -> None:
         self._store = store.duplicate()

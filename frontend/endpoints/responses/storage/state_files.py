@@ -20,7 +20,7 @@ from penstock.frontend.endpoints.responses.storage.database import (
     UnusableFileError,
     check_file,
 )
-from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
+from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -32,8 +32,8 @@ from penstock.backend.checkpoint.tensors import LayerWeights
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+from penstock.process import cache_directory
 from penstock.shm.messages import Sampling
-from penstock.shm.process import cache_directory
 from tests.backend.checkpoint.gguf.writer import (
     GgufFile,
     as_converted,

@@ -11,6 +11,7 @@ import torch
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
+from penstock.backend.forward_pass.plugins import find_forward_pass
 from penstock.backend.kv_cache.budget import KvBudget, plan_kv
 from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.passes.decoder.cpu import forward_pass
@@ -18,7 +19,6 @@ from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass, mak
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
-from penstock.backend.plugins import find_forward_pass
 from tests.checkpoints import make_checkpoint
 from tests.temporary import make_shared_directory
 

@@ -7,7 +7,7 @@
 //   engine.h            state shared by the operations
 //   products.h          matrix products on vectors
 //   tiles.h             matrix products on tiles, with AMX or emulated
-//   low_rank.h          adapters of rows
+//   lora.h              adapters of rows
 //   linear.h            linear layers with float weights
 //   quantized_rows.h    activations in int8
 //   weight_codes.h      how values of 2 to 8 bits are stored

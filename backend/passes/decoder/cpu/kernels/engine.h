@@ -43,7 +43,7 @@ struct WeightPart {  // mirrored by native_structs.py
 
 constexpr int kMaxAdapterParts = 4;
 
-// Outputs of a linear that have matrices of their own: q, k, v, gate or up. See low_rank.h.
+// Outputs of a linear that have matrices of their own: q, k, v, gate or up. See lora.h.
 struct AdapterPart {  // mirrored by native_structs.py
     const void* up;
     i64 first_output;  // a multiple of 16, or the first of `up` in a gated pair
@@ -230,7 +230,7 @@ struct Engine {
     Routing routing;
     std::vector<std::vector<float>> scratch;  // one per thread
     std::vector<float> partials;              // results of pieces, until they are merged
-    std::vector<float> ranks;                 // [rows][ranks]: see low_rank.h
+    std::vector<float> ranks;                 // [rows][ranks]: see lora.h
     std::vector<std::shared_ptr<EncoderPart>> parts;  // of an encoder's step; kept for later ones
 
     Engine(int num_threads, i64 spin_ns, const Shape& s) : pool(num_threads, spin_ns), shape(s), scratch(num_threads) {}

@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "low_rank.h"
+#include "lora.h"
 
 namespace {
 
@@ -66,7 +66,7 @@ void write_outputs(const Engine& engine, const Linear& linear, i64 output, i64 p
             Floats x = load(row + v);
             if (linear.bias) x = add(x, load(linear.bias + column, count));
             x = mul(x, broadcast(linear.scale));
-            if (adapter) x = add(x, low_rank<T>(*adapter, ranks, column));
+            if (adapter) x = add(x, lora_output<T>(*adapter, ranks, column));
             switch (output) {
                 case kGatedSilu:
                 case kGatedGelu:
@@ -74,7 +74,7 @@ void write_outputs(const Engine& engine, const Linear& linear, i64 output, i64 p
                 case kGatedClamped: {
                     Floats up = load(row + width + v);
                     if (linear.bias) up = add(up, load(linear.bias + linear.outputs + column, count));
-                    if (adapter) up = add(up, low_rank<T>(*adapter, ranks, linear.outputs + column));
+                    if (adapter) up = add(up, lora_output<T>(*adapter, ranks, linear.outputs + column));
                     store(static_cast<T*>(out) + base + column, gated(shape, output, x, up), count);
                     break;
                 }

@@ -15,8 +15,8 @@ from penstock.backend.checkpoint.weights import choose_dtype
 from penstock.backend.passes.decoder.cpu.weight_memory.held import CpuMemories, create_memfd
 from penstock.backend.passes.decoder.held_weights.fingerprint import packing_fingerprint
 from penstock.backend.passes.decoder.held_weights.packed_file import PackedFile
+from penstock.process.private_directory import UnsafeDirectory
 from penstock.shm.memory.fd_mailbox import FdMailbox
-from penstock.shm.process.private_directory import UnsafeDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.passes.decoder.cuda.device import nvrtc
 from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR
-from penstock.shm.process.cache_directory import CUBINS_VARIABLE, cache_directory, check_kept_file
-from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
+from penstock.process.cache_directory import CUBINS_VARIABLE, cache_directory, check_kept_file
+from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -26,7 +26,7 @@ from penstock.backend.passes.decoder.cpu.native_library import (
     find_compiler,
     open_library,
 )
-from penstock.shm.process.cache_directory import cache_directory
+from penstock.process.cache_directory import cache_directory
 
 QUICKLY_COMPILED = ("-Og",)
 """Takes a third of the time of -O3, for code that only tests run."""

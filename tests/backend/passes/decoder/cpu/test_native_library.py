@@ -25,7 +25,7 @@ from penstock.backend.passes.decoder.cpu.native_library import (
     open_library,
 )
 from penstock.backend.passes.decoder.cpu.path_choice import load_kernels
-from penstock.shm.process.cache_directory import cache_directory
+from penstock.process.cache_directory import cache_directory
 from tests.users import NOBODY, needs_root
 
 

@@ -22,7 +22,7 @@ from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cpu.path_choice import load_kernels
 from penstock.backend.passes.decoder.cpu.weight_memory import places
 from penstock.backend.passes.decoder.held_weights import fingerprint, packed_file
-from penstock.shm.process import cache_directory
+from penstock.process import cache_directory
 from tests.backend.passes.decoder.driver import Driver
 from tests.checkpoints import make_checkpoint
 

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.backend.passes.decoder.cpu.cpu_paths import PATHS, KernelBuild
 from penstock.backend.passes.decoder.cpu.native_library import compile_builds, directory_name, find_compiler
-from penstock.shm.process.cache_directory import cache_directory
+from penstock.process.cache_directory import cache_directory
 from tests.backend.passes.decoder.cpu.arm.kernel_driver import KernelDriver
 from tests.backend.passes.decoder.cpu.path_libraries import QUICKLY_COMPILED, open_path
 from tests.temporary import make_shared_directory

@@ -10,7 +10,7 @@ import pytest
 from penstock.backend.passes.decoder.cuda.device import cubin_cache, nvrtc
 from penstock.backend.passes.decoder.cuda.device.cubin_cache import CubinCache, cubin_name
 from penstock.backend.passes.decoder.cuda.device.launcher import Kernel, KernelFailed
-from penstock.shm.process.cache_directory import CUBINS_VARIABLE
+from penstock.process.cache_directory import CUBINS_VARIABLE
 
 KERNEL = Kernel("step.cu", "change_pages", (), 128)
 

@@ -23,8 +23,8 @@ from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLaunch
 from penstock.backend.passes.decoder.cuda.device.driver_launch import LaunchRefused
 from penstock.backend.passes.decoder.cuda.device.launcher import Kernel, KernelFailed
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
-from penstock.backend.shipped_models import DEMO_MODEL_DIR
-from penstock.shm.process.cache_directory import CUBINS_VARIABLE
+from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
+from penstock.process.cache_directory import CUBINS_VARIABLE
 from tests.backend.passes.decoder.cuda.device.called_kernels import call_kernels
 
 KERNEL = Kernel("norms.cu", "add_rms_norm", (("ACT", 1),), num_threads=256, shared_bytes=70_000)

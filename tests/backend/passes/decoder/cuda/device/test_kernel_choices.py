@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.backend import startup
 from penstock.backend.errors import StartupError
 from penstock.backend.kv_cache.memory import MemoryInfo
 from penstock.backend.options import GPU_STEP_TOKENS, PAGE_TOKENS, BackendOptions
@@ -24,6 +23,7 @@ from penstock.backend.passes.decoder.cuda.device.kernel_choices import (
     read_choices,
 )
 from penstock.backend.passes.fake import FakePass
+from penstock.backend.start import startup
 
 H200 = ("NVIDIA H200", (9, 0))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.backend.forward_pass import DeviceLost, SamplingParams, StepBatch
-from penstock.backend.pass_extensions import IHostPages
+from penstock.backend.forward_pass.extensions import IHostPages
 from penstock.backend.passes.decoder.cuda.device.link_probe import LinkSpeed
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.cuda.kv_cache import page_moves

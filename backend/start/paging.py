@@ -1,0 +1,78 @@
+"""Makes the scheduler of a pass with a KV cache, and the publishers of its pages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.backend.engine.batch_builder import BatchBuilder, WholeBatchBuilder
+from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass.extensions import IHostPages
+from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.kv_cache.whole_plan import WholePlan
+from penstock.backend.scheduling.scheduler import Scheduler
+from penstock.backend.scheduling.whole_scheduler import WholeScheduler
+from penstock.shm.link.kv_event_publisher import CannotPublish, KvEventPublisher
+from penstock.shm.memory.page_digest import PageDigestWriter
+
+if TYPE_CHECKING:
+    from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions
+    from penstock.backend.kv_cache.budget import KvPlan
+    from penstock.backend.kv_cache.persisted.page_store import PageStore
+    from penstock.backend.options import BackendOptions
+    from penstock.backend.scheduling.interface import ISequenceScheduler
+    from penstock.shm.memory.board import BackendBoard
+
+
+def create_kv_events(
+    options: BackendOptions, settings: PassOptions, plan: KvPlan | WholePlan
+) -> KvEventPublisher | None:
+    """Raises StartupError."""
+    if options.kv_events is None:
+        return None
+    if not plan.num_pages:
+        raise StartupError(f"--kv-events is {options.kv_events}, but this model has no KV cache; leave it out")
+    medium = "CPU" if settings.device == "cpu" else "GPU"
+    try:
+        return KvEventPublisher(options.kv_events, options.kv_events_topic, plan.page_size_tokens, medium=medium)
+    except CannotPublish as error:
+        raise StartupError(f"--kv-events {error}") from error
+
+
+def count_host_pages(plan: KvPlan | WholePlan, forward_pass: IBatchedForwardPass) -> int:
+    """Return the number of host pages in addition to the plan's pages."""
+    # A page without its sequence's state is useless, and a page behind a window is soon evicted.
+    keeps_state = forward_pass.spec.state_bytes_per_sequence > 0
+    if isinstance(plan, WholePlan) or keeps_state or plan.groups.has_windows:
+        return 0
+    return forward_pass.num_host_pages if isinstance(forward_pass, IHostPages) else 0
+
+
+def create_scheduler(
+    plan: KvPlan | WholePlan,
+    settings: PassOptions,
+    forward_pass: IBatchedForwardPass,
+    options: BackendOptions,
+    board: BackendBoard,
+    kv_events: KvEventPublisher | None,
+    store: PageStore | None,
+) -> tuple[ISequenceScheduler, BatchBuilder | WholeBatchBuilder]:
+    """Create the scheduler.
+
+    The table behind the board tells frontends with several backends which one has a prompt's beginning.
+    """
+    if isinstance(plan, WholePlan):
+        return WholeScheduler(plan.max_rows, plan.step_tokens), WholeBatchBuilder()
+    names = PageDigestWriter(board.behind, plan.page_size_tokens)
+    num_host_pages = count_host_pages(plan, forward_pass)
+    scheduler = Scheduler(
+        PagePool(plan.num_pages, num_host_pages, () if kv_events is None else (kv_events,), store, names),
+        plan.page_size_tokens,
+        settings.max_running,
+        settings.max_batch_tokens,
+        num_plans_ahead=options.batch_channel_capacity,
+        keeps_state=forward_pass.spec.state_bytes_per_sequence > 0,
+        kv_windows=forward_pass.spec.kv_windows,
+    )
+    pages, has_adapters = plan.max_pages_per_sequence, bool(settings.adapters)
+    builder = BatchBuilder(settings.max_running, pages, plan.groups.count, has_adapters=has_adapters)
+    return scheduler, builder

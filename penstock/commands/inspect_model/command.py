@@ -1,0 +1,125 @@
+"""The command: options, and the description as text or JSON."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+from cyclopts import Parameter
+
+from penstock.backend.errors import StartupError
+from penstock.commands.inspect_model.description import describe_named_model
+from penstock.commands.inspect_model.lora import describe_adapter, is_adapter
+from penstock.frontend.generation.served_model import describe_ends, describe_sampling
+from penstock.process.failure import fail
+from penstock.process.options import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.commands.inspect_model.description import ModelDescription
+    from penstock.commands.inspect_model.lora import AdapterDescription
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """Say what a model is, and whether it can be served."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a model on the hub."""
+    forward_pass: Literal["auto", "transformers"] = "auto"  # noqa: S105 - no password
+    """The forward pass that is to serve it: auto is ours, as with penstock serve."""
+    base: str | None = None
+    """Model whose tensors those of a LoRA adapter must fit. Default: the one that the adapter names, if that is a
+    directory here."""
+    json: Annotated[bool, Parameter(negative="")] = False
+    """Print one JSON object."""
+
+
+def inspect_model(model: str, /, *, options: InspectOptions = InspectOptions()) -> int:
+    """Describe a directory, a GGUF file, a hub id, a demo model, or the directory of a LoRA adapter.
+
+    The exit status is 0 if the model can be served, else 1.
+
+    Parameters
+    ----------
+    model
+        A directory, a GGUF file, a hub id, penstock-demo, penstock-demo-embed, or the directory of a LoRA adapter.
+    """
+    described: AdapterDescription | ModelDescription
+    try:
+        if is_adapter(model):
+            described = describe_adapter(Path(model).expanduser(), options.base)
+            name, lines = described.adapter, _lines_of_adapter(described)
+        else:
+            by_own_code = options.forward_pass == "transformers"  # noqa: S105 - no password
+            described = describe_named_model(model, options.revision, by_own_code=by_own_code)
+            name, lines = described.model, _lines(described)
+    except StartupError as error:
+        fail("penstock inspect", str(error))
+    if options.json:
+        print(msgspec.json.encode(described).decode())
+    else:
+        print(name)
+        for title, text in lines:
+            print(f"  {title:<14}{text}")
+    sys.stdout.flush()
+    return int(described.not_served_because is not None)
+
+
+def _lines(model: ModelDescription) -> Iterator[tuple[str, str]]:
+    yield "architecture", model.architecture or "not named"
+    yield "served", "yes" if model.not_served_because is None else f"no: {model.not_served_because}"
+    yield "task", model.task or "unknown"
+    if model.vectors:
+        yield "vectors", ", ".join(f"{kind} of {width:,}" for kind, width in model.vectors.items())
+    window = "" if model.window_tokens is None else f", windows of {model.window_tokens:,} tokens"
+    yield "layers", f"{_number(model.layers)}{window}"
+    yield "heads", f"{_number(model.heads)} of {_number(model.head_dim)}, {_number(model.kv_heads)} for keys and values"
+    widths = f"hidden {_number(model.hidden_size)}, MLP {_number(model.intermediate_size)}"
+    yield "widths", f"{widths}, vocabulary {_number(model.vocab_size)}"
+    if model.experts:
+        yield "experts", f"{model.experts}, of which a token uses {model.active_experts}"
+    yield "context", f"{_number(model.context_tokens)} tokens"
+    active = "" if model.active_parameters == model.parameters else f", {model.active_parameters:,} active"
+    yield "parameters", f"{model.parameters:,}{active}"
+    dtypes = ", ".join(f"{dtype} {format_size(size)}" for dtype, size in model.weight_dtypes.items())
+    yield "weights", f"{format_size(model.weight_bytes)}, files: {model.weight_files} ({dtypes or 'none here'})"
+    if model.memory_bytes is not None:
+        yield "in memory", format_size(model.memory_bytes)
+    yield "quantisation", model.quantization or "none"
+    if not model.kv_bytes_per_token and model.vectors:
+        return
+    kv = ", ".join(f"{size:,} in {dtype}" for dtype, size in model.kv_bytes_per_token.items())
+    yield "KV cache", f"bytes a token: {kv or 'unknown'}"
+    if model.state_bytes_per_sequence:
+        yield "states", f"{format_size(model.state_bytes_per_sequence)} a sequence"
+    yield "tool calls", model.tool_format or "none"
+    yield "reasoning", model.reasoning_format or "none"
+    if model.default_sampling is not None:
+        yield "answers end", f"with {describe_ends(model.end_tokens)}" if model.end_tokens else "at max_tokens only"
+        yield "sampling", f"{describe_sampling(model.default_sampling)}, unless a request says otherwise"
+
+
+def _lines_of_adapter(adapter: AdapterDescription) -> Iterator[tuple[str, str]]:
+    yield "kind", "LoRA adapter, for --lora-modules"
+    yield "base model", adapter.base_model or "not named"
+    if adapter.not_served_because is not None:
+        yield "served", f"no: {adapter.not_served_because}"
+    elif adapter.checked_with is None:
+        yield "served", "unknown: give its base model with --base, and its tensors are compared with it"
+    else:
+        yield "served", f"yes, on the CPU, with {adapter.checked_with}"
+    alpha = "?" if adapter.alpha is None else f"{adapter.alpha:g}"
+    yield "rank", f"{_number(adapter.rank)}, alpha {alpha}{', rank-stabilised' if adapter.rank_stabilised else ''}"
+    yield "linears", ", ".join(adapter.modules) or "none"
+    yield "parameters", f"{adapter.parameters:,}"
+    yield "weights", format_size(adapter.weight_bytes)
+
+
+def _number(value: int | None) -> str:
+    return "?" if value is None else f"{value:,}"

@@ -1,0 +1,142 @@
+"""Declares options for all commands, their groups in --help, and the notation of sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_type_hints
+
+from cyclopts import App, Group, Parameter
+from cyclopts.config import Env
+
+from penstock.process.failure import fail
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from cyclopts import CycloptsError, Token
+
+T = TypeVar("T")
+
+_GROUP_TITLES = (
+    "Used most",
+    "Model and weights",
+    "Further models",
+    "Memory and scheduling",
+    "Listening",
+    "Access",
+    "Limits of requests",
+    "Failures and restarts",
+    "Processes",
+    "Logs and traces",
+)
+_GROUPS = {title: Group(title, sort_key=number) for number, title in enumerate(_GROUP_TITLES)}
+"""The groups in which --help shows options, in their order."""
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?i?B?)", re.IGNORECASE)
+_CANONICAL_UNIT = {unit.lower(): unit for unit in _UNITS}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "6GB" (powers of 1000), "512MiB" (powers of 1024) or a plain number. Raises ValueError."""
+    match = _SIZE.fullmatch(text.strip())
+    unit = _CANONICAL_UNIT.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f'"{text}" is not a size; write 6GB, 512MiB or a number of bytes')
+    return int(float(match[1]) * _UNITS[unit])
+
+
+def format_size(num_bytes: int) -> str:
+    """ "6.00 GB" for 6_000_000_000."""
+    size = float(num_bytes)
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1000
+    return f"{size:.2f} TB"
+
+
+def shown_size(num_bytes: int) -> str:
+    """The size as an option takes it, exactly: "2MiB" for 2 << 20, "256MB" for 256_000_000."""
+    units = sorted(_UNITS.items(), key=lambda item: item[1])
+    exact = [(num_bytes // size, unit) for unit, size in units if num_bytes % size == 0 and unit != "B"]
+    return "0" if num_bytes == 0 else "{}{}".format(*exact[-1])
+
+
+def _convert_size(_type: Any, tokens: Sequence[Token]) -> int:
+    return parse_size(tokens[0].value)
+
+
+OptionalByteSize = Annotated[int | None, Parameter(converter=_convert_size, metavar="SIZE")]
+ByteSize = Annotated[int, Parameter(converter=_convert_size, show_default=shown_size, metavar="SIZE")]
+"""An option in bytes, such as 6GB or 512MiB."""
+
+ENV_PREFIX = "PENSTOCK_"
+
+
+def make_app(name: str, help_text: str, explain: Callable[[CycloptsError], str | None] | None = None) -> App:
+    """A command whose options can also be set by environment variables PENSTOCK_<OPTION>; --version prints ours.
+
+    An invalid value ends the process with one line on standard error and exit status 1. explain may return a better
+    message for an error.
+    """
+
+    def fail_in_one_line(error: CycloptsError) -> NoReturn:
+        explained = None if explain is None else explain(error)
+        fail(name, explained or " ".join(str(error).split()))
+
+    def describe_version() -> str:
+        import importlib.metadata  # a tenth of a command's imports
+
+        return f"{name} {importlib.metadata.version('penstock')}"
+
+    return App(
+        name=name,
+        help=help_text,
+        config=Env(ENV_PREFIX, command=False),
+        version=describe_version,
+        version_flags=["--version"],
+        error_formatter=fail_in_one_line,
+    )
+
+
+def to_argv(options: Any) -> list[str]:
+    """The command line for these options, with which a supervisor starts a child.
+
+    options is a dataclass whose fields are options; None and empty tuples are omitted.
+    """
+    argv: list[str] = []
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        name = "--" + field.name.replace("_", "-")
+        if value is None or value == ():
+            continue
+        if isinstance(value, bool):
+            argv.append(name if value else f"--no-{name[2:]}")
+        else:
+            for item in value if isinstance(value, tuple) else (value,):
+                argv += [name, str(item)]
+    return argv
+
+
+def grouped(groups: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
+    """Put the options of a dataclass into groups. groups maps a title to names of fields, separated by spaces.
+
+    Raises KeyError for a title that does not exist, and for a field of the class without a group.
+    """
+    group_of = {name: _GROUPS[title] for title, names in groups.items() for name in names.split()}
+
+    def decorate(cls: type[T]) -> type[T]:
+        hints = get_type_hints(cls, include_extras=True)
+        for name in cls.__annotations__:
+            hints[name] = Annotated[hints[name], Parameter(group=group_of[name])]
+            cls.__annotations__[name] = hints[name]
+        # Inherited annotations use names of other modules, where cyclopts would not look them up.
+        cls.__init__.__annotations__ = hints
+        return cls
+
+    return decorate

@@ -1,0 +1,168 @@
+"""How `penstock serve` starts its backends."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.backend.errors import StartupError
+from penstock.backend.passes.decoder.cpu.thread_counts import num_usable_cores
+from penstock.frontend.main import without_secrets
+from penstock.process.heartbeat import Heartbeat
+from penstock.process.options import to_argv
+from penstock.process.supervisor import ChildSpec, module_argv
+from penstock.serve.crash_files import CrashFiles
+from penstock.shm.memory.fd_mailbox import FdMailbox
+from penstock.shm.memory.ring import create_fd
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from penstock.backend.options import BackendOptions
+
+
+class SharedWeights:
+    """The mailboxes in which backends leave their packed weights: one for each model, while a backend is prepared."""
+
+    def __init__(self) -> None:
+        self._users: list[tuple[object, FdMailbox]] = []
+
+    def open(self, options: BackendOptions) -> FdMailbox:
+        """Return the mailbox of all backends that pack the same weights; `release` it. Raises OSError."""
+        key = (options.model, options.revision, options.task, options.dtype, options.quantize, options.gpu)
+        mailbox = next((known for other, known in self._users if other == key), None) or FdMailbox.create()
+        self._users.append((key, mailbox))
+        return mailbox
+
+    def release(self, mailbox: FdMailbox) -> None:
+        """Release the mailbox. The last release frees the weights in it."""
+        index = next(index for index, (_, known) in enumerate(self._users) if known is mailbox)
+        del self._users[index]
+        if all(known is not mailbox for _, known in self._users):
+            mailbox.close()
+
+
+class CannotStart(Exception):
+    """A backend cannot start. The message is one line for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChildren:
+    """Settings that all backends of a server share."""
+
+    log: Callable[[str], None]
+    hang_timeout_s: float
+    num_replicas: int
+    """Backends with the same model. On the CPU they share the cores: each gets its part, so that none waits for
+    another's threads. A single backend decides for itself."""
+    may_die_often: bool
+    """A backend that dies again and again leaves the others running."""
+    crashes: Path | None
+    """Directory for the last seconds of backends that crashed."""
+    weights: SharedWeights | None = None
+    """None if weights end with their backend."""
+    persist_kv: int = 0
+    """Bytes for pages that outlive a backend, for each."""
+
+    def prepare(self, options: BackendOptions, before: PreparedBackend | None = None) -> PreparedBackend:
+        """Allocate the memory that a backend shares with this process.
+
+        before has ended, and leaves its pages to this one. Raises CannotStart for a recorder whose size is out of
+        bounds, or without memory.
+        """
+        recorder_fd = pages_fd = None
+        try:
+            if self.persist_kv:
+                left = None if before is None else before.pages_fd
+                pages_fd = _sparse_memory(self.persist_kv) if left is None else os.dup(left)
+            if options.flight_recorder:
+                options.check()
+                recorder_fd = create_fd(options.flight_recorder)
+            weights = None if self.weights is None else self.weights.open(options)
+        except (StartupError, OSError) as error:
+            raise CannotStart(str(error)) from error
+        return PreparedBackend(self, options, Heartbeat.create(), recorder_fd, weights, pages_fd)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBackend:
+    """A backend's options, and the resources that outlive each of its processes: heartbeat, flight recorder, weights,
+    pages."""
+
+    common: BackendChildren
+    options: BackendOptions
+    heartbeat: Heartbeat
+    recorder_fd: int | None
+    weights: FdMailbox | None = None
+    pages_fd: int | None = None
+
+    def spec(self, name: str, **changes: Any) -> ChildSpec:
+        """Return how to start it. changes replace options."""
+        common = self.common
+        options = dataclasses.replace(
+            self.options,
+            heartbeat_fd=self.heartbeat.fd,
+            recorder_fd=self.recorder_fd,
+            weights_fds=() if self.weights is None else self.weights.fds,
+            persist_kv_fd=self.pages_fd,
+            **changes,
+        )
+        fds = [self.heartbeat.fd, *(() if self.weights is None else self.weights.fds)]
+        crash_files = None
+        if self.pages_fd is not None:
+            fds.append(self.pages_fd)
+        if self.recorder_fd is not None:
+            fds.append(self.recorder_fd)
+            if common.crashes is not None:
+                crash_files = CrashFiles(self.recorder_fd, common.crashes, name, common.log)
+        return ChildSpec(
+            name,
+            module_argv("penstock.backend.main", to_argv(options)),
+            tuple(fds),
+            _share_of_cores(common.num_replicas) | without_secrets(os.environ),
+            stage=0,
+            heartbeat=self.heartbeat,
+            hang_timeout_s=common.hang_timeout_s,
+            on_crash=functools.partial(self._note_crash, name, crash_files),
+            # With replicas streams continue elsewhere, and a standby process for each would take as much memory.
+            standby_option="--turn-fd" if self.weights is not None and common.num_replicas == 1 else None,
+            may_die_often=common.may_die_often,
+        )
+
+    def _note_crash(self, name: str, crash_files: CrashFiles | None, returncode: int) -> None:
+        if crash_files is not None:
+            crash_files.write()
+        if returncode == -signal.SIGBUS and self.weights is not None and not self.weights.is_empty:
+            # Each further backend would map the same broken page, and die of it.
+            self.common.log(f"{name} died by SIGBUS, so the held weights are dropped: their memory may be broken")
+            self.drop_weights()
+
+    def drop_weights(self) -> None:
+        """Free the memory of its weights when no backend uses them any more."""
+        if self.weights is not None:
+            self.weights.clear()
+
+    def close(self) -> None:
+        """Call when its last process has ended."""
+        self.heartbeat.close()
+        if self.common.weights is not None and self.weights is not None:
+            self.common.weights.release(self.weights)
+        for fd in (self.recorder_fd, self.pages_fd):
+            if fd is not None:
+                os.close(fd)
+
+
+def _sparse_memory(num_bytes: int) -> int:
+    """An fd of memory that the backend allocates, if its model can use it."""
+    fd = os.memfd_create("penstock-pages", os.MFD_CLOEXEC)
+    os.truncate(fd, num_bytes)
+    return fd
+
+
+def _share_of_cores(num_replicas: int) -> dict[str, str]:
+    return {} if num_replicas == 1 else {"OMP_NUM_THREADS": str(max(1, num_usable_cores() // num_replicas))}

@@ -1,0 +1,191 @@
+"""Replaces the backends of a running server, one after the other, without a pause for the streams they compute.
+
+A new backend starts at a socket of its own. When it is ready and has the same model, it takes the old one's path over;
+frontends connect to it and move their streams (`penstock.shm.client.replicas`), and the old one ends. If there is no
+memory for both, the old one ends first, and streams and new requests wait for the new one, as after a crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+from penstock.backend.errors import NO_ROOM_STATUS
+from penstock.process.supervisor import describe_end
+from penstock.serve.upgrade.control import CannotUpgrade
+from penstock.shm.client.replicas.replica_set import difference
+from penstock.shm.link.join import Refused, join
+from penstock.shm.link.listening_address import LOCK_SUFFIX, take_over
+from penstock.shm.memory.board import BackendBoard
+from penstock.shm.memory.region import RegionError
+from penstock.shm.messages import WireError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from penstock.backend.options import BackendOptions
+    from penstock.process.supervisor import Child, Supervisor
+    from penstock.serve.backend_children import BackendChildren, PreparedBackend
+    from penstock.shm.link.join import Invitation
+    from penstock.shm.messages import ModelCard
+
+_CONNECT_LIMIT_S = 10.0
+"""Time that the old backend waits for its frontends to find the new one."""
+_JOIN_LIMIT_S = 1.0
+_NEXT = "-next"
+
+
+@dataclasses.dataclass(slots=True)
+class Running:
+    """A backend of the server."""
+
+    name: str
+    child: Child
+    prepared: PreparedBackend
+
+
+class Succession:
+    """Replaces backends. Its iterators do part of the work at a time, so they do not hold up the supervisor."""
+
+    def __init__(self, supervisor: Supervisor, children: BackendChildren, tell: Callable[[str], None]) -> None:
+        self._supervisor = supervisor
+        self._children = children
+        self._tell = tell
+
+    def replace(self, running: Running, options: BackendOptions) -> Iterator[None]:
+        """Replace one backend by one with these options. Raises CannotUpgrade if the old one continues instead."""
+        path = options.socket
+        next_path = path.with_name(f"{path.stem}{_NEXT}{path.suffix}")
+        prepared = self._children.prepare(options)
+        spec = prepared.spec(f"new {running.name}", socket=next_path, beside_another=True)
+        self._tell(f"a new {running.name} starts beside the old one")
+        new = self._supervisor.add(spec)
+        with contextlib.ExitStack() as visits:
+            try:
+                yield from self._take_path(new, path, next_path, visits)
+            except CannotUpgrade as error:
+                yield from self._end(new)
+                prepared.close()
+                _remove(next_path)
+                if new.end != NO_ROOM_STATUS:
+                    raise CannotUpgrade(f"the new {running.name} {error}; the old one goes on") from None
+                self._tell("there is no memory for both: the old one ends first, and requests wait")
+                yield from self._replace_in_place(running, options)
+                return
+            self._supervisor.keep(new, prepared.spec(running.name))
+            self._tell(f"the streams of the old {running.name} move to the new one")
+            yield from self._end(running.child)
+        running.prepared.close()
+        running.child, running.prepared = new, prepared
+        self._tell(f"the new {running.name} has taken over")
+
+    def _take_path(self, new: Child, path: Path, next_path: Path, visits: contextlib.ExitStack) -> Iterator[None]:
+        """Wait until the new backend is ready, check it, and give it the path; then wait for the frontends. Raises
+        CannotUpgrade, with the rest of a sentence, before the path has changed hands."""
+        while (new_visit := _visit(next_path)) is None:
+            if new.end is not None:
+                raise CannotUpgrade(f"{describe_end(new.end)} during its start, and has logged why")
+            yield
+        visits.callback(new_visit.close)
+        old_visit = _visit(path)
+        if old_visit is not None:  # otherwise it crashes again and again, perhaps
+            visits.callback(old_visit.close)
+            _check(old_visit.card, new_visit.card)
+        take_over(path, next_path)
+        deadline_s = time.monotonic() + _CONNECT_LIMIT_S
+        while old_visit is not None and time.monotonic() < deadline_s:
+            if new_visit.num_frontends >= max(2, old_visit.num_frontends):
+                return
+            yield
+
+    def _replace_in_place(self, running: Running, options: BackendOptions) -> Iterator[None]:
+        """Replace without room for both. Raises CannotUpgrade if the new one does not start; then the old options apply
+        again."""
+        yield from self._end(running.child, is_quick=True)
+        prepared = self._children.prepare(options, running.prepared)
+        new = self._supervisor.add(prepared.spec(running.name))
+        while new.end is None and (visit := _visit(options.socket)) is None:
+            yield
+        if new.end is None and visit is not None:
+            visit.close()
+        if (end := new.end) is not None:
+            self._supervisor.remove(new)
+            prepared.close()
+            old = running.prepared.spec(running.name)
+            running.child = self._supervisor.add(old)
+            self._supervisor.keep(running.child, old)
+            raise CannotUpgrade(
+                f"the new {running.name} {describe_end(end)} during its start; the log says why. One with the old "
+                "options starts"
+            )
+        self._supervisor.keep(new, prepared.spec(running.name))
+        running.prepared.close()
+        running.child, running.prepared = new, prepared
+        self._tell(f"the new {running.name} is ready")
+
+    def _end(self, child: Child, *, is_quick: bool = False) -> Iterator[None]:
+        """End the backend. is_quick: its streams continue with the next backend, so it does not wait for their ends."""
+        self._supervisor.retire(child)
+        while child.end is None:
+            yield
+            if is_quick:
+                self._supervisor.retire(child)
+        self._supervisor.remove(child)
+
+
+def _check(old: ModelCard, new: ModelCard) -> None:
+    """Raises CannotUpgrade unless the new backend can continue the streams of the old one."""
+    if old.identity != new.identity:
+        raise CannotUpgrade(f"is no replica of the old one: {difference(old, new)}; restart the server for that")
+    if new.max_context_tokens < old.max_context_tokens:
+        raise CannotUpgrade(
+            f"has a context of {new.max_context_tokens} tokens, the old one {old.max_context_tokens}, and streams may "
+            "be longer: restart the server for that"
+        )
+
+
+class _Visit:
+    """A connection to a backend, as a frontend without requests: it shows the model, and the number of frontends."""
+
+    def __init__(self, invitation: Invitation) -> None:
+        """Takes ownership of the invitation. Raises CannotUpgrade if the backend's board belongs to other code."""
+        self._control = invitation.control
+        self.card = invitation.welcome.model
+        try:
+            self._board = BackendBoard.attach(invitation.backend_board_fd)
+        except RegionError as error:
+            self._control.close()
+            raise CannotUpgrade(f"has other counters: {error}; restart the server for that") from None
+        finally:
+            invitation.close_fds()
+
+    @property
+    def num_frontends(self) -> int:
+        """Number of frontends including this visit, once the backend has counted it."""
+        count: int = self._board.frontends
+        return count
+
+    def close(self) -> None:
+        self._board.close()
+        self._control.close()
+
+
+def _visit(path: Path) -> _Visit | None:
+    """None if no backend answers now. Raises CannotUpgrade if it speaks another protocol."""
+    if not path.is_socket():
+        return None
+    try:
+        return _Visit(asyncio.run(asyncio.wait_for(join(path), _JOIN_LIMIT_S)))
+    except Refused as error:
+        raise CannotUpgrade(f"cannot be used: {error}; restart the server for that") from None
+    except (OSError, TimeoutError, WireError):
+        return None
+
+
+def _remove(path: Path) -> None:
+    for name in (path.name, path.name + LOCK_SUFFIX):
+        path.with_name(name).unlink(missing_ok=True)

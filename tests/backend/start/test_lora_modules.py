@@ -1,0 +1,65 @@
+"""--lora-modules: how adapters are named, and what a backend refuses before it loads anything."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import PassSpec
+from penstock.backend.options import BackendOptions
+from penstock.backend.start.lora_modules import NamedAdapter, announce, check_unchanged, read_adapters
+from penstock.backend.start.pass_checks import check_adapters
+from penstock.backend.start.startup import pass_options
+from penstock.shm.messages import MAX_ADAPTERS
+
+
+def test_both_spellings_name_an_adapter(tmp_path: Path) -> None:
+    given = [f"sql={tmp_path}", json.dumps({"name": "chat", "path": str(tmp_path), "base_model_name": "m"})]
+    assert read_adapters(given, ("m",)) == (NamedAdapter("sql", tmp_path), NamedAdapter("chat", tmp_path))
+    options = BackendOptions(gpu="none", lora_modules=tuple(given))
+    assert pass_options(options).adapters == (tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        (["{dir}"], "write --lora-modules NAME=DIR"),
+        (["sql="], "write --lora-modules NAME=DIR"),
+        (["-x={dir}"], "a name is 1 to 128 letters"),
+        (['{"name": "sql"}'], "missing required field `path`"),
+        (["m={dir}"], "'m' is the name of the model or of another adapter"),
+        (["sql={dir}", "sql={dir}"], "'sql' is the name of the model or of another adapter"),
+        (["sql={dir}/none"], "the directory .*none of sql does not exist"),
+        ([f"a{number}={{dir}}" for number in range(MAX_ADAPTERS + 1)], f"{MAX_ADAPTERS + 1} adapters; the limit is"),
+    ],
+)
+def test_badly_named_adapters_are_refused(given: list[str], match: str, tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=match):
+        read_adapters([text.replace("{dir}", str(tmp_path)) for text in given], ("m", "n"))
+
+
+def test_pass_must_have_the_adapters() -> None:
+    spec = PassSpec(8, 64, {"fp32": 4})
+    check_adapters(spec, 0)
+    with pytest.raises(StartupError, match=r"--lora-modules: this forward pass applies no adapters; .*--gpu none"):
+        check_adapters(spec, 1)
+    with pytest.raises(StartupError, match="has 1 adapter_ranks for 2 adapters"):
+        check_adapters(replace(spec, adapter_ranks=(4,)), 2)
+
+
+def test_announcement_needs_the_adapters_files_as_they_are_loaded(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"adapter_config.json cannot be opened"):
+        announce([NamedAdapter("sql", tmp_path)], (4,))
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    (adapter,) = announce([NamedAdapter("sql", tmp_path)], (4,))
+    assert (adapter.name, adapter.rank) == ("sql", 4)
+    assert adapter.created > 0
+    check_unchanged([NamedAdapter("sql", tmp_path)], (adapter,))
+    (tmp_path / "adapter_model.safetensors").write_text("{ }")
+    with pytest.raises(StartupError, match="the files of sql have changed"):
+        check_unchanged([NamedAdapter("sql", tmp_path)], (adapter,))

@@ -1,0 +1,222 @@
+"""The command line of `penstock`: options of other servers, the version, and the model without an option."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from rich.console import Console
+
+import penstock
+from penstock.backend.checkpoint.gguf import kept_directories
+from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
+from penstock.main import app
+from penstock.serve import command as serve_module
+from penstock.serve.foreign_options import ANSWER_OF
+from penstock.serve.options import ServeOptions
+
+OURS = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(ServeOptions)}
+
+
+def one_line(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Run a command that ends with one line on standard error; return the line."""
+    with pytest.raises(SystemExit) as ended:
+        app(argv)
+    assert ended.value.code == 1
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+    return shown.err.strip()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--max-model-len", "4096"], "use --max-context"),
+        (["--ctx-size=4096"], "use --max-context"),
+        (["--gpu-memory-utilization", "0.9"], "use --kv-budget"),
+        (["--tensor-parallel-size", "2"], "a backend uses one GPU"),
+        (["--data-parallel-size", "2"], "use --replicas, or --gpu"),
+        (["--enable-auto-tool-choice"], "this is always so"),
+        (["-ngl", "99"], "use --gpu auto or --gpu none"),
+        (["--kv_cache_dtype", "fp8"], "use --kv-dtype"),
+        (["--max-contxt", "5"], "Did you mean --max-context?"),
+    ],
+)
+def test_option_of_another_server_is_answered_by_its_meaning(
+    given: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = one_line(capsys, "serve", *given)
+    assert given[0].partition("=")[0] in line
+    assert expected in line
+
+
+def test_answers_name_options_that_exist_and_never_answer_one_of_ours() -> None:
+    named = {name for answer in ANSWER_OF.values() for name in re.findall(r"--[a-z-]+", answer)}
+    assert named <= OURS
+    assert ANSWER_OF.keys().isdisjoint(OURS)
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    app(["--version"], result_action="return_value")
+    assert capsys.readouterr().out == f"penstock {importlib.metadata.version('penstock')}\n"
+
+
+def test_model_is_taken_without_an_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    served: list[ServeOptions] = []
+
+    def keep(options: ServeOptions) -> int:
+        served.append(options)
+        return 0
+
+    monkeypatch.setattr(serve_module, "serve", keep)
+    monkeypatch.setenv("PENSTOCK_MODEL", "of/environment")
+    for argv in (["serve", "some/model", "--max-context", "20"], ["serve"], ["serve", "--model", "other/model"]):
+        with pytest.raises(SystemExit) as ended:
+            app(argv)
+        assert ended.value.code == 0
+    assert [options.model for options in served] == ["some/model", "of/environment", "other/model"]
+    assert served[0].max_context == 20
+    assert "the model is given twice" in one_line(capsys, "serve", "some/model", "--model", "other/model")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("tokenizer.json", None, "no tokenizer.json in {}; copy it there"),
+        ("tokenizer.json", "{}", "the tokenizer of the model {} cannot be used"),
+        ("tokenizer.model", "no model", "{}/tokenizer.model: it cannot be used"),
+        ("chat_template.jinja", "{% if %}", "the chat template has a syntax error in line 1"),
+    ],
+)
+def test_unusable_texts_of_a_model_are_noticed_before_anything_starts(
+    name: str,
+    text: str | None,
+    expected: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kept_directories, "cache_directory", lambda: tmp_path / "cache")
+    model = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL_DIR, model)
+    if name.startswith("tokenizer."):
+        (model / "tokenizer.json").unlink()
+    if text is not None:
+        (model / name).write_text(text)
+    line = one_line(capsys, "serve", str(model))
+    assert line.startswith("penstock serve: ")
+    assert expected.format(model) in line
+
+
+def test_hub_model_without_a_tokenizer_is_noticed_before_its_weights_are_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    asked: list[str] = []
+
+    def download(*_: object, allow_patterns: list[str], **__: object) -> str:
+        asked.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert f"no tokenizer.json in {tmp_path}" in one_line(capsys, "serve", "owner/name")
+    assert "tokenizer.json" in asked
+    assert not [pattern for pattern in asked if pattern.endswith("safetensors")]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "cannot be read: No such file"),
+        (b"\xff\xfe", "is not text in UTF-8"),
+        (b"{% for %}", "syntax error in line 1"),
+    ],
+)
+def test_unusable_chat_template_file_is_one_line(
+    content: bytes | None, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "own.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    line = one_line(capsys, "serve", "--chat-template", str(path))
+    assert f"--chat-template {path}" in line
+    assert expected in line
+
+
+def test_missing_certificate_says_what_it_must_be(capsys: pytest.CaptureFixture[str]) -> None:
+    line = one_line(capsys, "serve", "--ssl-certfile", "/nowhere.pem")
+    assert line == "penstock serve: /nowhere.pem: No such file or directory; give a file in PEM with the certificate"
+
+
+def test_help_describes_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        app(["--help"], console=Console(width=200))
+    described = dict(re.findall(r"^│ (\S+) +(\S.*?) *│$", capsys.readouterr().out, re.MULTILINE))
+    commands = {name for name in app if not name.startswith("-")}
+    assert {"record", "replay", "serve", "timeline", "top", "upgrade"} <= commands
+    assert commands <= described.keys()
+
+
+@pytest.mark.parametrize(
+    "command", [["serve"], ["inspect"], ["ray", "up"], ["bench", "routers"], ["bench", "attention"]]
+)
+def test_every_option_is_described_and_no_text_is_lost_as_markup(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        app([*command, "--help"], console=Console(width=2000))
+    lines = re.findall(r"^│[ *]+(\S.*?)  +(.*?) *│$", capsys.readouterr().out, re.MULTILINE)
+    assert lines
+    for name, described in lines:
+        text = re.sub(r"\[(env var|choices|default): [^]]*\]|\[required\]", "", described).strip()
+        assert text, name
+        assert "  " not in text, text  # a tag such as <think> outside backticks is taken for HTML
+        assert "default: (" not in described, described
+
+
+def test_reader_that_leaves_is_no_traceback() -> None:
+    code = "from penstock.main import main; main()"
+    argv = [sys.executable, "-P", "-c", code, "--version"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(argv, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
+def test_completion_for_a_shell_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        app(["--install-completion", "--shell", "bash"])
+    assert not ended.value.code
+    (script,) = tmp_path.rglob("completions/penstock")
+    assert "--kv-budget" in script.read_text()
+
+
+@pytest.mark.parametrize("command", ["bench", "chaos", "gpu-check", "random-model", "replay"])
+def test_laboratory_command_without_a_checkout_says_so_in_one_line(command: str, tmp_path: Path) -> None:
+    package = tmp_path / "penstock"
+    package.mkdir()
+    for entry in Path(penstock.__file__).parent.iterdir():
+        if entry.name != "tools":  # as in a wheel
+            (package / entry.name).symlink_to(entry.resolve())
+    # The finder of an editable installation would find the checkout.
+    code = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'Editable' not in str(f)]\n"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", f"{code}from penstock.main import main; main()", command, "--url", "x"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert f"{command} needs a checkout of the repository" in line
