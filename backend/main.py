@@ -18,23 +18,23 @@ if __name__ == "__main__":  # before numpy is imported
     prepare_imports(sys.argv)
 
 from penstock.backend.buffers.options import check_shared_buffers, make_exporter, open_sharing_device
-from penstock.backend.engine.executor import SWITCH_INTERVAL_S, Executor, ExecutorFailed
-from penstock.backend.engine.limits import EngineLimits
 from penstock.backend.engine.loop import Engine
-from penstock.backend.engine.recording.recorder import Recorder
-from penstock.backend.engine.requests import Requests
-from penstock.backend.engine.vector_cache import VectorCache
+from penstock.backend.engine.recorder import Recorder
+from penstock.backend.engine.requests.handling import RequestHandling
+from penstock.backend.engine.requests.limits import EngineLimits
+from penstock.backend.engine.requests.vector_delivery import VectorCache
+from penstock.backend.engine.steps.executor import SWITCH_INTERVAL_S, Executor, ExecutorFailed
 from penstock.backend.errors import NO_ROOM_STATUS, NoRoomBeside, StartupError
 from penstock.backend.forward_pass.extensions import IHeldWeights
 from penstock.backend.forward_pass.plugins import find_forward_pass
-from penstock.backend.kv_cache.budget import KvPlan
-from penstock.backend.kv_cache.memory import MemoryInfo, device_memory, host_memory
+from penstock.backend.kv_cache.budget.kv_plan import KvPlan
+from penstock.backend.kv_cache.budget.memory import MemoryInfo, device_memory, host_memory
+from penstock.backend.kv_cache.budget.whole_plan import WholePlan
 from penstock.backend.kv_cache.persisted.opening import open_store
-from penstock.backend.kv_cache.whole_plan import WholePlan
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.decoder.cuda.device.device_choice import why_no_gpu
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import adopted_choices
-from penstock.backend.scheduling.settlement import Settlement
+from penstock.backend.scheduling.restart_grace import RestartGrace
 from penstock.backend.start.lora_modules import announce, check_unchanged
 from penstock.backend.start.model_card import ModelNames, make_card
 from penstock.backend.start.paging import count_host_pages, create_kv_events, create_scheduler
@@ -87,12 +87,12 @@ logger = logging.getLogger("penstock.backend")
 
 _DECODER = "decoder"
 _DRAIN_TIMEOUT_S = 30.0
-_SETTLE_START_S = 0.5
+_GRACE_START_S = 0.5
 """Frontends look for the new backend every 0.05 s. All of them should be connected before a coalesced group
 continues."""
-_SETTLE_QUIET_S = 0.1
-_SETTLE_LIMIT_S = 2.0
-_SETTLE_LATER_QUIET_S = 0.005
+_GRACE_QUIET_S = 0.1
+_GRACE_LIMIT_S = 2.0
+_GRACE_LATER_QUIET_S = 0.005
 
 app = make_app("backend", "Runs a model: owns the device and serves any number of frontends on this machine.")
 
@@ -145,7 +145,7 @@ def serve(options: BackendOptions) -> None:
     memory = _measure_memory(options, spec, pass_class, config_dir, settings)
     plan = plan_memory(options, spec, settings, memory)
     if options.dry_run:
-        from penstock.backend.kv_cache.budget_table import print_plan  # and rich, which no server needs
+        from penstock.backend.kv_cache.budget.budget_table import print_plan  # and rich, which no server needs
 
         print_plan(plan, settings.host_kv_bytes)
         return
@@ -169,9 +169,9 @@ def serve(options: BackendOptions) -> None:
     scheduler, builder = create_scheduler(plan, settings, forward_pass, options, board, kv_events, store)
     recorder = _create_recorder(options, card, settings, plan, forward_pass)
     cache = VectorCache(options.embedding_cache) if options.embedding_cache and spec.pooled else None
-    requests = Requests.make(
+    requests = RequestHandling.make(
         link, scheduler, board, _engine_limits(options, card, spec),
-        grammar_queue=grammar_queue, settlement=_create_settlement(options), vector_cache=cache, recorder=recorder,
+        grammar_queue=grammar_queue, restart_grace=_restart_grace(options), vector_cache=cache, recorder=recorder,
     )  # fmt: skip
     manager = find_service_manager("backend")
     heartbeat = manager if options.heartbeat_fd is None else Heartbeat(options.heartbeat_fd)
@@ -357,14 +357,14 @@ def _create_compiler(model_dir: Path, card: ModelCard, timeout_s: float) -> Gram
     return GrammarCache(CompilePool(tokenizer_json, card.vocab_size, card.eos_token_ids, limits))
 
 
-def _create_settlement(options: BackendOptions) -> Settlement:
+def _restart_grace(options: BackendOptions) -> RestartGrace:
     # Beside another backend nobody waits for this one: streams come one by one, when that one hands them over.
-    return Settlement(
+    return RestartGrace(
         time.monotonic,
-        start_s=0.0 if options.beside_another else _SETTLE_START_S,
-        quiet_s=_SETTLE_QUIET_S,
-        longest_s=_SETTLE_LIMIT_S,
-        later_quiet_s=_SETTLE_LATER_QUIET_S,
+        start_s=0.0 if options.beside_another else _GRACE_START_S,
+        quiet_s=_GRACE_QUIET_S,
+        longest_s=_GRACE_LIMIT_S,
+        later_quiet_s=_GRACE_LATER_QUIET_S,
     )
 
 

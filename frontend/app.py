@@ -22,7 +22,7 @@ from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.docs import endpoint_docs, pooling_docs
 from penstock.frontend.endpoints.docs.served_document import Documentation
 from penstock.frontend.endpoints.engine_view.stream import EngineStreams
-from penstock.frontend.endpoints.lingering.streams import LingeringStreams
+from penstock.frontend.endpoints.lingering.streams import StreamTable
 from penstock.frontend.endpoints.operator.cancel_request import cancel_request
 from penstock.frontend.endpoints.pooling import (
     cohere_embed,
@@ -60,7 +60,7 @@ logger = logging.getLogger("penstock.app")
 
 def _routes(responses: Responses) -> dict[str, Methods]:
     docs = endpoint_docs
-    streams = LingeringStreams(
+    streams = StreamTable(
         {
             "/v1/chat/completions": chat_completions.create_chat_completion,
             "/v1/completions": text_completions.create_completion,

@@ -105,7 +105,7 @@ def serve(
 
 def _gpu_check(*options: Annotated[str, Parameter(allow_leading_hyphen=True, show_env_var=False)]) -> None:
     """Checks and measures the CUDA decoder on this machine's GPU."""
-    sys.exit(import_module("penstock.tools.gpu_check.__main__").main(list(options)))
+    sys.exit(import_module("penstock.tools.gpu.__main__").main(list(options)))
 
 
 def _fail_without_checkout(

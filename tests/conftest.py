@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Files that take longest: with several workers they start first, so that none of them ends the run alone.
 _LONG_FILES = [
-    "tests/tools/gpu_check/test_command.py",
+    "tests/tools/gpu/test_command.py",
     "tests/simulation/test_simulation.py",
     "tests/system/test_chaos.py",
     "tests/quality/test_perplexity.py",

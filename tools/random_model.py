@@ -1,6 +1,8 @@
 """`penstock random-model`: a checkpoint of given dimensions with random weights, for benchmarks and tests.
 
-Its output means nothing, but it is text: the checkpoint has a byte-level tokenizer that decodes every id.
+Its output means nothing, but it is text: the checkpoint has a byte-level tokenizer that decodes every id. An encoder's
+words are w0, w1, …: each is one token, so that a benchmark knows how long its texts are. `random_weights` has models in
+memory.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from cyclopts import Parameter
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from penstock.backend.checkpoint.config_json import parse_decoder_config
 from penstock.backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE
@@ -23,13 +25,6 @@ from penstock.backend.checkpoint.tensors import expected_tensors
 from penstock.backend.errors import StartupError
 from penstock.process.failure import fail
 from penstock.process.options import format_size
-from penstock.tools.random_encoder import (
-    BertDims,
-    bert_config,
-    bert_shapes,
-    sentence_transformers_files,
-    write_word_tokenizer,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,6 +38,8 @@ MAX_VOCAB_SIZE = 900_000
 """The number of tokens that `_merges` can make."""
 
 END_TOKEN, TURN_START, TURN_END = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_TOKEN_TYPES = 2
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -124,20 +121,20 @@ def write_random_model(out: Path, dims: ModelDims, max_shard_bytes: int = MAX_SH
     """
     if not MIN_VOCAB_SIZE <= dims.vocab_size <= MAX_VOCAB_SIZE:
         raise StartupError(f"vocab_size is {dims.vocab_size}; it must be from {MIN_VOCAB_SIZE} to {MAX_VOCAB_SIZE}")
-    bert = _bert_dims(dims) if dims.architecture == "bert" else None
-    config = _config_json(dims) if bert is None else bert_config(bert, _DTYPE_NAMES[dims.dtype])
-    if bert is not None:
-        shapes = bert_shapes(bert)
+    is_bert = dims.architecture == "bert"
+    config = _bert_config(dims) if is_bert else _config_json(dims)
+    if is_bert:
+        shapes = _bert_shapes(dims)
     else:
         shapes = {part.name: part.shape for part in expected_tensors(parse_decoder_config(config))}
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
         raise StartupError(f"{out} is not empty")
-    if bert is not None:
-        for name, content in sentence_transformers_files(bert).items():
+    if is_bert:
+        for name, content in _sentence_transformers_files(dims).items():
             (out / name).parent.mkdir(exist_ok=True)
             _write_json(out / name, content)
-        write_word_tokenizer(out, dims.vocab_size)
+        _write_word_tokenizer(out, dims.vocab_size)
     else:
         generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         _write_json(out / "generation_config.json", generation)
@@ -146,12 +143,6 @@ def write_random_model(out: Path, dims: ModelDims, max_shard_bytes: int = MAX_SH
     # Last: a directory with a config.json is complete.
     _write_json(out / "config.json", config)
     return num_bytes
-
-
-def _bert_dims(dims: ModelDims) -> BertDims:
-    return BertDims(
-        dims.hidden_size, dims.layers, dims.heads, dims.intermediate_size, dims.vocab_size, dims.max_context
-    )
 
 
 def _config_json(dims: ModelDims) -> dict[str, Any]:
@@ -277,6 +268,88 @@ def _merges() -> Iterator[tuple[str, str]]:
     yield from product([f"Ġ{pair}" for pair in pairs], letters)
     yield from product(pairs, pairs)
     yield from product([f"Ġ{pair}" for pair in pairs], pairs)
+
+
+# ---- An encoder: transformers' BertModel without its pooler ----
+
+
+def _bert_shapes(dims: ModelDims) -> dict[str, tuple[int, ...]]:
+    hidden, middle = dims.hidden_size, dims.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (dims.vocab_size, hidden),
+        "embeddings.position_embeddings.weight": (dims.max_context, hidden),
+        "embeddings.token_type_embeddings.weight": (_TOKEN_TYPES, hidden),
+        "embeddings.LayerNorm.weight": (hidden,),
+        "embeddings.LayerNorm.bias": (hidden,),
+    }
+    matrices = {
+        "attention.self.query": (hidden, hidden),
+        "attention.self.key": (hidden, hidden),
+        "attention.self.value": (hidden, hidden),
+        "attention.output.dense": (hidden, hidden),
+        "intermediate.dense": (middle, hidden),
+        "output.dense": (hidden, middle),
+    }
+    for layer in range(dims.layers):
+        prefix = f"encoder.layer.{layer}."
+        for name, shape in matrices.items():
+            shapes[f"{prefix}{name}.weight"] = shape
+            shapes[f"{prefix}{name}.bias"] = shape[:1]
+        for name in ("attention.output.LayerNorm", "output.LayerNorm"):
+            shapes[f"{prefix}{name}.weight"] = shapes[f"{prefix}{name}.bias"] = (hidden,)
+    return shapes
+
+
+def _bert_config(dims: ModelDims) -> dict[str, Any]:
+    return {
+        "architectures": ["BertModel"],
+        "model_type": "bert",
+        "vocab_size": dims.vocab_size,
+        "hidden_size": dims.hidden_size,
+        "intermediate_size": dims.intermediate_size,
+        "num_hidden_layers": dims.layers,
+        "num_attention_heads": dims.heads,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+        "max_position_embeddings": dims.max_context,
+        "type_vocab_size": _TOKEN_TYPES,
+        "pad_token_id": 0,
+        "dtype": _DTYPE_NAMES[dims.dtype],
+    }
+
+
+def _sentence_transformers_files(dims: ModelDims) -> dict[str, Any]:
+    """Mean pooling and normalisation, by file name."""
+    module = "sentence_transformers.models."
+    return {
+        "modules.json": [
+            {"idx": 0, "name": "0", "path": "", "type": f"{module}Transformer"},
+            {"idx": 1, "name": "1", "path": "1_Pooling", "type": f"{module}Pooling"},
+            {"idx": 2, "name": "2", "path": "2_Normalize", "type": f"{module}Normalize"},
+        ],
+        "1_Pooling/config.json": {"word_embedding_dimension": dims.hidden_size, "pooling_mode_mean_tokens": True},
+        "sentence_bert_config.json": {"max_seq_length": dims.max_context, "do_lower_case": False},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": dims.max_context,
+            **{f"{token[1:-1].lower()}_token": token for token in BERT_TOKENS},
+        },
+    }
+
+
+def _write_word_tokenizer(out: Path, vocab_size: int) -> None:
+    words = (*BERT_TOKENS, *(f"w{index}" for index in range(vocab_size - len(BERT_TOKENS))))
+    vocab = {token: index for index, token in enumerate(words)}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))  # noqa: S106 - a token's text
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(token, vocab[token]) for token in ("[CLS]", "[SEP]")],
+    )
+    tokenizer.save(str(out / "tokenizer.json"))
 
 
 def _write_json(path: Path, value: Any) -> None:

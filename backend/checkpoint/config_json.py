@@ -27,6 +27,7 @@ from penstock.backend.checkpoint.architectures.names import (
 from penstock.backend.checkpoint.architectures.text_parts import TEXT_PARTS, TextPart
 from penstock.backend.checkpoint.decoder_config import DecoderConfig, PositionScale, RopeConfig, TensorNames
 from penstock.backend.checkpoint.formats.declared import parse_stored_formats
+from penstock.backend.checkpoint.formats.quant_method import declared_method
 from penstock.backend.checkpoint.json_file import convert, read_json_object, shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.checkpoint.rope_scaling import RopeSettings, compute_rope
@@ -67,6 +68,8 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
         values, name = _text_model(values, architecture, part)
     family = FAMILIES[name]
     _refuse_unsupported(values, family)
+    if declared_method(values) == "mlx":
+        values = {**values, "separate_experts": True}
     config = convert(_split_rope(values, family), HfConfig, architecture)
     num_kv_heads = config.num_key_value_heads or config.num_attention_heads
     if config.num_attention_heads % num_kv_heads:

@@ -11,6 +11,7 @@ from penstock.backend.checkpoint.json_file import convert, decode_without_twins,
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 CONFIG_FILE = "config.json"
@@ -91,12 +92,21 @@ def as_text_names(by_name: dict[str, T], where: object) -> dict[str, T]:
 
     Raises StartupError if two tensors get the same name.
     """
-    renamed: dict[str, T] = {}
-    for name, value in by_name.items():
+
+    def text_name(name: str) -> str:
         plain = name.replace(_COMPILED, "")
         prefix = next((prefix for prefix in TEXT_PREFIXES if plain.startswith(prefix)), "")
-        text_name = TEXT_PREFIXES.get(prefix, "") + plain.removeprefix(prefix)
-        if text_name in renamed:
-            raise StartupError(f"{where}: tensor {shorten(name)} is another {shorten(text_name)}")
-        renamed[text_name] = value
+        return TEXT_PREFIXES.get(prefix, "") + plain.removeprefix(prefix)
+
+    return rename_all(by_name, text_name, where)
+
+
+def rename_all(by_name: dict[str, T], rename: Callable[[str], str], where: object) -> dict[str, T]:
+    """Raises StartupError if two tensors get the same name."""
+    renamed: dict[str, T] = {}
+    for name, value in by_name.items():
+        new = rename(name)
+        if new in renamed:
+            raise StartupError(f"{where}: tensor {shorten(name)} is another {shorten(new)}")
+        renamed[new] = value
     return renamed

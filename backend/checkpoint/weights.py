@@ -28,7 +28,12 @@ from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.checkpoint.other_layouts.mistral_layout import EMBEDDING_NAME, hf_name
 from penstock.backend.checkpoint.progress import make_progress
 from penstock.backend.checkpoint.stacked_weights import stack_weights, stacked_form
-from penstock.backend.checkpoint.tensor_files.opening import fit_to_decoder, open_safetensors, rename_tensors
+from penstock.backend.checkpoint.tensor_files.opening import (
+    fit_to_decoder,
+    open_safetensors,
+    rename_tensors,
+    split_experts,
+)
 from penstock.backend.checkpoint.tensor_files.unplaced import (
     check_tied_head,
     is_beside_decoder,
@@ -51,13 +56,14 @@ from penstock.backend.checkpoint.tensors import (
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from pathlib import Path
     from types import TracebackType
 
     from torch import Tensor
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
     from penstock.backend.checkpoint.formats.stored_weight import StoredWeight
     from penstock.backend.checkpoint.formats.tensor_file import TensorFile
     from penstock.backend.checkpoint.progress import Progress
@@ -66,6 +72,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.backend")
 
 _FLOAT8 = "F8_E4M3"
+_MATRIX_DIMENSIONS = 2
 
 
 class DecoderWeights:
@@ -205,15 +212,12 @@ def open_weights(
     """
     with ExitStack() as closers:
         files, where = open_tensor_files(model_dir, closers)
-        files = fit_to_decoder(files, config.vocab_size)
-        formats, covered = read_stored_formats(model_dir), set(linear_names(config))
-        if formats.cover_embedding:
-            covered.add(EMBEDDING)
-        if formats.marker is not None:
-            covered = {name for name in covered if f"{name.removesuffix('weight')}{formats.marker}" in files}
+        files = split_experts(fit_to_decoder(files, config.vocab_size), config)
+        formats, expected = read_stored_formats(model_dir), tuple(expected_tensors(config))
+        covered = _covered(formats, config, expected, files)
         stored = {
             spec.name: find_weight(spec, formats.of(spec.name) if spec.name in covered else None, files, where)
-            for spec in expected_tensors(config)
+            for spec in expected
         }
         placed = {name for weight in stored.values() for name in weight.names}
         is_harmless = partial(is_beside_decoder, config.num_layers, unused_heads(config))
@@ -223,6 +227,16 @@ def open_weights(
         progress = closers.enter_context(closing(make_progress(_stored_bytes(stored, unread))))
         dtype = read_declared_dtype(model_dir)
         return DecoderWeights(config, stored, dtype, progress, closers.pop_all(), keeps)
+
+
+def _covered(
+    formats: StoredFormats, config: DecoderConfig, expected: Iterable[TensorSpec], files: Mapping[str, TensorFile]
+) -> set[str]:
+    """The weights that may be quantised."""
+    if formats.marker is None:
+        return {*linear_names(config), *((EMBEDDING,) if formats.cover_embedding else ())}
+    matrices = (spec.name for spec in expected if len(spec.shape) == _MATRIX_DIMENSIONS)
+    return {name for name in matrices if f"{name.removesuffix('weight')}{formats.marker}" in files}
 
 
 def choose_dtype(requested: str, own: torch.dtype, fp16_as: torch.dtype = torch.bfloat16) -> torch.dtype:

@@ -6,17 +6,22 @@ check these tokens: the frontend claims them. So only that frontend's streams ma
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.backend.forward_pass import SamplingParams
+from penstock.backend.sequences.sequence import Sequence
 
 if TYPE_CHECKING:
     from array import array
 
-    from penstock.backend.sequences.sequence import Sequence
-    from penstock.shm.messages import Constraints
+    from penstock.backend.sequences.subscribers import Subscriber
+    from penstock.backend.structured_output.constraints import SequenceConstraints
+    from penstock.shm.link.events import Submission
+    from penstock.shm.messages import Constraints, Pool, PromptHeader, TextHeader
 
+_SALT_BYTES = 16
 _MAX_OFFERS = 8
 """Sequences with one key that can be joined. More have contradictory claims, so one of them is false."""
 
@@ -61,6 +66,21 @@ class ShareKey:
         excluded_stop_ids = tuple(sorted(stop_ids)) if forbids_stop else ()
         return cls(salt, prompt, sampling, constraints, excluded_stop_ids)
 
+    @classmethod
+    def of_request(cls, submission: Submission[TextHeader], sampling: SamplingParams) -> ShareKey | None:
+        """None for a request that shares no sequence."""
+        message = submission.message
+        if not message.may_share or num_prompt_logprobs(submission) >= 0:
+            return None
+        prompt = submission.tokens[: 4 * message.num_prompt_tokens]
+        return cls.of(message.own_salt, prompt, sampling, message.constraints, message.stop_token_ids)
+
+
+def num_prompt_logprobs(submission: Submission[TextHeader]) -> int:
+    """-1 if none are due: the first token has none, and a resumed stream has received them all."""
+    message, num_tokens = submission.message, len(submission.tokens) // 4
+    return message.num_prompt_logprobs if num_tokens == message.num_prompt_tokens > 1 else -1
+
 
 @dataclass(frozen=True, slots=True)
 class PooledKey:
@@ -70,6 +90,14 @@ class PooledKey:
     tokens: bytes
     kind: str
     second_start: int
+
+    @classmethod
+    def of(cls, submission: Submission[Pool]) -> PooledKey | None:
+        """None for a request that shares no sequence."""
+        message, pooled = submission.message, submission.message.pooled
+        if not message.may_share:
+            return None
+        return cls(message.own_salt, submission.tokens, pooled.kind, pooled.second_start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +117,60 @@ class Presented:
         """Whether the generated tokens are equal up to the end of the shorter ones. The prompts are equal."""
         first, end = self.num_prompt_tokens, min(self.num_tokens, len(tokens))
         return self.tokens[4 * first : 4 * end] == tokens[first:end].tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A valid request that has no sequence yet."""
+
+    submission: Submission[PromptHeader]
+    subscriber: Subscriber
+    sampling: SamplingParams
+    rank: float
+    key: ShareKey | PooledKey | None
+    """None if it shares no sequence."""
+    presented: Presented
+    joined: Sequence | None
+    """An equal request's sequence."""
+
+    @property
+    def joinable(self) -> Sequence | None:
+        """`joined`, unless that waits behind the rank of this request, which is new and would be delayed."""
+        joined = self.joined
+        if joined is None or self.submission.message.admitted_ns or joined.slot is not None:
+            return joined
+        return joined if self.rank >= joined.rank else None
+
+    def new_sequence(self, constraints: SequenceConstraints | None = None) -> Sequence:
+        """A sequence of its own, with this request as its only subscriber."""
+        message, embeddings = self.submission.message, self.submission.embeddings
+        sequence = Sequence(
+            self.subscriber,
+            self.submission.tokens,
+            message.num_prompt_tokens,
+            self.sampling,
+            # The cache cannot tell embeddings apart: with a random salt no other sequence finds their KV.
+            salt=message.own_salt if embeddings is None else secrets.token_bytes(_SALT_BYTES),
+            tenant=message.tenant,
+            weight=message.weight,
+            rank=self.rank,
+            admitted_ns=message.admitted_ns,
+            constraints=constraints,
+        )
+        sequence.embeddings = embeddings
+        return sequence
+
+
+# Who may join. Equal requests have equal tokens, so a request can join at any time and is sent what it has missed. That
+# is safe as long as this backend has computed those tokens. A resumed sequence begins with tokens that it has not:
+#
+#   |--- prompt ---|--- claimed ---|--- computed here ---|
+#                  ^ num_prompt    ^ num_claimed
+#
+# A frontend may lie, so its claims must reach no other frontend. A request that brings all the claimed tokens itself
+# learns nothing new, and joins. One with fewer would be sent the rest: it joins only if its own frontend is among the
+# claimants. If nothing was claimed, anybody joins. Requests whose tokens contradict the sequence's never join, so each
+# claim that contradicts another has a sequence of its own, under the same key.
 
 
 @dataclass(slots=True, eq=False)
@@ -116,7 +198,7 @@ class _Offer:
         if presented.num_tokens >= self.num_claimed or self.num_claimed == presented.num_prompt_tokens:
             return True
         # Log probabilities of claimed tokens are not known.
-        return presented.frontend in self.claimants and self.sequence.kept_logprobs is None
+        return presented.frontend in self.claimants and self.sequence.past_logprobs is None
 
     def is_ahead_of(self, presented: Presented) -> bool:
         """Whether the request can join only if the sequence begins with the request's fewer tokens. It is not planned
@@ -163,15 +245,15 @@ class Coalescer:
     def offer(self, key: ShareKey | PooledKey, sequence: Sequence, presented: Presented) -> None:
         """Make the sequence joinable.
 
-        It is found before others with this key, but after those that are held: more requests of their groups may still
-        come. Sequences that have sampled their last token are dropped.
+        It is found before others with this key, but after those in the restart grace: more requests of their groups may
+        still come. Sequences that have sampled their last token are dropped.
         """
         offers = self._offers.setdefault(key, [])
         for stale in [offer for offer in offers if not offer.is_alive] or offers[_MAX_OFFERS - 1 :]:
             offers.remove(stale)
             del self._keys[stale.sequence]
-        num_held = sum(offer.sequence.order < 0 for offer in offers)
-        offers.insert(num_held, _Offer(sequence, presented.num_tokens, {presented.frontend}))
+        num_delayed = sum(offer.sequence.order < 0 for offer in offers)
+        offers.insert(num_delayed, _Offer(sequence, presented.num_tokens, {presented.frontend}))
         self._keys[sequence] = key
 
     def withdraw(self, sequence: Sequence) -> None:

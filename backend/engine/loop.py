@@ -8,27 +8,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.backend.engine.executor import ExecutorFailed
+from penstock.backend.engine.steps.executor import ExecutorFailed
 from penstock.backend.forward_pass import NOT_FINITE, DeviceLost
 from penstock.backend.scheduling.step_plan import NO_SAMPLE
-from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
-from penstock.shm.messages import EventLogprobs, FailureCode
+from penstock.shm.link.events import Cancellation, FrontendDeath, Question, Submission
+from penstock.shm.messages import AskStream, CancelOther, EventLogprobs, FailureCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.backend.engine.batch_builder import BatchBuilder, WholeBatchBuilder
-    from penstock.backend.engine.executor import Executor
-    from penstock.backend.engine.launched_step import StepResult
-    from penstock.backend.engine.requests import Requests
-    from penstock.backend.engine.step_timing import StepTiming
-    from penstock.backend.engine.vectors import Vectors
+    from penstock.backend.engine.interfaces import IEngineLink, IExecutor, ISequenceScheduler
+    from penstock.backend.engine.requests.handling import RequestHandling
+    from penstock.backend.engine.steps.batch_builder import BatchBuilder, WholeBatchBuilder
+    from penstock.backend.engine.steps.launched_step import StepResult
+    from penstock.backend.engine.steps.step_timing import StepTiming
+    from penstock.backend.engine.steps.vectors import Vectors
     from penstock.backend.forward_pass import TokenLogprobs
-    from penstock.backend.scheduling.interface import ISequenceScheduler
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.sequences.sequence import Sequence
     from penstock.process.heartbeat import SignOfLife
-    from penstock.shm.link.backend_link import BackendLink
     from penstock.shm.link.kv_event_publisher import KvEventPublisher
     from penstock.shm.memory.board import BackendBoard
 
@@ -49,11 +47,11 @@ class Engine:
 
     def __init__(
         self,
-        link: BackendLink,
-        executor: Executor,
+        link: IEngineLink,
+        executor: IExecutor,
         scheduler: ISequenceScheduler,
         builder: BatchBuilder | WholeBatchBuilder,
-        requests: Requests,
+        requests: RequestHandling,
         board: BackendBoard,
         clock: Callable[[], float] = time.monotonic,
         *,
@@ -74,7 +72,7 @@ class Engine:
         self._delivery = requests.delivery
         self._vector_delivery = requests.vector_delivery
         self._canceller = requests.canceller
-        self._lingering = requests.lingering
+        self._streams = requests.streams
         self._board = board
         self._clock = clock
         self._step_timing = step_timing or requests.step_timing
@@ -96,8 +94,8 @@ class Engine:
     def next_turn_s(self) -> float:
         """Seconds after which the next turn is due even if nothing happens."""
         at_most_s = _IDLE_TURN_S if self.plan_due_s is None else min(_IDLE_TURN_S, self.plan_due_s)
-        at_most_s = self._open_requests.settlement.next_due_s(at_most_s)
-        return self._lingering.next_due_s(self._canceller.next_due_s(at_most_s))
+        at_most_s = self._open_requests.restart_grace.next_due_s(at_most_s)
+        return self._streams.next_due_s(self._canceller.next_due_s(at_most_s))
 
     def turn(self) -> None:
         """One turn of the loop. Cancellations take effect here, before the next plan. Never blocks."""
@@ -108,26 +106,26 @@ class Engine:
             if self._recorder is not None:
                 self._recorder.note_event(event)
             match event:
-                case Submission(frontend, request_id) if (target := event.submit.cancels) is not None:
-                    self._canceller.cancel_for_operator(frontend, request_id, target)
-                case Submission() if event.submit.asks is not None:
-                    self._lingering.answer(event)
                 case Submission():
                     self._intake.submit(event)
+                case Question(frontend, CancelOther() as cancel):
+                    self._canceller.cancel_for_operator(frontend, cancel.request_id, cancel.target)
+                case Question(frontend, AskStream() as ask):
+                    self._streams.answer(frontend, ask)
                 case Cancellation(frontend, request_id, noticed_ns, keep):
                     self._canceller.cancel(frontend, request_id, noticed_ns, keep)
                 case FrontendDeath(frontend):
                     self._canceller.drop_frontend(frontend)
         self._intake.submit_compiled()
         self._canceller.expire()
-        self._lingering.expire(is_draining=self._intake.is_draining)
+        self._streams.expire(is_draining=self._intake.is_draining)
         for result in self._executor.results():
             self._apply(result)
             if isinstance(result.error, DeviceLost):
                 self._link.flush()  # requests of that step fail; the frontends resubmit all others
                 raise ExecutorFailed("the device is lost") from result.error
         self._intake.readmit_separated()
-        self._intake.admit_settled()
+        self._intake.admit_after_grace()
         self.plan_due_s = self._plan_steps()
         for sequence in self._scheduler.take_preempted():
             if self._recorder is not None:
@@ -329,7 +327,7 @@ class Engine:
         if self._heartbeat is not None:
             self._heartbeat.beat()
         board.running = running = scheduler.num_running
-        board.waiting = waiting = scheduler.num_waiting + len(self._open_requests.settlement)
+        board.waiting = waiting = scheduler.num_waiting + len(self._open_requests.restart_grace)
         board.pages_used = pages_held = scheduler.num_pages_held
         board.pages_idle = pages_idle = scheduler.num_pages_idle
         board.preemptions = scheduler.num_preemptions
@@ -351,8 +349,8 @@ class Engine:
         """Raises RuntimeError unless requests, sequences, pages and slots all account for each other."""
         self._scheduler.check_integrity()
         num_scheduled = self._scheduler.num_running + self._scheduler.num_waiting
-        self._open_requests.check_integrity(num_scheduled + len(self._open_requests.settlement))
-        self._lingering.check_integrity()
+        self._open_requests.check_integrity(num_scheduled + len(self._open_requests.restart_grace))
+        self._streams.check_integrity()
 
 
 def _tokens_by_row(result: StepResult) -> list[int]:

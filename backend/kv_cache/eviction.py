@@ -11,12 +11,24 @@ if TYPE_CHECKING:
     from penstock.backend.kv_cache.page_index import PageIndex
 
 _GROWTH = 1.125
-"""A tenant is ranked again when its pages have grown or shrunk by this factor.
-
-So the chosen tenant has at least three quarters of the most pages.
-"""
+"""A tenant is ranked again when its pages have grown or shrunk by this factor."""
 _STALE_TURNOVERS = 4
 """A page is evicted first, whatever its tenant's share, once this many times the pool's pages were released since."""
+
+# How the tenant that loses a page is found. It is the one with the most idle pages for its weight, or nearly. An exact
+# heap would need a push for every page that becomes idle or is taken again, and there are thousands of these a second.
+# So a tenant keeps the rank of a former count, and two rules bound the error:
+#
+#   grown    `add` ranks a tenant again as soon as its pages exceed 1.125 times its rank. Nobody has more than that.
+#   shrunk   `discard` does nothing: the tenant's rank is too high, so it rises to the top of the heap too early, and
+#            there `_choose` sees that 1.125 times its pages are below its rank, and ranks it again, lower.
+#
+# So whoever is chosen at the top has at least rank / 1.125, and all others at most rank * 1.125: at least 0.79 of the
+# most. A tenant is ranked again only when an eighth of its pages have come or gone, which is why it costs little.
+#
+# Nothing is taken out of the middle of a heap. A new rank is a new entry; the old one no longer equals the tenant's
+# rank and is stale, as is an entry of a tenant that lost all its pages, for it is another object when it comes back.
+# Stale entries are dropped at the top, and all at once when they outnumber the tenants.
 
 
 class _TenantPages:

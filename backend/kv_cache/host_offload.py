@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.backend.kv_cache.persisted.page_rows import KeptPage
+from penstock.backend.kv_cache.persisted.page_rows import PersistedPage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.backend")
 
 
-class IKeepsPages(Protocol):
+class IPageStore(Protocol):
     """Remembers the content of host pages for later processes: a `PageStore`."""
 
     @property
     def num_places(self) -> int: ...
 
     @property
-    def found(self) -> Sequence[KeptPage]: ...
+    def found(self) -> Sequence[PersistedPage]: ...
 
-    def publish(self, page: KeptPage) -> None: ...
+    def publish(self, page: PersistedPage) -> None: ...
 
     def withdraw(self, index: int) -> None: ...
 
@@ -51,7 +51,7 @@ class _Saved:
 class HostOffload:
     """A fixed number of host pages, which may be 0. Owned by the page pool; not shared between threads."""
 
-    def __init__(self, num_host_pages: int, store: IKeepsPages | None = None) -> None:
+    def __init__(self, num_host_pages: int, store: IPageStore | None = None) -> None:
         """With a store, num_host_pages is its number of places."""
         self._num_host_pages = num_host_pages if store is None else store.num_places
         self._store = store
@@ -72,7 +72,7 @@ class HostOffload:
         """Called with the hash of content that is no longer on the host."""
         self._take_over(() if store is None else store.found)
 
-    def _take_over(self, found: Sequence[KeptPage]) -> None:
+    def _take_over(self, found: Sequence[PersistedPage]) -> None:
         """Begin with the pages that earlier processes have saved."""
         for page in found:
             if (older := self._saved.pop(page.page_hash, None)) is not None and self._store is not None:
@@ -170,7 +170,7 @@ class HostOffload:
             return
         for page_hash, saved in self._copying.popleft():
             if self._saved.get(page_hash) is saved:  # otherwise it was forgotten meanwhile
-                self._store.publish(KeptPage(saved.host_page, page_hash, saved.salt))
+                self._store.publish(PersistedPage(saved.host_page, page_hash, saved.salt))
 
     def invalidate_tenant(self, salt: bytes) -> None:
         """Forget all content of the tenant."""

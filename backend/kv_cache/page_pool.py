@@ -11,10 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.backend.kv_cache.eviction import IdlePages
-from penstock.backend.kv_cache.findable_pages import FindablePages
-from penstock.backend.kv_cache.host_offload import HostOffload, IKeepsPages
+from penstock.backend.kv_cache.host_offload import HostOffload, IPageStore
 from penstock.backend.kv_cache.page_hash import is_full_page_hash
-from penstock.backend.kv_cache.page_index import FullPageObserver, IndexedPage, PageIndex
+from penstock.backend.kv_cache.page_index import FindablePages, FullPageObserver, IndexedPage, PageIndex
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +27,7 @@ class PagePool:
         num_pages: int,
         num_host_pages: int = 0,
         observers: Sequence[FullPageObserver] = (),
-        store: IKeepsPages | None = None,
+        store: IPageStore | None = None,
         names: FullPageObserver | None = None,
     ) -> None:
         """store has the host pages, if they outlive this process.

@@ -8,38 +8,32 @@ tokens to compute. Then it admits waiting sequences as slots, pages and the toke
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from penstock.backend.kv_cache.kv_groups import KvGroups
+from penstock.backend.scheduling.admission import Admission
 from penstock.backend.scheduling.outlook import Outlook, those_before
+from penstock.backend.scheduling.preemption import Preemption
 from penstock.backend.scheduling.running import RunningSequences
 from penstock.backend.scheduling.step_budget import share_out
 from penstock.backend.scheduling.step_plan import Plan
-from penstock.backend.scheduling.tenants import PREFILL_COST
-from penstock.backend.scheduling.wait_queue import Passed
+from penstock.backend.scheduling.tenants import PREFILL_COST, Tenants
+from penstock.backend.scheduling.wait_queue import WaitQueue
 
 if TYPE_CHECKING:
+    from penstock.backend.kv_cache.host_offload import HostOffload
     from penstock.backend.kv_cache.page_pool import PagePool
+    from penstock.backend.scheduling.step_plan import Chunk
     from penstock.backend.sequences.sequence import Sequence
-    from penstock.backend.sequences.tenant import TenantAccount
 
-    Chunk: TypeAlias = tuple[Sequence, int]
-    """A sequence with known tokens that are not computed, and how many of them the step computes."""
 
-_PREEMPTING_PART = 2
-"""Others are preempted for a tenant that has less than half of its share. It gets the rest as they end."""
-_MAX_PASSING = 16
-"""Others may pass a sequence that does not fit with as many pages as it needs itself. Tenants that have received less
-service, or have less than half of their share, may pass it with this many times as much."""
 _SHORT_STEP_PART = 4
 """A short step computes at most a quarter of the usual tokens of prompts."""
 _STEPS_PER_SHORT_STEP = 4
 """At most one step in four is short: the others keep the throughput."""
-_LOOK_AGAIN_STEPS = 16
-"""A sequence that does not fit is tried again after this many steps: more of its prefix may be cached by then."""
 
 
-class Scheduler(RunningSequences):
+class Scheduler:
     """All sequences that have not ended. Each is either waiting or running."""
 
     def __init__(
@@ -57,9 +51,14 @@ class Scheduler(RunningSequences):
         """A sequence that waits for another's prefix does so while the prefix grows within max_park_steps steps.
         num_plans_ahead, keeps_state: see `RunningSequences`. kv_windows: see `PassSpec`."""
         groups = KvGroups.of(page_size_tokens, kv_windows, max_batch_tokens, num_plans_ahead, keeps_state=keeps_state)
-        super().__init__(pool, groups, max_running, num_plans_ahead, keeps_state=keeps_state)
+        self._pool = pool
+        self._keeps_state = keeps_state
+        self._tenants = Tenants()
+        self._waiting = WaitQueue(self._tenants)
+        self._running = RunningSequences(pool, groups, max_running, num_plans_ahead, keeps_state=keeps_state)
+        self._preemption = Preemption(self._running, self._waiting, self._tenants)
+        self._admission = Admission(self._running, self._waiting, self._tenants, self._preemption, max_park_steps)
         self._max_batch_tokens = max_batch_tokens
-        self._max_park_steps = max_park_steps
         self._bisections: deque[list[tuple[Sequence, int]]] = deque()
         """Parts of failed steps: sequences, each with the number of tokens that it had after the step. A part runs
         before anything else, in steps of its own, until they have these tokens again."""
@@ -71,11 +70,6 @@ class Scheduler(RunningSequences):
         self._num_precedences_left = max_running
         """Sequences that may still go before all others because they ran in an earlier backend. No more than this ran
         there at a time, and no more can frontends that lie gain in this backend's life."""
-        self._newcomers: list[Chunk] = []
-        """Admitted in this plan."""
-        self._displaced: list[Sequence] = []
-        """Preempted for newcomers of this plan. They wait again when all of these have been admitted: one that started
-        again in the same plan would have two rows in it."""
 
     def add(self, sequence: Sequence) -> None:
         """Put the sequence into the wait queue. The caller has checked that the pool can hold it. After an error it has
@@ -100,23 +94,22 @@ class Scheduler(RunningSequences):
         sequence.generation += 1
         if sequence.order < 0:  # it was never added
             return
-        if sequence in self._running:
-            self._stop_running(sequence)
+        if sequence in self._running.sequences:
+            self._waiting.unpark(self._running.stop(sequence))
         else:
             self._waiting.forget(sequence)
             sequence.account.leave_round(sequence.group, sequence.round, has_started=False)
         self._tenants.close(sequence.account)
         if sequence.embeddings is not None:  # no other sequence can find their KV
-            self._prefix_cache.discard(sequence)
+            self._running.prefix_cache.discard(sequence)
 
     def plan(self) -> Plan:
         """Plan the next step; a plan without rows if there is nothing to do."""
         if chunks := self._choose_bisected():
             return self._make_plan([], chunks)
-        self._waiting.unpark_overdue(self._num_plans)
+        self._admission.begin_plan(self._num_plans)
         if self._tenants.has_idle:
             self._tenants.forget_idle(self._waiting.floor())
-        self._newcomers = []
         num_preemptions = self.num_preemptions
         decodes, unfinished = self._choose_decodes(self._max_batch_tokens)
         budget = min(self._max_batch_tokens - len(decodes), self._max_prompt_tokens())
@@ -124,9 +117,7 @@ class Scheduler(RunningSequences):
             self._find_pages(sequence, min(sequence.num_given_tokens, sequence.num_computed + budget))
         unfinished = [sequence for sequence in unfinished if sequence.slot is not None]
         chunks = self._choose_chunks(unfinished, budget, may_admit=self.num_preemptions == num_preemptions)
-        for sequence in self._displaced:
-            self._waiting.put(sequence)
-        self._displaced.clear()
+        self._admission.end_plan()
         if self.num_preemptions != num_preemptions:
             decodes = [sequence for sequence in decodes if sequence.slot is not None]
             chunks = [chunk for chunk in chunks if chunk[0].slot is not None]
@@ -134,7 +125,7 @@ class Scheduler(RunningSequences):
             self._tenants.charge_decodes(decodes)
             for sequence, num_tokens in chunks:
                 self._tenants.charge(sequence.account, num_tokens * PREFILL_COST)
-        plan = self._make_plan(decodes, chunks + self._newcomers)
+        plan = self._make_plan(decodes, chunks + self._admission.newcomers)
         self._num_plans += bool(plan)
         return plan
 
@@ -144,15 +135,15 @@ class Scheduler(RunningSequences):
         if sequence.order < 0:
             account = self._tenants.find(sequence.tenant, sequence.weight)
             turn = sequence.rank, sequence.admitted_ns, account.round + 1, self._num_added
-        prefix = self._prefix_cache.find(sequence)
-        num_cached = prefix.num_full_pages * self._page_size + prefix.num_copied_tokens
+        prefix = self._running.prefix_cache.find(sequence)
+        num_cached = prefix.num_full_pages * self._running.groups.page_size_tokens + prefix.num_copied_tokens
         return Outlook(
-            list(self._running),
+            list(self._running.sequences),
             those_before(sequence, turn, account, self._waiting.sequences()),
             num_cached,
-            self.max_running,
+            self._running.max_running,
             self._pool.num_pages,
-            self._groups,
+            self._running.groups,
             self._max_batch_tokens,
         )
 
@@ -170,7 +161,7 @@ class Scheduler(RunningSequences):
         """Advance the sequences that decode. Return them, and the running ones with given tokens left to compute."""
         decodes: list[Sequence] = []
         need_pages, unfinished = [], []
-        for sequence in self._running:
+        for sequence in self._running.sequences:
             end = sequence.num_computed + 1
             if end <= sequence.num_given_tokens:
                 if end < sequence.num_given_tokens or not sequence.awaits_mask:
@@ -194,15 +185,15 @@ class Scheduler(RunningSequences):
     def _choose_chunks(self, unfinished: list[Sequence], budget: int, *, may_admit: bool) -> list[Chunk]:
         """Share the budget among running sequences with given tokens left to compute, and newcomers. Tenants that have
         received less come first. Returns the chunks of the former."""
-        may_admit = may_admit and self._may_admit_any()
+        may_admit = may_admit and self._admission.may_admit_any()
         if not unfinished:
             if may_admit:
-                self._admit(budget)
+                self._admission.admit(budget)
             return []
         if self._tenants.are_several:
             unfinished.sort(key=lambda sequence: sequence.account.service)
             if may_admit:
-                budget = self._admit(budget, before=unfinished)
+                budget = self._admission.admit(budget, before=unfinished)
                 unfinished = [sequence for sequence in unfinished if sequence.slot is not None]
         needs = [sequence.num_given_tokens - sequence.num_computed for sequence in unfinished]
         num_of_first = len(unfinished)
@@ -210,7 +201,7 @@ class Scheduler(RunningSequences):
             num_of_first = sum(sequence.account is unfinished[0].account for sequence in unfinished)
         grants, left = share_out(needs, budget, num_of_first_tenant=num_of_first, someone_waits=may_admit)
         if may_admit and left:
-            left = self._admit(left, in_parts=left < budget)
+            left = self._admission.admit(left, in_parts=left < budget)
         chunks = []
         for sequence, need, grant in zip(unfinished, needs, grants, strict=True):
             extra = min(left, need - grant)
@@ -259,129 +250,101 @@ class Scheduler(RunningSequences):
         plan.generations = [sequence.generation for sequence in plan.sequences]
         plan.slots = [sequence.slot for sequence in plan.sequences]
         plan.ends = [sequence.num_computed for sequence in plan.sequences]
-        plan.grown = [sequence for sequence in self._grown if sequence.slot is not None]
-        self._grown.clear()
-        plan.page_copies, self._page_copies = self._page_copies, {}
-        plan.page_restores, self._page_restores = self._page_restores, {}
-        self._pool.host_offload.end_plan()
-        self._pool.release(self._copy_sources)
-        self._copy_sources.clear()
+        self._running.describe_pages(plan)
         return plan
 
-    # Admission
-
-    def _may_admit_any(self) -> bool:
-        """Whether looking at the wait queue can have an effect. Cheap: called in every plan."""
-        return len(self._waiting) > self._waiting.num_parked and (bool(self._free_slots) or self._tenants.are_several)
-
-    def _admit(self, budget: int, *, before: list[Sequence] | None = None, in_parts: bool = False) -> int:
-        """Start waiting sequences while budget, slots and pages last. Return the remaining budget.
-
-        before: only sequences of tenants that have received no more service than the first of these sequences, and have
-        none of them. in_parts: a prompt that does not fit the budget gets half of it, so that a shorter one behind it
-        fits.
-        """
-        busy = {sequence.account for sequence in before or ()}
-        if before is None:
-            for sequence, passed in self._waiting.passed():
-                if budget > 0 and self._is_due(passed) and self._may_start(sequence):
-                    num_left = self._start_if_it_fits(sequence, budget, in_parts=in_parts)
-                    passed.again_step = self._num_plans + _LOOK_AGAIN_STEPS
-                    passed.num_available = self._pool.num_available - min(0, num_left)
-                    budget = num_left if num_left >= 0 else budget
-        while budget > 0 and (head := self._waiting.head()) is not None:
-            if before and (head.account in busy or head.account.service > before[0].account.service):
-                break
-            if not self._may_start(head):
-                break
-            num_left = self._start_if_it_fits(head, budget, in_parts=in_parts)
-            if num_left >= 0:
-                budget = num_left
-            elif self._free_slots and self._waiting.can_pass(head):
-                num_pages = self._groups.most_pages(len(head.tokens) + 1)
-                num_available = self._pool.num_available - num_left
-                self._waiting.pass_over(head, Passed(num_pages, num_available, self._num_plans + _LOOK_AGAIN_STEPS))
-            else:
-                break
-        return budget
-
-    def _is_due(self, passed: Passed) -> bool:
-        is_due = self._pool.num_available >= passed.num_available or self._num_plans >= passed.again_step
-        return is_due or not self._running
-
-    def _may_start(self, sequence: Sequence) -> bool:
-        """Whether there may be a slot for the sequence, and it may pass those before it that do not fit. A slot is kept
-        free for each parked sequence, because it came first. This also bounds the number of sequences of one prefix
-        that are tried in one plan."""
-        is_poor = self._is_poor(sequence.account)
-        if len(self._free_slots) <= self._waiting.num_parked and not is_poor:
+    def _find_pages(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Get pages for num_tokens of a running sequence, preempting others if necessary. False if it is preempted
+        itself."""
+        if sequence.slot is None:
             return False
-        account = sequence.account
-        for other, passed in self._waiting.passed():
-            if other is sequence:
-                break
-            goes_first = other.account is not account and (is_poor or account.service < other.account.service)
-            if other.parking.num_pages_passed >= (_MAX_PASSING if goes_first else 1) * passed.num_pages:
+        missing = self._running.missing_pages(sequence, num_tokens)
+        while missing > self._pool.num_available:
+            last = self._preemption.choose_victim()
+            self._preemption.preempt(last)
+            if last is sequence:
                 return False
+        if missing > 0:
+            self._running.grow(sequence, missing)
         return True
 
-    def _is_poor(self, account: TenantAccount) -> bool:
-        """With one more slot the tenant has at most half of its share, or it has none."""
-        if not self._tenants.are_several:
-            return False
-        num_due = self._tenants.share_of(account) * self.max_running / _PREEMPTING_PART
-        return account.num_running + 1 <= max(1.0, num_due)
+    # Results
 
-    def _start_if_it_fits(self, sequence: Sequence, budget: int, *, in_parts: bool) -> int:
-        """Start the head of the queue or a passed sequence, or park it. Returns the remaining budget. If there is no
-        room, returns minus the missing pages, or -1 without a free slot."""
-        prefix = self._prefix_cache.find(sequence)
-        num_available = prefix.num_full_pages * self._page_size + prefix.num_copied_tokens
-        if prefix.awaited is not None and sequence.parking.may_wait(
-            num_available, self._num_plans, self._max_park_steps
-        ):
-            self._waiting.take(sequence)
-            self._waiting.park(sequence, prefix.awaited, self._num_plans + self._max_park_steps)
-            return budget
-        # All its known tokens and the next one must fit now, and so must the pages that others take before its
-        # first step is applied. Otherwise it could be preempted before it makes progress.
-        num_tokens = min(len(sequence.tokens) + 1, sequence.max_total_tokens)
-        num_listed = self._groups.first_pages(num_tokens, prefix.passed)
-        num_new = num_listed - prefix.num_held_or_passed * self._groups.count
-        num_later = self._groups.later_pages(num_tokens, prefix.passed, num_listed) + self._num_promised()
-        num_left = self._pool.num_available - num_new - num_later - sum(map(self._pool.is_idle, prefix.pages))
-        num_missing = -num_left if num_left < 0 else 0 if self._is_enough(num_left, sequence) else 1
-        if num_missing or not self._free_slots:
-            if not self._take_from_others(sequence, num_missing):
-                return -max(1, num_missing)
-            if not self._waiting.is_next(sequence):  # the preemption has unparked one that comes before it
-                return budget
-            return self._start_if_it_fits(sequence, budget, in_parts=in_parts)
-        passes, num_available = list(self._waiting.passed_before(sequence)), self._pool.num_available
-        self._waiting.take(sequence)
-        self._start(sequence, prefix, num_new, may_copy=num_left > 0 or not self._pool.is_idle(prefix.copy_source))
-        for other in passes:
-            other.parking.num_pages_passed += num_available - self._pool.num_available
-        num_missing = sequence.num_given_tokens - sequence.num_computed
-        grant = num_missing if num_missing <= budget else (budget + 1) // 2 if in_parts else budget
-        self._newcomers.append((sequence, grant))
-        if self._tenants.are_several:
-            self._tenants.charge(sequence.account, grant * PREFILL_COST)
-        return budget - grant
+    def note_computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """Note that the step that computed the sequence's first num_tokens has been applied. Sequences that wait for
+        pages that it has filled are unparked."""
+        self._waiting.unpark(self._running.note_computed(sequence, num_tokens))
 
-    def _take_from_others(self, sequence: Sequence, num_pages: int) -> bool:
-        """Preempt sequences of tenants over their share, if the sequence's tenant stays at half of its own."""
-        account = sequence.account
-        if not self._is_poor(account):
-            return False
-        num_held = sum(len(other.kv.held_pages) for other in self._running if other.account is account)
-        num_due = self._tenants.share_of(account) * self._pool.num_pages / _PREEMPTING_PART
-        if num_pages and num_held + self._groups.most_pages(len(sequence.tokens) + 1) > num_due:
-            return False
-        num_slots = 0 if self._free_slots else 1
-        kept = {newcomer for newcomer, _ in self._newcomers}
-        victims = self._choose_victims(account, num_slots, num_pages, kept)
-        for victim in victims:
-            self._preempt(victim, requeue=False)
-        self._displaced += victims
-        return bool(victims)
+    def rewind(self, sequence: Sequence, num_computed: int) -> None:
+        """Drop the results of a running sequence's steps in flight.
+
+        It continues after its first num_computed tokens. If the pass keeps state, it begins again: the state may have
+        advanced further, and cannot go back.
+        """
+        sequence.rewind(0 if self._keeps_state else num_computed)
+
+    def invalidate_tenant(self, sequence: Sequence) -> None:
+        """Make all cached pages of the sequence's tenant unfindable.
+
+        Its logits were bad, so its pages may be bad, and with them the pages that it found or that others copied from
+        it.
+        """
+        self._running.prefix_cache.invalidate_tenant(sequence.salt)
+
+    def take_saves(self) -> tuple[tuple[int, int], ...]:
+        """(page, host place) pairs to copy before the next step. Call it when that step is launched."""
+        return self._pool.host_offload.take_saves()
+
+    def take_preempted(self) -> list[Sequence]:
+        """See `ISequenceScheduler`."""
+        return self._preemption.take_preempted()
+
+    # Counts
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `plan` may return rows; see `ISequenceScheduler`."""
+        return bool(self._running.sequences or self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running.sequences)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._preemption.count
+
+    @property
+    def num_free_slots(self) -> int:
+        return self._running.num_free_slots
+
+    @property
+    def num_pages_held(self) -> int:
+        return self._pool.num_held
+
+    @property
+    def num_pages_idle(self) -> int:
+        return self._pool.num_idle
+
+    @property
+    def host_offload(self) -> HostOffload:
+        """The pool's host pages, for metrics and to note that a step has ended."""
+        return self._pool.host_offload
+
+    def num_waiting_of(self, tenant: bytes) -> int:
+        return self._tenants.num_waiting_of(tenant)
+
+    def share_of(self, tenant: bytes, weight: float) -> float:
+        """See `ISequenceScheduler`."""
+        return self._tenants.share_with(tenant, weight)
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError unless pages and slots are conserved and each parked sequence waits for a running one."""
+        waiting = self._waiting.sequences()
+        self._running.check_integrity(waiting, self._waiting.parked_keys())
+        self._waiting.check_integrity()
+        self._tenants.check_integrity([*self._running.sequences, *waiting])

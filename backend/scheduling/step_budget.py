@@ -5,6 +5,19 @@ from __future__ import annotations
 _RESERVED_PART = 4
 """A quarter of a step is reserved for short prompts: they finish soon, and long prompts hardly notice."""
 
+# A step has room for a fixed number of tokens, because every stream waits for its end. Decodes come first, with one
+# token each. What they leave is this budget, and prompts share it:
+#
+#   |------------- 3/4 -------------|--- 1/8 ---|--- 1/8 ---|
+#    the first prompts, in order     shortest    newcomers
+#
+# The first part goes to the first prompt, as far as it needs it, and then to the next: many prompts computed in halves
+# would bring no token. Without the reserve, a prompt of 100,000 tokens would keep one of ten waiting for all its steps.
+# With it the short one starts in the next step, and the long one takes a third longer at most. Newcomers have a part of
+# their own, because prompts that run already could use up the reserve of each step.
+#
+# No token of the budget is wasted while a prompt needs it: what newcomers leave goes back to the running prompts.
+
 
 def share_out(needs: list[int], budget: int, *, num_of_first_tenant: int, someone_waits: bool) -> tuple[list[int], int]:
     """Return how many tokens of each prompt the step computes, and how many are left for newcomers.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from penstock.backend.sequences.sequence import Sequence
+
+    Chunk: TypeAlias = tuple[Sequence, int]
+    """A sequence with known tokens that are not computed, and how many of them the step computes."""
 
 NO_SAMPLE = -2
 """In a list of sampled tokens by row: the row samples no token."""

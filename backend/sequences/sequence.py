@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.forward_pass import NO_ADAPTER, NOT_FINITE
 from penstock.backend.sequences.kv_state import KvState
-from penstock.backend.sequences.parking import Parking
 from penstock.backend.sequences.subscribers import Subscribers
 from penstock.backend.sequences.tenant import NOBODY, Group
 
@@ -21,6 +20,31 @@ if TYPE_CHECKING:
 _NO_TOKEN = frozenset([NOT_FINITE])
 NEW = 1 << 63
 """`admitted_ns` of a sequence that has not been admitted before."""
+
+
+class Parking:
+    """The patience of one sequence: it waits as long as its prefix grows within a number of steps."""
+
+    __slots__ = ("deadline_step", "num_available", "num_pages_passed")
+
+    def __init__(self) -> None:
+        self.num_available = -1
+        """Tokens of the prefix that were computed at the last check."""
+        self.deadline_step = 0
+        """Step before which `num_available` must grow."""
+        self.num_pages_passed = 0
+        """Pages that later sequences have taken since this one was first found not to fit."""
+
+    def may_wait(self, num_available: int, step: int, max_steps: int) -> bool:
+        """Note that num_available tokens of the prefix are computed now. False if it has not grown for max_steps."""
+        if num_available > self.num_available:
+            self.num_available = num_available
+            self.deadline_step = step + max_steps
+        return step < self.deadline_step
+
+    def restart(self) -> None:
+        self.num_available = -1
+        self.num_pages_passed = 0
 
 
 class Sequence:
@@ -48,7 +72,6 @@ class Sequence:
         "generation",
         "goes_first",
         "group",
-        "kept_logprobs",
         "kv",
         "max_total_tokens",
         "needs_slot_init",
@@ -60,6 +83,7 @@ class Sequence:
         "order",
         "output",
         "parking",
+        "past_logprobs",
         "pooled",
         "queue_s",
         "rank",
@@ -113,7 +137,7 @@ class Sequence:
         """The prompt, if it is given as embeddings. The link ends the loan with the request."""
         # Delivery
         self.subscribers = Subscribers()
-        self.kept_logprobs: list[EventLogprobs] | None = None
+        self.past_logprobs: list[EventLogprobs] | None = None
         """Log probabilities of the generated tokens, for late joiners; None if nobody can join."""
         self.output: Loan | None = None
         """Buffer in which the only subscriber receives its logits. The link ends the loan with the request."""
@@ -131,7 +155,7 @@ class Sequence:
         self.subscriber_ids: tuple[tuple[int, int], ...] = ()
         """(frontend, request id) of each subscriber; valid on the fast path."""
         self.fast_path_until = 0
-        """A step after which fewer tokens than this are computed brings a fast-path token; see `settle`."""
+        """A step after which fewer tokens than this are computed brings a fast-path token; see `update_fast_path`."""
         self.subscribe(subscriber)
         # Its turn
         self.rank = rank
@@ -205,7 +229,7 @@ class Sequence:
         """Note that a subscriber belongs to another frontend now, and may have to start again."""
         self.subscribers.first_end = self.fast_path_until = 0
 
-    def settle(self) -> None:
+    def update_fast_path(self) -> None:
         """Allow the fast path after a token took the slow one.
 
         A fast-path token is only a token to all subscribers: it completes no page, all have started, none stops at it

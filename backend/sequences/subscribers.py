@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from penstock.backend.sequences.kept import KeptChoice
+    from penstock.backend.sequences.resumable_stream import ResumableChoice
     from penstock.shm.link.events import Submission
-    from penstock.shm.messages import Pooled
+    from penstock.shm.messages import Generate, Pooled, PromptHeader
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,28 @@ class Subscriber:
     """Owner of the request. The sequence is charged to the tenant of its first subscriber."""
     pooled: Pooled | None = None
     """The form of the vector that is its result."""
-    resumed: Submission | None = None
+    resumed: Submission[Generate] | None = None
     """The request, until the sequence has caught up with the tokens that came with it."""
     reports_progress: bool = False
     """It receives how much of the prompt is computed, until its first token."""
     prediction: Prediction | None = None
     """Compared with the actual times; None for most requests."""
-    kept: KeptChoice | None = None
+    resumable: ResumableChoice | None = None
     """The part of the request that outlives its reader, if it lingers."""
+
+    @classmethod
+    def of(
+        cls,
+        submission: Submission[PromptHeader],
+        arrived_s: float,
+        max_total_tokens: int,
+        stop_token_ids: frozenset[int] = frozenset(),
+    ) -> Self:
+        """The subscriber of a new request."""
+        message, deadline_s = submission.message, submission.deadline_s(arrived_s)
+        name, num_tokens = (submission.frontend, message.request_id), len(submission.tokens) // 4
+        limits = max_total_tokens, stop_token_ids
+        return cls(*name, *limits, num_tokens, arrived_s, deadline_s, tenant=message.tenant)
 
     def contradicts(self, index: int, token_id: int) -> bool:
         """The token at index, which the sequence computed, is not the one that came with the request."""

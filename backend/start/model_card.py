@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.backend.forward_pass import PassSpec
-    from penstock.backend.kv_cache.budget import KvPlan
-    from penstock.backend.kv_cache.whole_plan import WholePlan
+    from penstock.backend.kv_cache.budget.kv_plan import KvPlan
+    from penstock.backend.kv_cache.budget.whole_plan import WholePlan
 
 logger = logging.getLogger("penstock.backend")
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.backend.engine.batch_builder import BatchBuilder, WholeBatchBuilder
+from penstock.backend.engine.steps.batch_builder import BatchBuilder, WholeBatchBuilder
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass.extensions import IHostPages
+from penstock.backend.kv_cache.budget.whole_plan import WholePlan
 from penstock.backend.kv_cache.page_pool import PagePool
-from penstock.backend.kv_cache.whole_plan import WholePlan
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.scheduling.whole_scheduler import WholeScheduler
 from penstock.shm.link.kv_event_publisher import CannotPublish, KvEventPublisher
 from penstock.shm.memory.page_digest import PageDigestWriter
 
 if TYPE_CHECKING:
+    from penstock.backend.engine.interfaces import ISequenceScheduler
     from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions
-    from penstock.backend.kv_cache.budget import KvPlan
+    from penstock.backend.kv_cache.budget.kv_plan import KvPlan
     from penstock.backend.kv_cache.persisted.page_store import PageStore
     from penstock.backend.options import BackendOptions
-    from penstock.backend.scheduling.interface import ISequenceScheduler
     from penstock.shm.memory.board import BackendBoard
 
 

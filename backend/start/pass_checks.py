@@ -109,6 +109,7 @@ def check_first_step(forward_pass: IBatchedForwardPass, spec: PassSpec) -> float
                 f'the forward pass returned vectors of shapes {shapes} for one row of one token of kind "{kind}" '
                 f"instead of {[expected]}: make them as wide as spec.pooled"
             )
+        _check_numbers(np.isnan(pooled[0]).any(), f'a vector of kind "{kind}"')
     return token_step_s
 
 
@@ -148,14 +149,24 @@ def _one_token(pooled: PooledRows | None, num_groups: int) -> StepBatch:
 def _check_sampling(forward_pass: IBatchedForwardPass, spec: PassSpec, batch: StepBatch) -> None:
     logits = forward_pass.forward(batch)
     # Without host_logits, the handle may be an object of the pass's own. Then its width is unknown.
-    shape = getattr(read_host_logits(forward_pass, logits), "shape", None)
+    host = read_host_logits(forward_pass, logits)
+    shape = getattr(host, "shape", None)
     if shape is not None and tuple(shape) != (1, spec.vocab_size):
         raise StartupError(
             f"the forward pass returned logits of shape {list(shape)} for one row instead of [1, {spec.vocab_size}]: "
             "make the logits as wide as spec.vocab_size"
         )
+    _check_numbers(shape is not None and np.isnan(host).any(), "the row of logits")
     token_ids = forward_pass.sample(logits, batch).wait().token_ids
     if np.shape(token_ids) != (1,):
         raise StartupError(
             f"the forward pass sampled token ids of shape {list(np.shape(token_ids))} for one row; expected [1]"
+        )
+
+
+def _check_numbers(has_nan: bool | np.bool_, what: str) -> None:
+    if has_nan:
+        raise StartupError(
+            f"after one token {what} of the forward pass has NaN: weights are not finite, or the model needs more than "
+            "its dtype; get the files again, or try --dtype fp32"
         )

@@ -7,9 +7,9 @@ import importlib
 import pkgutil
 
 from penstock import backend
+from penstock.backend.checkpoint.fingerprint import code_hash
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass.plugins import find_forward_pass
-from penstock.backend.passes.decoder.held_weights.fingerprint import code_hash
 from penstock.process.standby import wait_for_turn
 
 

@@ -11,10 +11,17 @@ from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.errors import NoRoomBeside, StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.forward_pass.extensions import IFindsHeldWeights
-from penstock.backend.kv_cache.budget import CPU_BUDGET_BYTES, KvBudget, KvPlan, auto_budget, host_budget, plan_kv
+from penstock.backend.kv_cache.budget.kv_plan import (
+    CPU_BUDGET_BYTES,
+    KvBudget,
+    KvPlan,
+    auto_budget,
+    host_budget,
+    plan_kv,
+)
+from penstock.backend.kv_cache.budget.memory import host_memory
+from penstock.backend.kv_cache.budget.whole_plan import WholePlan, plan_whole
 from penstock.backend.kv_cache.kv_groups import KvGroups
-from penstock.backend.kv_cache.memory import host_memory
-from penstock.backend.kv_cache.whole_plan import WholePlan, plan_whole
 from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device, planned_device
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import adopted_choices
 from penstock.backend.start.lora_modules import read_adapters
@@ -26,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.backend.forward_pass import IBatchedForwardPass, PassSpec
-    from penstock.backend.kv_cache.memory import MemoryInfo
+    from penstock.backend.kv_cache.budget.memory import MemoryInfo
     from penstock.backend.options import BackendOptions
     from penstock.backend.start.lora_modules import NamedAdapter
 

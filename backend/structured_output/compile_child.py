@@ -25,12 +25,12 @@ from penstock.backend.structured_output.compile_messages import (
     send,
 )
 from penstock.backend.structured_output.grammar_costs import error_of, one_line
+from penstock.process.children import stop_with_parent
 from penstock.shm.messages import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-_PR_SET_PDEATHSIG = 1
 _STACK_BYTES = 8 << 20
 _libc = ctypes.CDLL(None)
 
@@ -89,9 +89,7 @@ def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> CompileReport:
 
 def main(arguments: list[str]) -> None:
     """arguments are the descriptor of the socket and the parent's process id."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(arguments[1]):  # the backend died before prctl: no signal would come
-        return
+    stop_with_parent(signal.SIGKILL, int(arguments[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit(resource.RLIMIT_STACK, _STACK_BYTES)

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from penstock.backend.structured_output.compile_grammar import CompiledGrammar
     from penstock.backend.structured_output.grammar_cache import GrammarCache
     from penstock.shm.link.events import Submission
-    from penstock.shm.messages import Grammar
+    from penstock.shm.messages import Generate, Grammar
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingSubmission:
     """A submission whose grammar is being compiled."""
 
-    submission: Submission
+    submission: Submission[Generate]
     arrived_s: float
     deadline_s: float | None
     grammar: Grammar
@@ -35,7 +35,7 @@ class WaitingSubmission:
 
 
 class GrammarQueue:
-    """Owned by `OpenRequests`, on the main thread. A thread of the compiler calls `wake` when a grammar is compiled.
+    """Owned by `RequestTable`, on the main thread. A thread of the compiler calls `wake` when a grammar is compiled.
 
     max_waiting requests may wait, and beyond that those of a tenant with less than its share of the places
     (`tenant_places`).
@@ -63,14 +63,14 @@ class GrammarQueue:
         return self._waiting.get((frontend, request_id))
 
     def submit(
-        self, submission: Submission, grammar: Grammar, arrived_s: float, deadline_s: float | None
+        self, submission: Submission[Generate], grammar: Grammar, arrived_s: float, deadline_s: float | None
     ) -> CompiledGrammar | Failure | None:
         """Return the grammar if it is already compiled, a failure, or None: then the submission waits here.
 
         Limits do not apply to one that was admitted before a backend's death.
         """
-        request_id, tenant = submission.submit.request_id, submission.submit.tenant
-        is_new = not submission.submit.admitted_ns
+        request_id, tenant = submission.request_id, submission.message.tenant
+        is_new = not submission.message.admitted_ns
         if self._compiler is None:
             text = "this model has no tokenizer.json, which grammars need"
             return Failure(request_id, FailureCode.BAD_GRAMMAR, text=text)
@@ -111,7 +111,7 @@ class GrammarQueue:
             if self._compiler is None:
                 continue
             if self.find(submission.frontend, submission.request_id) is not waiting:
-                self._compiler.settle_abandoned(waiting.grammar, waiting.future, submission.submit.tenant)
+                self._compiler.settle_abandoned(waiting.grammar, waiting.future, submission.message.tenant)
                 continue
             self._pop(submission.frontend, submission.request_id)
             self._num_settled += 1
@@ -120,17 +120,17 @@ class GrammarQueue:
         return outcomes
 
     def _outcome_of(self, compiler: GrammarCache, waiting: WaitingSubmission) -> CompiledGrammar | Failure:
-        submit = waiting.submission.submit
+        request_id, tenant = waiting.submission.request_id, waiting.submission.message.tenant
         try:
-            return compiler.take_result(waiting.grammar, waiting.future, submit.tenant)
+            return compiler.take_result(waiting.grammar, waiting.future, tenant)
         except BadGrammar as error:
-            return Failure(submit.request_id, FailureCode.BAD_GRAMMAR, text=str(error))
+            return Failure(request_id, FailureCode.BAD_GRAMMAR, text=str(error))
         except GrammarMemoryFull as error:
-            return self._overload(submit.request_id, text=str(error))
+            return self._overload(request_id, text=str(error))
         except CompilerFailed:
-            return Failure(submit.request_id, FailureCode.INTERNAL)
+            return Failure(request_id, FailureCode.INTERNAL)
 
-    def take_all(self) -> list[Submission]:
+    def take_all(self) -> list[Submission[Generate]]:
         """Remove and return all submissions. Their grammars are not compiled unless compilation has begun."""
         submissions = [waiting.submission for waiting in self._waiting.values()]
         for submission in submissions:
@@ -156,7 +156,7 @@ class GrammarQueue:
         self._num_waiting_for[waiting.grammar] -= 1
         if not self._num_waiting_for[waiting.grammar]:
             del self._num_waiting_for[waiting.grammar]
-        tenant = waiting.submission.submit.tenant
+        request_id, tenant = waiting.submission.request_id, waiting.submission.message.tenant
         self.num_waiting_of[tenant] -= 1
         if not self.num_waiting_of[tenant]:
             del self.num_waiting_of[tenant]

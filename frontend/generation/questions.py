@@ -6,42 +6,28 @@ import time
 from typing import TYPE_CHECKING
 
 from penstock.frontend.generation.failures import backend_unavailable, overloaded, stream_failure
-from penstock.shm.client import (
-    BackendUnavailable,
-    FailureCode,
-    Finish,
-    GenerationRequest,
-    Overloaded,
-    RequestName,
-    Sampling,
-    StreamQuestion,
-)
+from penstock.shm.client import BackendUnavailable, FailureCode, Finish, Overloaded
 
 if TYPE_CHECKING:
-    from penstock.shm.client import BackendClient, TokenStream
+    from penstock.shm.client import AnswerStream, BackendClient, RequestName, StreamQuestion
 
 _TIMEOUT_S = 5.0
 
 
-async def ask(backend: BackendClient, question: RequestName | StreamQuestion) -> TokenStream | None:
+async def ask(backend: BackendClient, question: RequestName | StreamQuestion) -> AnswerStream | None:
     """Cancel a request, or ask about a stream.
 
     Returns the stream that brought the answer; None if the backend does not know the request or the stream. Raises
     ApiError.
     """
-    request = GenerationRequest([0], 1, Sampling(temperature=0.0), deadline_s=time.monotonic() + _TIMEOUT_S)
-    if isinstance(question, RequestName):
-        request.cancels = question
-    else:
-        request.asks = question
     answer = None
     try:
-        answer = backend.submit(request)
-        async for batch in answer:
-            if batch.failure is FailureCode.NOT_OPEN:
-                return None
-            if batch.finish not in (Finish.NONE, Finish.STOP):
-                raise stream_failure(batch, 0, None, backend.retry_after_s)
+        answer = backend.ask(question, deadline_s=time.monotonic() + _TIMEOUT_S)
+        batch = await answer.result()
+        if batch.failure is FailureCode.NOT_OPEN:
+            return None
+        if batch.finish is not Finish.STOP:
+            raise stream_failure(batch, 0, None, backend.retry_after_s)
     except BackendUnavailable:
         raise backend_unavailable(backend.retry_after_s) from None
     except Overloaded as error:

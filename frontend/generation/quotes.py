@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.frontend.generation.failures import backend_unavailable, milliseconds, overloaded, stream_failure
@@ -17,22 +16,22 @@ if TYPE_CHECKING:
     from penstock.frontend.generation.request_policy import RequestPolicy
     from penstock.frontend.generation.served_model import ServedModel
     from penstock.frontend.generation.submission.submit import PreparedRequest
-    from penstock.shm.client import TokenStream
 
 
 async def answer_quote(request: PreparedRequest, policy: RequestPolicy, served: ServedModel) -> QuoteAnswer:
     """Return the quote of a request, which does not run. Raises ApiError."""
     backend = served.backend
     prompts, planned, _ = await generation_requests(request, policy, served)
-    terms = quote_terms("quote", request, planned)
     try:
-        stream = backend.submit(replace(planned[0], quote=terms))
+        stream = backend.ask_quote(planned[0], quote_terms(request, planned))
     except Overloaded as error:
         raise overloaded(error.retry_after_s, error.limit) from None
     except BackendUnavailable:
         raise backend_unavailable(backend.retry_after_s) from None
     try:
-        await _read(stream, backend.retry_after_s)
+        batch = await stream.result()
+        if batch.finish is not Finish.QUOTED:
+            raise stream_failure(batch, 0, None, backend.retry_after_s)
     finally:
         stream.cancel()
     quote = stream.quote
@@ -53,13 +52,3 @@ async def answer_quote(request: PreparedRequest, policy: RequestPolicy, served: 
         latest_finish_ms=milliseconds(quote.latest_finish_s),
         meets_deadline=None if left_s is None or quote.finish_s is None else quote.finish_s <= left_s,
     )
-
-
-async def _read(stream: TokenStream, retry_after_s: int) -> None:
-    """Raises ApiError unless the stream ends with a quote."""
-    try:
-        async for batch in stream:
-            if batch.finish not in (Finish.NONE, Finish.QUOTED):
-                raise stream_failure(batch, 0, None, retry_after_s)
-    except BackendUnavailable:
-        raise backend_unavailable(retry_after_s) from None

@@ -6,7 +6,6 @@ protocol. Everything happens in one thread that sleeps in sigtimedwait.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import signal
@@ -16,6 +15,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from penstock.process.children import stop_with_parent
 from penstock.process.heartbeat import HangWatch
 from penstock.process.standby import Standby
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _SIGNALS = _STOP_SIGNALS | {signal.SIGCHLD, signal.SIGUSR2}
-_PR_SET_PDEATHSIG = 1
 _LONGEST_SLEEP_S = 60.0
 _IS_UP_EVERY_S = 0.1
 _ATTEND_EVERY_S = 0.05
@@ -300,14 +299,11 @@ class Supervisor:
     def _spawn(self, spec: ChildSpec, turn: int | None = None) -> subprocess.Popen[bytes]:
         """turn is the fd of a standby."""
         supervisor_pid = os.getpid()
-        libc = ctypes.CDLL(None)
         child_mask = {*self._mask, signal.SIGHUP} if spec.reloads else self._mask
 
         def tie_to_supervisor() -> None:
-            # Runs in the child between fork and exec. If the supervisor died before prctl, no signal would come.
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != supervisor_pid:
-                os._exit(1)
+            # Runs in the child between fork and exec.
+            stop_with_parent(signal.SIGKILL, supervisor_pid)
             signal.pthread_sigmask(signal.SIG_SETMASK, child_mask)
 
         waits = () if turn is None or spec.standby_option is None else (spec.standby_option, str(turn))

@@ -6,8 +6,6 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from penstock.shm.buffers.cuda_ipc import ImportedDeviceMemory
 from penstock.shm.memory import region
 from penstock.shm.messages import MAX_CONTEXT_TOKENS, BufferContent, BufferKind, BufferRef, ContentSpec
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
     import mmap
 
     from penstock.shm.buffers.device_api import OpenDevice
-    from penstock.shm.messages import BufferGrant, BufferReturn, Submit
+    from penstock.shm.messages import BufferGrant, BufferReturn
 
 
 class BuffersExhausted(Exception):
@@ -197,8 +195,8 @@ class SharedBuffers:
 
     # Called by the client
 
-    def lend_with(self, submit: Submit, prompt: object, output: BufferSlice | None) -> Submit:
-        """Lend the buffers and return the submission that names them. A prompt that is not a slice is ignored.
+    def lend(self, prompt: object, output: BufferSlice | None) -> dict[str, BufferRef]:
+        """Lend the buffers and return the message's fields that name them. A prompt that is not a slice is ignored.
 
         Raises ValueError with field, value and limit, BufferGone, and DeviceError; then nothing is lent.
         """
@@ -211,11 +209,8 @@ class SharedBuffers:
         for part in (source, output):
             if part is not None:
                 self._settle(part)
-        return msgspec.structs.replace(
-            submit,
-            tokens=submit.tokens if source is None else self._lend(source),
-            output=None if output is None else self._lend(output),
-        )
+        lent = {"tokens": source, "output": output}
+        return {field: self._lend(part) for field, part in lent.items() if part is not None}
 
     def _check(self, part: BufferSlice, *, to_backend: bool) -> None:
         field = "token_ids" if to_backend else "output"

@@ -17,7 +17,7 @@ from penstock.shm.client.pooled_matrix import pool_into
 from penstock.shm.client.replicas.replica_set import ReplicaSet, backends_of, clients_of
 from penstock.shm.client.replicas.socket_directory import SocketDirectory
 from penstock.shm.client.request import GenerationRequest
-from penstock.shm.client.stream import LogprobEntry, TokenBatch, TokenStream
+from penstock.shm.client.stream import AnswerStream, LogprobEntry, TokenBatch, TokenStream
 from penstock.shm.messages import (
     BufferContent,
     BufferKind,
@@ -43,6 +43,7 @@ ServingClient: TypeAlias = BackendClient | ReplicaSet
 """A client of one backend or of several, which serve requests in the same way."""
 
 __all__ = [
+    "AnswerStream",
     "BackendClient",
     "BackendUnavailable",
     "BufferContent",

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 from penstock.shm.buffers.shared_buffers import BufferGone, BufferSlice, SharedBuffer, SharedBuffers
 from penstock.shm.client.capacity import BackendUnavailable, Capacity
@@ -18,14 +22,15 @@ from penstock.shm.client.held import HeldStreams
 from penstock.shm.client.open_streams import OpenStreams
 from penstock.shm.client.outbox import Outbox
 from penstock.shm.client.pooled import PooledRequest, PooledStream
-from penstock.shm.client.reader_turns import ReaderTurns, no_group
+from penstock.shm.client.reader_turns import ReaderTurns
+from penstock.shm.client.request import question_message
 from penstock.shm.client.resubmission import Resubmission
-from penstock.shm.client.stream import TokenStream
+from penstock.shm.client.stream import AnswerStream, TokenStream
 from penstock.shm.memory.ledger import Ledger
 from penstock.shm.messages import BufferContent, BufferKind, BufferRequest, ContentSpec, FailureCode, Finish, ModelCard
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from penstock.shm.buffers.device_api import OpenDevice
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
     from penstock.shm.client.request import GenerationRequest
     from penstock.shm.client.session import Session
     from penstock.shm.memory.board import BackendBoard, FrontendBoard
+    from penstock.shm.messages import AskQuote, Generate, Pool, QuoteTerms, RequestName, StreamQuestion
 
 _READY_POLL_S = 0.01
 _EXPIRY_GRACE_S = 0.1
@@ -211,15 +217,28 @@ class BackendClient:
     def submit(self, request: GenerationRequest) -> TokenStream:
         """Send the request, or queue it while the link is full or no backend is ready. Returns at once.
 
-        Raises BackendUnavailable when not `ready` and it cannot be held: its tenant may hold no more, it uses shared
-        buffers, or it does not run. Raises Overloaded when the backend's board shows a full wait queue. A
-        request that may share another's sequence is sent even then, and so is one of a tenant with few open streams
-        here; the backend decides.
+        Raises BackendUnavailable when not `ready` and it cannot be held: its tenant may hold no more, or it uses shared
+        buffers. Raises Overloaded when the backend's board shows a full wait queue. A request that may share another's
+        sequence is sent even then, and so is one of a tenant with few open streams here; the backend decides.
 
         Raises ValueError for a request outside the bounds of the messages; the backend checks the model's own bounds.
         Raises ValueError, BufferGone and DeviceError for shared buffers that cannot be lent; the caller keeps them.
         """
-        return self._start(TokenStream, request, request.output)
+        return self._start(TokenStream, request, request.to_message, output=request.output)
+
+    def ask_quote(self, request: GenerationRequest, terms: QuoteTerms) -> AnswerStream:
+        """Ask when the request would finish; it does not run. Raises as `submit` does, and is never held."""
+        return self._start(AnswerStream, request, partial(request.to_quote, terms), may_hold=False)
+
+    def ask(self, question: RequestName | StreamQuestion, deadline_s: float | None = None) -> AnswerStream:
+        """Cancel another request, or ask about a stream that lingers. Raises as `submit` does, and is never held.
+
+        deadline_s is the time.monotonic() at which the answer ends EXPIRED.
+        """
+        self._capacity.check(b"", may_share=True, may_hold=False)
+        message = question_message(self._next_request_id, question)
+        stream = AnswerStream(message, array("i"), self._abandon, deadline_s, turns=self._turns)
+        return self._open(stream, is_ready=True)
 
     @property
     def has_room(self) -> bool:
@@ -243,7 +262,7 @@ class BackendClient:
     def submit_pooled(self, request: PooledRequest) -> PooledStream:
         """`submit` for a request whose result is a vector. It may share an equal one's computation. Requests of a group
         that are submitted in one turn of the event loop are sent together. Raises as `submit` does."""
-        return self._start(PooledStream, request)
+        return self._start(PooledStream, request, request.to_message)
 
     @property
     def open_streams(self) -> list[OpenStream]:
@@ -273,31 +292,37 @@ class BackendClient:
         self._send_soon()
 
     def _start(
-        self, kind: type[StreamT], request: GenerationRequest | PooledRequest, output: BufferSlice | None = None
+        self,
+        kind: Callable[..., StreamT],
+        request: GenerationRequest | PooledRequest,
+        to_message: Callable[[int, int], Generate | Pool | AskQuote],
+        *,
+        output: BufferSlice | None = None,
+        may_hold: bool = True,
     ) -> StreamT:
         """Lend the request's buffers, and send it or hold it."""
-        is_question = not isinstance(request, PooledRequest) and not request.runs
         uses_buffers = isinstance(request.token_ids, BufferSlice) or output is not None
-        is_ready = self._capacity.check(
-            request.tenant,
-            may_share=request.is_shareable,
-            may_hold=not (uses_buffers or is_question),
-            has_begun=isinstance(request, PooledRequest) and request.has_begun,
-        )
+        may_hold, may_share = may_hold and not uses_buffers, request.is_shareable
+        has_begun = isinstance(request, PooledRequest) and request.has_begun
+        is_ready = self._capacity.check(request.tenant, may_share=may_share, may_hold=may_hold, has_begun=has_begun)
         tokens = request.prompt_tokens()
-        submit = request.to_submit(self._next_request_id, len(tokens))
+        message, loans = to_message(self._next_request_id, len(tokens)), {}
         if uses_buffers:
-            submit = self._buffers(self._connection.session).lend_with(submit, request.token_ids, output)
+            loans = self._buffers(self._connection.session).lend(request.token_ids, output)
+            message = msgspec.structs.replace(message, **loans)
+        stream = kind(message, tokens, self._abandon, request.deadline_s, turns=self._turns, group=request.group)
+        stream.loans = list(loans.values())
+        return self._open(stream, is_ready=is_ready)
+
+    def _open(self, stream: StreamT, *, is_ready: bool) -> StreamT:
         self._next_request_id += 1
-        group = request.group or no_group(submit)
-        stream = kind(submit, tokens, self._abandon, request.deadline_s, turns=self._turns, group=group)
         self._streams.add(stream)
         if stream.deadline_s is not None:
             delay_s = max(0.0, stream.deadline_s - time.monotonic()) + _EXPIRY_GRACE_S
             stream.expiry = asyncio.get_running_loop().call_later(delay_s, stream.expire)
         if is_ready:
             self._outbox.submit(stream)
-            if submit.pooled is not None and submit.pooled.group:
+            if isinstance(stream, PooledStream) and stream.group > 0:
                 self._send_soon()
             else:
                 self._send()
@@ -307,10 +332,12 @@ class BackendClient:
 
     def _wait_for_next_backend(self, stream: OpenStream) -> bool:
         """The backend refused the request because it ends. Keep it for the next one, if that is possible."""
-        if stream.loans or not stream.submit.runs or not (self._held.is_enabled or self._membership.has_others()):
+        if stream.loans or isinstance(stream, AnswerStream):
+            return False
+        if not (self._held.is_enabled or self._membership.has_others()):
             return False
         stream.note_failure(None)
-        if stream.submit.admitted_ns:
+        if stream.admitted_ns:
             stream.is_queued = True  # `resume` submits it; it may wait as long as other open streams
         else:
             self._held.hold(stream)

@@ -71,7 +71,7 @@ class HeldStreams:
         A new stream needs a place; one that an ending backend has refused does not.
         """
         stream.is_queued = True
-        self._places.take(stream.submit.tenant)
+        self._places.take(stream.message.tenant)
         self._held.append((time.monotonic() + self._timeout_s, stream))
         if self._poll is None:
             self._poll = asyncio.get_running_loop().call_later(_POLL_S, self._look)
@@ -112,7 +112,7 @@ class HeldStreams:
 
     def _take_oldest(self) -> OpenStream:
         _, stream = self._held.popleft()
-        self._places.release(stream.submit.tenant)
+        self._places.release(stream.message.tenant)
         return stream
 
     def _drop_ended(self) -> None:
@@ -124,5 +124,5 @@ class HeldStreams:
             if is_kept(entry[1]):
                 kept.append(entry)
             else:
-                self._places.release(entry[1].submit.tenant)
+                self._places.release(entry[1].message.tenant)
         self._held = kept

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.shm.client.reader_turns import ReaderTurns
-    from penstock.shm.messages import Quote, Submit
+    from penstock.shm.messages import Quote, Request
 
 
 class OpenStream:
@@ -33,6 +33,7 @@ class OpenStream:
         "_retry_after_s",
         "_turns",
         "_waiter",
+        "admitted_ns",
         "backend",
         "cached_tokens",
         "deadline_s",
@@ -43,20 +44,22 @@ class OpenStream:
         "is_queued",
         "is_waiting",
         "keep",
+        "loans",
+        "message",
         "num_moves",
         "num_preemptions",
+        "num_prompt_tokens",
         "queue_s",
         "quote",
         "record",
         "restarts_without_progress",
-        "submit",
         "submitted_ns",
         "tokens",
     )
 
     def __init__(
         self,
-        submit: Submit,
+        message: Request,
         tokens: array[int],
         abandon: Callable[[OpenStream, Finish], None],
         deadline_s: float | None = None,
@@ -64,6 +67,7 @@ class OpenStream:
         turns: ReaderTurns,
         group: int = 0,
     ) -> None:
+        """group is 0 for a stream that is read alone."""
         self.cached_tokens = 0
         """Prompt tokens that the backend's caches served; valid after the first batch."""
         self.is_coalesced: bool | None = None
@@ -78,14 +82,20 @@ class OpenStream:
         """Seconds from the backend's receipt to its first step; valid after the first batch."""
         self.quote: Quote | None = None
         """The backend's prediction, if the request asks for one and is not accepted."""
-        self.record = b""
-        """The record of the stream that the request asks for."""
         self.keep = Keep.NOTHING
         """What the backend keeps after `cancel`."""
-        self.submit = submit
+        self.record = b""
+        """The record of the stream that the request reads."""
+        self.message = message
+        """Without its tokens and times, which are those of the stream when it is sent."""
         self.submitted_ns = time.monotonic_ns()
+        self.admitted_ns = 0
+        """`PromptHeader.admitted_ns`."""
+        self.num_prompt_tokens = len(tokens)
         self.tokens = tokens
         """The prompt and all generated tokens: what a new backend receives."""
+        self.loans: list[BufferRef] = []
+        """The shared buffers lent with the request; the backend may have returned them since."""
         self.finish = Finish.NONE
         self.deadline_s = deadline_s
         """time.monotonic() at which it expires."""
@@ -100,7 +110,7 @@ class OpenStream:
         self._failure_text = ""
         self._retry_after_s = 0
         self._turns = turns
-        self.group = group
+        self.group = group or -message.request_id - 1  # a number that no caller uses
         self._waiter: asyncio.Future[None] | None = None
         self.is_waiting = False
         """The reader waits, and nobody has asked to wake it."""
@@ -141,28 +151,22 @@ class OpenStream:
 
         The id is new there: late messages of the old backend must not reach the stream if it comes back.
         """
-        self.submit = msgspec.structs.replace(self.submit, request_id=request_id)
+        self.message = msgspec.structs.replace(self.message, request_id=request_id)
         self._abandon = abandon
         self.num_moves += 1
 
     @property
     def request_id(self) -> int:
-        return self.submit.request_id
+        return self.message.request_id
 
     @property
     def has_tokens(self) -> bool:
         """At least one token has been generated."""
-        return len(self.tokens) > self.submit.num_prompt_tokens
-
-    @property
-    def loans(self) -> list[BufferRef]:
-        """The shared buffers lent with the request; the backend may have returned them since."""
-        return [ref for ref in (self.submit.tokens, self.submit.output) if isinstance(ref, BufferRef)]
+        return len(self.tokens) > self.num_prompt_tokens
 
     def mark_admitted(self) -> None:
         """Ask the backend to queue it by the time at which it was first submitted."""
-        if not self.submit.admitted_ns:
-            self.submit = msgspec.structs.replace(self.submit, admitted_ns=self.submitted_ns)
+        self.admitted_ns = self.admitted_ns or self.submitted_ns
 
     def restart(self) -> None:
         """Another backend receives the request."""
@@ -184,6 +188,11 @@ class OpenStream:
         """Set the failure that the reader receives at the end."""
         self._failure, self._failure_limit, self._failure_text = code, limit, text
         self._retry_after_s = retry_after_s
+
+    @property
+    def _end(self) -> tuple[Finish, FailureCode | None, int, str, int]:
+        """How the request ended: the fields of a `TokenBatch` and of `PooledFailed`."""
+        return self.finish, self._failure, self._failure_limit, self._failure_text, self._retry_after_s
 
     @property
     def is_refused_by_ending_backend(self) -> bool:

@@ -54,7 +54,7 @@ class OpenStreams:
 
     def add(self, stream: OpenStream) -> None:
         self._streams[stream.request_id] = stream
-        self._num_of[stream.submit.tenant] += 1
+        self._num_of[stream.message.tenant] += 1
         self._counters.board.requests_open = len(self._streams)
         self._ledger.acquire("stream", stream.request_id, "client")
 
@@ -74,7 +74,7 @@ class OpenStreams:
         self._counters.board.requests_open = len(self._streams)
 
     def _forget(self, stream: OpenStream) -> None:
-        tenant = stream.submit.tenant
+        tenant = stream.message.tenant
         del self._streams[stream.request_id]
         self._num_of[tenant] -= 1
         if not self._num_of[tenant]:

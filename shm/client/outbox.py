@@ -6,18 +6,32 @@ import math
 import time
 from collections import deque
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
+from penstock.shm.client.pooled import PooledStream
 from penstock.shm.memory.arena import ArenaFull
-from penstock.shm.messages import MAX_INLINE_PROMPT_TOKENS, MAX_SUBMITS, BufferRef, FailureCode, Finish, Keep
+from penstock.shm.messages import (
+    MAX_INLINE_PROMPT_TOKENS,
+    MAX_POOL_BATCH,
+    BufferRef,
+    FailureCode,
+    Finish,
+    Keep,
+    PromptHeader,
+)
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Collection
 
     from penstock.shm.client.open_stream import OpenStream
     from penstock.shm.client.open_streams import OpenStreams
     from penstock.shm.client.session import Session
+    from penstock.shm.messages import Pool
 
+PromptT = TypeVar("PromptT", bound=PromptHeader)
 _MAX_TIMEOUT_MS = 1 << 31
 _MAX_AT_ONCE = 128
 """More would hold the event loop for longer than a few milliseconds."""
@@ -73,45 +87,44 @@ class Outbox:
         item = self._items[0]
         if isinstance(item, tuple):
             return int(session.send_cancel(*item))
-        together = self._first_streams()
-        if len(together) > 1:
-            submits = [(stream.submit, stream.tokens, _timeout_ms(stream)) for stream in together]
-            return len(submits) if session.send_submits(submits) else 0
+        if together := self._first_pools():
+            return len(together) if session.send_pools(together) else 0
         return int(item.finish is not Finish.NONE or self._send_stream(session, item))
 
-    def _first_streams(self) -> list[OpenStream]:
-        """Return the streams at the beginning that fit one message."""
-        streams: list[OpenStream] = []
-        for item in islice(self._items, MAX_SUBMITS):
-            if isinstance(item, tuple) or not _fits_with_others(item):
+    def _first_pools(self) -> list[tuple[Pool, array[int]]]:
+        """Return the inputs at the beginning that fit one message, if there are several."""
+        inputs: list[tuple[Pool, array[int]]] = []
+        for item in islice(self._items, MAX_POOL_BATCH):
+            if not isinstance(item, PooledStream) or not _fits_with_others(item):
                 break
-            streams.append(item)
-        return streams
+            inputs.append((_timed(item.message, item), item.tokens))
+        return inputs if len(inputs) > 1 else []
 
     def _send_stream(self, session: Session, stream: OpenStream) -> bool:
         """False to try again later; True when the stream is sent or has ended."""
         if _has_expired(stream):
             self._streams.finish(stream, Finish.EXPIRED)
             return True
-        timeout_ms = _timeout_ms(stream)
-        if isinstance(stream.submit.tokens, BufferRef):
-            return session.send_with_buffer(stream.submit, timeout_ms)
+        if not isinstance(stream.message, PromptHeader):
+            return session.send(stream.message)
+        message = _timed(stream.message, stream)
+        if isinstance(message.tokens, BufferRef):
+            return session.send(message)
         if not session.can_carry(len(stream.tokens)):
             limit = session.model.max_context_tokens
             self._streams.fail(stream, FailureCode.CONTEXT_TOO_LONG, Finish.REJECTED, limit)
             return True
         try:
-            return session.send_submit(stream.submit, stream.tokens, timeout_ms)
+            return session.send_prompt(message, stream.tokens)
         except ArenaFull:
             return False
 
 
-def _fits_with_others(stream: OpenStream) -> bool:
-    """Whether the stream is to be sent and its message is small: MAX_SUBMITS of them fit one."""
+def _fits_with_others(stream: PooledStream) -> bool:
+    """Whether the stream is to be sent and its message is small: MAX_POOL_BATCH of them fit one."""
     return (
-        stream.submit.pooled is not None
-        and stream.finish is Finish.NONE
-        and not isinstance(stream.submit.tokens, BufferRef)
+        stream.finish is Finish.NONE
+        and not isinstance(stream.message.tokens, BufferRef)
         and len(stream.tokens) <= MAX_INLINE_PROMPT_TOKENS
         and not _has_expired(stream)
     )
@@ -121,8 +134,9 @@ def _has_expired(stream: OpenStream) -> bool:
     return stream.deadline_s is not None and stream.deadline_s <= time.monotonic()
 
 
-def _timeout_ms(stream: OpenStream) -> int:
-    """Milliseconds that a stream has left, at least 1; 0 for one without a deadline."""
-    if stream.deadline_s is None:
-        return 0
-    return max(1, min(_MAX_TIMEOUT_MS, math.ceil(1000 * (stream.deadline_s - time.monotonic()))))
+def _timed(message: PromptT, stream: OpenStream) -> PromptT:
+    """The message with its times: the milliseconds that the stream has left, at least 1, and when it was admitted."""
+    timeout_ms = 0
+    if stream.deadline_s is not None:
+        timeout_ms = max(1, min(_MAX_TIMEOUT_MS, math.ceil(1000 * (stream.deadline_s - time.monotonic()))))
+    return msgspec.structs.replace(message, timeout_ms=timeout_ms, admitted_ns=stream.admitted_ns)

@@ -10,7 +10,7 @@ from penstock.shm.buffers.shared_buffers import BufferSlice
 from penstock.shm.client.open_stream import OpenStream
 from penstock.shm.client.request import checked, prompt_tokens
 from penstock.shm.link.frontend_link import LinkBroken
-from penstock.shm.messages import BufferContent, FailureCode, Finish, Pooled, Sampling, Submit
+from penstock.shm.messages import BufferContent, FailureCode, Finish, Pool, Pooled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from penstock.shm.messages import ModelCard, PooledKind, VectorPart
 
 _PLACEHOLDER = bytes(4)
-_NO_SAMPLING = Sampling()
 _PER_TOKEN = frozenset(["token_embed", "token_classify"])
 """Kinds with a vector for each token."""
 
@@ -28,7 +27,7 @@ _PER_TOKEN = frozenset(["token_embed", "token_classify"])
 class PooledRequest:
     """A text, or a pair of texts, and the kind of vector to compute from it.
 
-    Fields without a description here mean the same as in `Submit` and `Pooled`.
+    Fields without a description here mean the same as in `Pool` and `Pooled`.
     """
 
     token_ids: Sequence[int] | BufferSlice
@@ -65,19 +64,17 @@ class PooledRequest:
             raise ValueError(f"token_ids.content is {self.token_ids.content.name}; a pooled request takes TOKENS")
         return prompt_tokens(self.token_ids)
 
-    def to_submit(self, request_id: int, num_prompt_tokens: int) -> Submit:
+    def to_message(self, request_id: int, num_prompt_tokens: int) -> Pool:
         """The message without its tokens, buffers and time limit. Raises ValueError when a field is out of bounds."""
         if self.num_dimensions and self.kind not in ("embed", "token_embed"):
             raise ValueError(f'num_dimensions is {self.num_dimensions}; for kind "{self.kind}" it must be 0')
         if not 0 <= self.second_start < num_prompt_tokens:
             raise ValueError(f"second_start is {self.second_start}; the input has {num_prompt_tokens} tokens")
         return checked(
-            Submit(
+            Pool(
                 request_id=request_id,
                 tokens=_PLACEHOLDER,
                 num_prompt_tokens=num_prompt_tokens,
-                max_tokens=1,
-                sampling=_NO_SAMPLING,
                 salt=self.salt,
                 tenant=self.tenant,
                 weight=self.weight,
@@ -127,10 +124,11 @@ class PooledStream(OpenStream):
     """The result of one request, delivered whole."""
 
     __slots__ = ("_indices", "_num_values", "_num_vectors", "_pooled", "_values")
+    message: Pool
 
     def __init__(
         self,
-        submit: Submit,
+        message: Pool,
         tokens: array[int],
         abandon: Callable[[OpenStream, Finish], None],
         deadline_s: float | None = None,
@@ -138,10 +136,8 @@ class PooledStream(OpenStream):
         turns: ReaderTurns,
         group: int = 0,
     ) -> None:
-        super().__init__(submit, tokens, abandon, deadline_s, turns=turns, group=group)
-        if submit.pooled is None:
-            raise ValueError("pooled is None; the request generates tokens")
-        self._pooled = submit.pooled
+        super().__init__(message, tokens, abandon, deadline_s, turns=turns, group=group)
+        self._pooled = message.pooled
         self.restart()
 
     async def result(self) -> PooledResult:
@@ -149,8 +145,8 @@ class PooledStream(OpenStream):
         if self.finish is Finish.NONE:
             await self._next_turn()
         if self.finish is not Finish.STOP:
-            raise PooledFailed(self.finish, self._failure, self._failure_limit, self._failure_text, self._retry_after_s)
-        num_prompt_tokens = self.submit.num_prompt_tokens
+            raise PooledFailed(*self._end)
+        num_prompt_tokens = self.num_prompt_tokens
         return PooledResult(
             self._values,
             self._num_vectors,
@@ -190,7 +186,7 @@ class PooledStream(OpenStream):
         pooled = self._pooled
         if (width := model.pooled_width(pooled.kind)) is None:
             raise LinkBroken(f'a vector of kind "{pooled.kind}", which the backend has not announced')
-        num_vectors = self.submit.num_prompt_tokens if pooled.kind in _PER_TOKEN else 1
+        num_vectors = self.num_prompt_tokens if pooled.kind in _PER_TOKEN else 1
         most = num_vectors * min(width, pooled.num_dimensions or width)
         is_right = part.num_values <= most if pooled.kind == "sparse" else part.num_values == most
         if part.num_vectors != num_vectors or not is_right:

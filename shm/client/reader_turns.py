@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.shm.messages import Submit
 
 _LONG_TURN_S = 0.008
 _MIN_READERS = 4
@@ -82,8 +81,3 @@ class ReaderTurns:
             self._num_woken += 1
             stream.resume_reader()
         self._turn = asyncio.get_running_loop().call_soon(self._next_turn) if self._num_woken else None
-
-
-def no_group(submit: Submit) -> int:
-    """The group of a stream that is read alone: a number that no caller uses."""
-    return -submit.request_id - 1

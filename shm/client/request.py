@@ -1,27 +1,31 @@
-"""A caller's request, and its conversion to a Submit message."""
+"""A caller's request, and its conversion to a message."""
 
 from __future__ import annotations
 
 import re
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
 
 from penstock.shm.buffers.shared_buffers import BufferSlice
 from penstock.shm.messages import (
     MAX_CONTEXT_TOKENS,
+    AskQuote,
+    AskStream,
     BufferContent,
+    CancelOther,
     Constraints,
+    Generate,
     Grammar,
     Linger,
     Pooled,
     QuoteTerms,
+    Request,
     RequestName,
     Sampling,
     StreamQuestion,
-    Submit,
     WireError,
     decode_to_backend,
     encode,
@@ -36,16 +40,19 @@ _STRUCT_FIELDS: dict[str, type[Struct]] = {
     "constraints": Constraints,
     "grammar": Grammar,
     "pooled": Pooled,
-    "quote": QuoteTerms,
-    "cancels": RequestName,
+    "refuse_late": QuoteTerms,
+    "terms": QuoteTerms,
+    "target": RequestName,
     "linger": Linger,
-    "asks": StreamQuestion,
+    "question": StreamQuestion,
 }
+
+RequestT = TypeVar("RequestT", bound=Request)
 
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """A prompt and how to continue it. Fields without a description here mean the same as in `Submit`.
+    """A prompt and how to continue it. Fields without a description here mean the same as in `Generate`.
 
     A request that uses shared buffers cannot outlive its backend: if the backend dies, it ends FAILED, UNAVAILABLE.
     """
@@ -74,29 +81,18 @@ class GenerationRequest:
     """Streams with the same number, unless it is 0, take turns in being read: see `reader_turns`."""
     batch_delivery: bool = False
     """Deliver many tokens at a time, up to a quarter of a second late."""
-    quote: QuoteTerms | None = None
-    """Predict the request's end, to refuse it (REJECTED, TOO_LATE) or as the only answer (QUOTED). The prediction is in
-    the stream's `quote`."""
+    refuse_late: QuoteTerms | None = None
+    """The prediction is in the stream's `quote` if it is refused."""
     reports_progress: bool = False
     """Batches without tokens say how much of the prompt is computed, until the first token comes."""
-    cancels: RequestName | None = None
     linger: Linger | None = None
-    asks: StreamQuestion | None = None
-    """The answer is in the stream's `record`."""
     adapter: str = ""
     """An `adapter_id` of the model card's adapters."""
 
     @property
-    def runs(self) -> bool:
-        """Whether it runs (`Submit.runs`)."""
-        is_quote = self.quote is not None and self.quote.purpose == "quote"
-        return self.cancels is None and self.asks is None and not is_quote
-
-    @property
     def is_shareable(self) -> bool:
         """The backend may serve it without a sequence of its own, so even while its wait queue is full."""
-        is_answer = self.cancels is not None or self.asks is not None
-        return is_answer or (self.may_share and self.output is None and not self._has_embeddings)
+        return self.may_share and self.output is None and not self._has_embeddings
 
     @property
     def _has_embeddings(self) -> bool:
@@ -109,10 +105,10 @@ class GenerationRequest:
             raise ValueError(f"num_prompt_logprobs is {self.num_prompt_logprobs}; with embeddings only -1 is allowed")
         return prompt_tokens(self.token_ids)
 
-    def to_submit(self, request_id: int, num_prompt_tokens: int) -> Submit:
+    def to_message(self, request_id: int, num_prompt_tokens: int) -> Generate:
         """The message without its tokens, buffers and time limit. Raises ValueError when a field is out of bounds."""
         return checked(
-            Submit(
+            Generate(
                 request_id=request_id,
                 tokens=_PLACEHOLDER,
                 num_prompt_tokens=num_prompt_tokens,
@@ -127,14 +123,23 @@ class GenerationRequest:
                 constraints=self.constraints,
                 num_prompt_logprobs=self.num_prompt_logprobs,
                 batch_delivery=self.batch_delivery,
-                quote=self.quote,
                 reports_progress=self.reports_progress,
-                cancels=self.cancels,
                 linger=self.linger,
-                asks=self.asks,
+                refuse_late=self.refuse_late,
                 adapter=self.adapter,
             )
         )
+
+    def to_quote(self, terms: QuoteTerms, request_id: int, num_prompt_tokens: int) -> AskQuote:
+        """`to_message` for the question when the request would finish."""
+        return checked(AskQuote.of(self.to_message(request_id, num_prompt_tokens), terms))
+
+
+def question_message(request_id: int, question: RequestName | StreamQuestion) -> CancelOther | AskStream:
+    """The message that cancels another request, or asks about a stream. Raises ValueError."""
+    if isinstance(question, RequestName):
+        return checked(CancelOther(request_id=request_id, target=question))
+    return checked(AskStream(request_id=request_id, question=question))
 
 
 def prompt_tokens(token_ids: Sequence[int] | BufferSlice) -> array[int]:
@@ -156,23 +161,23 @@ def prompt_tokens(token_ids: Sequence[int] | BufferSlice) -> array[int]:
     return tokens
 
 
-def checked(submit: Submit) -> Submit:
+def checked(message: RequestT) -> RequestT:
     """The message, if the backend can decode it: it drops what it cannot. Raises ValueError with the reason."""
     try:
-        decode_to_backend(encode(submit))
+        decode_to_backend(encode(message))
     except (WireError, TypeError, OverflowError) as error:
-        raise ValueError(_with_field_names(str(error))) from None
-    return submit
+        raise ValueError(_with_field_names(str(error), type(message))) from None
+    return message
 
 
-def _with_field_names(message: str) -> str:
+def _with_field_names(text: str, kind: type[Struct]) -> str:
     """Messages are arrays on the wire, so msgspec names a field `$[5][1]`. Say sampling.top_p instead."""
-    return re.sub(r"`\$(\[.+\])`", lambda match: _field_name(match[1]), message)
+    return re.sub(r"`\$(\[.+\])`", lambda match: _field_name(match[1], kind), text)
 
 
-def _field_name(path: str) -> str:
+def _field_name(path: str, kind: type[Struct]) -> str:
     names: list[str] = []
-    struct: type[Struct] | None = Submit
+    struct: type[Struct] | None = kind
     for index in re.findall(r"\d+", path):
         if struct is None:
             break

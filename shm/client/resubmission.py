@@ -78,7 +78,7 @@ class Resubmission:
         """Queue streams that another client's backend had or was about to receive. backend_died: it died with them."""
         suspects = list(self._suspects)
         for stream in streams:
-            is_first_time = not stream.submit.admitted_ns and stream.is_queued
+            is_first_time = not stream.admitted_ns and stream.is_queued
             stream.mark_admitted()
             stream.restart()
             if backend_died and not stream.is_queued:
@@ -86,7 +86,7 @@ class Resubmission:
             if stream.restarts_without_progress > _MAX_RESTARTS_WITHOUT_PROGRESS:
                 logger.error(
                     "a request of %d prompt tokens is given up: %d backends in a row died with it",
-                    stream.submit.num_prompt_tokens,
+                    stream.num_prompt_tokens,
                     stream.restarts_without_progress,
                 )
                 self._streams.fail(stream, FailureCode.INTERNAL)

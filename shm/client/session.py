@@ -23,8 +23,7 @@ from penstock.shm.messages import (
     Cancel,
     Credit,
     Keep,
-    Submit,
-    Submits,
+    PoolBatch,
     encode,
 )
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.shm.buffers.device_api import OpenDevice
     from penstock.shm.link.join import Invitation
     from penstock.shm.memory.ledger import Ledger
-    from penstock.shm.messages import BufferRequest, StepOutputs
+    from penstock.shm.messages import AskQuote, BufferRequest, Generate, Pool, Request, StepOutputs
 
 
 class Session:
@@ -102,33 +101,30 @@ class Session:
         """Whether this many tokens fit a message or a slot of the arena."""
         return num_tokens <= max(MAX_INLINE_PROMPT_TOKENS, self._arena.capacity_bytes // 4)
 
-    def send_submit(self, submit: Submit, tokens: array[int], timeout_ms: int) -> bool:
-        """Send submit with these tokens (int32), inline or through the arena. False while the link is full.
+    def send(self, message: Request) -> bool:
+        """Send a whole request: its tokens, if it has any, are in a shared buffer. False while the link is full."""
+        return self._link.send(message)
+
+    def send_prompt(self, message: Generate | Pool | AskQuote, tokens: array[int]) -> bool:
+        """`send` with these tokens (int32), inline or through the arena.
 
         Raises ArenaFull until the backend has copied an earlier long prompt.
         """
         payload = tokens.tobytes()
         if len(tokens) <= MAX_INLINE_PROMPT_TOKENS:
-            return self._link.send(msgspec.structs.replace(submit, tokens=payload, timeout_ms=timeout_ms))
+            return self._link.send(msgspec.structs.replace(message, tokens=payload))
         ref = self._arena.write(payload)
-        if not self._link.send(msgspec.structs.replace(submit, tokens=ref, timeout_ms=timeout_ms)):
+        if not self._link.send(msgspec.structs.replace(message, tokens=ref)):
             self._arena.free(ref)
             return False
-        self._refs[submit.request_id] = ref
+        self._refs[message.request_id] = ref
         self._ledger.acquire("slot", (self.epoch, ref.slot), self.epoch)
         return True
 
-    def send_submits(self, together: Sequence[tuple[Submit, array[int], int]]) -> bool:
-        """`send_submit` of (submit, tokens, timeout_ms), all inline and in one message."""
-        submits = (
-            msgspec.structs.replace(submit, tokens=tokens.tobytes(), timeout_ms=timeout_ms)
-            for submit, tokens, timeout_ms in together
-        )
-        return self._link.send(Submits(tuple(submits)))
-
-    def send_with_buffer(self, submit: Submit, timeout_ms: int) -> bool:
-        """Like `send_submit`, for tokens in a shared buffer."""
-        return self._link.send(msgspec.structs.replace(submit, timeout_ms=timeout_ms))
+    def send_pools(self, together: Sequence[tuple[Pool, array[int]]]) -> bool:
+        """`send_prompt` of several, all inline and in one message."""
+        inputs = (msgspec.structs.replace(message, tokens=tokens.tobytes()) for message, tokens in together)
+        return self._link.send(PoolBatch(tuple(inputs)))
 
     def send_cancel(self, request_id: int, keep: Keep = Keep.NOTHING) -> bool:
         return self._link.send(Cancel(request_id, time.monotonic_ns(), keep))

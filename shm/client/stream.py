@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from penstock.shm.client.reader_turns import ReaderTurns
-    from penstock.shm.messages import Progress, Submit
+    from penstock.shm.messages import AskQuote, AskStream, CancelOther, Generate, Progress
 
 
 class LogprobEntry(msgspec.Struct, frozen=True, gc=False):
@@ -62,10 +62,11 @@ class TokenStream(OpenStream):
     """The tokens of one request. `async for batch in stream` ends after the batch whose finish is not NONE."""
 
     __slots__ = ("_delivered", "_ended", "last_token_ns", "pending_logprobs", "progress", "prompt_logprobs")
+    message: Generate
 
     def __init__(
         self,
-        submit: Submit,
+        message: Generate,
         tokens: array[int],
         abandon: Callable[[OpenStream, Finish], None],
         deadline_s: float | None = None,
@@ -73,12 +74,12 @@ class TokenStream(OpenStream):
         turns: ReaderTurns,
         group: int = 0,
     ) -> None:
-        super().__init__(submit, tokens, abandon, deadline_s, turns=turns, group=group)
+        super().__init__(message, tokens, abandon, deadline_s, turns=turns, group=group)
         self.prompt_logprobs: list[LogprobEntry] = []
         """One entry per prompt token after the first, if the request asks for them; complete with the first batch."""
         self.last_token_ns = 0
         """CLOCK_MONOTONIC of the last token; 0 before the first."""
-        self.pending_logprobs: list[LogprobEntry] | None = [] if submit.sampling.num_logprobs >= 0 else None
+        self.pending_logprobs: list[LogprobEntry] | None = [] if message.sampling.num_logprobs >= 0 else None
         """Entries of the tokens that the reader has not taken yet."""
         self.progress: Progress | None = None
         """What the reader has not taken yet."""
@@ -96,15 +97,13 @@ class TokenStream(OpenStream):
         if self.finish is Finish.CANCELLED:  # nobody needs the tokens
             most = len(self.tokens)
         start, self._delivered = self._delivered, min(len(self.tokens), self._delivered + most)
-        batch = TokenBatch(self.tokens[start : self._delivered].tolist())
+        token_ids = self.tokens[start : self._delivered].tolist()
+        self._ended = self.finish is not Finish.NONE and self._delivered == len(self.tokens)
+        batch = TokenBatch(token_ids, *self._end) if self._ended else TokenBatch(token_ids)
         if self.pending_logprobs is not None:
             batch.logprobs = self.pending_logprobs[:most]
             del self.pending_logprobs[:most]
         batch.progress, self.progress = (None if batch.token_ids else self.progress), None
-        if self.finish is not Finish.NONE and self._delivered == len(self.tokens):
-            self._ended = True
-            batch.finish, batch.failure, batch.failure_limit = self.finish, self._failure, self._failure_limit
-            batch.failure_text, batch.retry_after_s = self._failure_text, self._retry_after_s
         return batch
 
     @property
@@ -121,4 +120,17 @@ class TokenStream(OpenStream):
     @property
     def num_generated(self) -> int:
         """Tokens that have been generated, whether or not the reader has taken them."""
-        return len(self.tokens) - self.submit.num_prompt_tokens
+        return len(self.tokens) - self.num_prompt_tokens
+
+
+class AnswerStream(OpenStream):
+    """The answer to a request that does not run: its `quote` or its `record`."""
+
+    __slots__ = ()
+    message: AskQuote | CancelOther | AskStream
+
+    async def result(self) -> TokenBatch:
+        """Wait for the answer. The batch has no tokens: it says how the request ended."""
+        if self.finish is Finish.NONE:
+            await self._next_turn()
+        return TokenBatch([], *self._end)

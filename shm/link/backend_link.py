@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from penstock.shm.buffers.buffer_export import LoanError
-from penstock.shm.link.events import Cancellation, FrontendDeath, LinkEvent, Submission
+from penstock.shm.link.events import Cancellation, FrontendDeath, LinkEvent, Question, Submission
 from penstock.shm.link.frontend_table import FrontendTable
 from penstock.shm.link.link_counters import LinkCounters
 from penstock.shm.link.rendezvous import Rendezvous
@@ -22,18 +22,22 @@ from penstock.shm.memory.ledger import Ledger
 from penstock.shm.messages import (
     MAX_TO_BACKEND_BYTES,
     NO_TOKEN,
+    AskQuote,
+    AskStream,
     Cancel,
+    CancelOther,
     Credit,
     EventLogprobs,
     Failure,
     FailureCode,
     Finish,
+    Generate,
+    Pool,
+    PoolBatch,
     Progress,
     Quote,
     Started,
     StreamRecord,
-    Submit,
-    Submits,
     ToBackend,
     VectorPart,
     WireError,
@@ -205,11 +209,14 @@ class BackendLink:
 
     def _take(self, frontend: ConnectedFrontend, message: ToBackend) -> None:
         match message:
-            case Submit():
-                self._take_submit(frontend, message)
-            case Submits(submits):
-                for submit in submits:
-                    self._take_submit(frontend, submit)
+            case Generate() | Pool() | AskQuote():
+                self._take_prompt(frontend, message)
+            case PoolBatch(inputs):
+                for pool in inputs:
+                    self._take_prompt(frontend, pool)
+            case CancelOther() | AskStream():
+                frontend.open(message)
+                self._events.append(Question(frontend.epoch, message))
             case Cancel(request_id, noticed_ns, keep):
                 if request_id in frontend.open_requests:
                     self._close_request(frontend, request_id)
@@ -221,24 +228,23 @@ class BackendLink:
                 if frontend.epoch in self._pending and frontend.is_due:
                     self._flush_one(frontend)
 
-    def _take_submit(self, frontend: ConnectedFrontend, submit: Submit) -> None:
-        if submit.request_id in frontend.open_requests:
-            raise WireError(f"request {submit.request_id} is open already")
-        frontend.open(submit)
+    def _take_prompt(self, frontend: ConnectedFrontend, message: Generate | Pool | AskQuote) -> None:
+        request_id = message.request_id
+        frontend.open(message)
         try:
-            output = frontend.borrow_output(submit)
-            embeddings = frontend.borrow_embeddings(submit)
-            tokens = frontend.copy_tokens(submit) if embeddings is None else b""
+            output = frontend.borrow_output(message) if isinstance(message, Generate) else None
+            embeddings = frontend.borrow_embeddings(message)
+            tokens = frontend.copy_tokens(message, is_new=output is not None) if embeddings is None else b""
         except (DescriptorError, LoanError, WireError) as error:
-            logger.warning("rejected request %d of %s: %s", submit.request_id, frontend.name, error)
-            failure = Failure(submit.request_id, FailureCode.BAD_DESCRIPTOR)
-            self.push(frontend.epoch, submit.request_id, NO_TOKEN, Finish.REJECTED, failure=failure)
+            logger.warning("rejected request %d of %s: %s", request_id, frontend.name, error)
+            failure = Failure(request_id, FailureCode.BAD_DESCRIPTOR)
+            self.push(frontend.epoch, request_id, NO_TOKEN, Finish.REJECTED, failure=failure)
             self._fault(frontend)
             return
-        if embeddings is None and not isinstance(submit.tokens, bytes):
+        if embeddings is None and not isinstance(message.tokens, bytes):
             # Say that it is copied: its slot or buffer is free again, however long the request waits.
-            self.push(frontend.epoch, submit.request_id, NO_TOKEN)
-        self._events.append(Submission(frontend.epoch, submit, tokens, output, embeddings))
+            self.push(frontend.epoch, request_id, NO_TOKEN)
+        self._events.append(Submission(frontend.epoch, message, tokens, output, embeddings))
 
     def _close_request(self, frontend: ConnectedFrontend, request_id: int) -> None:
         frontend.end(request_id)

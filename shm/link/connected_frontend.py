@@ -25,12 +25,14 @@ from penstock.shm.messages import (
     EventLogprobs,
     Failure,
     Finish,
+    Generate,
     Progress,
     PromptLogprobs,
     Quote,
     Started,
     StepOutputs,
     StreamRecord,
+    TextHeader,
     VectorPart,
     WireError,
 )
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 
     from penstock.shm.buffers.buffer_export import ExportedBuffers, Loan
     from penstock.shm.link.rendezvous import ControlConnection
-    from penstock.shm.messages import BufferReturn, Submit
+    from penstock.shm.messages import BufferReturn, PromptHeader, Request
 
 MAX_EVENTS_PER_MESSAGE = 1 << 14
 _MAX_HOLD_S = 0.25
@@ -134,12 +136,12 @@ class ConnectedFrontend:
         self._fds.close()
         self._mappings.close()
 
-    def copy_tokens(self, submit: Submit) -> bytes:
-        """The submission's tokens: all of them, and at least the prompt.
+    def copy_tokens(self, message: PromptHeader, *, is_new: bool = False) -> bytes:
+        """The request's tokens: all of them, and at least the prompt. is_new: no others are allowed.
 
         Raises DescriptorError, WireError, and LoanError for a shared buffer that does not hold them.
         """
-        match submit.tokens:
+        match message.tokens:
             case ArenaRef() as ref:
                 tokens = self._arena.read(ref)
             case BufferRef() as ref:
@@ -150,44 +152,48 @@ class ConnectedFrontend:
                     self._returned.append(self._own_buffers().give_back(loan))
             case bytes() as tokens:
                 pass
-        if len(tokens) % 4 or len(tokens) < 4 * submit.num_prompt_tokens:
-            raise WireError(f"{len(tokens)} bytes; a prompt of {submit.num_prompt_tokens} tokens has 4 per token")
-        if submit.output is not None and len(tokens) > 4 * submit.num_prompt_tokens:
+        if len(tokens) % 4 or len(tokens) < 4 * message.num_prompt_tokens:
+            raise WireError(f"{len(tokens)} bytes; a prompt of {message.num_prompt_tokens} tokens has 4 per token")
+        if is_new and len(tokens) > 4 * message.num_prompt_tokens:
             raise WireError("an output buffer for a resubmitted request")
         return tokens
 
-    def borrow_output(self, submit: Submit) -> Loan | None:
+    def borrow_output(self, message: Generate) -> Loan | None:
         """The loan that receives the request's output, until `end`. Raises LoanError, WireError."""
-        if submit.output is None:
+        if message.output is None:
             return None
-        if submit.may_share:
+        if message.may_share:
             raise WireError("an output buffer for a request with may_share")
-        return self._borrow(submit, submit.output, to_backend=False)
+        return self._borrow(message.request_id, message.output, to_backend=False)
 
-    def borrow_embeddings(self, submit: Submit) -> Loan | None:
+    def borrow_embeddings(self, message: PromptHeader) -> Loan | None:
         """The request's prompt, if it is embeddings, until `end`. Raises LoanError, WireError."""
-        ref = submit.tokens
+        ref = message.tokens
         if not isinstance(ref, BufferRef) or ref.content is not BufferContent.PROMPT_EMBEDDINGS:
             return None
-        if submit.may_share:
+        if message.may_share:
             raise WireError("prompt embeddings for a request with may_share")
-        if submit.num_prompt_logprobs >= 0:
+        if isinstance(message, TextHeader) and message.num_prompt_logprobs >= 0:
             raise WireError("log probabilities of a prompt of embeddings")
-        if ref.num_rows != submit.num_prompt_tokens:
-            raise WireError(f"{ref.num_rows} embeddings for a prompt of {submit.num_prompt_tokens} tokens")
-        loan = self._borrow(submit, ref, to_backend=True)
+        if ref.num_rows != message.num_prompt_tokens:
+            raise WireError(f"{ref.num_rows} embeddings for a prompt of {message.num_prompt_tokens} tokens")
+        loan = self._borrow(message.request_id, ref, to_backend=True)
         loan.check_written()
         return loan
 
-    def _borrow(self, submit: Submit, ref: BufferRef, *, to_backend: bool) -> Loan:
+    def _borrow(self, request_id: int, ref: BufferRef, *, to_backend: bool) -> Loan:
         loan = self._own_buffers().borrow(ref, to_backend=to_backend)
-        self._loans[submit.request_id].append(loan)
+        self._loans[request_id].append(loan)
         return loan
 
-    def open(self, submit: Submit) -> None:
-        self.open_requests.add(submit.request_id)
-        if submit.batch_delivery:
-            self._batched.add(submit.request_id)
+    def open(self, message: Request) -> None:
+        """Raises WireError if its id is taken."""
+        request_id = message.request_id
+        if request_id in self.open_requests:
+            raise WireError(f"request {request_id} is open already")
+        self.open_requests.add(request_id)
+        if isinstance(message, Generate) and message.batch_delivery:
+            self._batched.add(request_id)
 
     def end(self, request_id: int) -> None:
         """The request is over, for whatever reason. Its buffers go back to the client."""

@@ -3,36 +3,56 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeGuard, TypeVar
 
-from penstock.shm.messages import Keep
+from penstock.shm.messages import Keep, PromptHeader
 
 if TYPE_CHECKING:
     from penstock.shm.buffers.buffer_export import Loan
-    from penstock.shm.messages import Submit
+    from penstock.shm.messages import AskStream, CancelOther
+
+MessageT = TypeVar("MessageT", bound=PromptHeader)
+MessageT_co = TypeVar("MessageT_co", bound=PromptHeader, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Submission:
-    """A request from a frontend, copied and complete; token values and the model's limits are not checked yet.
+class Submission(Generic[MessageT_co]):
+    """A frontend's request with its prompt, copied and complete; token values and the model's limits are not checked.
 
     tokens are packed int32, at least num_prompt_tokens of them, or empty if the prompt is embeddings. Use them instead
-    of submit.tokens. No other open request has this (frontend, request_id).
+    of message.tokens. No other open request has this (frontend, request_id).
     """
 
     __match_args__: ClassVar[tuple[str, ...]] = ("frontend", "request_id", "tokens")
 
     frontend: int
-    submit: Submit
+    message: MessageT_co
     tokens: bytes
     output: Loan | None = None
-    """Receives what `submit.output` asks for; the link ends the loan with the request."""
+    """Receives what `Generate.output` asks for; the link ends the loan with the request."""
     embeddings: Loan | None = None
     """The prompt as num_prompt_tokens rows; the link ends the loan with the request."""
 
     @property
     def request_id(self) -> int:
-        return self.submit.request_id
+        return self.message.request_id
+
+    def deadline_s(self, arrived_s: float) -> float | None:
+        """Time at which it expires, if it arrived at arrived_s."""
+        return arrived_s + self.message.timeout_ms / 1000 if self.message.timeout_ms else None
+
+
+def carries(submission: Submission[Any], kind: type[MessageT]) -> TypeGuard[Submission[MessageT]]:
+    """Whether the request is of this kind."""
+    return isinstance(submission.message, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request without a prompt, which concerns other requests."""
+
+    frontend: int
+    message: CancelOther | AskStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,4 +75,4 @@ class FrontendDeath:
     frontend: int
 
 
-LinkEvent = Submission | Cancellation | FrontendDeath
+LinkEvent: TypeAlias = Submission[PromptHeader] | Question | Cancellation | FrontendDeath

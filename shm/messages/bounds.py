@@ -18,10 +18,10 @@ MAX_GRAMMAR_CHARACTERS = 32 << 10
 MAX_RECORD_BYTES = 1 << 20
 """Bytes of a stream's record, which a frontend keeps in the backend to write the stream again."""
 MAX_TO_BACKEND_BYTES = (192 << 10) + MAX_RECORD_BYTES
-"""Largest message to the backend: a Submit with an inline prompt, full constraints, a grammar of four-byte characters
-and the record of a stream; or MAX_SUBMITS pooled ones with inline prompts."""
-MAX_SUBMITS = 64
-"""Requests of one message."""
+"""Largest message to the backend: a Generate with an inline prompt, full constraints, a grammar of four-byte characters
+and the record of a stream; or MAX_POOL_BATCH inputs with inline prompts."""
+MAX_POOL_BATCH = 64
+"""Inputs of one message."""
 MAX_TO_FRONTEND_BYTES = (4 << 20) + MAX_RECORD_BYTES
 MAX_VECTOR_PART_BYTES = 512 << 10
 """Values of one part of a pooled result."""

@@ -8,9 +8,9 @@ import msgspec
 
 from penstock.shm.messages.handshake import Hello, Refusal, Welcome
 from penstock.shm.messages.outputs import StepOutputs
-from penstock.shm.messages.submit import Cancel, Credit, Submit, Submits
+from penstock.shm.messages.requests import Cancel, Credit, PoolBatch, Request
 
-ToBackend: TypeAlias = Submit | Submits | Cancel | Credit
+ToBackend: TypeAlias = Request | PoolBatch | Cancel | Credit
 
 
 class WireError(ValueError):

@@ -8,9 +8,9 @@ from msgspec import Meta, Struct
 
 from penstock.shm.messages.bounds import I31, MAX_CONTEXT_TOKENS, U63, TokenId
 from penstock.shm.messages.buffers import BufferGrant, BufferRequest
-from penstock.shm.messages.submit import AdapterId, PooledKind, Sampling
+from penstock.shm.messages.requests import AdapterId, PooledKind, Sampling
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
 Trait = Annotated[str, Meta(max_length=512)]
 MAX_ADAPTERS = 256

@@ -24,7 +24,7 @@ class StreamName(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
 class Linger(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The request runs on for linger_s after its reader has gone, and its tokens are kept as long.
 
-    A second Submit with the same stream and choice receives the tokens from the beginning, whoever sends it, and the
+    A second Generate with the same stream and choice receives the tokens from the beginning, whoever sends it, and the
     earlier reader ends as FAILED, TAKEN_OVER. If the backend has kept nothing, it begins like any other request. So a
     frontend may submit the same request again without knowing what the backend has kept.
     """

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from penstock.shm.messages import Submit
+from penstock.shm.messages import AskQuote, Generate, Pool
 from penstock.shm.recording.records import FRAME, Kind, pack
 
 if TYPE_CHECKING:
@@ -17,22 +17,22 @@ _PART = struct.Struct("<QQIIII")
 """Frontend; request id; bytes of the whole; bytes of the message in it; offset of this part; bytes of this part."""
 _PART_BYTES = (1 << 15) - FRAME.size - _PART.size
 
-_decoder = msgspec.msgpack.Decoder(Submit)
+_decoder: msgspec.msgpack.Decoder[Generate | Pool | AskQuote] = msgspec.msgpack.Decoder(Generate | Pool | AskQuote)
 
 
 class RecordedPrompt(NamedTuple):
-    submit: Submit
+    message: Generate | Pool | AskQuote
     """With a placeholder for the tokens."""
     tokens: bytes
     """Packed int32."""
 
 
-def pack_prompt(frontend: int, request_id: int, submit: bytes, tokens: bytes, time_s: float) -> Iterator[bytes]:
-    """submit is the encoded message with a placeholder for the tokens."""
-    whole = submit + tokens
+def pack_prompt(frontend: int, request_id: int, message: bytes, tokens: bytes, time_s: float) -> Iterator[bytes]:
+    """message is encoded with a placeholder for the tokens."""
+    whole = message + tokens
     for first in range(0, len(whole), _PART_BYTES):
         part = whole[first : first + _PART_BYTES]
-        head = _PART.pack(frontend, request_id, len(whole), len(submit), first, len(part))
+        head = _PART.pack(frontend, request_id, len(whole), len(message), first, len(part))
         yield pack(Kind.PROMPT, time_s, head + part)
 
 
@@ -56,7 +56,7 @@ class PromptAssembler:
             self._parts[name] = so_far
             return None
         try:
-            submit = _decoder.decode(so_far[:submit_bytes])
+            message = _decoder.decode(so_far[:submit_bytes])
         except msgspec.MsgspecError as error:
             raise ValueError(f"a request cannot be read: {error}") from None
-        return frontend, request_id, RecordedPrompt(submit, so_far[submit_bytes:])
+        return frontend, request_id, RecordedPrompt(message, so_far[submit_bytes:])

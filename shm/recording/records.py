@@ -22,7 +22,7 @@ class Kind(enum.IntEnum):
     TOKENS = 4
     """The sampled tokens of a step. Written only if the backend may record tokens, like PROMPT."""
     PROMPT = 5
-    """A part of an encoded `Submit` with its tokens."""
+    """A part of an encoded request with its tokens."""
 
 
 SECRET_KINDS = frozenset({Kind.TOKENS, Kind.PROMPT})

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict, deque
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.backend.engine.batch_builder import BatchBuilder, WholeBatchBuilder
-from penstock.backend.engine.launched_step import launch_step
-from penstock.backend.engine.limits import EngineLimits
-from penstock.backend.engine.loop import Engine
-from penstock.backend.engine.requests import Requests
-from penstock.backend.kv_cache.kv_groups import KvGroups
+from penstock.backend.engine.requests.limits import EngineLimits
+from penstock.backend.engine.steps.launched_step import launch_step
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.passes.fake import FakePass, next_token
-from penstock.backend.scheduling.scheduler import Scheduler
-from penstock.backend.scheduling.whole_scheduler import WholeScheduler
-from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
-from penstock.shm.memory.board import BackendBoard
+from penstock.shm.link.events import Cancellation, Submission
 from penstock.shm.messages import (
     NO_TOKEN,
+    AskQuote,
     EventLogprobs,
     Failure,
     Finish,
+    Generate,
+    Pool,
     Pooled,
     PooledKind,
     Progress,
@@ -33,21 +30,24 @@ from penstock.shm.messages import (
     Sampling,
     Started,
     StreamRecord,
-    Submit,
     VectorPart,
 )
+from penstock.tools.rig.engine_rig import EngineRig, RigSizes
+from penstock.tools.rig.executors import SteppedExecutor
+from penstock.tools.rig.links import DroppingLink
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
-    from penstock.backend.engine.launched_step import PageSaves, StepResult
-    from penstock.backend.engine.vector_cache import VectorCache
-    from penstock.backend.forward_pass import IBatchedForwardPass, PassSpec, StepBatch
+    from penstock.backend.engine.requests.vector_delivery import VectorCache
+    from penstock.backend.engine.steps.launched_step import PageSaves
+    from penstock.backend.forward_pass import PassSpec, StepBatch
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.structured_output.grammar_queue import GrammarQueue
     from penstock.backend.structured_output.late_masks import LateMasks
+    from penstock.tools.rig.executors import Launch
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -97,20 +97,15 @@ class Received:
         return values
 
 
-class ScriptedLink:
-    """Replaces BackendLink. The test adds arrivals and reads what was pushed."""
+class ScriptedLink(DroppingLink):
+    """The test adds arrivals and reads what was pushed."""
 
     def __init__(self) -> None:
-        self.arrivals: deque[Submission | Cancellation | FrontendDeath] = deque()
+        super().__init__()
         self.received: dict[tuple[int, int], Received] = defaultdict(Received)
         self.dead: set[int] = set()
         self.announced: list[int] = []
         """Frontends that learned that there is room."""
-
-    def receive(self) -> list[Submission | Cancellation | FrontendDeath]:
-        arrivals = list(self.arrivals)
-        self.arrivals.clear()
-        return arrivals
 
     def push(
         self,
@@ -164,80 +159,28 @@ class ScriptedLink:
     def note_preemption(self, frontend: int, request_id: int) -> None:
         self.received[frontend, request_id].num_preemptions += 1
 
-    def push_tokens(self, frontend: int, request_ids: list[int], token_ids: list[int]) -> None:
-        for request_id, token_id in zip(request_ids, token_ids, strict=True):
-            self.push(frontend, request_id, token_id)
 
-    def flush(self) -> None:
-        pass
+class JudgedExecutor(SteppedExecutor):
+    """Remembers the batches that were launched."""
 
-
-class SteppedExecutor:
-    """Replaces Executor, on the caller's thread: `run_one` runs one step of the device."""
-
-    wake_fd = -1
-
-    def __init__(self, forward_pass: IBatchedForwardPass, capacity: int, late_masks: LateMasks | None) -> None:
-        self._pass = forward_pass
-        self._late_masks = late_masks
-        self._capacity = capacity
-        self._plans: deque[tuple[Plan, StepBatch, PageSaves]] = deque()
-        self._results: list[StepResult] = []
-        self._num_in_flight = 0
+    def __init__(self, launch: Launch, capacity: int) -> None:
+        super().__init__(launch, capacity)
         self.batches: list[StepBatch] = []
-        self.num_rows_run = 0
-        self.step_s = 0.0
-        """Duration reported for each step; set by the test."""
-        self.ran_s = 0.0
-        """How long the running step has run; set by the test."""
-
-    @property
-    def has_capacity(self) -> bool:
-        return self._num_in_flight <= self._capacity
-
-    @property
-    def is_busy(self) -> bool:
-        return self._num_in_flight > 0
-
-    @property
-    def num_planned(self) -> int:
-        return len(self._plans)
-
-    def running_s(self) -> float:
-        return self.ran_s
-
-    def clear_wake(self) -> None:
-        pass
-
-    def wake(self) -> None:
-        pass
 
     def launch(self, plan: Plan, batch: StepBatch, saves: PageSaves) -> None:
         assert len(set(plan.sequences)) == len(plan), "a sequence has two rows in one step"
-        self._plans.append((plan, batch, saves))
+        super().launch(plan, batch, saves)
         self.batches.append(batch)
-        self._num_in_flight += 1
-
-    def run_one(self) -> bool:
-        if not self._plans:
-            return False
-        result = launch_step(self._pass, *self._plans.popleft(), late_masks=self._late_masks).finish()
-        self.num_rows_run += len(result.plan)
-        self._results.append(replace(result, step_s=self.step_s))
-        return True
-
-    def results(self) -> list[StepResult]:
-        results, self._results = self._results, []
-        self._num_in_flight -= len(results)
-        return results
 
 
 def _adapters(spec: PassSpec) -> dict[str, int]:
     return {f"adapter-{index}": index for index in range(len(spec.adapter_ranks))}
 
 
-class Bench:
+class Bench(EngineRig):
     """One engine, turned by hand. vocab_size is small, so that stop ids occur."""
+
+    scheduler: Any
 
     def __init__(
         self,
@@ -262,42 +205,33 @@ class Bench:
         self.vocab_size, self.page_size = vocab_size, page_size
         self.forward_pass = forward_pass or FakePass(vocab_size, max_running, 8 * page_size * num_host_pages)
         spec = self.forward_pass.spec
-        groups = KvGroups.of(page_size, spec.kv_windows, max_batch_tokens, capacity)
-        context = groups.longest_sequence(num_pages, max_context or 1 << 16)
-        self.executor = SteppedExecutor(self.forward_pass, capacity, late_masks)
+        sizes = RigSizes(
+            num_pages=num_pages if spec.kv_bytes_per_token else 0,
+            page_size_tokens=page_size,
+            max_running=max_running,
+            max_batch_tokens=max_batch_tokens,
+            num_plans_ahead=capacity,
+            max_park_steps=max_park_steps,
+            keeps_state=spec.state_bytes_per_sequence > 0,
+            kv_windows=spec.kv_windows,
+        )
+        if sizes.num_pages:
+            self.forward_pass.create_cache(num_pages, page_size, "fp32")
+        context = sizes.groups.longest_sequence(num_pages, max_context or 1 << 16)
+        self.executor = JudgedExecutor(partial(launch_step, self.forward_pass, late_masks=late_masks), capacity)
         self.link = link or ScriptedLink()
         self.pool = PagePool(num_pages, num_host_pages)
-        self.board = BackendBoard.create()
-        self.scheduler: Any
-        builder: BatchBuilder | WholeBatchBuilder
-        if spec.kv_bytes_per_token:
-            self.forward_pass.create_cache(num_pages, page_size, "fp32")
-            sizes = (page_size, max_running, max_batch_tokens, max_park_steps, capacity)
-            state = spec.state_bytes_per_sequence > 0
-            self.scheduler = Scheduler(self.pool, *sizes, keeps_state=state, kv_windows=spec.kv_windows)
-            builder = BatchBuilder(max_running, groups.pages_for(context), groups.count, has_adapters=True)
-        else:
-            self.scheduler, builder = WholeScheduler(max_running, max_batch_tokens), WholeBatchBuilder()
         self.now_s = 0.0
         served: dict[str, Any] = {"pooled": spec.pooled, "generates": spec.generates, "adapters": _adapters(spec)}
-        limits = EngineLimits(vocab_size, context, max_waiting, priority_step_s, **served)
-        self.requests = Requests.make(
-            self.link,  # type: ignore[arg-type]
-            self.scheduler,
-            self.board,
-            limits,
+        super().__init__(
+            self.link,
+            self.executor,
+            sizes,
+            EngineLimits(vocab_size, context, max_waiting, priority_step_s, **served),
             self.clock,
+            pool=self.pool,
             grammar_queue=grammar_queue,
             vector_cache=vector_cache,
-        )
-        self.engine = Engine(
-            self.link,  # type: ignore[arg-type]
-            self.executor,  # type: ignore[arg-type]
-            self.scheduler,
-            builder,
-            self.requests,
-            self.board,
-            self.clock,
         )
 
     def clock(self) -> float:
@@ -313,12 +247,21 @@ class Bench:
         sampling: Sampling = GREEDY,
         stop_ids: tuple[int, ...] = (),
         num_prompt_tokens: int | None = None,
+        kind: type[Generate | AskQuote] = Generate,
         **options: Any,
     ) -> None:
         tokens = packed(prompt)
         num_prompt_tokens = num_prompt_tokens or len(prompt)
-        submit = Submit(request_id, tokens, num_prompt_tokens, max_tokens, sampling, stop_ids, **options)
-        self.link.arrivals.append(Submission(frontend, submit, tokens))
+        message = kind(
+            request_id=request_id,
+            tokens=tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop_token_ids=stop_ids,
+            **options,
+        )
+        self.link.arrivals.append(Submission(frontend, message, tokens))
 
     def submit_pooled(
         self,
@@ -334,7 +277,9 @@ class Bench:
     ) -> None:
         """Submit a pooled request."""
         pooled = Pooled(kind, second_start, num_dimensions, normalize, group)
-        self.submit(tokens, 1, request_id=request_id, pooled=pooled, **({"may_share": True} | options))
+        frontend, options = options.pop("frontend", 1), {"may_share": True, "num_prompt_tokens": len(tokens)} | options
+        message = Pool(request_id=request_id, tokens=packed(tokens), pooled=pooled, **options)
+        self.link.arrivals.append(Submission(frontend, message, packed(tokens)))
 
     def cancel(self, request_id: int = 0, frontend: int = 1) -> None:
         self.link.arrivals.append(Cancellation(frontend, request_id))

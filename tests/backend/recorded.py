@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from penstock.backend.engine.recording.recorder import Recorder
+from penstock.backend.engine.recorder import Recorder
 from penstock.commands.recorder.history import Life, read_history
 from penstock.shm.memory.ring import MIN_RING_BYTES, RingReader, RingWriter, create_fd
 from penstock.shm.messages import PROTOCOL_VERSION
@@ -18,6 +18,8 @@ from penstock.shm.recording.rows import Row
 from tests.backend.harness import Bench
 
 if TYPE_CHECKING:
+    from penstock.backend.engine.steps.launched_step import PageSaves
+    from penstock.backend.forward_pass import StepBatch
     from penstock.backend.scheduling.step_plan import Plan
 
 
@@ -37,11 +39,11 @@ class Recorded:
         self.plans: list[list[Row]] = []
         launch = self.bench.executor.launch
 
-        def note_and_launch(plan: Plan, *rest: object) -> None:
+        def note_and_launch(plan: Plan, batch: StepBatch, saves: PageSaves) -> None:
             self.plans.append(
                 [Row(row.sequence.slot or 0, row.sequence.order, row.end, row.end - row.start) for row in plan.rows()]
             )
-            launch(plan, *rest)  # type: ignore[arg-type]
+            launch(plan, batch, saves)
 
         self.bench.executor.launch = note_and_launch  # type: ignore[method-assign]
 

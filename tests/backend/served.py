@@ -10,20 +10,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from penstock.backend.buffers.options import make_exporter
-from penstock.backend.engine.batch_builder import BatchBuilder
-from penstock.backend.engine.executor import Executor
-from penstock.backend.engine.limits import EngineLimits
-from penstock.backend.engine.loop import Engine
-from penstock.backend.engine.requests import Requests
+from penstock.backend.engine.requests.limits import EngineLimits
+from penstock.backend.engine.steps.executor import Executor
 from penstock.backend.forward_pass import IBatchedForwardPass
 from penstock.backend.kv_cache.page_pool import PagePool
-from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.shm.buffers.device_api import DeviceApi
 from penstock.shm.client import BackendClient, GenerationRequest
 from penstock.shm.link.backend_link import BackendLink
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.memory.page_digest import PageDigestWriter, digest_bytes
 from penstock.shm.messages import BufferRequest, ModelCard
+from penstock.tools.rig.engine_rig import EngineRig, RigSizes
 
 MAX_RUNNING = 8
 
@@ -49,9 +46,9 @@ def served(
         exporter = make_exporter(choice, 64 << 20, forward_pass, device)
         link = BackendLink(path, card, board, exporter=exporter)
         pool = PagePool(num_pages, names=(digest := PageDigestWriter(board.behind, page_size)))
-        scheduler = Scheduler(pool, page_size, MAX_RUNNING, 6)
-        requests = Requests.make(link, scheduler, board, EngineLimits(card.vocab_size, card.max_context_tokens, 100))
-        engine = Engine(link, executor, scheduler, BatchBuilder(MAX_RUNNING, num_pages), requests, board)
+        sizes = RigSizes(num_pages=num_pages, page_size_tokens=page_size, max_running=MAX_RUNNING, max_batch_tokens=6)
+        limits = EngineLimits(card.vocab_size, card.max_context_tokens, 100)
+        engine = EngineRig(link, executor, sizes, limits, pool=pool, board=board).engine
         thread = threading.Thread(target=engine.run)
         thread.start()
         try:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.backend.passes.decoder.cuda.device.launcher import Kernel, KernelFailed
-from penstock.tools.gpu_check.cases.ptx import wrappers
+from penstock.tools.gpu.cases import ptx_wrappers as wrappers
 from tests.cuda_emulator import EmulatedLauncher
 from tests.cuda_emulator.launcher import Mode, Order
 

@@ -10,19 +10,19 @@ import torch
 
 from penstock.backend.passes.decoder.cuda.device.launcher import Kernel
 from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
-from penstock.tools.gpu_check.cases.catalogue import invariance_checks, small_checks
-from penstock.tools.gpu_check.cases.check import Check
-from penstock.tools.gpu_check.cases.ptx.wrappers import WRAPPERS
-from penstock.tools.gpu_check.cases.sampling.logprobs import check_logprobs
-from penstock.tools.gpu_check.cases.sampling.sampler import FILTERS, check_distribution, check_filter, check_noise
-from penstock.tools.gpu_check.checks import deterministic_passes, pass_agreement
-from penstock.tools.gpu_check.checks.deterministic_passes import BatchCase, PassSizes
-from penstock.tools.gpu_check.devices.device_context import DeviceContext
-from penstock.tools.gpu_check.model_configs import TINY_FAMILY
+from penstock.tools.gpu.cases.catalogue import invariance_checks, small_checks
+from penstock.tools.gpu.cases.check import Check
+from penstock.tools.gpu.cases.logprobs import check_logprobs
+from penstock.tools.gpu.cases.ptx_wrappers import WRAPPERS
+from penstock.tools.gpu.cases.sampler import FILTERS, check_distribution, check_filter, check_noise
+from penstock.tools.gpu.checks import deterministic_passes, pass_agreement
+from penstock.tools.gpu.checks.deterministic_passes import BatchCase, PassSizes
+from penstock.tools.gpu.devices.device_context import DeviceContext
+from penstock.tools.random_weights import TINY_FAMILY
 from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
 from tests.cuda_emulator import EmulatedLauncher
 from tests.cuda_emulator.launcher import Mode
-from tests.tools.gpu_check.device_context import HostClock, NoMemoryCounter, Record
+from tests.tools.gpu.device_context import HostClock, NoMemoryCounter, Record
 
 DEVICE = EmulatedLauncher("device")
 MODES: tuple[Mode, ...] = ("fast", "device")

@@ -27,7 +27,18 @@ from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.frontend.transport.serving.server import server_config
 from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded, TokenBatch
 from penstock.shm.memory.board import FrontendBoard
-from penstock.shm.messages import FailureCode, Finish, Keep, ModelCard, Quote, Sampling, StreamName
+from penstock.shm.messages import (
+    FailureCode,
+    Finish,
+    Keep,
+    ModelCard,
+    Quote,
+    QuoteTerms,
+    RequestName,
+    Sampling,
+    StreamName,
+    StreamQuestion,
+)
 from tests.frontend.raw_http import MockTransport, Response, ResponseReader
 
 CHAT_TEMPLATE = """\
@@ -143,6 +154,10 @@ class FakeStream:
         self.ended = batch.finish is not Finish.NONE
         return batch
 
+    async def result(self) -> TokenBatch:
+        """Play an AnswerStream."""
+        return await anext(self)
+
 
 Script = Callable[[GenerationRequest], Iterable[TokenBatch]]
 
@@ -188,35 +203,48 @@ class FakeBackend:
     quote: Quote = Quote(0, 3, 2, False, 0.25, 1.5, 4.0, 20)  # noqa: RUF009 - frozen
     records: dict[StreamName, bytes] = field(default_factory=dict)
     """Records of the streams that linger."""
+    terms: list[QuoteTerms] = field(default_factory=list)
+    """What was asked with each quote."""
+    questions: list[RequestName | StreamQuestion] = field(default_factory=list)
 
-    def submit(self, request: GenerationRequest) -> FakeStream:
+    def _check(self) -> None:
         if self.refusal is not None:
             raise self.refusal
         if not self.ready:
             raise BackendUnavailable
-        if request.asks is not None:
-            return self._answer(request)
+
+    def submit(self, request: GenerationRequest) -> FakeStream:
+        self._check()
         if request.linger is not None and request.linger.record:
             self.records[request.linger.stream] = request.linger.record
-        is_quote = request.quote is not None and request.quote.purpose == "quote"
-        stream = FakeStream(request, [TokenBatch([], Finish.QUOTED)] if is_quote else self.script(request))
-        stream.quote = self.quote if request.quote is not None else None
+        stream = FakeStream(request, self.script(request))
+        stream.quote = self.quote if request.refuse_late is not None else None
         stream.joins = self.joins
         stream.queue_s, stream.num_preemptions = self.queue_s, self.num_preemptions
         self.streams.append(stream)
         self.submitted.set()
         return stream
 
-    def _answer(self, request: GenerationRequest) -> FakeStream:
-        """Answer a question about a stream that lingers."""
-        asks = request.asks
-        assert asks is not None
-        record = self.records.get(asks.stream)
+    def ask_quote(self, request: GenerationRequest, terms: QuoteTerms) -> FakeStream:
+        self._check()
+        stream = FakeStream(request, [TokenBatch([], Finish.QUOTED)])
+        stream.quote = self.quote
+        self.terms.append(terms)
+        self.streams.append(stream)
+        return stream
+
+    def ask(self, question: RequestName | StreamQuestion, deadline_s: float | None = None) -> FakeStream:
+        self._check()
+        no_request = GenerationRequest([0], 1, Sampling(), deadline_s=deadline_s)
+        self.questions.append(question)
+        if isinstance(question, RequestName):
+            return FakeStream(no_request, self.script(no_request))
+        record = self.records.get(question.stream)
         if record is None:
-            return FakeStream(request, [TokenBatch([], Finish.REJECTED, FailureCode.NOT_OPEN)])
-        stream = FakeStream(request, [TokenBatch([], Finish.STOP)])
-        if asks.action == "drop":
-            del self.records[asks.stream]
+            return FakeStream(no_request, [TokenBatch([], Finish.REJECTED, FailureCode.NOT_OPEN)])
+        stream = FakeStream(no_request, [TokenBatch([], Finish.STOP)])
+        if question.action == "drop":
+            del self.records[question.stream]
         else:
             stream.record = record
         return stream

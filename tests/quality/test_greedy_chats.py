@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from penstock.backend.checkpoint.hub import resolve_model
-from tests.quality.served import served_model
+from penstock.tools.bench.components.scored_model import scored_model
 from tests.real_models import download_timeout
 
 pytestmark = download_timeout
@@ -30,7 +30,7 @@ def test_each_token_of_a_greedy_answer_is_the_one_of_fp32(model_dir: Path) -> No
     """After fp32's own tokens before it, so that one near tie does not change all that follows."""
     chats: list[dict[str, Any]] = json.loads((RECORDED / "chats.json").read_text())
     differences = []
-    with served_model(model_dir) as model:
+    with scored_model(model_dir) as model:
         for chat in chats:
             tokens = np.array(chat["prompt"] + chat["answer"], np.int32)
             ranks = model.score(tokens, len(chat["prompt"])).ranks

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from penstock.backend.checkpoint.hub import resolve_model
+from penstock.tools.bench.components.scored_model import scored_model
 from tests.quality.made_files import K_MIXTURE, make_files
-from tests.quality.served import served_model
 from tests.real_models import download_timeout
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def files(real_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 def served_perplexity(path: Path, windows: NDArray[np.int32], quantize: str = "none") -> float:
-    with served_model(resolve_model(str(path)), quantize) as model:
+    with scored_model(resolve_model(str(path)), quantize) as model:
         return model.perplexity(windows)
 
 

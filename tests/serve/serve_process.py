@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO
 
-from penstock.tools.bench.harness.processes import descendants, runs_module
+from penstock.process.children import descendants, module_of
 
 
 class Lines:
@@ -68,7 +68,7 @@ class Serve:
         return self.process.wait()
 
     def pids(self, module: str) -> list[int]:
-        return [pid for pid in descendants(self.process.pid) if runs_module(pid, module)]
+        return [pid for pid in descendants(self.process.pid) if module_of(pid) == module]
 
     def complete(self, key: str = "none") -> tuple[int, str]:
         """Return the status and text of one greedy completion."""

@@ -23,6 +23,7 @@ from penstock.backend.options import BackendOptions
 from penstock.commands.recorder.history import read_history
 from penstock.commands.recorder.record import record
 from penstock.frontend.options import FrontendOptions
+from penstock.process.children import descendants
 from penstock.serve.options import (
     ServeOptions,
     backend_options,
@@ -32,7 +33,6 @@ from penstock.serve.options import (
 )
 from penstock.shm.recording.file import read_recording
 from penstock.shm.recording.rings import open_ring
-from penstock.tools.bench.harness.processes import descendants
 from tests.frontend.transport.test_listening import make_certificate
 from tests.serve.serve_process import Start
 

@@ -24,9 +24,24 @@ from typing import Any, Self
 
 from penstock.shm.buffers.buffer_export import BufferExporter
 from penstock.shm.link.backend_link import BackendLink
-from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
+from penstock.shm.link.events import Cancellation, FrontendDeath, Question, Submission
 from penstock.shm.memory.board import BackendBoard
-from penstock.shm.messages import NO_TOKEN, Failure, FailureCode, Finish, ModelCard, Progress, Started, VectorPart
+from penstock.shm.messages import (
+    NO_TOKEN,
+    AskQuote,
+    AskStream,
+    CancelOther,
+    Failure,
+    FailureCode,
+    Finish,
+    Generate,
+    ModelCard,
+    Progress,
+    Quote,
+    Started,
+    StreamRecord,
+    VectorPart,
+)
 
 NextToken = Callable[["array[int]", int, int], int]
 """(tokens so far, number of prompt tokens, vocabulary size) → next token."""
@@ -134,6 +149,8 @@ class ScriptedEngine:
             match event:
                 case Submission():
                     self._submit(event)
+                case Question(frontend, message):
+                    self._answer(frontend, message)
                 case Cancellation(frontend, request_id):
                     self.num_cancellations += 1
                     del self.running[frontend, request_id]
@@ -150,14 +167,30 @@ class ScriptedEngine:
         self.board.waiting = max(0, len(self.running) - self.script.max_running)
         self.link.flush()
 
+    def _answer(self, frontend: int, message: AskQuote | AskStream | CancelOther) -> None:
+        """Quote as many requests ahead as the client's has choices; a stream's record is its id; nothing is open."""
+        request_id, finish, failure = message.request_id, Finish.STOP, None
+        match message:
+            case AskQuote(terms=terms):
+                finish = Finish.QUOTED
+                self.link.push_answer(frontend, Quote(request_id, terms.num_choices, 0, is_coalesced=False))
+            case AskStream(question=question):
+                self.link.push_answer(frontend, StreamRecord(request_id, question.stream.stream_id.encode()))
+            case CancelOther():
+                finish, failure = Finish.REJECTED, Failure(request_id, FailureCode.NOT_OPEN)
+        self.link.push(frontend, request_id, NO_TOKEN, finish, failure=failure)
+
     def _submit(self, submission: Submission) -> None:
-        tokens = array("i", submission.tokens or bytes(4 * submission.submit.num_prompt_tokens))
+        tokens = array("i", submission.tokens or bytes(4 * submission.message.num_prompt_tokens))
         if tokens == _KILLING_PROMPT:
             os.kill(os.getpid(), signal.SIGKILL)
-        card = self.script.card
-        failure = None
-        if submission.submit.num_prompt_tokens + submission.submit.max_tokens > card.max_context_tokens:
-            limit = max(0, card.max_context_tokens - submission.submit.max_tokens)
+        card, message = self.script.card, submission.message
+        if isinstance(message, AskQuote):
+            self._answer(submission.frontend, message)
+            return
+        failure, max_tokens = None, message.max_tokens if isinstance(message, Generate) else 1
+        if message.num_prompt_tokens + max_tokens > card.max_context_tokens:
+            limit = max(0, card.max_context_tokens - max_tokens)
             failure = Failure(submission.request_id, FailureCode.CONTEXT_TOO_LONG, limit)
         elif not all(0 <= token < card.vocab_size for token in tokens):
             failure = Failure(submission.request_id, FailureCode.BAD_TOKEN, card.vocab_size)
@@ -169,16 +202,16 @@ class ScriptedEngine:
             return
         self.board.requests_accepted += 1
         self.running[submission.frontend, submission.request_id] = _Running(submission, tokens, time.monotonic())
-        if submission.submit.reports_progress:
+        if isinstance(message, Generate) and message.reports_progress:
             progress = Progress(submission.request_id, 0, 1, 0.5)
             self.link.push(submission.frontend, submission.request_id, NO_TOKEN, progress=progress)
 
     def _step(self) -> None:
         for key, running in list(self.running.items())[: self.script.max_running]:
             frontend, request_id = key
-            submission = running.submission
-            num_prompt = submission.submit.num_prompt_tokens
-            if submission.submit.pooled is not None:
+            submission, message = running.submission, running.submission.message
+            num_prompt = message.num_prompt_tokens
+            if not isinstance(message, Generate):
                 started = Started(request_id, num_prompt, 0.0, self.script.is_coalesced)
                 self.link.push_vectors(frontend, request_id, self.script.vector_parts(submission), started)
                 del self.running[key]
@@ -189,9 +222,9 @@ class ScriptedEngine:
                 loan.write(len(running.tokens) - num_prompt, memoryview(row))
             running.tokens.append(token)
             finish, failure, started = Finish.NONE, None, None
-            if token in submission.submit.stop_token_ids:
+            if token in message.stop_token_ids:
                 finish = Finish.STOP
-            elif len(running.tokens) - num_prompt >= submission.submit.max_tokens:
+            elif len(running.tokens) - num_prompt >= message.max_tokens:
                 finish = Finish.LENGTH
             elif running.tokens[:num_prompt] == _FAILING_PROMPT:
                 finish, failure = Finish.FAILED, Failure(request_id, FailureCode.INTERNAL)

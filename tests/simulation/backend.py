@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from penstock.backend.engine.cancellation import Canceller
-from penstock.backend.engine.limits import EngineLimits
-from penstock.backend.engine.lingering.streams import LingeringStreams
 from penstock.backend.engine.loop import Engine
-from penstock.backend.engine.open_requests import OpenRequests
 from penstock.backend.engine.quoting.quote_errors import QuoteErrors
 from penstock.backend.engine.quoting.quoter import Quoter
-from penstock.backend.engine.requests import Requests
-from penstock.backend.engine.step_timing import StepTiming
-from penstock.backend.engine.vector_cache import VectorCache
-from penstock.backend.engine.vector_delivery import VectorDelivery
+from penstock.backend.engine.requests.cancellation import Canceller
+from penstock.backend.engine.requests.handling import RequestHandling
+from penstock.backend.engine.requests.limits import EngineLimits
+from penstock.backend.engine.requests.request_table import RequestTable
+from penstock.backend.engine.requests.stream_table import StreamTable
+from penstock.backend.engine.requests.vector_delivery import VectorCache, VectorDelivery
+from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.kv_cache.page_pool import PagePool
-from penstock.backend.scheduling.settlement import Settlement
+from penstock.backend.scheduling.restart_grace import RestartGrace
 from penstock.backend.sequences.sequence import NEW
 from penstock.backend.structured_output.grammar_cache import GrammarCache
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
@@ -34,24 +33,24 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 
-class JudgedSettlement(Settlement):
+class JudgedGrace(RestartGrace):
     """Judges that requests which came back together, and may share their tokens, have one sequence."""
 
     def __init__(self, world: World) -> None:
-        start_s, quiet_s, longest_s = world.setup.settle_s
+        start_s, quiet_s, longest_s = world.setup.grace_s
         super().__init__(world.clock, start_s=start_s, quiet_s=quiet_s, longest_s=longest_s)
         self._world = world
 
-    def take_settled(self) -> list[Sequence]:
-        settled = super().take_settled()
+    def take_due(self) -> list[Sequence]:
+        due = super().take_due()
         coalescer = self._world.backend.requests.table.coalescer
-        resumed = [sequence for sequence in settled if sequence.admitted_ns != NEW]
+        resumed = [sequence for sequence in due if sequence.admitted_ns != NEW]
         keys = [coalescer._keys[sequence] for sequence in resumed if sequence in coalescer._keys]
         num_members = [len(sequence.subscribers) for sequence in resumed]
         self._world.covered["groups resumed"] += sum(count > 1 for count in num_members)
         if len(set(keys)) != len(keys):
             raise Violation("a group comes back as several sequences")
-        return settled
+        return due
 
 
 class Backend:
@@ -88,20 +87,20 @@ class Backend:
         limits = EngineLimits(*sizes, pooled=self.forward_pass.spec.pooled)
         self.compile_pool = SimulatedPool(setup.model.vocab_size)
         self.grammar_queue = GrammarQueue(GrammarCache(self.compile_pool), lambda: None, setup.max_waiting)
-        table = OpenRequests(self.scheduler, self.board, self.grammar_queue, JudgedSettlement(world))
+        table = RequestTable(self.scheduler, self.board, self.grammar_queue, JudgedGrace(world))
         step_timing, quote_errors = StepTiming(), QuoteErrors(self.board, world.clock)
         delivery = FaultyDelivery(world, self.link, self.board, table, quote_errors)
         cache = VectorCache(setup.vector_cache_bytes) if setup.vector_cache_bytes else None
-        vectors = VectorDelivery(self.link, self.board, table, delivery, cache)  # type: ignore[arg-type]
+        vectors = VectorDelivery(self.link, self.board, table, delivery, cache)
         quoter = Quoter(self.scheduler, step_timing, quote_errors, world.clock)
-        lingering = LingeringStreams(self.link, self.board, table, delivery, world.clock)  # type: ignore[arg-type]
-        parts = (table, delivery, vectors, lingering, world.clock, quoter)
+        streams = StreamTable(self.link, self.board, table, delivery, world.clock)
+        parts = (table, delivery, vectors, streams, world.clock, quoter)
         intake = FaultyIntake(world, self.scheduler, self.board, limits, *parts)
-        canceller = Canceller(self.board, table, delivery, lingering, world.clock)
-        self.requests = Requests(table, intake, delivery, canceller, vectors, lingering, step_timing)
+        canceller = Canceller(self.board, table, delivery, streams, world.clock)
+        self.requests = RequestHandling(table, intake, delivery, canceller, vectors, streams, step_timing)
         self.engine = Engine(
-            self.link,  # type: ignore[arg-type]
-            self.executor,  # type: ignore[arg-type]
+            self.link,
+            self.executor,
             self.scheduler,
             FaultyBuilder(world, setup.max_running, -(-setup.context // setup.page_size)),
             self.requests,

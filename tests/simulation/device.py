@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.backend.engine.launched_step import launch_step
+from penstock.backend.engine.steps.launched_step import launch_step
+from penstock.tools.rig.executors import ThreadlessExecutor
 from tests.simulation.chain_pass import ChainPass
 from tests.simulation.rules import SimulatedLateMasks
 from tests.simulation.violations import PlantedFault, Violation
@@ -17,7 +18,7 @@ from tests.simulation.violations import PlantedFault, Violation
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.backend.engine.launched_step import LaunchedStep, PageSaves, StepResult
+    from penstock.backend.engine.steps.launched_step import LaunchedStep, PageSaves, StepResult
     from penstock.backend.forward_pass import IBatchedForwardPass, StepBatch
     from penstock.backend.scheduling.step_plan import Plan, PlanRow
     from penstock.backend.sequences.sequence import Sequence
@@ -37,24 +38,19 @@ class _Awaited(threading.Event):
         return True
 
 
-class SimulatedExecutor:
-    """Replaces Executor and both its threads. The main thread sees a step's result some time after it was computed."""
-
-    wake_fd = -1
+class SimulatedExecutor(ThreadlessExecutor):
+    """Stands for the threads of an `Executor`. The main thread sees a result some time after it was computed."""
 
     def __init__(self, world: World, forward_pass: IBatchedForwardPass, capacity: int, page_size: int) -> None:
+        super().__init__(capacity)
         self._world = world
         self._pass = forward_pass
-        self._capacity = capacity
         self._page_size = page_size
         self.late_masks = SimulatedLateMasks(world, forward_pass.spec.vocab_size)
-        self._plans: deque[tuple[Plan, StepBatch, PageSaves]] = deque()
         self._launched: deque[tuple[LaunchedStep, Fault | None]] = deque()
         self._before: LaunchedStep | None = None
         self._finished: tuple[StepResult, list[tuple[Sequence, int]]] | None = None
         """A finished step, and the stop marks that the main thread does not see yet."""
-        self._results: list[StepResult] = []
-        self._num_in_flight = 0
         self._starts_s: deque[float] = deque()
         """Start times of the launched steps whose results are not visible."""
         self._salts: dict[int, bytes] = {}  # page → tenant whose tokens it holds
@@ -63,28 +59,13 @@ class SimulatedExecutor:
         """(sequence, generation) → whether its logits were bad (True) or it failed in a step of its own (False). The
         first of the two counts, because it ends the sequence."""
 
-    @property
-    def has_capacity(self) -> bool:
-        return self._num_in_flight <= self._capacity
-
-    @property
-    def is_busy(self) -> bool:
-        return self._num_in_flight > 0
-
     def running_s(self) -> float:
         return self._world.now_s - self._starts_s[0] if self._starts_s else 0.0
-
-    def clear_wake(self) -> None:
-        pass
-
-    def wake(self) -> None:
-        pass
 
     def launch(self, plan: Plan, batch: StepBatch, saves: PageSaves) -> None:
         if not plan or self._num_in_flight > self._capacity:
             raise Violation(f"a plan of {len(plan)} rows beside {self._num_in_flight} in flight")
-        self._num_in_flight += 1
-        self._plans.append((plan, batch, saves))
+        super().launch(plan, batch, saves)
         rows = list(plan.rows())
         self._world.judge.note_plan(rows)
         for row in rows:
@@ -95,9 +76,7 @@ class SimulatedExecutor:
 
     def results(self) -> list[StepResult]:
         self._world.advance_device()
-        results, self._results = self._results, []
-        self._num_in_flight -= len(results)
-        return results
+        return super().results()
 
     def advance(self) -> bool:
         """Advance one of the threads: start a step, finish one, or make a result visible. False if there is nothing to

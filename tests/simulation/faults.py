@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.backend.engine.batch_builder import BatchBuilder
-from penstock.backend.engine.delivery import Delivery
-from penstock.backend.engine.intake import Intake
+from penstock.backend.engine.requests.delivery import Delivery
+from penstock.backend.engine.requests.intake import Intake
+from penstock.backend.engine.steps.batch_builder import BatchBuilder
+from penstock.backend.scheduling.admission import Admission
+from penstock.backend.scheduling.running import RunningSequences
 from penstock.backend.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from penstock.backend.forward_pass import StepBatch
-    from penstock.backend.scheduling.scheduler import Chunk
-    from penstock.backend.scheduling.step_plan import Plan
+    from penstock.backend.scheduling.step_plan import Chunk, Plan
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.sequences.subscribers import Subscriber
     from penstock.backend.structured_output.compile_grammar import CompiledGrammar
     from penstock.shm.link.events import Submission
-    from penstock.shm.messages import EventLogprobs, Started
+    from penstock.shm.messages import EventLogprobs, Generate, Pool, Started
     from tests.simulation.world import World
 
 ENGINE_ERRORS = ("add", "note", "build", "deliver", "step")
@@ -42,6 +43,8 @@ class FaultyScheduler(Scheduler):
         """Whether the sequence that is about to start has been passed by others."""
         self._passes: list[Sequence] = []
         """Sequences that it passes."""
+        self._running.start = self._start_judged  # type: ignore[method-assign]
+        self._admission._start_if_it_fits = self._start_if_it_fits  # type: ignore[method-assign]
 
     def plan(self) -> Plan:
         self.started = set()
@@ -64,11 +67,11 @@ class FaultyScheduler(Scheduler):
         passed = list(self._waiting._passed)
         self._was_passed = sequence in passed
         self._passes = passed[: passed.index(sequence)] if self._was_passed else passed
-        return super()._start_if_it_fits(sequence, *args, **options)
+        return Admission._start_if_it_fits(self._admission, sequence, *args, **options)
 
-    def _start(self, sequence: Sequence, *args: Any, **options: Any) -> None:
+    def _start_judged(self, sequence: Sequence, *args: Any, **options: Any) -> None:
         num_available = self._pool.num_available
-        super()._start(sequence, *args, **options)
+        RunningSequences.start(self._running, sequence, *args, **options)
         num_pages = num_available - self._pool.num_available
         self._world.judge.note_admission(sequence, num_pages, self._was_passed, self._passes)
         self.started.add(sequence)
@@ -91,10 +94,16 @@ class FaultyIntake(Intake):
         self._world = world
 
     def assign_sequence(
-        self, submission: Submission, grammar: CompiledGrammar | None, arrived_s: float, deadline_s: float | None
+        self, submission: Submission[Generate], grammar: CompiledGrammar | None, arrived_s: float
     ) -> None:
         try:
-            super().assign_sequence(submission, grammar, arrived_s, deadline_s)
+            super().assign_sequence(submission, grammar, arrived_s)
+        finally:
+            self._world.judge.note_submission(submission.frontend, submission.request_id, arrived_s)
+
+    def pool(self, submission: Submission[Pool], arrived_s: float) -> None:
+        try:
+            super().pool(submission, arrived_s)
         finally:
             self._world.judge.note_submission(submission.frontend, submission.request_id, arrived_s)
 

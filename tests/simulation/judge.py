@@ -154,7 +154,7 @@ class Judge:
         match code:
             case FailureCode.OVERLOADED:
                 room, limit = backend.scheduler.num_free_slots, self._world.setup.max_waiting
-                held = backend.requests.table.settlement._held
+                held = backend.requests.table.restart_grace._delayed
                 num_waiting = backend.scheduler.num_waiting + len(held) - room
                 most = max(num_waiting, num_compiling := backend.grammar_queue.num_waiting)
                 waiting = [*backend.scheduler._waiting.sequences(), *held]
@@ -203,7 +203,7 @@ class Judge:
         open_in_engine |= backend.grammar_queue._waiting.keys()
         if open_in_engine != backend.link.open.keys():
             raise Violation(f"the engine has {open_in_engine} open, the link {set(backend.link.open)}")
-        is_awaiting = any(sequence.awaits_mask for sequence in backend.scheduler._running)
+        is_awaiting = any(sequence.awaits_mask for sequence in backend.scheduler._running.sequences)
         num_scheduled = backend.scheduler.num_running + backend.scheduler.num_waiting
         if num_scheduled and not backend.executor.is_busy and not is_awaiting:
             raise Violation("there is work, the device is idle, and nothing will wake the loop")
@@ -258,7 +258,7 @@ class Judge:
             raise Violation("pages, sequences or requests are left over")
         if backend.requests.intake._refused_frontends:
             raise Violation("a frontend that was refused never learns that there is room")
-        scheduler._prefix_cache.check_integrity({}, set())
+        scheduler._running.prefix_cache.check_integrity({}, set())
         if len(backend.requests.table.coalescer) or backend.executor.is_busy:
             raise Violation("the engine still remembers a sequence")
         for ask in self._world.asks:

@@ -16,11 +16,15 @@ from penstock.shm.messages import (
     Failure,
     FailureCode,
     Finish,
+    Generate,
+    Pool,
     Pooled,
+    Progress,
+    PromptHeader,
     Started,
-    Submit,
     VectorPart,
 )
+from penstock.tools.rig.links import DroppingLink
 from tests.simulation.violations import Violation
 
 if TYPE_CHECKING:
@@ -66,29 +70,35 @@ class Frontend:
     def submit(self, ask: Ask, request_id: int, timeout_ms: int) -> None:
         self.asks[request_id] = ask
         tokens = array("i", ask.prompt + ask.got).tobytes()
-        submit = Submit(
-            request_id=request_id,
-            tokens=tokens,
-            num_prompt_tokens=len(ask.prompt),
-            max_tokens=ask.max_tokens,
-            sampling=ask.sampling,
-            stop_token_ids=ask.stop_ids,
-            salt=ask.salt,
-            tenant=ask.tenant,
-            weight=ask.weight,
-            may_share=ask.may_share,
-            priority=ask.priority,
-            timeout_ms=timeout_ms,
-            constraints=ask.constraints,
-            num_prompt_logprobs=ask.num_prompt_logprobs,
-            pooled=None if ask.vector is None else Pooled("embed", group=ask.group),
-            admitted_ns=ask.admitted_ns,
-        )
+        header: dict[str, Any] = {
+            "request_id": request_id,
+            "tokens": tokens,
+            "num_prompt_tokens": len(ask.prompt),
+            "salt": ask.salt,
+            "tenant": ask.tenant,
+            "weight": ask.weight,
+            "may_share": ask.may_share,
+            "priority": ask.priority,
+            "timeout_ms": timeout_ms,
+            "admitted_ns": ask.admitted_ns,
+        }
+        message: PromptHeader
+        if ask.vector is not None:
+            message = Pool(pooled=Pooled("embed", group=ask.group), **header)
+        else:
+            message = Generate(
+                max_tokens=ask.max_tokens,
+                sampling=ask.sampling,
+                stop_token_ids=ask.stop_ids,
+                constraints=ask.constraints,
+                num_prompt_logprobs=ask.num_prompt_logprobs,
+                **header,
+            )
         if ask.is_embedded and not ask.got:
             prompt: Any = LentPrompt(ask.prompt)
-            self.wire.append(Submission(self.epoch, submit, b"", embeddings=prompt))
+            self.wire.append(Submission(self.epoch, message, b"", embeddings=prompt))
         else:
-            self.wire.append(Submission(self.epoch, submit, tokens))
+            self.wire.append(Submission(self.epoch, message, tokens))
         ask.num_lives += 1
 
     def cancel(self, request_id: int) -> None:
@@ -132,23 +142,19 @@ class Open:
             self.embeddings.end()
 
 
-class SimulatedLink:
-    """Replaces BackendLink for one backend process, and judges every event that the engine pushes."""
+class SimulatedLink(DroppingLink):
+    """The link of one backend process. It judges every event that the engine pushes."""
 
     def __init__(self, world: World) -> None:
+        super().__init__()
         self._world = world
-        self._arrived: list[LinkEvent] = []
         self._outboxes: dict[int, list[Message]] = {}
         self.open: dict[tuple[int, int], Open] = {}
         self.num_accepted = 0
 
-    def take(self, event: LinkEvent) -> None:
-        self._arrived.append(event)
-
     def receive(self) -> Iterator[LinkEvent]:
         """Events take effect here after the engine has handled them."""
-        arrived, self._arrived = self._arrived, []
-        for event in arrived:
+        for event in super().receive():
             match event:
                 case Submission():
                     yield from self._receive_submission(event)
@@ -168,11 +174,11 @@ class SimulatedLink:
                     self._outboxes.pop(epoch, None)
 
     def _receive_submission(self, event: Submission) -> Iterator[LinkEvent]:
-        world, submit = self._world, event.submit
+        world, message = self._world, event.message
         key = event.frontend, event.request_id
         ask = world.ask_of(*key)
-        deadline_s = world.now_s + submit.timeout_ms / 1000 if submit.timeout_ms else None
-        num_given_tokens = len(event.tokens) // 4 - submit.num_prompt_tokens if event.tokens else 0
+        deadline_s = world.now_s + message.timeout_ms / 1000 if message.timeout_ms else None
+        num_given_tokens = len(event.tokens) // 4 - message.num_prompt_tokens if event.tokens else 0
         opened = Open(ask, num_given_tokens, deadline_s, embeddings=event.embeddings)
         world.covered["embedded"] += event.embeddings is not None
         if opened.next_index or not ask.scores:
@@ -189,6 +195,7 @@ class SimulatedLink:
         started: Started | None = None,
         failure: Failure | None = None,
         logprobs: EventLogprobs | None = None,
+        progress: Progress | None = None,
     ) -> None:
         opened = self.open.get((frontend, request_id))
         if opened is None:
@@ -197,7 +204,7 @@ class SimulatedLink:
             self._judge_logprobs(opened, logprobs)
             self._judge_token(opened, token_id, started)
         elif finish is Finish.NONE:
-            raise Violation(f"{opened.ask} receives an empty event")
+            raise Violation(f"{opened.ask} receives {progress or 'an empty event'}")
         if finish:
             self._judge_finish(opened, (frontend, request_id), finish, failure)
             self.open.pop((frontend, request_id)).end_loan()
@@ -222,13 +229,6 @@ class SimulatedLink:
 
     def announce_room(self, frontend: int) -> None:
         self._world.covered["room announced"] += 1
-
-    def note_preemption(self, frontend: int, request_id: int) -> None:
-        pass
-
-    def push_tokens(self, frontend: int, request_ids: list[int], token_ids: list[int]) -> None:
-        for request_id, token_id in zip(request_ids, token_ids, strict=True):
-            self.push(frontend, request_id, token_id)
 
     def push_prompt_logprobs(self, frontend: int, request_id: int, entry: EventLogprobs) -> None:
         opened = self.open[frontend, request_id]

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.backend.engine import intake as intake_module
-from penstock.backend.engine.batch_builder import BatchBuilder
+from penstock.backend.engine import coalescer as coalescer_module
+from penstock.backend.engine.steps.batch_builder import BatchBuilder
 from penstock.backend.kv_cache import prefix_cache as prefix_cache_module
 from penstock.backend.kv_cache.host_offload import HostOffload
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.kv_cache.prefix_cache import Prefix, PrefixCache
+from penstock.backend.scheduling.running import RunningSequences
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.scheduling.step_plan import Plan
 from penstock.backend.scheduling.wait_queue import WaitQueue
@@ -42,10 +43,11 @@ def _with_first_embeddings(batch: StepBatch) -> StepBatch:
     return replace(batch, embeddings=tuple(given))
 
 
-def _slot_is_lost(stop: Any, scheduler: Scheduler, sequence: Sequence) -> None:
+def _slot_is_lost(stop: Any, running: RunningSequences, sequence: Sequence, **options: Any) -> Any:
     sequence.slot, slot = None, sequence.slot
-    stop(scheduler, sequence)
+    awaited = stop(running, sequence, **options)
     sequence.slot = slot
+    return awaited
 
 
 def _page_hashes_without_salt(
@@ -83,10 +85,10 @@ def _page_restores_stay_when_their_row_is_dropped(keep: Any, plan: Plan, kept: l
 
 
 def _restored_counts_as_computed(
-    start: Any, scheduler: Scheduler, sequence: Sequence, prefix: Any, *args: Any, **options: Any
+    start: Any, running: RunningSequences, sequence: Sequence, prefix: Any, *args: Any, **options: Any
 ) -> None:
-    start(scheduler, sequence, prefix, *args, **options)
-    sequence.kv.num_prefilled = prefix.num_full_pages * scheduler._page_size
+    start(running, sequence, prefix, *args, **options)
+    sequence.kv.num_prefilled = prefix.num_full_pages * running._page_size
 
 
 def _places_are_not_kept_for_reading(find: Any, host: HostOffload) -> int | None:
@@ -100,10 +102,10 @@ def _page_copies_stay_when_their_row_is_dropped(keep: Any, plan: Plan, kept: lis
     return result
 
 
-def _sources_can_be_evicted(start: Any, scheduler: Scheduler, *args: Any, **options: Any) -> None:
+def _sources_can_be_evicted(start: Any, running: RunningSequences, *args: Any, **options: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PagePool, "is_idle", lambda _pool, _page: False)
-        start(scheduler, *args, **options)
+        start(running, *args, **options)
 
 
 def _suspect_parts_are_kept(invalidate: Any, prefixes: PrefixCache, salt: bytes) -> None:
@@ -151,7 +153,7 @@ PAGE_BUGS: dict[str, Plant] = {
     "only the first of several keys unparks sequences": wrap(WaitQueue, "unpark", _never_unparks_in_order),
     "a page is indexed before its step is applied": wrap(Scheduler, "plan", _names_pages_when_planned),
     "tenants share pages": wrap(prefix_cache_module, "extend_page_hashes", _page_hashes_without_salt),
-    "a stopped sequence keeps its slot": wrap(Scheduler, "_stop_running", _slot_is_lost),
+    "a stopped sequence keeps its slot": wrap(RunningSequences, "stop", _slot_is_lost),
     "page hashes ignore the pages before": lambda patch: patch.setattr(
         prefix_cache_module, "extend_page_hashes", _page_hashes_without_chain
     ),
@@ -172,19 +174,19 @@ PAGE_BUGS: dict[str, Plant] = {
         BatchBuilder, "build", lambda build, *args: _with_first_embeddings(build(*args))
     ),
     "pages of embeddings are found by their token ids": lambda patch: patch.setattr(
-        intake_module.secrets, "token_bytes", bytes
+        coalescer_module.secrets, "token_bytes", bytes
     ),
     "pages are not restored": wrap(BatchBuilder, "build", lambda build, *args: replace(build(*args), page_restores=())),
     "a page restore outlives its row": wrap(Plan, "keep", _page_restores_stay_when_their_row_is_dropped),
     "restored pages count as computed before they are restored": wrap(
-        Scheduler, "_start", _restored_counts_as_computed
+        RunningSequences, "start", _restored_counts_as_computed
     ),
     "a host place is overwritten before the step has read it": wrap(
         HostOffload, "_free_host_page", _places_are_not_kept_for_reading
     ),
     "pages with bad logits stay on the host": wrap(HostOffload, "invalidate_tenant", lambda *_: None),
     "a page copy outlives its row": wrap(Plan, "keep", _page_copies_stay_when_their_row_is_dropped),
-    "a page is evicted while it is to be copied": wrap(Scheduler, "_start", _sources_can_be_evicted),
+    "a page is evicted while it is to be copied": wrap(RunningSequences, "start", _sources_can_be_evicted),
     "partial pages with bad logits stay findable": wrap(PrefixCache, "invalidate_tenant", _suspect_parts_are_kept),
     "a failed step counts as computed": wrap(Scheduler, "bisect", _tries_without_going_back),
     "a page found again can still be evicted": wrap(PagePool, "hold", _evicts_what_is_held),

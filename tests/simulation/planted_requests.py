@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from penstock.backend.engine.cancellation import Canceller
 from penstock.backend.engine.coalescer import Coalescer, ShareKey, _Offer
-from penstock.backend.engine.delivery import Delivery
-from penstock.backend.engine.intake import Intake
-from penstock.backend.engine.open_requests import OpenRequests
+from penstock.backend.engine.requests.cancellation import Canceller
+from penstock.backend.engine.requests.delivery import Delivery
+from penstock.backend.engine.requests.intake import Intake
+from penstock.backend.engine.requests.request_table import RequestTable
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.subscribers import Subscriber, Subscribers
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.shm.link.events import Submission
 
 
-def _keeps_who_cancelled(_: Any, table: OpenRequests, sequence: Sequence, subscriber: Subscriber) -> None:
+def _keeps_who_cancelled(_: Any, table: RequestTable, sequence: Sequence, subscriber: Subscriber) -> None:
     del table._by_frontend[subscriber.frontend][subscriber.request_id]
     if not table._by_frontend[subscriber.frontend]:
         del table._by_frontend[subscriber.frontend]
@@ -79,9 +79,9 @@ def _a_restart_leaves_tokens_plain(rewind: Any, sequence: Sequence, num_computed
     sequence.fast_path_until = fast_path_until
 
 
-def _plain_tokens_complete_pages(settle: Any, sequence: Sequence) -> None:
+def _plain_tokens_complete_pages(update: Any, sequence: Sequence) -> None:
     next_page_end, sequence.kv.next_page_end = sequence.kv.next_page_end, 1 << 30
-    settle(sequence)
+    update(sequence)
     sequence.kv.next_page_end = next_page_end
 
 
@@ -118,12 +118,12 @@ def _drops_one_request_of_a_dead_frontend(_: Any, canceller: Canceller, frontend
 
 def _keeps_log_probabilities_twice(deliver: Any, delivery: Delivery, sequence: Sequence, *rest: Any) -> None:
     deliver(delivery, sequence, *rest)
-    if sequence.kept_logprobs:
-        sequence.kept_logprobs.append(sequence.kept_logprobs[-1])
+    if sequence.past_logprobs:
+        sequence.past_logprobs.append(sequence.past_logprobs[-1])
 
 
 def _grammars_begin_anew(make: Any, intake: Intake, submission: Submission, *rest: Any, **options: Any) -> Any:
-    prompt = submission.tokens[: 4 * submission.submit.num_prompt_tokens]
+    prompt = submission.tokens[: 4 * submission.message.num_prompt_tokens]
     return make(intake, replace(submission, tokens=prompt), *rest, **options)
 
 
@@ -131,14 +131,14 @@ def _refuses_what_was_admitted(patch: pytest.MonkeyPatch) -> None:
     find_refusal = Intake.find_refusal
 
     def refuses(intake: Intake, submission: Submission) -> Failure | None:
-        if submission.submit.admitted_ns and intake._is_full_for(submission.submit):
+        if submission.message.admitted_ns and intake._is_full_for(submission.message):
             return Failure(submission.request_id, FailureCode.OVERLOADED)
         return find_refusal(intake, submission)
 
     patch.setattr(Intake, "find_refusal", refuses)
 
 
-def _deadlines_do_not_hold_in_the_grammar_queue(find: Any, table: OpenRequests, frontend: int, request_id: int) -> Any:
+def _deadlines_do_not_hold_in_the_grammar_queue(find: Any, table: RequestTable, frontend: int, request_id: int) -> Any:
     return None if table.grammar_queue.find(frontend, request_id) else find(table, frontend, request_id)
 
 
@@ -154,7 +154,7 @@ REQUEST_BUGS: dict[str, Plant] = {
     "the grammar of a resumed stream starts over": wrap(Intake, "_make_constraints", _grammars_begin_anew),
     "a request cancelled while its grammar compiled gets a sequence": wrap(GrammarQueue, "remove", lambda *_: True),
     "deadlines are ignored in the grammar queue": wrap(
-        OpenRequests, "_deadline_of", _deadlines_do_not_hold_in_the_grammar_queue
+        RequestTable, "_deadline_of", _deadlines_do_not_hold_in_the_grammar_queue
     ),
     "resumed requests that are behind start a sequence of their own": wrap(Coalescer, "find_longer", lambda *_: None),
     "resumed requests wait in the order in which they arrive": lambda patch: patch.setattr(
@@ -162,10 +162,10 @@ REQUEST_BUGS: dict[str, Plant] = {
     ),
     "newcomers go before what had run": lambda patch: patch.setattr(Sequence, "has_run_before", False),
     "one tenant fills the queue for all": lambda patch: patch.setattr(
-        "penstock.backend.engine.intake.has_place", lambda num_waiting, limit, *_: num_waiting < limit
+        "penstock.backend.engine.requests.intake.has_place", lambda num_waiting, limit, *_: num_waiting < limit
     ),
     "a full queue refuses resumed requests": _refuses_what_was_admitted,
-    "a cancelled subscriber stays subscribed": wrap(OpenRequests, "remove", _keeps_who_cancelled),
+    "a cancelled subscriber stays subscribed": wrap(RequestTable, "remove", _keeps_who_cancelled),
     "a sequence that has ended can be joined": _joins_what_has_ended,
     "tenants share sequences": wrap(ShareKey, "of", lambda of, _salt, *rest: of(b"", *rest)),
     "different seeds share a sequence": wrap(
@@ -183,7 +183,7 @@ REQUEST_BUGS: dict[str, Plant] = {
         Intake,
         "submit",
         lambda submit, intake, event: submit(
-            intake, replace(event, submit=msgspec.structs.replace(event.submit, priority=-event.submit.priority))
+            intake, replace(event, message=msgspec.structs.replace(event.message, priority=-event.message.priority))
         ),
     ),
     "a new subscriber does not end the fast path": wrap(Sequence, "subscribe", _a_newcomer_is_not_noticed),
@@ -193,7 +193,7 @@ REQUEST_BUGS: dict[str, Plant] = {
         lambda remove, subscribers, one: (remove(subscribers, one), setattr(subscribers, "first_end", 99)),
     ),
     "tokens take the fast path across a restart": wrap(Sequence, "rewind", _a_restart_leaves_tokens_plain),
-    "tokens that complete a page take the fast path": wrap(Sequence, "settle", _plain_tokens_complete_pages),
+    "tokens that complete a page take the fast path": wrap(Sequence, "update_fast_path", _plain_tokens_complete_pages),
     "a request that failed at intake stays open": wrap(Intake, "_abandon", _abandons_without_leaving),
     "waiting requests never expire": wrap(Canceller, "expire", _waiting_requests_never_expire),
     "a replay leaves out the first token": wrap(Delivery, "replay", _replays_one_too_few),

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from penstock.backend.engine import launched_step as step_module
-from penstock.backend.engine.launched_step import StepResult
 from penstock.backend.engine.loop import Engine
-from penstock.backend.engine.step_timing import StepTiming
+from penstock.backend.engine.steps import launched_step as step_module
+from penstock.backend.engine.steps.launched_step import StepResult
+from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.forward_pass import NOT_FINITE
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.scheduling.step_plan import Plan

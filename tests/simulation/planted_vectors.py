@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.backend.engine import vector_delivery
-from penstock.backend.engine.delivery import Delivery
-from penstock.backend.engine.intake import Intake
+from penstock.backend.engine.requests import vector_delivery
+from penstock.backend.engine.requests.delivery import Delivery
+from penstock.backend.engine.requests.intake import Intake
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.tenant import Group, TenantAccount
 from tests.simulation.planting import Plant, wrap

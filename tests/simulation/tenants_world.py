@@ -11,7 +11,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from penstock.backend.scheduling.scheduler import _MAX_PASSING
+from penstock.backend.scheduling.admission import _MAX_PASSING
 from penstock.backend.scheduling.tenants import DECODE_COST, PREFILL_COST
 from penstock.shm.messages import Sampling
 from tests.backend.harness import Bench

@@ -55,7 +55,7 @@ class Ask:
     ended: Finish | None = None
     submitted_ns: int = 0
     admitted_ns: int = 0
-    """`Submit.admitted_ns`: 0 until it is resubmitted."""
+    """`PromptHeader.admitted_ns`: 0 until it is resubmitted."""
     num_lives: int = 0
     vector: list[float] | None = None
     """The vector that a pooled request must receive, instead of tokens."""
@@ -87,8 +87,8 @@ class Setup:
     """The pass gets a step while it computes the previous one, and each step's tokens come late."""
     max_waiting: int
     priority_step_s: float
-    settle_s: tuple[float, float, float]
-    """start_s, quiet_s and longest_s of the backend's `Settlement`."""
+    grace_s: tuple[float, float, float]
+    """start_s, quiet_s and longest_s of the backend's `RestartGrace`."""
     context: int
     credit: int
     num_asks: int
@@ -119,9 +119,10 @@ class Setup:
         prompts += [[rng.randrange(vocab_size) for _ in range(rng.randint(1, longest))] for _ in range(2)]
         samplings = _draw_samplings(rng)
         capacity = rng.randint(0, 4)
+        model: Model = HashModel(vocab_size, has_window) if is_real else ChainModel(vocab_size)
         often, seldom = rng.choice((0.1, 0.3)), rng.choice((0.0, 0.01, 0.04))
         return cls(
-            model=HashModel(vocab_size, has_window) if is_real else ChainModel(vocab_size),
+            model=model,
             num_pages=num_pages,
             num_host_pages=rng.choice((0, 1, 4, 40)) * (not has_window),
             page_size=page_size,
@@ -133,7 +134,7 @@ class Setup:
             runs_ahead=rng.random() < 0.4,
             max_waiting=rng.choice((1, 3, 100, 100, 100)),
             priority_step_s=rng.choice((0.0, 0.0, 3.0)),
-            settle_s=rng.choice(((0.0, 0.0, 0.0), (2.0, 1.0, 5.0), (6.0, 3.0, 9.0))),
+            grace_s=rng.choice(((0.0, 0.0, 0.0), (2.0, 1.0, 5.0), (6.0, 3.0, 9.0))),
             context=context,
             credit=rng.choice((1, 2, 8)),
             num_asks=rng.choice((6, 16, 30)),

@@ -6,7 +6,7 @@ from collections import Counter
 from random import Random
 from typing import TYPE_CHECKING
 
-from penstock.backend.engine.executor import ExecutorFailed
+from penstock.backend.engine.steps.executor import ExecutorFailed
 from penstock.shm.link.events import FrontendDeath
 from penstock.shm.messages import Finish
 from tests.simulation.backend import Backend
@@ -253,8 +253,8 @@ class World:
         for ask in frontend.asks.values():
             ask.ended = Finish.CANCELLED
         for event in list(frontend.wire)[: self.rng.randrange(len(frontend.wire) + 1)]:
-            self.backend.link.take(event)
-        self.backend.link.take(FrontendDeath(epoch))
+            self.backend.link.arrivals.append(event)
+        self.backend.link.arrivals.append(FrontendDeath(epoch))
         self.covered["frontend deaths"] += 1
         self._welcome()
 
@@ -281,7 +281,7 @@ class World:
             slow = self._faults_allowed and self.rng.random() < self.setup.rates["slow wire"]
             count = self.rng.randrange(len(frontend.wire) + 1) if slow else len(frontend.wire)
             for _ in range(count):
-                self.backend.link.take(frontend.wire.popleft())
+                self.backend.link.arrivals.append(frontend.wire.popleft())
 
     def _run_device(self) -> None:
         if not self._faults_allowed:

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, get_type_hints
 from cyclopts import Group, Parameter, Token
 from cyclopts.validators import Number
 
-from penstock.frontend.endpoints.engine_view.stream import MAX_VIEWERS
 from penstock.serve.options import ServeOptions, private_socket_path
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.load_generator.target import Endpoint, Target
@@ -24,20 +23,16 @@ def _convert_lengths(_type: Any, tokens: Sequence[Token]) -> Lengths:
     return parse_lengths(tokens[0].value)
 
 
-def parse_counts(text: str, limit: int = 4096, least: int = 1) -> tuple[int, ...]:
-    """Return "1,4,16" as numbers from least to limit. Raises ValueError for anything else."""
-    counts = tuple(int(item) if item.strip().isdecimal() else -1 for item in text.split(","))
-    if not all(least <= count <= limit for count in counts):
-        raise ValueError(f'"{text}" is not a list of counts from {least} to {limit}; write 1,4,16')
+def parse_counts(text: str, limit: int = 4096) -> tuple[int, ...]:
+    """Return "1,4,16" as numbers from 1 to limit. Raises ValueError for anything else."""
+    counts = tuple(int(item) if item.strip().isdecimal() else 0 for item in text.split(","))
+    if not all(1 <= count <= limit for count in counts):
+        raise ValueError(f'"{text}" is not a list of counts from 1 to {limit}; write 1,4,16')
     return counts
 
 
 def _convert_counts(_type: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
     return parse_counts(tokens[0].value)
-
-
-def _convert_viewers(_type: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
-    return parse_counts(tokens[0].value, limit=MAX_VIEWERS, least=0)
 
 
 def _convert_sizes(_type: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
@@ -58,11 +53,6 @@ Sizes = Annotated[
     Parameter(converter=_convert_sizes, n_tokens=1, negative="", metavar="SIZES", show_default=_show_counts),
 ]
 """As Counts, to 2^20."""
-ViewerCounts = Annotated[
-    tuple[int, ...],
-    Parameter(converter=_convert_viewers, n_tokens=1, negative="", metavar="COUNTS", show_default=_show_counts),
-]
-"""As Counts, from 0 to what one worker serves."""
 Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
 AtLeastOne = Annotated[int, Parameter(validator=Number(gte=1))]
 NotNegative = Annotated[int, Parameter(validator=Number(gte=0))]
@@ -81,15 +71,11 @@ class PromptLength:
 
 @MEASUREMENT
 @dataclass(frozen=True)
-class OutputLength:
+class RequestLengths(PromptLength):
+    """Both lengths of a request."""
+
     output_tokens: LengthRange = Lengths(64, 64)  # noqa: RUF009 - frozen
     """Answer length in tokens: 64, or 16:128 for lengths drawn evenly. Exact if the server supports ignore_eos."""
-
-
-@MEASUREMENT
-@dataclass(frozen=True)
-class RequestLengths(OutputLength, PromptLength):
-    """Both lengths of a request."""
 
     def workload(self, target: Target) -> Workload:
         """Prompts of token ids, for a server that we started."""

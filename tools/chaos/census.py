@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.tools.bench.harness.processes import process_use
+from penstock.process.children import process_use, stat_fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -47,7 +48,7 @@ class ProcessState:
 def process_state(role: str, pid: int, tcp_inodes: frozenset[str]) -> ProcessState | None:
     """None if it has ended."""
     try:
-        started_ticks = int(_stat_fields(pid)[19])
+        started_ticks = int(stat_fields(pid)[19])
         links = [_target(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
         rss_bytes = process_use(pid).rss_bytes
     except OSError:
@@ -63,27 +64,6 @@ def _target(path: Path) -> str:
         return ""
 
 
-def _stat_fields(pid: int) -> list[str]:
-    """The fields after the command's name, which may contain anything."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def is_running(pid: int) -> bool:
-    """False for a zombie."""
-    try:
-        return _stat_fields(pid)[0] != "Z"
-    except OSError:
-        return False
-
-
-def is_stopped(pid: int) -> bool:
-    """True after SIGSTOP has taken effect."""
-    try:
-        return _stat_fields(pid)[0] == "T"
-    except OSError:
-        return False
-
-
 def connection_inodes() -> frozenset[str]:
     """Inodes of all TCP connections of this machine that somebody still holds."""
     inodes = set()
@@ -94,20 +74,6 @@ def connection_inodes() -> frozenset[str]:
             if fields[3] != _LISTENING and fields[9] != "0":
                 inodes.add(fields[9])
     return frozenset(inodes)
-
-
-def session_members(session: int) -> dict[int, str]:
-    """The state of each process of the session ("Z" is a zombie), by pid."""
-    members = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                fields = _stat_fields(int(entry.name))
-            except OSError:
-                continue  # it ended while we looked
-            if int(fields[3]) == session:
-                members[int(entry.name)] = fields[0]
-    return members
 
 
 def take_census(roles: Mapping[str, Iterable[int]]) -> list[ProcessState]:
@@ -178,7 +144,7 @@ class Watch:
         for key, points in self._rss.items():
             if len(points) > 1 and points[-1][0] > points[0][0]:
                 (first, from_bytes), (last, to_bytes) = points[0], points[-1]
-                slope = 10_000 * _slope(points)
+                slope = 10_000 * statistics.linear_regression(*zip(*points, strict=True)).slope
                 found.append(Growth(self._roles[key], key[0], last - first, from_bytes, to_bytes, slope))
         return found
 
@@ -196,11 +162,3 @@ def check_memory(ledger: Ledger, growths: Iterable[Growth]) -> None:
                 f"{growth.role} {growth.pid}: {grown:,} bytes in {growth.requests:,} requests; "
                 f"at most {growth.limit_bytes:,}",
             )
-
-
-def _slope(points: list[tuple[int, int]]) -> float:
-    """Bytes for each request, by least squares."""
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0

@@ -2,63 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from penstock.process.children import stop_with_parent
-from penstock.tools.chaos.census import session_members
+from penstock.process import children
 from penstock.tools.chaos.errors import ChaosError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-_STOP_TIMEOUT_S = 60.0
 
+class Child(children.Child):
+    """A process in a session of its own, so that all of its descendants can be found."""
 
-class Child:
-    """A process in a session of its own, so that all of its descendants can be found. It ends with this process."""
+    failure = ChaosError
 
-    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    def __init__(self, name: str, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         """log receives its output, after what is there."""
-        self._log = log
+        self._path = log
         with log.open("ab") as file:
-            self.process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env=environment,
-                start_new_session=True,
-                preexec_fn=stop_with_parent,
-            )
-        self.pid = self.process.pid
+            super().__init__(name, argv, environment, file, has_session=True)
 
-    def check_alive(self) -> None:
-        """Raises ChaosError with the end of the log if it has ended."""
-        if self.process.poll() is not None:
-            raise ChaosError(f"status {self.process.returncode} of {self.process.args!r}: {self.log()[-1500:]}")
-
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    def terminate(self) -> int:
-        """Return the exit status; that of SIGKILL if SIGTERM was not enough."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-        return self.process.wait()
-
-    def kill_session(self) -> list[int]:
-        """Kill all remaining processes of the session, and return them."""
-        left = [pid for pid in session_members(self.pid) if pid != self.pid]
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        return left
+    def log_text(self) -> str:
+        return self._path.read_text(errors="replace")

@@ -9,8 +9,9 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from penstock.process.children import is_running, state_of
 from penstock.tools.bench.load_generator.http_client import HttpClient
-from penstock.tools.chaos.census import connection_inodes, is_running, is_stopped, process_state
+from penstock.tools.chaos.census import connection_inodes, process_state
 from penstock.tools.chaos.counters import wait_ready
 from penstock.tools.chaos.ledger import DoneFault
 from penstock.tools.chaos.plan import Fault, FaultKind
@@ -115,7 +116,7 @@ class FaultInjector:
         """Kill a worker. Its connections are counted while it is stopped, so it accepts none between the count and its
         end."""
         os.kill(pid, signal.SIGSTOP)
-        while is_running(pid) and not is_stopped(pid):  # noqa: ASYNC110 - a signal takes effect a moment later
+        while state_of(pid) not in ("", "T", "Z"):  # noqa: ASYNC110 - a signal takes effect a moment later
             await asyncio.sleep(0)
         state = process_state("worker", pid, connection_inodes())
         kill = self._ledger.note_kill(time.monotonic(), 0 if state is None else state.connections)

@@ -45,7 +45,7 @@ class Proxy(Child):
 
     def __init__(self, name: str, addresses: Addresses, directory: Path, configurations: Path = SHIPPED) -> None:
         """directory is its own, for its log and its temporary files. Raises ChaosError."""
-        self.name, self.url = name, f"http://{addresses.listen}"
+        self.url = f"http://{addresses.listen}"
         program = find_program(name)
         if program is None:
             raise ChaosError(f"{name} is not installed; on Debian: apt-get install haproxy nginx-light")
@@ -54,7 +54,7 @@ class Proxy(Child):
         checked = subprocess.run(check, env=environment, capture_output=True, text=True, check=False)
         if checked.returncode != 0:
             raise ChaosError(f"{name} refuses its configuration: {(checked.stderr or checked.stdout).strip()[-500:]}")
-        super().__init__(run, environment, directory / "log")
+        super().__init__(name, run, environment, directory / "log")
 
     def most_checks(self, lasts_s: float) -> int:
         """Return the most health checks that it sends in this time, while all are answered."""

@@ -332,7 +332,7 @@ class ChaosRun:
             return
         for proxy in self._server.proxies:
             self._ledger.expect(f"exit status of {proxy.name} before its end", proxy.process.poll(), None)
-            proxy.terminate()
+            proxy.stop()
         held = await self._wait_unconnected(self._server)
         for role, count in held.items():
             self._ledger.imbalance("connections that nobody has any more", f"{count} of {role}")

@@ -13,10 +13,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from penstock.frontend.options import FrontendOptions
+from penstock.process.children import module_of, session_members, stat_fields
 from penstock.process.options import make_app, to_argv
 from penstock.process.supervisor import module_argv
 from penstock.serve.options import ServeOptions, select_options
-from penstock.tools.chaos.census import ELASTIC_ROLE, session_members
+from penstock.tools.chaos.census import ELASTIC_ROLE
 from penstock.tools.chaos.child import Child
 from penstock.tools.chaos.errors import COMMAND, ChaosError
 from penstock.tools.chaos.plan import Tenant
@@ -80,7 +81,8 @@ class Server:
         argv = to_argv(dataclasses.replace(common, port=port_a))
         place = argv.index("--socket")
         del argv[place : place + 2]  # `serve` takes a path of its own, and removes it at its end
-        self.serve = Child(module_argv("penstock.main", ["serve", *argv]), self._environment, directory / "serve.log")
+        serve_argv = module_argv("penstock.main", ["serve", *argv])
+        self.serve = Child("penstock serve", serve_argv, self._environment, directory / "serve.log")
         self._socket = self.runtime / "penstock" / f"serve-{self.serve.pid}.sock"
         self._argv_b = to_argv(
             select_options(dataclasses.replace(common, port=self._port_b, socket=self._socket), FrontendOptions)
@@ -92,7 +94,8 @@ class Server:
     def start_frontend_b(self) -> None:
         """Start it as the first or as the next one; it takes the same port."""
         log = self.directory / "frontend.log"
-        self.frontend_b = Child(module_argv("penstock.frontend.main", self._argv_b), self._environment, log)
+        argv = module_argv("penstock.frontend.main", self._argv_b)
+        self.frontend_b = Child("frontend B", argv, self._environment, log)
 
     def start_proxies(self) -> None:
         """Raises ChaosError."""
@@ -120,20 +123,22 @@ class Server:
     def roles(self) -> dict[str, list[int]]:
         """The pids of all our processes except zombies and proxies, by role. The children of a role have a role too."""
         found: dict[str, list[int]] = {}
-        for child in (self.serve, self.frontend_b):
-            for pid, state in session_members(child.pid).items() if child is not None else ():
-                if state != "Z":
-                    found.setdefault(_role(pid), []).append(pid)
+        for pid, state in self._processes():
+            if state != "Z":
+                found.setdefault(_role(pid), []).append(pid)
         return found
 
     def zombies(self) -> list[int]:
-        return [
-            pid
-            for child in (self.serve, self.frontend_b)
-            if child is not None
-            for pid, state in session_members(child.pid).items()
-            if state == "Z"
-        ]
+        return [pid for pid, state in self._processes() if state == "Z"]
+
+    def _children(self) -> list[Child]:
+        """The processes that we started, in the order in which they end; without the proxies."""
+        return [child for child in (self.frontend_b, self.serve) if child is not None]
+
+    def _processes(self) -> Iterator[tuple[int, str]]:
+        """Yield the pid and the state of all of our processes except proxies."""
+        for child in self._children():
+            yield from session_members(child.pid).items()
 
     def frontend_a_pid(self) -> int | None:
         """The frontend of `serve`; None while it is being restarted."""
@@ -143,9 +148,8 @@ class Server:
         """Add a key or take it away again, and send SIGHUP to both frontends."""
         self._has_spare_key = not self._has_spare_key
         self._write_keys()
-        for child in (self.serve, self.frontend_b):
-            if child is not None:
-                child.process.send_signal(signal.SIGHUP)
+        for child in self._children():
+            child.process.send_signal(signal.SIGHUP)
 
     def _write_keys(self) -> None:
         lines = [
@@ -164,23 +168,21 @@ class Server:
         """Stop everything, and return the processes that did not end properly."""
         faults = []
         for proxy in self.proxies:
-            proxy.terminate()
-        for name, child in (("frontend B", self.frontend_b), ("penstock serve", self.serve)):
-            if child is None:
-                continue
-            status = child.terminate()
+            proxy.stop()
+        for child in self._children():
+            status = child.stop()
             if status != 0:
-                faults.append(f"{name} ended with status {status}: {child.log()[-300:]}")
-            if left := child.kill_session():
-                faults.append(f"{name} left processes behind: {left}")
+                faults.append(f"{child.name} ended with status {status}: {child.log_text()[-300:]}")
+            if left := child.kill_rest():
+                faults.append(f"{child.name} left processes behind: {left}")
         if files := [str(path.relative_to(self.runtime)) for path in self.runtime.rglob("*") if not path.is_dir()]:
             faults.append(f"files are left behind: {', '.join(sorted(files))}")
         return faults
 
     def tracebacks(self) -> Iterator[str]:
         """The first lines of unexpected errors in our processes' logs."""
-        for child in (self.serve, self.frontend_b):
-            if child is not None and (place := (log := child.log()).find("Traceback (most")) >= 0:
+        for child in self._children():
+            if (place := (log := child.log_text()).find("Traceback (most")) >= 0:
                 yield log[max(0, place - 200) : place + 1500]
 
 
@@ -189,26 +191,14 @@ def _role(pid: int) -> str:
 
     A child that a process forked has its parent's command line: it is "child of" that role.
     """
-    module = _module(pid)
+    module = module_of(pid)
     role = _MODULES.get(module, "other")
-    parent = _parent(pid)
-    is_forked = parent != os.getpid() and module and _module(parent) == module
+    try:
+        parent = int(stat_fields(pid)[1])
+    except ProcessLookupError:
+        parent = 0
+    is_forked = parent != os.getpid() and module and module_of(parent) == module
     return f"child of {role}" if is_forked else role
-
-
-def _module(pid: int) -> str:
-    try:
-        argv = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return ""
-    return argv[argv.index(b"-m") + 1].decode() if b"-m" in argv[:-1] else ""
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
 
 
 @contextmanager

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
-from penstock.shm.messages import Finish, Pooled, Sampling, Submit, encode
+from penstock.shm.messages import Finish, Generate, Pool, Pooled, PromptHeader, Sampling, encode
 from penstock.shm.recording.events import Arrived, Cancelled, Ended, FrontendDied, Joined, Left, Started
 from penstock.shm.recording.file import RecordingError
 from penstock.tools.replay.made_up import NUM_STOP_IDS, MadeUpTokens
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Request = tuple[int, int]
 """(frontend, request id)."""
 _PLACEHOLDER = bytes(4)
-_decoder = msgspec.msgpack.Decoder(Submit)
+_decoder: msgspec.msgpack.Decoder[Generate | Pool] = msgspec.msgpack.Decoder(Generate | Pool)
 
 
 @dataclass(slots=True)
@@ -119,7 +119,7 @@ class Arrivals:
                     if (reason := self._why_left_out(request, event)) is not None:
                         self.left_out[reason] += 1
                         continue
-                    yield time_s, Submission(frontend, self._submit(request, event, time_s), b"")
+                    yield time_s, Submission(frontend, self._message(request, event, time_s), b"")
                     ended_s, ended = told.ended.get(request, (end_s, None))
                     has_gone = request in told.cancelled or frontend in told.dead_frontends
                     if not has_gone and (ended is None or ended.finish in (Finish.FAILED, Finish.CANCELLED)):
@@ -144,38 +144,41 @@ class Arrivals:
         is_cached = ended is not None and ended.finish == Finish.STOP and request not in self._told.sequence_of
         return "were answered from the cache of vectors" if is_cached else None
 
-    def _submit(self, request: Request, arrived: Arrived, time_s: float) -> Submit:
+    def _message(self, request: Request, arrived: Arrived, time_s: float) -> PromptHeader:
         """Raises RecordingError for a value that no message has."""
         frontend, request_id = request
         if self._from_prompts:
             prompt = self._life.prompts[request]
             if len(prompt.tokens) % 4:
                 raise RecordingError(f"the prompt of request {request_id} has {len(prompt.tokens)} bytes")
-            return prompt.submit
+            return prompt.message
         if not 1 <= arrived.num_prompt_tokens <= arrived.num_tokens <= self._max_tokens:
             raise RecordingError(f"request {request_id} has {arrived.num_tokens} tokens; at most {self._max_tokens}")
         number = self.number_of[request]
         try:
-            submit = Submit(
-                request_id,
-                _PLACEHOLDER,
-                arrived.num_prompt_tokens,
-                arrived.max_tokens,
-                Sampling(temperature=1.0, seed=number),  # requests of one recorded sequence share, no others
-                self._stops(request, number),
-                tenant=bytes.fromhex(arrived.tenant),
-                weight=arrived.weight,
-                may_share=arrived.may_share,
-                priority=arrived.priority,
-                timeout_ms=arrived.timeout_ms,
-                admitted_ns=max(1, int(1e9 * time_s)) if arrived.is_resumed else 0,
-                pooled=Pooled("embed") if arrived.pooled else None,
-                adapter=arrived.adapter,
-            )
-            _decoder.decode(encode(submit))  # constructors check no bounds
+            header: dict[str, Any] = {
+                "request_id": request_id,
+                "tokens": _PLACEHOLDER,
+                "num_prompt_tokens": arrived.num_prompt_tokens,
+                "tenant": bytes.fromhex(arrived.tenant),
+                "weight": arrived.weight,
+                "may_share": arrived.may_share,
+                "priority": arrived.priority,
+                "timeout_ms": arrived.timeout_ms,
+                "admitted_ns": max(1, int(1e9 * time_s)) if arrived.is_resumed else 0,
+                "adapter": arrived.adapter,
+            }
+            message: PromptHeader
+            if arrived.pooled:
+                message = Pool(pooled=Pooled("embed"), **header)
+            else:
+                sampling = Sampling(temperature=1.0, seed=number)  # requests of one recorded sequence share, no others
+                stops = self._stops(request, number)
+                message = Generate(max_tokens=arrived.max_tokens, sampling=sampling, stop_token_ids=stops, **header)
+            _decoder.decode(encode(message))  # constructors check no bounds
         except (msgspec.MsgspecError, ValueError, OverflowError) as error:
             raise RecordingError(f"request {request_id} of frontend {frontend} cannot be replayed: {error}") from None
-        return submit
+        return message
 
     def _stops(self, request: Request, number: int) -> tuple[int, ...]:
         """The stop token of the request, if it stopped. Others that share its sequence may stop at other tokens."""
@@ -193,7 +196,7 @@ class Arrivals:
         """The event to send. Prompts are made when they are due, because all of them may not fit into memory."""
         if not isinstance(event, Submission):
             return event
-        request = event.frontend, event.submit.request_id
+        request = event.frontend, event.request_id
         if self._from_prompts:
             return replace(event, tokens=self._life.prompts[request].tokens)
         num_tokens = self._told.arrived[request].num_tokens

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from penstock.backend.engine.steps.launched_step import launch_step
 from penstock.backend.errors import StartupError
 from penstock.backend.options import BackendOptions
 from penstock.commands.recorder.command import read_lives
@@ -20,7 +22,7 @@ from penstock.shm.recording.records import unpack
 from penstock.tools.replay.arrivals import Arrivals
 from penstock.tools.replay.backend import ReplayedBackend, ReplayedPass, made_up_pass
 from penstock.tools.replay.comparison import Account, compare_tokens, comparison_table
-from penstock.tools.replay.device import ComputedSteps, MadeUpSteps
+from penstock.tools.replay.made_up_steps import MadeUpSteps
 from penstock.tools.replay.sizes import check_sizes
 from penstock.tools.replay.step_times import StepTimes
 
@@ -100,7 +102,8 @@ def run_replay(life: Life, options: BackendOptions, *, with_tokens: bool) -> tup
 
     forward_pass, compiler = load_pass(options, started)
     try:
-        replayed_pass = ReplayedPass(ComputedSteps(forward_pass).launch, {}, compiler, forward_pass.spec.scores_prompts)
+        launch = partial(launch_step, forward_pass)  # masks are made at once, so none is late
+        replayed_pass = ReplayedPass(launch, {}, compiler, forward_pass.spec.scores_prompts)
         stretch = ReplayedBackend(started, arrivals, step_times, replayed_pass, with_tokens=True).run()
     finally:
         if compiler is not None:

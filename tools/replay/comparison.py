@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from penstock.commands.recorder.history import sequences_of
-from penstock.shm.messages import Finish
+from penstock.shm.messages import Finish, TextHeader
 from penstock.shm.recording.events import Arrived, Ended, Joined, Left, Preempted, Started
 
 if TYPE_CHECKING:
@@ -94,7 +94,9 @@ class Account:
 
 def _up_to_stop(tokens: list[int], prompt: RecordedPrompt | None) -> list[int]:
     """The tokens up to the request's first stop token, as it has joined a sequence that others let go on."""
-    stop_ids = frozenset(() if prompt is None else prompt.submit.stop_token_ids)
+    stop_ids: tuple[int, ...] = ()
+    if prompt is not None and isinstance(prompt.message, TextHeader):
+        stop_ids = prompt.message.stop_token_ids
     stop = next((index for index, token in enumerate(tokens) if token in stop_ids), len(tokens))
     return tokens[: stop + 1]
 

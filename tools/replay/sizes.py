@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.shm.messages import MAX_CONTEXT_TOKENS
 from penstock.shm.recording.file import RecordingError
+from penstock.tools.rig.engine_rig import RigSizes
 
 if TYPE_CHECKING:
     from penstock.shm.recording.events import BackendStarted
@@ -40,25 +40,23 @@ def check_sizes(started: BackendStarted) -> None:
         )
     if not started.num_pages:
         return
-    if _groups(started).longest_sequence(started.num_pages, started.max_context) < started.max_context:
+    groups = rig_sizes(started).groups
+    if groups.longest_sequence(started.num_pages, started.max_context) < started.max_context:
         raise RecordingError(
             f"the recording says {started.num_pages} pages of {started.page_size} tokens, which cannot hold its "
             f"context of {started.max_context} tokens"
         )
-    if (entries := started.max_running * pages_per_sequence(started)) > _MAX_TABLE_ENTRIES:
+    if (entries := started.max_running * groups.pages_for(started.max_context)) > _MAX_TABLE_ENTRIES:
         raise RecordingError(f"the recording needs a page table of {entries} entries; at most {_MAX_TABLE_ENTRIES}")
 
 
-def pages_per_sequence(started: BackendStarted) -> int:
-    """Entries of a slot in the page table."""
-    return _groups(started).pages_for(started.max_context)
-
-
-def _groups(started: BackendStarted) -> KvGroups:
-    return KvGroups.of(
-        started.page_size,
-        started.kv_windows,
-        started.max_batch_tokens,
-        started.num_plans_ahead,
+def rig_sizes(started: BackendStarted) -> RigSizes:
+    return RigSizes(
+        num_pages=started.num_pages,
+        page_size_tokens=started.page_size,
+        max_running=started.max_running,
+        max_batch_tokens=started.max_batch_tokens,
+        num_plans_ahead=started.num_plans_ahead,
         keeps_state=started.keeps_state,
+        kv_windows=started.kv_windows,
     )

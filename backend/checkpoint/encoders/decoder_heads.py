@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.backend.checkpoint.architectures.names import find_architecture
+from penstock.backend.checkpoint.architectures.names import decoder_of, find_architecture
 from penstock.backend.checkpoint.config_json import parse_decoder_config
 from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
 from penstock.backend.checkpoint.encoders.sentence_transformers import read_max_tokens, read_modules
@@ -48,10 +48,14 @@ def read_pooled_decoder(model_dir: Path, task: str, max_context_tokens: int | No
     values = read_json_object(path)
     name = _architecture(values)
     suffix = next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), "")
-    try:
-        config = parse_decoder_config(
-            values | {"architectures": [name.removesuffix(suffix) + "ForCausalLM"]}, max_context_tokens
+    decoder = decoder_of(name.removesuffix(suffix))
+    if decoder is None:
+        raise StartupError(
+            f"{path}: architecture {shorten(name)} is not supported; docs/models.md has the encoders and decoders that "
+            "return vectors or scores"
         )
+    try:
+        config = parse_decoder_config(values | {"architectures": [decoder]}, max_context_tokens)
     except StartupError as error:
         raise StartupError(f"{path}: {error}") from None
     limit = read_max_tokens(model_dir) or config.max_context_tokens

@@ -10,38 +10,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
+    from penstock.backend.checkpoint.architectures.encoder_names import EncoderNames
     from penstock.backend.checkpoint.decoder_config import RopeConfig
 
 Activation: TypeAlias = Literal["gelu", "gelu_tanh", "relu", "silu", "tanh", "sigmoid", "identity"]
 """gelu is the exact one, with the error function."""
 PoolingMode: TypeAlias = Literal["cls", "mean", "max", "lasttoken", "weightedmean", "mean_sqrt_len"]
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderNames:
-    """Names of tensors in a checkpoint, without .weight or .bias; those of a layer without its prefix."""
-
-    prefixes: tuple[str, ...]
-    """Possible prefixes of all of these names. The first with which the checkpoint has the table of words is used."""
-    words: str = "embeddings.word_embeddings"
-    positions: str = "embeddings.position_embeddings"
-    token_types: str = "embeddings.token_type_embeddings"  # noqa: S105 - not a password
-    embedding_norm: str = "embeddings.LayerNorm"
-    relative_bias: str = "encoder.relative_attention_bias"
-    relative_positions: str = "encoder.rel_embeddings"
-    relative_norm: str = "encoder.LayerNorm"
-    layer: str = "encoder.layer.{}."
-    qkv: tuple[str, ...] = ("attention.self.query", "attention.self.key", "attention.self.value")
-    """q, k and v, or one tensor of all three."""
-    output: str = "attention.output.dense"
-    attention_norm: str = "attention.output.LayerNorm"
-    mlp_in: tuple[str, ...] = ("intermediate.dense",)
-    """The MLP's first product. A gated MLP has two, gate and up, as two tensors or as one."""
-    up_before_gate: bool = False
-    """In one tensor of gate and up, the rows of up come first."""
-    mlp_out: str = "output.dense"
-    mlp_norm: str = "output.LayerNorm"
-    final_norm: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

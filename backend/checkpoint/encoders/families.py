@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from penstock.backend.checkpoint.encoders.encoder_config import Activation, EncoderNames, HeadLayer, PoolingMode
+from penstock.backend.checkpoint.architectures.encoder_names import NAMES
+from penstock.backend.checkpoint.encoders.encoder_config import Activation, HeadLayer, PoolingMode
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
+    from penstock.backend.checkpoint.architectures.encoder_names import EncoderNames
     from penstock.backend.checkpoint.encoders.hf_config import EncoderHfConfig
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -141,29 +143,8 @@ class EncoderFamily:
 
 _ROBERTA_WORDS = _words("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", "gelu")
 _BERT_KEYS: dict[str, tuple[object, ...]] = {"position_embedding_type": ("absolute",), "is_decoder": (False,)}
-_GTE_NAMES = EncoderNames(
-    prefixes=("", "new.", "gte."),
-    qkv=("attention.qkv_proj",),
-    output="attention.o_proj",
-    attention_norm="attn_ln",
-    mlp_in=("mlp.up_gate_proj",),
-    up_before_gate=True,
-    mlp_out="mlp.down_proj",
-    mlp_norm="mlp_ln",
-)
-_NOMIC_NAMES = EncoderNames(
-    prefixes=("", "nomic_bert."),
-    embedding_norm="emb_ln",
-    layer="encoder.layers.{}.",
-    qkv=("attn.Wqkv",),
-    output="attn.out_proj",
-    attention_norm="norm1",
-    mlp_in=("mlp.fc12", "mlp.fc11"),
-    mlp_out="mlp.fc2",
-    mlp_norm="norm2",
-)
 _ROBERTA = EncoderFamily(
-    names=EncoderNames(prefixes=("", "roberta.")),
+    names=NAMES["Roberta"],
     positions="after padding",
     token_types=2,
     classifier=_roberta_classifier,
@@ -173,22 +154,13 @@ _ROBERTA = EncoderFamily(
 
 FAMILIES = {
     "Bert": EncoderFamily(
-        names=EncoderNames(prefixes=("", "bert.")),
+        names=NAMES["Bert"],
         classifier=_behind_pooler("bert.pooler.dense"),
         words=_words("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias"),
         refused=_BERT_KEYS,
     ),
     "DistilBert": EncoderFamily(
-        names=EncoderNames(
-            prefixes=("", "distilbert."),
-            layer="transformer.layer.{}.",
-            qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
-            output="attention.out_lin",
-            attention_norm="sa_layer_norm",
-            mlp_in=("ffn.lin1",),
-            mlp_out="ffn.lin2",
-            mlp_norm="output_layer_norm",
-        ),
+        names=NAMES["DistilBert"],
         keys={
             "dim": "hidden_size",
             "hidden_dim": "intermediate_size",
@@ -204,12 +176,7 @@ FAMILIES = {
     "XLMRoberta": _ROBERTA,
     "Camembert": _ROBERTA,
     "MPNet": EncoderFamily(
-        names=EncoderNames(
-            prefixes=("", "mpnet."),
-            qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
-            output="attention.attn.o",
-            attention_norm="attention.LayerNorm",
-        ),
+        names=NAMES["MPNet"],
         positions="after padding",
         padding_id=PADDING_POSITION,
         token_types=None,
@@ -218,19 +185,7 @@ FAMILIES = {
         words=_ROBERTA_WORDS,
     ),
     "ModernBert": EncoderFamily(
-        names=EncoderNames(
-            prefixes=("", "model."),
-            words="embeddings.tok_embeddings",
-            embedding_norm="embeddings.norm",
-            layer="layers.{}.",
-            qkv=("attn.Wqkv",),
-            output="attn.Wo",
-            attention_norm="attn_norm",
-            mlp_in=("mlp.Wi",),
-            mlp_out="mlp.Wo",
-            mlp_norm="mlp_norm",
-            final_norm="final_norm",
-        ),
+        names=NAMES["ModernBert"],
         keys={"hidden_activation": "hidden_act", "norm_eps": "layer_norm_eps"},
         positions="rope by layer type",
         token_types=None,
@@ -245,7 +200,7 @@ FAMILIES = {
         words=_modernbert_words,
     ),
     "NomicBert": EncoderFamily(
-        names=_NOMIC_NAMES,
+        names=NAMES["NomicBert"],
         keys={
             "n_embd": "hidden_size",
             "n_inner": "intermediate_size",
@@ -275,7 +230,7 @@ FAMILIES = {
         },
     ),
     "New": EncoderFamily(
-        names=_GTE_NAMES,
+        names=NAMES["Gte"],
         positions="rope",
         biases="not of the MLP's input",
         is_gated=True,
@@ -289,7 +244,7 @@ FAMILIES = {
         },
     ),
     "Gte": EncoderFamily(
-        names=_GTE_NAMES,
+        names=NAMES["Gte"],
         positions="rope",
         token_types=1,
         biases="not of the MLP's input",
@@ -299,10 +254,7 @@ FAMILIES = {
         words=_words("lm_head.dense", "lm_head.norm", "lm_head.decoder.bias", "gelu"),
     ),
     "DebertaV2": EncoderFamily(
-        names=EncoderNames(
-            prefixes=("", "deberta."),
-            qkv=("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj"),
-        ),
+        names=NAMES["DebertaV2"],
         defaults={
             "relative_attention": False,
             "share_att_key": False,

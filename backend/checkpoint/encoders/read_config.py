@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig, Head, PoolingMode
 from penstock.backend.checkpoint.encoders.families import (
     ACTIVATIONS,
@@ -22,6 +24,7 @@ from penstock.backend.checkpoint.encoders.rotary import rotary_layers
 from penstock.backend.checkpoint.encoders.sentence_transformers import Modules, read_max_tokens, read_modules
 from penstock.backend.checkpoint.json_file import convert, read_json_object, shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE
+from penstock.backend.checkpoint.tensor_files.vocabulary import fit_vocab_size
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
@@ -48,6 +51,9 @@ def read_encoder(model_dir: Path, max_context_tokens: int | None = None) -> Enco
                 f"{names} with {', '.join(SUFFIXES)}"
             )
         config, own = parse_encoder(values, *found)
+        words = tuple(f"{prefix}{config.names.words}.weight" for prefix in config.names.prefixes)
+        vocab_size = fit_vocab_size(model_dir, own.vocab_size, words)
+        config, own = replace(config, vocab_size=vocab_size), structs.replace(own, vocab_size=vocab_size)
         modules = read_modules(model_dir)
         if modules is not None and config.architecture.endswith("Classification"):
             modules = None

@@ -26,7 +26,7 @@ from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.formats.stored_weight import find_weight
 from penstock.backend.checkpoint.layout import SINGLE_FILE
 from penstock.backend.checkpoint.progress import make_progress
-from penstock.backend.checkpoint.tensor_files.opening import rename_tensors
+from penstock.backend.checkpoint.tensor_files.opening import crop_rows, rename_tensors
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.checkpoint.tensor_files.unplaced import is_beside_encoder, refuse_unplaced
 from penstock.backend.checkpoint.weights import open_tensor_files
@@ -144,6 +144,7 @@ def open_encoder(
         files, where = open_tensor_files(model_dir, closers)
         files = _with_new_names(files) | _open_folders(model_dir, config, closers)
         prefix = _find_prefix(config, files)
+        crop_rows(files, _tables_of_words(config, prefix), config.vocab_size)
         formats = read_stored_formats(model_dir)
         of = formats.of if formats.cover_embedding else PLAIN.of  # other methods are meant for decoders
         stored = {spec.name: find_weight(spec, of(spec.name), files, where) for spec in _needed(config, prefix)}
@@ -171,6 +172,13 @@ def _needed(config: EncoderConfig, prefix: str) -> Iterator[TensorSpec]:
             yield from linear_specs(layer)
             if layer.norm is not None:
                 yield from norm_specs(layer.norm, layer.outputs, biased=layer.norm_bias)
+
+
+def _tables_of_words(config: EncoderConfig, prefix: str) -> Iterator[str]:
+    """The tensors with a row for each token."""
+    yield table_specs(config, prefix)["words"].name
+    for head in config.heads:
+        yield from (layer.bias for layer in head.layers if layer.weight is None and layer.bias is not None)
 
 
 def _find_prefix(config: EncoderConfig, files: dict[str, TensorFile]) -> str:

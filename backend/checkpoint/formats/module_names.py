@@ -24,7 +24,7 @@ def is_excluded(module: str, names: Iterable[str]) -> bool:
     A name is consecutive components of the module's name ("mlp.gate" means "model.layers.0.mlp.gate", not
     …mlp.gate_proj), or a regular expression for its first ones. Raises StartupError for an invalid expression.
     """
-    spellings = _spellings(module)
+    spellings = spellings_of(module)
     return any(
         f".{name}." in f".{spelling}." or _compile(rf"(?:{name})(?:\.|$)").match(spelling) is not None
         for name in names
@@ -38,7 +38,7 @@ def is_target(module: str, names: Iterable[str]) -> bool:
     A target is "Linear", the linear's name, or "re:" and an expression for the beginning of its name. Raises
     StartupError for an invalid expression.
     """
-    spellings = _spellings(module)
+    spellings = spellings_of(module)
     return any(
         any(_compile(name.removeprefix(_PATTERN)).match(spelling) is not None for spelling in spellings)
         if name.startswith(_PATTERN)
@@ -47,7 +47,7 @@ def is_target(module: str, names: Iterable[str]) -> bool:
     )
 
 
-def _spellings(module: str) -> tuple[str, ...]:
+def spellings_of(module: str) -> tuple[str, ...]:
     """The module's name, and its names as a part of a model that also reads images."""
     path = f"{module}."
     return (

@@ -29,7 +29,8 @@ class StoredFormats:
     """Whether the checkpoint intends 8-bit activations, of the weights' kind, in the products of all these linears."""
 
     marker: str | None = None
-    """Linears without this part in the files are plain; None if the files need not be asked."""
+    """Matrices are quantised if they have this part in the files. None if linears alone are, and the files need not be
+    asked."""
 
     def of(self, weight: str) -> MatrixFormat | None:
         """The format of a linear, by the name of its weight; None for plain floats."""

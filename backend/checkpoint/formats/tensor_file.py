@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,6 +57,10 @@ class StoredTensor:
         return StoredTensor(
             self.dtype, (count, *self.shape[1:]), self.first_byte + first * row_bytes, count * row_bytes
         )
+
+    def item(self, index: int) -> StoredTensor:
+        """One of the tensors that are stacked in this one."""
+        return replace(self.rows(index, 1), shape=self.shape[1:])
 
 
 class TensorFile:

@@ -205,6 +205,14 @@ class Metadata:
             raise StartupError(f"{self.prefix}{key} is {shorten(value)}; expected the same integer for all layers")
         return value
 
+    def strings(self, key: str) -> list[str]:
+        """Read a list of strings; empty if there is none. Raises StartupError for another value."""
+        self._read.add(self.prefix + key)
+        value = self._values.get(self.prefix + key, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise StartupError(f"{self.prefix}{key} is {shorten(value)}; expected a list of strings")
+        return value
+
     def interval_or_flags(self, key: str) -> int | list[bool] | None:
         """Read a number, or a flag for each layer."""
         self._read.add(self.prefix + key)
@@ -228,7 +236,9 @@ def make_config(
     head_dim = metadata.own("attention.key_length", int)
     if head_dim is None and heads > 0:
         head_dim = hidden // heads
-    rotary, theta = metadata.own("rope.dimension_count", int), metadata.own("rope.freq_base", float) or 10_000.0
+    rotary, theta = metadata.own("rope.dimension_count", int), metadata.own("rope.freq_base", float)
+    if theta is None:
+        theta = 10_000.0
     metadata.check_equal("attention.value_length", head_dim, "attention.key_length")
     if "rope.freq_base_swa" not in architecture.keys:
         metadata.check_equal("rope.freq_base_swa", theta, "rope.freq_base")

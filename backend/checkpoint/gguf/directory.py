@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.backend.checkpoint.config_json import parse_decoder_config
 from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES
 from penstock.backend.checkpoint.gguf.config import EMBEDDING, ROPE_TENSORS, Metadata, make_config
-from penstock.backend.checkpoint.gguf.encoders import (
-    ENCODERS,
-    EncoderArchitecture,
-    encoder_named,
-    make_encoder_config,
-    pooling_files,
-)
+from penstock.backend.checkpoint.gguf.encoders import ENCODERS, encoder_names, make_encoder_config, pooling_files
 from penstock.backend.checkpoint.gguf.header import GgufHeader, GgufTensor, open_tensors, read_header
 from penstock.backend.checkpoint.gguf.kept_directories import kept_directory
 from penstock.backend.checkpoint.gguf.names import GgufNames
@@ -47,7 +41,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
 
-FORMAT = "6"
+FORMAT = "7"
 """Increase it when the generated files change."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -77,7 +71,7 @@ def open_gguf_links(model_dir: Path) -> list[TensorFile]:
     if not links:
         return []
     config = read_json_object(model_dir / CONFIG_FILE)
-    names = encoder_named(config) or GgufNames(parse_decoder_config(config).names)
+    names = encoder_names(config) or GgufNames.of_decoder(parse_decoder_config(config).names)
     files = [open_tensors(path) for path in links]
     for file in files:
         file.tensors = {
@@ -92,7 +86,7 @@ def _parts(tensor: StoredTensor, names: list[str]) -> Iterator[tuple[str, Stored
     for index, name in enumerate(names):
         part = tensor
         if len(names) > 1 or len(tensor.shape) == _EXPERT_DIMENSIONS:
-            part = replace(tensor.rows(index, 1), shape=tensor.shape[1:])
+            part = tensor.item(index)
         if len(part.shape) == 1 and name.endswith(_SHARED_GATE):
             part = replace(part, shape=(1, *part.shape))
         yield name, part
@@ -142,7 +136,7 @@ def _contents(headers: list[GgufHeader]) -> dict[str, str]:
 
 def _encoder_config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> dict[str, Any]:
     config = _without_nulls(make_encoder_config(metadata, tensors))
-    return config | {"quantization_config": _formats(tensors, ENCODERS[metadata.architecture])}
+    return config | {"quantization_config": _formats(tensors, ENCODERS[metadata.architecture].names)}
 
 
 def _decoder_config(
@@ -152,7 +146,7 @@ def _decoder_config(
     config = _without_nulls(make_config(metadata, tensors, factors)) | {"eos_token_id": ends}
     decoder = parse_decoder_config(config)
     _refuse_other_tensors({name: tensors[name] for name in tensors.keys() - factors.keys()}, decoder)
-    return config | {"quantization_config": _formats(tensors, GgufNames(decoder.names))}
+    return config | {"quantization_config": _formats(tensors, GgufNames.of_decoder(decoder.names))}
 
 
 def _without_nulls(config: dict[str, Any]) -> dict[str, Any]:
@@ -172,7 +166,7 @@ def _refuse_other_tensors(tensors: dict[str, GgufTensor], config: DecoderConfig)
     """Refuse a tensor that the model has no place for, such as a bias or factors of rope: it would change
     the output."""
     free = {spec.name for spec in expected_tensors(config)}
-    names = GgufNames(config.names)
+    names = GgufNames.of_decoder(config.names)
     for name, tensor in tensors.items():
         found = names.hf_names(name, tensor.shape)
         if not found or not free.issuperset(found):
@@ -180,7 +174,7 @@ def _refuse_other_tensors(tensors: dict[str, GgufTensor], config: DecoderConfig)
         free.difference_update(found)
 
 
-def _formats(tensors: dict[str, GgufTensor], names: GgufNames | EncoderArchitecture) -> dict[str, Any]:
+def _formats(tensors: dict[str, GgufTensor], names: GgufNames) -> dict[str, Any]:
     """quantization_config: the names of matrices, by their type."""
     types: dict[str, list[str]] = {}
     for name, tensor in tensors.items():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from penstock.backend.checkpoint.architectures.encoder_names import NAMES
 from penstock.backend.checkpoint.gguf.config import EMBEDDING, dtype_of
+from penstock.backend.checkpoint.gguf.names import GgufNames, layer_number
 from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.errors import StartupError
 
@@ -19,91 +20,39 @@ if TYPE_CHECKING:
 
 _POOLING_MODES = {1: "mean_tokens", 2: "cls_token", 3: "lasttoken"}
 """Values of pooling_type → sentence-transformers' names."""
+_RANK = 4
+"""The value of pooling_type for a model that scores pairs of texts."""
 _TYPES = "token_types.weight"
-_WHOLE = {
-    "token_embd.weight": "embeddings.word_embeddings.weight",
-    "position_embd.weight": "embeddings.position_embeddings.weight",
-    _TYPES: "embeddings.token_type_embeddings.weight",
-}
-_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+)\.(weight|bias)", re.ASCII)
-_BOTH = ("weight", "bias")
+_SCORES = {"cls": "bert.pooler.dense", "cls.output": "classifier"}
+"""Both linears of BERT's classifier, which RoBERTa's, under other names, equals."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderArchitecture:
     """A value of general.architecture."""
 
-    name: str
-    """In config.json."""
-    layer: str
-    """Beginning of the names of a layer's tensors in Hugging Face checkpoints."""
-    embedding_norm: str
-    norms: Mapping[str, str]
-    """Name in GGUF files → name in Hugging Face checkpoints, as in linears."""
-    linears: Mapping[str, str]
-    is_biased: bool
-    """The linears have biases."""
-    has_positions: bool
-    settings: Mapping[str, Any]
-    """Keys of config.json that the metadata lack."""
+    family: str
+    """The beginning of the name in config.json."""
+    activation: str
+    has_rope: bool = False
+    may_score: bool = False
 
-    def hf_names(self, name: str, shape: tuple[int, ...]) -> list[str]:  # noqa: ARG002 - as `GgufNames.hf_names`
-        """The name in a checkpoint; empty for a tensor that no model of the architecture has."""
-        if name in _WHOLE and (self.has_positions or name != "position_embd.weight"):
-            return [_WHOLE[name]]
-        stem, _, kind = name.rpartition(".")
-        if stem == "token_embd_norm" and kind in _BOTH:
-            return [f"{self.embedding_norm}.{kind}"]
-        match = _LAYER.fullmatch(name)
-        if match is None:
-            return []
-        module = self.norms.get(match[2]) or (
-            self.linears.get(match[2]) if self.is_biased or kind == "weight" else None
-        )
-        return [] if module is None else [f"{self.layer.format(match[1])}{module}.{kind}"]
+    @property
+    def names(self) -> GgufNames:
+        return GgufNames.of_encoder(NAMES[self.family], _SCORES if self.may_score else {})
 
 
 ENCODERS = {
-    "bert": EncoderArchitecture(
-        "BertModel",
-        "encoder.layer.{}.",
-        "embeddings.LayerNorm",
-        {"attn_output_norm": "attention.output.LayerNorm", "layer_output_norm": "output.LayerNorm"},
-        {
-            "attn_q": "attention.self.query",
-            "attn_k": "attention.self.key",
-            "attn_v": "attention.self.value",
-            "attn_output": "attention.output.dense",
-            "ffn_up": "intermediate.dense",
-            "ffn_down": "output.dense",
-        },
-        is_biased=True,
-        has_positions=True,
-        settings={"hidden_act": "gelu"},
-    ),
-    "nomic-bert": EncoderArchitecture(
-        "NomicBertModel",
-        "encoder.layers.{}.",
-        "emb_ln",
-        {"attn_output_norm": "norm1", "layer_output_norm": "norm2"},
-        {
-            "attn_qkv": "attn.Wqkv",
-            "attn_output": "attn.out_proj",
-            "ffn_up": "mlp.fc11",
-            "ffn_gate": "mlp.fc12",
-            "ffn_down": "mlp.fc2",
-        },
-        is_biased=False,
-        has_positions=False,
-        settings={"hidden_act": "silu"},
-    ),
+    "bert": EncoderArchitecture("Bert", "gelu", may_score=True),
+    "nomic-bert": EncoderArchitecture("NomicBert", "silu", has_rope=True),
 }
 
 
-def encoder_named(config: Mapping[str, Any]) -> EncoderArchitecture | None:
-    """The encoder of a config.json that `make_encoder_config` made; None for a decoder's."""
-    names = config.get("architectures")
-    return next((encoder for encoder in ENCODERS.values() if [encoder.name] == names), None)
+def encoder_names(config: Mapping[str, Any]) -> GgufNames | None:
+    """The names of an encoder of a config.json that `make_encoder_config` made; None for a decoder's."""
+    (name,) = config["architectures"]
+    families = {each.family: each.names for each in ENCODERS.values()}
+    return families.get(name.removesuffix("Model").removesuffix("ForSequenceClassification"))
 
 
 def make_encoder_config(metadata: Metadata, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
@@ -111,12 +60,12 @@ def make_encoder_config(metadata: Metadata, tensors: Mapping[str, GgufTensor]) -
     encoder = ENCODERS[metadata.architecture]
     layers = metadata.required("block_count")
     for name, tensor in tensors.items():
-        match = _LAYER.fullmatch(name)
-        if not encoder.hf_names(name, tensor.shape) or (match is not None and int(match[1]) >= layers):
-            raise StartupError(f"tensor {shorten(name)} has no place in a {encoder.name} of these metadata")
+        if not encoder.names.hf_names(name, tensor.shape) or (layer_number(name) or 0) >= layers:
+            raise StartupError(f"tensor {shorten(name)} has no place in a {encoder.family} of these metadata")
     return {
-        **encoder.settings,
-        "architectures": [encoder.name],
+        "architectures": [f"{encoder.family}Model"],
+        **(_classifier(metadata, tensors) if metadata.own("pooling_type", int) == _RANK else {}),
+        "hidden_act": encoder.activation,
         "vocab_size": tensors[EMBEDDING].shape[0],
         "hidden_size": metadata.required("embedding_length"),
         "intermediate_size": metadata.required("feed_forward_length"),
@@ -125,18 +74,38 @@ def make_encoder_config(metadata: Metadata, tensors: Mapping[str, GgufTensor]) -
         "max_position_embeddings": metadata.required("context_length"),
         "layer_norm_eps": metadata.own("attention.layer_norm_epsilon", float),
         "type_vocab_size": tensors[_TYPES].shape[0] if _TYPES in tensors else 0,
-        **({} if encoder.has_positions else {"rope_theta": metadata.own("rope.freq_base", float)}),
+        **({"rope_theta": metadata.own("rope.freq_base", float)} if encoder.has_rope else {}),
         "dtype": dtype_of(tensors[EMBEDDING]),
     }
 
 
+def _classifier(metadata: Metadata, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
+    """Raises StartupError for a head that computes something else than BERT's."""
+    missing = [name for stem in _SCORES if (name := f"{stem}.weight") not in tensors]
+    if missing:
+        # llama.cpp's converter leaves BERT's pooler out, without which the scores are not the model's.
+        raise StartupError(f"tensor {missing[0]} is missing, which a model with pooling_type {_RANK} needs")
+    if _TYPES not in tensors:
+        # DistilBERT, whose classifier has ReLU for tanh.
+        raise StartupError(f"tensor {_TYPES} is missing: only classifiers of BERT's and RoBERTa's kind are supported")
+    labels = metadata.strings("classifier.output_labels")
+    count = tensors["cls.output.weight"].shape[0]
+    return {
+        "architectures": ["BertForSequenceClassification"],
+        "num_labels": count,
+        "id2label": {str(index): label for index, label in enumerate(labels)} if len(labels) == count else None,
+    }
+
+
 def pooling_files(metadata: Metadata) -> dict[str, str]:
-    """The files of sentence-transformers' modules, for a model that returns vectors; empty for one that generates.
+    """The files of sentence-transformers' modules, for a model that returns vectors; empty for one that generates, and
+    one that scores.
 
     Vectors are normalised, as in llama.cpp. An encoder that names no pooling has that of checkpoints without modules.
     """
     kind = metadata.own("pooling_type", int)
-    if not kind:
+    encoder = ENCODERS.get(metadata.architecture)
+    if not kind or (kind == _RANK and encoder is not None and encoder.may_score):
         return {}
     if kind not in _POOLING_MODES:
         raise StartupError(f"{metadata.prefix}pooling_type is {kind}; supported are 1 (mean), 2 (first) and 3 (last)")

@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from penstock.backend.checkpoint.architectures.encoder_names import EncoderNames
     from penstock.backend.checkpoint.decoder_config import TensorNames
 
-_WHOLE = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_SINKS = "attn_sinks"
-_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+)\.(weight|bias)", re.ASCII)
-_OUTSIDE = re.compile(r"(\w+)\.(weight|bias)", re.ASCII)
+_SINKS = "attn_sinks.weight"
+_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+\.(?:weight|bias))", re.ASCII)
+_KINDS = ("weight", "bias")
 
 
+def layer_number(name: str) -> int | None:
+    """The number of the layer that a tensor of a GGUF file belongs to, if it belongs to one."""
+    match = _LAYER.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+@dataclass(frozen=True, slots=True)
 class GgufNames:
-    """Translates the names of one architecture's tensors."""
+    """Translates the names of one architecture's tensors, each without .weight or .bias."""
 
-    def __init__(self, names: TensorNames) -> None:
+    outside: Mapping[str, str]
+    layer: str
+    """Beginning of the names of a layer's tensors in Hugging Face checkpoints, with {} for its number."""
+    modules: Mapping[str, str | None]
+    """Names within a layer. One with {} stands for a tensor of each expert."""
+
+    @classmethod
+    def of_decoder(cls, names: TensorNames) -> GgufNames:
         """names are the architecture's names in Hugging Face checkpoints."""
         qkv = ("attn_q", "attn_k", "attn_v") if len(names.qkv) > 1 else ("attn_qkv",)
         gate_up = ("ffn_gate", "ffn_up") if len(names.gate_up) > 1 else ("ffn_up",)
         gate, up = names.expert_gate_up
-        modules: dict[str, str | None] = {
+        modules = {
             "attn_norm": names.attention_norm,
             # gpt-oss has no norm of attention's output, and its norm before the MLP this name.
             "post_attention_norm": names.attention_output_norm or names.mlp_norm,
@@ -47,21 +60,46 @@ class GgufNames:
             "ffn_up_shexp": f"{names.shared_expert}.{up}",
             "ffn_down_shexp": f"{names.shared_expert}.{names.expert_down}",
         }
-        self._modules = {name: module for name, module in modules.items() if module is not None}
+        outside = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+        return cls(outside, "model.layers.{}.", modules)
+
+    @classmethod
+    def of_encoder(cls, names: EncoderNames, heads: Mapping[str, str]) -> GgufNames:
+        """heads: the modules of a classifier, by their names in GGUF files."""
+        qkv = ("attn_q", "attn_k", "attn_v") if len(names.qkv) > 1 else ("attn_qkv",)
+        mlp_in = ("ffn_gate", "ffn_up") if len(names.mlp_in) > 1 else ("ffn_up",)
+        modules = {
+            **dict(zip(qkv, names.qkv, strict=True)),
+            "attn_output": names.output,
+            "attn_output_norm": names.attention_norm,
+            **dict(zip(mlp_in, names.mlp_in, strict=True)),
+            "ffn_down": names.mlp_out,
+            "layer_output_norm": names.mlp_norm,
+        }
+        outside = {
+            "token_embd": names.words,
+            "position_embd": names.positions,
+            "token_types": names.token_types,
+            "token_embd_norm": names.embedding_norm,
+        }
+        return cls({**outside, **heads}, names.layer, modules)
 
     def hf_names(self, name: str, shape: tuple[int, ...]) -> list[str]:
         """The names in a checkpoint: one, or one for each expert if the tensor has all experts.
 
         Empty for a tensor that no model of the architecture has.
         """
-        outside = _OUTSIDE.fullmatch(name)
-        if outside is not None:
-            return [f"{_WHOLE[outside[1]]}.{outside[2]}"] if outside[1] in _WHOLE else []
+        stem, _, kind = name.rpartition(".")
+        if kind in _KINDS and stem in self.outside:
+            return [f"{self.outside[stem]}.{kind}"]
         match = _LAYER.fullmatch(name)
-        if match is not None and match.group(2, 3) == (_SINKS, "weight"):
-            return [f"model.layers.{match[1]}.self_attn.sinks"]
-        module = None if match is None else self._modules.get(match[2])
-        if match is None or module is None:
+        if match is None:
+            return []
+        layer, stem = self.layer.format(match[1]), match[2].removesuffix(f".{kind}")
+        if match[2] == _SINKS:
+            return [f"{layer}self_attn.sinks"]
+        module = self.modules.get(stem)
+        if module is None:
             return []
         experts = range(shape[0]) if "{}" in module else range(1)
-        return [f"model.layers.{match[1]}.{module.format(i)}.{match[3]}" for i in experts]
+        return [f"{layer}{module.format(i)}.{kind}" for i in experts]

@@ -141,7 +141,7 @@ class GgufTokenizer:
     def _byte_level(self) -> dict[str, Any]:
         name = self._get("pre", str)
         if name not in SPLITS:
-            raise StartupError(f"{_PREFIX}pre is {shorten(name)}; supported are {', '.join(SPLITS)}")
+            raise StartupError(f"{_PREFIX}pre is {shorten(name)}; it is none of {len(SPLITS)} known ways to split text")
         split = SPLITS[name]
         steps = [
             {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
@@ -154,7 +154,9 @@ class GgufTokenizer:
                 "type": "Sequence",
                 "pretokenizers": [*steps, bytes_ | {"use_regex": False}],
             },
-            "post_processor": self._template(adds_bos=split.adds_bos, separator=split.separator),
+            "post_processor": self._template(
+                adds_bos=split.adds_bos, separator=split.separator, doubles_separator=split.separator is not None
+            ),
             "decoder": bytes_ | {"use_regex": True},
             "model": {
                 "type": "BPE",
@@ -200,7 +202,7 @@ class GgufTokenizer:
         return {
             "normalizer": {"type": "Precompiled", "precompiled_charsmap": chars_map} if chars else None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, spaces]},
-            "post_processor": self._template(adds_bos=True),
+            "post_processor": self._template(adds_bos=True, doubles_separator=True),
             "decoder": spaces,
             "model": {
                 "type": "Unigram",
@@ -217,10 +219,13 @@ class GgufTokenizer:
             raise StartupError(f"{_PREFIX}{key}_token_id is missing, and there is no token {usual}")
         return usual if token_id is None else self.tokens[token_id]
 
-    def _template(self, *, adds_bos: bool, separator: str | None = None) -> dict[str, Any] | None:
+    def _template(
+        self, *, adds_bos: bool, separator: str | None = None, doubles_separator: bool = False
+    ) -> dict[str, Any] | None:
         """The post-processor that adds bos, and at the end eos or the separator; None if nothing is added.
 
-        adds_bos and separator, the usual text of that token, apply if the metadata do not decide.
+        adds_bos, separator, the usual text of that token, and doubles_separator, whether two tokens are between two
+        texts, apply if the metadata do not decide.
         """
         is_bert = self._get("model", str) == "bert"
         first = self._added("add_bos_token", "bos", default=adds_bos)
@@ -239,11 +244,15 @@ class GgufTokenizer:
 
         begin = [] if first is None else [piece("SpecialToken", first, 0)]
         one, two = piece("Sequence", "A", 0), piece("Sequence", "B", 1)
+        doubles = self._get("add_sep_token", bool)
+        if doubles is None or not self._get("add_eos_token", bool):
+            doubles = doubles_separator
+        between = [] if last is None or not doubles else [piece("SpecialToken", last, 0)]
         end_one, end_two = ([] if last is None else [piece("SpecialToken", last, type_id)] for type_id in (0, 1))
         return {
             "type": "TemplateProcessing",
             "single": [*begin, one, *end_one],
-            "pair": [*begin, one, *end_one, two, *end_two],
+            "pair": [*begin, one, *end_one, *between, two, *end_two],
             "special_tokens": {
                 token: {"id": token, "ids": [self._vocab[token]], "tokens": [token]}
                 for token in (first, last)

@@ -28,9 +28,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.backend")
 
-TOKENIZER_SOURCES = ("tekken.json", "tokenizer.model", "tiktoken.model", "*.tiktoken")
+FILES_OF_CLASSES = {
+    "sentencepiece.bpe.model": ("XLMRobertaTokenizer", "CamembertTokenizer"),
+    "spm.model": ("DebertaV2Tokenizer",),
+    "vocab.txt": ("BertTokenizer", "DistilBertTokenizer", "MPNetTokenizer"),
+    "vocab.json": ("RobertaTokenizer", "Qwen2Tokenizer"),
+}
+"""Files that say too little, and the classes of transformers that say the rest for all their models."""
+TOKENIZER_SOURCES = ("tekken.json", "tokenizer.model", "tiktoken.model", "*.tiktoken", *FILES_OF_CLASSES)
 """The first one that exists counts."""
-TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
 _FORMAT = "1"
 """Increase it when the generated files change."""
 _TIMEOUT_S = 300.0
@@ -48,7 +55,8 @@ def complete_directory(model_dir: Path) -> Path:
     model_dir = model_dir.resolve()
     read = [model_dir / PARAMS_FILE] if is_mistral else []
     if source is not None:
-        settings = (model_dir / name for name in (*TOKENIZER_SETTINGS, *TEMPLATES))
+        names = (*TOKENIZER_SETTINGS, *TEMPLATES, *((CONFIG_FILE,) if source in FILES_OF_CLASSES else ()))
+        settings = (model_dir / name for name in names)
         read += [model_dir / source, *(path for path in settings if path.is_file())]
     # With mistral_common there is a chat template: a directory that was made without it is not used any more.
     version = f"{_FORMAT} {source} {find_spec('mistral_common') is not None}"

@@ -10,15 +10,20 @@ import resource
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.backend.checkpoint.gguf.tokenizer import check_tokenizer
 from penstock.backend.checkpoint.json_file import read_bytes, read_json_object
 from penstock.backend.checkpoint.layout import TOKENIZER_FILE
 from penstock.backend.checkpoint.other_layouts.added_tokens import AddedTokens
-from penstock.backend.checkpoint.other_layouts.rank_files import convert_tekken, convert_tiktoken
+from penstock.backend.checkpoint.other_layouts.directory import FILES_OF_CLASSES
+from penstock.backend.checkpoint.other_layouts.rank_files import convert_tekken, convert_tiktoken, is_rank_file
 from penstock.backend.checkpoint.other_layouts.sentencepiece_file import convert_sentencepiece
+from penstock.backend.checkpoint.other_layouts.tokenizer_classes import convert_by_class
 from penstock.backend.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _MAX_MEMORY_BYTES = 8 << 30
 _CONFIG_FILE = "tokenizer_config.json"
@@ -45,15 +50,18 @@ def main(source: Path, target: Path) -> str | None:
 def make_files(source: Path) -> dict[str, str]:
     """The text of each file. Raises StartupError, and whatever the libraries raise."""
     read_bytes(source)
+    own: Mapping[str, Any]
     config = _tokenizer_config(source.parent)
     added = AddedTokens.read(source.parent, config)
     if source.name == "tekken.json":
         made, own = convert_tekken(source), _MISTRAL_TOKENS
-    elif source.name == "tokenizer.model":
+    elif source.name in FILES_OF_CLASSES:
+        made, own = convert_by_class(source, config)
+    elif source.name == "tokenizer.model" and not is_rank_file(source):
         made, own = convert_sentencepiece(source, config, added)
     else:
-        made, own = convert_tiktoken(source, config, added), {}
-    config = own | config
+        made, own = convert_tiktoken(source, config, added)
+    config = dict(own) | config
     if source.name == "tekken.json" and not _has_template(source.parent, config):
         config |= _made_template(source)
     return {

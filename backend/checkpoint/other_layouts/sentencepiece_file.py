@@ -32,8 +32,7 @@ def convert_sentencepiece(
 
     Raises StartupError, and the library's DecodeError for another kind of file.
     """
-    model: Any = import_module("sentencepiece.sentencepiece_model_pb2").ModelProto()  # made at run time by protobuf
-    model.ParseFromString(path.read_bytes())
+    model = _read(path)
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     if trainer.model_type not in (_UNIGRAM, _BPE) or trainer.treat_whitespace_as_suffix or not model.pieces:
         raise StartupError("it is no SentencePiece model of the kinds BPE and Unigram with spaces before words")
@@ -72,6 +71,17 @@ def convert_sentencepiece(
         tokenizer["model"]["ignore_merges"] = bool(symbols)
     tokenizer["model"]["byte_fallback"] = trainer.byte_fallback
     return tokenizer, own
+
+
+def read_normalizer(path: Path) -> list[dict[str, Any]]:
+    """The normalizers of a tokenizer.json that do what the file says. Raises the library's DecodeError."""
+    return [*_normalizers(_read(path).normalizer_spec)]
+
+
+def _read(path: Path) -> Any:
+    model: Any = import_module("sentencepiece.sentencepiece_model_pb2").ModelProto()  # made at run time by protobuf
+    model.ParseFromString(path.read_bytes())
+    return model
 
 
 def _unigram(tokens: list[str], kinds: list[int], scores: list[float]) -> list[tuple[str, float]]:

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import logging
+import re
 from contextlib import closing
 from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES
-from penstock.backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE, read_index, weight_files
+from penstock.backend.checkpoint.json_file import shorten
+from penstock.backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE, read_index, rename_all, weight_files
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.checkpoint.tensors import EMBEDDING, LM_HEAD
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from contextlib import ExitStack
     from pathlib import Path
 
-    from penstock.backend.checkpoint.formats.tensor_file import TensorFile
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
 
 logger = logging.getLogger("penstock.backend")
 
 _MODEL_PREFIX = "model."
+_STACKED_LINEARS = ("gate_proj", "up_proj", "down_proj")
+_STACKED = re.compile(
+    rf"(model\.layers\.\d{{1,6}}\.)\w+\.(?:switch_mlp|experts)\.({'|'.join(_STACKED_LINEARS)})\.(\w+)", re.ASCII
+)
 _HEADS = ("lm_head.", "score.", "v_head.")
 """Prefixes of tensors outside the model, which have no _MODEL_PREFIX."""
 
@@ -34,7 +41,7 @@ def open_safetensors(model_dir: Path, closers: ExitStack) -> tuple[dict[str, Ten
     shards = {name: closers.enter_context(closing(SafetensorsFile(model_dir / name))) for name in names}
     if names == (SINGLE_FILE,) or not index.exists():
         where = str(model_dir / names[0]) if len(names) == 1 else f"the {len(names)} shards in {model_dir}"
-        return {tensor: file for file in shards.values() for tensor in file.tensors}, where
+        return _by_tensor(shards.values()), where
     weight_map = read_index(index)
     for tensor, name in weight_map.items():
         if tensor not in shards[name].tensors:
@@ -42,23 +49,65 @@ def open_safetensors(model_dir: Path, closers: ExitStack) -> tuple[dict[str, Ten
     return {tensor: shards[name] for tensor, name in weight_map.items()}, f"the files of {index}"
 
 
+def _by_tensor(files: Iterable[TensorFile]) -> dict[str, TensorFile]:
+    found: dict[str, TensorFile] = {}
+    for file in files:
+        for name in file.tensors:
+            if name in found:
+                raise StartupError(f"{file.path}: tensor {shorten(name)} is in {found[name].path.name} as well")
+            found[name] = file
+    return found
+
+
 def fit_to_decoder(files: dict[str, TensorFile], vocab_size: int) -> dict[str, TensorFile]:
     """Give tensors the names that `TensorSpec` has, and the vocabulary at most vocab_size rows."""
     if EMBEDDING not in files and EMBEDDING.removeprefix(_MODEL_PREFIX) in files:
         files = rename_tensors(files, lambda name: name if name.startswith(_HEADS) else _MODEL_PREFIX + name)
-    for name in (EMBEDDING, LM_HEAD):
-        stored = files[name].tensors[name] if name in files else None
-        if stored is not None and stored.dtype in FLOAT_DTYPES and stored.shape and stored.shape[0] > vocab_size:
-            logger.info("Only the first %d rows of the %d of %s are used", vocab_size, stored.shape[0], name)
-            files[name].tensors[name] = stored.rows(0, vocab_size)
+    crop_rows(files, (EMBEDDING, LM_HEAD), vocab_size)
     return files
 
 
-def rename_tensors(files: dict[str, TensorFile], rename: Callable[[str], str]) -> dict[str, TensorFile]:
-    """Rename the tensors of all files."""
+def split_experts(files: dict[str, TensorFile], config: DecoderConfig) -> dict[str, TensorFile]:
+    """Give each expert its own tensors where all of a layer are in one, as MLX stores them. Raises StartupError."""
+    experts, names = config.experts, config.names
+    if experts is None:
+        return files
+    own = dict(zip(_STACKED_LINEARS, (*names.expert_gate_up, names.expert_down), strict=True))
+
+    def parts(name: str, tensor: StoredTensor) -> dict[str, StoredTensor]:
+        match = _STACKED.fullmatch(name)
+        if match is None or tensor.shape[:1] != (experts.count,):
+            return {name: tensor}
+        layer, linear, part = match.groups()
+        return {f"{layer}{names.expert.format(i)}.{own[linear]}.{part}": tensor.item(i) for i in range(experts.count)}
+
+    found: dict[str, TensorFile] = {}
+    for name, file in files.items():
+        for part in parts(name, file.tensors[name]):
+            if part in found:
+                raise StartupError(f"{file.path}: tensor {shorten(name)} is another {shorten(part)}")
+            found[part] = file
     for file in dict.fromkeys(files.values()):
-        file.tensors = {rename(name): tensor for name, tensor in file.tensors.items()}
-    return {rename(name): file for name, file in files.items()}
+        file.tensors = {
+            part: item for name, tensor in file.tensors.items() for part, item in parts(name, tensor).items()
+        }
+    return found
+
+
+def crop_rows(files: dict[str, TensorFile], names: Iterable[str], num_rows: int) -> None:
+    """Hide the rows after the first num_rows of these tensors."""
+    for name in names:
+        stored = files[name].tensors[name] if name in files else None
+        if stored is not None and stored.dtype in FLOAT_DTYPES and stored.shape and stored.shape[0] > num_rows:
+            logger.info("Only the first %d rows of the %d of %s are used", num_rows, stored.shape[0], name)
+            files[name].tensors[name] = stored.rows(0, num_rows)
+
+
+def rename_tensors(files: dict[str, TensorFile], rename: Callable[[str], str]) -> dict[str, TensorFile]:
+    """Rename the tensors of all files. Raises StartupError if two get the same name."""
+    for file in dict.fromkeys(files.values()):
+        file.tensors = rename_all(file.tensors, rename, file.path)
+    return rename_all(files, rename, "the checkpoint")
 
 
 def _found_instead(model_dir: Path) -> str:

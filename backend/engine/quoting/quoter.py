@@ -7,21 +7,20 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.backend.engine.quoting.forecast import Forecast, Room, Work, forecast
-from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.subscribers import Prediction
-from penstock.shm.messages import Failure, FailureCode, Quote
+from penstock.shm.messages import Failure, FailureCode, Quote, QuoteTerms
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from penstock.backend.engine.coalescer import Candidate
+    from penstock.backend.engine.interfaces import ISequenceScheduler
     from penstock.backend.engine.quoting.quote_errors import QuoteErrors
-    from penstock.backend.engine.step_timing import StepTiming
-    from penstock.backend.forward_pass import SamplingParams
-    from penstock.backend.scheduling.interface import ISequenceScheduler
+    from penstock.backend.engine.steps.step_timing import StepTiming
     from penstock.backend.scheduling.outlook import Outlook
+    from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.sequences.subscribers import Subscriber
-    from penstock.shm.link.events import Submission
-    from penstock.shm.messages import QuoteTerms
+    from penstock.shm.messages import AskQuote, Generate
 
 _MAX_MODELLED = 256
 """Waiting sequences whose start is modelled; earlier ones are assumed to start at the same rate."""
@@ -36,8 +35,8 @@ class Target(NamedTuple):
     sequence: Sequence
     limit: int
     """Tokens that the request's answers may have."""
-    num_choices: int = 1
-    num_other_prompt_tokens: int = 0
+    num_choices: int
+    num_other_prompt_tokens: int
 
 
 class Quoter:
@@ -57,70 +56,39 @@ class Quoter:
         self._clock = clock
         self._next_sample_s = -math.inf
 
-    def decide(
-        self,
-        submission: Submission,
-        subscriber: Subscriber,
-        sampling: SamplingParams,
-        rank: float,
-        joined: Sequence | None,
-    ) -> tuple[Quote, Failure | None] | None:
-        """Return the quote with which the request ends: it asked for nothing else, or would finish too late. None if it
-        must run.
+    def quote(self, message: AskQuote, candidate: Candidate) -> Quote:
+        return self._quote(candidate, message.terms)
 
-        joined is the sequence that it would join. A request is not refused for an unknown time.
+    def find_late(self, message: Generate, candidate: Candidate) -> tuple[Quote, Failure] | None:
+        """Return the quote and the failure of a request that asks to be refused if it is late, and would be. Some
+        others are quoted to measure errors.
+
+        A request is not refused for an unknown time, nor one that another backend has admitted; the answer to that one
+        is not measured either.
         """
-        quote, submit = self._quote(submission, subscriber, sampling, rank, joined), submission.submit
-        if quote is None or submit.quote_only:
-            return None if quote is None else (quote, None)
-        if quote.finish_s is None or subscriber.deadline_s is None:
+        subscriber, terms = candidate.subscriber, message.refuse_late
+        if message.admitted_ns or (terms is None and self._clock() < self._next_sample_s):
+            return None
+        quote = self._quote(candidate, terms or QuoteTerms())
+        if terms is None or quote.finish_s is None or subscriber.deadline_s is None:
             return None
         late_s = subscriber.arrived_s + quote.finish_s - subscriber.deadline_s
         if late_s <= 0.0:
             return None
         retry_after_s = min(_MAX_RETRY_AFTER_S, math.ceil(late_s))
-        return quote, Failure(submit.request_id, FailureCode.TOO_LATE, retry_after_s=retry_after_s)
+        return quote, Failure(message.request_id, FailureCode.TOO_LATE, retry_after_s=retry_after_s)
 
-    def _quote(
-        self,
-        submission: Submission,
-        subscriber: Subscriber,
-        sampling: SamplingParams,
-        rank: float,
-        joined: Sequence | None,
-    ) -> Quote | None:
-        """Return the quote; None if the request has not asked for one. The prediction is noted in the subscriber.
-
-        A request that another backend has admitted is not refused, and its answer is not measured.
-        """
-        submit = submission.submit
-        terms = submit.quote
-        is_due = self._clock() >= self._next_sample_s and not submit.admitted_ns and submit.pooled is None
-        if submit.admitted_ns and not submit.quote_only:
-            terms = None
-        if terms is None and not is_due:
-            return None
-        if joined is None:
-            sequence = Sequence(
-                subscriber,
-                submission.tokens,
-                submit.num_prompt_tokens,
-                sampling,
-                salt=submit.own_salt,
-                tenant=submit.tenant,
-                weight=submit.weight,
-                rank=rank,
-                admitted_ns=submit.admitted_ns,
-            )
-        else:
-            sequence = joined
-        target = _target(sequence, subscriber, terms)
-        outlook = self._scheduler.outlook(sequence)
-        if outlook is None:  # it computes vectors
-            return None
-        quote = self._predict(submit.request_id, target, outlook, subscriber, is_joined=joined is not None)
+    def _quote(self, candidate: Candidate, terms: QuoteTerms) -> Quote:
+        """The prediction is noted in the subscriber."""
+        subscriber, request_id = candidate.subscriber, candidate.subscriber.request_id
+        sequence, is_joined = candidate.joined or candidate.new_sequence(), candidate.joined is not None
+        limit = subscriber.max_total_tokens - sequence.num_prompt_tokens
+        target = Target(sequence, limit, terms.num_choices, terms.num_other_prompt_tokens)
         self._next_sample_s = self._clock() + _SAMPLE_INTERVAL_S
-        return quote if terms is not None else None
+        outlook = self._scheduler.outlook(sequence)
+        if outlook is None:
+            return Quote(request_id, 0, 0, is_joined)
+        return self._predict(request_id, target, outlook, subscriber, is_joined=is_joined)
 
     def _predict(
         self, request_id: int, target: Target, outlook: Outlook, subscriber: Subscriber, *, is_joined: bool
@@ -207,10 +175,3 @@ class Quoter:
 
     def _duration_s(self) -> Callable[[int], float]:
         return cache(lambda num_tokens: self._step_timing.typical_s(num_tokens) or 0.0)
-
-
-def _target(sequence: Sequence, subscriber: Subscriber, terms: QuoteTerms | None) -> Target:
-    limit = subscriber.max_total_tokens - sequence.num_prompt_tokens
-    if terms is None:
-        return Target(sequence, limit)
-    return Target(sequence, limit, terms.num_choices, terms.num_other_prompt_tokens)

@@ -6,20 +6,20 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+from penstock.backend.checkpoint.fingerprint import packing_fingerprint
 from penstock.backend.errors import NoRoomBeside, StartupError
 from penstock.backend.forward_pass.extensions import IPersistsPages
-from penstock.backend.kv_cache.budget import KvPlan
+from penstock.backend.kv_cache.budget.kv_plan import KvPlan
 from penstock.backend.kv_cache.page_hash import use_secret
 from penstock.backend.kv_cache.persisted.page_store import PageStore, PageStoreError
-from penstock.backend.passes.decoder.held_weights.fingerprint import packing_fingerprint
 from penstock.process.options import format_size
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.backend.forward_pass import IBatchedForwardPass
-    from penstock.backend.kv_cache.memory import MemoryInfo
-    from penstock.backend.kv_cache.whole_plan import WholePlan
+    from penstock.backend.kv_cache.budget.memory import MemoryInfo
+    from penstock.backend.kv_cache.budget.whole_plan import WholePlan
 
 logger = logging.getLogger("penstock.backend")
 

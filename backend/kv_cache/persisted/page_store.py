@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.backend.checksum import block_sum
-from penstock.backend.kv_cache.persisted.page_rows import ROW_BYTES, KeptPage, PageRows
+from penstock.backend.kv_cache.persisted.page_rows import ROW_BYTES, PageRows, PersistedPage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -87,7 +87,7 @@ class PageStore:
         """Note that the content of the place is complete. May be called on another thread than the other methods."""
         self._sums[index] = block_sum(self._places[index])
 
-    def publish(self, page: KeptPage) -> None:
+    def publish(self, page: PersistedPage) -> None:
         """Let later processes find the content, for which `note_written` has returned."""
         self._rows.write(page, self._sums[page.place])
 

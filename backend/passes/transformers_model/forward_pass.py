@@ -18,7 +18,6 @@ from penstock.backend.passes.decoder.ops import CPU_KV_DTYPES, KV_BLOCK_BYTES, K
 from penstock.backend.passes.transformers_model.attention import attention_by, paged_attention
 from penstock.backend.passes.transformers_model.linear_attention import SlotStates, states_by
 from penstock.backend.passes.transformers_model.model import (
-    count_weight_bytes,
     foreign_code,
     load_model,
     read_facts,
@@ -131,7 +130,7 @@ def _spec(facts: ModelFacts, options: PassOptions) -> PassSpec:
         facts.vocab_size,
         facts.max_context_tokens,
         {name: num_values * KV_BLOCK_BYTES[name] // KV_BLOCK_VALUES for name in order},
-        count_weight_bytes(facts),
+        facts.weight_bytes,
         workspace_bytes=_workspace_bytes(facts, options),
         scores_prompts=True,
         state_bytes_per_sequence=sum(shape.num_bytes for shape in facts.state_shapes.values()),

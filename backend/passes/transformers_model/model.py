@@ -12,6 +12,7 @@ import torch
 from penstock.backend.checkpoint.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.checkpoint.tensor_files.unplaced import describe_unplaced, is_beside_decoder, is_buffer
+from penstock.backend.checkpoint.tensor_files.vocabulary import count_rows, fit_vocab_size
 from penstock.backend.checkpoint.weights import choose_dtype, open_tensor_files, read_dequantized
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.decoder.cpu.torch_cache.paged_cache import KvShape
@@ -61,6 +62,10 @@ class ModelFacts:
     """A `PreTrainedConfig`."""
     dtype: torch.dtype
     vocab_size: int
+    embedding_rows: int
+    """Of the checkpoint: at least vocab_size. Tokens of the other rows cannot be sampled."""
+    weight_bytes: int
+    """Of all parameters."""
     max_context_tokens: int
     kv_shapes: tuple[KvShape, ...]
     """One for each layer; zeros for one without attention."""
@@ -75,10 +80,7 @@ def read_facts(model_dir: Path, dtype: str, max_context_tokens: int | None) -> M
     transformers = _import_transformers()
     path = model_dir / CONFIG_FILE
     read_json_object(path)  # a clear error for what is no JSON at all
-    try:
-        config = transformers.AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001 - transformers raises many kinds
-        raise StartupError(f"{path}: transformers {transformers.__version__} cannot read it: {_line(error)}") from None
+    config = _read_config(path, transformers)
     method = _take_quant_method(config, path)
     text = config.get_text_config(decoder=True)
     if (reason := _why_not(config, text, transformers)) is not None:
@@ -96,15 +98,32 @@ def read_facts(model_dir: Path, dtype: str, max_context_tokens: int | None) -> M
     chosen = choose_dtype(dtype, own)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text] * len(kinds)
+    model = _model_without_memory(config, chosen)
+    embedding_rows = text.vocab_size
+    names = _embedding_names(model)
+    rows = count_rows(model_dir, names)
+    if rows is not None and rows != len(model.get_input_embeddings().weight):
+        text.vocab_size = fit_vocab_size(model_dir, text.vocab_size, names)
+        embedding_rows = max(rows, text.vocab_size)
+        model = _model_without_memory(config, chosen)
     return ModelFacts(
         config,
         chosen,
         text.vocab_size,
+        embedding_rows,
+        sum(parameter.numel() for parameter in model.parameters()) * chosen.itemsize,
         max_context_tokens or offered,
         tuple(_NO_KV if kind == _LINEAR else _kv_shape(layer) for kind, layer in zip(kinds, layers, strict=True)),
-        _state_shapes(config, text, chosen, path) if _LINEAR in kinds else {},
+        _state_shapes(model, text, chosen, path) if _LINEAR in kinds else {},
         method,
     )
+
+
+def _read_config(path: Path, transformers: Any) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001 - transformers raises many kinds
+        raise StartupError(f"{path}: transformers {transformers.__version__} cannot read it: {_line(error)}") from None
 
 
 def _take_quant_method(config: Any, path: Path) -> str | None:
@@ -122,10 +141,10 @@ def _take_quant_method(config: Any, path: Path) -> str | None:
     return str(method)
 
 
-def _state_shapes(config: Any, text: Any, dtype: torch.dtype, path: Path) -> Mapping[int, StateShape]:
+def _state_shapes(model: Any, text: Any, dtype: torch.dtype, path: Path) -> Mapping[int, StateShape]:
     """Raises StartupError."""
     try:
-        shapes = probe_states(_model_without_memory(config, dtype), text.hidden_size, dtype)
+        shapes = probe_states(model, text.hidden_size, dtype)
     except Exception as error:  # the model's code may raise anything
         raise StartupError(f"{path}: its linear attention cannot be served: {_line(error)}") from error
     if list(shapes) != [layer for layer, kind in enumerate(text.layer_types) if kind == _LINEAR]:
@@ -139,11 +158,11 @@ def _model_without_memory(config: Any, dtype: torch.dtype) -> Any:
         return _import_transformers().AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
 
 
-def count_weight_bytes(facts: ModelFacts) -> int:
-    """Bytes of all parameters, from the model's code without memory for them."""
-    model = _model_without_memory(facts.config, facts.dtype)
-    num_parameters: int = sum(parameter.numel() for parameter in model.parameters())
-    return num_parameters * facts.dtype.itemsize
+def _embedding_names(model: Any) -> tuple[str, ...]:
+    """Names that checkpoints have for the embedding: with and without the prefix of a model with a head."""
+    embedding = model.get_input_embeddings().weight
+    name = next(name for name, parameter in model.named_parameters() if parameter is embedding)
+    return name, name.removeprefix(f"{model.base_model_prefix}.")
 
 
 def load_model(model_dir: Path, facts: ModelFacts, device: torch.device) -> Module:
@@ -183,6 +202,8 @@ def load_model(model_dir: Path, facts: ModelFacts, device: torch.device) -> Modu
     for name in sorted(info["unexpected_keys"]):
         if not is_buffer(name) and not is_beside_decoder(num_layers, (), name):
             raise StartupError(f"{model_dir}: {describe_unplaced(name, type(model).__name__)}")
+    if facts.embedding_rows > facts.vocab_size:
+        model.resize_token_embeddings(facts.vocab_size)
     try:
         model.eval().to(device)
     except torch.OutOfMemoryError as error:
@@ -195,11 +216,15 @@ def load_model(model_dir: Path, facts: ModelFacts, device: torch.device) -> Modu
 
 
 def _loading_options(model_dir: Path, facts: ModelFacts, transformers: Any) -> dict[str, Any]:
+    config = _read_config(model_dir / CONFIG_FILE, transformers)
+    config.get_text_config(decoder=True).vocab_size = facts.embedding_rows
     if facts.quant_method is None:
-        return {}
+        return {"config": config}
     if facts.quant_method == _FP8:
-        return {"config": facts.config, "state_dict": read_dequantized(model_dir, facts.dtype)}
-    return {"quantization_config": getattr(transformers, _DEQUANTIZED[facts.quant_method])(dequantize=True)}
+        del config.quantization_config
+        return {"config": config, "state_dict": read_dequantized(model_dir, facts.dtype)}
+    dequantizer = getattr(transformers, _DEQUANTIZED[facts.quant_method])
+    return {"config": config, "quantization_config": dequantizer(dequantize=True)}
 
 
 def run_model(model: Module, input_ids: Tensor, positions: Tensor, logit_tokens: Tensor) -> Tensor:

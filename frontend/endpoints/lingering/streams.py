@@ -20,7 +20,7 @@ _MAX_ID_CHARACTERS = 128
 _BODY_TIMEOUT_S = 5.0
 
 
-class LingeringStreams:
+class StreamTable:
     """The endpoints of one worker."""
 
     def __init__(self, handlers: dict[str, Handler]) -> None:

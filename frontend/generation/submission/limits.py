@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.shm.messages import ModelCard
 
 MAX_STOP_TOKENS = 64
-"""The same limit as in `penstock.shm.messages.Submit`."""
+"""The same limit as in `penstock.shm.messages.TextHeader`."""
 
 
 def read_max_tokens(body: AnsweredBody, prompts: list[list[int]], card: ModelCard) -> list[int]:

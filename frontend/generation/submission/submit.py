@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from penstock.frontend.generation.choice import Choice, ChoicePrompt
 from penstock.frontend.generation.failures import backend_unavailable, overloaded
@@ -112,16 +112,16 @@ async def submit(
     if claim is not None:
         claim.reserve(planned_use(body, request.prompts, [prompt.max_tokens for prompt in prompts]))
     choices: list[Choice] = []
-    terms = quote_terms("refuse", request, requests) if policy.refuses_late else None
+    terms = quote_terms(request, requests) if policy.refuses_late else None
     try:
         for prompt, of_prompt in zip(prompts, requests, strict=True):
             for candidate in range(body.num_candidates):
                 sampling = for_candidate(of_prompt.sampling, candidate)
-                quote = None if choices else terms  # the first choice stands for all
+                refuse_late = None if choices else terms  # the first choice stands for all
                 terms_to_linger = terms_of_choice(linger, len(choices))
                 # A resumed stream has no progress of the prompt left, so its events would differ.
                 reports = request.reports_progress and linger is None and not choices
-                own = replace(of_prompt, sampling=sampling, quote=quote, linger=terms_to_linger)
+                own = replace(of_prompt, sampling=sampling, refuse_late=refuse_late, linger=terms_to_linger)
                 stream = backend.submit(replace(own, reports_progress=reports))
                 choices.append(Choice(len(choices), prompt, stream, served.tokenizer, options))
             await asyncio.sleep(0)  # many prompts must not hold the event loop
@@ -136,14 +136,12 @@ async def submit(
     return choices
 
 
-def quote_terms(
-    purpose: Literal["quote", "refuse"], request: PreparedRequest, requests: Sequence[GenerationRequest]
-) -> QuoteTerms:
+def quote_terms(request: PreparedRequest, requests: Sequence[GenerationRequest]) -> QuoteTerms:
     """Return the terms that the first of the requests carries for all choices. Equal ones share a sequence."""
     first = requests[0]
     num_alike = 1 if first.may_share and first.sampling.temperature == 0.0 else request.body.num_candidates
     num_tokens = [len(prompt) for prompt in request.prompts]
-    return QuoteTerms(purpose, num_alike * len(requests), sum(num_tokens[1:]))
+    return QuoteTerms(num_alike * len(requests), sum(num_tokens[1:]))
 
 
 def _choice_prompts(request: PreparedRequest, max_tokens: list[int]) -> list[ChoicePrompt]:

@@ -45,7 +45,7 @@ def estimate(backends: Sequence[BackendOptions]) -> Sizes:
 
 def _plan(options: BackendOptions) -> int:
     from penstock.backend.forward_pass.plugins import find_forward_pass
-    from penstock.backend.kv_cache.memory import device_memory
+    from penstock.backend.kv_cache.budget.memory import device_memory
     from penstock.backend.start.startup import describe_pass, locate_config, pass_name, pass_options, plan_memory
     from penstock.serve.model_texts import why_unusable
 
@@ -64,7 +64,7 @@ def _plan(options: BackendOptions) -> int:
 
 
 def main() -> None:
-    from penstock.backend.kv_cache.memory import device_memory
+    from penstock.backend.kv_cache.budget.memory import device_memory
     from penstock.backend.start.startup import pass_options
 
     backends = msgspec.json.decode(

@@ -16,10 +16,12 @@ from penstock.shm.client.stream import TokenStream
 from penstock.shm.messages import Finish, Sampling
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Callable, Sequence
 
     from penstock.shm.client.open_stream import OpenStream
-    from penstock.shm.client.replicas.routing import Replica
+    from penstock.shm.client.replicas.replica_chooser import Replica
+    from penstock.shm.messages import Generate
 
 logger = logging.getLogger("penstock.client")
 
@@ -64,10 +66,10 @@ class HandOver:
             return
         longest = max(group, key=lambda stream: len(stream.tokens))
         target = self._choose(longest, self._source)
-        if target is None or not target.has_adapter(longest.submit.adapter):
+        if target is None or not target.has_adapter(longest.message.adapter):
             return
         if isinstance(longest, TokenStream) and longest.has_tokens and not longest.is_queued:
-            await _compute(longest, target)
+            await _compute(longest.message, longest.tokens[:], target)
         moving = [stream for stream in self._still_there(group) if not stream.loans]
         if moving and self._source.computes and target.client.ready:
             self._move(self._source, moving, target)
@@ -79,22 +81,21 @@ class HandOver:
         return [stream for stream in group if stream in streams]
 
 
-async def _compute(stream: OpenStream, target: Replica) -> None:
-    """Let the target compute the stream's tokens so far. If it cannot, it computes them after the move."""
+async def _compute(message: Generate, tokens: array[int], target: Replica) -> None:
+    """Let the target compute a stream's tokens so far. If it cannot, it computes them after the move."""
     model = target.client.model
-    if model is None or len(stream.tokens) >= model.max_context_tokens:
+    if model is None or len(tokens) >= model.max_context_tokens:
         return
-    submit, tokens = stream.submit, stream.tokens[:]
     request = GenerationRequest(
         tokens,
         1,
         _GREEDY,
-        salt=submit.salt,
-        tenant=submit.tenant,
-        weight=submit.weight,
-        priority=submit.priority,
-        may_share=submit.may_share,
-        adapter=submit.adapter,
+        salt=message.salt,
+        tenant=message.tenant,
+        weight=message.weight,
+        priority=message.priority,
+        may_share=message.may_share,
+        adapter=message.adapter,
     )
     try:
         computing = target.client.submit(request)

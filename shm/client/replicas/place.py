@@ -9,7 +9,7 @@ from penstock.shm.link.listening_address import holder_pid
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.shm.client.replicas.routing import Replica
+    from penstock.shm.client.replicas.replica_chooser import Replica
 
 
 class Place:

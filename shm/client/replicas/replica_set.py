@@ -21,7 +21,7 @@ from penstock.shm.client.client import BackendClient
 from penstock.shm.client.connection import Membership
 from penstock.shm.client.replicas.hand_over import HandOver
 from penstock.shm.client.replicas.place import Place
-from penstock.shm.client.replicas.routing import Replica, Router
+from penstock.shm.client.replicas.replica_chooser import Replica, ReplicaChooser
 from penstock.shm.client.replicas.socket_directory import index_of, name_of
 from penstock.shm.client.request import GenerationRequest
 from penstock.shm.link.join import Refused
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from penstock.shm.client.open_stream import OpenStream
     from penstock.shm.client.pooled import PooledRequest, PooledStream
     from penstock.shm.client.replicas.socket_directory import SocketDirectory
-    from penstock.shm.client.stream import TokenStream
+    from penstock.shm.client.stream import AnswerStream, TokenStream
     from penstock.shm.memory.board import FrontendBoard
-    from penstock.shm.messages import Adapter, ModelCard
+    from penstock.shm.messages import Adapter, ModelCard, QuoteTerms
 
 logger = logging.getLogger("penstock.client")
 
@@ -70,7 +70,7 @@ class ReplicaSet:
         if len(set(socket_paths)) < len(socket_paths):
             raise ValueError("socket_paths contains the same path twice")
         self._model: ModelCard | None = None
-        self._router = Router(PrefixTable.private(secrets.token_bytes(32)) if prefixes is None else prefixes)
+        self._chooser = ReplicaChooser(PrefixTable.private(secrets.token_bytes(32)) if prefixes is None else prefixes)
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_looks = 0
         self._is_started = self._is_closed = False
@@ -190,6 +190,10 @@ class ReplicaSet:
             raise ValueError("output is a shared buffer; that needs a client of one backend")
         return self._place(request, lambda client: client.submit(request))
 
+    def ask_quote(self, request: GenerationRequest, terms: QuoteTerms) -> AnswerStream:
+        """See `BackendClient.ask_quote`."""
+        return self._place(request, lambda client: client.ask_quote(request, terms))
+
     def submit_pooled(self, request: PooledRequest) -> PooledStream:
         """See `BackendClient.submit_pooled`."""
         return self._place(request, lambda client: client.submit_pooled(request))
@@ -204,12 +208,11 @@ class ReplicaSet:
         if len(self._places) == 1:
             return submit(ready[0].client)
         tokens = request.prompt_tokens()
-        wanted = request.to_submit(0, len(tokens))
-        best = self._router.place(ready, wanted, tokens)
+        best = self._chooser.place(ready, request.to_message(0, len(tokens)), tokens)
         try:
             return self._named(submit(best.client), best)
         except Overloaded:
-            others = [replica for replica in ready if replica is not best and replica.has_adapter(wanted.adapter)]
+            others = [replica for replica in ready if replica is not best and replica.has_adapter(adapter)]
             for other in sorted(others, key=lambda one: one.load):
                 with contextlib.suppress(Overloaded):
                     return self._named(submit(other.client), other)
@@ -293,19 +296,17 @@ class ReplicaSet:
 
     async def _hand_over(self, replica: Replica) -> None:
         try:
-            await HandOver(replica, self._target_of, self._move, self._router.twin_of).run()
+            await HandOver(replica, self._target_of, self._move, self._chooser.twin_of).run()
         finally:
             replica.hands_over = False
 
     def _target_of(self, stream: OpenStream, source: Replica) -> Replica | None:
-        """The replica that should take the stream.
-
-        None if no other is ready, or if no other has the stream's adapter while the source may come back.
-        """
+        """The replica that should take the stream. None if no other is ready, or none has its adapter while the source
+        may come back."""
         others = self._others(source)
-        if not any(other.has_adapter(stream.submit.adapter) for other in others) and self._comes_back(source):
+        if not any(other.has_adapter(stream.message.adapter) for other in others) and self._comes_back(source):
             return None
-        return self._router.place(others, stream.submit, stream.tokens) if others else None
+        return self._chooser.place(others, stream.message, stream.tokens) if others else None
 
     def _comes_back(self, replica: Replica) -> bool:
         return any(replica in place.replicas and not place.is_leaving(replica) for place in self._places)

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from penstock.backend.passes.fake import EMBEDDING_SIZE, embedded_token
 from penstock.shm.link.events import Submission
 from penstock.shm.messages import (
+    Generate,
     Sampling,
-    Submit,
 )
 from tests.backend.buffers.test_shared_outputs import VOCAB
 from tests.backend.harness import Bench, expected_tokens
@@ -53,6 +53,13 @@ def submit_embedded(
     **options: Any,
 ) -> StubLoan:
     loan = StubLoan(rows)
-    submit = Submit(request_id, b"\0\0\0\0", len(rows), max_tokens, sampling, **options)
-    bench.link.arrivals.append(Submission(1, submit, b"", embeddings=loan))  # type: ignore[arg-type]
+    message = Generate(
+        request_id=request_id,
+        tokens=b"\0\0\0\0",
+        num_prompt_tokens=len(rows),
+        max_tokens=max_tokens,
+        sampling=sampling,
+        **options,
+    )
+    bench.link.arrivals.append(Submission(1, message, b"", embeddings=loan))  # type: ignore[arg-type]
     return loan

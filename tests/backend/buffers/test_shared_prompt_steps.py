@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from penstock.backend.buffers.shared_prompts import SharedPromptRows
-from penstock.backend.engine.batch_builder import keep_rows
+from penstock.backend.engine.steps.batch_builder import keep_rows
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens, StepBatch
 from penstock.backend.scheduling.step_plan import Plan
-from penstock.tools.gpu_check.checks.pass_agreement import RowsOnHost
+from penstock.tools.gpu.checks.pass_agreement import RowsOnHost
 from tests.backend.buffers.embedded_prompts import StubLoan, fakes_tokens, random_rows, submit_embedded
 from tests.backend.harness import Bench, expected_tokens
 
@@ -30,7 +30,7 @@ def test_preempted_sequence_reuses_its_pages_and_reads_no_embedding_twice(bench:
     while len(bench.received().token_ids) < 2:
         bench.turn()
     ((sequence, _),) = bench.requests.table.of_frontend(1)
-    bench.scheduler._preempt(sequence)
+    bench.scheduler._preemption.preempt(sequence)
     bench.run_dry()
     assert bench.received().token_ids == fakes_tokens(rows, 8, bench.vocab_size)
     assert loan.num_reads == Counter(range(26))

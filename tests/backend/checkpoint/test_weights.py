@@ -246,7 +246,11 @@ def test_shards_need_no_index(tmp_path: Path) -> None:
     (model_dir / INDEX).unlink()
     with open_checkpoint(model_dir) as weights:
         assert torch.equal(weights.layer(2, torch.float32).qkv, expected)  # type: ignore[arg-type]
-    shard = sorted(model_dir.glob("model-*.safetensors"))[1]
+    shard, other = sorted(model_dir.glob("model-*.safetensors"))[1:3]
+    name = next(iter(load_file(other)))
+    rewrite(shard, {name: torch.zeros(1)})
+    with pytest.raises(StartupError, match=rf"{other}: tensor '{name}' is in {shard.name} as well"):
+        open_checkpoint(model_dir)
     shard.unlink()
     with pytest.raises(StartupError, match=rf"{shard} does not exist, and {INDEX} neither"):
         open_checkpoint(model_dir)

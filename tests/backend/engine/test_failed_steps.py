@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.backend.engine.executor import ExecutorFailed
-from penstock.backend.engine.limits import EngineLimits
+from penstock.backend.engine.requests.limits import EngineLimits
+from penstock.backend.engine.steps.executor import ExecutorFailed
 from penstock.backend.passes.fake import FakePass, StatefulFakePass
 from penstock.shm.messages import FailureCode, Finish, Sampling
 from tests.backend.harness import Bench, expected_tokens

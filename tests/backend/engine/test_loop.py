@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from penstock.backend.scheduling.scheduler import Scheduler
+from penstock.backend.scheduling.preemption import Preemption
 from penstock.backend.scheduling.wait_queue import WaitQueue
 from penstock.backend.sequences.sequence import Sequence
 from penstock.shm.link.events import FrontendDeath
@@ -140,13 +140,13 @@ def test_no_sequence_is_preempted_before_one_of_its_steps_is_applied(
 ) -> None:
     """Its computed tokens would be lost: no page of an unapplied step can be found."""
     num_applied: list[int] = []
-    preempt = Scheduler._preempt
+    preempt = Preemption.preempt
 
-    def note_applied(scheduler: Scheduler, sequence: Sequence) -> None:
+    def note_applied(preemption: Preemption, sequence: Sequence) -> None:
         num_applied.append(sequence.num_applied)
-        preempt(scheduler, sequence)
+        preempt(preemption, sequence)
 
-    monkeypatch.setattr(Scheduler, "_preempt", note_applied)
+    monkeypatch.setattr(Preemption, "preempt", note_applied)
     for seed in range(30):
         rng = Random(seed)
         bench = Bench(num_pages=rng.randint(8, 14), page_size=rng.randint(1, 4), capacity=capacity)

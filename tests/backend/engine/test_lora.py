@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.backend.engine.batch_builder import keep_rows
+from penstock.backend.engine.steps.batch_builder import keep_rows
 from penstock.backend.forward_pass import NO_ADAPTER
 from penstock.backend.passes.fake import FakePass, next_token
 from penstock.backend.scheduling.step_plan import Plan
-from penstock.shm.messages import FailureCode, Finish, Submit
-from tests.backend.harness import GREEDY, Bench
+from penstock.shm.messages import FailureCode, Finish, PromptHeader
+from tests.backend.harness import Bench
 
 VOCAB_SIZE = 97
 ADAPTERS = {"": NO_ADAPTER, "adapter-0": 0, "adapter-1": 1}
@@ -109,9 +109,9 @@ def test_rows_that_are_dropped_take_their_adapters_along() -> None:
 
 def test_own_salt_keeps_tenants_and_adapters_apart() -> None:
     salts = {
-        Submit(0, bytes(4), 1, 1, GREEDY, salt=salt, adapter=adapter).own_salt
+        PromptHeader(request_id=0, tokens=bytes(4), num_prompt_tokens=1, salt=salt, adapter=adapter).own_salt
         for salt in (b"", b"tenant", b"adapter")
         for adapter in ("", "a", "b")
     }
     assert len(salts) == 9
-    assert Submit(0, bytes(4), 1, 1, GREEDY, salt=b"tenant").own_salt == b"tenant"
+    assert PromptHeader(request_id=0, tokens=bytes(4), num_prompt_tokens=1, salt=b"tenant").own_salt == b"tenant"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.shm.messages import FailureCode, Finish, RequestName
+from penstock.shm.link.events import Question
+from penstock.shm.messages import CancelOther, FailureCode, Finish, RequestName
 from penstock.shm.recording.events import Arrived, Ended
 from tests.backend.harness import Bench, expected_tokens
 from tests.backend.recorded import Recorded
@@ -14,7 +15,8 @@ PROMPT = [21, 22, 23, 24, 25]
 
 def ask(bench: Bench, frontend: int, request_id: int) -> tuple[Finish, int | None]:
     """Ask from another frontend; return how the question ended."""
-    bench.submit([0], 1, frontend=9, request_id=70, cancels=RequestName(frontend, request_id))
+    cancel = CancelOther(request_id=70, target=RequestName(frontend, request_id))
+    bench.link.arrivals.append(Question(9, cancel))
     bench.turn()
     answer = bench.link.received.pop((9, 70))
     return answer.finishes[-1], None if answer.failure is None else answer.failure.code

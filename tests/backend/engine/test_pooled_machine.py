@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from penstock.backend.engine.vector_cache import VectorCache
+from penstock.backend.engine.requests.vector_delivery import VectorCache
 from penstock.backend.passes.fake_encoder import FakeEncoder, PoolingFakePass, fake_vectors
 from penstock.shm.messages import Finish, PooledKind
 from tests.backend.engine.machine import EngineRules

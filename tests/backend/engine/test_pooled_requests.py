@@ -331,7 +331,7 @@ def test_no_plan_is_due_while_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> 
     bench = encoder_bench()
     bench.submit_pooled([1, 2, 3], request_id=0)
     bench.engine.turn()
-    monkeypatch.setattr("penstock.backend.engine.step_timing.StepTiming.spare_s", lambda *_: 1.0)
+    monkeypatch.setattr("penstock.backend.engine.steps.step_timing.StepTiming.spare_s", lambda *_: 1.0)
     bench.engine.turn()
     assert bench.engine.plan_due_s is None
     bench.submit_pooled([4, 5, 6], request_id=1)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.backend.engine.recording import recorder as module
+from penstock.backend.engine import recorder as module
 from penstock.backend.passes.fake import FakePass, StatefulFakePass
 from penstock.shm.link.events import FrontendDeath
 from penstock.shm.messages import Finish
@@ -140,7 +140,7 @@ def test_tokens_are_recorded_only_if_they_may_be(with_tokens: bool) -> None:
     tokens = [token_id for step in life.steps.values() for token_id in step.token_ids.values()]
     if with_tokens:
         assert life.prompts[1, 0].tokens == packed([5, 6, 7])
-        assert life.prompts[1, 0].submit.max_tokens == 6
+        assert life.prompts[1, 0].message.max_tokens == 6
         assert tokens == bench.received(0).token_ids
     else:
         assert tokens == []

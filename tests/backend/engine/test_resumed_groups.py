@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 
-from penstock.backend.scheduling.settlement import Settlement
+from penstock.backend.scheduling.restart_grace import RestartGrace
 from penstock.shm.link.events import Cancellation
 from penstock.shm.messages import Finish, Sampling
 from tests.backend.engine.duplicates import PROMPT, rows_for, share
@@ -148,8 +148,8 @@ def test_frontend_that_registers_anew_joins_the_sequence_that_others_kept_runnin
 
 def test_nothing_runs_at_the_start_until_all_seem_to_have_come_back() -> None:
     bench = Bench()
-    settlement = Settlement(bench.clock, start_s=0.5, quiet_s=0.1, longest_s=2.0)
-    bench.requests.table.settlement = settlement
+    restart_grace = RestartGrace(bench.clock, start_s=0.5, quiet_s=0.1, longest_s=2.0)
+    bench.requests.table.restart_grace = restart_grace
     resume(bench, 0, whole(bench)[:6])
     bench.turn()
     bench.submit([8], 3, request_id=7)
@@ -160,7 +160,7 @@ def test_nothing_runs_at_the_start_until_all_seem_to_have_come_back() -> None:
     assert bench.board.waiting == 2
     assert bench.executor.batches == []
     bench.now_s = 0.5
-    assert settlement.next_due_s(1.0) == pytest.approx(0.05)
+    assert restart_grace.next_due_s(1.0) == pytest.approx(0.05)
     bench.now_s = 0.56
     bench.turn()
     assert len(bench.executor.batches[0].slots) == 2
@@ -172,13 +172,13 @@ def test_nothing_runs_at_the_start_until_all_seem_to_have_come_back() -> None:
 
 def test_sequences_of_a_replica_run_as_soon_as_none_has_come_for_a_moment() -> None:
     bench = Bench()
-    settlement = Settlement(bench.clock, start_s=0.5, quiet_s=0.1, longest_s=2.0, later_quiet_s=0.005)
-    bench.requests.table.settlement = settlement
+    restart_grace = RestartGrace(bench.clock, start_s=0.5, quiet_s=0.1, longest_s=2.0, later_quiet_s=0.005)
+    bench.requests.table.restart_grace = restart_grace
     bench.now_s = 10.0
     resume(bench, 0, whole(bench)[:6])
     bench.turn()
     assert bench.executor.batches == []
-    assert settlement.next_due_s(1.0) == pytest.approx(0.005)
+    assert restart_grace.next_due_s(1.0) == pytest.approx(0.005)
     bench.now_s = 10.01
     bench.turn()
     assert bench.executor.batches
@@ -188,7 +188,7 @@ def test_sequences_of_a_replica_run_as_soon_as_none_has_come_for_a_moment() -> N
 
 def test_false_resumptions_that_never_end_hold_nothing_for_long() -> None:
     bench = Bench()
-    bench.requests.table.settlement = Settlement(bench.clock, start_s=0.5, quiet_s=0.1, longest_s=2.0)
+    bench.requests.table.restart_grace = RestartGrace(bench.clock, start_s=0.5, quiet_s=0.1, longest_s=2.0)
     for request_id in range(100):
         bench.submit([1, request_id % 90], 1, request_id=request_id, admitted_ns=1)
         bench.turn()
@@ -203,8 +203,8 @@ def test_false_resumptions_that_never_end_hold_nothing_for_long() -> None:
 
 def test_sequences_of_a_leaving_replica_that_come_one_by_one_hold_each_other_only_for_a_moment() -> None:
     bench = Bench()
-    settlement = Settlement(bench.clock, start_s=0.5, quiet_s=0.1, longest_s=2.0, later_quiet_s=0.005)
-    bench.requests.table.settlement = settlement
+    restart_grace = RestartGrace(bench.clock, start_s=0.5, quiet_s=0.1, longest_s=2.0, later_quiet_s=0.005)
+    bench.requests.table.restart_grace = restart_grace
     for number in range(14):
         bench.now_s = 10.0 + 0.004 * number
         resume(bench, number, whole(bench)[: 6 + number % 2])

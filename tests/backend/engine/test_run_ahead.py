@@ -12,8 +12,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from penstock.backend.engine.executor import Executor, ExecutorFailed
-from penstock.backend.engine.launched_step import StepResult
+from penstock.backend.engine.steps.executor import Executor, ExecutorFailed
+from penstock.backend.engine.steps.launched_step import StepResult
 from penstock.backend.forward_pass import (
     FROM_SLOT,
     DeviceLost,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.backend.engine.step_timing import StepTiming
+from penstock.backend.engine.steps.step_timing import StepTiming
 from tests.backend.harness import Bench, expected_tokens
 
 

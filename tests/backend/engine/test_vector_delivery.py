@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.backend.engine import vectors as vectors_module
-from penstock.backend.engine.vector_cache import VectorCache
-from penstock.backend.engine.vectors import Vectors
+from penstock.backend.engine.requests.vector_delivery import VectorCache
+from penstock.backend.engine.steps import vectors as vectors_module
+from penstock.backend.engine.steps.vectors import Vectors
 from penstock.backend.passes.fake_encoder import fake_vectors
 from penstock.shm.messages import Finish, Pooled
 from tests.backend.engine.test_pooled_requests import VOCAB, assert_exact, encoder_bench
@@ -20,7 +20,7 @@ def test_error_at_delivery_fails_that_request_alone(monkeypatch: pytest.MonkeyPa
     for number in range(4):
         bench.submit_pooled([number, 1], request_id=number, normalize=number == 2)
     with monkeypatch.context() as planted:
-        planted.setattr("penstock.backend.engine.vectors._normalized", lambda _matrix: 1 / 0)
+        planted.setattr("penstock.backend.engine.steps.vectors._normalized", lambda _matrix: 1 / 0)
         bench.run_dry()
     assert [bench.received(number).finishes for number in range(4)] == [
         [Finish.STOP],
@@ -45,7 +45,7 @@ def test_error_in_one_form_of_a_vector_leaves_its_other_forms_and_their_neighbou
             raise ArithmeticError("planted")
         return vectors_module.pack_dense(vectors, pooled)
 
-    monkeypatch.setattr("penstock.backend.engine.vector_delivery.pack_dense", pack_dense)
+    monkeypatch.setattr("penstock.backend.engine.requests.vector_delivery.pack_dense", pack_dense)
     bench.run_dry()
     for number in (0, 1, 3):
         assert_exact(bench, [number, 1], request_id=number)

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassSpec
-from penstock.backend.kv_cache.budget import MAX_PAGES, KvBudget, KvPlan, auto_budget, host_budget, plan_kv
-from penstock.backend.kv_cache.budget_table import plan_rows, plan_tables
+from penstock.backend.kv_cache.budget.budget_table import plan_rows, plan_tables
+from penstock.backend.kv_cache.budget.kv_plan import MAX_PAGES, KvBudget, KvPlan, auto_budget, host_budget, plan_kv
+from penstock.backend.kv_cache.budget.memory import MemoryInfo
 from penstock.backend.kv_cache.kv_groups import KvGroups
-from penstock.backend.kv_cache.memory import MemoryInfo
 from penstock.backend.passes.fake import FakePass
 
 BYTES_PER_TOKEN = 8

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from penstock.backend.engine.batch_builder import BatchBuilder
+from penstock.backend.engine.steps.batch_builder import BatchBuilder
 from penstock.backend.forward_pass import StepBatch
 from penstock.backend.kv_cache.host_offload import HostOffload
 from penstock.backend.scheduling.step_plan import Plan

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.backend.errors import StartupError
-from penstock.backend.kv_cache.memory import MemoryInfo, device_memory, host_memory
+from penstock.backend.kv_cache.budget.memory import MemoryInfo, device_memory, host_memory
 
 if TYPE_CHECKING:
     from pathlib import Path

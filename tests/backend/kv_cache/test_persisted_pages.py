@@ -18,14 +18,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from penstock.backend.errors import NoRoomBeside, StartupError
 from penstock.backend.forward_pass import PassSpec
 from penstock.backend.kv_cache import page_hash as hashing
-from penstock.backend.kv_cache.budget import KvBudget, plan_kv
+from penstock.backend.kv_cache.budget.kv_plan import KvBudget, plan_kv
+from penstock.backend.kv_cache.budget.memory import MemoryInfo
 from penstock.backend.kv_cache.host_offload import HostOffload
 from penstock.backend.kv_cache.kv_groups import KvGroups
-from penstock.backend.kv_cache.memory import MemoryInfo
 from penstock.backend.kv_cache.page_index import IndexedPage
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.kv_cache.persisted.opening import open_store
-from penstock.backend.kv_cache.persisted.page_rows import ROW_BYTES, KeptPage
+from penstock.backend.kv_cache.persisted.page_rows import ROW_BYTES, PersistedPage
 from penstock.backend.kv_cache.persisted.page_store import KEY_BYTES, PageStore, PageStoreError
 from penstock.backend.passes.fake import FakePass
 from tests.backend.kv_cache.test_page_pool import SALTS, salt_of
@@ -169,7 +169,7 @@ def fd() -> Iterator[int]:
 def fill(store: PageStore, place: int, page_hash: bytes) -> None:
     store.place(place)[:] = content_of(page_hash)
     store.note_written(place)
-    store.publish(KeptPage(place, page_hash, b"salt"))
+    store.publish(PersistedPage(place, page_hash, b"salt"))
 
 
 def test_pages_are_found_in_the_order_in_which_they_were_saved(fd: int) -> None:
@@ -179,7 +179,7 @@ def test_pages_are_found_in_the_order_in_which_they_were_saved(fd: int) -> None:
         fill(store, place, HASHES[place])
     later = PageStore(fd, KEY, PAGE_BYTES)
     assert later.secret == store.secret
-    assert later.found == [KeptPage(place, HASHES[place], b"salt") for place in (2, 0, 3)]
+    assert later.found == [PersistedPage(place, HASHES[place], b"salt") for place in (2, 0, 3)]
 
 
 @pytest.mark.parametrize(("key", "page_bytes"), [(b"x" * KEY_BYTES, PAGE_BYTES), (KEY, 80)])

@@ -74,7 +74,7 @@ def test_logprobs_are_kept_only_if_a_late_subscriber_may_come(may_share: bool, n
     bench.submit(PROMPT, 20, sampling=Sampling(temperature=0.0, num_logprobs=1), may_share=may_share)
     while len(bench.received().token_ids) < 5:
         bench.turn()
-    kept = bench.requests.table.of_frontend(1)[0].sequence.kept_logprobs
+    kept = bench.requests.table.of_frontend(1)[0].sequence.past_logprobs
     assert (len(kept) if kept is not None else None) == num_kept
     assert None not in bench.received().logprobs
 
@@ -133,7 +133,7 @@ def test_what_was_scored_before_a_preemption_is_neither_computed_nor_sent_again(
     sequence = bench.requests.table.of_frontend(1)[0].sequence
     num_scored = sequence.num_scored
     assert num_scored == len(bench.received().prompt_logprobs) == 8
-    bench.scheduler._preempt(sequence)
+    bench.scheduler._preemption.preempt(sequence)
     bench.run_dry()
     received = bench.received()
     assert [entry.event for entry in received.prompt_logprobs] == list(range(1, 20))

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from penstock.backend.errors import StartupError
-from penstock.backend.kv_cache.budget import KvBudget, KvPlan, plan_kv
+from penstock.backend.kv_cache.budget.kv_plan import KvBudget, KvPlan, plan_kv
 from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.fake import FakePass

@@ -70,6 +70,16 @@ class OpaquePass(PassWithoutHostLogits):
         return super().sample(logits["logits"], batch, masks)
 
 
+class NanPass(FakePass):
+    def forward(self, batch: StepBatch) -> Any:
+        return np.full_like(super().forward(batch), np.nan)
+
+
+class NanEncoder(FakeEncoder):
+    def forward(self, batch: StepBatch) -> Any:
+        return tuple(values * np.float32(np.nan) for values in super().forward(batch))
+
+
 class TwiceSamplingPass(FakePass):
     def sample(self, logits: Any, batch: StepBatch, masks: TokenMasks | None = None) -> StepOutput:
         output = super().sample(logits, batch, masks)
@@ -116,10 +126,11 @@ def test_pass_with_several_groups_of_layers_is_accepted() -> None:
     [
         (open_pass(WideFakePass), r"logits of shape \[1, 4097\].*\[1, 4096\]"),
         (WidePassWithoutHostLogits(), r"logits of shape \[1, 4097\].*\[1, 4096\]"),
+        (open_pass(NanPass), "after one token the row of logits of the forward pass has NaN"),
         (open_pass(TwiceSamplingPass), r"token ids of shape \[2\] for one row; expected \[1\]"),
     ],
 )
-def test_output_of_the_wrong_shape_is_refused(forward_pass: Any, message: str) -> None:
+def test_output_of_the_wrong_shape_or_without_numbers_is_refused(forward_pass: Any, message: str) -> None:
     with pytest.raises(StartupError, match=message):
         check(forward_pass)
 
@@ -220,6 +231,7 @@ def test_passes_that_pool_are_accepted() -> None:
             UncutEncoder(96),
             r'shapes \[\[16\]\] for one row of one token of kind "embed" instead of \[\[8\]\]',
         ),
+        (NanEncoder(96), 'a vector of kind "embed" of the forward pass has NaN'),
         (with_spec(pooled={}), "pools nothing and does not generate"),
         (with_spec(pooled={"colour": 3}), "pools colour"),
         (with_spec(generates=True), "generates without a KV cache"),

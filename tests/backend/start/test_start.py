@@ -12,9 +12,9 @@ import pytest
 
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassSpec
-from penstock.backend.kv_cache.budget import KvBudget
-from penstock.backend.kv_cache.memory import MemoryInfo
-from penstock.backend.kv_cache.whole_plan import WholePlan
+from penstock.backend.kv_cache.budget.kv_plan import KvBudget
+from penstock.backend.kv_cache.budget.memory import MemoryInfo
+from penstock.backend.kv_cache.budget.whole_plan import WholePlan
 from penstock.backend.main import app
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from penstock.backend.engine.executor import Executor, ExecutorFailed
+from penstock.backend.engine.steps.executor import Executor, ExecutorFailed
 from penstock.backend.start.weight_watch import WeightWatch
 
 

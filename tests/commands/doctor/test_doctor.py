@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.backend.errors import StartupError
-from penstock.backend.kv_cache.memory import MemoryInfo
+from penstock.backend.kv_cache.budget.memory import MemoryInfo
 from penstock.backend.passes.decoder.cpu import path_choice
 from penstock.backend.passes.decoder.cpu.cpu_paths import PATHS, CpuInfo
 from penstock.backend.passes.decoder.cpu.native_library import LibraryUnavailableError

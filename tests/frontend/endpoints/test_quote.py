@@ -62,7 +62,7 @@ async def test_quote_counts_the_choices_that_are_computed(
 ) -> None:
     assert (await connection.post("/v1/quote", body)).status == 200
     assert len(backend.streams) == 1
-    assert backend.last.quote == QuoteTerms("quote", num_choices, num_other_tokens)
+    assert backend.terms == [QuoteTerms(num_choices, num_other_tokens)]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ async def test_request_that_would_be_late_is_refused_with_its_quote(
     assert refused.headers["retry-after"] == "7"
     message = refused.json()["error"]["message"]
     assert "is expected to finish in 1500 ms; 3 others wait before it" in message
-    assert backend.streams[0].request.quote == QuoteTerms("refuse")
+    assert backend.streams[0].request.refuse_late == QuoteTerms()
     if path != "/v1/messages":
         assert refused.error["code"] == "deadline_not_met"
         assert 0 < refused.error["left_ms"] <= 1000
@@ -110,7 +110,7 @@ async def test_request_that_would_be_late_is_refused_with_its_quote(
 async def test_only_the_first_choice_asks_for_all(connection: ClientConnection, backend: FakeBackend) -> None:
     body = {"prompt": "a", "n": 3, "timeout_ms": 50_000}
     assert (await connection.request("POST", "/v1/completions", body, [(REFUSE_LATE, "ON")])).status == 200
-    assert [stream.request.quote for stream in backend.streams] == [QuoteTerms("refuse", 3), None, None]
+    assert [stream.request.refuse_late for stream in backend.streams] == [QuoteTerms(3), None, None]
 
 
 @pytest.mark.parametrize(("value", "reason"), [("yes", '"on" or "off"'), ("on", "needs a time limit: timeout_ms")])

@@ -32,11 +32,11 @@ from penstock.shm.messages import (
     BufferKind,
     BufferRequest,
     ContentSpec,
+    Generate,
     Hello,
     Refusal,
     Sampling,
     StepOutputs,
-    Submit,
     decode_welcome,
     encode,
 )
@@ -146,15 +146,15 @@ class TurnedClient:
         self._backend = backend
         self.outputs: list[StepOutputs] = []
 
-    def send(self, submit: Submit) -> None:
-        assert self.session.send_with_buffer(submit, 0)
+    def send(self, message: Generate) -> None:
+        assert self.session.send(message)
 
     def submit(
         self, request_id: int, prompt: BufferSlice | None = None, output: BufferSlice | None = None, **changes: object
     ) -> None:
         buffers = self.session.buffers
         assert buffers is not None
-        self.send(buffers.lend_with(make_submit(request_id, **changes), prompt, output))
+        self.send(make_generate(request_id, **(changes | buffers.lend(prompt, output))))
 
     def receive_until(self, condition: Callable[[], object]) -> None:
         """Receive outputs, and accept returned buffers, until the condition holds."""
@@ -169,7 +169,7 @@ class TurnedClient:
         self._backend.until(received)
 
 
-def make_submit(request_id: int, **changes: object) -> Submit:
+def make_generate(request_id: int, **changes: object) -> Generate:
     fields: dict[str, object] = {
         "request_id": request_id,
         "tokens": b"\x05\0\0\0",
@@ -177,7 +177,7 @@ def make_submit(request_id: int, **changes: object) -> Submit:
         "max_tokens": 4,
         "sampling": Sampling(temperature=0.0),
     }
-    return Submit(**(fields | changes))  # type: ignore[arg-type]
+    return Generate(**(fields | changes))  # type: ignore[arg-type]
 
 
 class ClientProcess:

@@ -19,7 +19,7 @@ from penstock.shm.buffers.buffer_export import BufferExporter, BufferRequestRefu
 from penstock.shm.buffers.device_api import DeviceRow
 from penstock.shm.buffers.shared_buffers import BuffersExhausted, BufferSlice, SharedBuffer, SharedBuffers
 from penstock.shm.messages import BufferContent, BufferKind, BufferRef, BufferRequest, BufferReturn, ContentSpec
-from tests.shm.buffers.buffer_backend import BLOCK, make_submit
+from tests.shm.buffers.buffer_backend import BLOCK
 from tests.shm.buffers.fake_device import FakeDevice
 
 VALUES = 4
@@ -181,11 +181,10 @@ class Buffers(RuleBasedStateMachine):
     @rule(data=st.data(), num_rows=st.integers(1, 3))
     def lend(self, data: st.DataObject, num_rows: int) -> None:
         client, buffer = data.draw(st.sampled_from(self.lendable()))
-        submit = client.shared.lend_with(make_submit(1), None, BufferSlice(buffer, BufferContent.LOGITS, num_rows))
-        assert submit.output is not None
-        loan = client.exported.borrow(submit.output, to_backend=False)
-        client.written[submit.output.index] = []
-        self.loans.append(Lent(client, loan, submit.output))
+        ref = client.shared.lend(None, BufferSlice(buffer, BufferContent.LOGITS, num_rows))["output"]
+        loan = client.exported.borrow(ref, to_backend=False)
+        client.written[ref.index] = []
+        self.loans.append(Lent(client, loan, ref))
 
     @precondition(lambda self: self.lendable())
     @rule(data=st.data(), num_rows=st.integers(1, 3))
@@ -202,8 +201,7 @@ class Buffers(RuleBasedStateMachine):
         else:
             client.device.poke(buffer.device_view().__cuda_array_interface__["data"][0], rows)
         prompt = BufferSlice(buffer, BufferContent.PROMPT_EMBEDDINGS, num_rows)
-        ref = client.shared.lend_with(make_submit(1), prompt, None).tokens
-        assert isinstance(ref, BufferRef)
+        ref = client.shared.lend(prompt, None)["tokens"]
         loan = client.exported.borrow(ref, to_backend=True)
         loan.check_written()
         client.written[ref.index] = []

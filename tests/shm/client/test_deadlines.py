@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.shm.client import BackendClient, GenerationRequest
-from penstock.shm.messages import Finish, Submit
+from penstock.shm.messages import Finish, PromptHeader
 from tests.shm.client.harness import GREEDY, connected, read, request, tokens_of, until
 from tests.shm.scripted_backend import BackendProcess, ScriptedBackend, ScriptedEngine, expected_tokens
 
@@ -17,8 +17,8 @@ def expiring(prompt: list[int], max_tokens: int, in_s: float) -> GenerationReque
     return GenerationRequest(prompt, max_tokens, GREEDY, deadline_s=time.monotonic() + in_s)
 
 
-def submits_of(engine: ScriptedEngine) -> list[Submit]:
-    return [running.submission.submit for running in engine.running.values()]
+def submits_of(engine: ScriptedEngine) -> list[PromptHeader]:
+    return [running.submission.message for running in engine.running.values()]
 
 
 @pytest.mark.parametrize("length", [3, 5000])

@@ -58,7 +58,7 @@ async def test_requests_wait_for_the_first_backend_and_keep_their_order(socket_p
     with ScriptedBackend(socket_path) as backend:
         backend.engine.paused = True
         await until(lambda: len(backend.engine.running) == 3)
-        received = [running.submission.submit for running in backend.engine.running.values()]
+        received = [running.submission.message for running in backend.engine.running.values()]
         assert [submit.request_id for submit in received] == [stream.request_id for stream in streams[1:]]
         assert all(submit.admitted_ns for submit in received)
         assert client.counters["requests_resumed"] == 0
@@ -66,7 +66,7 @@ async def test_requests_wait_for_the_first_backend_and_keep_their_order(socket_p
         for stream in streams[1:]:
             prompt = stream.tokens[:1].tolist()
             assert await tokens_of(stream) == expected_tokens(prompt, 5)
-        assert client.submit(request([1], 1)).submit.admitted_ns == 0
+        assert client.submit(request([1], 1)).admitted_ns == 0
     await client.close()
     client.ledger.check()
 

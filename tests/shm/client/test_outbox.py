@@ -136,7 +136,7 @@ async def test_shareable_request_is_refused_while_the_outbox_is_not_empty(
             streams = [client.submit(request([n], 5)) for n in range(2)]
             await until(lambda: backend.engine.board.waiting == 1)
             with monkeypatch.context() as patch:
-                patch.setattr(Session, "send_submit", lambda *_: False)
+                patch.setattr(Session, "send_prompt", lambda *_: False)
                 streams.append(client.submit(replace(request([0], 5), may_share=True)))
                 with pytest.raises(Overloaded):
                     client.submit(replace(request([0], 5), may_share=True))

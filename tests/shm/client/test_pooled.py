@@ -44,9 +44,9 @@ def floats(count: int, seed: int = 0) -> array[float]:
 def parts_of(
     submission: Submission, values: array[float], indices: array[int] | None = None, cuts: tuple[int, ...] = ()
 ) -> list[VectorPart]:
-    pooled = submission.submit.pooled
+    pooled = submission.message.pooled
     assert pooled is not None
-    num_vectors = submission.submit.num_prompt_tokens if pooled.kind.startswith("token_") else 1
+    num_vectors = submission.message.num_prompt_tokens if pooled.kind.startswith("token_") else 1
     bounds = [0, *cuts, len(values)]
     return [
         VectorPart(

@@ -7,13 +7,15 @@ from array import array
 
 from penstock.shm.client.reader_turns import ReaderTurns
 from penstock.shm.client.stream import TokenBatch, TokenStream
-from penstock.shm.messages import Finish, Sampling, Submit
+from penstock.shm.messages import Finish, Generate, Sampling
 
 
 def stream_of(turns: ReaderTurns, group: int, num_tokens: int) -> TokenStream:
     """A stream that has ended and holds num_tokens to read."""
-    submit = Submit(request_id=group, tokens=b"\0\0\0\0", num_prompt_tokens=1, max_tokens=10_000, sampling=Sampling())
-    stream = TokenStream(submit, array("i", [1]), lambda *_: None, turns=turns, group=group)
+    message = Generate(
+        request_id=group, tokens=b"\0\0\0\0", num_prompt_tokens=1, max_tokens=10_000, sampling=Sampling()
+    )
+    stream = TokenStream(message, array("i", [1]), lambda *_: None, turns=turns, group=group)
     stream.tokens.extend(range(num_tokens))
     stream.end(Finish.LENGTH)
     return stream

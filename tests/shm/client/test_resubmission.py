@@ -28,8 +28,8 @@ async def test_streams_go_on_after_their_backend_is_killed_and_restarted(socket_
             streams = [client.submit(request(p, 150)) for p in prompts]
             readers = [asyncio.create_task(tokens_of(stream)) for stream in streams]
             for already in (20, 70, 110):
-                shortest = min(streams, key=lambda stream: len(stream.tokens) - stream.submit.num_prompt_tokens)
-                await until(lambda s=shortest, a=already: len(s.tokens) - s.submit.num_prompt_tokens >= a)
+                shortest = min(streams, key=lambda stream: len(stream.tokens) - stream.num_prompt_tokens)
+                await until(lambda s=shortest, a=already: len(s.tokens) - s.num_prompt_tokens >= a)
                 backend.restart()
             assert await asyncio.gather(*readers) == [expected_tokens(p, 150) for p in prompts]
             assert client.counters["requests_resumed"] == 3 * len(prompts)

@@ -23,10 +23,10 @@ from penstock.shm.messages import (
     PROTOCOL_VERSION,
     Cancel,
     Credit,
+    Generate,
     Hello,
     Sampling,
     StepOutputs,
-    Submit,
     Welcome,
     decode_welcome,
     encode,
@@ -123,10 +123,10 @@ class Frontend:
             "max_tokens": 10,
             "sampling": Sampling(),
         }
-        assert self.session.send_submit(Submit(**(fields | changes)), array("i", tokens), 0)
+        assert self.session.send_prompt(Generate(**(fields | changes)), array("i", tokens))
         self.backend.num_sent += 1
 
-    def send(self, message: Submit | Cancel | Credit) -> None:
+    def send(self, message: Generate | Cancel | Credit) -> None:
         assert self.session._link.send(message)
         self.backend.num_sent += 1
 

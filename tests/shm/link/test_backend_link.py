@@ -34,7 +34,7 @@ def test_submission_arrives_whole(backend: Backend) -> None:
         (event,) = backend.until(Submission)
         assert (event.frontend, event.request_id) == (frontend.epoch, 5)
         assert event.tokens == array("i", [1, 2, 3]).tobytes()
-        submit = event.submit
+        submit = event.message
         assert (submit.num_prompt_tokens, submit.max_tokens) == (2, 10)
         assert (submit.sampling, submit.stop_token_ids) == (sampling, (7,))
         backend.link.push(frontend.epoch, 5, 42, Finish.STOP)

@@ -23,25 +23,31 @@ from penstock.shm.messages import (
     Failure,
     FailureCode,
     Finish,
+    Generate,
     Hello,
     Sampling,
-    Submit,
     encode,
 )
 from tests.shm.link.harness import CREDIT, Backend, columns
 
 
+def generate(request_id: int, tokens: bytes | ArenaRef, num_prompt_tokens: int) -> Generate:
+    return Generate(
+        request_id=request_id, tokens=tokens, num_prompt_tokens=num_prompt_tokens, max_tokens=1, sampling=Sampling()
+    )
+
+
 @pytest.mark.parametrize(
     "submit",
     [
-        Submit(1, b"\0" * 7, 1, 1, Sampling()),
-        Submit(1, b"\0" * 8, 3, 1, Sampling()),
-        Submit(1, ArenaRef(0, 0, 8), 2, 1, Sampling()),
-        Submit(1, ArenaRef(60_000, 0, 8), 2, 1, Sampling()),
-        Submit(1, ArenaRef(0, 0, 1 << 26), 2, 1, Sampling()),
+        generate(1, b"\0" * 7, 1),
+        generate(1, b"\0" * 8, 3),
+        generate(1, ArenaRef(0, 0, 8), 2),
+        generate(1, ArenaRef(60_000, 0, 8), 2),
+        generate(1, ArenaRef(0, 0, 1 << 26), 2),
     ],
 )
-def test_incomplete_submission_is_rejected_and_the_third_one_disconnects(backend: Backend, submit: Submit) -> None:
+def test_incomplete_submission_is_rejected_and_the_third_one_disconnects(backend: Backend, submit: Generate) -> None:
     with backend.session() as honest, backend.session() as frontend:
         for _ in range(2):
             frontend.send(submit)
@@ -107,7 +113,7 @@ def test_random_messages_never_disturb_another_frontend(backend: Backend) -> Non
                     if kind == 0:
                         raw = rng.randbytes(rng.randrange(100))
                     else:
-                        raw = bytearray(encode(Submit(rng.randrange(9), rng.randbytes(8), 2, 1, Sampling())))
+                        raw = bytearray(encode(generate(rng.randrange(9), rng.randbytes(8), 2)))
                         raw[rng.randrange(len(raw))] = rng.randrange(256)
                     hostile.send_raw(bytes(raw))
                 backend.settle()
@@ -158,7 +164,7 @@ def test_peer_without_a_handshake_is_not_heard_even_with_the_socket(backend: Bac
         for identity in (b"mine", secrets.token_bytes(16)):
             with peer(backend.link._message_socket_fd, identity) as stranger:
                 before = backend.link.counters.strangers
-                for message in (Submit(2, b"\0" * 4, 1, 1, Sampling()), Cancel(1)):
+                for message in (generate(2, b"\0" * 4, 1), Cancel(1)):
                     stranger.send(encode(message))
                 while backend.link.counters.strangers < before + 2:
                     assert backend.turn(0.1) == []

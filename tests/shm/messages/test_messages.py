@@ -20,11 +20,11 @@ from penstock.shm.messages import (
     Cancel,
     Credit,
     Failure,
+    Generate,
     Hello,
     Sampling,
     Started,
     StepOutputs,
-    Submit,
     Welcome,
     WireError,
     decode_hello,
@@ -59,21 +59,36 @@ samplings = st.builds(
 )
 refs = st.builds(ArenaRef, slot=st.integers(0, 65535), sequence=u63, num_bytes=st.integers(4, 4 * MAX_CONTEXT_TOKENS))
 names = st.builds(wire.StreamName, st.binary(max_size=16), st.text(min_size=1, max_size=128))
-submits = st.builds(
-    Submit,
-    request_id=u63,
-    tokens=st.binary(min_size=4, max_size=64) | refs,
-    num_prompt_tokens=st.integers(1, MAX_CONTEXT_TOKENS),
-    max_tokens=st.integers(1, MAX_CONTEXT_TOKENS),
-    sampling=samplings,
-    stop_token_ids=st.lists(i31, max_size=64).map(tuple),
+headers: dict[str, Any] = {
+    "request_id": u63,
+    "tokens": st.binary(min_size=4, max_size=64) | refs,
+    "num_prompt_tokens": st.integers(1, MAX_CONTEXT_TOKENS),
+}
+texts = headers | {
+    "max_tokens": st.integers(1, MAX_CONTEXT_TOKENS),
+    "sampling": samplings,
+    "stop_token_ids": st.lists(i31, max_size=64).map(tuple),
+}
+terms = st.builds(wire.QuoteTerms, st.integers(1, 1024), i31)
+generates = st.builds(
+    Generate,
+    **texts,
     linger=st.none()
     | st.builds(wire.Linger, names, st.integers(1, 3600), st.integers(0, 65535), st.binary(max_size=9)),
-    asks=st.none() | st.builds(wire.StreamQuestion, names, st.sampled_from(["read", "drop"])),
+    refuse_late=st.none() | terms,
+)
+pools = st.builds(wire.Pool, **headers, pooled=st.builds(wire.Pooled, st.sampled_from(["embed", "sparse"])))
+questions = st.builds(wire.StreamQuestion, names, st.sampled_from(["read", "drop"]))
+requests = (
+    generates
+    | pools
+    | st.builds(wire.AskQuote, **texts, terms=terms)
+    | st.builds(wire.CancelOther, request_id=u63, target=st.builds(wire.RequestName, u63, u63))
+    | st.builds(wire.AskStream, request_id=u63, question=questions)
 )
 cancels = st.builds(Cancel, u63, u63, st.sampled_from(wire.Keep))
-several = st.builds(wire.Submits, st.lists(submits, min_size=1, max_size=3).map(tuple))
-to_backend = submits | several | cancels | st.builds(Credit, st.integers(1, 1 << 16))
+several = st.builds(wire.PoolBatch, st.lists(pools, min_size=1, max_size=3).map(tuple))
+to_backend = requests | several | cancels | st.builds(Credit, st.integers(1, 1 << 16))
 
 
 @given(to_backend)
@@ -163,7 +178,7 @@ def test_malformed_bytes_raise_wire_errors(data: bytes) -> None:
             decode(data)
 
 
-SUBMIT = Submit(1, b"\0" * 8, 2, 3, Sampling())
+GENERATE = Generate(request_id=1, tokens=b"\0" * 8, num_prompt_tokens=2, max_tokens=3, sampling=Sampling())
 
 
 @pytest.mark.parametrize(
@@ -200,10 +215,9 @@ SUBMIT = Submit(1, b"\0" * 8, 2, 3, Sampling())
         ("sampling", [1.0, 1.0, 0, 0.0, 1.0, 0.0, 0.0, [], 0, "more"]),
     ],
 )
-def test_each_field_of_a_submit_is_bounded(field: str, value: object) -> None:
-    fields = ["request_id", "tokens", "num_prompt_tokens", "max_tokens", "sampling", "stop_token_ids"]
-    columns: list[object] = msgspec.to_builtins(SUBMIT, builtin_types=(bytes,))
-    columns[1 + fields.index(field)] = value
+def test_each_field_of_a_generate_is_bounded(field: str, value: object) -> None:
+    columns: list[object] = msgspec.to_builtins(GENERATE, builtin_types=(bytes,))
+    columns[1 + Generate.__struct_fields__.index(field)] = value
     with pytest.raises(WireError):
         decode_to_backend(msgspec.msgpack.encode(columns))
 
@@ -221,13 +235,13 @@ def test_unknown_fields_and_tags_are_refused() -> None:
 def test_longest_messages_fit_their_limits() -> None:
     biggest = (1 << 31) - 1
     bias = tuple((biggest, -99.123456789) for _ in range(300))
-    submit = Submit(
-        (1 << 63) - 1,
-        b"\xff" * (4 * MAX_INLINE_PROMPT_TOKENS),
-        MAX_CONTEXT_TOKENS,
-        MAX_CONTEXT_TOKENS,
-        Sampling(1.1, 0.9, biggest, 0.1, 0.9, 1.1, 0.1, 0.1, bias, (1 << 63) - 1, 20),
-        (biggest,) * 64,
+    generate = Generate(
+        request_id=(1 << 63) - 1,
+        tokens=b"\xff" * (4 * MAX_INLINE_PROMPT_TOKENS),
+        num_prompt_tokens=MAX_CONTEXT_TOKENS,
+        max_tokens=MAX_CONTEXT_TOKENS,
+        sampling=Sampling(1.1, 0.9, biggest, 0.1, 0.9, 1.1, 0.1, 0.1, bias, (1 << 63) - 1, 20),
+        stop_token_ids=(biggest,) * 64,
         constraints=wire.Constraints(
             wire.Grammar("json_schema", "\U0001f408" * wire.MAX_GRAMMAR_CHARACTERS),
             (biggest,) * 8,
@@ -239,22 +253,20 @@ def test_longest_messages_fit_their_limits() -> None:
         ),
         linger=wire.Linger(wire.StreamName(b"t" * 16, "\U0001f408" * 128), 3600, 65535, b"r" * wire.MAX_RECORD_BYTES),
     )
-    assert decode_to_backend(encode(submit)) == submit
-    assert len(encode(submit)) < MAX_TO_BACKEND_BYTES
-    pooled = Submit(
-        request_id=submit.request_id,
+    assert decode_to_backend(encode(generate)) == generate
+    assert len(encode(generate)) < MAX_TO_BACKEND_BYTES
+    pool = wire.Pool(
+        request_id=generate.request_id,
         tokens=b"\xff" * 4 * MAX_INLINE_PROMPT_TOKENS,
         num_prompt_tokens=biggest,
-        max_tokens=1,
-        sampling=Sampling(),
         salt=b"s" * 16,
         tenant=b"t" * 16,
         timeout_ms=1 << 31,
-        admitted_ns=submit.request_id,
-        pooled=wire.Pooled("token_classify", MAX_CONTEXT_TOKENS, 1 << 16, group=submit.request_id),
+        admitted_ns=generate.request_id,
+        pooled=wire.Pooled("token_classify", MAX_CONTEXT_TOKENS, 1 << 16, group=generate.request_id),
         adapter="\U0001f408" * 64,
     )
-    assert len(encode(wire.Submits((pooled,) * wire.MAX_SUBMITS))) < MAX_TO_BACKEND_BYTES
+    assert len(encode(wire.PoolBatch((pool,) * wire.MAX_POOL_BATCH))) < MAX_TO_BACKEND_BYTES
     events = wire.MAX_STEP_EVENTS
     outputs = StepOutputs(
         (1 << 63) - 1,

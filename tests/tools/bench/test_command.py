@@ -11,7 +11,7 @@ import pytest
 
 from penstock.main import app
 from penstock.process.options import to_argv
-from penstock.tools.bench.components import scheduling
+from penstock.tools.bench.components import growth
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness import run
 from tests.tools.bench.conftest import FAKE, BenchCommand
@@ -24,22 +24,15 @@ if TYPE_CHECKING:
 MEASUREMENTS = (
     "load",
     "compare",
-    "storm",
     "static",
-    "floor",
-    "one-stream",
     "frontend-cost",
-    "workers-scaling",
-    "coalescing",
-    "shared-prefix",
-    "scored-prompts",
     "interference",
-    "scheduling",
-    "channel-sweep",
-    "ipc",
+    "fairness",
+    "failover",
+    "embeddings",
     "mask-cost",
     "quantization",
-    "formats",
+    "growth",
 )
 NOBODY = "http://127.0.0.1:1"
 
@@ -72,9 +65,9 @@ def test_every_measurement_has_a_help_page_with_its_own_options(name: str, capsy
     shown = shown_by(capsys, name)
     assert f"Usage: penstock bench {name}" in shown
     assert "--json" in shown
-    without_server = ("scheduling", "channel-sweep", "ipc", "mask-cost", "quantization", "formats")
+    without_server = ("mask-cost", "quantization", "growth")
     assert ("--kv-budget" in shown) is (name not in without_server)
-    assert ("--url" in shown) is (name in ("load", "storm"))
+    assert ("--url" in shown) is (name == "load")
     for unknown in ("--port", "--uds", "--dry-run", "--empty-", "[default: ()]"):
         assert unknown not in shown
 
@@ -89,7 +82,7 @@ def test_model_reaches_the_server_that_is_started(
         raise BenchError("no server is started")
 
     monkeypatch.setattr(run, "bench_server", refuse)
-    assert failure_of(capsys, "coalescing", "--model", "some/model").endswith("no server is started")
+    assert failure_of(capsys, "static", "--model", "some/model").endswith("no server is started")
     assert started[started.index("--model") + 1] == "some/model"
     assert "--models" not in started
 
@@ -108,17 +101,14 @@ def test_load_runs_when_no_measurement_is_named(arguments: list[str], capsys: py
 @pytest.mark.parametrize(
     ("arguments", "unknown"),
     [
-        (["scheduling", "--url", NOBODY], "--url"),
-        (["scheduling", "--model", "m"], "--model"),
-        (["scheduling", "--seed", "1"], "--seed"),
-        (["ipc", "--rounds", "3"], "--rounds"),
-        (["coalescing", "--url", NOBODY], "--url"),
-        (["channel-sweep", "--workers", "2"], "--workers"),
+        (["growth", "--url", NOBODY], "--url"),
+        (["growth", "--model", "m"], "--model"),
+        (["growth", "--rounds", "3"], "--rounds"),
+        (["static", "--url", NOBODY], "--url"),
+        (["quantization", "--workers", "2"], "--workers"),
         (["mask-cost", "--max-running", "2"], "--max-running"),
-        (["workers-scaling", "--workers", "2"], "--workers"),
         (["frontend-cost", "--forward-pass", "fake"], "--forward-pass"),
         (["interference", "--output-tokens", "2"], "--output-tokens"),
-        (["storm", "--floor"], "--floor"),
         (["load", "--port", "1"], "--port"),
         (["--stagger-s", "1"], "--stagger-s"),
     ],
@@ -129,25 +119,9 @@ def test_option_of_another_measurement_is_unknown(
     assert failure_of(capsys, *arguments).startswith(f"penstock bench: Unknown option: {unknown}.")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "option", "name"),
-    [
-        (["--scheduling"], "--scheduling", "scheduling"),
-        (["--model", "m", "--compare", "static"], "--compare", "static"),
-        (["--compare=static"], "--compare", "static"),
-        (["--mask-cost", "--json", "x"], "--mask-cost", "mask-cost"),
-    ],
-)
-def test_option_that_chose_a_measurement_names_its_subcommand(
-    arguments: list[str], option: str, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    expected = f"penstock bench: {option} is now a subcommand: use `penstock bench {name}`"
-    assert failure_of(capsys, *arguments) == expected
-
-
 def test_unknown_measurement_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    line = failure_of(capsys, "schedulling")
-    assert line.startswith('penstock bench: there is no measurement "schedulling"; choose one of load, ')
+    line = failure_of(capsys, "compair")
+    assert line.startswith('penstock bench: there is no measurement "compair"; choose one of load, ')
 
 
 def test_no_measurement_is_imported_before_one_is_chosen() -> None:
@@ -167,7 +141,7 @@ def test_no_measurement_is_imported_before_one_is_chosen() -> None:
         (["compare", "--peer", "x=run"], "--peer"),
         (["interference", *FAKE, "--max-running", "8"], "--max-running is 8"),
         (["interference", *FAKE, "--max-batch-tokens", "9"], "--max-batch-tokens is 9"),
-        (["channel-sweep", "--max-batch-tokens", "9"], "--max-batch-tokens is 9"),
+        (["load", "--shape", "identical", "--url", NOBODY], "leave --url out"),
     ],
 )
 def test_measurement_that_cannot_run_says_why_in_one_line(
@@ -188,9 +162,9 @@ def test_environment_names_one_peer_on_each_line(bench: BenchCommand, monkeypatc
 def test_unwritable_report_ends_the_command_before_it_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, reason: str
 ) -> None:
-    monkeypatch.setattr(scheduling, "measure_scheduling", partial(pytest.fail, "it was measured"))
+    monkeypatch.setattr(growth, "bare_pass", partial(pytest.fail, "it was measured"))
     path = tmp_path / name
     with pytest.raises(SystemExit) as exited:
-        app(["bench", "scheduling", "--json", str(path)])
+        app(["bench", "growth", "--json", str(path)])
     assert exited.value.code == 1
     assert capsys.readouterr().err == f"penstock bench: --json {path} cannot be written: {reason}\n"

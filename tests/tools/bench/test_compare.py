@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import select
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,13 +10,10 @@ import pytest
 
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness import foreign_cpu
-from penstock.tools.bench.harness.busy_threads import busy_threads
-from penstock.tools.bench.harness.comparison import Figures, beside_aims, beside_rows, compared_rows, warnings
+from penstock.tools.bench.harness.comparison import Figures, compared_rows, warnings
 from penstock.tools.bench.harness.foreign_cpu import Disturbance, ForeignCpu, WatchedRound, machine_cpu_s
-from penstock.tools.bench.harness.processes import tree_cpu_s
 from penstock.tools.bench.load_generator.stats import ObservedRequest, Outcome, summarize
 from penstock.tools.bench.serving.compare import parse_peers
-from tests.system.processes import wait_until
 
 
 def watched(lasted_s: float, ttft_s: float, *, tokens: int = 10, foreign_cores: float = 0.0) -> WatchedRound:
@@ -61,38 +56,6 @@ def test_answers_of_another_length_are_named() -> None:
     assert list(warnings(compared_rows(1, found, Disturbance(0.1, 0)))) == [
         "c=1, short: 4 prompt and 7 output tokens a request, but 4 prompt and 10 output tokens with penstock"
     ]
-
-
-def test_throughput_kept_beside_busy_threads_is_the_median_of_the_ratios_of_each_round() -> None:
-    alone = {"penstock": [watched(1.0, 0.5), watched(2.0, 0.5), watched(1.0, 0.5)], "x": [watched(1.0, 0.5)] * 3}
-    beside = {"penstock": [watched(2.0, 0.5), watched(2.0, 1.0), watched(2.5, 0.5)], "x": [watched(4.0, 2.0)] * 3}
-    ours, theirs = beside_rows(1, alone, beside, Disturbance(0.1, 0))
-    assert (ours.alone.output_tokens_per_s, ours.medians.output_tokens_per_s) == (10.0, 5.0)
-    assert ours.kept == Figures(0.5, 1.0, 1.0)  # of 0.5, 1 and 0.4; of 1, 2 and 1
-    assert theirs.kept == Figures(0.25, 4.0, 1.0)
-    (aim,) = beside_aims([ours, theirs])
-    assert (aim.value, aim.reached) == (0.5, True)
-
-
-def test_disturbed_rounds_beside_busy_threads_are_named() -> None:
-    found = {"penstock": [watched(1.0, 0.5, foreign_cores=0.2)]}
-    assert list(warnings(beside_rows(2, found, found, Disturbance(0.1, 0)))) == [
-        "c=2, penstock beside busy threads: 1 of 1 rounds were disturbed in every attempt"
-    ]
-
-
-def test_busy_threads_spin_until_their_context_ends() -> None:
-    with busy_threads(2) as pids:
-        before_s = [tree_cpu_s(pid) for pid in pids]
-        wait_until(lambda: all(tree_cpu_s(pid) > s for pid, s in zip(pids, before_s, strict=True)), 60.0)
-        processes = [os.pidfd_open(pid) for pid in pids]
-    for process in processes:
-        assert select.select([process], [], [], 0)[0]
-        os.close(process)
-
-
-def test_servers_may_be_left_out_beside_busy_threads() -> None:
-    assert parse_peers([], needs_one=False) == []
 
 
 @pytest.mark.parametrize(("peers", "reason"), [([], "at least one"), (["a"] * 2, "name of"), (["penstock"], "name of")])

@@ -1,4 +1,4 @@
-"""Decode steps on the bare pass: how they grow, and attention against reading memory."""
+"""How decode steps and evictions grow."""
 
 from __future__ import annotations
 
@@ -7,85 +7,40 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.backend.passes.decoder.cpu.path_choice import load_kernels
 from penstock.tools.bench.components import growth
-from penstock.tools.bench.components.attention import AttentionPoint, attention_aims
-from penstock.tools.bench.components.growth import PARTS, GrowthPoint
+from penstock.tools.bench.components.growth import StepPoint
 
 if TYPE_CHECKING:
     from tests.tools.bench.conftest import BenchCommand
 
-SIZES = ("--contexts", "20,70", "--rows", "1,3", "--vocab-sizes", "600,900", "--vocab-rows", "1,2", "--steps", "2")
+SIZES = ("--contexts", "20,70", "--rows", "1,3", "--vocab-sizes", "600,900", "--pages", "40,90", "--steps", "2")
 TINY = replace(growth.MODEL, hidden_size=64, layers=1, heads=2, kv_heads=1, intermediate_size=64, vocab_size=700)
 
 
-@pytest.fixture
-def tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [("--gpu", "none"), ("--forward-pass", "fake", "--temperature", "0.7")])
+def test_growth_measures_a_step_for_each_size_and_evictions_for_each_number_of_pages(
+    options: tuple[str, ...], bench: BenchCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(growth, "MODEL", TINY)
-
-
-def require_kernels() -> None:
-    if load_kernels() is None:
-        pytest.skip("this machine has no native kernels")
-
-
-@pytest.mark.usefixtures("tiny_model")
-def test_growth_measures_a_step_for_each_size_and_says_where_its_time_goes(bench: BenchCommand) -> None:
-    require_kernels()
-    run = bench("growth", *SIZES, "--short-context", "30", "--gpu", "none")
+    run = bench("growth", *SIZES, *options)
     assert run.status == 0, run.errors
     sections = run.report["sections"]
+    evictions = sections.pop("evictions")
     shapes = {
         name: [(point["context_tokens"], point["rows"], point["vocab_size"]) for point in points]
         for name, points in sections.items()
     }
     assert shapes == {
         "contexts": [(20, 1, 700), (70, 1, 700)],
-        "rows": [(30, 1, 700), (30, 3, 700)],
-        "vocabularies_1": [(30, 1, 600), (30, 1, 900)],
-        "vocabularies_2": [(30, 2, 600), (30, 2, 900)],
+        "rows": [(256, 1, 700), (256, 3, 700)],
+        "vocabularies": [(256, rows, vocab_size) for vocab_size in (600, 900) for rows in (1, 16)],
     }
-    for point in (point for points in sections.values() for point in points):
-        assert point["step_ms"] > 0
-        assert tuple(point["parts_ms"]) == PARTS
-        assert all(point["parts_ms"][part] > 0 for part in PARTS)
-    assert "Rows at a context of 30" in run.output
-
-
-@pytest.mark.usefixtures("tiny_model")
-def test_growth_measures_whole_steps_of_any_pass(bench: BenchCommand) -> None:
-    run = bench("growth", *SIZES, "--short-context", "30", "--forward-pass", "fake", "--temperature", "0.7")
-    assert run.status == 0, run.errors
-    for point in run.report["sections"]["rows"]:
-        assert point["step_ms"] > 0
-        assert point["parts_ms"] == {}
-
-
-def test_throughput_counts_every_row_and_shares_are_of_all_parts() -> None:
-    point = GrowthPoint(100, rows=4, vocab_size=10, step_ms=8.0, parts_ms={"linears": 3.0, "attention": 1.0})
-    assert point.tokens_per_s == 500.0
-    assert point.share("attention") == 0.25
-
-
-def test_attention_is_compared_with_reading_for_each_cache(bench: BenchCommand) -> None:
-    require_kernels()
-    sizes = ("--contexts", "70", "--rows", "1,2", "--groups", "1,3", "--kv-heads", "2", "--cache-mib", "1")
-    run = bench("attention", *sizes, "--kv-dtypes", "bf16", "--kv-dtypes", "q8_0", "--rounds", "1")
-    assert run.status == 0, run.errors
-    points = run.report["sections"]["attention"]
-    kinds = [("bf16", 1), ("bf16", 3), ("q8_0", 1), ("q8_0", 3)]
-    assert [(point["kv_dtype"], point["group"], point["rows"]) for point in points] == [
-        (*kind, rows) for kind in kinds for rows in (1, 2)
+    assert all(point["step_ms"] > 0 for points in sections.values() for point in points)
+    assert [(point["tenants"], point["pages"]) for point in evictions] == [
+        (tenants, pages) for tenants in (1, 2, 16) for pages in (40, 90)
     ]
-    for point in points:
-        assert point["share"] == pytest.approx(point["attention_gb_per_s"] / point["read_gb_per_s"])
-    assert len(run.report["aims"]) == len(kinds)
+    assert all(point["page_us"] > 0 for point in evictions)
 
 
-def test_aim_is_for_the_slowest_point_of_a_cache() -> None:
-    points = [
-        AttentionPoint("bf16", group, 100, 1, 7.0, 10.0, share) for group, share in ((1, 0.9), (1, 0.6), (3, 0.8))
-    ]
-    aims = attention_aims(points)
-    assert [(aim.value, aim.reached) for aim in aims] == [(0.6, False), (0.8, True)]
-    assert "groups of 3" in aims[1].name
+def test_throughput_counts_every_row() -> None:
+    assert StepPoint(100, rows=4, vocab_size=10, step_ms=8.0).tokens_per_s == 500.0

@@ -7,22 +7,17 @@ import os
 import select
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from penstock.process.children import descendants, state_of, tree_cpu_s
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.peers import Peer, completion_probe, peer_server
-from penstock.tools.bench.harness.processes import descendants, tree_cpu_s
 from penstock.tools.bench.harness.server_process import server_process
 from tests.system.processes import wait_until
 from tests.tools.bench.conftest import fake_peer
 
 PROBE = completion_probe("completions")
-
-
-def state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_peer_is_a_name_a_command_and_an_address() -> None:
@@ -73,11 +68,11 @@ def test_pause_stops_all_processes_of_a_server_and_keeps_them() -> None:
         pids = [server.pid, *descendants(server.pid)]
         child = os.pidfd_open(pids[1])
         with server.paused():
-            wait_until(lambda: [state(pid) for pid in pids] == ["T", "T"], 10.0)
+            wait_until(lambda: [state_of(pid) for pid in pids] == ["T", "T"], 10.0)
             with server.running():
-                wait_until(lambda: "T" not in [state(pid) for pid in pids], 10.0)
-            wait_until(lambda: [state(pid) for pid in pids] == ["T", "T"], 10.0)
-        wait_until(lambda: "T" not in [state(pid) for pid in pids], 10.0)
+                wait_until(lambda: "T" not in [state_of(pid) for pid in pids], 10.0)
+            wait_until(lambda: [state_of(pid) for pid in pids] == ["T", "T"], 10.0)
+        wait_until(lambda: "T" not in [state_of(pid) for pid in pids], 10.0)
     assert select.select([child], [], [], 10)[0]  # the shell ends at SIGTERM and leaves its child behind
     os.close(child)
 
@@ -107,7 +102,7 @@ def test_killed_benchmark_leaves_no_paused_server() -> None:
     assert benchmark.stdout is not None
     pid = int(benchmark.stdout.readline())
     server = os.pidfd_open(pid)
-    wait_until(lambda: state(pid) == "T", 10.0)
+    wait_until(lambda: state_of(pid) == "T", 10.0)
     benchmark.kill()
     benchmark.communicate()
     assert select.select([server], [], [], 60)[0]

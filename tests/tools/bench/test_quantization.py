@@ -1,11 +1,10 @@
-"""`penstock bench quantization`: its figures for the demo model, in short."""
+"""`penstock bench quantization`: its figures for tiny models, in short."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,13 +13,12 @@ from penstock.backend.checkpoint.hub import resolve_model
 from penstock.backend.checkpoint.quantization import kept_file
 from penstock.backend.passes.decoder.held_weights import packed_file
 from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
-from penstock.tools.bench.components import quantization
 from penstock.tools.bench.components.quantization import QuantizationOptions, read_windows
 from tests.backend.checkpoint.gguf.writer import byte_level_vocabulary, from_model
 from tests.checkpoints import load_oracle, make_model
 from tests.tools.bench.conftest import BenchCommand
 
-SHORT = ("--windows", "4", "--window-tokens", "24", "--greedy-tokens", "6")
+SHORT = ("--windows", "4", "--window-tokens", "24", "--rows", "1,2", "--steps", "1")
 
 
 @pytest.fixture(autouse=True)
@@ -49,12 +47,8 @@ def test_forms_are_compared_with_fp32(bench: BenchCommand, text: Path) -> None:
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 13:].long().flatten())
     exact = rows["fp32"]
     assert exact["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
-    assert exact["divergence"] == exact["max_logit_error"] == 0
-    assert (exact["same_likeliest"], exact["greedy_equal"], exact["greedy_first_difference"]) == (1, 1, 6)
-    divergences = [row["divergence"] for row in rows.values()]
-    assert 0 < rows["bf16"]["divergence"] < rows["int4"]["divergence"]
-    assert 0 < rows["int8"]["divergence"] < rows["int4"]["divergence"] < rows["int4-128"]["divergence"] < 1
-    assert max(divergences) == divergences[-1]
+    assert all(speed > 0 for row in rows.values() for speed in row["tokens_per_s"].values())
+    assert [list(row["tokens_per_s"]) for row in rows.values()] == [["1", "2"]] * 5
     weights = [row["weight_bytes"] for row in rows.values()]
     assert weights == sorted(weights, reverse=True)
     assert all(0.5 < row["perplexity"] / exact["perplexity"] < 2 for row in rows.values())
@@ -75,31 +69,6 @@ def test_quantised_checkpoint_is_compared_with_its_own_numbers(bench: BenchComma
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(windows)[:, 13:].long().flatten())
     assert rows["fp32"]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
     assert rows["stored"]["weight_bytes"] < rows["bf16"]["weight_bytes"] < rows["fp32"]["weight_bytes"]
-    assert rows["stored"]["divergence"] > 0
-
-
-def test_comparison_with_known_logits(tmp_path: Path, text: Path) -> None:
-    """One position of three differs in its likeliest token."""
-    options = QuantizationOptions(text=text, windows=1, window_tokens=3, greedy_tokens=4)
-    measurement = quantization.Measurement(options, DEMO_MODEL_DIR, tmp_path / "logits")
-    vocabulary = 4096
-    reference = np.zeros((3, 1, vocabulary), np.float32)
-    reference[:, 0, 7] = 2
-    other = reference.copy()
-    other[2, 0, 9] = 3
-    measurement._reference = reference
-    measurement._greedy = np.array([[1, 2, 3, 4]], np.int32)
-    found = measurement._compare("int8", 10, iter(other), np.array([[1, 2, 9, 4]], np.int32))
-    total, larger = vocabulary - 1 + math.exp(2), vocabulary - 2 + math.exp(2) + math.exp(3)
-    # The distributions differ in one number: p = e^x / total.
-    divergence = math.log(larger / total) - 3 / total
-    assert found.divergence == pytest.approx(divergence / 3)
-    assert found.max_logit_error == 3
-    assert found.mean_logit_error == pytest.approx(3 / vocabulary / 3)
-    assert found.same_likeliest == pytest.approx(2 / 3)
-    assert (found.greedy_equal, found.greedy_first_difference) == (0.75, 2)
-    target = int(measurement._windows[0, 2])
-    assert found.perplexity == pytest.approx(total / math.exp(2 if target == 7 else 0))
 
 
 def test_text_that_is_too_short_is_refused(bench: BenchCommand, text: Path) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.tools.bench.harness.generator_processes import WorkerLoad
-from penstock.tools.bench.harness.processes import tree
+from penstock.process.children import state_of, tree
 from penstock.tools.bench.load_generator.sending import measure
-from penstock.tools.bench.serving import compare, workers_scaling
+from penstock.tools.bench.serving import compare
 from penstock.tools.bench.serving.compare import Contender
 from tests.system.completions import PACED
 from tests.system.processes import wait_until
@@ -68,34 +66,6 @@ def test_compare_lets_only_the_measured_server_run(bench: BenchCommand, monkeypa
     assert runs(contenders[0])
 
 
-def test_compare_repeats_each_round_beside_busy_threads(bench: BenchCommand, monkeypatch: pytest.MonkeyPatch) -> None:
-    busy: list[int] = []
-
-    async def measure_and_count(*arguments: Any) -> LoadSummary:
-        busy.append(sum(runs_spin(pid) for pid in tree(os.getpid())))
-        return await measure(*arguments)
-
-    monkeypatch.setattr(compare, "measure", measure_and_count)
-    size = ["--concurrency", "2", "--rounds", "1", "--requests", "4", "--output-tokens", "5", "--warmup", "1"]
-    peer = ["--peer", fake_peer("one")]
-    run = bench("compare", *FAKE, *peer, *size, "--busy-threads", "2", "--foreign-cores", "1000")
-    assert run.status == 0, run.output + run.errors
-    assert busy == [0, 2, 0, 2]
-    found = run.report["sections"]["compare"]
-    assert [row["server"] for row in found["beside"]] == ["penstock", "one"]
-    for row in found["beside"]:
-        (entry,) = row["rounds"]
-        assert entry["summary"]["completed"] == 4
-        ratio = row["medians"]["output_tokens_per_s"] / row["alone"]["output_tokens_per_s"]
-        assert row["kept"]["output_tokens_per_s"] == pytest.approx(ratio)
-    assert [aim["limit"] for aim in run.report["aims"]] == [0.5]
-    assert "beside 2 busy threads" in run.output
-
-
-def runs_spin(pid: int) -> bool:
-    return b"while True: pass" in Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
 def runs(contender: Contender) -> bool:
     return "T" not in states(contender)
 
@@ -106,13 +76,12 @@ def is_paused(contender: Contender) -> bool:
 
 def states(contender: Contender) -> list[str]:
     """The states of all processes of a server: "T" is stopped."""
-    pids = tree(contender.process.pid)
-    return [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids]
+    return [state_of(pid) for pid in tree(contender.process.pid)]
 
 
 def test_storm_leaves_nothing_behind(bench: BenchCommand) -> None:
     size = ["--requests", "60", "--concurrency", "16", "--output-tokens", "24"]
-    run = bench("storm", *FAKE, "--endpoint", "chat", *size)
+    run = bench("load", "--shape", "storm", *FAKE, "--endpoint", "chat", *size)
     assert run.status == 0, run.output + run.errors
     (row,) = run.report["rows"]
     assert (row["completed"], row["dropped"], row["failed"]) == (30, 30, 0)
@@ -121,7 +90,8 @@ def test_storm_leaves_nothing_behind(bench: BenchCommand) -> None:
 
 
 def test_storm_without_drops_completes_every_request(bench: BenchCommand) -> None:
-    run = bench("storm", *FAKE, "--drop", "0", "--requests", "6", "--concurrency", "3", "--output-tokens", "4")
+    size = ["--requests", "6", "--concurrency", "3", "--output-tokens", "4"]
+    run = bench("load", "--shape", "storm", *FAKE, "--drop", "0", *size)
     assert run.status == 0, run.output + run.errors
     (row,) = run.report["rows"]
     assert (row["completed"], row["dropped"]) == (6, 0)
@@ -129,36 +99,33 @@ def test_storm_without_drops_completes_every_request(bench: BenchCommand) -> Non
 
 def test_static_compares_three_rounds_of_the_same_requests(bench: BenchCommand) -> None:
     lengths = ["--prompt-tokens", "3:9", "--output-tokens", "4:6"]
-    run = bench("static", *FAKE, "--stagger-s", "0.001", *lengths)
+    run = bench("static", *FAKE, *lengths)
     assert run.status == 0, run.errors
     comparison = run.report["sections"]["compare_static"]
     assert comparison["requests"] == 8
-    assert len(comparison["rounds"]) == 3
-    assert [aim["limit"] for aim in run.report["aims"]] == [1.0, 0.95, 1.0, 0.97, 4.0]
+    assert len(comparison["continuous"]) == len(comparison["static"]) == 3
+    assert [aim["limit"] for aim in run.report["aims"]] == [1.0, 0.97]
 
 
 def test_frontend_cost_is_reported_for_each_process(bench: BenchCommand) -> None:
-    run = bench("frontend-cost", "--requests", "8", "--rounds", "1", "--viewers", "0,2")
+    run = bench("frontend-cost", "--requests", "8", "--rounds", "1", "--paced")
     assert run.status == 0, run.errors
     cost = run.report["sections"]["frontend_cost"]
     assert cost["output_tokens"] == run.report["rows"][0]["output_tokens"] > 0
-    assert [(each["viewers"], each["viewer_bytes"] > 0) for each in run.report["sections"]["viewers"]] == [
-        (0, False),
-        (2, True),
-    ]
-    assert [aim["limit"] for aim in run.report["aims"]] == [1.01]
     assert cost["frontend_cpu_us_per_token"] > 0
     assert cost["backend_cpu_us_per_token"] > 0
     assert cost["loop_cpu_us_per_step"] > 0
 
 
 def test_identical_streams_are_computed_once_while_they_overlap(bench: BenchCommand) -> None:
-    run = bench("coalescing", *FAKE, "--prompt-tokens", "9", "--output-tokens", "6")
+    run = bench(
+        "load", "--shape", "identical", *FAKE, "--concurrency", "8", "--prompt-tokens", "9", "--output-tokens", "6"
+    )
     assert run.status == 0, run.errors
-    found = run.report["sections"]["coalescing"]
+    (found,) = run.report["sections"]["identical"]
     for side in found["alone"]:
         assert (side["output_tokens"], side["generated_tokens"], side["computed_tokens"]) == (6, 6, 9 + 5)
-    for side in found["identical"]:
+    for side in found["burst"]:
         # A request that arrives after the others have ended is computed again.
         num_computed = 8 - side["requests_coalesced"]
         assert (side["output_tokens"], side["generated_tokens"]) == (8 * 6, num_computed * 6)
@@ -166,26 +133,14 @@ def test_identical_streams_are_computed_once_while_they_overlap(bench: BenchComm
 
 
 def test_shared_prefix_that_ends_within_a_page_is_computed_once(bench: BenchCommand) -> None:
-    lengths = ["--prefix-tokens", "70", "--suffix-tokens", "3", "--output-tokens", "2"]
+    lengths = ["--prefix-tokens", "70", "--prompt-tokens", "3", "--output-tokens", "2"]
     # Its own seed: the server still has pages of other tests' prompts.
-    run = bench("shared-prefix", *FAKE, "--requests", "5", "--seed", "7", *lengths)
+    run = bench("load", "--shape", "shared-prefix", *FAKE, "--concurrency", "5", "--seed", "700", *lengths)
     assert run.status == 0, run.errors
-    found = run.report["sections"]["shared_prefix"]
-    assert found["distinct_tokens"] == 70 + 5 * 3
-    for entry in found["rounds"]:
-        assert (entry["prefill_tokens"], entry["cached_tokens"]) == (found["distinct_tokens"], 4 * 70)
-
-
-def test_scored_prompts_are_timed_beside_plain_ones(bench: BenchCommand) -> None:
-    run = bench("scored-prompts", *FAKE, "--prompt-tokens", "9", "--rounds", "1")
-    assert run.status == 0, run.errors
-    found = run.report["sections"]["scored_prompts"]
-    assert found["prompt_tokens"] == 9
-    assert len(found["plain_s"]) == len(found["scored_s"]) == 3
-    ratios = sorted(scored / plain for scored, plain in zip(found["scored_s"], found["plain_s"], strict=True))
-    (aim,) = run.report["aims"]
-    assert (aim["value"], aim["limit"]) == (ratios[1], 1.2)
-    assert f"{ratios[1]:.3f} ×" in run.output
+    (found,) = run.report["sections"]["shared_prefix"]
+    for entry in found["burst"]:
+        assert entry["distinct_tokens"] == 70 + 5 * 3
+        assert (entry["prefill_tokens"], entry["cached_tokens"]) == (entry["distinct_tokens"], 4 * 70)
 
 
 def test_interference_measures_gaps_while_prompts_arrive(bench: BenchCommand) -> None:
@@ -197,32 +152,6 @@ def test_interference_measures_gaps_while_prompts_arrive(bench: BenchCommand) ->
     for entry in found["rounds"]:
         assert 0 <= entry["itl_p50_ms"] <= entry["itl_p99_ms"] <= entry["itl_max_ms"]
         assert entry["full_step_ms"] > 0
-
-
-def test_workers_scaling_gives_both_servers_the_same_load(bench: BenchCommand, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads = (WorkerLoad("streams", "completions", 3, 7, 1), WorkerLoad("answers", "chat", 4, 1, 1))
-    monkeypatch.setattr(workers_scaling, "LOADS", loads)
-    run = bench("workers-scaling", "--requests", "6", "--rounds", "1")
-    assert run.status == 0, run.errors
-    found = run.report["sections"]["workers_scaling"]
-    assert [scaling["load"] for scaling in found] == ["streams", "answers"]
-    for load, scaling in zip(loads, found, strict=True):
-        (one,), (two,) = scaling["one"], scaling["two"]
-        assert (one["workers"], two["workers"]) == (1, 2)
-        assert one["output_tokens"] == two["output_tokens"] == 6 * load.output_tokens
-        assert len(two["worker_cpu_s"]) == len(one["worker_cpu_s"]) + 1
-        ratio = (two["output_tokens"] / two["duration_s"]) / (one["output_tokens"] / one["duration_s"])
-        assert scaling["tokens_per_s_ratio"] == pytest.approx(ratio)
-    has_cores = run.report["machine"]["cores"] >= workers_scaling.MIN_CORES
-    assert len(run.report["aims"]) == (2 if has_cores else 0)
-    assert ("not measurable here" in run.output) is not has_cores
-
-
-def test_refused_request_ends_workers_scaling(bench: BenchCommand, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers_scaling, "LOADS", (WorkerLoad("too long", "completions", 3, 1 << 20, 1),))
-    run = bench("workers-scaling", "--requests", "2")
-    assert run.status == 1
-    assert "a request failed: status 400" in run.errors
 
 
 def test_server_that_does_not_start_ends_the_run_with_its_reason(bench: BenchCommand, tmp_path: Path) -> None:

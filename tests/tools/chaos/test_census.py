@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.tools.chaos.census import ProcessState, Watch, check_memory, session_members, take_census
+from penstock.tools.chaos.census import ProcessState, Watch, check_memory, take_census
 from penstock.tools.chaos.ledger import Ledger
-from tests.system.processes import wait_until
 
 MIB = 1 << 20
 STATE = ProcessState("worker", 10, 1000, descriptors=20, connections=0, rss_bytes=50 * MIB)
@@ -68,17 +65,6 @@ def test_compilers_of_grammars_come_and_go_with_their_descriptor() -> None:
     assert watch.problems([replace(backend, descriptors=31), compiler]) == []
     assert watch.problems([replace(backend, descriptors=32), compiler]) != []
     assert watched(backend, compiler).problems([backend]) == []
-
-
-def test_zombie_of_a_session_is_seen() -> None:
-    code = "import os, signal\nif os.fork() == 0: os._exit(0)\nos.write(1, b'x')\nsignal.pause()"
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
-    try:
-        wait_until(lambda: "Z" in session_members(parent.pid).values(), 10.0)
-        assert len(session_members(parent.pid)) == 2
-    finally:
-        parent.kill()
-        parent.communicate()
 
 
 def test_memory_may_grow_by_a_fixed_amount_and_by_a_share_of_the_requests() -> None:

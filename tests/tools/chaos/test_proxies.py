@@ -22,7 +22,7 @@ def test_shipped_configuration_is_accepted_and_an_edited_one_is_used(name: str, 
     try:
         proxy.check_alive()
     finally:
-        proxy.terminate()
+        proxy.stop()
     assert proxy.process.returncode is not None
     edited = tmp_path / "edited"
     edited.mkdir()

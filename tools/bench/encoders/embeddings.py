@@ -2,8 +2,7 @@
 
 All contenders are loaded before the first round and stay in memory; only the one that is measured runs. Rounds take
 turns. Servers get requests of --batch-inputs inputs from --clients clients; a library gets the inputs of all requests
-in one call and sorts and batches them as it likes. Then single short inputs give the latency, and Penstock alone gets
-inputs that repeat and clients that hang up.
+in one call and sorts and batches them as it likes. Then single short inputs give the latency.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from penstock.tools.bench.encoders.library_process import Library, LibraryProces
 from penstock.tools.bench.encoders.sending import EmbeddingRound, EmbeddingTarget, send_all
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.comparison import PENSTOCK
-from penstock.tools.bench.harness.counters import backend_counters
 from penstock.tools.bench.harness.foreign_cpu import ForeignCpu
 from penstock.tools.bench.harness.peers import Peer, Probe
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.harness.run import MeasurementRun, measurement_run
 from penstock.tools.bench.load_generator.http_client import HttpClient
-from penstock.tools.bench.load_generator.stats import Aim, percentile
+from penstock.tools.bench.load_generator.stats import percentile
 from penstock.tools.bench.load_generator.target import ServerAddress
 from penstock.tools.bench.options import (
     MEASUREMENT,
@@ -38,17 +36,14 @@ from penstock.tools.bench.options import (
     ClientCount,
     ReportOptions,
     SeededRounds,
-    Share,
 )
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from penstock.tools.bench.harness.server import BenchServer
     from penstock.tools.bench.harness.server_process import ServerProcess
 
 _REPEATED = Parameter(consume_multiple=False, negative="", show_default=False)
-_MAX_WASTED = 0.02
 
 
 @MEASUREMENT
@@ -68,12 +63,6 @@ class EmbeddingOptions:
 
     short_requests: AtLeastOne = 50
     """Single inputs of 16 tokens, one after the other, of the latency."""
-
-    duplicates: Share = 0.5
-    """Share of inputs that repeat an earlier one, in a round of Penstock alone."""
-
-    drop: Share = 0.5
-    """Share of requests whose client hangs up, in a round of Penstock alone."""
 
     peer: Annotated[
         tuple[str, ...],
@@ -109,24 +98,9 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnRounds:
-    """Figures that only Penstock's counters provide."""
-
-    duplicate_inputs: float
-    """Share of inputs that repeat another."""
-    computed_of_sent: float
-    """Computed tokens / tokens of all inputs, with these duplicates."""
-    computed_of_plain: float
-    """The same ratio without duplicates: 1 without padding."""
-    wasted_of_computed: float
-    """Tokens computed after their client had hung up / computed tokens, with the clients that drop."""
-
-
-@dataclass(frozen=True, slots=True)
 class EmbeddingResult:
     rows: list[Measured] = field(default_factory=list)
     latency: list[Measured] = field(default_factory=list)
-    own: list[OwnRounds] = field(default_factory=list)
 
 
 class ServerContender:
@@ -138,12 +112,12 @@ class ServerContender:
         self._address = address
         self._path = path
 
-    async def run(self, batches: Sequence[Batch], clients: int, *, drop: float = 0.0) -> EmbeddingRound:
+    async def run(self, batches: Sequence[Batch], clients: int) -> EmbeddingRound:
         """Raises BenchError."""
         http = HttpClient(self._address.url, self._address.api_key)
         try:
             target = await EmbeddingTarget.discover(http, self._path)
-            return await send_all(target, batches, clients, drop=drop)
+            return await send_all(target, batches, clients)
         finally:
             http.close()
 
@@ -176,11 +150,8 @@ def embeddings(
         others = _start_others(run, stack, options, server.model)
         found = EmbeddingResult()
         uvloop.run(_measure(run, [ours, *others], lengths, options, rounds, found))
-        with own.process.running():
-            found.own.append(uvloop.run(_measure_own(run, own, ours, options, rounds)))
         run.add("embeddings", found, throughput_table(found.rows))
         run.add("embeddings", found, latency_table(found.latency))
-        run.add("embeddings", found, own_table(found.own), own_aims(found.own))
     return run.exit_status
 
 
@@ -238,7 +209,7 @@ async def _measure(
             order = [(place + index) % len(contenders) for place in range(len(contenders))]
             for number in order:
                 contender, seed = contenders[number], rounds.seed + 1009 * index + 100_003 * place
-                batches = draw_batches(length, num_batches(length, options), options.batch_inputs, seed, 0.0)
+                batches = draw_batches(length, num_batches(length, options), options.batch_inputs, seed)
                 text = f"{length.name} tokens, round {index} of {rounds.rounds}, {contender.name}"
                 with run.status(text), contender.process.running():
                     foreign = ForeignCpu(contender.process.pid)
@@ -252,35 +223,9 @@ async def _measure(
         with contender.process.running():
             for seed in (rounds.seed + 1, rounds.seed + 2):
                 foreign = ForeignCpu(contender.process.pid)
-                item = await contender.run(draw_batches(short, options.short_requests, 1, seed, 0.0), 1)
+                item = await contender.run(draw_batches(short, options.short_requests, 1, seed), 1)
         row.add(item, foreign.cores())
         found.latency.append(row)
-
-
-async def _measure_own(
-    run: MeasurementRun, own: BenchServer, ours: ServerContender, options: EmbeddingOptions, rounds: SeededRounds
-) -> OwnRounds:
-    """Raises BenchError."""
-    length = InputLength("128")
-    number = num_batches(length, options)
-    async with backend_counters(own) as counters:
-
-        async def run_one(seed: int, duplicates: float, drop: float) -> tuple[int, dict[str, int]]:
-            batches = draw_batches(length, number, options.batch_inputs, rounds.seed + seed, duplicates)
-            before = counters.read()
-            await ours.run(batches, options.clients, drop=drop)
-            return sum(batch.num_tokens for batch in batches), counters.since(before)
-
-        with run.status("inputs that repeat, clients that hang up"):
-            plain_tokens, plain = await run_one(31, 0.0, 0.0)
-            sent_tokens, repeated = await run_one(32, options.duplicates, 0.0)
-            _, dropped = await run_one(33, 0.0, options.drop)
-    return OwnRounds(
-        options.duplicates,
-        repeated["computed_tokens"] / sent_tokens,
-        plain["computed_tokens"] / plain_tokens,
-        dropped["wasted_tokens"] / max(1, dropped["computed_tokens"]),
-    )
 
 
 def throughput_table(rows: Sequence[Measured]) -> Table:
@@ -311,24 +256,3 @@ def latency_table(rows: Sequence[Measured]) -> Table:
         ratio = rows[0].request_p50_ms[0] / row.request_p50_ms[0]
         table.add_row(row.contender, f"{row.request_p50_ms[0]:.2f}", f"{ratio:.2f} ×" if row is not rows[0] else "")
     return table
-
-
-def own_table(rows: Sequence[OwnRounds]) -> Table:
-    table = make_table(
-        "Penstock alone",
-        *("computed / sent\nno duplicates", "computed / sent\nwith duplicates", "wasted / computed\nwith drops"),
-    )
-    for row in rows:
-        table.add_row(
-            f"{row.computed_of_plain:.3f}",
-            f"{row.computed_of_sent:.3f} ({row.duplicate_inputs:.0%} repeat)",
-            f"{row.wasted_of_computed:.2%}",
-        )
-    return table
-
-
-def own_aims(rows: Sequence[OwnRounds]) -> list[Aim]:
-    return [
-        Aim("tokens computed for clients that had hung up / computed", row.wasted_of_computed, "at most", _MAX_WASTED)
-        for row in rows
-    ]

@@ -53,19 +53,10 @@ class Batch:
     num_tokens: int
 
 
-def draw_batches(length: InputLength, num_batches: int, batch_inputs: int, seed: int, duplicates: float) -> list[Batch]:
-    """duplicates is the share of inputs that repeat one of the same batch or of an earlier one."""
+def draw_batches(length: InputLength, num_batches: int, batch_inputs: int, seed: int) -> list[Batch]:
     rng = random.Random(seed)  # noqa: S311
-    batches: list[Batch] = []
-    known: list[tuple[str, int]] = []
+    batches = []
     for _ in range(num_batches):
-        inputs = []
-        for _ in range(batch_inputs):
-            if known and rng.random() < duplicates:
-                inputs.append(rng.choice(known))
-            else:
-                num_tokens = length.draw(rng)
-                inputs.append((draw_text(num_tokens, rng), num_tokens))
-                known.append(inputs[-1])
-        batches.append(Batch([text for text, _ in inputs], sum(num_tokens for _, num_tokens in inputs)))
+        lengths = [length.draw(rng) for _ in range(batch_inputs)]
+        batches.append(Batch([draw_text(num_tokens, rng) for num_tokens in lengths], sum(lengths)))
     return batches

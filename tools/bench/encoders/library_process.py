@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import msgspec
 from msgspec import Struct
 
-from penstock.process.children import stop_with_parent
 from penstock.tools.bench.errors import BenchError
-from penstock.tools.bench.harness.processes import pause_tree, resume_tree
+from penstock.tools.bench.harness.server_process import ServerProcess
 
 _SCRIPT = Path(__file__).parent / "library_peer.py"
 _LIBRARIES = ("sentence-transformers", "onnxruntime", "penstock")
@@ -55,63 +51,17 @@ class Library:
         return f"{self.library} {self.dtype}"
 
 
-@dataclass(frozen=True, slots=True)
-class LibraryProcess:
-    process: subprocess.Popen[bytes]
-    errors: IO[bytes]
-    name: str
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
+class LibraryProcess(ServerProcess):
     def encode(self, texts: list[str]) -> float:
         """Return the seconds that the library took. Raises BenchError."""
-        if self.process.stdin is None:
-            raise BenchError(f"{self.name} has no input")
-        try:
-            self.process.stdin.write(msgspec.json.encode(texts) + b"\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            raise BenchError(f"{self.name} ended\n{self._tail()}") from None
-        return msgspec.json.decode(self.read_line(), type=_Timed).seconds
-
-    def read_line(self) -> bytes:
-        """Raises BenchError."""
-        line = self.process.stdout.readline() if self.process.stdout is not None else b""
-        if not line:
-            raise BenchError(f"{self.name} ended\n{self._tail()}")
-        return line
-
-    def _tail(self) -> str:
-        text = os.pread(self.errors.fileno(), os.fstat(self.errors.fileno()).st_size, 0).decode(errors="replace")
-        return "\n".join(text.splitlines()[-12:])
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        resume_tree(self.pid)
-        try:
-            yield
-        finally:
-            pause_tree(self.pid)
+        return msgspec.json.decode(self.ask(msgspec.json.encode(texts)), type=_Timed).seconds
 
 
 @contextlib.contextmanager
 def library_process(library: Library, model_dir: Path) -> Iterator[LibraryProcess]:
     """Load the model while the context lasts; the process is paused except in `running`. Raises BenchError."""
     argv = [library.python, str(_SCRIPT), library.library, str(model_dir), library.dtype]
-    with tempfile.TemporaryFile() as errors:
-        try:
-            process = subprocess.Popen(
-                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, preexec_fn=stop_with_parent
-            )
-        except OSError as error:
-            raise BenchError(f"{library.python} cannot be started: {error.strerror}") from None
-        with process:
-            try:
-                loading = LibraryProcess(process, errors, library.name)
-                name = msgspec.json.decode(loading.read_line(), type=_Named).name
-                pause_tree(process.pid)
-                yield LibraryProcess(process, errors, name)
-            finally:
-                process.kill()
+    with LibraryProcess.run(library.name, argv, os.environ, answers=True) as process:
+        process.name = msgspec.json.decode(process.read_line(), type=_Named).name
+        with process.paused():
+            yield process

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from penstock.tools.bench.harness.foreign_cpu import Disturbance, WatchedRound
 from penstock.tools.bench.harness.report import make_table, ms
-from penstock.tools.bench.load_generator.stats import Aim
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,7 +18,6 @@ PENSTOCK = "penstock"
 """Name of our own server among the others."""
 _TOKEN_TOLERANCE = 0.02
 """Numbers of tokens may differ between servers by this share: one may begin each prompt with a token of its own."""
-_KEPT_AIM = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +69,6 @@ class ComparedRow:
     rounds: list[WatchedRound]
 
 
-@dataclass(frozen=True, slots=True)
-class BesideRow:
-    """The same load beside busy threads."""
-
-    server: str
-    concurrency: int
-    alone: Figures
-    medians: Figures
-    kept: Figures
-    """Beside the threads / alone: medians of the rounds' ratios."""
-    num_disturbed: int
-    rounds: list[WatchedRound]
-
-
 def compared_rows(concurrency: int, found: Rounds, disturbance: Disturbance) -> list[ComparedRow]:
     figures = {name: [Figures.of(item) for item in rounds] for name, rounds in found.items()}
     rows = []
@@ -94,24 +78,6 @@ def compared_rows(concurrency: int, found: Rounds, disturbance: Disturbance) -> 
         num_disturbed = sum(map(disturbance.has_disturbed, rounds))
         rows.append(ComparedRow(name, concurrency, Figures.medians(figures[name]), ratios, num_disturbed, rounds))
     return rows
-
-
-def beside_rows(concurrency: int, alone: Rounds, beside: Rounds, disturbance: Disturbance) -> list[BesideRow]:
-    rows = []
-    for name, rounds in beside.items():
-        without = [Figures.of(item) for item in alone[name]]
-        figures = [Figures.of(item) for item in rounds]
-        kept = Figures.medians([with_.over(before) for with_, before in zip(figures, without, strict=True)])
-        num_disturbed = sum(map(disturbance.has_disturbed, rounds))
-        medians = Figures.medians(without), Figures.medians(figures)
-        rows.append(BesideRow(name, concurrency, *medians, kept, num_disturbed, rounds))
-    return rows
-
-
-def beside_aims(rows: Sequence[BesideRow]) -> list[Aim]:
-    name = "tokens/s beside busy threads / alone"
-    ours = [(row.concurrency, row.kept.output_tokens_per_s) for row in rows if row.server == PENSTOCK]
-    return [Aim(f"{name}, c={clients}", kept, "at least", _KEPT_AIM) for clients, kept in ours if kept is not None]
 
 
 def compare_table(rows: Sequence[ComparedRow]) -> Table:
@@ -139,35 +105,11 @@ def compare_table(rows: Sequence[ComparedRow]) -> Table:
     return table
 
 
-def beside_table(rows: Sequence[BesideRow], num_threads: int) -> Table:
-    columns = ["load", "server", "tok/s\nalone", "tok/s\nbeside", "kept", "TTFT ms\nbeside", "/ alone"]
-    columns += ["ITL ms\nbeside", "/ alone", "er-\nrors", "foreign\ncores", "re-\npeated"]
-    table = make_table(f"The same beside {num_threads} busy threads; ratios are beside / alone", *columns)
-    for row in rows:
-        tokens_per_s, ttft_ms, itl_ms = row.medians.values()
-        kept, ttft_ratio, itl_ratio = ("–" if ratio is None else f"{ratio:.2f} ×" for ratio in row.kept.values())
-        table.add_row(
-            f"c={row.concurrency}" if row.server == PENSTOCK else "",
-            row.server,
-            f"{row.alone.output_tokens_per_s:,.0f}",
-            f"{tokens_per_s:,.0f}",
-            kept,
-            ms(ttft_ms),
-            ttft_ratio,
-            ms(itl_ms),
-            itl_ratio,
-            str(sum(item.summary.failed for item in row.rounds)),
-            f"{max(item.foreign_cores for item in row.rounds):.2f}",
-            str(sum(item.attempts - 1 for item in row.rounds)),
-        )
-    return table
-
-
-def warnings(rows: Sequence[ComparedRow] | Sequence[BesideRow]) -> Iterator[str]:
+def warnings(rows: Sequence[ComparedRow]) -> Iterator[str]:
     """Warn about doubtful figures. Each load begins with the row of Penstock."""
     ours = (0.0, 0.0)
     for row in rows:
-        name = f"c={row.concurrency}, {row.server}" + (" beside busy threads" if isinstance(row, BesideRow) else "")
+        name = f"c={row.concurrency}, {row.server}"
         if row.num_disturbed:
             yield f"{name}: {row.num_disturbed} of {len(row.rounds)} rounds were disturbed in every attempt"
         error = next((item.summary.first_error for item in row.rounds if item.summary.first_error), "")
@@ -181,7 +123,7 @@ def warnings(rows: Sequence[ComparedRow] | Sequence[BesideRow]) -> Iterator[str]
             yield f"{name}: {theirs} tokens a request, but {reference} tokens with {PENSTOCK}"
 
 
-def _tokens_per_request(row: ComparedRow | BesideRow) -> tuple[float, float]:
+def _tokens_per_request(row: ComparedRow) -> tuple[float, float]:
     """Return the mean lengths of prompt and answer."""
     summaries = [item.summary for item in row.rounds]
     num_requests = sum(item.requests for item in summaries)

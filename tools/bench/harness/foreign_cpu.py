@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.tools.bench.harness.processes import tree_cpu_s
+from penstock.process.children import tree_cpu_s
 from penstock.tools.bench.load_generator.stats import LoadSummary
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

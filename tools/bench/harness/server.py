@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.frontend.options import FrontendOptions
+from penstock.process.children import descendants, module_of
 from penstock.process.options import to_argv
 from penstock.process.supervisor import module_argv
 from penstock.serve.command import split_keys
 from penstock.serve.options import ServeOptions, select_options
 from penstock.tools.bench.errors import BenchError
-from penstock.tools.bench.harness.processes import descendants, runs_module
 from penstock.tools.bench.harness.server_process import START_TIMEOUT_S, ServerProcess, server_process
 from penstock.tools.bench.load_generator.target import ServerAddress
 
@@ -43,7 +43,7 @@ class BenchServer:
 
     def _pid_of(self, module: str) -> int:
         for pid in descendants(self.process.pid):
-            if runs_module(pid, module):
+            if module_of(pid) == module:
                 return pid
         raise BenchError(f"the server has no process of {module}")
 
@@ -65,8 +65,8 @@ def bench_server(options: ServeOptions) -> Iterator[BenchServer]:
 
 
 @contextlib.contextmanager
-def bench_frontend(options: ServeOptions) -> Iterator[ServerAddress]:
-    """Run only the frontend, on a free port, while the context lasts. A backend must be at options.socket.
+def bench_frontend(options: ServeOptions, backend: ServerProcess) -> Iterator[ServerAddress]:
+    """Run only the frontend, on a free port, while the context lasts. The backend is, or will be, at options.socket.
 
     Raises BenchError.
     """
@@ -74,14 +74,15 @@ def bench_frontend(options: ServeOptions) -> Iterator[ServerAddress]:
     public_options, environment = split_keys(options)
     argv = module_argv("penstock.frontend.main", to_argv(select_options(public_options, FrontendOptions)))
     with server_process("the frontend", argv, environment) as process:
-        yield ServerAddress(_wait_until_ready(process, _FRONTEND_READY), first_api_key(options))
+        yield ServerAddress(_wait_until_ready(process, _FRONTEND_READY, backend), first_api_key(options))
 
 
-def _wait_until_ready(server: ServerProcess, pattern: re.Pattern[str]) -> str:
-    """Return the address that the server logs. Raises BenchError."""
+def _wait_until_ready(server: ServerProcess, pattern: re.Pattern[str], *others: ServerProcess) -> str:
+    """Return the address that the server logs. Raises BenchError, also if one of the others ends."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while (ready := pattern.search(server.log_text())) is None:
-        server.check_alive("before it was ready")
+        for process in (server, *others):
+            process.check_alive("before it was ready")
         if time.monotonic() > deadline_s:
             raise BenchError(f"{server.name} was not ready in {START_TIMEOUT_S:g} s\n{server.log_tail()}")
         time.sleep(0.05)

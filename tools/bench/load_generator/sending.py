@@ -165,7 +165,7 @@ async def run_whole(target: Target, requests: Sequence[PlannedRequest]) -> float
     encoded = [target.encode(request, is_stream=False) for request in requests]
 
     async def ask(data: bytes) -> int:
-        return msgspec.json.decode(await ask_whole(target, data), type=_Whole).usage.completion_tokens
+        return msgspec.json.decode(await ask_whole(target.http, data), type=_Whole).usage.completion_tokens
 
     started_s = time.perf_counter()
     counts = await asyncio.gather(*map(ask, encoded))
@@ -175,10 +175,10 @@ async def run_whole(target: Target, requests: Sequence[PlannedRequest]) -> float
     return sum(counts) / lasted_s
 
 
-async def ask_whole(target: Target, request: bytes) -> bytes:
+async def ask_whole(http: HttpClient, request: bytes) -> bytes:
     """The body of the answer to a request that is not streamed. Raises BenchError unless its status is 200."""
     try:
-        reply = await target.http.ask(lambda connection: connection.exchange(request))
+        reply = await http.ask(lambda connection: connection.exchange(request))
     except ConnectionBroken as error:
         raise BenchError(str(error)) from None
     if reply.status != 200:

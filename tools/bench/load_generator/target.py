@@ -17,14 +17,14 @@ from penstock.tools.bench.load_generator.workload import PlannedRequest
 Endpoint = Literal["completions", "chat"]
 
 
-class _Model(Struct):
+class OfferedModel(Struct):
     id: str
     owned_by: str = ""
     vocab_size: int | None = None
 
 
 class _Models(Struct):
-    data: list[_Model]
+    data: list[OfferedModel]
 
 
 class ReadyState(Struct):
@@ -47,15 +47,11 @@ class Target:
     @classmethod
     async def discover(cls, http: HttpClient, endpoint: Endpoint, model: str | None) -> Target:
         """Ask /v1/models; take the first model if none is named. Raises BenchError."""
-        try:
-            reply = await http.get("/v1/models")
-            models = msgspec.json.decode(reply.body, type=_Models).data if reply.status == 200 else []
-        except (ConnectionBroken, msgspec.MsgspecError) as error:
-            raise BenchError(f"/v1/models: {error}") from None
+        models = await offered_models(http, "/v1/models")
         chosen = next((entry for entry in models if model in (None, entry.id)), None)
         if chosen is None:
             names = ", ".join(entry.id for entry in models)
-            raise BenchError(f"/v1/models (status {reply.status}) offers [{names}], not {model or 'a model'}")
+            raise BenchError(f"/v1/models offers [{names}], not {model or 'a model'}")
         return cls(http, endpoint, chosen.id, chosen.vocab_size)
 
     async def ready_state(self) -> ReadyState:
@@ -86,6 +82,17 @@ class Target:
             return self.http.encode_post("/v1/completions", msgspec.json.encode(body))
         body["messages"] = [{"role": "user", "content": request.prompt}]
         return self.http.encode_post("/v1/chat/completions", msgspec.json.encode(body))
+
+
+async def offered_models(http: HttpClient, path: str) -> list[OfferedModel]:
+    """Raises BenchError."""
+    try:
+        reply = await http.get(path)
+        if reply.status != 200:
+            raise BenchError(f"{path}: status {reply.status}")
+        return msgspec.json.decode(reply.body, type=_Models).data
+    except (ConnectionBroken, msgspec.MsgspecError) as error:
+        raise BenchError(f"{path}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 All servers are started before the first round and stay in memory. Only the one that is measured runs; the others are
 paused (SIGSTOP), so that nobody pays for a start or disturbs another. Rounds take turns. A round in which other
-processes took CPU time is repeated. With --busy-threads each round is followed by one beside threads that spin.
+processes took CPU time is repeated.
 """
 
 from __future__ import annotations
@@ -18,15 +18,10 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from penstock.tools.bench.errors import BenchError
-from penstock.tools.bench.harness.busy_threads import busy_threads
 from penstock.tools.bench.harness.comparison import (
     PENSTOCK,
-    BesideRow,
     ComparedRow,
     Rounds,
-    beside_aims,
-    beside_rows,
-    beside_table,
     compare_table,
     compared_rows,
     warnings,
@@ -84,10 +79,6 @@ class CompareOptions:
     foreign_cores: Annotated[float, Parameter(validator=Number(gt=0))] = 0.1
     """Limit of the CPU time that other processes take during a round, in cores. Above it, the round is repeated."""
 
-    busy_threads: NotNegative = 0
-    """Foreign threads that spin during another round after each round; the table then shows how much of its throughput
-    each server keeps beside them. They do not count as a disturbance, and with them --peer may be left out."""
-
     max_repeats: NotNegative = 3
     """Repetitions of a disturbed round; if all are disturbed, the least disturbed one counts and is marked."""
 
@@ -103,10 +94,7 @@ class Contender:
 class Comparison:
     peers: list[Peer]
     foreign_cores_limit: float
-    busy_threads: int
     rows: list[ComparedRow] = field(default_factory=list)
-    beside: list[BesideRow] = field(default_factory=list)
-    """The same loads beside the busy threads."""
 
 
 def compare(
@@ -118,27 +106,24 @@ def compare(
     report: ReportOptions = ReportOptions(),
 ) -> int:
     with measurement_run(report.json) as run:
-        peers = parse_peers(options.peer, needs_one=options.busy_threads == 0)
-        found = Comparison(peers, options.foreign_cores, options.busy_threads)
+        peers = parse_peers(options.peer)
+        found = Comparison(peers, options.foreign_cores)
         with ExitStack() as stack:
             contenders = list(_start(run, stack, server, peers, prompts))
             uvloop.run(_measure_all(run, contenders, options, prompts, rounds, found))
         run.add("compare", found, compare_table(found.rows))
-        if found.beside:
-            run.add("compare", found, beside_table(found.beside, options.busy_threads), beside_aims(found.beside))
-        for line in (*warnings(found.rows), *warnings(found.beside)):
+        for line in warnings(found.rows):
             run.console.print(line, style="red", markup=False, soft_wrap=True)
-        rows: list[ComparedRow | BesideRow] = [*found.rows, *found.beside]
-        if any(item.summary.failed for row in rows for item in row.rounds):
+        if any(item.summary.failed for row in found.rows for item in row.rounds):
             run.exit_status = 1
     return run.exit_status
 
 
-def parse_peers(texts: Sequence[str], *, needs_one: bool = True) -> list[Peer]:
+def parse_peers(texts: Sequence[str]) -> list[Peer]:
     """Raises BenchError."""
     peers = [Peer.parse(text) for text in texts]
     names = [PENSTOCK, *(peer.name for peer in peers)]
-    if needs_one and not peers:
+    if not peers:
         raise BenchError("compare needs at least one --peer NAME=COMMAND,URL")
     if len(names) != len(set(names)):
         raise BenchError(f"each server needs a name of its own, but they are {', '.join(names)}")
@@ -177,20 +162,14 @@ async def _measure_all(
         for place, concurrency in enumerate(options.concurrency):
             num_requests = options.requests or _REQUESTS_PER_CLIENT * concurrency
             load = RoundLoad(workload, num_requests, concurrency, rounds.warmup)
-            alone: Rounds = {contender.name: [] for contender in contenders}
-            beside: Rounds = {contender.name: [] for contender in contenders}
+            results: Rounds = {contender.name: [] for contender in contenders}
             for index in range(rounds.rounds):
                 seed = rounds.seed + 1_000_003 * place + 1_009 * index
                 for contender, target in (sides[index % len(sides) :] + sides)[: len(sides)]:
                     with run.status(f"{concurrency} clients, round {index + 1} of {rounds.rounds}, {contender.name}"):
                         attempts = RoundAttempts(contender, target, load, seed)
-                        alone[contender.name].append(await disturbance.repeat(attempts.run))
-                        if options.busy_threads:
-                            attempts = RoundAttempts(contender, target, load, seed + 503, options.busy_threads)
-                            beside[contender.name].append(await disturbance.repeat(attempts.run))
-            found.rows.extend(compared_rows(concurrency, alone, disturbance))
-            if options.busy_threads:
-                found.beside.extend(beside_rows(concurrency, alone, beside, disturbance))
+                        results[contender.name].append(await disturbance.repeat(attempts.run))
+            found.rows.extend(compared_rows(concurrency, results, disturbance))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +183,8 @@ class RoundLoad:
 class RoundAttempts:
     """One round of one server. Each attempt draws new prompts, so that no cache answers."""
 
-    def __init__(
-        self, contender: Contender, target: Target, load: RoundLoad, seed: int, num_busy_threads: int = 0
-    ) -> None:
+    def __init__(self, contender: Contender, target: Target, load: RoundLoad, seed: int) -> None:
         self._contender, self._target, self._load = contender, target, load
-        self._num_busy_threads = num_busy_threads
         self._seeds = itertools.count(seed)
 
     async def run(self) -> WatchedRound:
@@ -217,7 +193,6 @@ class RoundAttempts:
         process = self._contender.process
         with process.running():
             await warm_up(target, load.workload, load.warmup, load.concurrency, seed)
-            with busy_threads(self._num_busy_threads) as busy_pids:
-                foreign = ForeignCpu(process.pid, *busy_pids)
-                summary = await measure(target, load.workload, load.num_requests, load.concurrency, seed)
-                return WatchedRound(summary, foreign.cores())
+            foreign = ForeignCpu(process.pid)
+            summary = await measure(target, load.workload, load.num_requests, load.concurrency, seed)
+            return WatchedRound(summary, foreign.cores())

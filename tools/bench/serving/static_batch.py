@@ -1,58 +1,38 @@
-"""A static batch on the bare forward pass: the most that a server without continuous batching could reach.
+"""A backend of static batches: the most that a server without continuous batching could reach.
 
-All prompts are known in advance and prefilled in one step; then all rows decode in lock step until the longest answer
-ends. There is no schedule.
-
-Runs as a child of `penstock bench static`, so that the load generator holds no model. A batch comes as a job, one per
-line of standard input, and then has no HTTP and no other process. Or it comes from a frontend, as to any backend:
-when all its requests have arrived they are one batch, which is served over the link like our own answers.
+When all of its requests have arrived, all prompts are prefilled in one step; then all rows decode in lock step until
+the longest answer ends. There is no schedule. Runs as a child of `penstock bench static`.
 """
 
 from __future__ import annotations
 
 import os
-import select
-import sys
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from penstock.backend.forward_pass import FROM_SLOT, PassOptions, SamplingParams, SlotInit, StepBatch
 from penstock.backend.options import BackendOptions
 from penstock.backend.start.startup import locate_model
+from penstock.process.children import exit_on_sigterm
 from penstock.process.options import make_app
 from penstock.shm.link.backend_link import BackendLink
-from penstock.shm.link.events import Submission
+from penstock.shm.link.events import Submission, carries
 from penstock.shm.memory.board import BackendBoard
-from penstock.shm.messages import Finish, ModelCard, Started
+from penstock.shm.messages import Finish, Generate, ModelCard, Started
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import BinaryIO
+
+    from numpy.typing import NDArray
 
     from penstock.backend.forward_pass import IBatchedForwardPass
 
 _TURN_S = 0.5
 """The server beats its heartbeat at least this often."""
 
-app = make_app("static_batch", "Runs static batches read from standard input, one JSON object a line.")
-
-
-class StaticJob(msgspec.Struct, frozen=True):
-    """prompts and output_tokens have one entry for each row."""
-
-    prompts: list[list[int]]
-    output_tokens: list[int]
-
-
-class StaticTiming(msgspec.Struct, frozen=True):
-    """Seconds from the batch's start to all first tokens, and to its end."""
-
-    prefill_s: float
-    total_s: float
+app = make_app("static_batch", "A backend that serves its requests in batches of --rows.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,47 +43,32 @@ class StaticBatch:
     page_size_tokens: int
     pages_per_row: int
 
-    def run(self, job: StaticJob, deliver: Callable[[list[int]], None] = lambda _: None) -> StaticTiming:
-        """Run the batch. A row whose answer is complete keeps its place until the batch ends.
-
-        deliver receives the tokens of each step, in the order of the job's rows.
-        """
-        started_s = time.perf_counter()
-        lengths = np.array([len(prompt) for prompt in job.prompts], np.int32)
-        num_rows = len(lengths)
+    def run(self, prompts: Sequence[NDArray[np.int32]], num_tokens: int, deliver: Callable[[list[int]], None]) -> None:
+        """Generate num_tokens for each prompt. deliver receives the tokens of each step, in the prompts' order."""
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         order = np.argsort(lengths > 1, kind="stable")  # rows of one token come first in a step
-        slots = np.arange(num_rows, dtype=np.int32)
+        places, lengths = np.argsort(order), lengths[order]
+        ordered = [prompts[row] for row in order]
         greedy = SamplingParams(temperature=0.0)
-        prompts = [np.array(job.prompts[row], np.int32) for row in order]
-        places = np.argsort(order)
-        tokens = self._step(
-            np.concatenate(prompts),
-            lengths[order],
-            np.zeros(num_rows, np.int32),
-            tuple(SlotInit(row, greedy, tokens, len(tokens)) for row, tokens in enumerate(prompts)),
-        )
-        prefill_s = time.perf_counter() - started_s
+        inits = tuple(SlotInit(row, greedy, tokens, len(tokens)) for row, tokens in enumerate(ordered))
+        tokens = self._step(np.concatenate(ordered), lengths, np.zeros_like(lengths), inits)
         deliver(tokens[places].tolist())
-        from_slot = np.full(num_rows, FROM_SLOT, np.int32)
-        ones = np.ones_like(slots)
-        for step in range(max(job.output_tokens) - 1):
-            tokens = self._step(from_slot, ones, lengths[order] + step)
+        from_slot, ones = np.full_like(lengths, FROM_SLOT), np.ones_like(lengths)
+        for step in range(num_tokens - 1):
+            tokens = self._step(from_slot, ones, lengths + np.int32(step))
             deliver(tokens[places].tolist())
-        return StaticTiming(prefill_s, time.perf_counter() - started_s)
 
     def _step(
         self,
-        input_ids: np.ndarray[tuple[int], np.dtype[np.int32]],
-        query_lens: np.ndarray[tuple[int], np.dtype[np.int32]],
-        context_lens: np.ndarray[tuple[int], np.dtype[np.int32]],
+        input_ids: NDArray[np.int32],
+        query_lens: NDArray[np.int32],
+        context_lens: NDArray[np.int32],
         slot_inits: tuple[SlotInit, ...] = (),
-    ) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        num_rows = len(query_lens)
-        rows = np.arange(num_rows, dtype=np.int32)
+    ) -> NDArray[np.int32]:
+        rows = np.arange(len(query_lens), dtype=np.int32)
         used = -(-(context_lens + query_lens) // self.page_size_tokens)
-        pages = np.arange(used.max(), dtype=np.int32)
-        page_table = rows[:, None] * np.int32(self.pages_per_row) + pages
-        page_table[pages >= used[:, None]] = 0
+        page_table = rows[:, None] * np.int32(self.pages_per_row) + np.arange(used.max(), dtype=np.int32)
+        page_table[np.arange(used.max()) >= used[:, None]] = 0
         batch = StepBatch(
             input_ids=input_ids,
             query_starts=np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32),
@@ -117,38 +82,34 @@ class StaticBatch:
 
 
 class StaticServer:
-    """Runs jobs from a pipe, and serves the requests of frontends in batches of num_rows. One thread does it all."""
+    """Serves the requests of frontends in batches of num_rows. One thread does it all."""
 
     def __init__(self, batch: StaticBatch, link: BackendLink, board: BackendBoard, num_rows: int) -> None:
         self._batch = batch
         self._link = link
         self._board = board
         self._num_rows = num_rows
-        self._arrived: list[Submission] = []
+        self._wake_fd = os.eventfd(0)
+        self._arrived: list[Submission[Generate]] = []
 
-    def run(self, jobs: BinaryIO) -> None:
-        """Serve until jobs ends."""
-        decoder = msgspec.json.Decoder(StaticJob)
+    def run(self) -> None:
         while True:
             self._receive()
             self._link.flush()
             while len(self._arrived) >= self._num_rows:
                 submissions, self._arrived = self._arrived[: self._num_rows], self._arrived[self._num_rows :]
                 self._serve(submissions)
-            if select.select([jobs], [], [], 0)[0]:
-                if not (line := jobs.readline()):
-                    return
-                print(msgspec.json.encode(self._batch.run(decoder.decode(line))).decode(), flush=True)
-            self._link.wait(_TURN_S, jobs.fileno())
+            self._link.wait(_TURN_S, self._wake_fd)
 
     def _receive(self) -> None:
         self._board.beat()
-        self._arrived += [event for event in self._link.receive() if isinstance(event, Submission)]
+        events = self._link.receive()
+        self._arrived += [event for event in events if isinstance(event, Submission) and carries(event, Generate)]
 
-    def _serve(self, submissions: Sequence[Submission]) -> None:
+    def _serve(self, submissions: Sequence[Submission[Generate]]) -> None:
         """Run the requests as one batch. Each step's tokens leave at once, except those that may be held."""
-        prompts = [np.frombuffer(submission.tokens, np.int32).tolist() for submission in submissions]
-        num_tokens = [submission.submit.max_tokens for submission in submissions]
+        prompts = [np.frombuffer(submission.tokens, np.int32) for submission in submissions]
+        num_tokens = [submission.message.max_tokens for submission in submissions]
         num_delivered = 0
 
         def deliver(token_ids: list[int]) -> None:
@@ -162,7 +123,7 @@ class StaticServer:
             self._link.flush()
             self._receive()
 
-        self._batch.run(StaticJob(prompts, num_tokens), deliver)
+        self._batch.run(prompts, max(num_tokens), deliver)
 
 
 def load(options: BackendOptions, num_rows: int, prompt_tokens: int, context_tokens: int) -> StaticBatch:
@@ -187,22 +148,16 @@ def load(options: BackendOptions, num_rows: int, prompt_tokens: int, context_tok
 
 
 @app.default
-def run(
-    *,
-    rows: int,
-    longest_prompt: int,
-    longest_context: int,
-    options: BackendOptions = BackendOptions(),
-) -> None:
+def run(*, rows: int, longest_prompt: int, longest_context: int, options: BackendOptions = BackendOptions()) -> None:
+    exit_on_sigterm()
     batch = load(options, rows, longest_prompt, longest_context)
     board = BackendBoard.create()
     board.pid = os.getpid()
     vocab_size = batch.forward_pass.spec.vocab_size
     card = ModelCard(options.model_id(), str(locate_model(options)), 0, vocab_size, longest_context, rows)
     link = BackendLink(options.socket, card, board)
-    print("loaded", flush=True)
     try:
-        StaticServer(batch, link, board, rows).run(sys.stdin.buffer)
+        StaticServer(batch, link, board, rows).run()
     finally:
         link.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from penstock.backend.checkpoint.formats.matrix_format import (
     check_multiple,
 )
 from penstock.backend.checkpoint.formats.methods.settings import one_of
-from penstock.backend.checkpoint.formats.module_names import is_target
+from penstock.backend.checkpoint.formats.module_names import spellings_of
 from penstock.backend.checkpoint.formats.stored_formats import Rule, StoredFormats
 from penstock.backend.checkpoint.json_file import convert
 from penstock.backend.checkpoint.quantized_weights import MAX_QUANTIZED_INPUTS, GroupedForm, GroupedWeight
@@ -30,6 +31,8 @@ _FORM_BITS = {2: 4, 3: 4, 4: 4, 5: 5, 6: 8, 8: 8}
 """Bits of a value → those of the smallest form with kernels that holds it."""
 _GROUP_SIZES = (32, 64, 128)
 _FORM_GROUP = 32
+_EXPERT = re.compile(r"(.+\.)experts\.\d+\.(\w+)")
+_OF_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _NUM_FACTORS = 2
 
 
@@ -110,12 +113,12 @@ def read_mlx(values: dict[str, Any]) -> StoredFormats:
     Raises StartupError.
     """
     own = {key: value for key, value in values.items() if not isinstance(value, dict | bool)}
-    rules = [
-        Rule(_matrix(own | value), partial(_is_named, frozenset({name})))
-        for name, value in values.items()
-        if isinstance(value, dict)
-    ]
-    plain = frozenset(name for name, value in values.items() if value is False)
+    named: dict[MatrixFormat, set[str]] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            named.setdefault(_matrix(own | value), set()).add(name)
+    plain = {name for name, value in values.items() if value is False}
+    rules = [Rule(matrix, partial(_is_named, names)) for matrix, names in named.items()]
     rules.append(Rule(_matrix(own), lambda module: not _is_named(plain, module)))
     return StoredFormats(tuple(rules), cover_embedding=True, marker="scales")
 
@@ -129,5 +132,10 @@ def _matrix(values: dict[str, Any]) -> MatrixFormat:
     return MlxAffine(bits, one_of("group_size", settings.group_size, _GROUP_SIZES))
 
 
-def _is_named(names: frozenset[str], module: str) -> bool:
-    return is_target(module, names)
+def _is_named(names: set[str], module: str) -> bool:
+    """An expert is named together with the others of its layer, as it is stored."""
+    match = _EXPERT.fullmatch(module)
+    if match is not None:
+        linear = _OF_MIXTRAL.get(match[2], match[2])
+        return any(_is_named(names, f"{match[1]}{stack}.{linear}") for stack in ("switch_mlp", "experts"))
+    return not names.isdisjoint(spellings_of(module))

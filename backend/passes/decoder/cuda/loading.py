@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from penstock.backend.checkpoint.config_json import read_declared_dtype
+from penstock.backend.checkpoint.fingerprint import packing_fingerprint
 from penstock.backend.checkpoint.formats.declared import read_stored_formats
 from penstock.backend.checkpoint.quantization.modes import find_quantization
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
@@ -21,7 +22,6 @@ from penstock.backend.passes.decoder.cuda.weight_memory.held import DeviceMemori
 from penstock.backend.passes.decoder.cuda.weight_memory.private import PrivateMemory
 from penstock.backend.passes.decoder.cuda.workspace_plan import PassSettings, plan_spec, step_sizes
 from penstock.backend.passes.decoder.held_weights.blocks import HeldWeightsError
-from penstock.backend.passes.decoder.held_weights.fingerprint import packing_fingerprint
 from penstock.backend.passes.decoder.held_weights.holding import load_or_map
 from penstock.backend.passes.decoder.memory_trimming import return_freed_memory
 from penstock.shm.memory.fd_mailbox import FdMailbox, close_all

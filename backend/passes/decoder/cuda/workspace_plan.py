@@ -69,8 +69,6 @@ class StepSizes:
     choices: KernelChoices = CONSTANTS
     splits_layers: bool = False
     """The option `PassOptions.splits_layers`."""
-    captures_all: bool = False
-    """Capture mixed steps also where no gain is expected, to measure them."""
 
     @property
     def max_graph_rows(self) -> int:
@@ -168,8 +166,7 @@ def captured_sizes(
     would do so in a graph.
     """
     max_tokens = min(sizes.max_tokens, MIN_ROUNDED_ROWS - 1) if rounds_rows else sizes.max_tokens
-    if not sizes.captures_all:
-        max_tokens = min(max_tokens, launch_bound_tokens(weight_bytes, weights, num_layers))
+    max_tokens = min(max_tokens, launch_bound_tokens(weight_bytes, weights, num_layers))
     return mixed_sizes(max_tokens, min(sizes.max_rows, MAX_GRAPH_ROWS), sizes.choices.mixed_tokens)
 
 

@@ -6,6 +6,8 @@ import os
 from functools import cache
 from pathlib import Path
 
+from penstock.process.children import stat_fields
+
 _STATE, _STARTED = 0, 19
 """Fields of /proc/PID/stat, counted after the command's name."""
 _ENDED = ("Z", "X")
@@ -34,8 +36,7 @@ def _machine() -> str:
 def _started(pid: int) -> str | None:
     """Return when the process started, in clock ticks; None if it has ended."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        fields = stat_fields(pid)
     except OSError:
         return None
-    fields = stat.rpartition(")")[2].split()
     return None if fields[_STATE] in _ENDED else fields[_STARTED]

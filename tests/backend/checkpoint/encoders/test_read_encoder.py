@@ -8,11 +8,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.auto import modeling_auto as auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from penstock.backend.checkpoint.encoders.families import FAMILIES
 from penstock.backend.checkpoint.encoders.read_config import read_encoder
 from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.encoders.weights import open_encoder
 from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import PassOptions
+from penstock.backend.passes.decoder.forward_pass import DecoderPass
+from penstock.backend.passes.encoder.forward_pass import EncoderPass
+from tests.backend.checkpoint.weight_files import rewrite
 from tests.encoder_checkpoints import make_encoder, make_sentence_encoder
 
 if TYPE_CHECKING:
@@ -134,6 +141,47 @@ def test_bad_modules_are_one_line(file: str, values: Any, message: str, tmp_path
     assert str(tmp_path / file) in str(caught.value) or "inputs" in message
 
 
+@pytest.mark.parametrize(("rows", "vocab_size"), [(90, 90), (128, 96)])
+def test_resized_vocabulary_has_the_rows_that_count(rows: int, vocab_size: int, tmp_path: Path) -> None:
+    """vocab_size in config.json is 96."""
+    make_encoder("bert", "ForMaskedLM", tmp_path)
+    words, bias = torch.randn(rows, 64), torch.randn(rows)
+    rewrite(
+        tmp_path / "model.safetensors", {"bert.embeddings.word_embeddings.weight": words, "cls.predictions.bias": bias}
+    )
+    config = read_encoder(tmp_path)
+    assert config.vocab_size == vocab_size
+    with open_encoder(tmp_path, config) as weights:
+        assert torch.equal(weights.words(), words[:vocab_size])
+        assert torch.equal(weights.head_layer(config.heads[0].layers[-1]).bias, bias[:vocab_size])  # type: ignore[arg-type]
+
+
+def test_every_classifier_of_transformers_is_described_or_refused_in_one_line(tmp_path: Path) -> None:
+    """With its default configuration, and the model that it is made of."""
+    answers = {}
+    for mapping in (auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES):
+        for model_type, classifier in mapping.items():
+            values = json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
+            base = auto.MODEL_MAPPING_NAMES[model_type]
+            for name in (classifier, base if isinstance(base, str) else base[0]):
+                write_config(tmp_path, values | {"architectures": [name]})
+                try:
+                    served_by = EncoderPass if find_task(tmp_path).is_encoder else DecoderPass
+                    served_by.describe(tmp_path, PassOptions())
+                    answers[name] = ""
+                except StartupError as error:
+                    answers[name] = str(error)
+    assert len(answers) > 250
+    assert [answer for answer in answers.values() if "\n" in answer or len(answer) > 400] == []
+    families = [name for name in FAMILIES if name not in ("New", "DebertaV2")]  # the hub's, and one refused by default
+    assert {
+        answers[f"{family}{suffix}"] for family in families for suffix in ("Model", "ForSequenceClassification")
+    } == {""}
+    assert answers["Qwen3ForSequenceClassification"] == answers["LlamaModel"] == ""
+    assert "architecture 'ElectraForMaskedLM'" in answers["ElectraForMaskedLM"]
+    assert "architecture 'BartForSequenceClassification' is not supp" in answers["BartForSequenceClassification"]
+
+
 def test_tensors_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
     make_encoder("bert", "Model", tmp_path)
     config, path = read_encoder(tmp_path), tmp_path / "model.safetensors"
@@ -141,6 +189,11 @@ def test_tensors_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
     position = "embeddings.position_embeddings.weight"
     save_file(tensors | {position: torch.zeros(128, 64)}, path)
     with pytest.raises(StartupError, match=rf"{position} has shape \[128, 64\]; config.json makes it \[160, 64\]"):
+        open_encoder(tmp_path, config)
+    save_file(tensors | {"embeddings.LayerNorm.gamma": torch.zeros(64)}, path)
+    with pytest.raises(
+        StartupError, match=r"tensor 'embeddings\.LayerNorm\.\w+' is another 'embeddings.LayerNorm.weight'"
+    ):
         open_encoder(tmp_path, config)
     name = "encoder.layer.1.output.dense.weight"
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, path)

@@ -6,7 +6,9 @@ import json
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.formats.declared import parse_stored_formats, read_stored_formats
@@ -39,6 +41,59 @@ def test_model_of_mlx_has_a_quantised_embedding(tmp_path: Path) -> None:
         assert torch.equal(embedding.dequantize(), checkpoint.exact["model.embed_tokens.weight"].float())
         assert torch.equal(down.dequantize(), exact.float())
         assert isinstance(weights.layer(1, torch.float32).gate_up, torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "stack", "router"),
+    [
+        ("qwen3-moe", "mlp.switch_mlp", "mlp.gate"),
+        ("mixtral", "block_sparse_moe.switch_mlp", "block_sparse_moe.gate"),
+        ("gpt-oss", "mlp.experts", "mlp.router"),
+    ],
+)
+def test_experts_of_mlx_are_kept_in_their_bits(architecture: str, stack: str, router: str, tmp_path: Path) -> None:
+    """All of a layer's experts are in one tensor. The router has bits of its own, and so have some experts."""
+    start, wide = "model.layers.1.", {"bits": 8, "group_size": 32}
+    own = {f"{start}{router}": wide, f"{start}{stack}.down_proj": wide}
+    config = {"bits": 4, "group_size": 32, **own}
+    checkpoint = write_checkpoint(
+        tmp_path, config, mlx(4, 32), architecture=architecture, moe_intermediate_size=64, mlp_only_layers=[]
+    )
+    decoder = read_decoder_config(tmp_path)
+    assert decoder.experts is not None
+    count, width, hidden = decoder.experts.count, decoder.experts.width, decoder.hidden_size
+    stored = load_file(checkpoint.file)
+    tensors = {name: value for name, value in stored.items() if ".experts." not in name}
+    exact: dict[str, torch.Tensor] = {}
+    rng = np.random.default_rng(1)
+    for layer in ("model.layers.0.", start):
+        for linear, shape in (
+            ("gate_proj", (width, hidden)),
+            ("up_proj", (width, hidden)),
+            ("down_proj", (hidden, width)),
+        ):
+            quantize = mlx(8, 32) if f"{layer}{stack}.{linear}" in own else mlx(4, 32)
+            parts, numbers = zip(*(quantize(rng, *shape) for _ in range(count)), strict=True)
+            tensors |= {
+                f"{layer}{stack}.{linear}.{part}": torch.stack([each[part] for each in parts]) for part in parts[0]
+            }
+            exact[f"{layer}{linear}"] = torch.stack(numbers).float()
+            if decoder.experts.biased:
+                tensors[f"{layer}{stack}.{linear}.bias"] = torch.randn(count, shape[0])
+    parts, numbers = mlx(8, 32)(rng, count, hidden)
+    tensors |= {f"{start}{router}.{part}": value for part, value in parts.items()}
+    save_file(tensors, checkpoint.file, metadata={"format": "pt"})
+    with open_weights(tmp_path, decoder, keeps=has_cpu_kernels) as weights:
+        layer = weights.layer(1, torch.float32)
+    assert isinstance(layer.expert_gate_up, GroupedWeight)
+    assert isinstance(layer.expert_down, GroupedWeight)
+    gate_up = torch.cat([exact[f"{start}gate_proj"], exact[f"{start}up_proj"]], dim=1)
+    assert torch.equal(layer.expert_gate_up.dequantize(), gate_up.view(-1, hidden))
+    assert torch.equal(layer.expert_down.dequantize(), exact[f"{start}down_proj"].view(-1, width))
+    assert torch.equal(layer.router, numbers.float())
+    if decoder.experts.biased:
+        biases = [tensors[f"{start}{stack}.{linear}.bias"] for linear in ("gate_proj", "up_proj")]
+        assert torch.equal(layer.expert_gate_up_bias, torch.cat(biases, dim=1).view(-1))
 
 
 def test_settings_of_modelopt_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:

@@ -54,10 +54,11 @@ def word_piece_vocabulary(vocab_size: int = len(TOKENS)) -> dict[str, Any]:
 
 
 def encoder_file(arch: str, checkpoint: Path, config: Any, kind: str) -> GgufFile:
+    first_position = config.pad_token_id + 1 if config.model_type == "xlm-roberta" else 0
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     own = {
-        "context_length": config.max_position_embeddings,
+        "context_length": config.max_position_embeddings - first_position,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
         "feed_forward_length": config.intermediate_size,
@@ -73,7 +74,9 @@ def encoder_file(arch: str, checkpoint: Path, config: Any, kind: str) -> GgufFil
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         if not name.startswith("pooler."):
             chosen = gguf.GGMLQuantizationType[kind if tensor.dim() > 1 and ".layer" in name else "F32"]
-            found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            found = names.get_name(name.removeprefix("roberta."), try_suffixes=(".weight", ".bias"))
+            if "position_embeddings" in name:
+                tensor = tensor[first_position:]
             file.tensors[found] = quantize(tensor.numpy(), chosen), chosen
     return file
 
@@ -95,13 +98,58 @@ def test_vectors_are_those_of_the_checkpoint(preset: str, arch: str, kind: str, 
     forward_pass.close()
 
 
+def reranker_file(tmp_path: Path) -> tuple[GgufFile, Any]:
+    """A file as of BGE's rerankers, and the model."""
+    model = make_encoder("xlm-roberta", "ForSequenceClassification", tmp_path / "checkpoint", num_labels=1)
+    file = encoder_file("bert", tmp_path / "checkpoint", model.config, "F32")
+    file.metadata |= {"bert.pooling_type": 4, "bert.classifier.output_labels": ["LABEL_0"]}
+    return file, model
+
+
+def test_reranker_scores_as_transformers(tmp_path: Path) -> None:
+    file, model = reranker_file(tmp_path)
+    model_dir = resolve_model(str(file.write(tmp_path / "model.gguf")))
+    assert find_task(model_dir) == ModelTask("rerank", True)
+    forward_pass = EncoderPass.load(model_dir, PassOptions(dtype="fp32"))
+    rows = random_rows((2, 17, 150))
+    for row, scores in zip(rows, run_rows(forward_pass, rows, "classify"), strict=True):
+        ids = torch.from_numpy(row.astype(np.int64))[None]
+        with torch.inference_mode():
+            logits = model(ids, attention_mask=torch.ones_like(ids)).logits[0].numpy()
+        np.testing.assert_allclose(scores, logits, atol=1e-4)
+    forward_pass.close()
+
+
+@pytest.mark.parametrize(
+    ("missing", "labels", "message"),
+    [
+        ("cls.weight", ["a"], r"tensor cls\.weight is missing, which a model with pooling_type 4 needs"),
+        (
+            "token_types.weight",
+            ["a"],
+            r"tensor token_types\.weight is missing: only classifiers of BERT's and RoBERTa's kind",
+        ),
+        (None, [1, 2], r"output_labels is \[1, 2\]; expected a list of strings"),
+    ],
+)
+def test_reranker_with_another_head_is_refused(
+    missing: str | None, labels: list[Any], message: str, tmp_path: Path
+) -> None:
+    """llama.cpp's converter drops BERT's pooler, and gives DistilBERT's classifier another activation."""
+    file, _ = reranker_file(tmp_path)
+    file.metadata["bert.classifier.output_labels"] = labels
+    file.tensors.pop(missing, None)
+    with pytest.raises(StartupError, match=message):
+        resolve_model(str(file.write(tmp_path / "model.gguf")))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"bert.attention.causal": True}, "bert.attention.causal is True; this architecture is supported without"),
         ({"bert.expert_count": 8}, "bert.expert_count is 8"),
-        ({"bert.block_count": 1}, r"tensor 'blk\.1\.\w+\.\w+' has no place in a BertModel"),
-        ({"bert.pooling_type": 4}, "bert.pooling_type is 4"),
+        ({"bert.block_count": 1}, r"tensor 'blk\.1\.\w+\.\w+' has no place in a Bert of"),
+        ({"bert.pooling_type": 5}, "bert.pooling_type is 5"),
     ],
 )
 def test_encoder_of_another_kind_is_refused_by_key(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -143,6 +191,7 @@ def test_unigram_pieces_are_those_of_transformers() -> None:
     theirs = XLMRobertaTokenizer(vocab=scored)
     for text in ("the unable  tea", " the é", ""):
         assert ours.encode(text).ids == theirs(text)["input_ids"]
+    assert ours.encode("the", "tea a").ids == theirs("the", "tea a")["input_ids"]
 
 
 def test_vocabulary_with_capitals_keeps_them() -> None:

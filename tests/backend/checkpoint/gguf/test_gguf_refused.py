@@ -143,6 +143,7 @@ def test_hostile_header_is_refused_in_one_line_without_memory(name: str, tmp_pat
         ({"llama.embedding_length": 128}, r"embed_tokens\.weight has shape \[320, 68\]; GGUF, Q8_0 .* \[320, 136\]"),
         ({"llama.attention.head_count": 0}, "num_attention_heads is 0"),
         ({"llama.attention.head_count_kv": [2, 4]}, "expected the same integer for all layers"),
+        ({"llama.rope.freq_base": 0.0}, "rope_theta is 0.0"),
         ({"llama.rope.scaling.type": "magic"}, "rope.scaling.type is 'magic'"),
         (
             {"llama.attention.sliding_window": 16},

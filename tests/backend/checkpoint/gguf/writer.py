@@ -10,8 +10,6 @@ import gguf
 import numpy as np
 import torch
 
-from penstock.tools.bench.components.format_checkpoints import SCALE_BYTES
-
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -19,6 +17,12 @@ if TYPE_CHECKING:
 
 WORDS = ("Ġthe", "Ġof", "he", "th", "in", "er", "an", "Ġt", "Ġo", "Ġa")
 SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>")
+SCALE_BYTES = {
+    "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "IQ4_NL": (0,),
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,),
+    "IQ1_S": (0,), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,), "IQ4_XS": (0,),
+}  # fmt: skip
+"""First bytes of the binary16 numbers in a block of each GGML type."""
 
 
 @dataclass

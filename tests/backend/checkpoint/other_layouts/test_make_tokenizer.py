@@ -132,6 +132,7 @@ _KIMI = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_LLAMA3 = _QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|", 1)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +152,63 @@ def test_tokens_are_those_of_tiktoken(kind: str, file: str, pattern: str, tmp_pa
         assert tokenizer.encode(text).ids == oracle.encode(normal, allowed_special="all"), text
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == normal
     assert made == config
+
+
+def test_tokens_of_llama_3_are_those_of_tiktoken(tmp_path: Path) -> None:
+    num_ranks = len(ranks())
+    specials = {"<|begin_of_text|>": num_ranks, "<|end_of_text|>": num_ranks + 1, "<|eot_id|>": num_ranks + 9}
+    specials |= {"<|python_tag|>": num_ranks + 10, "<|reserved_special_token_247|>": num_ranks + 255}
+    oracle = tiktoken.Encoding("x", pat_str=_LLAMA3, mergeable_ranks=ranks(), special_tokens=specials)
+    tokenizer, made = make(tmp_path, tokenizer__model=tiktoken_file())
+    for text in (*TEXTS, "".join(specials)):
+        assert tokenizer.encode(text).ids == [num_ranks, *oracle.encode(text, allowed_special="all")], text
+    assert (made["bos_token"], made["eos_token"]) == ("<|begin_of_text|>", "<|end_of_text|>")
+    assert tokenizer.get_vocab_size() == num_ranks + 256
+
+
+def word_pieces(*tokens: str) -> bytes:
+    return "\n".join((*tokens, "the", "un", "##able", "a", "##a")).encode()
+
+
+_SPECIAL = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3}
+_BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_DEBERTA = dict(zip(("pad_piece", "bos_piece", "eos_piece", "unk_piece"), ("[PAD]", *_BERT[2:4], "[UNK]"), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "file", "offset", "options", "pair"),
+    [
+        ("xlm-roberta", "sentencepiece__bpe__model", 1, {}, "<s>A</s></s>B</s>"),
+        ("camembert", "sentencepiece__bpe__model", 4, {}, "<s>A</s></s>B</s>"),
+        ("deberta-v2", "spm__model", 0, _SPECIAL | _DEBERTA, "[CLS]A[SEP]B[SEP]"),
+    ],
+)
+def test_tokens_of_encoders_are_those_of_sentencepiece(
+    model_type: str, file: str, offset: int, options: dict[str, Any], pair: str, tmp_path: Path
+) -> None:
+    model = sentencepiece_model(**MODELS["Unigram"], **options)
+    oracle = sentencepiece.SentencePieceProcessor(model_proto=model)
+    tokenizer, _ = make(tmp_path, **{file: model, "config__json": {"model_type": model_type}})
+    for text in TEXTS:
+        expected = [token + offset if token or not offset else 3 for token in oracle.encode(text)]
+        assert ids(tokenizer, text) == expected, text
+    one, two = ("".join(tokenizer.encode(text, add_special_tokens=False).tokens) for text in ("the order", "house"))
+    both = "".join(tokenizer.encode("the order", "house").tokens)
+    assert both == pair.replace("A", one).replace("B", two)
+    assert tokenizer.token_to_id("[MASK]" if "[" in pair else "<mask>") == oracle.vocab_size() + offset
+
+
+def test_tokens_of_a_tokenizer_class_are_those_of_its_files(tmp_path: Path) -> None:
+    tokenizer, made = make(
+        tmp_path,
+        vocab__txt=word_pieces(*_BERT),
+        config__json={"model_type": "bert"},
+        tokenizer_config__json={"do_lower_case": False},
+    )
+    assert tokenizer.encode("the unable Aa", "[MASK]a").tokens == [
+        *("[CLS]", "the", "un", "##able", "[UNK]", "[SEP]", "[MASK]", "a", "[SEP]")
+    ]
+    assert (made["cls_token"], made["do_lower_case"]) == ("[CLS]", False)
 
 
 def tekken(**change: Any) -> dict[str, Any]:
@@ -192,6 +250,11 @@ def test_tokens_of_tekken_are_those_of_tiktoken(tmp_path: Path, capsys: pytest.C
         ),
         ("x.tiktoken", b"", {"added_tokens_decoder": {"-1": {"content": "a"}}}, "has the token id -1; ids are 0 to"),
         ("x.tiktoken", b"", {"added_tokens_decoder": {"1": "a"}}, "added_tokens_decoder has 'a' for '1'"),
+        (
+            *("tokenizer.model", b"".join(b"YQ== %d\n" % rank for rank in range(3)), {}),
+            "its 1 ranks are not 0 to 0",
+        ),
+        ("vocab.txt", word_pieces(*_BERT), {"tokenizer_class": "GPT2Tokenizer"}, "; known are BertTokenizer, Dis"),
         ("tekken.json", b"{}", {}, "it cannot be used (KeyError: 'config')"),
         ("tekken.json", json.dumps(tekken(special_tokens=None)).encode(), {}, "it needs mistral-common"),
     ],
@@ -202,6 +265,7 @@ def test_file_that_cannot_be_converted_is_refused_in_a_line(
     monkeypatch.setattr(make_tokenizer.resource, "setrlimit", lambda *_: None)  # it would hold for the tests' process
     (tmp_path / name).write_bytes(content)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     line = make_tokenizer.main(tmp_path / name, tmp_path)
     assert line is not None
     assert expected in line

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from penstock.shm.messages import FailureCode, Finish, Quote, QuoteTerms
+from penstock.shm.messages import AskQuote, FailureCode, Finish, Quote, QuoteTerms
 from tests.backend.harness import Bench
 
 STEP_S = 0.1
-ASK, REFUSE = QuoteTerms("quote"), QuoteTerms("refuse")
+TERMS = QuoteTerms()
 
 
 class TimedBench(Bench):
@@ -37,9 +37,9 @@ class TimedBench(Bench):
                     ends.setdefault(request_id, self.now_s)
         return [(firsts[request_id], ends[request_id]) for request_id in request_ids]
 
-    def quote(self, prompt: list[int], max_tokens: int, terms: QuoteTerms = ASK, **options: object) -> Quote:
+    def quote(self, prompt: list[int], max_tokens: int, terms: QuoteTerms = TERMS, **options: object) -> Quote:
         request_id = 1000 + len(self.link.received)
-        self.submit(prompt, max_tokens, request_id=request_id, quote=terms, **options)
+        self.submit(prompt, max_tokens, request_id=request_id, kind=AskQuote, terms=terms, **options)
         self.engine.turn()
         received = self.received(request_id)
         assert received.finishes == [Finish.QUOTED]
@@ -61,7 +61,7 @@ def test_new_backend_says_that_it_does_not_know() -> None:
     assert (quote.first_token_s, quote.finish_s, quote.latest_finish_s, quote.expected_tokens) == (None,) * 4
     assert bench.board.requests_quoted == 1
     assert bench.is_idle
-    bench.submit([1, 2, 3], 5, request_id=1, timeout_ms=1, quote=REFUSE)
+    bench.submit([1, 2, 3], 5, request_id=1, timeout_ms=1, refuse_late=TERMS)
     bench.engine.turn()
     assert not bench.received(1).finishes, "what is unknown refuses nothing"
 
@@ -133,7 +133,7 @@ def test_request_with_several_choices_finishes_with_the_last() -> None:
     bench = warm(max_running=2)
     one, four = (
         bench.quote([1], 10),
-        bench.quote([1], 10, QuoteTerms("quote", num_choices=4, num_other_prompt_tokens=3)),
+        bench.quote([1], 10, QuoteTerms(num_choices=4, num_other_prompt_tokens=3)),
     )
     assert one.finish_s is not None
     assert four.finish_s == pytest.approx(2 * one.finish_s, rel=0.2)
@@ -155,10 +155,10 @@ def test_answers_that_may_stop_are_expected_to_be_as_long_as_others_were() -> No
 
 def test_request_that_would_be_late_is_refused_if_it_asks_so() -> None:
     bench = warm()
-    bench.submit([9], 100, request_id=1, timeout_ms=5000, quote=REFUSE)
-    bench.submit([9], 100, request_id=2, timeout_ms=20_000, quote=REFUSE)
+    bench.submit([9], 100, request_id=1, timeout_ms=5000, refuse_late=TERMS)
+    bench.submit([9], 100, request_id=2, timeout_ms=20_000, refuse_late=TERMS)
     bench.submit([9], 100, request_id=3, timeout_ms=5000)
-    bench.submit([9], 100, request_id=4, timeout_ms=5000, quote=REFUSE, admitted_ns=1)
+    bench.submit([9], 100, request_id=4, timeout_ms=5000, refuse_late=TERMS, admitted_ns=1)
     bench.engine.turn()
     refused = bench.received(1)
     assert refused.finishes == [Finish.REJECTED]
@@ -176,11 +176,11 @@ def test_full_wait_queue_and_draining_backend_give_no_quote() -> None:
     bench = TimedBench(max_running=1, max_waiting=2)
     for request_id in range(4):
         bench.submit([request_id], 5, request_id=request_id)
-    bench.submit([8], 5, request_id=8, quote=ASK)
+    bench.submit([8], 5, request_id=8, kind=AskQuote)
     bench.engine.turn()
     assert bench.received(8).failure.code == FailureCode.OVERLOADED  # type: ignore[union-attr]
     bench.engine._intake.is_draining = True
-    bench.submit([8], 5, request_id=9, quote=ASK)
+    bench.submit([8], 5, request_id=9, kind=AskQuote)
     bench.engine.turn()
     assert bench.received(9).failure.code == FailureCode.SHUTTING_DOWN  # type: ignore[union-attr]
 

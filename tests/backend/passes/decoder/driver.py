@@ -18,7 +18,7 @@ from penstock.backend.forward_pass import (
     TokenLogprobs,
 )
 from penstock.backend.kv_cache.kv_groups import KvGroups
-from penstock.tools.gpu_check.checks.pass_agreement import RowsOnHost
+from penstock.tools.gpu.checks.pass_agreement import RowsOnHost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

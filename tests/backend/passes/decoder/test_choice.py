@@ -12,7 +12,7 @@ from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.forward_pass.plugins import find_forward_pass
-from penstock.backend.kv_cache.budget import KvBudget, plan_kv
+from penstock.backend.kv_cache.budget.kv_plan import KvBudget, plan_kv
 from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.passes.decoder.cpu import forward_pass
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass, make_cpu_ops

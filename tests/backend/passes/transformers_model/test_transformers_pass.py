@@ -38,8 +38,11 @@ def checkpoint(name: str) -> Path:
 
 @cache
 def generated(name: str) -> list[list[int]]:
+    return continue_prompts(load_oracle(checkpoint(name)))
+
+
+def continue_prompts(oracle: Any) -> list[list[int]]:
     """The greedy continuation of each prompt by transformers."""
-    oracle = load_oracle(checkpoint(name))
     oracle.generation_config.eos_token_id = None  # otherwise it stops there
     settings = transformers.GenerationConfig(max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0)
     return [
@@ -48,8 +51,10 @@ def generated(name: str) -> list[list[int]]:
     ]
 
 
-def make_driver(name: str, kv_dtype: str = "fp32") -> Driver:
-    return Driver(TransformersPass.load(checkpoint(name), FP32), num_pages=64, page_size=8, kv_dtype=kv_dtype)
+def make_driver(model: str | Path, kv_dtype: str = "fp32") -> Driver:
+    """model: a family's name, or a checkpoint."""
+    path = checkpoint(model) if isinstance(model, str) else model
+    return Driver(TransformersPass.load(path, FP32), num_pages=64, page_size=8, kv_dtype=kv_dtype)
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
@@ -107,6 +112,24 @@ def test_weight_bytes_are_those_of_the_parameters() -> None:
 def test_model_with_another_cache_is_refused_by_name(name: str) -> None:
     with pytest.raises(StartupError, match=f"{REFUSED[name][0]}ForCausalLM {REFUSED[name][2]}"):
         TransformersPass.describe(checkpoint(name), FP32)
+
+
+@pytest.mark.parametrize(("rows", "vocab_size"), [(300, 300), (576, 512)])
+def test_resized_vocabulary_has_the_rows_that_can_be_sampled(rows: int, vocab_size: int, tmp_path: Path) -> None:
+    """vocab_size in config.json is 512."""
+    oracle = load_oracle(checkpoint("arcee"))
+    oracle.resize_token_embeddings(rows)
+    with torch.no_grad():
+        oracle.get_output_embeddings().weight[512:] = 9.0
+    oracle.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_bytes((checkpoint("arcee") / "config.json").read_bytes())
+    oracle.resize_token_embeddings(vocab_size)
+    driver = make_driver(tmp_path)
+    added = [driver.add(prompt) for prompt in PROMPTS]
+    driver.prefill(None)
+    driver.decode(NUM_TOKENS - 1)
+    assert [row.tokens[row.num_prompt_tokens :] for row in added] == continue_prompts(oracle)
+    assert TransformersPass.describe(tmp_path, FP32).weight_bytes == 4 * oracle.num_parameters()
 
 
 def edited(name: str, out: Path, **changes: Any) -> Path:

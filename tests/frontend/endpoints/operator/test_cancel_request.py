@@ -31,8 +31,8 @@ async def test_open_request_is_cancelled_and_logged(
     caplog.set_level("WARNING", "penstock.admin")
     answer = await cancel(operator)
     assert (answer.status, answer.json()) == (200, {"object": "request.cancelled"})
-    assert backend.last.cancels == RequestName(42, 7)
-    assert not backend.last.runs
+    assert backend.questions == [RequestName(42, 7)]
+    assert not backend.streams
     assert [record.getMessage() for record in caplog.records] == ["the operator cancelled request 7 of frontend 42"]
 
 
@@ -56,7 +56,7 @@ async def test_backend_that_is_away_or_does_not_answer_is_said(
 async def test_bad_name_is_400(operator: ClientConnection, backend: FakeBackend, name: str) -> None:
     answer = await cancel(operator, f"/admin/requests/{name}/cancel")
     assert (answer.status, answer.error["param"]) == (400, "request")
-    assert not backend.streams
+    assert not backend.questions
 
 
 async def test_only_the_admin_key_may_cancel(
@@ -69,7 +69,7 @@ async def test_only_the_admin_key_may_cancel(
     without = await cancel(connect())
     assert without.status == 401
     assert "no admin key; start it with --admin-key" in without.error["message"]
-    assert not backend.streams
+    assert not backend.questions
     chat = {"messages": [{"role": "user", "content": "x"}]}
     assert (await operator.request("POST", "/v1/chat/completions", chat, ADMIN)).status == 401
 

@@ -188,8 +188,8 @@ async def test_request_that_is_never_sent_keeps_its_buffer(socket_path: Path) ->
             buffer = client.take_buffer()
             session = client._connection.session
             assert session is not None
-            session.send_with_buffer = lambda *_: False  # type: ignore[method-assign]
-            session.send_submit = lambda *_: False  # type: ignore[method-assign]
+            session.send = lambda *_: False  # type: ignore[method-assign]
+            session.send_prompt = lambda *_: False  # type: ignore[method-assign]
             stream = client.submit(GenerationRequest([1], 1, GREEDY, output=BufferSlice(buffer, LOGITS, 1)))
             with pytest.raises(BufferGone, match="lent"):
                 buffer.view()
@@ -197,7 +197,7 @@ async def test_request_that_is_never_sent_keeps_its_buffer(socket_path: Path) ->
             assert (await anext(stream)).finish is Finish.CANCELLED
             assert buffer.num_rows == 0
             buffer.view()
-            del session.send_with_buffer, session.send_submit
+            del session.send, session.send_prompt
             client._send()
 
 

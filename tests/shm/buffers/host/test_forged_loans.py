@@ -25,7 +25,7 @@ from penstock.shm.messages import (
     decode_welcome,
     encode,
 )
-from tests.shm.buffers.buffer_backend import CONTENTS, TurnedBackend, TurnedClient, WelcomeRefused, make_submit
+from tests.shm.buffers.buffer_backend import CONTENTS, TurnedBackend, TurnedClient, WelcomeRefused, make_generate
 from tests.shm.buffers.host.harness import EMBEDDINGS, LOGITS, ROW_BYTES, TOKENS
 from tests.shm.scripted_backend import model_card
 
@@ -61,13 +61,13 @@ from tests.shm.scripted_backend import model_card
 def test_forged_or_stale_loan_is_rejected(
     backend: TurnedBackend, client: TurnedClient, changes: dict[str, object]
 ) -> None:
-    client.send(make_submit(1, output=BufferRef(0, 5, LOGITS, 1)))
+    client.send(make_generate(1, output=BufferRef(0, 5, LOGITS, 1)))
     backend.submission()
     client.session.send_cancel(1)
     backend.until(lambda: any(type(event).__name__ == "Cancellation" for event in backend.events))
     (exported,) = [peer.buffers for peer in backend.link._frontends.values()]
     assert exported is not None
-    client.send(make_submit(2, **changes))
+    client.send(make_generate(2, **changes))
     backend.until(lambda: backend.link.counters.faults == 1)
     assert exported.num_lent == exported.num_returned
     outputs: list[FailureCode] = []
@@ -82,8 +82,8 @@ def test_forged_or_stale_loan_is_rejected(
 
 
 def test_buffer_cannot_be_lent_twice(backend: TurnedBackend, client: TurnedClient) -> None:
-    client.send(make_submit(1, output=BufferRef(1, 1, LOGITS, 1)))
-    client.send(make_submit(2, output=BufferRef(1, 2, LOGITS, 1)))
+    client.send(make_generate(1, output=BufferRef(1, 1, LOGITS, 1)))
+    client.send(make_generate(2, output=BufferRef(1, 2, LOGITS, 1)))
     first = backend.submission().output
     backend.until(lambda: backend.link.counters.faults == 1)
     assert first is not None
@@ -92,7 +92,7 @@ def test_buffer_cannot_be_lent_twice(backend: TurnedBackend, client: TurnedClien
 
 def test_client_without_buffers_cannot_lend(backend: TurnedBackend) -> None:
     with backend.client(None) as client:
-        client.send(make_submit(1, output=BufferRef(0, 1, LOGITS, 1)))
+        client.send(make_generate(1, output=BufferRef(0, 1, LOGITS, 1)))
         backend.until(lambda: backend.link.counters.faults == 1)
 
 
@@ -112,9 +112,8 @@ def test_client_rejects_the_return_of_what_it_has_not_lent(
     assert buffers is not None
     buffer = buffers.take()
     for _ in range(2):
-        submit = buffers.lend_with(make_submit(1), None, BufferSlice(buffer, LOGITS, 1))
-        assert submit.output is not None
-        if submit.output.generation == 1:
+        lent = buffers.lend(None, BufferSlice(buffer, LOGITS, 1))
+        if lent["output"].generation == 1:
             buffers.take_back(0, 1)
     with pytest.raises(ValueError, match=message):
         buffers.accept((returned,))
@@ -150,7 +149,7 @@ def test_impossible_buffer_request_is_refused_with_the_reason(
 @pytest.mark.parametrize("field", ["tokens", "output"])
 def test_buffer_reference_outside_its_bounds_is_a_wire_error(ref: BufferRef, field: str) -> None:
     with pytest.raises(WireError):
-        decode_to_backend(encode(make_submit(1, **{field: ref})))
+        decode_to_backend(encode(make_generate(1, **{field: ref})))
 
 
 @pytest.mark.parametrize(

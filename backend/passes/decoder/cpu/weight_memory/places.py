@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.backend.checkpoint.config_json import read_declared_dtype
+from penstock.backend.checkpoint.fingerprint import packing_fingerprint
 from penstock.backend.checkpoint.formats.declared import read_stored_formats
 from penstock.backend.checkpoint.quantization.modes import find_cpu_quantization, packed_linears, weight_bytes
 from penstock.backend.checkpoint.weights import choose_dtype
 from penstock.backend.passes.decoder.cpu.weight_memory.held import CpuMemories, create_memfd
-from penstock.backend.passes.decoder.held_weights.fingerprint import packing_fingerprint
 from penstock.backend.passes.decoder.held_weights.packed_file import PackedFile
 from penstock.process.private_directory import UnsafeDirectory
 from penstock.shm.memory.fd_mailbox import FdMailbox

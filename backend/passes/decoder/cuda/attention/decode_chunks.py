@@ -1,4 +1,4 @@
-"""How decode attention cuts a context into chunks and tiles, without torch for predictions."""
+"""How decode attention cuts a context into chunks and tiles."""
 
 from __future__ import annotations
 

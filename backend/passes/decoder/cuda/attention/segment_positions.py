@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 MAX_CONTEXT_TOKENS = 1 << 24
 SHORTEST_SEGMENT_TOKENS = 2048
 ENOUGH_BLOCKS = 1024
@@ -19,9 +17,3 @@ def segment_starts() -> list[int]:
         step = max(step, 1 << (position.bit_length() - 3)) if position else step
         position += step
     return starts
-
-
-def longest_segment(num_tokens: int) -> int:
-    """Return the number of tokens in the longest segment of a context of num_tokens."""
-    starts = [start for start in segment_starts() if start < num_tokens]
-    return max(end - start for start, end in pairwise([*starts, num_tokens]))

@@ -1,7 +1,7 @@
-"""Settings of kernels and steps that a measurement chooses for a GPU model; constants until one is adopted.
+"""Settings of kernels and steps that were measured for a GPU model; constants for all others.
 
-`penstock gpu-check` measures them and writes choices.toml into its report; `--adopt` copies that file to DIRECTORY. A
-start reads it once, so the settings stay the same while the process runs.
+A file in DIRECTORY has a model's, chosen by a person with `penstock gpu-check --choices` (docs/gpu/README.md). A start
+reads it once, so the settings stay the same while the process runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from penstock.backend.errors import StartupError
 
 DIRECTORY = Path(__file__).parents[1] / "choices"
-FILE_NAME = "choices.toml"
 DRIVERS_CHOICE = -1
 """Replaces a percentage of shared memory: the driver chooses by a block's need."""
 SMALL_HIDDEN_SIZE = 2048
@@ -123,11 +122,6 @@ def read_choices(path: Path) -> KernelChoices:
     return KernelChoices(**settings)
 
 
-def choices_text(settings: dict[str, int], source: str) -> str:
-    """The file's text. source is one line on the origin of the settings."""
-    return "\n".join([f"# {source}", *(f"{name} = {value}" for name, value in settings.items()), ""])
-
-
 def file_of(gpu: str, directory: Path = DIRECTORY) -> Path:
     """The file of a GPU model, by the driver's name for it."""
     return directory / f"{re.sub('[^a-z0-9]+', '-', gpu.lower()).strip('-')}.toml"
@@ -162,4 +156,4 @@ def adopted_choices(device: str) -> tuple[KernelChoices, str]:
     try:
         return find_choices(properties.name, (properties.major, properties.minor), DIRECTORY)
     except ChoicesRefused as refusal:
-        raise StartupError(f"{refusal}; remove the file, or adopt a report again") from refusal
+        raise StartupError(f"{refusal}; remove the file, or correct it") from refusal

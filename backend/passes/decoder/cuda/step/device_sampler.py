@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MAX_VOCAB = 1 << 18
 MAX_BIASES = 300
-"""Most logit biases per slot; the limit of `Submit`."""
+"""Most logit biases per slot; the limit of `Sampling`."""
 
 _CHUNK = 4096
 """Logits that a block of the sampler loads at once."""

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.backend.checkpoint import fingerprint
 from penstock.backend.checkpoint.quantization import quantized_checkpoint
 from penstock.backend.checksum import block_sum
 from penstock.backend.forward_pass import PassOptions
@@ -24,7 +25,7 @@ from penstock.backend.passes.decoder.cpu.native_structs import Linear
 from penstock.backend.passes.decoder.cpu.path_choice import load_kernels
 from penstock.backend.passes.decoder.cpu.weight_memory.held import FilledMemory, HeldMemory, create_memfd
 from penstock.backend.passes.decoder.cpu.weight_memory.manifest import LinearForm, Manifest, PackedWeight
-from penstock.backend.passes.decoder.held_weights import fingerprint, sealed_manifest
+from penstock.backend.passes.decoder.held_weights import sealed_manifest
 from penstock.backend.passes.decoder.held_weights.blocks import HeldWeightsError
 from penstock.backend.passes.decoder.held_weights.sealed_manifest import DATA_PLACE
 from penstock.shm.memory import region

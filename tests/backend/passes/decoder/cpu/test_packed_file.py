@@ -15,13 +15,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.backend.checkpoint import fingerprint
 from penstock.backend.checkpoint.quantization import quantized_checkpoint
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cpu.path_choice import load_kernels
 from penstock.backend.passes.decoder.cpu.weight_memory import places
-from penstock.backend.passes.decoder.held_weights import fingerprint, packed_file
+from penstock.backend.passes.decoder.held_weights import packed_file
 from penstock.process import cache_directory
 from tests.backend.passes.decoder.driver import Driver
 from tests.checkpoints import make_checkpoint

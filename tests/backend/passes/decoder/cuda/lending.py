@@ -17,8 +17,8 @@ from penstock.shm.messages import (
     BufferRequest,
     ContentSpec,
     Finish,
+    Generate,
     Sampling,
-    Submit,
 )
 from tests.backend.harness import GREEDY, ScriptedLink
 from tests.backend.passes.decoder.cuda.emulator_shared_device import EmulatorSharedDevice
@@ -80,8 +80,15 @@ class LendingLink(ScriptedLink):
         output = None
         if num_logits:
             _, output = self._lend(frontend, request_id, self._free_buffer(frontend), BufferContent.LOGITS, num_logits)
-        submit = Submit(request_id, ref, len(rows), max_tokens, sampling, **options)
-        self.arrivals.append(Submission(frontend, submit, b"", output, loan))
+        message = Generate(
+            request_id=request_id,
+            tokens=ref,
+            num_prompt_tokens=len(rows),
+            max_tokens=max_tokens,
+            sampling=sampling,
+            **options,
+        )
+        self.arrivals.append(Submission(frontend, message, b"", output, loan))
         return loan
 
     def _free_buffer(self, frontend: int) -> int:

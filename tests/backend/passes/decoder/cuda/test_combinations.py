@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.backend.engine.executor import ExecutorFailed
+from penstock.backend.engine.steps.executor import ExecutorFailed
 from penstock.backend.passes.decoder.cuda.device.link_probe import LinkSpeed
 from penstock.shm.buffers.device_api import DeviceError
 from penstock.shm.link.events import FrontendDeath

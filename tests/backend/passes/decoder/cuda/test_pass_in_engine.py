@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.engine.batch_builder import BatchBuilder
-from penstock.backend.engine.executor import Executor, ExecutorFailed
 from penstock.backend.engine.loop import Engine
+from penstock.backend.engine.steps.batch_builder import BatchBuilder
+from penstock.backend.engine.steps.executor import Executor, ExecutorFailed
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import FROM_SLOT, DeviceLost, PassOptions, SlotInit, StepBatch
 from penstock.backend.passes.decoder.cuda import workspace_plan as plan
@@ -71,15 +71,7 @@ class AheadBench(Bench):
         self.threads = Executor(capacity)
         self.threads.start(lambda: forward_pass)
         builder = BatchBuilder(MAX_ROWS, num_pages, len(forward_pass.spec.kv_windows))
-        self.engine = Engine(
-            self.link,  # type: ignore[arg-type]
-            self.threads,
-            self.scheduler,
-            builder,
-            self.requests,
-            self.board,
-            self.clock,
-        )
+        self.engine = Engine(self.link, self.threads, self.scheduler, builder, self.requests, self.board, self.clock)
 
     def turn(self) -> None:
         """Run one turn of the engine, then wait for a step to end if one runs."""

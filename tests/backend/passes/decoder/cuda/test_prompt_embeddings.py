@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.backend.forward_pass import NOT_FINITE, DeviceRows
-from penstock.tools.gpu_check.checks.pass_agreement import RowsOnHost
+from penstock.tools.gpu.checks.pass_agreement import RowsOnHost
 from tests.backend.passes.decoder.cuda.deferred_device import DeferredCudaPass, DeferredDevice
 from tests.backend.passes.decoder.cuda.tiny_models import checkpoint, generated, make_driver, options, oracle, prompts
 from tests.backend.passes.decoder.driver import Driver

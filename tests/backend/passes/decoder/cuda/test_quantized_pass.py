@@ -20,7 +20,7 @@ from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
-from penstock.tools.gpu_check.cases.products.rounded import rounded
+from penstock.tools.gpu.cases.products.rounded import rounded
 from tests.backend.checkpoint.formats.quantizers import (
     fp8,
     int8,

@@ -19,7 +19,7 @@ from penstock.backend.passes.decoder.cuda.attention.kernel_limits import HEAD_DI
 from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO
 from penstock.backend.passes.decoder.ops import supports_q8_0
-from penstock.tools.gpu_check.cases.attention.decode import (
+from penstock.tools.gpu.cases.attention.decode import (
     H200_SHARED_BYTES,
     TOLERANCE,
     DecodeCase,

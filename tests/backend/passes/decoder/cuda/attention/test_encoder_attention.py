@@ -10,10 +10,10 @@ import torch
 
 from penstock.backend.passes.decoder.cuda.attention.encoder_attention import ENCODER_HEAD_DIMS, EncoderAttention
 from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, Launcher
-from penstock.tools.gpu_check.cases.attention.catalogue import encoder_checks
-from penstock.tools.gpu_check.cases.attention.encoder import EncoderCase, check_attention
-from penstock.tools.gpu_check.cases.check import Check
-from penstock.tools.gpu_check.cases.comparing import Mismatch
+from penstock.tools.gpu.cases.attention.catalogue import encoder_checks
+from penstock.tools.gpu.cases.attention.encoder import EncoderCase, check_attention
+from penstock.tools.gpu.cases.check import Check
+from penstock.tools.gpu.cases.comparing import Mismatch
 from tests.cuda_emulator import EmulatedLauncher
 
 FAST = EmulatedLauncher()

@@ -15,9 +15,9 @@ from penstock.backend.passes.decoder.cuda.attention.prefill_attention import (
     kernels,
 )
 from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
-from penstock.tools.gpu_check.cases.attention import prefill
-from penstock.tools.gpu_check.cases.attention.paged_rows import PagedRows, Row
-from penstock.tools.gpu_check.cases.attention.prefill import TOLERANCE, attention_of, prepare, relative_error, rows_of
+from penstock.tools.gpu.cases.attention import prefill
+from penstock.tools.gpu.cases.attention.paged_rows import PagedRows, Row
+from penstock.tools.gpu.cases.attention.prefill import TOLERANCE, attention_of, prepare, relative_error, rows_of
 from tests.cuda_emulator import EmulatedLauncher
 
 FAST = EmulatedLauncher()

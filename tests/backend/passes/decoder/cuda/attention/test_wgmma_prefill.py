@@ -8,10 +8,10 @@ import torch
 from penstock.backend.passes.decoder.cuda.attention.prefill_attention import PrefillAttention
 from penstock.backend.passes.decoder.cuda.device import nvrtc
 from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
-from penstock.tools.gpu_check.cases.attention import prefill
-from penstock.tools.gpu_check.cases.attention.paged_rows import STEEP_TOLERANCE, Row
-from penstock.tools.gpu_check.cases.attention.prefill import TOLERANCE, attention_of, prepare, rows_of, run
-from penstock.tools.gpu_check.cases.ptx.wrappers import HOPPER_SOURCE, HOPPER_WRAPPERS, hopper_kernel
+from penstock.tools.gpu.cases.attention import prefill
+from penstock.tools.gpu.cases.attention.paged_rows import STEEP_TOLERANCE, Row
+from penstock.tools.gpu.cases.attention.prefill import TOLERANCE, attention_of, prepare, rows_of, run
+from penstock.tools.gpu.cases.ptx_wrappers import HOPPER_SOURCE, HOPPER_WRAPPERS, hopper_kernel
 from tests.cuda_emulator import EmulatedLauncher
 
 FAST = EmulatedLauncher()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.backend.errors import StartupError
-from penstock.backend.kv_cache.memory import MemoryInfo
+from penstock.backend.kv_cache.budget.memory import MemoryInfo
 from penstock.backend.options import GPU_STEP_TOKENS, PAGE_TOKENS, BackendOptions
 from penstock.backend.passes.decoder.cuda.device import kernel_choices
 from penstock.backend.passes.decoder.cuda.device.kernel_choices import (
@@ -18,7 +18,6 @@ from penstock.backend.passes.decoder.cuda.device.kernel_choices import (
     ChoicesRefused,
     KernelChoices,
     adopted_choices,
-    choices_text,
     find_choices,
     read_choices,
 )
@@ -38,7 +37,7 @@ def test_a_gpu_models_file_goes_before_its_architectures(tmp_path: Path) -> None
     assert find_choices(*H200, tmp_path) == (CONSTANTS, "not measured on NVIDIA H200")
     (tmp_path / "sm_90.toml").write_text("ring_tiles = 4\n")
     assert find_choices(*H200, tmp_path) == (KernelChoices(ring_tiles=4), "adopted for sm_90")
-    (tmp_path / "nvidia-h200.toml").write_text(choices_text({"chunk_tokens": 128, "page_size_tokens": 64}, "a run"))
+    (tmp_path / "nvidia-h200.toml").write_text("# A run.\nchunk_tokens = 128\npage_size_tokens = 64\n")
     assert find_choices(*H200, tmp_path)[0] == KernelChoices(chunk_tokens=128, page_size_tokens=64)
     assert find_choices("NVIDIA H100 80GB HBM3", (9, 0), tmp_path)[0].ring_tiles == 4
     assert find_choices("NVIDIA A100-SXM4-80GB", (8, 0), tmp_path)[0] == CONSTANTS

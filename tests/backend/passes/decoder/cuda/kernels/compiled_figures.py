@@ -23,7 +23,7 @@ from penstock.backend.passes.decoder.cuda import kernel_manifest
 from penstock.backend.passes.decoder.cuda.device import nvrtc
 from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, Kernel, group_by_module
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO
-from penstock.tools.gpu_check.machine_code import kernel_rows, kernel_table, occupancy, sass
+from tests.backend.passes.decoder.cuda.kernels import kernel_rows, kernel_table, sass
 from tests.cuda_emulator.build import kept_directory
 
 UNCHANGED = Path(__file__).with_name("compiled_figures.jsonl")
@@ -51,7 +51,7 @@ class Case:
     @property
     def digest(self) -> str:
         """A digest of all inputs of the compilation, and of the code that reads its figures."""
-        modules = (nvrtc, kernel_rows, kernel_table, occupancy, sass) if self.has_rows else (nvrtc,)
+        modules = (nvrtc, kernel_rows, kernel_table, sass) if self.has_rows else (nvrtc,)
         paths = [Path(str(module.__file__)) for module in modules]
         paths += sorted(_included(KERNELS_DIR / self.kernels[0].source))
         texts = (repr(self), *_programs(), *(path.read_text() for path in paths))

@@ -1,4 +1,4 @@
-"""Kernels compile without spills, fit on every architecture, and lose none of the figures in docs/gpu/.
+"""Kernels compile without spills, fit on every architecture, and lose none of the figures of kernels-sm_90a.tsv.
 
 Needs NVRTC, and nvdisasm for the figures, but no GPU. Only what changed is compiled: see compiled_figures.py.
 """
@@ -14,9 +14,7 @@ import pytest
 from penstock.backend.passes.decoder.cuda import kernel_manifest
 from penstock.backend.passes.decoder.cuda.device import nvrtc
 from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, Kernel, KernelFailed
-from penstock.tools.gpu_check.machine_code import kernel_rows
-from penstock.tools.gpu_check.machine_code.kernel_rows import KernelRow
-from tests.backend.passes.decoder.cuda.kernels import compiled_figures
+from tests.backend.passes.decoder.cuda.kernels import compiled_figures, kernel_rows
 from tests.backend.passes.decoder.cuda.kernels.compiled_figures import (
     HELD,
     Case,
@@ -25,6 +23,7 @@ from tests.backend.passes.decoder.cuda.kernels.compiled_figures import (
     compile_case,
     read_unchanged,
 )
+from tests.backend.passes.decoder.cuda.kernels.kernel_rows import KernelRow
 from tests.tallies import COMPILED
 
 REGISTERS_OF_A_MULTIPROCESSOR = 65536

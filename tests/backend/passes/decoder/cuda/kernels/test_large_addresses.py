@@ -19,8 +19,8 @@ from penstock.backend.passes.decoder.cuda.step.device_sampler import LogprobBuff
 from penstock.backend.passes.decoder.cuda.step.step_buffers import kernels
 from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
 from penstock.backend.passes.decoder.ops import HeadShape
-from penstock.tools.gpu_check.cases.elementwise.operations import ints, make
-from penstock.tools.gpu_check.cases.sampling.sampler import SamplingDevice, slot_init
+from penstock.tools.gpu.cases.elementwise import ints, make
+from penstock.tools.gpu.cases.sampler import SamplingDevice, slot_init
 from tests.cuda_emulator import EmulatedLauncher
 
 LAUNCHER = EmulatedLauncher()

@@ -13,21 +13,21 @@ import torch
 from penstock.backend.checkpoint.decoder_config import ClampedGate, Experts
 from penstock.backend.passes.decoder.cuda.attention.prefill_segments import whole_tiles
 from penstock.backend.passes.decoder.ops import HeadShape
-from penstock.tools.gpu_check.cases.attention import decode, prefill
-from penstock.tools.gpu_check.cases.attention.paged_rows import STEEP_TOLERANCE, Row
-from penstock.tools.gpu_check.cases.comparing import Mismatch, require_within
-from penstock.tools.gpu_check.cases.elementwise.operations import (
+from penstock.tools.gpu.cases import sampler
+from penstock.tools.gpu.cases.attention import decode, prefill
+from penstock.tools.gpu.cases.attention.paged_rows import STEEP_TOLERANCE, Row
+from penstock.tools.gpu.cases.comparing import Mismatch, require_within
+from penstock.tools.gpu.cases.elementwise import (
     StoreCase,
     check_added_norm,
     check_layer_norm,
     check_norm,
     check_store,
 )
-from penstock.tools.gpu_check.cases.products import row_products
-from penstock.tools.gpu_check.cases.products.experts import ExpertsCase, check_experts
-from penstock.tools.gpu_check.cases.products.quantized import LinearCase, check_embedding, check_linear
-from penstock.tools.gpu_check.cases.products.rounded import check_rounded
-from penstock.tools.gpu_check.cases.sampling import sampler
+from penstock.tools.gpu.cases.products import row_products
+from penstock.tools.gpu.cases.products.experts import ExpertsCase, check_experts
+from penstock.tools.gpu.cases.products.quantized import LinearCase, check_embedding, check_linear
+from penstock.tools.gpu.cases.products.rounded import check_rounded
 from tests.cuda_emulator.planting import VARIABLE, Bug, PlantedLauncher
 
 if TYPE_CHECKING:

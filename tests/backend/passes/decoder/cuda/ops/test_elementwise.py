@@ -12,7 +12,7 @@ from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO,
 from penstock.backend.passes.decoder.cuda.kv_cache.page_copies import copy_pages
 from penstock.backend.passes.decoder.cuda.ops.elementwise import unsupported_reason
 from penstock.backend.passes.decoder.ops import HeadShape, supports_q8_0
-from penstock.tools.gpu_check.cases.elementwise.operations import (
+from penstock.tools.gpu.cases.elementwise import (
     DTYPES,
     Rows,
     StoreCase,

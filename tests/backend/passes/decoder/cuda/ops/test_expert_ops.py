@@ -10,8 +10,8 @@ import torch
 
 from penstock.backend.checkpoint.decoder_config import ClampedGate, Experts
 from penstock.backend.passes.decoder.cuda.ops.expert_ops import unsupported_reason
-from penstock.tools.gpu_check.cases.elementwise.operations import DTYPES
-from penstock.tools.gpu_check.cases.products.experts import (
+from penstock.tools.gpu.cases.elementwise import DTYPES
+from penstock.tools.gpu.cases.products.experts import (
     ExpertsCase,
     check_experts,
     check_large_groups,
@@ -19,7 +19,7 @@ from penstock.tools.gpu_check.cases.products.experts import (
     check_rows_alone,
     check_shared_gate,
 )
-from penstock.tools.gpu_check.cases.products.stored_forms import STORED_FORMS
+from penstock.tools.gpu.cases.products.stored_forms import STORED_FORMS
 from tests.cuda_emulator import EmulatedLauncher
 
 FAST = EmulatedLauncher()

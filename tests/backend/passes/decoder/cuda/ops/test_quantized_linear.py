@@ -12,7 +12,7 @@ from penstock.backend.passes.decoder.cuda.ops.device_weights import DeviceWeight
 from penstock.backend.passes.decoder.cuda.ops.matmul import BlockedMatmul, CudaLinear, WholeMatmul
 from penstock.backend.passes.decoder.cuda.ops.packed_weights import packed_bytes
 from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedProducts
-from penstock.tools.gpu_check.cases.products.quantized import (
+from penstock.tools.gpu.cases.products.quantized import (
     ALL_FORMS,
     DTYPES,
     FORMS,

@@ -8,8 +8,8 @@ import torch
 from penstock.backend.passes.decoder.cuda import cuda_graphs
 from penstock.backend.passes.decoder.cuda.ops import quantized_linear
 from penstock.backend.passes.decoder.cuda.ops.rounded_rows import MIN_ROUNDED_ROWS
-from penstock.tools.gpu_check.cases.products.quantized import DTYPES, LinearCase, check_widened
-from penstock.tools.gpu_check.cases.products.rounded import FORMS, check_rounded, check_rounding, run
+from penstock.tools.gpu.cases.products.quantized import DTYPES, LinearCase, check_widened
+from penstock.tools.gpu.cases.products.rounded import FORMS, check_rounded, check_rounding, run
 from tests.cuda_emulator import EmulatedLauncher
 
 FAST = EmulatedLauncher()

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO
 from penstock.backend.passes.decoder.cuda.ops.row_products import MAX_ROWS
-from penstock.tools.gpu_check.cases.products.row_products import (
+from penstock.tools.gpu.cases.products.row_products import (
     CASES,
     CHECKS,
     STORED,

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, NOT_FINITE, SlotInit
 from penstock.backend.passes.decoder.cuda.step.device_sampler import MAX_BIASES, SlotArrays
-from penstock.tools.gpu_check.cases.sampling.logprobs import check_logprobs, report
-from penstock.tools.gpu_check.cases.sampling.sampler import (
+from penstock.tools.gpu.cases.logprobs import check_logprobs, report
+from penstock.tools.gpu.cases.sampler import (
     CPU,
     FILTERS,
     MAX_LISTED,

@@ -1,0 +1,144 @@
+"""The table of open requests: from the submission of each to its one end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.backend.engine.coalescer import Coalescer
+from penstock.backend.engine.requests.deadlines import Deadlines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.backend.engine.interfaces import ISequenceScheduler
+    from penstock.backend.engine.recorder import Recorder
+    from penstock.backend.scheduling.restart_grace import RestartGrace
+    from penstock.backend.sequences.resumable_stream import ResumableChoice
+    from penstock.backend.sequences.sequence import Sequence
+    from penstock.backend.sequences.subscribers import Subscriber
+    from penstock.backend.structured_output.grammar_queue import GrammarQueue
+    from penstock.shm.memory.board import BackendBoard
+
+
+class OpenRequest(NamedTuple):
+    """A request that has a sequence."""
+
+    sequence: Sequence
+    subscriber: Subscriber
+
+
+class RequestTable:
+    """Open requests by (frontend, request id). Each either waits in the grammar queue or subscribes to a sequence."""
+
+    def __init__(
+        self,
+        scheduler: ISequenceScheduler,
+        board: BackendBoard,
+        grammar_queue: GrammarQueue,
+        restart_grace: RestartGrace,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._board = board
+        self.grammar_queue = grammar_queue
+        self.restart_grace = restart_grace
+        self.recorder = recorder
+        """Notes what happens to requests, for all parts that share this table."""
+        self.coalescer = Coalescer()
+        self.deadlines = Deadlines(self._deadline_of)
+        self.on_resumable_left: Callable[[ResumableChoice], None] = lambda _: None
+        """Called after a request that lingers has been taken out."""
+        self._by_frontend: dict[int, dict[int, OpenRequest]] = {}
+        self._num_subscribed = 0
+        self._num_subscribed_of: Counter[bytes] = Counter()
+        """By tenant, without zeros."""
+
+    @property
+    def num_open(self) -> int:
+        return self._num_subscribed + self.grammar_queue.num_waiting
+
+    def num_open_of_each(self) -> Counter[bytes]:
+        """The open requests of each tenant that has some."""
+        return self._num_subscribed_of + self.grammar_queue.num_waiting_of
+
+    def is_open(self, frontend: int, request_id: int) -> bool:
+        return self.find(frontend, request_id) is not None or self.grammar_queue.find(frontend, request_id) is not None
+
+    def find(self, frontend: int, request_id: int) -> OpenRequest | None:
+        """The request if it has a sequence; None for one that waits for its grammar."""
+        return self._by_frontend.get(frontend, {}).get(request_id)
+
+    def of_frontend(self, frontend: int) -> list[OpenRequest]:
+        """The frontend's requests that have a sequence."""
+        return list(self._by_frontend.get(frontend, {}).values())
+
+    def add(self, sequence: Sequence, subscriber: Subscriber) -> None:
+        """Enter a request that subscribes to the sequence. From now on `remove` undoes everything that was
+        done for it."""
+        by_id = self._by_frontend.setdefault(subscriber.frontend, {})
+        by_id[subscriber.request_id] = OpenRequest(sequence, subscriber)
+        self._num_subscribed += 1
+        self._num_subscribed_of[subscriber.tenant] += 1
+        self._board.requests_accepted += 1
+        self.deadlines.note(subscriber.frontend, subscriber.request_id, subscriber.deadline_s)
+
+    def remove(self, sequence: Sequence, subscriber: Subscriber) -> None:
+        """Take out a request. With its last subscriber the sequence ends."""
+        if self.recorder is not None:
+            self.recorder.note_leave(sequence, subscriber)
+        by_id = self._by_frontend[subscriber.frontend]
+        del by_id[subscriber.request_id]
+        if not by_id:
+            del self._by_frontend[subscriber.frontend]
+        self._num_subscribed -= 1
+        self._num_subscribed_of[subscriber.tenant] -= 1
+        if not self._num_subscribed_of[subscriber.tenant]:
+            del self._num_subscribed_of[subscriber.tenant]
+        sequence.unsubscribe(subscriber)
+        if not sequence.subscribers:
+            self.coalescer.withdraw(sequence)
+            self.restart_grace.remove(sequence)
+            self._scheduler.remove(sequence)
+        if subscriber.resumable is not None:
+            self.on_resumable_left(subscriber.resumable)
+
+    def rename(self, request: OpenRequest, frontend: int, request_id: int) -> None:
+        """Give an open request to another frontend."""
+        sequence, subscriber = request
+        if self.recorder is not None:
+            self.recorder.note_leave(sequence, subscriber)
+        by_id = self._by_frontend[subscriber.frontend]
+        del by_id[subscriber.request_id]
+        if not by_id:
+            del self._by_frontend[subscriber.frontend]
+        subscriber.frontend, subscriber.request_id = frontend, request_id
+        self._by_frontend.setdefault(frontend, {})[request_id] = request
+        sequence.note_renamed()
+        self.deadlines.note(frontend, request_id, subscriber.deadline_s)
+        if self.recorder is not None:
+            self.recorder.note_join(sequence, subscriber)
+
+    def _deadline_of(self, frontend: int, request_id: int) -> float | None:
+        if (found := self.find(frontend, request_id)) is not None:
+            return found.subscriber.deadline_s
+        waiting = self.grammar_queue.find(frontend, request_id)
+        return waiting.deadline_s if waiting is not None else None
+
+    def check_integrity(self, num_scheduled: int) -> None:
+        """Raises RuntimeError unless each request subscribes to one sequence and each of num_scheduled sequences has
+        subscribers."""
+        requests = [request for by_id in self._by_frontend.values() for request in by_id.values()]
+        sequences = {request.sequence for request in requests}
+        if len(requests) != self._num_subscribed or any(
+            subscriber not in sequence.subscribers for sequence, subscriber in requests
+        ):
+            raise RuntimeError(f"{self._num_subscribed} requests are counted, the table has {len(requests)}")
+        if self._num_subscribed_of != Counter(subscriber.tenant for _, subscriber in requests):
+            raise RuntimeError(f"the counts of tenants' requests are wrong: {self._num_subscribed_of}")
+        if sum(len(sequence.subscribers) for sequence in sequences) != len(requests):
+            raise RuntimeError("a sequence has a subscriber that is not an open request")
+        if num_scheduled != len(sequences) or any(sequence.ended for sequence in sequences):
+            raise RuntimeError(f"{num_scheduled} sequences are scheduled, {len(sequences)} have subscribers")
+        if len(self.coalescer) > len(sequences):
+            raise RuntimeError("a sequence that has ended can still be joined")

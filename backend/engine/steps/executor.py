@@ -1,0 +1,200 @@
+"""The thread that owns the device: it loads the forward pass and runs the steps it is given, in order."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from penstock.backend.engine.steps.launched_step import launch_step
+from penstock.backend.forward_pass import DeviceLost
+from penstock.backend.structured_output.late_masks import LateMasks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from penstock.backend.engine.steps.launched_step import LaunchedStep, PageSaves, StepResult
+    from penstock.backend.forward_pass import IBatchedForwardPass, StepBatch
+    from penstock.backend.scheduling.step_plan import Plan
+
+SWITCH_INTERVAL_S = 0.0001
+"""For `sys.setswitchinterval`, where an engine runs: its threads, on which the device waits, soon get the interpreter's
+lock."""
+_CLOSE_TIMEOUT_S = 10.0
+
+
+class ExecutorFailed(Exception):
+    """The device's thread has died, hangs, or fails every step. The process must be restarted."""
+
+
+class Executor:
+    """Runs one step at a time and holds at most `capacity` plans ready behind it.
+
+    Rows are bound late: rows whose sequence ended or was preempted after planning are dropped when the step is
+    launched. `wake_fd` becomes readable when a result is available.
+
+    A pass that runs ahead gets the plans as they come, and a second thread waits for their results.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._plans: queue.SimpleQueue[tuple[Plan, StepBatch, PageSaves] | None] = queue.SimpleQueue()
+        self._results: deque[StepResult] = deque()
+        self._num_in_flight = 0
+        self._launched: queue.SimpleQueue[LaunchedStep | None] = queue.SimpleQueue()
+        self._step_starts_s: deque[float] = deque()
+        """Start times of the launched steps that are not finished."""
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread: threading.Thread | None = None
+        self._pass: IBatchedForwardPass | None = None
+        self._load_error: BaseException | None = None
+        self._loaded = threading.Event()
+        self._closing = False
+        self._fatal: BaseException | None = None
+
+    def start(self, load: Callable[[], IBatchedForwardPass]) -> IBatchedForwardPass:
+        """Load the pass on the thread that will run it, and wait until it is loaded. Raises what load raises."""
+        self._thread = threading.Thread(target=self._run, args=(load,), name="executor", daemon=True)
+        self._thread.start()
+        self._loaded.wait()
+        if self._load_error is not None:
+            raise self._load_error
+        if self._pass is None:
+            raise RuntimeError("the forward pass neither loaded nor failed; this is a bug")
+        return self._pass
+
+    @property
+    def has_capacity(self) -> bool:
+        """One more plan may be launched. The limit is one running step and `capacity` plans behind it."""
+        return self._num_in_flight <= self._capacity
+
+    @property
+    def is_busy(self) -> bool:
+        return self._num_in_flight > 0
+
+    def running_s(self) -> float:
+        """Seconds since the running step began; 0 when none runs."""
+        try:
+            return time.monotonic() - self._step_starts_s[0]
+        except IndexError:
+            return 0.0
+
+    def launch(self, plan: Plan, batch: StepBatch, saves: PageSaves) -> None:
+        """Launch a step.
+
+        saves are (page, host place) pairs. They are copied before the step, even if none of its rows is left by then.
+        """
+        self._num_in_flight += 1
+        self._plans.put((plan, batch, saves))
+
+    def results(self) -> list[StepResult]:
+        """Results since the last call, in launch order. Raises ExecutorFailed if the thread has died."""
+        if self._fatal is not None:
+            raise ExecutorFailed(_why_ended(self._fatal)) from self._fatal
+        results = []
+        while self._results:
+            results.append(self._results.popleft())
+        self._num_in_flight -= len(results)
+        return results
+
+    def clear_wake(self) -> None:
+        """Call before `results`: a result that arrives in between wakes the loop again."""
+        try:
+            os.eventfd_read(self.wake_fd)
+        except BlockingIOError:
+            return
+
+    def wake(self) -> None:
+        """Safe from any thread and from a signal handler."""
+        os.eventfd_write(self.wake_fd, 1)
+
+    def fail(self, reason: str) -> None:
+        """Make `results` raise ExecutorFailed, although the thread still runs. Safe from any thread."""
+        self._fatal = ExecutorFailed(reason)
+        self.wake()
+
+    def close(self) -> None:
+        """End the thread after the running step, and close the pass. wake_fd stays open: a late signal may write to it.
+
+        Raises ExecutorFailed if the thread has died or does not end in time.
+        """
+        self._closing = True
+        self._plans.put(None)
+        if self._thread is not None:
+            self._thread.join(_CLOSE_TIMEOUT_S)
+            if self._thread.is_alive():
+                raise ExecutorFailed(f"the running step did not end within {_CLOSE_TIMEOUT_S:g} s")
+        if self._fatal is not None:
+            raise ExecutorFailed(_why_ended(self._fatal)) from self._fatal
+
+    def _run(self, load: Callable[[], IBatchedForwardPass]) -> None:
+        try:
+            self._pass = load()
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits in start()
+            self._load_error = error
+            return
+        finally:
+            self._loaded.set()
+        try:
+            if self._pass.spec.runs_ahead:
+                self._run_ahead(self._pass)
+            else:
+                for step in self._launch_plans(self._pass):
+                    self._finish(step)
+            self._pass.close()
+        except BaseException as error:  # noqa: BLE001 - raised in the main thread, by results() or close()
+            self._fatal = error
+            self.wake()
+
+    def _launch_plans(self, forward_pass: IBatchedForwardPass) -> Iterator[LaunchedStep]:
+        """Launch the plans as they come, until the executor is closed."""
+        before: LaunchedStep | None = None
+        late_masks = LateMasks(forward_pass.spec.vocab_size, self.wake)
+        while (planned := self._plans.get()) is not None:
+            if not self._closing:
+                self._step_starts_s.append(time.monotonic())
+                began_s = time.thread_time()
+                before = launch_step(forward_pass, *planned, before, late_masks)
+                if forward_pass.spec.runs_ahead:
+                    before = replace(before, launch_s=time.thread_time() - began_s)
+                yield before
+
+    def _run_ahead(self, forward_pass: IBatchedForwardPass) -> None:
+        collector = threading.Thread(target=self._collect, name="collector", daemon=True)
+        collector.start()
+        try:
+            for step in self._launch_plans(forward_pass):
+                self._launched.put(step)
+        finally:
+            self._launched.put(None)
+            collector.join()
+
+    def _collect(self) -> None:
+        try:
+            while (step := self._launched.get()) is not None:
+                self._finish(step)
+        except BaseException as error:  # noqa: BLE001 - as in `_run`
+            self._fatal = error
+            self.wake()
+
+    def _finish(self, step: LaunchedStep) -> None:
+        finished = step.finish()
+        now_s = time.monotonic()
+        started_s = self._step_starts_s.popleft()
+        if self._step_starts_s:  # it was launched while this one ran, and begins now
+            self._step_starts_s[0] = now_s
+        measured = replace(finished, step_s=now_s - started_s, launch_s=step.launch_s, ended_s=now_s)
+        self._results.append(measured)
+        self.wake()
+
+
+def _why_ended(fatal: BaseException) -> str:
+    if isinstance(fatal, ExecutorFailed):
+        return str(fatal)
+    if isinstance(fatal, DeviceLost):  # while pages were saved, which belongs to no request
+        return f"the device is lost: {fatal}"
+    return "the thread that runs the forward pass has died"

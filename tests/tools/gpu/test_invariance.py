@@ -1,0 +1,59 @@
+"""The section invariance, on the emulated device with a tiny model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
+from penstock.tools.gpu.checks import deterministic_passes, unsplit
+from penstock.tools.random_weights import LLAMA_8B, QWEN3_06B, TINY, weight_shapes
+from tests.tools.gpu.device_context import Record, make_device_context
+
+
+def test_deterministic_passes_keep_a_rows_bits(record: Record) -> None:
+    context, batch_cases = make_device_context(), deterministic_passes.BATCH_CASES
+    small = tuple(
+        replace(batch_case, num_rows=min(batch_case.num_rows, 9), row=batch_case.row % 9) for batch_case in batch_cases
+    )
+    deterministic_passes.check_products(record.results, context, {"o": (64, 32, 2)}, torch.float32)
+    sizes = deterministic_passes.PassSizes(TINY, torch.float32, ("bf16", "q8_0"), small, new_tokens=4)
+    deterministic_passes.check_passes(record.results, context, sizes)
+    found = record.findings()
+    assert found["invariance.blocks.o"].passed
+    for kv_dtype in ("bf16", "q8_0"):
+        for name in ("few", "blocks", "chunks", "tokens", "beside_decodes"):
+            finding = found[f"invariance.deterministic.{kv_dtype}.{name}"]
+            assert finding.detail == "4 of 4 tokens have the same logits as in a batch of one"
+        assert found[f"invariance.deterministic.{kv_dtype}.recomputed"].passed
+
+
+def test_pass_whose_bits_depend_on_the_batch_fails(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses a pass without `--deterministic`."""
+    monkeypatch.setattr(deterministic_passes, "StepSizes", lambda *sizes, **_: StepSizes(*sizes))
+    batch_cases = (deterministic_passes.BatchCase("tokens", 3, 1, 1, 1),)
+    sizes = deterministic_passes.PassSizes(TINY, torch.float32, ("bf16",), batch_cases, new_tokens=2)
+    deterministic_passes.check_passes(record.results, make_device_context(), sizes)
+    with pytest.raises(AssertionError, match=r"bf16\.recomputed.*bf16\.tokens', '0 of 2 tokens"):
+        record.findings()
+
+
+def test_products_whose_bits_depend_on_the_rows_fail(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = unsplit.UnsplitSizes({"o": (64, 32, 2)}, (2, 7), (1, 2), 10_000, torch.float32)
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.stack([(row * weight.t()).sum(1) for row in x]) + 0.1 * (len(x) > 2)
+
+    monkeypatch.setattr(torch, "mm", multiply)
+    unsplit.measure(record.results, make_device_context(), sizes)
+    with pytest.raises(AssertionError, match=r"'unsplit.o', 'differs from one row at 7 rows'"):
+        record.findings()
+
+
+def test_large_models_have_their_published_sizes() -> None:
+    shapes = weight_shapes(LLAMA_8B)
+    num_weights = sum(outputs * inputs * count for outputs, inputs, count in shapes.values())
+    assert num_weights + 128_256 * 4096 == pytest.approx(8.03e9, rel=1e-3)
+    assert QWEN3_06B.num_heads * QWEN3_06B.head_dim == 2048

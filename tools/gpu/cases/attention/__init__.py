@@ -1,0 +1,1 @@
+"""Cases of attention: decode, prefill and encoders, and every setting of their kernels."""

@@ -1,0 +1,77 @@
+"""The device, clock and memory counter that a section measures with; tests pass an emulated device instead."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from penstock.backend.passes.decoder.cuda.device.cuda_device import CudaDevice
+from penstock.backend.passes.decoder.cuda.device.kernel_choices import (
+    CONSTANTS,
+    KernelChoices,
+    adopted_choices,
+    read_choices,
+)
+from penstock.tools.gpu.devices.timing import Clock, GpuClock
+from penstock.tools.gpu.results import CHOICES_VARIABLE
+
+if TYPE_CHECKING:
+    from penstock.backend.passes.decoder.cuda.device.device import Device
+
+
+class MemoryCounter(Protocol):
+    """The device's memory use in bytes."""
+
+    def reset_peak(self) -> None:
+        """Free torch's unused memory, and count the peak from now on."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """Peak memory of torch's tensors since `reset_peak`."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Free memory of the whole device, all processes considered."""
+        ...
+
+
+class GpuMemoryCounter:
+    def reset_peak(self) -> None:
+        gc.collect()  # models in cycles of references
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info()[0]
+
+
+@dataclass(frozen=True)
+class DeviceContext:
+    device: Device
+    clock: Clock
+    memory: MemoryCounter
+    make_device: Callable[[], Device]
+    """Another `Device` on the same GPU, with a stream of its own, for the calling thread."""
+    choices: KernelChoices = CONSTANTS
+    """The kernels' settings that are measured."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self.device.torch_device
+
+
+def open_device_context() -> DeviceContext:
+    """A context on the first GPU, for the calling thread only, with the settings of CHOICES_VARIABLE or its model."""
+    given = os.environ.get(CHOICES_VARIABLE)
+    choices = read_choices(Path(given)) if given else adopted_choices("cuda:0")[0]
+    return DeviceContext(CudaDevice(0), GpuClock(), GpuMemoryCounter(), lambda: CudaDevice(0), choices)

@@ -1,1 +1,0 @@
-"""Cases of attention: decode, prefill and encoders, and the settings between which gpu-check chooses."""

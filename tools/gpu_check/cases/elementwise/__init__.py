@@ -1,1 +1,0 @@
-"""Cases of norms, rotary embedding with the cache write, gates, embeddings, gathers and page copies."""

@@ -1,1 +1,0 @@
-"""Cases of single instructions: each inline PTX wrapper against the manual."""

@@ -1,1 +1,0 @@
-"""Cases of sampling and of log probabilities."""
