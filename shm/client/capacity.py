@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.shm.client.connection import BackendConnection
-    from penstock.shm.client.held import HeldStreams
-    from penstock.shm.client.open_streams import OpenStreams
+    from penstock.shm.client.held_requests import HeldStreams
     from penstock.shm.client.outbox import Outbox
+    from penstock.shm.client.streams.stream_table import OpenStreams
 
 HEARTBEAT_LIMIT_S = 2.0
 _FEW_PART = 8

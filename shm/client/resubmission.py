@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from penstock.shm.client.counters import ClientCounters
-    from penstock.shm.client.held import HeldStreams
-    from penstock.shm.client.open_stream import OpenStream
-    from penstock.shm.client.open_streams import OpenStreams
+    from penstock.shm.client.held_requests import HeldStreams
     from penstock.shm.client.outbox import Outbox
+    from penstock.shm.client.streams.open_stream import OpenStream
+    from penstock.shm.client.streams.stream_table import OpenStreams
 
 logger = logging.getLogger("penstock.client")
 

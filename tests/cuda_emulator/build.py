@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, KernelFailed
+from penstock.backend.passes.cuda.device.launcher import KERNELS_DIR, KernelFailed
 from penstock.process.cache_directory import cache_directory
 
 RUNTIME_DIR = Path(__file__).parent / "runtime"

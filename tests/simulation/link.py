@@ -173,7 +173,7 @@ class SimulatedLink(DroppingLink):
                     self.open = {key: opened for key, opened in self.open.items() if key[0] != epoch}
                     self._outboxes.pop(epoch, None)
 
-    def _receive_submission(self, event: Submission) -> Iterator[LinkEvent]:
+    def _receive_submission(self, event: Submission[Any]) -> Iterator[LinkEvent]:
         world, message = self._world, event.message
         key = event.frontend, event.request_id
         ask = world.ask_of(*key)

@@ -13,8 +13,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from penstock.backend.checkpoint.config.tensors import expected_tensors
 from penstock.backend.checkpoint.config_json import parse_decoder_config
-from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES
+from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
+from penstock.backend.checkpoint.files.layout import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    GGUF_SUFFIX,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+)
+from penstock.backend.checkpoint.formats.numbers.ggml import BLOCK_TYPES
 from penstock.backend.checkpoint.gguf.config import EMBEDDING, ROPE_TENSORS, Metadata, make_config
 from penstock.backend.checkpoint.gguf.encoders import ENCODERS, encoder_names, make_encoder_config, pooling_files
 from penstock.backend.checkpoint.gguf.header import GgufHeader, GgufTensor, open_tensors, read_header
@@ -22,15 +31,6 @@ from penstock.backend.checkpoint.gguf.kept_directories import kept_directory
 from penstock.backend.checkpoint.gguf.names import GgufNames
 from penstock.backend.checkpoint.gguf.sampling import sampling_defaults
 from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer, check_tokenizer
-from penstock.backend.checkpoint.json_file import read_json_object, shorten
-from penstock.backend.checkpoint.layout import (
-    CONFIG_FILE,
-    GENERATION_FILE,
-    GGUF_SUFFIX,
-    TOKENIZER_CONFIG_FILE,
-    TOKENIZER_FILE,
-)
-from penstock.backend.checkpoint.tensors import expected_tensors
 from penstock.backend.errors import StartupError
 from penstock.process.private_directory import UnsafeDirectory
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
 
 FORMAT = "7"

@@ -9,8 +9,7 @@ import subprocess
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from penstock.backend.checkpoint.gguf.kept_directories import kept_directory
-from penstock.backend.checkpoint.layout import (
+from penstock.backend.checkpoint.files.layout import (
     CONFIG_FILE,
     GGUF_SUFFIX,
     INDEX_FILE,
@@ -18,6 +17,7 @@ from penstock.backend.checkpoint.layout import (
     TEMPLATES,
     TOKENIZER_FILE,
 )
+from penstock.backend.checkpoint.gguf.kept_directories import kept_directory
 from penstock.backend.checkpoint.other_layouts.mistral_layout import CONSOLIDATED_FILE, PARAMS_FILE, write_config
 from penstock.backend.errors import StartupError
 from penstock.process.private_directory import UnsafeDirectory

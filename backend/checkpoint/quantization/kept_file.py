@@ -22,10 +22,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.backend.checkpoint.fingerprint import weights_fingerprint
-from penstock.backend.checkpoint.float8_weight import Float8Form, Float8Weight
 from penstock.backend.checkpoint.quantization.modes import linear_specs, stacked_shape
-from penstock.backend.checkpoint.quantized_weights import GroupedForm, GroupedWeight, Int4Weight, Int8Weight
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
+from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form, Float8Weight
+from penstock.backend.checkpoint.weight_forms.quantized_weights import (
+    GroupedForm,
+    GroupedWeight,
+    Int4Weight,
+    Int8Weight,
+)
 from penstock.backend.errors import StartupError
 from penstock.process.cache_directory import cache_directory, check_kept_file
 from penstock.process.options import format_size
@@ -37,7 +42,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.quantization.modes import Quantization
 
 FORMAT = "1"

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.backend.checkpoint.float8_weight import Float8Form
-from penstock.backend.checkpoint.progress import LOADING, Work, make_progress
+from penstock.backend.checkpoint.config.tensors import LINEARS, LayerWeights, layer_specs
+from penstock.backend.checkpoint.files.progress import LOADING, Work, make_progress
 from penstock.backend.checkpoint.quantization.kept_file import (
     KeptFile,
     KeptFileWriter,
@@ -40,8 +40,8 @@ from penstock.backend.checkpoint.quantization.quantizer import (
     quantize_bytes,
     quantize_to_float8,
 )
-from penstock.backend.checkpoint.quantized_weights import GroupedForm
-from penstock.backend.checkpoint.tensors import LINEARS, LayerWeights, layer_specs
+from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form
+from penstock.backend.checkpoint.weight_forms.quantized_weights import GroupedForm
 from penstock.backend.checkpoint.weights import DecoderWeights, open_weights
 from penstock.backend.errors import StartupError
 from penstock.process.private_directory import UnsafeDirectory
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from penstock.backend.checkpoint.decoder_config import DecoderConfig
-    from penstock.backend.checkpoint.float8_weight import Float8Weight
-    from penstock.backend.checkpoint.progress import Progress
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.files.progress import Progress
     from penstock.backend.checkpoint.quantization.modes import Quantization
-    from penstock.backend.checkpoint.quantized_weights import (
+    from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Weight
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import (
         GroupedWeight,
         Int4Weight,
         Int8Weight,

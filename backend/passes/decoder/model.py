@@ -9,15 +9,15 @@ on the meta device here, of which some operations (`w[rows]`, `w + 1`, `torch.ca
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.backend.checkpoint.stacked_weights import take_rows
-from penstock.backend.checkpoint.tensors import NORM_FIELDS
-from penstock.backend.passes.decoder.ops import (
+from penstock.backend.checkpoint.config.tensors import NORM_FIELDS
+from penstock.backend.checkpoint.weight_forms.stacked_weights import take_rows
+from penstock.backend.passes.ops.interface import (
     Array,
     AttentionLayer,
     ExpertOps,
@@ -32,28 +32,12 @@ from penstock.backend.passes.decoder.ops import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.config.tensors import LayerWeights
     from penstock.backend.checkpoint.lora.peft_adapter import LoraWeights, PeftAdapter
-    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
-    from penstock.backend.checkpoint.tensors import LayerWeights
-    from penstock.backend.passes.decoder.layer_groups import LayerGroups
-
-
-class Weights(Protocol):
-    """A source of unpacked weights, such as `checkpoint.weights.DecoderWeights`. Each call returns a copy.
-
-    Matrices of linears may be quantised; then so is an embedding table that serves as the output layer too.
-    """
-
-    def embedding(self, dtype: torch.dtype) -> Tensor | QuantizedWeight: ...
-
-    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Tensor | QuantizedWeight]: ...
-
-    def final_norm(self, dtype: torch.dtype) -> Tensor: ...
-
-    def lm_head(self, dtype: torch.dtype) -> Tensor | QuantizedWeight | None:
-        """None if the embedding table serves as the output layer too."""
-        ...
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+    from penstock.backend.passes.ops.layer_groups import LayerGroups
+    from penstock.backend.passes.ops.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES, GgmlMatrix
 from penstock.backend.checkpoint.formats.matrix_format import UnreadableMatrixError
+from penstock.backend.checkpoint.formats.numbers.ggml import BLOCK_TYPES, GgmlMatrix
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)

@@ -15,23 +15,23 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from penstock.backend.checkpoint.config.tensors import LayerWeights
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.generation_config import read_generation_defaults
+from penstock.backend.checkpoint.files.generation_config import read_generation_defaults
 from penstock.backend.checkpoint.gguf import kept_directories
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.checkpoint.quantization.modes import has_cpu_kernels
-from penstock.backend.checkpoint.quantized_weights import (
+from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     BlockWeight,
     GroupedForm,
     Int4Weight,
     PackedForm,
     StackedForm,
 )
-from penstock.backend.checkpoint.stacked_weights import decoded
-from penstock.backend.checkpoint.tensors import LayerWeights
+from penstock.backend.checkpoint.weight_forms.stacked_weights import decoded
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.forward_pass import PassOptions
-from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.process import cache_directory
 from penstock.shm.messages import Sampling
 from tests.backend.checkpoint.gguf.writer import (

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.generation_config import read_generation_defaults
+from penstock.backend.checkpoint.files.generation_config import read_generation_defaults
 from penstock.backend.checkpoint.gguf import kept_directories
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.checkpoint.other_layouts import directory

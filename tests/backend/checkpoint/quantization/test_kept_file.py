@@ -21,7 +21,7 @@ from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.quantization import kept_file
 from penstock.backend.checkpoint.quantization.modes import QUANTIZATIONS
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
-from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 from tests.backend.checkpoint.quantization.loading import load, same
 from tests.backend.checkpoint.weight_files import rewrite
 from tests.checkpoints import make_checkpoint

@@ -19,10 +19,10 @@ from penstock.backend.checkpoint.quantization.modes import find_cpu_quantization
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.forward_pass import NO_ADAPTER, PassOptions
-from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
-from penstock.backend.passes.decoder.layer_groups import split_groups
+from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
+from penstock.backend.passes.ops.layer_groups import split_groups
+from tests.backend.passes.conftest import MakeOps, make_native_ops
 from tests.backend.passes.decoder import test_quantized_pass as quantized
-from tests.backend.passes.decoder.conftest import MakeOps, make_native_ops
 from tests.backend.passes.decoder.driver import Driver, DriverRow
 from tests.backend.passes.decoder.quantized_oracle import relative_error
 from tests.checkpoints import load_oracle, make_checkpoint
