@@ -18,8 +18,8 @@ from penstock.shm.buffers.shared_buffers import BufferGone, BufferSlice, SharedB
 from penstock.shm.client.capacity import BackendUnavailable, Capacity
 from penstock.shm.client.connection import BackendConnection, ConnectionEvents, Membership
 from penstock.shm.client.counters import ClientCounters
-from penstock.shm.client.held_requests import HeldStreams
 from penstock.shm.client.outbox import Outbox
+from penstock.shm.client.queued_requests import QueuedRequests
 from penstock.shm.client.request import question_message
 from penstock.shm.client.resubmission import Resubmission
 from penstock.shm.client.streams.pooled import PooledRequest, PooledStream
@@ -86,7 +86,7 @@ class BackendClient:
         self._streams = OpenStreams(self._counters, self.ledger)
         self._turns = ReaderTurns()
         self._outbox = Outbox(self._streams)
-        self._held = HeldStreams(
+        self._held = QueuedRequests(
             self._streams, self._outbox, max_held, hold_timeout_s, is_ready=lambda: self.ready, send=self._send
         )
         self._streams.on_shutting_down = self._wait_for_next_backend

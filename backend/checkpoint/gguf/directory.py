@@ -24,10 +24,10 @@ from penstock.backend.checkpoint.files.layout import (
     TOKENIZER_FILE,
 )
 from penstock.backend.checkpoint.formats.numbers.ggml import BLOCK_TYPES
+from penstock.backend.checkpoint.gguf.cached_directories import cached_directory
 from penstock.backend.checkpoint.gguf.config import EMBEDDING, ROPE_TENSORS, Metadata, make_config
 from penstock.backend.checkpoint.gguf.encoders import ENCODERS, encoder_names, make_encoder_config, pooling_files
 from penstock.backend.checkpoint.gguf.header import GgufHeader, GgufTensor, open_tensors, read_header
-from penstock.backend.checkpoint.gguf.kept_directories import kept_directory
 from penstock.backend.checkpoint.gguf.names import GgufNames
 from penstock.backend.checkpoint.gguf.sampling import sampling_defaults
 from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer, check_tokenizer
@@ -56,7 +56,7 @@ def gguf_directory(path: Path) -> Path:
     """The directory for a file, or for the first of its shards. Raises StartupError naming the file."""
     try:
         paths = _shards(path.resolve())
-        return kept_directory("gguf", path.stem, paths, FORMAT, partial(_write, paths=paths))
+        return cached_directory("gguf", path.stem, paths, FORMAT, partial(_write, paths=paths))
     except (OSError, UnsafeDirectory) as error:
         raise StartupError(f"the configuration of {path} cannot be read or kept: {error}") from None
 

@@ -18,10 +18,10 @@ import torch
 
 from penstock.backend.checkpoint.config.tensors import LINEARS, LayerWeights, layer_specs
 from penstock.backend.checkpoint.files.progress import LOADING, Work, make_progress
-from penstock.backend.checkpoint.quantization.kept_file import (
-    KeptFile,
-    KeptFileWriter,
-    KeptForm,
+from penstock.backend.checkpoint.quantization.cached_file import (
+    CachedFile,
+    CachedFileWriter,
+    CachedForm,
     OutdatedFileError,
     UnusableFileError,
 )
@@ -79,8 +79,8 @@ class QuantizedCheckpoint:
         config: DecoderConfig,
         quantization: Quantization,
         plain: DecoderWeights,
-        kept: KeptFile | None,
-        writer: KeptFileWriter | None,
+        kept: CachedFile | None,
+        writer: CachedFileWriter | None,
     ) -> None:
         """Owns plain, kept and writer. With kept, writer is None."""
         self._config = config
@@ -223,19 +223,19 @@ def open_quantized(
 
 def _open_kept(
     model_dir: Path, config: DecoderConfig, quantization: Quantization
-) -> tuple[KeptFile | None, KeptFileWriter | None]:
+) -> tuple[CachedFile | None, CachedFileWriter | None]:
     """Open the file if it is usable, else a writer if it can be written. The log says why it is not."""
     try:
-        form = KeptForm.of(model_dir, config, quantization)
+        form = CachedForm.of(model_dir, config, quantization)
         try:
-            return KeptFile(form), None
+            return CachedFile(form), None
         except FileNotFoundError:
             pass
         except OutdatedFileError as error:
             logger.info("%s: the weights are quantised again", error)
         except UnusableFileError as error:
             logger.warning("%s: the weights are quantised again", error)
-        return None, KeptFileWriter(form)
+        return None, CachedFileWriter(form)
     except (OSError, UnsafeDirectory) as error:
         _warn_not_kept(error)
         return None, None

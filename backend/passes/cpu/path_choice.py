@@ -35,7 +35,7 @@ from penstock.backend.passes.cpu.library.native_library import (
     request_tiles,
 )
 from penstock.backend.passes.cpu.path_timing import TIMED_ROWS, time_products
-from penstock.process.cache_directory import cache_directory, check_kept_file
+from penstock.process.cache_directory import cache_directory, check_cached_file
 from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def _read_record(name: str) -> _Record | None:
     try:
         path = cache_directory() / name
         check_directory(path.parent, Trust.READABLE, create=False)
-        check_kept_file(path)
+        check_cached_file(path)
         with path.open("rb") as file:
             return _Record.decode(file.read(_MAX_RECORD_BYTES))
     except (OSError, UnsafeDirectory, ValueError, TypeError):

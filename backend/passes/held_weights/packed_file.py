@@ -21,7 +21,7 @@ from penstock.backend.checkpoint.files.layout import GGUF_SUFFIX
 from penstock.backend.checkpoint.fingerprint import WEIGHTS_SUFFIXES
 from penstock.process.cache_directory import (
     cache_directory,
-    check_kept_file,
+    check_cached_file,
     mark_used,
     num_bytes_on_disk,
     remove_unused,
@@ -76,7 +76,7 @@ class PackedFile:
     def find(self) -> tuple[int, ...]:
         """A new fd of the file, which the caller closes; empty if there is none, or one that others could change."""
         try:
-            check_kept_file(self._path)
+            check_cached_file(self._path)
             fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             return ()

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.files.progress import waiting_bar
 from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
-from penstock.process.cache_directory import cache_directory, check_kept_file
+from penstock.process.cache_directory import cache_directory, check_cached_file
 from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def open_library(directory: Path, build: KernelBuild, compiler: str | None, *, c
             with waiting_bar("Compiling CPU kernels"), _alone(path):
                 if not path.exists():
                     _compile(path, compiler, build)
-        check_kept_file(path)
+        check_cached_file(path)
         library = ctypes.CDLL(str(path))
         abi = library.ps_abi()
     except (OSError, UnsafeDirectory, AttributeError) as error:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.passes.cuda.device import nvrtc
 from penstock.backend.passes.cuda.device.launcher import KERNELS_DIR
-from penstock.process.cache_directory import CUBINS_VARIABLE, cache_directory, check_kept_file
+from penstock.process.cache_directory import CUBINS_VARIABLE, cache_directory, check_cached_file
 from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class CubinCache:
         path = directory / name
         if not path.exists():
             write_cubin(path, self._compile(kernels))
-        check_kept_file(path)
+        check_cached_file(path)
         return path
 
     def _compile(self, kernels: Sequence[Kernel]) -> bytes:

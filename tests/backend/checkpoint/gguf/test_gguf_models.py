@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from penstock.backend.checkpoint.config.tensors import LayerWeights
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.files.generation_config import read_generation_defaults
-from penstock.backend.checkpoint.gguf import kept_directories
+from penstock.backend.checkpoint.gguf import cached_directories
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.checkpoint.quantization.modes import has_cpu_kernels
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
@@ -51,7 +51,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(kept_directories, "cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setattr(cached_directories, "cache_directory", lambda: tmp_path / "cache")
     return tmp_path / "cache" / "gguf"
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.gguf import kept_directories
+from penstock.backend.checkpoint.gguf import cached_directories
 from penstock.backend.checkpoint.hub import resolve_model
-from penstock.backend.checkpoint.quantization import kept_file
+from penstock.backend.checkpoint.quantization import cached_file
 from penstock.backend.checkpoint.quantization.modes import QUANTIZATIONS, linear_specs
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
 from penstock.backend.errors import StartupError
@@ -42,7 +42,7 @@ BOUND = 0.02
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels stay in the user's cache."""
-    monkeypatch.setattr(kept_file, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(cached_file, "cache_directory", lambda: tmp_path)
 
 
 def oracle(model_dir: Path, mode: str) -> Any:
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_8_bit_floats_stays_packed(
 
 def test_a_gguf_file_of_many_types_stays_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle has the weights that the gguf package dequantises. Queries, keys and values are one linear here."""
-    monkeypatch.setattr(kept_directories, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(cached_directories, "cache_directory", lambda: tmp_path)
     model = make_model("qwen3", **SIZES, head_dim=64)
     file = from_model("qwen3", model, mixed, byte_level_vocabulary(SIZES["vocab_size"]))
     model.load_state_dict(file.exact, strict=False)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.lora.peft_adapter import open_adapters
-from penstock.backend.checkpoint.quantization import kept_file
+from penstock.backend.checkpoint.quantization import cached_file
 from penstock.backend.checkpoint.quantization.modes import find_cpu_quantization
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
 from penstock.backend.checkpoint.weights import open_weights
@@ -166,7 +166,7 @@ def test_adapters_over_quantised_weights(
     mode: str, make_usual_ops: MakeOps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against transformers with the same quantised weights, to which hooks add the products in fp32."""
-    monkeypatch.setattr(kept_file, "cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setattr(cached_file, "cache_directory", lambda: tmp_path / "cache")
     model_dir, base = quantized.checkpoint("llama3"), quantized.oracle("llama3", mode)
     adapter = make_adapter(load_oracle(model_dir), tmp_path, rank=8, size=0.1)
     config, quantization = read_decoder_config(model_dir), find_cpu_quantization(mode)

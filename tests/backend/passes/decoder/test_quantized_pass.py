@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.quantization import kept_file
+from penstock.backend.checkpoint.quantization import cached_file
 from penstock.backend.checkpoint.quantization.modes import find_cpu_quantization, linear_specs
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
 from penstock.backend.errors import StartupError
@@ -32,7 +32,7 @@ MODES = ("int8", "int4")
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels stay in the user's cache: compiling them takes long."""
-    monkeypatch.setattr(kept_file, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(cached_file, "cache_directory", lambda: tmp_path)
 
 
 @cache

@@ -24,7 +24,7 @@ from penstock.backend.passes.cuda.device import nvrtc
 from penstock.backend.passes.cuda.device.launcher import KERNELS_DIR, Kernel, group_by_module
 from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO
 from tests.backend.passes.cuda.kernels import kernel_rows, kernel_table, sass
-from tests.cuda_emulator.build import kept_directory
+from tests.cuda_emulator.build import cached_directory
 
 UNCHANGED = Path(__file__).with_name("compiled_figures.jsonl")
 """A line for each case: a digest of all inputs of its compilation, and what came out."""
@@ -139,7 +139,7 @@ class Compilations:
     def __init__(self, selected: Iterable[Case]) -> None:
         self._pool = ThreadPoolExecutor(os.cpu_count())
         self._unchanged = read_unchanged()
-        self._directory = kept_directory("nvrtc-figures")
+        self._directory = cached_directory("nvrtc-figures")
         self._futures: dict[Case, Future[Resources]] = {
             case: self._pool.submit(self._figures_of, case) for case in dict.fromkeys(selected)
         }

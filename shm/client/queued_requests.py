@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _POLL_S = 0.05
 
 
-class HeldStreams:
+class QueuedRequests:
     """Streams that no backend has received, oldest first.
 
     While it holds any, it checks every 0.05 s whether the backend is ready, because the heartbeat is in shared memory.

@@ -32,7 +32,7 @@ from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     Int8Weight,
 )
 from penstock.backend.errors import StartupError
-from penstock.process.cache_directory import cache_directory, check_kept_file
+from penstock.process.cache_directory import cache_directory, check_cached_file
 from penstock.process.options import format_size
 from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
 
@@ -72,7 +72,7 @@ class StoredPart:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptForm:
+class CachedForm:
     """The file's place, and the content that it must have."""
 
     path: Path
@@ -82,7 +82,7 @@ class KeptForm:
     parts: dict[str, StoredPart]
 
     @classmethod
-    def of(cls, model_dir: Path, config: DecoderConfig, quantization: Quantization) -> KeptForm:
+    def of(cls, model_dir: Path, config: DecoderConfig, quantization: Quantization) -> CachedForm:
         """Raises UnsafeDirectory for a user without a home."""
         resolved = model_dir.resolve()
         readable = re.sub(r"[^A-Za-z0-9._-]", "_", resolved.name)[:64]
@@ -139,15 +139,15 @@ def _stored_parts(config: DecoderConfig, quantization: Quantization) -> dict[str
     return dict(sorted(parts.items(), key=lambda item: -_DTYPES[item[1].dtype].itemsize))
 
 
-class KeptFile:
+class CachedFile:
     """A file with the right labels and tensors; each tensor's content is checked when it is read. Close it."""
 
-    def __init__(self, form: KeptForm) -> None:
+    def __init__(self, form: CachedForm) -> None:
         """Raises FileNotFoundError without a file, UnsafeDirectory if others can write its directory, OSError,
         UnusableFileError."""
         check_directory(form.path.parent, Trust.READABLE, create=False)
         try:
-            check_kept_file(form.path)
+            check_cached_file(form.path)
             self._file = SafetensorsFile(form.path)
         except (StartupError, UnsafeDirectory) as error:
             raise UnusableFileError(str(error)) from None
@@ -216,10 +216,10 @@ class KeptFile:
         self._file.close()
 
 
-class KeptFileWriter:
+class CachedFileWriter:
     """Writes the file. Other processes see it only after `commit`; `discard` removes what was written."""
 
-    def __init__(self, form: KeptForm) -> None:
+    def __init__(self, form: CachedForm) -> None:
         """Raises UnsafeDirectory, and OSError if it cannot be written: no space, no permission, or another process
         writes it."""
         check_directory(form.path.parent, Trust.READABLE)

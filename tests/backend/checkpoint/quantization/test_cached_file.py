@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.quantization import kept_file
+from penstock.backend.checkpoint.quantization import cached_file
 from penstock.backend.checkpoint.quantization.modes import QUANTIZATIONS
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
 from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
@@ -37,7 +37,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["int8", "int4"])
-def test_second_start_reads_the_kept_file(mode: str, model_dir: Path, cache: Path) -> None:
+def test_second_start_reads_the_cached_file(mode: str, model_dir: Path, cache: Path) -> None:
     first, quantised = load(model_dir, mode)
     assert quantised.work.running == f"Quantising weights to {mode}"
     assert quantised.done_bytes == quantised.total_bytes
@@ -165,7 +165,7 @@ def test_values_out_of_range_are_refused_in_spite_of_their_checksum(
     scales = 8 + size + json.loads(data[8 : 8 + size])["lm_head.scales"]["data_offsets"][0]
     data[scales : scales + 4] = b"\0\0\x80\x7f"  # infinity
     path.write_bytes(data)
-    monkeypatch.setattr(kept_file.KeptFile, "_check_sum", lambda *_: None)
+    monkeypatch.setattr(cached_file.CachedFile, "_check_sum", lambda *_: None)
     with caplog.at_level(logging.WARNING, "penstock.backend"):
         assert same(load(model_dir, "int8")[0], first)
     assert "scales must be finite" in warnings(caplog)[0]
@@ -209,7 +209,7 @@ def test_cache_that_cannot_be_made_keeps_nothing(
 def test_disk_that_is_too_small_keeps_nothing(
     model_dir: Path, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_file.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))  # type: ignore[attr-defined]
+    monkeypatch.setattr(cached_file.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))  # type: ignore[attr-defined]
     check_not_kept(model_dir, caplog, "are needed, 5 B are free")
     assert list(cache.iterdir()) == []
 
@@ -217,14 +217,14 @@ def test_disk_that_is_too_small_keeps_nothing(
 def test_disk_that_fills_up_keeps_nothing(
     model_dir: Path, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = kept_file.KeptFileWriter.write
+    write = cached_file.CachedFileWriter.write
 
-    def write_or_fail(writer: kept_file.KeptFileWriter, linear: str, weight: QuantizedWeight) -> None:
+    def write_or_fail(writer: cached_file.CachedFileWriter, linear: str, weight: QuantizedWeight) -> None:
         if linear == "layers.1.o":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(writer, linear, weight)
 
-    monkeypatch.setattr(kept_file.KeptFileWriter, "write", write_or_fail)
+    monkeypatch.setattr(cached_file.CachedFileWriter, "write", write_or_fail)
     check_not_kept(model_dir, caplog, "No space left on device")
     assert list(cache.iterdir()) == []
 

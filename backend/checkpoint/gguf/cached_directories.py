@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def kept_directory(kind: str, label: str, files: Sequence[Path], version: str, fill: Callable[[Path], None]) -> Path:
+def cached_directory(kind: str, label: str, files: Sequence[Path], version: str, fill: Callable[[Path], None]) -> Path:
     """The directory for these files; fill writes a new one. Raises OSError, UnsafeDirectory.
 
     label is the readable part of its name. version changes when fill would write something else.
