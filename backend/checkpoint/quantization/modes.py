@@ -24,8 +24,8 @@ from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     MAX_QUANTIZED_INPUTS,
     GroupedForm,
     PackedForm,
+    StackedForm,
     WeightForm,
-    has_cpu_kernels,
 )
 from penstock.backend.checkpoint.weight_forms.stacked_weights import stacked_form
 from penstock.backend.errors import StartupError
@@ -75,6 +75,24 @@ QUANTIZATIONS = {
         Quantization("fp8", None, is_float=True),
     )
 }
+
+
+_CPU_GROUPS = {
+    (2, 16, True, ""), (3, 16, False, ""), (4, 32, True, ""), (4, 32, False, ""), (4, 32, False, "iq4"),
+    (5, 32, True, ""), (5, 32, False, ""), (6, 16, False, ""),
+}  # fmt: skip
+"""Bits, group size, whether there are minima, and codebook of groups that the kernels multiply; and any of 8 bits."""
+
+
+def has_cpu_kernels(form: WeightForm) -> bool:
+    match form:
+        case StackedForm(parts):
+            return all(has_cpu_kernels(part) for part, _ in parts)
+        case GroupedForm(bits=8):
+            return True
+        case GroupedForm(bits, group_size, _, has_minima, codebook):
+            return (bits, group_size, has_minima, codebook) in _CPU_GROUPS
+    return not isinstance(form, Float8Form)
 
 
 def find_quantization(name: str) -> Quantization | None:

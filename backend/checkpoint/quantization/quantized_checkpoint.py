@@ -28,6 +28,7 @@ from penstock.backend.checkpoint.quantization.cached_file import (
 from penstock.backend.checkpoint.quantization.modes import (
     LM_HEAD,
     check_sizes,
+    has_cpu_kernels,
     linear_name,
     linear_specs,
     stacked_shape,
@@ -40,7 +41,7 @@ from penstock.backend.checkpoint.quantization.quantizer import (
     quantize_to_float8,
 )
 from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form
-from penstock.backend.checkpoint.weight_forms.quantized_weights import GroupedForm, has_cpu_kernels
+from penstock.backend.checkpoint.weight_forms.quantized_weights import GroupedForm
 from penstock.backend.checkpoint.weights import DecoderWeights, open_weights
 from penstock.backend.errors import StartupError
 from penstock.process.private_directory import UnsafeDirectory

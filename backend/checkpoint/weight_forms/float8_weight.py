@@ -40,16 +40,8 @@ class Float8Weight:
     """Inputs that share a scale, as in `Float8Form`."""
 
     def __post_init__(self) -> None:
-        if self.values.dtype is not torch.uint8 or self.values.dim() != 2 or not self.values.numel():
-            raise ValueError(f"values must be uint8 of 2 dimensions, not {self.values.dtype} {list(self.values.shape)}")
-        outputs, inputs = self.shape
-        groups = (outputs, self.form.num_groups(inputs))
-        if self.scales.dtype is not torch.float32 or self.scales.shape != groups:
-            raise ValueError(
-                f"scales must be float32 {list(groups)}, not {self.scales.dtype} {list(self.scales.shape)}"
-            )
-        if not bool(self.scales.isfinite().all()):
-            raise ValueError("scales must be finite")
+        check_tensor("values", self.values, torch.uint8, 2)
+        check_scales("scales", self.scales, (self.shape[0], self.form.num_groups(self.shape[1])))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -75,3 +67,18 @@ class Float8Weight:
         inputs = self.values.shape[1]
         scales = self.scales.repeat_interleave(self.group_size or inputs, dim=1)[:, :inputs]
         return self.values.view(torch.float8_e4m3fn).float().mul_(scales)
+
+
+def check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, num_dims: int) -> None:
+    """Raises ValueError."""
+    if tensor.dtype is not dtype or tensor.dim() != num_dims:
+        raise ValueError(f"{name} must be {dtype} of {num_dims} dimensions, not {tensor.dtype} {list(tensor.shape)}")
+
+
+def check_scales(name: str, scales: Tensor, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless they are finite fp32 numbers of this shape."""
+    check_tensor(name, scales, torch.float32, len(shape))
+    if scales.shape != shape:
+        raise ValueError(f"{name} must be {list(shape)}, not {list(scales.shape)}")
+    if not bool(scales.isfinite().all()):
+        raise ValueError(f"{name} must be finite")

@@ -6,13 +6,14 @@ up].
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form, Float8Weight
+from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form, Float8Weight, check_scales, check_tensor
 
 MAX_QUANTIZED_INPUTS = 1 << 17
 """127 × 128 × this is below 2^31, so a sum of products of int8 is exact in int32: activations are from -127 to 127."""
@@ -78,10 +79,9 @@ class GroupedForm:
         return self.block_size > self.group_size
 
     def num_bytes(self, shape: tuple[int, int]) -> int:
-        """As `PackedForm.num_bytes`."""
         outputs, inputs = shape
         factors = inputs // self.block_size * self.num_factors * _SCALE_BYTES_INT4
-        multipliers = inputs // self.group_size * self.num_factors if self.has_multipliers else 0
+        multipliers = self.has_multipliers * inputs // self.group_size * (1 if self.bits == 2 else self.num_factors)
         return outputs * (inputs * self.bits // 8 + factors + multipliers)
 
 
@@ -95,28 +95,10 @@ class StackedForm:
     group_size = None
 
     def num_bytes(self, shape: tuple[int, int]) -> int:
-        """As `PackedForm.num_bytes`."""
         return sum(form.num_bytes((outputs, shape[1])) for form, outputs in self.parts)
 
 
-_CPU_GROUPS = {
-    (2, 16, True, ""), (3, 16, False, ""), (4, 32, True, ""), (4, 32, False, ""), (4, 32, False, "iq4"),
-    (5, 32, True, ""), (5, 32, False, ""), (6, 16, False, ""),
-}  # fmt: skip
-"""Bits, group size, whether there are minima, and codebook of groups that the kernels multiply; and any of 8 bits."""
-
 WeightForm: TypeAlias = PackedForm | GroupedForm | Float8Form | StackedForm
-
-
-def has_cpu_kernels(form: WeightForm) -> bool:
-    match form:
-        case StackedForm(parts):
-            return all(has_cpu_kernels(part) for part, _ in parts)
-        case GroupedForm(bits=8):
-            return True
-        case GroupedForm(bits, group_size, _, has_minima, codebook):
-            return (bits, group_size, has_minima, codebook) in _CPU_GROUPS
-    return not isinstance(form, Float8Form)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,10 +111,10 @@ class Int8Weight:
     """float32 [outputs], finite."""
 
     def __post_init__(self) -> None:
-        _check_tensor("values", self.values, torch.int8, 2)
+        check_tensor("values", self.values, torch.int8, 2)
         outputs, inputs = self.shape
         _check_inputs(inputs)
-        _check_scales("scales", self.scales, (outputs,))
+        check_scales("scales", self.scales, (outputs,))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -176,14 +158,14 @@ class Int4Weight:
     def __post_init__(self) -> None:
         if self.group_size not in INT4_GROUP_SIZES:
             raise ValueError(f"the group size of an int4 weight is one of {INT4_GROUP_SIZES}, not {self.group_size}")
-        _check_tensor("values", self.values, torch.uint8, 2)
+        check_tensor("values", self.values, torch.uint8, 2)
         outputs, inputs = self.shape
         _check_inputs(inputs)
         if inputs % self.group_size:
             raise ValueError(f"{inputs} inputs cannot be divided into groups of {self.group_size}")
         groups = (outputs, inputs // self.group_size)
         _check_binary16("scales", self.scales, groups)
-        _check_tensor("zeros", self.zeros, torch.uint8, 2)
+        check_tensor("zeros", self.zeros, torch.uint8, 2)
         if self.zeros.shape != groups:
             raise ValueError(f"zeros must be {list(groups)}, not {list(self.zeros.shape)}")
         if bool((self.zeros > 15).any()):
@@ -231,20 +213,22 @@ class GroupedWeight:
     factors: Tensor
     """float32 [outputs, blocks, num_factors]: scale, then minimum; finite numbers of binary16."""
     multipliers: Tensor
-    """int8 [outputs, groups, num_factors]; [outputs, 0, num_factors] if the form has none."""
+    """int8 [outputs, groups, num_factors], of 2 bits from 0 to 15; [outputs, 0, num_factors] if the form has none."""
 
     def __post_init__(self) -> None:
         form = self.form
-        _check_tensor("values", self.values, torch.uint8 if form.bits == 4 else torch.int8, 2)
+        check_tensor("values", self.values, torch.uint8 if form.bits == 4 else torch.int8, 2)
         outputs, inputs = self.shape
         _check_inputs(inputs)
         if form.group_size not in GROUP_SIZES or form.block_size % form.group_size or inputs % form.block_size:
             raise ValueError(f"{inputs} inputs cannot be divided into blocks of {form.block_size}, {form.group_size}")
         _check_binary16("factors", self.factors, (outputs, inputs // form.block_size, form.num_factors))
         groups = inputs // form.group_size if form.has_multipliers else 0
-        _check_tensor("multipliers", self.multipliers, torch.int8, 3)
+        check_tensor("multipliers", self.multipliers, torch.int8, 3)
         if self.multipliers.shape != (outputs, groups, form.num_factors):
             raise ValueError(f"multipliers must be {[outputs, groups, form.num_factors]}")
+        if form.bits == 2 and bool((self.multipliers & -16).any()):
+            raise ValueError("multipliers of values of 2 bits are from 0 to 15")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -309,12 +293,12 @@ class Mxfp4Weight:
     group_size = MXFP4_GROUP_SIZE
 
     def __post_init__(self) -> None:
-        _check_tensor("values", self.values, torch.uint8, 2)
+        check_tensor("values", self.values, torch.uint8, 2)
         outputs, inputs = self.shape
         _check_inputs(inputs)
         if inputs % MXFP4_GROUP_SIZE:
             raise ValueError(f"{inputs} inputs cannot be divided into groups of {MXFP4_GROUP_SIZE}")
-        _check_scales("scales", self.scales, (outputs, inputs // MXFP4_GROUP_SIZE))
+        check_scales("scales", self.scales, (outputs, inputs // MXFP4_GROUP_SIZE))
         # frexp has numbers from 0.5 to 1.
         numbers, exponents = torch.frexp(self.scales)
         first, last = MXFP4_EXPONENTS[0] + 1, MXFP4_EXPONENTS[-1] + 1
@@ -346,6 +330,37 @@ class Mxfp4Weight:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class BlockWeight:
+    """Rows of blocks of one of GGML's types, as a file has them. Kernels of the CPU pack them; others decode them."""
+
+    form: PackedForm | GroupedForm
+    """The form of `decode`'s result."""
+    type_number: int
+    """In GGML."""
+    blocks: Tensor
+    """uint8 [outputs, bytes], contiguous"""
+    inputs: int
+    read: Callable[[Tensor], SimpleWeight]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.blocks), self.inputs
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return (self.blocks,)
+
+    def with_parts(self, *parts: Tensor) -> BlockWeight:
+        return replace(self, blocks=parts[0])
+
+    def decode(self) -> SimpleWeight:
+        return self.read(self.blocks)
+
+    def dequantize(self) -> Tensor:
+        return self.decode().dequantize()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StackedWeight:
     """Weights in different forms, whose outputs follow each other."""
 
@@ -365,7 +380,7 @@ class StackedWeight:
         return torch.cat([weight.dequantize() for weight in self.weights])
 
 
-SimpleWeight: TypeAlias = Int8Weight | Int4Weight | GroupedWeight | Mxfp4Weight | Float8Weight
+SimpleWeight: TypeAlias = Int8Weight | Int4Weight | GroupedWeight | Mxfp4Weight | Float8Weight | BlockWeight
 QuantizedWeight: TypeAlias = SimpleWeight | StackedWeight
 
 
@@ -374,25 +389,12 @@ def _unpack_pairs(pairs: Tensor) -> Tensor:
     return torch.stack([pairs & 15, pairs >> 4], dim=-1).view(len(pairs), -1)
 
 
-def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, num_dims: int) -> None:
-    if tensor.dtype is not dtype or tensor.dim() != num_dims:
-        raise ValueError(f"{name} must be {dtype} of {num_dims} dimensions, not {tensor.dtype} {list(tensor.shape)}")
-
-
 def _check_inputs(inputs: int) -> None:
     if not 0 < inputs <= MAX_QUANTIZED_INPUTS:
         raise ValueError(f"a quantised weight has from 1 to {MAX_QUANTIZED_INPUTS} inputs, not {inputs}")
 
 
-def _check_scales(name: str, scales: Tensor, shape: tuple[int, ...]) -> None:
-    _check_tensor(name, scales, torch.float32, len(shape))
-    if scales.shape != shape:
-        raise ValueError(f"{name} must be {list(shape)}, not {list(scales.shape)}")
-    if not bool(scales.isfinite().all()):
-        raise ValueError(f"{name} must be finite")
-
-
 def _check_binary16(name: str, scales: Tensor, shape: tuple[int, ...]) -> None:
-    _check_scales(name, scales, shape)
+    check_scales(name, scales, shape)
     if not torch.equal(scales.half().float(), scales):
         raise ValueError(f"{name} must be numbers of binary16: round them before the values")

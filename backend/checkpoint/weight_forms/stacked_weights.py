@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
+    BlockWeight,
     GroupedForm,
     GroupedWeight,
     SimpleWeight,
@@ -69,6 +70,17 @@ def take_rows(weight: QuantizedWeight, rows: Tensor | slice) -> QuantizedWeight:
     return weight.with_parts(*(part[rows] for part in weight.parts))
 
 
+def decoded(weight: QuantizedWeight) -> QuantizedWeight:
+    """The weight without blocks of GGML, for operations that do not read them."""
+    if isinstance(weight, StackedWeight):
+        return StackedWeight(tuple(_decoded(part) for part in weight.weights))
+    return _decoded(weight)
+
+
+def _decoded(weight: SimpleWeight) -> SimpleWeight:
+    return weight.decode() if isinstance(weight, BlockWeight) else weight
+
+
 def stack_weights(
     weights: Iterable[QuantizedWeight | None], form: WeightForm, num_outputs: int
 ) -> QuantizedWeight | None:
@@ -109,6 +121,5 @@ def _simple_weights(weights: Iterable[QuantizedWeight | None]) -> Iterator[Simpl
 def _in_form(weight: QuantizedWeight | None, form: WeightForm) -> QuantizedWeight | None:
     if weight is None or weight.form == form:
         return weight
-    if isinstance(weight, GroupedWeight) and isinstance(form, GroupedForm):
-        return weight.widen(form)
-    return None
+    own = decoded(weight)
+    return own.widen(form) if isinstance(own, GroupedWeight) and isinstance(form, GroupedForm) else None

@@ -259,6 +259,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ps_part_bytes": (c_int64, (_P, _P, _N)),
     "ps_pack": (None, (_P, _P, _P)),
     "ps_pack_quantized": (None, (_P, _P, _N, _P, _N, _P, _P)),
+    "ps_pack_blocks": (None, (_P, _P, _N, _N, _P)),
     "ps_wake": (None, (_P,)),
     "ps_plan": (None, (_P, _P)),
     "ps_run": (None, (_P, _P, _N, _P)),

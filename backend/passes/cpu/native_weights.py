@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
+    BlockWeight,
+    GroupedForm,
     GroupedWeight,
     Int4Weight,
     Int8Weight,
     Mxfp4Weight,
+    PackedForm,
     StackedWeight,
 )
 from penstock.backend.checkpoint.weight_forms.stacked_weights import take_rows
@@ -175,6 +178,12 @@ class WeightPacker:
             return
         if isinstance(part, StackedWeight):
             raise TypeError("a part of a stacked weight is not stacked itself")
+        if isinstance(part, BlockWeight):
+            blocks = part.blocks.contiguous()
+            self._library.ps_pack_blocks(
+                self._engine, ctypes.byref(struct), number, part.type_number, blocks.data_ptr()
+            )
+            return
         values, factors, *multipliers = [tensor.contiguous() for tensor in _numbers_of(part)]
         others = multipliers[0].data_ptr() if multipliers else None
         in_pairs = values.dtype is torch.uint8
@@ -210,9 +219,11 @@ def _packing_of(weight: Tensor | QuantizedWeight) -> Packing:
         case Int4Weight(group_size=size):
             minima = Minima.ZERO_POINTS if bool((weight.zeros != 8).any()) else Minima.NONE
             return Packing(4, Codebook.INTEGERS, size, size, minima)
-        case Mxfp4Weight(group_size=size):
+        case BlockWeight(form=PackedForm(group_size=int(size), has_zeros=False)) | Mxfp4Weight(group_size=size):
             return Packing(4, Codebook.E2M1, size, size, Minima.NONE)
-        case GroupedWeight(form):
+        case BlockWeight(form=PackedForm(group_size=int(size))):
+            return Packing(4, Codebook.INTEGERS, size, size, Minima.NONE)
+        case GroupedWeight(form=GroupedForm() as form) | BlockWeight(form=GroupedForm() as form):
             codebook = Codebook.IQ4 if form.codebook == "iq4" else Codebook.INTEGERS
             minima = Minima.HALF if form.has_minima else Minima.NONE
             return Packing(form.bits, codebook, form.group_size, form.block_size, minima)

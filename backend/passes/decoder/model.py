@@ -2,7 +2,8 @@
 
 Decoder layers (attention, MLP) as in arXiv 2302.13971, with the variations that DecoderConfig declares: the norms and
 their places, and the additions. A checkpoint's conventions end here: norms that add 1 to their weights and heads that
-rotate neighbouring dimensions become plain ones when the weights are packed.
+rotate neighbouring dimensions become plain ones when the weights are packed. Packed weights that are mapped are tensors
+on the meta device here, of which some operations (`w[rows]`, `w + 1`, `torch.cat`) import sympy, in 0.15 s.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from penstock.backend.checkpoint.config.tensors import NORM_FIELDS
 from penstock.backend.checkpoint.weight_forms.stacked_weights import take_rows
@@ -240,7 +242,7 @@ def _pack_qkv(config: DecoderConfig, ops: Ops, plain: _Unpacked) -> Linear:
     if not config.interleaved_rope:
         return ops.pack_linear(plain.take("qkv"), bias)
     order = rotate_half_order(config)
-    return ops.pack_linear(_take_rows(plain.take("qkv"), order), None if bias is None else bias[order])
+    return ops.pack_linear(_take_rows(plain.take("qkv"), order), None if bias is None else bias.index_select(0, order))
 
 
 def _pack_mlp(config: DecoderConfig, ops: Ops, plain: _Unpacked, output_norm: Array | None) -> _Mlp | None:
@@ -274,12 +276,12 @@ def _pack_norm(config: DecoderConfig, ops: Ops, weight: Tensor | None) -> Array 
     if weight is None:
         return None
     if config.norm == "layer" and not config.norm_bias:
-        weight = torch.cat([weight, torch.zeros_like(weight)])
+        weight = functional.pad(weight, (0, len(weight)))
     return ops.vector(_offset(config, weight))
 
 
 def _offset(config: DecoderConfig, weight: Tensor) -> Tensor:
-    return weight.float() + config.norm_offset if config.norm_offset else weight
+    return weight.float().add_(config.norm_offset) if config.norm_offset else weight
 
 
 def rotate_half_order(config: DecoderConfig) -> Tensor:
@@ -304,7 +306,7 @@ def _reorder_outputs(config: DecoderConfig, lora: LoraWeights) -> LoraWeights:
 
 
 def _take_rows(weight: Tensor | QuantizedWeight, rows: Tensor) -> Tensor | QuantizedWeight:
-    return weight[rows] if isinstance(weight, Tensor) else take_rows(weight, rows)
+    return weight.index_select(0, rows) if isinstance(weight, Tensor) else take_rows(weight, rows)
 
 
 def _reorder_norm(config: DecoderConfig, norm: Tensor | None, order: Tensor) -> Tensor | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
-from penstock.backend.checkpoint.quantization.modes import weight_bytes
-from penstock.backend.checkpoint.weight_forms.quantized_weights import has_cpu_kernels
+from penstock.backend.checkpoint.quantization.modes import has_cpu_kernels, weight_bytes
 from penstock.backend.forward_pass import PassSpec
 from penstock.backend.passes.ops.interface import KV_BLOCK_BYTES, KV_BLOCK_VALUES, supports_q8_0
 from penstock.backend.passes.ops.layer_groups import one_group

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from penstock.backend.checkpoint.quantization.modes import has_cpu_kernels
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     GroupedForm,
     GroupedWeight,
@@ -18,7 +19,6 @@ from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     QuantizedWeight,
     StackedForm,
     WeightForm,
-    has_cpu_kernels,
 )
 from penstock.backend.checkpoint.weight_forms.stacked_weights import stacked_form
 

@@ -7,6 +7,7 @@ from GGML's reference code: all products are exact there.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -16,6 +17,7 @@ from penstock.backend.checkpoint.formats.matrix_format import (
     MatrixFormat,
     Part,
     Shape,
+    UnreadableMatrixError,
     check_multiple,
     row_blocks,
 )
@@ -26,9 +28,13 @@ from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     E2M1,
     IQ4_VALUES,
     MAX_QUANTIZED_INPUTS,
+    MXFP4_EXPONENTS,
+    BlockWeight,
     GroupedForm,
     GroupedWeight,
     Int4Weight,
+    PackedForm,
+    StackedWeight,
 )
 from penstock.backend.checkpoint.weight_forms.stacked_weights import stack_weights
 
@@ -39,7 +45,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.checkpoint.formats.matrix_format import Parts
     from penstock.backend.checkpoint.formats.numbers.ggml_codebooks import CodedNumbers
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight, WeightForm
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight, SimpleWeight
 
 _SMALL_BLOCK = 32
 _LARGE_BLOCK = 256
@@ -48,6 +54,14 @@ _Q4_0 = "Q4_0"
 _Q4_0_ZERO = 8
 _MXFP4 = "MXFP4"
 _MXFP4_SCALES = Mxfp4("GGUF", "values", "exponents", "bytes")
+_MXFP4_BIAS = 127
+_INFINITE_HIGH_BYTE = 0x7C
+"""Bits of a binary16 number that are all set if it is not finite."""
+_PACKED_BY_KERNELS = {
+    "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,
+    "IQ4_NL": 20, "IQ4_XS": 23, "MXFP4": 39,
+}  # fmt: skip
+"""Types whose blocks kernels/ggml_blocks.h reads, and their numbers in GGML."""
 _DOUBLED_E2M1 = tuple(int(2 * value) for value in E2M1)
 
 
@@ -87,6 +101,8 @@ class BlockType:
     read: Callable[[Tensor], _Numbers]
     values: int
     """Numbers of a block."""
+    scale_bytes: tuple[int, ...]
+    """Where its numbers in binary16 begin."""
 
 
 @dataclass(frozen=True)
@@ -112,45 +128,59 @@ class GgmlMatrix(MatrixFormat):
         content = parts["weight"][rows]
         return self._read(content).expand().view(len(content), shape[1])
 
-    def packed_form(self, shape: Shape) -> WeightForm | None:
+    def packed_form(self, shape: Shape) -> PackedForm | GroupedForm | None:
         if self.type_name == _Q4_0:
             return int4_form(shape[1], _SMALL_BLOCK)
         if self.type_name == _MXFP4:
             return _MXFP4_SCALES.packed_form(shape)
         return self._type.form if shape[1] <= MAX_QUANTIZED_INPUTS else None
 
-    def pack(self, parts: Parts, shape: Shape) -> QuantizedWeight | None:
-        form = self.packed_form(shape)
-        if form is None:
-            return None
-        if self.type_name == _MXFP4:
-            return _MXFP4_SCALES.pack(_mxfp4_parts(parts["weight"].view(shape[0], -1, self._type.num_bytes)), shape)
-        blocks = row_blocks(shape, BLOCK_VALUES)
-        return stack_weights((self._pack_rows(parts["weight"][rows], shape[1]) for rows in blocks), form, shape[0])
+    def check(self, parts: Parts, shape: Shape) -> None:  # noqa: ARG002 - blocks of any shape
+        blocks = self._blocks(parts["weight"])
+        for byte in self._type.scale_bytes:
+            if bool((blocks[:, byte + 1] & _INFINITE_HIGH_BYTE == _INFINITE_HIGH_BYTE).any()):
+                raise UnreadableMatrixError("a block's scale is not finite")
 
-    def _pack_rows(self, content: Tensor, inputs: int) -> QuantizedWeight | None:
-        numbers, outputs = self._read(content), len(content)
-        if not bool(numbers.factors.isfinite().all()):
+    def pack(self, parts: Parts, shape: Shape) -> QuantizedWeight | None:
+        content, form = parts["weight"], self.packed_form(shape)
+        if form is None or (self.type_name == _MXFP4 and not _have_packed_scales(self._blocks(content))):
             return None
-        if self.type_name == _Q4_0:
+        decode = partial(self._decode, form=form, inputs=shape[1])
+        number = _PACKED_BY_KERNELS.get(self.type_name)
+        return decode(content) if number is None else BlockWeight(form, number, content, shape[1], decode)
+
+    def _decode(self, content: Tensor, form: PackedForm | GroupedForm, inputs: int) -> SimpleWeight:
+        shape = (len(content), inputs)
+        decoded = (self._decode_rows(content[rows], form, inputs) for rows in row_blocks(shape, BLOCK_VALUES))
+        weight = stack_weights(decoded, form, shape[0])
+        if weight is None or isinstance(weight, StackedWeight):
+            raise TypeError(f"{self.description} is not in the form {form}")
+        return weight
+
+    def _decode_rows(self, content: Tensor, form: PackedForm | GroupedForm, inputs: int) -> SimpleWeight | None:
+        outputs = len(content)
+        if self.type_name == _MXFP4:
+            parts = _mxfp4_parts(content.view(outputs, -1, self._type.num_bytes))
+            return _MXFP4_SCALES.pack(parts, (outputs, inputs))
+        numbers = self._read(content)
+        if isinstance(form, PackedForm):
             scales = numbers.factors.view(outputs, -1)
             zeros = torch.full(scales.shape, _Q4_0_ZERO, dtype=torch.uint8)
             pairs = _pairs(numbers.values.add_(_Q4_0_ZERO))
             return Int4Weight(pairs.view(outputs, inputs // 2), scales, zeros, _SMALL_BLOCK)
-        form = self._type.form
-        if form is None:
-            return None
-        values = _pairs(numbers.values) if form.bits == 4 else numbers.values
         multipliers = torch.empty(0, dtype=torch.int8) if numbers.multipliers is None else numbers.multipliers
         return GroupedWeight(
             form,
-            values.reshape(outputs, -1),
+            (_pairs(numbers.values) if form.bits == 4 else numbers.values).reshape(outputs, -1),
             numbers.factors.view(outputs, -1, form.num_factors),
             multipliers.view(outputs, inputs // form.group_size if form.has_multipliers else 0, form.num_factors),
         )
 
     def _read(self, content: Tensor) -> _Numbers:
-        return self._type.read(content.view(-1, self._type.num_bytes))
+        return self._type.read(self._blocks(content))
+
+    def _blocks(self, content: Tensor) -> Tensor:
+        return content.view(-1, self._type.num_bytes)
 
 
 def _halves(blocks: Tensor, *first_bytes: int) -> Tensor:
@@ -193,8 +223,8 @@ def _iq4_nl(blocks: Tensor) -> _Numbers:
 
 
 def _mxfp4(blocks: Tensor) -> _Numbers:
-    """Read MXFP4. The exponent's bias is 127; the values are doubled to be integers, so the scales are halved."""
-    exponents = blocks[:, :1].int() - 128
+    """Read MXFP4. The values are doubled to be integers, so the scales are halved."""
+    exponents = blocks[:, :1].int() - (_MXFP4_BIAS + 1)
     scales = torch.ldexp(torch.ones(exponents.shape), exponents)
     return _Numbers(torch.tensor(_DOUBLED_E2M1, dtype=torch.int8)[_nibbles(blocks[:, 1:]).long()], scales)
 
@@ -204,6 +234,13 @@ def _mxfp4_parts(blocks: Tensor) -> dict[str, Tensor]:
     values = _nibbles(blocks[:, :, 1:])
     pairs = values[:, :, ::2] | (values[:, :, 1::2] << 4)
     return {"values": pairs.flatten(1), "exponents": blocks[:, :, 0]}
+
+
+def _have_packed_scales(blocks: Tensor) -> bool:
+    """Whether the form of MXFP4 holds the scales of all blocks that are not zeros."""
+    first, last = _MXFP4_BIAS + MXFP4_EXPONENTS[0], _MXFP4_BIAS + MXFP4_EXPONENTS[-1]
+    outside = (blocks[:, 0] < first) | (blocks[:, 0] > last)
+    return not bool((blocks[outside, 1:] & 0x77).any())
 
 
 def _offset(values: Tensor, blocks: Tensor) -> _Numbers:
@@ -313,11 +350,12 @@ def _small(
     num_bytes: int,
     bits: int,
     read: Callable[[Tensor], _Numbers],
-    *,
-    has_minima: bool = False,
+    *scale_bytes: int,
     codebook: Literal["", "iq4"] = "",
 ) -> BlockType:
-    return BlockType(num_bytes, GroupedForm(bits, _SMALL_BLOCK, _SMALL_BLOCK, has_minima, codebook), read, _SMALL_BLOCK)
+    """A type with two numbers in binary16 has minima."""
+    form = GroupedForm(bits, _SMALL_BLOCK, _SMALL_BLOCK, len(scale_bytes) == 2, codebook)
+    return BlockType(num_bytes, form, read, _SMALL_BLOCK, scale_bytes)
 
 
 def _large(
@@ -325,29 +363,33 @@ def _large(
     bits: int,
     group_size: int,
     read: Callable[[Tensor], _Numbers],
-    *,
-    has_minima: bool = False,
+    *scale_bytes: int,
     codebook: Literal["", "iq4"] = "",
 ) -> BlockType:
-    return BlockType(num_bytes, GroupedForm(bits, group_size, _LARGE_BLOCK, has_minima, codebook), read, _LARGE_BLOCK)
+    """As `_small`."""
+    form = GroupedForm(bits, group_size, _LARGE_BLOCK, len(scale_bytes) == 2, codebook)
+    return BlockType(num_bytes, form, read, _LARGE_BLOCK, scale_bytes)
 
 
 BLOCK_TYPES = {
-    "Q8_0": _small(34, 8, _q8_0),
-    _Q4_0: _small(18, 8, _q4_0),
-    "Q4_1": _small(20, 4, _q4_1, has_minima=True),
-    "Q5_0": _small(22, 5, _q5_0),
-    "Q5_1": _small(24, 5, _q5_1, has_minima=True),
-    "IQ4_NL": _small(18, 4, _iq4_nl, codebook="iq4"),
-    _MXFP4: BlockType(17, None, _mxfp4, _SMALL_BLOCK),
-    "Q2_K": _large(84, 2, 16, _q2_k, has_minima=True),
-    "Q3_K": _large(110, 3, 16, _q3_k),
-    "Q4_K": _large(144, 4, 32, _q4_k, has_minima=True),
-    "Q5_K": _large(176, 5, 32, _q5_k, has_minima=True),
-    "Q6_K": _large(210, 6, 16, _q6_k),
-    "IQ4_XS": _large(136, 4, 32, _iq4_xs, codebook="iq4"),
-    "TQ1_0": _large(54, 3, 16, _tq1_0),
-    "TQ2_0": _large(66, 3, 16, _tq2_0),
-    "IQ3_S": _large(110, 5, 32, _coded(read_iq3_s)),
-    **{name: BlockType(size, None, _coded(read), _LARGE_BLOCK) for name, (size, read) in CODEBOOK_TYPES.items()},
+    "Q8_0": _small(34, 8, _q8_0, 0),
+    _Q4_0: _small(18, 8, _q4_0, 0),
+    "Q4_1": _small(20, 4, _q4_1, 0, 2),
+    "Q5_0": _small(22, 5, _q5_0, 0),
+    "Q5_1": _small(24, 5, _q5_1, 0, 2),
+    "IQ4_NL": _small(18, 4, _iq4_nl, 0, codebook="iq4"),
+    _MXFP4: BlockType(17, None, _mxfp4, _SMALL_BLOCK, ()),
+    "Q2_K": _large(84, 2, 16, _q2_k, 80, 82),
+    "Q3_K": _large(110, 3, 16, _q3_k, 108),
+    "Q4_K": _large(144, 4, 32, _q4_k, 0, 2),
+    "Q5_K": _large(176, 5, 32, _q5_k, 0, 2),
+    "Q6_K": _large(210, 6, 16, _q6_k, 208),
+    "IQ4_XS": _large(136, 4, 32, _iq4_xs, 0, codebook="iq4"),
+    "TQ1_0": _large(54, 3, 16, _tq1_0, 52),
+    "TQ2_0": _large(66, 3, 16, _tq2_0, 64),
+    "IQ3_S": _large(110, 5, 32, _coded(read_iq3_s), 0),
+    **{
+        name: BlockType(size, None, _coded(read), _LARGE_BLOCK, scale_bytes)
+        for name, (size, read, scale_bytes) in CODEBOOK_TYPES.items()
+    },
 }

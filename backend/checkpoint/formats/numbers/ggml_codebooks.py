@@ -194,12 +194,13 @@ def _iq1_m(blocks: Tensor) -> CodedNumbers:
     return _iq1(blocks[:, :32], _parts(blocks[:, 32:48], 4, 2).long(), scale.float(), _parts(words, 3, 4))
 
 
-CODEBOOK_TYPES: dict[str, tuple[int, Callable[[Tensor], CodedNumbers]]] = {
-    "IQ1_S": (50, _iq1_s),
-    "IQ1_M": (56, _iq1_m),
-    "IQ2_XXS": (66, _iq2_xxs),
-    "IQ2_XS": (74, _iq2_xs),
-    "IQ2_S": (82, _iq2_s),
-    "IQ3_XXS": (98, _iq3_xxs),
+CODEBOOK_TYPES: dict[str, tuple[int, Callable[[Tensor], CodedNumbers], tuple[int, ...]]] = {
+    "IQ1_S": (50, _iq1_s, (0,)),
+    "IQ1_M": (56, _iq1_m, ()),
+    "IQ2_XXS": (66, _iq2_xxs, (0,)),
+    "IQ2_XS": (74, _iq2_xs, (0,)),
+    "IQ2_S": (82, _iq2_s, (0,)),
+    "IQ3_XXS": (98, _iq3_xxs, (0,)),
 }
-"""Bytes of a block, and its reader, which receives uint8 [blocks, bytes]. IQ3_S has 110 bytes: `read_iq3_s`."""
+"""Bytes of a block, its reader, which receives uint8 [blocks, bytes], and where its scale begins. IQ3_S has 110 bytes:
+`read_iq3_s`."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.backend.checkpoint.weight_forms.stacked_weights import take_rows
+from penstock.backend.checkpoint.weight_forms.stacked_weights import decoded, take_rows
 from penstock.backend.passes.cpu.in_torch.torch_linear import PackedLinear
 from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import QuantizedLinear
 
@@ -53,9 +53,9 @@ class TorchExperts:
             if isinstance(weight, Tensor):
                 aligned = _align(weight.to(dtype))
                 return aligned.view(count, -1, aligned.shape[1])
-            rows = weight.shape[0] // count
+            own, rows = decoded(weight), weight.shape[0] // count
             return tuple(
-                QuantizedLinear(take_rows(weight, slice(first, first + rows)), None)
+                QuantizedLinear(take_rows(own, slice(first, first + rows)), None)
                 for first in range(0, count * rows, rows)
             )
 

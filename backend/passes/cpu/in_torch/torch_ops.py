@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from penstock.backend.checkpoint.weight_forms.quantized_weights import Int8Weight
-from penstock.backend.checkpoint.weight_forms.stacked_weights import take_rows
+from penstock.backend.checkpoint.weight_forms.stacked_weights import decoded, take_rows
 from penstock.backend.passes.cpu.in_torch.torch_experts import TorchExpertOps, grouped_product, product_by_product
 from penstock.backend.passes.cpu.in_torch.torch_linear import PackedLinear
 from penstock.backend.passes.cpu.in_torch.torch_lora import TorchAdapters
@@ -83,7 +83,9 @@ class TorchOps:
     ) -> TorchLinear:
         if not isinstance(weight, torch.Tensor):
             rounds_rows = self._rounds_rows and isinstance(weight, Int8Weight)
-            return QuantizedLinear(weight, None if bias is None else bias.float(), scale, is_gated, rounds_rows)
+            return QuantizedLinear(
+                decoded(weight), None if bias is None else bias.float(), scale, is_gated, rounds_rows
+            )
         packed = PackedLinear.pack(weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
         return replace(packed, scale=scale, is_gated=is_gated)
 
@@ -93,8 +95,10 @@ class TorchOps:
     def table(self, weight: Tensor) -> Tensor:
         return weight.to(self._dtype)
 
-    def tied_table(self, weight: Tensor | QuantizedWeight, lm_head: TorchLinear) -> Tensor | QuantizedWeight:  # noqa: ARG002 - a packed weight has no rows
-        return self.table(weight) if isinstance(weight, torch.Tensor) else weight
+    def tied_table(self, weight: Tensor | QuantizedWeight, lm_head: TorchLinear) -> Tensor | QuantizedWeight:
+        if isinstance(lm_head, QuantizedLinear):
+            return lm_head.weight
+        return self.table(weight if isinstance(weight, torch.Tensor) else weight.dequantize())
 
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         shape = KvShape(self._heads.num_kv_heads, self._heads.head_dim, self._heads.head_dim)

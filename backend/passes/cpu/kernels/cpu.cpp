@@ -12,6 +12,7 @@
 //   quantized_rows.h    activations in int8
 //   weight_codes.h      how values of 2 to 8 bits are stored
 //   quantized_weights.h the layout of quantised weights
+//   ggml_blocks.h       GGML's blocks in that layout
 //   quantized_linear.h  linear layers with quantised weights
 //   weight_forms.h      linear layers with weights of any form
 //   norms.h             norms
@@ -41,7 +42,7 @@ Engine& as_engine(void* engine) { return *static_cast<Engine*>(engine); }
 
 extern "C" {
 
-int ps_abi() { return 16; }
+int ps_abi() { return 17; }
 
 // Asks the system for the tile registers. Returns 0 if products may use them, an errno if it refuses, and -1 if this
 // library has no code for them.
@@ -82,6 +83,11 @@ void ps_pack(void* engine, const Linear* linear, const void* weight) {
 void ps_pack_quantized(void* engine, const Linear* linear, i64 part, const void* values, i64 in_pairs,
                        const float* factors, const std::uint8_t* multipliers) {
     pack_quantized(as_engine(engine), *linear, part, {values, in_pairs, factors, multipliers});
+}
+
+// content: the rows of the part in blocks of a type of GGML, by its number there.
+void ps_pack_blocks(void* engine, const Linear* linear, i64 part, i64 type, const std::uint8_t* content) {
+    pack_blocks(as_engine(engine), *linear, part, type, content);
 }
 
 // Call it where the preparation of a step begins: waking a thread takes longer than the first operations.

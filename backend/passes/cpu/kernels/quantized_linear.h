@@ -8,7 +8,7 @@
 
 #pragma once
 
-#include "quantized_weights.h"
+#include "ggml_blocks.h"
 
 namespace {
 

@@ -6,7 +6,7 @@
 //   header  scales    binary16 [16]
 //           minima    binary16 [16], for kHalfMinima; uint8 [16], for kZeroPoints
 //           [group]   int8 [16]: multipliers of the scales, then of the minima if there are any; where a block has
-//                     several groups
+//                     several groups. Of values of 2 bits both have 4 bits: the minima's are the high ones of a byte
 //
 // weight = scale × value - minimum, where a group's scale and minimum are those of its block × its multipliers. The
 // minimum of a zero point is scale × zero point.
@@ -19,6 +19,7 @@ namespace {
 
 struct QuantizedLayout {
     i64 blocks, block_units, block_groups, units, header, minima, multipliers, block_bytes, strip_bytes;
+    i64 multiplier_bytes;  // of a group of an output
     Packing packing;
 
     QuantizedLayout(const Linear& linear, const Packing& p) : packing(p) {
@@ -29,7 +30,8 @@ struct QuantizedLayout {
         block_groups = blocks ? p.block_size / p.group_size : 1;
         minima = kStrip * i64(sizeof(Half));
         multipliers = minima + (p.minima == kHalfMinima ? kStrip * i64(sizeof(Half)) : p.minima == kZeroPoints ? kStrip : 0);
-        header = multipliers + (block_groups > 1 ? block_groups * (1 + (p.minima != kNoMinima)) * kStrip : 0);
+        multiplier_bytes = p.minima != kNoMinima && p.bits > 2 ? 2 : 1;
+        header = multipliers + (block_groups > 1 ? block_groups * multiplier_bytes * kStrip : 0);
         if (!blocks) header = 0;
         block_bytes = header + block_units * unit_bytes(p.bits);
         strip_bytes = (units / block_units * block_bytes + 63) / 64 * 64;
@@ -42,19 +44,23 @@ struct QuantizedLayout {
 
     // The scales of a group, or its minima, from the block's header.
     Floats scales(const std::uint8_t* block, i64 group) const {
-        return multiplied(load_halves(reinterpret_cast<const Half*>(block)), block + multipliers, group);
+        return multiplied(load_halves(reinterpret_cast<const Half*>(block)), block + multipliers, group, 0);
     }
     Floats minima_of(const std::uint8_t* block, i64 group) const {
         if (packing.minima == kZeroPoints)
             return mul(scales(block, group), load_bytes(reinterpret_cast<const std::int8_t*>(block + minima)));
         return multiplied(load_halves(reinterpret_cast<const Half*>(block + minima)),
-                          block + multipliers + block_groups * kStrip, group);
+                          block + multipliers + (multiplier_bytes - 1) * block_groups * kStrip, group, 4);
     }
 
   private:
-    Floats multiplied(Floats factor, const std::uint8_t* all, i64 group) const {
+    Floats multiplied(Floats factor, const std::uint8_t* all, i64 group, int place) const {
         if (block_groups == 1) return factor;
-        return mul(factor, load_bytes(reinterpret_cast<const std::int8_t*>(all + group * kStrip)));
+        all += group * kStrip;
+        if (packing.bits > 2) return mul(factor, load_bytes(reinterpret_cast<const std::int8_t*>(all)));
+        alignas(16) std::int8_t low[kStrip];
+        for (i64 n = 0; n < kStrip; ++n) low[n] = std::int8_t(all[n] >> place & 15);
+        return mul(factor, load_bytes(low));
     }
 };
 
@@ -115,10 +121,14 @@ inline void pack_header(const QuantizedLayout& layout, const QuantizedNumbers& n
         reinterpret_cast<Half*>(header)[n * kStrip + lane] = to_half(numbers.factors[at * kinds + n]);
     if (layout.packing.minima == kZeroPoints) header[layout.minima + lane] = numbers.multipliers[at];
     if (layout.block_groups == 1) return;
-    for (i64 group = 0; group < layout.block_groups; ++group)
-        for (i64 n = 0; n < kinds; ++n)
-            header[layout.multipliers + (n * layout.block_groups + group) * kStrip + lane] =
-                numbers.multipliers[(at * layout.block_groups + group) * kinds + n];
+    for (i64 group = 0; group < layout.block_groups; ++group) {
+        const std::uint8_t* own = numbers.multipliers + (at * layout.block_groups + group) * kinds;
+        std::uint8_t* first = header + layout.multipliers + group * kStrip + lane;
+        *first = own[0];
+        if (kinds == 1) continue;
+        if (layout.multiplier_bytes == 1) *first |= own[1] << 4;
+        else first[layout.block_groups * kStrip] = own[1];
+    }
 }
 
 inline void pack_quantized(Engine& engine, const Linear& linear, i64 part, const QuantizedNumbers& numbers) {

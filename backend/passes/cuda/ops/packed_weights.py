@@ -12,6 +12,7 @@ from penstock.backend.checkpoint.weight_forms.float8_weight import FLOAT8_GROUP_
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     INT4_GROUP_SIZES,
     MXFP4_GROUP_SIZE,
+    BlockWeight,
     GroupedForm,
     GroupedWeight,
     PackedForm,
@@ -133,6 +134,7 @@ def pack_weight(
     form = kernel_form(weight.form)
     if not has_kernels(form) or isinstance(weight, StackedWeight):
         raise TypeError(f"no kernels for {form}")
+    weight = weight.decode() if isinstance(weight, BlockWeight) else weight
     if isinstance(weight, GroupedWeight) and isinstance(form, GroupedForm):
         weight = weight.widen(form)
     values, scales, zeros = _pack_parts(form, *(part.to(device) for part in weight.parts))

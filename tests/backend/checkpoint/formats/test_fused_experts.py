@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from penstock.backend.checkpoint.config.tensors import expected_tensors
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.weight_forms.quantized_weights import Mxfp4Weight, has_cpu_kernels
+from penstock.backend.checkpoint.quantization.modes import has_cpu_kernels
+from penstock.backend.checkpoint.weight_forms.quantized_weights import Mxfp4Weight
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions

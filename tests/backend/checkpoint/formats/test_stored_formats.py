@@ -19,6 +19,7 @@ from penstock.backend.checkpoint.files.progress import LOADING
 from penstock.backend.checkpoint.formats.declared import parse_stored_formats
 from penstock.backend.checkpoint.formats.methods.gptq import Gptq
 from penstock.backend.checkpoint.quantization import cached_file
+from penstock.backend.checkpoint.quantization.modes import has_cpu_kernels
 from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form, Float8Weight
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     GroupedWeight,
@@ -26,7 +27,6 @@ from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     Int8Weight,
     Mxfp4Weight,
     WeightForm,
-    has_cpu_kernels,
 )
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.forward_pass import PassOptions

@@ -10,17 +10,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.backend.checkpoint.formats.numbers.ggml import BLOCK_TYPES, GgmlMatrix
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
+    BlockWeight,
     GroupedForm,
     GroupedWeight,
     Int4Weight,
     Int8Weight,
     Mxfp4Weight,
     QuantizedWeight,
+    StackedWeight,
 )
+from penstock.backend.checkpoint.weight_forms.stacked_weights import decoded
 from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import UNIT, round_rows
-from tests.backend.passes.conftest import MakeOps, make_native_ops
 from tests.backend.passes.cpu.ops_harness import BASE, BF16, FP32, OpsHarness, assert_close, randn, step_batch
+from tests.backend.passes.decoder.conftest import MakeOps, make_native_ops
 
 GROUPED = {
     "grouped 8 bits": GroupedForm(8, 32, 32, has_minima=False),
@@ -38,6 +42,10 @@ GROUPED = {
 }
 INT4_FORMS = ("int4 groups of 32", "int4 groups of 128", "int4 with zeros", "int4 groups of 128 with zeros", "mxfp4")
 FORMS = ("int8", *INT4_FORMS, *GROUPED)
+BLOCKS = (
+    "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"
+)  # fmt: skip
+"""The types of GGML whose blocks kernels pack."""
 
 
 def group_size_of(form: str) -> int:
@@ -70,7 +78,7 @@ def random_weight(form: str, outputs: int, inputs: int, seed: int = 0) -> Quanti
 def random_grouped_weight(form: GroupedForm, outputs: int, inputs: int, rng: np.random.Generator) -> GroupedWeight:
     """Scale × multiplier × value is exact in float32, as for all types of GGML."""
     kinds = form.num_factors
-    largest = 32 if form.has_multipliers else 128
+    largest, multipliers = 32 if form.has_multipliers else 128, (0, 16) if form.bits == 2 else (-128, 128)
     blocks = (outputs, inputs // form.block_size, kinds)
     groups = (outputs, inputs // form.group_size if form.has_multipliers else 0, kinds)
     factors = rng.uniform(0.5e-3, 2e-3, blocks) * rng.choice((-1, 1), blocks)
@@ -85,7 +93,7 @@ def random_grouped_weight(form: GroupedForm, outputs: int, inputs: int, rng: np.
         form,
         torch.from_numpy(values),
         torch.from_numpy(factors.astype(np.float16).astype(np.float32)),
-        torch.from_numpy(rng.integers(-128, 128, groups).astype(np.int8)),
+        torch.from_numpy(rng.integers(*multipliers, groups).astype(np.int8)),
     )
 
 
@@ -102,6 +110,29 @@ def multiply(make: MakeOps, x: Tensor, weight: QuantizedWeight, *more: int) -> N
     product: NDArray[np.float32] = harness.ops.logits(harness.put("_hidden", x), packed).copy()
     harness.ops.close()
     return product
+
+
+def random_blocks(name: str, outputs: int) -> BlockWeight:
+    blocks = BLOCK_TYPES[name]
+    content = np.random.default_rng(outputs).integers(0, 256, (outputs, 3 * blocks.num_bytes), dtype=np.uint8)
+    content &= 0xBB  # no infinite scale has this bit clear
+    if name == "MXFP4":
+        content[:, :: blocks.num_bytes] = 104 + content[:, :: blocks.num_bytes] % 40
+        content[0] &= 0x88  # zeros, whatever the scale
+    weight = GgmlMatrix(name).pack({"weight": torch.from_numpy(content)}, (outputs, 3 * blocks.values))
+    assert isinstance(weight, BlockWeight)
+    return weight
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_of_ggml_are_packed_like_their_numbers(name: str, make_kernels: MakeOps) -> None:
+    """Byte for byte: outputs that fill no panel, gated ones, and in parts. `test_ggml_blocks` has the numbers."""
+    ops = make_kernels(BASE, BF16)
+    in_parts = StackedWeight((random_blocks(name, 64), random_blocks(name, 100)))
+    for weight, is_gated in ((random_blocks(name, 99), False), (random_blocks(name, 74), True), (in_parts, False)):
+        packed = ops.pack_linear(weight, None, is_gated=is_gated)
+        assert torch.equal(packed.weight, ops.pack_linear(decoded(weight), None, is_gated=is_gated).weight)
+    ops.close()
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])

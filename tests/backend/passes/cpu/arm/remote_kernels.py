@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from penstock.backend.passes.cpu.native_structs import (
     CACHE_FORMS,
@@ -107,6 +108,7 @@ class RemoteKernels:
         self.ps_pack = _Function(self._pack)
         self.ps_part_bytes = _Function(self._part_bytes)
         self.ps_pack_quantized = _Function(self._pack_quantized)
+        self.ps_pack_blocks = _Function(self._pack_blocks)
         self.ps_wake = _Function(self._wake)
         self.ps_plan = _Function(self._plan)
         self.ps_run = _Function(self._run)
@@ -155,8 +157,7 @@ class RemoteKernels:
         self, engine: int, linear: Any, part: int, values: int, in_pairs: bool, factors: int, multipliers: int | None
     ) -> None:
         own, packing = linear._obj, linear._obj.parts[part].packing
-        first_panel = own.parts[part - 1].end_panel if part else 0
-        outputs = min((own.parts[part].end_panel - first_panel) * PANEL, own.outputs * (1 + own.gated))
+        outputs = _num_outputs(own, part)
         factor_kinds = 1 + (packing.minima == Minima.HALF)
         blocks = own.inputs // packing.block_size if packing.block_size else 1
         groups = own.inputs // packing.group_size if packing.group_size else 1
@@ -169,6 +170,15 @@ class RemoteKernels:
             )
             packed = arguments.changed(own.parts[0].packed, self._packed_bytes(engine, linear))
             self._driver.call("ps_pack_quantized", engine, arguments.of_struct(_moved(own, packed)), part, *sources)
+
+    def _pack_blocks(self, engine: int, linear: Any, part: int, type_number: int, content: int) -> None:
+        own = linear._obj
+        values, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(type_number)]
+        with self._arguments() as arguments:
+            source = arguments.read_only(content, _num_outputs(own, part) * own.inputs // values * block_bytes)
+            packed = arguments.changed(own.parts[0].packed, self._packed_bytes(engine, linear))
+            struct = arguments.of_struct(_moved(own, packed))
+            self._driver.call("ps_pack_blocks", engine, struct, part, type_number, source)
 
     def _wake(self, engine: int) -> None:
         self._driver.call("ps_wake", engine)
@@ -311,6 +321,13 @@ class RemoteKernels:
         with self._arguments() as arguments:
             copy = arguments.read_only(memory, num_floats * _FLOAT)
             return self._driver.call_float("ps_read_memory", engine, copy, num_floats)
+
+
+def _num_outputs(linear: Any, part: int) -> int:
+    """Rows of a part's weight. Only the last part may end within a panel."""
+    first_panel = linear.parts[part - 1].end_panel if part else 0
+    last = linear.outputs * (1 + linear.gated) - first_panel * PANEL
+    return min((linear.parts[part].end_panel - first_panel) * PANEL, last)
 
 
 def _moved(linear: Any, packed: int) -> Any:

@@ -147,6 +147,11 @@ def test_int4_product_matches_float64(form: str, make_ops: MakeOps) -> None:
     quantized.test_int4_product_matches_float64(form, BF16, make_ops)
 
 
+@pytest.mark.parametrize("name", quantized.BLOCKS)
+def test_blocks_of_ggml_are_packed_like_their_numbers(name: str, make_ops: MakeOps) -> None:
+    quantized.test_blocks_of_ggml_are_packed_like_their_numbers(name, make_ops)
+
+
 @pytest.mark.parametrize("form", quantized.GROUPED)
 def test_grouped_product_matches_float64(form: str, make_ops: MakeOps) -> None:
     quantized.test_grouped_product_matches_float64(form, BF16, make_ops)
