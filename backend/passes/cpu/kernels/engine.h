@@ -199,7 +199,7 @@ struct IntegerRows {
 
 struct QuantizedRows {
     IntegerRows integers[2];  // values and remainders
-    std::vector<std::uint8_t> is_wide;  // [rows][inputs / 32]: whether the unit has remainders
+    std::vector<std::uint64_t> wide;  // [rows][inputs / 2048]: a bit for each unit of 32 inputs that has remainders
     std::vector<float> negative[kMaxWeightParts];  // [rows][groups]: the negative sum of the numbers, for minima
 };
 

@@ -3,8 +3,9 @@
 // output = sum over groups and units, ascending, of scale of the group × (scale of the row's unit × float(sum of int8 ×
 //          value)) - minimum × (scale of the row's unit × float(sum of int8))
 //
-// Without groups the scale of the output is multiplied last. Few rows are multiplied by weights where they lie; for more
-// rows a part of a panel is unpacked once, to bytes and floats. Sums and the order of additions are the same.
+// The same sum of the row's remainders, without minima, is added to it. Without groups the scale of the output is multiplied
+// last. Few rows are multiplied by weights where they lie; for more rows a part of a panel is unpacked once, to bytes and
+// floats. Sums and the order of additions are the same.
 
 #pragma once
 
@@ -37,15 +38,30 @@ struct ProductRows {
     const float* negative(i64 groups, i64 unit) const { return rows.negative[part].data() + (first * units + unit) * groups; }
 };
 
-// Units in which one of some rows has remainders.
-struct WideUnits {
-    std::uint8_t any[kMaxUnits];
+// What a tile of several rows prefetches into the L2 cache, evenly over a strip's units, beside the next 2 KB of the stream:
+// multiplying keeps the CPU from reading ahead. Of several tiles each prefetches a part of the next strip, as later ones read
+// no memory.
+struct FarAhead {
+    const std::uint8_t *line, *end;
+    i64 unit_bytes;
 
-    WideUnits(const ProductRows& x, i64 count, i64 begin, i64 end) {
-        const std::uint8_t* own = x.rows.is_wide.data() + x.first * x.units;
-        std::memcpy(any, own + begin, end - begin);
-        for (i64 r = 1; r < count; ++r)
-            for (i64 n = begin; n < end; ++n) any[n - begin] |= own[r * x.units + n];
+    FarAhead(const QuantizedLayout& layout, const std::uint8_t* strip, i64 tile, i64 tiles)
+        : line(strip + (tiles == 1 ? 3 * kPrefetchBytes : layout.strip_bytes + layout.strip_bytes * tile / tiles)), end(line),
+          unit_bytes(layout.strip_bytes / layout.units / tiles + 1) {}
+
+    [[gnu::always_inline]] void prefetch() {
+        for (end += unit_bytes; line < end; line += 64) __builtin_prefetch(line, 0, 2);
+    }
+};
+
+// Which rows of a tile have remainders in each unit, as bits.
+struct WideRows {
+    std::uint8_t units[kMaxUnits];
+    static_assert(kMaxByteRows <= 8);
+
+    WideRows(const ProductRows& x, int count) {
+        std::memset(units, 0, x.units);
+        for (int r = 0; r < count; ++r) for_wide_units(x.rows, x.first + r, [&](i64 unit) { units[unit] |= 1 << r; });
     }
 };
 
@@ -73,16 +89,16 @@ struct UnitRows {
 };
 
 // total[R] += a group of R rows × a group of a strip
-template <int R, class C, class S>
-[[gnu::always_inline]] inline void add_group(const UnitRows& unit, int half,
-                                             const std::uint8_t* values, Floats scale, Floats* total) {
+template <int R, class C, class S, bool prefetches>
+[[gnu::always_inline]] inline void add_group(const UnitRows& unit, int half, const std::uint8_t* values, Floats scale,
+                                             Floats* total) {
     IntSums acc[R];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) acc[r] = broadcast_ints(unit.starts[r] + half);
 #pragma GCC unroll 8
     for (int n = 0; n < 8 / S::kGroups; ++n) {
         const int q = 8 / S::kGroups * half + n;
-        if (C::kUnitBytes > 64 * q) __builtin_prefetch(values + 64 * q + kPrefetchBytes);
+        if (prefetches && C::kUnitBytes > 64 * q) __builtin_prefetch(values + 64 * q + kPrefetchBytes);
         const Ints w = C::quad(values, q);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) acc[r] = multiply_quads<S::kDot>(acc[r], unit.values[r] + 4 * q, w);
@@ -96,16 +112,18 @@ template <int R, class C, class S>
 
 // c[R][64] = R rows × a strip
 template <int R, class C, class S>
-void multiply_strip(const ProductRows& x, const WideUnits& wide, const QuantizedLayout& layout, const std::uint8_t* strip,
-                    float* c) {
+[[gnu::noinline]]
+void multiply_strip(const ProductRows& x, const QuantizedLayout& layout, const std::uint8_t* strip, FarAhead ahead, float* c) {
     const std::uint8_t* values = layout.unit_of(strip, 0);
     const i64 group_units = S::kHasGroups && S::kGroups == 1 ? layout.packing.group_size / kUnit : 1;
     const std::uint8_t* header = strip;
-    Floats total[R], scale = broadcast(1.0f), minimum = broadcast(0.0f);
+    const WideRows wide(x, R);
+    Floats total[R], remainders[R], scale = broadcast(1.0f), minimum = broadcast(0.0f);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) total[r] = broadcast(0.0f);
+    for (int r = 0; r < R; ++r) total[r] = remainders[r] = broadcast(0.0f);
     for (i64 unit = 0, within = 0; unit < layout.units; ++unit, values += C::kUnitBytes) {
         if (within == 0) __builtin_prefetch(header + kPrefetchBytes);
+        if (R > 2) ahead.prefetch();
 #pragma GCC unroll 2
         for (int half = 0; half < S::kGroups; ++half) {
             if (S::kHasGroups && within % group_units == 0) {
@@ -113,8 +131,11 @@ void multiply_strip(const ProductRows& x, const WideUnits& wide, const Quantized
                 scale = layout.scales(header, group);
                 if (S::kHasMinima) minimum = layout.minima_of(header, group);
             }
-            for (int fine = 0; fine <= wide.any[unit]; ++fine)
-                add_group<R, C, S>(UnitRows(x.rows.integers[fine], x, S::kGroups, unit), half, values, scale, total);
+            add_group<R, C, S, true>(UnitRows(x.rows.integers[0], x, S::kGroups, unit), half, values, scale, total);
+            for_each_bit(wide.units[unit], [&](i64 r) {
+                add_group<1, C, S, false>(UnitRows(x.rows.integers[1], x.from(r), S::kGroups, unit), half, values, scale,
+                                          remainders + r);
+            });
             if (!S::kHasMinima) continue;
             const float* negative = x.negative(S::kGroups, unit) + half;
 #pragma GCC unroll 16
@@ -127,7 +148,7 @@ void multiply_strip(const ProductRows& x, const WideUnits& wide, const Quantized
         values += layout.header;
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) store(c + r * kPanel, total[r]);
+    for (int r = 0; r < R; ++r) store(c + r * kPanel, add(total[r], remainders[r]));
 }
 
 // Units of a panel that are unpacked together, strip by strip, so that memory is read as a stream; and units of these that
@@ -187,7 +208,7 @@ template <int R, int V, class S>
 
 // c[R][16 V] += R rows × V strips, from first_unit on
 template <int R, int V, class S>
-void multiply_unpacked(const ProductRows& x, const WideUnits& wide, const Unpacked& w, i64 first_unit, i64 units, float* c) {
+void multiply_unpacked(const ProductRows& x, const Unpacked& w, i64 first_unit, i64 units, float* c) {
     Floats total[R][V];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
@@ -199,11 +220,7 @@ void multiply_unpacked(const ProductRows& x, const WideUnits& wide, const Unpack
         for (int half = 0; half < S::kGroups; ++half) {
             const std::uint8_t* values = w.values + n * 8 * 64 + half * 4 * 64;
             const i64 place = (n * S::kGroups + half) * kStrip;
-            // GCC would copy the loop's body for its first pass, and then keep the totals in memory.
-            int passes = 1 + wide.any[n], fine = 0;
-            asm("" : "+r"(passes), "+r"(fine));
-            for (; fine < passes; ++fine)
-                add_unpacked_group<R, V, S>(UnitRows(x.rows.integers[fine], x, S::kGroups, unit), half, w, values, place, total);
+            add_unpacked_group<R, V, S>(UnitRows(x.rows.integers[0], x, S::kGroups, unit), half, w, values, place, total);
             if (!S::kHasMinima) continue;
             const float* negative = x.negative(S::kGroups, unit) + half;
 #pragma GCC unroll 16
@@ -254,11 +271,31 @@ template <class S>
 void multiply_units(const ProductRows& x, i64 rows, const Unpacked& w, i64 first_unit, i64 units, float* c) {
     for_row_tiles<kTileByteRows>(rows, [&](i64 row, auto num_rows) {
         const ProductRows own = x.from(row);
-        const WideUnits wide(own, num_rows, first_unit, first_unit + units);
         for (i64 column = 0; column < kPanel; column += kStrip * kByteVectors)
-            multiply_unpacked<decltype(num_rows)::value, kByteVectors, S>(own, wide, w.from_strip(column / kStrip), first_unit,
-                                                                          units, c + row * kPanel + column);
+            multiply_unpacked<decltype(num_rows)::value, kByteVectors, S>(own, w.from_strip(column / kStrip), first_unit, units,
+                                                                          c + row * kPanel + column);
     });
+}
+
+// c[rows][64] += the rows' remainders × 64 units of a panel
+template <class S> void multiply_unpacked_remainders(const ProductRows& x, i64 rows, const Unpacked& w, i64 word, float* c) {
+    constexpr int strips = kPanel / kStrip;
+    for (i64 r = 0; r < rows; ++r, c += kPanel) {
+        const ProductRows own = x.from(r);
+        Floats total[1][strips];
+#pragma GCC unroll 4
+        for (int v = 0; v < strips; ++v) total[0][v] = load(c + v * kStrip);
+        for_wide_units(x.rows, own.first, word, [&](i64 unit) {
+            const UnitRows fine(x.rows.integers[1], own, S::kGroups, unit);
+            const i64 n = unit % kUnpackedUnits;
+#pragma GCC unroll 2
+            for (int half = 0; half < S::kGroups; ++half)
+                add_unpacked_group<1, strips, S>(fine, half, w, w.values + n * 8 * 64 + half * 4 * 64,
+                                                 (n * S::kGroups + half) * kStrip, total);
+        });
+#pragma GCC unroll 4
+        for (int v = 0; v < strips; ++v) store(c + v * kStrip, total[0][v]);
+    }
 }
 
 constexpr i64 kManyRows = 40;  // from here on it takes less time to unpack a panel once
@@ -270,7 +307,9 @@ void multiply_many_rows(const ProductRows& x, i64 rows, const QuantizedLayout& l
     alignas(64) std::uint8_t values[in_place ? 1 : kPanel * kUnpackedUnits * kUnit];
     alignas(64) float scales[S::kHasGroups ? kPanel * kUnpackedUnits * S::kGroups : 1];
     alignas(64) float minima[S::kHasMinima ? kPanel * kUnpackedUnits * S::kGroups : 1];
+    alignas(64) float remainders[kTilePanelRows * kPanel];
     std::memset(c, 0, rows * kPanel * sizeof(float));
+    std::memset(remainders, 0, rows * kPanel * sizeof(float));
     for (i64 first = 0; first < layout.units; first += kUnpackedUnits) {
         const i64 units = std::min(kUnpackedUnits, layout.units - first);
         Unpacked weights{values, kUnpackedUnits * 8 * 64, scales, minima, kUnpackedUnits * S::kGroups * kStrip};
@@ -279,7 +318,9 @@ void multiply_many_rows(const ProductRows& x, i64 rows, const QuantizedLayout& l
         if constexpr (S::kHasGroups) unpack_factors<S>(layout, panel, first, units, scales, minima);
         for (i64 n = 0; n < units; n += kInnerUnits)
             multiply_units<S>(x, rows, weights.from(n, S::kGroups), first + n, std::min(kInnerUnits, units - n), c);
+        multiply_unpacked_remainders<S>(x, rows, weights, first / kUnpackedUnits, remainders);
     }
+    for (i64 n = 0; n < rows * kPanel; n += kStrip) store(c + n, add(load(c + n), load(remainders + n)));
 }
 
 // The groups that values of some bits have, apart from bytes, which have any: of 16 or more inputs, with or without minima.
@@ -320,13 +361,15 @@ inline void multiply_quantized_panel(const Engine& engine, const Linear& linear,
     const ProductRows x(engine.quantized, part, begin);
     with_steps(weights.packing, [&](auto code, auto steps) {
         if (rows >= kManyRows) return multiply_many_rows<decltype(code), decltype(steps)>(x, rows, layout, packed, c);
-        for (i64 column = 0; column < kPanel; column += kStrip)
+        const i64 tiles = (rows + kMaxByteRows - 1) / kMaxByteRows;
+        for (i64 column = 0; column < kPanel; column += kStrip) {
+            const std::uint8_t* strip = packed + column / kStrip * layout.strip_bytes;
+            i64 tile = 0;
             for_row_tiles<kMaxByteRows>(rows, [&](i64 row, auto num_rows) {
-                const ProductRows own = x.from(row);
-                const WideUnits wide(own, num_rows, 0, x.units);
                 multiply_strip<num_rows, decltype(code), decltype(steps)>(
-                    own, wide, layout, packed + column / kStrip * layout.strip_bytes, c + row * kPanel + column);
+                    x.from(row), layout, strip, FarAhead(layout, strip, tile++, tiles), c + row * kPanel + column);
             });
+        }
     });
     if (layout.blocks) return;
     const float* scales = output_scales(layout, weights.packed, panels) + own * kPanel;

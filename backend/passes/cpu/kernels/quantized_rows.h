@@ -43,17 +43,21 @@ template <class T> void round_unit(const T* x, i64 count, float top, std::int8_t
     }
 }
 
-inline void sum_sixteens(IntegerRows& rows, i64 r) {
-    std::int16_t* sums = rows.sixteens.data() + r * rows.inputs / kSixteen * 2;
-    for (i64 k = 0; k < rows.inputs; k += kSixteen, sums += 2) store_negative_sums(rows.row(r) + k, sums);
+inline i64 wide_words(const QuantizedRows& rows) { return (rows.integers[0].inputs / kUnit + 63) / 64; }
+
+inline void sum_sixteens(IntegerRows& rows, i64 r, i64 unit) {
+    const std::int8_t* values = rows.row(r) + unit * kUnit;
+    std::int16_t* sums = rows.sixteens.data() + (r * rows.inputs + unit * kUnit) / kSixteen * 2;
+    store_negative_sums(values, sums);
+    store_negative_sums(values + kSixteen, sums + 2);
 }
 
 template <class T> void quantize_row(const T* x, i64 inputs, bool whole_rows, QuantizedRows& out, i64 r) {
     IntegerRows &coarse = out.integers[0], &fine = out.integers[1];
     const i64 units = coarse.inputs / kUnit;
     float* tops = coarse.scales.data() + r * units;
-    float* fine_scales = fine.scales.data() + r * units;
-    std::uint8_t* is_wide = out.is_wide.data() + r * units;
+    std::uint64_t* wide_bits = out.wide.data() + r * wide_words(out);
+    std::fill_n(wide_bits, wide_words(out), 0);
     float squares = 0.0f;
     for (i64 u = 0; u < units; ++u) {
         tops[u] = largest_of(x + u * kUnit, std::clamp<i64>(inputs - u * kUnit, 0, kUnit));
@@ -62,20 +66,30 @@ template <class T> void quantize_row(const T* x, i64 inputs, bool whole_rows, Qu
     if (whole_rows) std::fill_n(tops, units, largest_of(x, inputs));
     const float mean = squares / float((inputs + kUnit - 1) / kUnit);
     const float wide = whole_rows ? std::numeric_limits<float>::infinity() : kWide * std::sqrt(mean);
-    bool has_wide = false;
     for (i64 u = 0; u < units; ++u) {
         const i64 k = u * kUnit;
-        std::int8_t* remainders = fine.row(r) + k;
-        is_wide[u] = tops[u] > wide;
-        has_wide |= is_wide[u];
-        if (!is_wide[u]) std::memset(remainders, 0, kUnit);
-        round_unit(x + k, inputs - k, tops[u], coarse.row(r) + k, is_wide[u] ? remainders : nullptr);
+        const bool is_wide = tops[u] > wide;
+        round_unit(x + k, inputs - k, tops[u], coarse.row(r) + k, is_wide ? fine.row(r) + k : nullptr);
         tops[u] /= 127.0f;
-        fine_scales[u] = is_wide[u] ? tops[u] / kRemainder : 0.0f;
+        sum_sixteens(coarse, r, u);
+        if (!is_wide) continue;
+        fine.scales[r * units + u] = tops[u] / kRemainder;
+        sum_sixteens(fine, r, u);
+        wide_bits[u / 64] |= std::uint64_t(1) << u % 64;
     }
-    sum_sixteens(coarse, r);
-    if (has_wide) sum_sixteens(fine, r);
-    else std::fill_n(fine.sixteens.data() + r * units * 4, units * 4, std::int16_t(0));
+}
+
+template <class F> [[gnu::always_inline]] inline void for_each_bit(std::uint64_t bits, const F& body) {
+    for (; bits; bits &= bits - 1) body(i64(__builtin_ctzll(bits)));
+}
+
+// Calls body(unit) for the units of a row that have remainders, among the 64 of a word, or among all.
+template <class F>
+[[gnu::always_inline]] inline void for_wide_units(const QuantizedRows& rows, i64 r, i64 word, const F& body) {
+    for_each_bit(rows.wide[r * wide_words(rows) + word], [&](i64 bit) { body(word * 64 + bit); });
+}
+template <class F> inline void for_wide_units(const QuantizedRows& rows, i64 r, const F& body) {
+    for (i64 word = 0; word < wide_words(rows); ++word) for_wide_units(rows, r, word, body);
 }
 
 template <class T> void grow(std::vector<T>& array, i64 size) {
@@ -91,7 +105,7 @@ template <class T> void quantize_rows(Engine& engine, const T* x, i64 rows, cons
         grow(each.scales, rows * each.inputs / kUnit);
         grow(each.sixteens, rows * each.inputs / kSixteen * 2);
     }
-    grow(out.is_wide, rows * out.integers[0].inputs / kUnit);
+    grow(out.wide, rows * wide_words(out));
     // Few rows are quantised by the calling thread: waking the others would take longer.
     engine.split(rows, std::max<i64>(1, 32768 / linear.inputs), [&](i64 first, i64 last, int) {
         for (i64 r = first; r < last; ++r)
@@ -110,24 +124,31 @@ struct SumNeeds {
 // Fills starts and negative sums of n rows.
 inline void prepare_sums(Engine& engine, i64 num_rows, const SumNeeds& needs) {
     QuantizedRows& rows = engine.quantized;
-    const i64 groups = rows.integers[0].inputs / (kSixteen * needs.sixteens), last_two = 2 * (needs.sixteens - 1);
+    const i64 units = rows.integers[0].inputs / kUnit, unit_groups = 2 / needs.sixteens;
     auto& negative = rows.negative[needs.part];
-    for (IntegerRows& each : rows.integers) grow(each.starts[needs.part], num_rows * groups);
-    if (needs.minima) grow(negative, num_rows * groups);
+    for (IntegerRows& each : rows.integers) grow(each.starts[needs.part], num_rows * units * unit_groups);
+    if (needs.minima) grow(negative, num_rows * units * unit_groups);
+    // Returns the negative sum of a group's integers.
+    const auto start = [&](IntegerRows& each, i64 group) {
+        const std::int16_t* own = each.sixteens.data() + group * needs.sixteens * 2;
+        const int even = needs.sixteens == 1 ? own[0] : own[0] + own[2], odd = needs.sixteens == 1 ? own[1] : own[1] + own[3];
+        each.starts[needs.part][group] =
+            needs.split ? std::int32_t((std::uint32_t(needs.zero * odd) << 16) | std::uint16_t(needs.zero * even))
+                        : needs.zero * (even + odd);
+        return each.scales[group / unit_groups] * float(even + odd);
+    };
     engine.split(num_rows, std::max<i64>(1, 65536 / rows.integers[0].inputs), [&](i64 first, i64 last, int) {
-        for (IntegerRows& each : rows.integers) {
-            const std::int16_t* own = each.sixteens.data() + first * groups * needs.sixteens * 2;
-            std::int32_t* starts = each.starts[needs.part].data();
-            for (i64 n = first * groups; n < last * groups; ++n, own += 2 * needs.sixteens) {
-                const int even = needs.sixteens == 1 ? own[0] : own[0] + own[last_two];
-                const int odd = needs.sixteens == 1 ? own[1] : own[1] + own[last_two + 1];
-                starts[n] = needs.split ? std::int32_t((std::uint32_t(needs.zero * odd) << 16) | std::uint16_t(needs.zero * even))
-                                        : needs.zero * (even + odd);
-                if (!needs.minima) continue;
-                const float sum = each.scales[n * needs.sixteens / 2] * float(even + odd);
-                negative[n] = &each == rows.integers ? sum : negative[n] + sum;
-            }
+        for (i64 group = first * units * unit_groups; group < last * units * unit_groups; ++group) {
+            const float sum = start(rows.integers[0], group);
+            if (needs.minima) negative[group] = sum;
         }
+        for (i64 r = first; r < last; ++r)
+            for_wide_units(rows, r, [&](i64 unit) {
+                for (i64 group = (r * units + unit) * unit_groups; group < (r * units + unit + 1) * unit_groups; ++group) {
+                    const float sum = start(rows.integers[1], group);
+                    if (needs.minima) negative[group] += sum;
+                }
+            });
     });
 }
 
