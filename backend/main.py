@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from penstock.backend.passes.decoder.cpu.thread_counts import configure_threads
+from penstock.backend.passes.cpu.library.thread_counts import configure_threads
 from penstock.backend.start.preloading import prepare_imports
 from penstock.process.garbage_collection import pause_collection, resume_collection, spare_imports
 
@@ -32,8 +32,8 @@ from penstock.backend.kv_cache.budget.memory import MemoryInfo, device_memory, h
 from penstock.backend.kv_cache.budget.whole_plan import WholePlan
 from penstock.backend.kv_cache.persisted.opening import open_store
 from penstock.backend.options import BackendOptions
-from penstock.backend.passes.decoder.cuda.device.device_choice import why_no_gpu
-from penstock.backend.passes.decoder.cuda.device.kernel_choices import adopted_choices
+from penstock.backend.passes.cuda.device.device_choice import why_no_gpu
+from penstock.backend.passes.cuda.device.kernel_choices import adopted_choices
 from penstock.backend.scheduling.restart_grace import RestartGrace
 from penstock.backend.start.lora_modules import announce, check_unchanged
 from penstock.backend.start.model_card import ModelNames, make_card

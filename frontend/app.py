@@ -8,13 +8,9 @@ from typing import TYPE_CHECKING
 from penstock.frontend.access.admission import Admission
 from penstock.frontend.endpoints import (
     chat_completions,
-    health,
     invocations,
     label_scores,
     messages,
-    metrics,
-    models,
-    quote,
     text_completions,
     tokens,
 )
@@ -22,8 +18,6 @@ from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.docs import endpoint_docs, pooling_docs
 from penstock.frontend.endpoints.docs.served_document import Documentation
 from penstock.frontend.endpoints.engine_view.stream import EngineStreams
-from penstock.frontend.endpoints.lingering.streams import StreamTable
-from penstock.frontend.endpoints.operator.cancel_request import cancel_request
 from penstock.frontend.endpoints.pooling import (
     cohere_embed,
     openai_embeddings,
@@ -40,6 +34,9 @@ from penstock.frontend.endpoints.responses.storage.state_files import open_datab
 from penstock.frontend.endpoints.responses.storage.store import ResponseStore
 from penstock.frontend.endpoints.responses.web_socket import LatestResponses, ResponseSocket
 from penstock.frontend.endpoints.routes import Methods, RouteTable, delete, get, post, select
+from penstock.frontend.endpoints.server import health, metrics, models, quote
+from penstock.frontend.endpoints.server.cancel_request import cancel_request
+from penstock.frontend.endpoints.server.streams import StreamTable
 from penstock.frontend.endpoints.static_files import StaticFiles, manual_routes
 from penstock.frontend.schemas.ignored_fields import IgnoredFields
 from penstock.frontend.transport.disconnect import ClientGoneError
@@ -50,7 +47,7 @@ from penstock.process.admission import TenantPlaces
 
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.responses.web_socket import Turn
-    from penstock.frontend.generation.served_models import ServedModels
+    from penstock.frontend.generation.models.model_table import ServedModels
     from penstock.frontend.settings import WorkerLimits
     from penstock.frontend.telemetry.request_log import ReportSpans
     from penstock.frontend.transport.asgi import AsgiMessage, Receive, Scope, Send

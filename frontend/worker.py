@@ -24,9 +24,9 @@ from penstock.frontend.access.api_keys import KeyFileError, named_keys, read_key
 from penstock.frontend.access.hosts import serves_one_machine
 from penstock.frontend.access.usage_table import UsageTable
 from penstock.frontend.app import App
-from penstock.frontend.generation.served_model import ModelKeeper
-from penstock.frontend.generation.served_models import ServedModels
-from penstock.frontend.generation.waking import WakingModel
+from penstock.frontend.generation.models.model_table import ServedModels
+from penstock.frontend.generation.models.served_model import ModelKeeper
+from penstock.frontend.generation.models.waking import WakingModel
 from penstock.frontend.settings import WORKER_SETTINGS_VARIABLE, WorkerSettings
 from penstock.frontend.telemetry.tracing import SpanReporter, otlp_exporter
 from penstock.frontend.transport.serving.accept_table import AcceptTable

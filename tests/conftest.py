@@ -11,7 +11,7 @@ import zlib
 import pytest
 from hypothesis import settings
 
-from penstock.backend.passes.decoder.cpu.thread_counts import configure_threads
+from penstock.backend.passes.cpu.library.thread_counts import configure_threads
 from penstock.tools.forward_pass_contract import options as contract_options
 from tests.real_models import minilm_dir, real_gguf  # noqa: F401 - fixtures
 from tests.tallies import Tallies
@@ -57,17 +57,17 @@ _LONG_FILES = [
     "tests/quality/test_perplexity.py",
     "tests/backend/passes/decoder/test_deterministic_engine.py",
     "tests/serve/test_hold_weights.py",
-    "tests/backend/passes/decoder/cuda/kernels/test_compile.py",
+    "tests/backend/passes/cuda/kernels/test_compile.py",
     "tests/system/test_faults.py",
     "tests/backend/passes/decoder/test_decoder_pass.py",
     "tests/system/test_resumption.py",
-    "tests/backend/passes/decoder/cuda/test_pass_on_emulator.py",
+    "tests/backend/passes/cuda/test_pass_on_emulator.py",
     "tests/serve/upgrade/test_upgrade.py",
-    "tests/backend/passes/decoder/cuda/test_combinations.py",
+    "tests/backend/passes/cuda/test_combinations.py",
     "tests/system/test_takeover.py",
     "tests/cuda_emulator/test_rounding.py",
     "tests/tools/bench/test_serving.py",
-    "tests/backend/passes/decoder/cuda/test_deterministic_pass.py",
+    "tests/backend/passes/cuda/test_deterministic_pass.py",
 ]
 
 

@@ -15,8 +15,8 @@ import pytest
 for name in ("test_contract", "test_pooling", "test_lora"):
     pytest.register_assert_rewrite(f"penstock.tools.forward_pass_contract.{name}")
 
-from penstock.backend.checkpoint.quantization import kept_file  # noqa: E402 - as the next lines
-from penstock.backend.passes.decoder.held_weights import packed_file  # noqa: E402
+from penstock.backend.checkpoint.quantization import cached_file  # noqa: E402 - as the next lines
+from penstock.backend.passes.held_weights import packed_file  # noqa: E402
 from penstock.tools.forward_pass_contract import (  # noqa: E402 - after the rewrite is registered
     test_contract,
     test_lora,
@@ -35,7 +35,7 @@ for suite in (test_contract, test_pooling, test_lora):
     is_theirs = ("test_", "runner", "pooling", "adapted")
     globals().update({name: value for name, value in vars(suite).items() if name.startswith(is_theirs)})
 
-_EMULATED = "tests.backend.passes.decoder.cuda.emulated_pass:EmulatedCudaPass"
+_EMULATED = "tests.backend.passes.cuda.emulated_pass:EmulatedCudaPass"
 _TRANSFORMERS = "penstock.backend.passes.transformers_model.forward_pass:TransformersPass"
 _FAKE_ADAPTERS = (Path("one"), Path("two"))
 _GROUPED = "decoder whose layers are several groups"
@@ -83,7 +83,7 @@ def forward_pass(
         model_dir = tmp_path_factory.mktemp("contract")
         make_encoder("bert", "Model", model_dir)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (kept_file, packed_file):
+        for module in (cached_file, packed_file):
             patch.setattr(module, "cache_directory", lambda: tmp_path_factory.mktemp("cache"))
         adapters = request.config.getoption("--adapter")
         if pass_name == "fake" or ".fake:" in pass_name:

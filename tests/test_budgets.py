@@ -53,9 +53,7 @@ def test_packages_keep_their_budget_of_lines() -> None:
 def test_docs_keep_their_budget_of_words() -> None:
     """A word has a letter or a digit."""
     pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
-    words = sum(
-        bool(re.search(r"\w", token)) for page in pages for token in page.read_text(encoding="utf-8").split()
-    )
+    words = sum(bool(re.search(r"\w", token)) for page in pages for token in page.read_text(encoding="utf-8").split())
     assert 0 < words <= MAX_DOC_WORDS
 
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.backend.checkpoint.architectures.names import SUPPORTED_ARCHITECTURES
+from penstock.backend.checkpoint.config.architectures.names import SUPPORTED_ARCHITECTURES
 from penstock.backend.checkpoint.config_json import parse_decoder_config
 from penstock.backend.checkpoint.encoders import families as encoder_families
 from penstock.backend.checkpoint.encoders.read_config import parse_encoder
-from penstock.backend.passes.decoder.cpu.native_ops import supports_native_ops
-from penstock.backend.passes.decoder.cuda.workspace_plan import unsupported_variation
+from penstock.backend.passes.cpu.native_ops import supports_native_ops
+from penstock.backend.passes.decoder.cuda_pass.workspace_plan import unsupported_variation
 from penstock.backend.passes.encoder.cuda.loading import unsupported_on_gpu
 from penstock.backend.passes.encoder.native_ops import unsupported_by_kernels
 from tests.backend.passes.transformers_model import families as transformers_families
@@ -28,7 +28,7 @@ from tests.encoder_checkpoints import PRESETS as ENCODER_PRESETS
 from tests.encoder_checkpoints import EncoderPreset, encoder_config
 
 if TYPE_CHECKING:
-    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"

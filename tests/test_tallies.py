@@ -12,8 +12,8 @@ import pytest
 from tests.tallies import COMPILED, SIMULATED, Tallies
 
 REPOSITORY = Path(__file__).parents[1]
-ELEMENTWISE = "tests/backend/passes/decoder/cuda/ops/test_elementwise.py"
-COMPILES = "tests/backend/passes/decoder/cuda/kernels/test_compile.py::test_a_kernel_compiles_without_spills_and_fits"
+ELEMENTWISE = "tests/backend/passes/cuda/ops/test_elementwise.py"
+COMPILES = "tests/backend/passes/cuda/kernels/test_compile.py::test_a_kernel_compiles_without_spills_and_fits"
 
 
 SMALL_RUN = """

@@ -19,9 +19,9 @@ from cyclopts import Parameter
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from penstock.backend.checkpoint.config.tensors import expected_tensors
 from penstock.backend.checkpoint.config_json import parse_decoder_config
-from penstock.backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE
-from penstock.backend.checkpoint.tensors import expected_tensors
+from penstock.backend.checkpoint.files.layout import INDEX_FILE, SINGLE_FILE
 from penstock.backend.errors import StartupError
 from penstock.process.failure import fail
 from penstock.process.options import format_size

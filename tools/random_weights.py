@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.backend.checkpoint.architectures.encoder_names import EncoderNames
-from penstock.backend.checkpoint.decoder_config import (
+from penstock.backend.checkpoint.config.architectures.encoder_names import EncoderNames
+from penstock.backend.checkpoint.config.decoder_config import (
     ClampedGate,
     DecoderConfig,
     Experts,
@@ -19,16 +19,16 @@ from penstock.backend.checkpoint.decoder_config import (
     Scales,
     TensorNames,
 )
+from penstock.backend.checkpoint.config.tensors import LayerWeights
 from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig, Head, HeadLayer
 from penstock.backend.checkpoint.encoders.tensors import EncoderLayerWeights, HeadLayerWeights
-from penstock.backend.checkpoint.tensors import LayerWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 
 
 def make_rope(head_dim: int, theta: float) -> RopeConfig:

@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.backend.checkpoint.files.layout import CONFIG_FILE, INDEX_FILE
 from penstock.backend.checkpoint.formats.quant_method import OWN_FILE
-from penstock.backend.checkpoint.layout import CONFIG_FILE, INDEX_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

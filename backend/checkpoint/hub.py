@@ -6,9 +6,8 @@ import re
 import sys
 from pathlib import Path
 
-from penstock.backend.checkpoint.formats.quant_method import OWN_FILE
-from penstock.backend.checkpoint.json_file import shorten
-from penstock.backend.checkpoint.layout import (
+from penstock.backend.checkpoint.files.json_file import shorten
+from penstock.backend.checkpoint.files.layout import (
     CONFIG_FILE,
     GENERATION_FILE,
     GGUF_SUFFIX,
@@ -20,13 +19,14 @@ from penstock.backend.checkpoint.layout import (
     TOKENIZER_FILE,
     shard_names,
 )
+from penstock.backend.checkpoint.files.progress import logged_downloads
+from penstock.backend.checkpoint.formats.quant_method import OWN_FILE
 from penstock.backend.checkpoint.other_layouts.directory import (
     TOKENIZER_SETTINGS,
     TOKENIZER_SOURCES,
     complete_directory,
 )
 from penstock.backend.checkpoint.other_layouts.mistral_layout import CONSOLIDATED_FILE, PARAMS_FILE
-from penstock.backend.checkpoint.progress import logged_downloads
 from penstock.backend.errors import StartupError
 
 CONFIG_FILES = (CONFIG_FILE, "modules.json", "sentence_*_config.json", "[0-9]_*/config.json")

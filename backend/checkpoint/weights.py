@@ -20,27 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.backend.checkpoint.config_json import read_declared_dtype
-from penstock.backend.checkpoint.formats.declared import read_stored_formats
-from penstock.backend.checkpoint.formats.stored_weight import FormattedMatrix, PlainTensor, find_weight
-from penstock.backend.checkpoint.gguf.directory import open_gguf_links
-from penstock.backend.checkpoint.json_file import shorten
-from penstock.backend.checkpoint.other_layouts.mistral_layout import EMBEDDING_NAME, hf_name
-from penstock.backend.checkpoint.progress import make_progress
-from penstock.backend.checkpoint.stacked_weights import stack_weights, stacked_form
-from penstock.backend.checkpoint.tensor_files.opening import (
-    fit_to_decoder,
-    open_safetensors,
-    rename_tensors,
-    split_experts,
-)
-from penstock.backend.checkpoint.tensor_files.unplaced import (
-    check_tied_head,
-    is_beside_decoder,
-    refuse_unplaced,
-    unused_heads,
-)
-from penstock.backend.checkpoint.tensors import (
+from penstock.backend.checkpoint.config.tensors import (
     EMBEDDING,
     LINEARS,
     STACKED_IN_PARTS,
@@ -53,6 +33,26 @@ from penstock.backend.checkpoint.tensors import (
     linear_names,
     lm_head_spec,
 )
+from penstock.backend.checkpoint.config_json import read_declared_dtype
+from penstock.backend.checkpoint.files.json_file import shorten
+from penstock.backend.checkpoint.files.progress import make_progress
+from penstock.backend.checkpoint.formats.declared import read_stored_formats
+from penstock.backend.checkpoint.formats.stored_weight import FormattedMatrix, PlainTensor, find_weight
+from penstock.backend.checkpoint.gguf.directory import open_gguf_links
+from penstock.backend.checkpoint.other_layouts.mistral_layout import EMBEDDING_NAME, hf_name
+from penstock.backend.checkpoint.tensor_files.opening import (
+    fit_to_decoder,
+    open_safetensors,
+    rename_tensors,
+    split_experts,
+)
+from penstock.backend.checkpoint.tensor_files.unplaced import (
+    check_tied_head,
+    is_beside_decoder,
+    refuse_unplaced,
+    unused_heads,
+)
+from penstock.backend.checkpoint.weight_forms.stacked_weights import stack_weights, stacked_form
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
@@ -62,12 +62,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.files.progress import Progress
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
     from penstock.backend.checkpoint.formats.stored_weight import StoredWeight
     from penstock.backend.checkpoint.formats.tensor_file import TensorFile
-    from penstock.backend.checkpoint.progress import Progress
-    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight, WeightForm
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight, WeightForm
 
 logger = logging.getLogger("penstock.backend")
 

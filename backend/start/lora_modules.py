@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from penstock.backend.checkpoint.json_file import shorten
+from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.lora.peft_config import CONFIG_FILE
 from penstock.backend.errors import StartupError
 from penstock.shm.messages import MAX_ADAPTERS, Adapter

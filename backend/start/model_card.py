@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, get_args
 import msgspec
 
 from penstock.backend.checkpoint.encoders.sentence_transformers import read_modules
+from penstock.backend.checkpoint.files.generation_config import read_generation_defaults
+from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
+from penstock.backend.checkpoint.files.layout import CONFIG_FILE
 from penstock.backend.checkpoint.fingerprint import WEIGHTS_SUFFIXES, FilesHash
 from penstock.backend.checkpoint.formats.quant_method import declared_method, with_own_file
-from penstock.backend.checkpoint.generation_config import read_generation_defaults
-from penstock.backend.checkpoint.json_file import read_json_object, shorten
-from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.errors import StartupError
 from penstock.backend.sampling.defaults import SAMPLING_SETTING, read_default_sampling
 from penstock.shm.messages import MAX_CARD_BYTES, Adapter, ModelCard, PooledKind, PooledWidth, encode

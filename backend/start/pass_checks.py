@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
-from penstock.backend.checkpoint.tokenizer_file import count_token_ids
+from penstock.backend.checkpoint.files.tokenizer_file import count_token_ids
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PooledRows, SamplingParams, SlotInit, StepBatch
 from penstock.backend.forward_pass.extensions import read_host_logits

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.backend.passes.decoder.cpu.thread_counts import configure_threads
+from penstock.backend.passes.cpu.library.thread_counts import configure_threads
 from penstock.process.garbage_collection import pause_collection
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from penstock.frontend.endpoints.prompts import render_chat, truncated
 from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
 from penstock.frontend.generation.answer_rules.chat_rules import chat_answer_rules
-from penstock.frontend.generation.answers import answer_stream, answer_whole
-from penstock.frontend.generation.capacity import check_capacity
-from penstock.frontend.generation.choice_runner import ChoiceRunner
+from penstock.frontend.generation.choices.answers import answer_stream, answer_whole
+from penstock.frontend.generation.choices.choice_runner import ChoiceRunner
 from penstock.frontend.generation.failures import finish_reason_of
 from penstock.frontend.generation.lingering import STREAM_HEADER, linger_terms, prepare_to_linger
+from penstock.frontend.generation.models.capacity import check_capacity
+from penstock.frontend.generation.models.model_table import answering_name, check_model
 from penstock.frontend.generation.request_policy import read_request_policy
-from penstock.frontend.generation.served_models import answering_name, check_model
 from penstock.frontend.generation.submission.limits import limited_by_context
 from penstock.frontend.generation.submission.sampling import is_deterministic
 from penstock.frontend.generation.submission.submit import PreparedRequest, submit
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.frontend.formats.base import Format
-    from penstock.frontend.generation.answers import Settle
-    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.generation.choices.answers import Settle
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.schemas.decoding import AnsweredBody
     from penstock.frontend.transport.exchange import Exchange
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from penstock.frontend.access.admission import Admission
-    from penstock.frontend.generation.served_model import ModelKeeper, ServedModel
-    from penstock.frontend.generation.served_models import ServedModels, Task
-    from penstock.frontend.generation.waking import WakingModel
+    from penstock.frontend.generation.models.model_table import ServedModels, Task
+    from penstock.frontend.generation.models.served_model import ModelKeeper, ServedModel
+    from penstock.frontend.generation.models.waking import WakingModel
     from penstock.frontend.settings import WorkerLimits
     from penstock.frontend.transport.exchange import Exchange
     from penstock.frontend.transport.open_exchanges import OpenExchanges

@@ -9,7 +9,7 @@ import msgspec
 from penstock.frontend.endpoints import chat_completions, label_scores, text_completions
 from penstock.frontend.endpoints.context import run_sized
 from penstock.frontend.endpoints.pooling import openai_embeddings, rerank, vllm_scores
-from penstock.frontend.generation.served_models import can_do
+from penstock.frontend.generation.models.model_table import can_do
 from penstock.frontend.schemas.decoding import decode_body
 from penstock.frontend.transport.errors import ApiError, ErrorKind
 

@@ -20,8 +20,8 @@ from penstock.frontend.transport.errors import invalid
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.context import EndpointContext
     from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
-    from penstock.frontend.generation.served_model import ServedModel
-    from penstock.frontend.generation.served_models import Task
+    from penstock.frontend.generation.models.model_table import Task
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.transport.exchange import Exchange
 
 _RENAMED = ((re.compile(r"^(prompt|prompt_logprobs|max_tokens)\b.*"), "items"),)

@@ -9,7 +9,7 @@ from penstock.frontend.text.chat_template import TemplateRefusedError
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
 
 if TYPE_CHECKING:
-    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.schemas.chat import ChatBody
     from penstock.frontend.schemas.completion import CompletionBody
     from penstock.frontend.schemas.decoding import AnsweredBody

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.served_model import ServedModel
-    from penstock.frontend.generation.served_models import Task
+    from penstock.frontend.generation.models.model_table import Task
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.schemas.chat import ChatBody
     from penstock.frontend.schemas.utilities import TokenizeBody
     from penstock.frontend.transport.exchange import Exchange

@@ -21,7 +21,7 @@ from penstock.shm.messages import MAX_RECORD_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from penstock.frontend.generation.served_model import ModelKeeper, ServedModel
+    from penstock.frontend.generation.models.served_model import ModelKeeper, ServedModel
     from penstock.frontend.schemas.decoding import AnsweredBody
     from penstock.frontend.transport.exchange import Exchange
     from penstock.shm.client import BackendClient

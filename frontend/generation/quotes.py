@@ -6,15 +6,15 @@ import time
 from typing import TYPE_CHECKING
 
 from penstock.frontend.generation.failures import backend_unavailable, milliseconds, overloaded, stream_failure
-from penstock.frontend.generation.served_models import answering_name
+from penstock.frontend.generation.models.model_table import answering_name
 from penstock.frontend.generation.submission.submit import generation_requests, quote_terms
 from penstock.frontend.schemas.answers import QuoteAnswer
 from penstock.frontend.transport.errors import ApiError, ErrorKind
 from penstock.shm.client import BackendUnavailable, Finish, Overloaded
 
 if TYPE_CHECKING:
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.generation.request_policy import RequestPolicy
-    from penstock.frontend.generation.served_model import ServedModel
     from penstock.frontend.generation.submission.submit import PreparedRequest
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from penstock.frontend.telemetry.trace_context import TraceContext
-    from penstock.shm.client.open_stream import OpenStream
+    from penstock.shm.client.streams.open_stream import OpenStream
     from penstock.shm.memory.board import FrontendBoard
 
     ReportSpans = Callable[["RequestLogEntry", float], str]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from cyclopts import Parameter
 
-from penstock.backend.passes.decoder.cpu.cpu_paths import machine_builds
-from penstock.backend.passes.decoder.cpu.native_library import COMPILED_DIR, LibraryUnavailableError, compile_builds
+from penstock.backend.passes.cpu.library.cpu_paths import machine_builds
+from penstock.backend.passes.cpu.library.native_library import COMPILED_DIR, LibraryUnavailableError, compile_builds
 from penstock.process.failure import fail
 
 

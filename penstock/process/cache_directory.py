@@ -28,7 +28,7 @@ def cache_directory() -> Path:
         raise UnsafeDirectory("this user has no home directory") from error
 
 
-def check_kept_file(path: Path) -> None:
+def check_cached_file(path: Path) -> None:
     """Raises UnsafeDirectory if others could change the file; OSError if it is missing. Its directory is checked."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode) or status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.backend.errors import StartupError
-from penstock.backend.passes.decoder.cpu.thread_counts import num_usable_cores
+from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
 from penstock.frontend.main import without_secrets
 from penstock.process.heartbeat import Heartbeat
 from penstock.process.options import to_argv

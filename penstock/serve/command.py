@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from penstock.backend.checkpoint.files.layout import CONFIG_FILE
 from penstock.backend.checkpoint.hub import resolve_small_files
-from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.checkpoint.other_layouts.directory import complete_directory
 from penstock.backend.errors import StartupError
 from penstock.backend.options import BackendOptions

@@ -12,12 +12,12 @@ from penstock.shm.buffers.device_api import DeviceError
 from penstock.shm.buffers.shared_buffers import BufferGone, BuffersExhausted, BufferSlice, DeviceArray, SharedBuffer
 from penstock.shm.client.capacity import BackendUnavailable, Overloaded
 from penstock.shm.client.client import BackendClient
-from penstock.shm.client.pooled import PooledFailed, PooledRequest, PooledResult, PooledStream
 from penstock.shm.client.pooled_matrix import pool_into
 from penstock.shm.client.replicas.replica_set import ReplicaSet, backends_of, clients_of
 from penstock.shm.client.replicas.socket_directory import SocketDirectory
 from penstock.shm.client.request import GenerationRequest
-from penstock.shm.client.stream import AnswerStream, LogprobEntry, TokenBatch, TokenStream
+from penstock.shm.client.streams.pooled import PooledFailed, PooledRequest, PooledResult, PooledStream
+from penstock.shm.client.streams.stream import AnswerStream, LogprobEntry, TokenBatch, TokenStream
 from penstock.shm.messages import (
     BufferContent,
     BufferKind,

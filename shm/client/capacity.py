@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.shm.client.connection import BackendConnection
-    from penstock.shm.client.held import HeldStreams
-    from penstock.shm.client.open_streams import OpenStreams
     from penstock.shm.client.outbox import Outbox
+    from penstock.shm.client.queued_requests import QueuedRequests
+    from penstock.shm.client.streams.stream_table import OpenStreams
 
 HEARTBEAT_LIMIT_S = 2.0
 _FEW_PART = 8
@@ -43,7 +43,7 @@ class Capacity:
         connection: BackendConnection,
         streams: OpenStreams,
         outbox: Outbox,
-        held: HeldStreams,
+        held: QueuedRequests,
     ) -> None:
         self._socket_path = socket_path
         self._connection = connection

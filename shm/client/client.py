@@ -18,14 +18,14 @@ from penstock.shm.buffers.shared_buffers import BufferGone, BufferSlice, SharedB
 from penstock.shm.client.capacity import BackendUnavailable, Capacity
 from penstock.shm.client.connection import BackendConnection, ConnectionEvents, Membership
 from penstock.shm.client.counters import ClientCounters
-from penstock.shm.client.held import HeldStreams
-from penstock.shm.client.open_streams import OpenStreams
 from penstock.shm.client.outbox import Outbox
-from penstock.shm.client.pooled import PooledRequest, PooledStream
-from penstock.shm.client.reader_turns import ReaderTurns
+from penstock.shm.client.queued_requests import QueuedRequests
 from penstock.shm.client.request import question_message
 from penstock.shm.client.resubmission import Resubmission
-from penstock.shm.client.stream import AnswerStream, TokenStream
+from penstock.shm.client.streams.pooled import PooledRequest, PooledStream
+from penstock.shm.client.streams.reader_turns import ReaderTurns
+from penstock.shm.client.streams.stream import AnswerStream, TokenStream
+from penstock.shm.client.streams.stream_table import OpenStreams
 from penstock.shm.memory.ledger import Ledger
 from penstock.shm.messages import BufferContent, BufferKind, BufferRequest, ContentSpec, FailureCode, Finish, ModelCard
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.shm.buffers.device_api import OpenDevice
-    from penstock.shm.client.open_stream import OpenStream
     from penstock.shm.client.request import GenerationRequest
     from penstock.shm.client.session import Session
+    from penstock.shm.client.streams.open_stream import OpenStream
     from penstock.shm.memory.board import BackendBoard, FrontendBoard
     from penstock.shm.messages import AskQuote, Generate, Pool, QuoteTerms, RequestName, StreamQuestion
 
@@ -86,7 +86,7 @@ class BackendClient:
         self._streams = OpenStreams(self._counters, self.ledger)
         self._turns = ReaderTurns()
         self._outbox = Outbox(self._streams)
-        self._held = HeldStreams(
+        self._held = QueuedRequests(
             self._streams, self._outbox, max_held, hold_timeout_s, is_ready=lambda: self.ready, send=self._send
         )
         self._streams.on_shutting_down = self._wait_for_next_backend

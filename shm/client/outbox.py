@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from penstock.shm.client.pooled import PooledStream
+from penstock.shm.client.streams.pooled import PooledStream
 from penstock.shm.memory.arena import ArenaFull
 from penstock.shm.messages import (
     MAX_INLINE_PROMPT_TOKENS,
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Collection
 
-    from penstock.shm.client.open_stream import OpenStream
-    from penstock.shm.client.open_streams import OpenStreams
     from penstock.shm.client.session import Session
+    from penstock.shm.client.streams.open_stream import OpenStream
+    from penstock.shm.client.streams.stream_table import OpenStreams
     from penstock.shm.messages import Pool
 
 PromptT = TypeVar("PromptT", bound=PromptHeader)

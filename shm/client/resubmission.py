@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from penstock.shm.client.counters import ClientCounters
-    from penstock.shm.client.held import HeldStreams
-    from penstock.shm.client.open_stream import OpenStream
-    from penstock.shm.client.open_streams import OpenStreams
     from penstock.shm.client.outbox import Outbox
+    from penstock.shm.client.queued_requests import QueuedRequests
+    from penstock.shm.client.streams.open_stream import OpenStream
+    from penstock.shm.client.streams.stream_table import OpenStreams
 
 logger = logging.getLogger("penstock.client")
 
@@ -36,7 +36,7 @@ class Resubmission:
     """
 
     def __init__(
-        self, streams: OpenStreams, outbox: Outbox, held: HeldStreams, counters: ClientCounters, timeout_s: float
+        self, streams: OpenStreams, outbox: Outbox, held: QueuedRequests, counters: ClientCounters, timeout_s: float
     ) -> None:
         """timeout_s is how long streams wait for the next backend before they fail. Held ones have their own limit."""
         self._streams = streams

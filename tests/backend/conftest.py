@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.backend.passes.decoder.cpu.weight_memory import places
+from penstock.backend.passes.cpu.weight_memory import places
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.backend.passes.decoder.cpu import native_library
-from penstock.backend.passes.decoder.cpu.cpu_paths import machine_builds
+from penstock.backend.passes.cpu.library import native_library
+from penstock.backend.passes.cpu.library.cpu_paths import machine_builds
 from penstock.main import app
 
 

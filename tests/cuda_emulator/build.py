@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, KernelFailed
+from penstock.backend.passes.cuda.device.launcher import KERNELS_DIR, KernelFailed
 from penstock.process.cache_directory import cache_directory
 
 RUNTIME_DIR = Path(__file__).parent / "runtime"
@@ -86,7 +86,7 @@ def build_kernels(source: Path, macros: tuple[tuple[str, int], ...], mode: str) 
     directories = dict.fromkeys((source.parent, KERNELS_DIR))
     headers = (path for directory in directories for path in sorted(directory.glob("*.cuh")))
     key = _hash_of(source, *headers, texts=(_runtime_key(), *flags, *defines))
-    path = kept_directory("cuda-emulator") / f"{source.stem}-{mode}-{key}.so"
+    path = cached_directory("cuda-emulator") / f"{source.stem}-{mode}-{key}.so"
     with _alone(path):
         if not _in_use(path):
             _build(path, source, directories, mode, defines)
@@ -114,7 +114,7 @@ def _build(path: Path, source: Path, directories: Iterable[Path], mode: str, def
 @cache
 def build_runtime() -> Path:
     """Return the library that all kernel libraries link to. Raises KernelFailed."""
-    path = kept_directory("cuda-emulator") / f"runtime-{_runtime_key()}.so"
+    path = cached_directory("cuda-emulator") / f"runtime-{_runtime_key()}.so"
     with _alone(path):
         if _in_use(path):
             return path
@@ -194,7 +194,7 @@ def _hash_of(*files: Path, texts: tuple[str, ...]) -> str:
 
 
 @cache
-def kept_directory(name: str) -> Path:
+def cached_directory(name: str) -> Path:
     """Return a directory in the user's cache, after deleting files that have not been used for two weeks."""
     directory = cache_directory() / name
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cuda.device.launcher import (
+from penstock.backend.passes.cuda.device.launcher import (
     BOX_COLUMNS,
     KERNELS_DIR,
     Grid,
@@ -27,7 +27,7 @@ from tests.cuda_emulator.build import build_kernels, build_runtime, source_lines
 from tests.tallies import note_launch
 
 if TYPE_CHECKING:
-    from penstock.backend.passes.decoder.cuda.device.launcher import Argument
+    from penstock.backend.passes.cuda.device.launcher import Argument
 
 Mode = Literal["fast", "device", "check"]
 Order = Literal["forward", "reverse", "random"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR
+from penstock.backend.passes.cuda.device.launcher import KERNELS_DIR
 from tests.cuda_emulator.launcher import EmulatedLauncher
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from penstock.backend.passes.decoder.cuda.device.launcher import Argument, Grid, Kernel
+    from penstock.backend.passes.cuda.device.launcher import Argument, Grid, Kernel
 
 VARIABLE = "PENSTOCK_PLANTED_BUG"
 """The bug that kernels have, as a number from 0; no bug if it is not set. Kernels read it at each use."""

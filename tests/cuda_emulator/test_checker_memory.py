@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.backend.passes.decoder.cuda.device.launcher import Kernel
+from penstock.backend.passes.cuda.device.launcher import Kernel
 from tests.cuda_emulator import EmulatedLauncher
 
 NUM_LAUNCHES, THREADS, BLOCKS = 24, 256, 256

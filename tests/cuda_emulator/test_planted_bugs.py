@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.backend.passes.decoder.cuda.device.launcher import Kernel, KernelFailed
+from penstock.backend.passes.cuda.device.launcher import Kernel, KernelFailed
 from penstock.tools.gpu.cases import ptx_wrappers as wrappers
 from tests.cuda_emulator import EmulatedLauncher
 from tests.cuda_emulator.launcher import Mode, Order
 
 if TYPE_CHECKING:
-    from penstock.backend.passes.decoder.cuda.device.launcher import Argument
+    from penstock.backend.passes.cuda.device.launcher import Argument
 
 HERE = Path(__file__).parent
 ORDERS: tuple[Order, ...] = ("forward", "reverse", "random")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.backend.passes.decoder.cuda.device.launcher import Kernel, KernelFailed, TensorMap
+from penstock.backend.passes.cuda.device.launcher import Kernel, KernelFailed, TensorMap
 from tests.cuda_emulator import EmulatedLauncher
 from tests.cuda_emulator.launcher import Mode, Order
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from penstock.backend.passes.decoder.cuda.device import nvrtc
+from penstock.backend.passes.cuda.device import nvrtc
 from penstock.tools.gpu.cases.ptx_wrappers import SOURCE, WRAPPERS, wrapper_kernel
 from tests.cuda_emulator import EmulatedLauncher
 

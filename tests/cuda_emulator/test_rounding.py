@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.backend.passes.decoder.cuda.device.launcher import Kernel
-from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
+from penstock.backend.passes.cuda.device.launcher import Kernel
+from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes
 from penstock.tools.gpu.cases.catalogue import invariance_checks, small_checks
 from penstock.tools.gpu.cases.check import Check
 from penstock.tools.gpu.cases.logprobs import check_logprobs
@@ -19,7 +19,7 @@ from penstock.tools.gpu.checks import deterministic_passes, pass_agreement
 from penstock.tools.gpu.checks.deterministic_passes import BatchCase, PassSizes
 from penstock.tools.gpu.devices.device_context import DeviceContext
 from penstock.tools.random_weights import TINY_FAMILY
-from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
+from tests.backend.passes.cuda.emulated_device import EmulatedDevice
 from tests.cuda_emulator import EmulatedLauncher
 from tests.cuda_emulator.launcher import Mode
 from tests.tools.gpu.device_context import HostClock, NoMemoryCounter, Record

@@ -19,8 +19,8 @@ from uvicorn.server import ServerState
 from penstock.frontend.access.admission import Admission
 from penstock.frontend.access.api_keys import named_keys
 from penstock.frontend.app import App
-from penstock.frontend.generation.served_model import ModelKeeper, ServedModel, model_syntax_of
-from penstock.frontend.generation.served_models import ServedModels
+from penstock.frontend.generation.models.model_table import ServedModels
+from penstock.frontend.generation.models.served_model import ModelKeeper, ServedModel, model_syntax_of
 from penstock.frontend.settings import ParserNames, WorkerLimits
 from penstock.frontend.text.chat_template import ChatTemplate
 from penstock.frontend.text.tokenizer import ModelTokenizer

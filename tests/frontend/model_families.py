@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from penstock.frontend.app import App
-from penstock.frontend.generation.served_model import ServedModel
+from penstock.frontend.generation.models.served_model import ServedModel
 from penstock.frontend.settings import ParserNames
 from penstock.shm.client import GenerationRequest, TokenBatch
 from penstock.shm.messages import Finish

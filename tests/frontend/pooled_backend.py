@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, processors
 
-from penstock.frontend.generation.served_model import ModelKeeper, ServedModel
+from penstock.frontend.generation.models.served_model import ModelKeeper, ServedModel
 from penstock.frontend.text.pooling_files import PoolingFiles
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.shm.client import FailureCode, Finish, PooledFailed, PooledRequest, PooledResult

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from penstock.frontend.app import App
-from penstock.frontend.generation import served_model as model_module
-from penstock.frontend.generation.served_model import ModelKeeper
+from penstock.frontend.generation.models import served_model as model_module
+from penstock.frontend.generation.models.served_model import ModelKeeper
 from penstock.frontend.settings import ParserNames
 from penstock.shm.messages import Sampling
 from tests.frontend.access.keys import bearer

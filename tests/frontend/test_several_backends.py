@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.frontend.generation.served_model import ModelKeeper
-from penstock.frontend.generation.served_models import ServedModels
+from penstock.frontend.generation.models.model_table import ServedModels
+from penstock.frontend.generation.models.served_model import ModelKeeper
 from penstock.frontend.settings import WorkerLimits, WorkerSettings
 from penstock.frontend.worker import served_models
 from penstock.shm.memory.board import BackendBoard

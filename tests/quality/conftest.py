@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.backend.checkpoint.gguf import kept_directories
-from penstock.backend.checkpoint.quantization import kept_file
-from penstock.backend.passes.decoder.held_weights import packed_file
+from penstock.backend.checkpoint.gguf import cached_directories
+from penstock.backend.checkpoint.quantization import cached_file
+from penstock.backend.passes.held_weights import packed_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,6 +18,6 @@ if TYPE_CHECKING:
 def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        for module in (kept_directories, kept_file, packed_file):
+        for module in (cached_directories, cached_file, packed_file):
             patch.setattr(module, "cache_directory", lambda: cache)
         yield

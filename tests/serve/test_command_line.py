@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 import penstock
-from penstock.backend.checkpoint.gguf import kept_directories
+from penstock.backend.checkpoint.gguf import cached_directories
 from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
 from penstock.main import app
 from penstock.serve import command as serve_module
@@ -104,7 +104,7 @@ def test_unusable_texts_of_a_model_are_noticed_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kept_directories, "cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setattr(cached_directories, "cache_directory", lambda: tmp_path / "cache")
     model = tmp_path / "model"
     shutil.copytree(DEMO_MODEL_DIR, model)
     if name.startswith("tokenizer."):

@@ -19,7 +19,7 @@ from tests.system.processes import wait_until
 MAPPED = "of packed weights that an earlier backend left"
 
 
-EMULATED = "tests.backend.passes.decoder.cuda.emulated_pass:EmulatedCudaPass"
+EMULATED = "tests.backend.passes.cuda.emulated_pass:EmulatedCudaPass"
 MEMFDS = {"decoder": "memfd:penstock-weights", EMULATED: "memfd:penstock-stub-block"}
 """Forward pass → the memory that its backends share."""
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import httpx
 
-from tests.backend.passes.decoder.cuda.emulated_pass import FAULT_TOKEN, OUT_OF_MEMORY_TOKEN
+from tests.backend.passes.cuda.emulated_pass import FAULT_TOKEN, OUT_OF_MEMORY_TOKEN
 from tests.system.processes import START_TIMEOUT_S, Command, running, wait_until
 
-PASSES = "tests.backend.passes.decoder.cuda.emulated_pass"
+PASSES = "tests.backend.passes.cuda.emulated_pass"
 SMALL = ("--gpu", "none", "--max-running", "2", "--max-batch-tokens", "16", "--kv-budget", "4MB", "--page-size", "16")
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from penstock.backend.checkpoint.generation_config import read_generation_defaults
+from penstock.backend.checkpoint.files.generation_config import read_generation_defaults
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass.plugins import find_forward_pass
 from penstock.backend.kv_cache.budget.memory import MemoryInfo, device_memory
-from penstock.backend.passes.decoder.cpu.thread_counts import configure_threads
+from penstock.backend.passes.cpu.library.thread_counts import configure_threads
 from penstock.backend.start.startup import (
     describe_pass,
     locate_config,

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.backend.checkpoint.architectures.names import decoder_of, find_architecture
+from penstock.backend.checkpoint.config.architectures.names import decoder_of, find_architecture
+from penstock.backend.checkpoint.config.tensors import EMBEDDING, LM_HEAD, TensorSpec
 from penstock.backend.checkpoint.config_json import parse_decoder_config
 from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
 from penstock.backend.checkpoint.encoders.sentence_transformers import read_max_tokens, read_modules
 from penstock.backend.checkpoint.encoders.tasks import find_task
+from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
+from penstock.backend.checkpoint.files.layout import CONFIG_FILE, TOKENIZER_FILE
 from penstock.backend.checkpoint.formats.stored_weight import find_weight
-from penstock.backend.checkpoint.json_file import read_json_object, shorten
-from penstock.backend.checkpoint.layout import CONFIG_FILE, TOKENIZER_FILE
 from penstock.backend.checkpoint.tensor_files.opening import fit_to_decoder
 from penstock.backend.checkpoint.tensor_files.vocabulary import fit_vocab_size
-from penstock.backend.checkpoint.tensors import EMBEDDING, LM_HEAD, TensorSpec
 from penstock.backend.checkpoint.weights import open_tensor_files
 from penstock.backend.errors import StartupError
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from penstock.backend.checkpoint.architectures.encoder_names import NAMES
+from penstock.backend.checkpoint.config.architectures.encoder_names import NAMES
 from penstock.backend.checkpoint.encoders.encoder_config import Activation, HeadLayer, PoolingMode
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
-    from penstock.backend.checkpoint.architectures.encoder_names import EncoderNames
+    from penstock.backend.checkpoint.config.architectures.encoder_names import EncoderNames
     from penstock.backend.checkpoint.encoders.hf_config import EncoderHfConfig
 
 ACTIVATIONS: dict[str, Activation] = {

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from penstock.backend.checkpoint.rope_scaling import RopeSettings
+from penstock.backend.checkpoint.config.rope_scaling import RopeSettings
 from penstock.shm.messages import MAX_CONTEXT_TOKENS
 
 _Width = Annotated[int, Meta(ge=1, le=1 << 16)]

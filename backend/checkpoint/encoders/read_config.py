@@ -22,8 +22,8 @@ from penstock.backend.checkpoint.encoders.families import (
 from penstock.backend.checkpoint.encoders.hf_config import EncoderHfConfig
 from penstock.backend.checkpoint.encoders.rotary import rotary_layers
 from penstock.backend.checkpoint.encoders.sentence_transformers import Modules, read_max_tokens, read_modules
-from penstock.backend.checkpoint.json_file import convert, read_json_object, shorten
-from penstock.backend.checkpoint.layout import CONFIG_FILE
+from penstock.backend.checkpoint.files.json_file import convert, read_json_object, shorten
+from penstock.backend.checkpoint.files.layout import CONFIG_FILE
 from penstock.backend.checkpoint.tensor_files.vocabulary import fit_vocab_size
 from penstock.backend.errors import StartupError
 

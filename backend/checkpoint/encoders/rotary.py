@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from penstock.backend.checkpoint.json_file import convert, shorten
-from penstock.backend.checkpoint.rope_scaling import RopeSettings, compute_rope
+from penstock.backend.checkpoint.config.rope_scaling import RopeSettings, compute_rope
+from penstock.backend.checkpoint.files.json_file import convert, shorten
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
-    from penstock.backend.checkpoint.decoder_config import RopeConfig
+    from penstock.backend.checkpoint.config.decoder_config import RopeConfig
     from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig
     from penstock.backend.checkpoint.encoders.families import EncoderFamily
     from penstock.backend.checkpoint.encoders.hf_config import EncoderHfConfig

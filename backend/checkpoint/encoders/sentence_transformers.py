@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.backend.checkpoint.encoders.encoder_config import Activation, HeadLayer, PoolingMode
-from penstock.backend.checkpoint.json_file import convert, read_bytes, read_json_object, shorten
+from penstock.backend.checkpoint.files.json_file import convert, read_bytes, read_json_object, shorten
 from penstock.backend.errors import StartupError
 from penstock.shm.messages import MAX_CONTEXT_TOKENS
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from penstock.backend.checkpoint.encoders.families import split_architecture
 from penstock.backend.checkpoint.encoders.sentence_transformers import read_modules
-from penstock.backend.checkpoint.json_file import read_json_object
-from penstock.backend.checkpoint.layout import CONFIG_FILE
+from penstock.backend.checkpoint.files.json_file import read_json_object
+from penstock.backend.checkpoint.files.layout import CONFIG_FILE
 
 if TYPE_CHECKING:
     from pathlib import Path

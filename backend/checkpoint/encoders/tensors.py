@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.backend.checkpoint.tensors import TensorSpec
+from penstock.backend.checkpoint.config.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import torch

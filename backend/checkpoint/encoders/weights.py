@@ -21,11 +21,11 @@ from penstock.backend.checkpoint.encoders.tensors import (
     norm_specs,
     table_specs,
 )
+from penstock.backend.checkpoint.files.layout import SINGLE_FILE
+from penstock.backend.checkpoint.files.progress import make_progress
 from penstock.backend.checkpoint.formats.declared import read_stored_formats
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.formats.stored_weight import find_weight
-from penstock.backend.checkpoint.layout import SINGLE_FILE
-from penstock.backend.checkpoint.progress import make_progress
 from penstock.backend.checkpoint.tensor_files.opening import crop_rows, rename_tensors
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.checkpoint.tensor_files.unplaced import is_beside_encoder, refuse_unplaced
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from penstock.backend.checkpoint.config.tensors import TensorSpec
     from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig, HeadLayer
+    from penstock.backend.checkpoint.files.progress import Progress
     from penstock.backend.checkpoint.formats.stored_weight import StoredWeight
     from penstock.backend.checkpoint.formats.tensor_file import TensorFile
-    from penstock.backend.checkpoint.progress import Progress
-    from penstock.backend.checkpoint.tensors import TensorSpec
 
 _OLD_NORM_NAMES = {".gamma": ".weight", ".beta": ".bias"}
 """Names of norms' tensors in files that were converted from TensorFlow."""

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from penstock.backend.checkpoint.formats.awq import Awq, AwqGemv, AwqGemvFast
-from penstock.backend.checkpoint.formats.bitsandbytes import Bitsandbytes4Bit, BitsandbytesInt8
-from penstock.backend.checkpoint.formats.compressed_tensors import Groups, PackedIntegers, PlainInt8
-from penstock.backend.checkpoint.formats.float4 import Mxfp4, Nvfp4
-from penstock.backend.checkpoint.formats.float8 import Float8
-from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES, GgmlMatrix
-from penstock.backend.checkpoint.formats.gptq import Gptq
-from penstock.backend.checkpoint.formats.integers import INTEGER_BITS
+from penstock.backend.checkpoint.files.json_file import convert, read_json_object, shorten
+from penstock.backend.checkpoint.files.layout import CONFIG_FILE
 from penstock.backend.checkpoint.formats.methods.auto_round import read_auto_round
+from penstock.backend.checkpoint.formats.methods.awq import Awq, AwqGemv, AwqGemvFast
+from penstock.backend.checkpoint.formats.methods.bitsandbytes import Bitsandbytes4Bit, BitsandbytesInt8
+from penstock.backend.checkpoint.formats.methods.compressed_tensors import Groups, PackedIntegers, PlainInt8
+from penstock.backend.checkpoint.formats.methods.gptq import Gptq
 from penstock.backend.checkpoint.formats.methods.mlx import read_mlx
 from penstock.backend.checkpoint.formats.methods.modelopt import read_modelopt
 from penstock.backend.checkpoint.formats.methods.settings import (
@@ -31,10 +29,12 @@ from penstock.backend.checkpoint.formats.methods.settings import (
     one_of,
 )
 from penstock.backend.checkpoint.formats.module_names import is_excluded, is_target
+from penstock.backend.checkpoint.formats.numbers.float4 import Mxfp4, Nvfp4
+from penstock.backend.checkpoint.formats.numbers.float8 import Float8
+from penstock.backend.checkpoint.formats.numbers.ggml import BLOCK_TYPES, GgmlMatrix
+from penstock.backend.checkpoint.formats.numbers.integers import INTEGER_BITS
 from penstock.backend.checkpoint.formats.quant_method import quantization_settings, with_own_file
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN, Rule, StoredFormats
-from penstock.backend.checkpoint.json_file import convert, read_json_object, shorten
-from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from penstock.backend.checkpoint.json_file import shorten
-from penstock.backend.checkpoint.layout import TEXT_PREFIXES
+from penstock.backend.checkpoint.files.json_file import shorten
+from penstock.backend.checkpoint.files.layout import TEXT_PREFIXES
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:

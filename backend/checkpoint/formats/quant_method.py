@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.backend.checkpoint.json_file import read_json_object
+from penstock.backend.checkpoint.files.json_file import read_json_object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.formats.matrix_format import (
     BLOCK_VALUES,
     MAX_NOTE_BYTES,
@@ -15,7 +16,6 @@ from penstock.backend.checkpoint.formats.matrix_format import (
     row_blocks,
 )
 from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES
-from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from penstock.backend.checkpoint.config.tensors import ExpertSlice, TensorSpec
     from penstock.backend.checkpoint.formats.matrix_format import MatrixFormat, Parts, Shape
     from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
-    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
-    from penstock.backend.checkpoint.tensors import ExpertSlice, TensorSpec
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 
     Advance = Callable[[int], None]
     """Receives the number of stored bytes that were read."""

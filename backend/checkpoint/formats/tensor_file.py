@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.backend.checkpoint.json_file import LFS_MARK, refuse_lfs_pointer
+from penstock.backend.checkpoint.files.json_file import LFS_MARK, refuse_lfs_pointer
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:

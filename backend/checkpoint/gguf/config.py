@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.backend.checkpoint.json_file import shorten
+from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:

@@ -13,24 +13,24 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from penstock.backend.checkpoint.config.tensors import expected_tensors
 from penstock.backend.checkpoint.config_json import parse_decoder_config
-from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES
-from penstock.backend.checkpoint.gguf.config import EMBEDDING, ROPE_TENSORS, Metadata, make_config
-from penstock.backend.checkpoint.gguf.encoders import ENCODERS, encoder_names, make_encoder_config, pooling_files
-from penstock.backend.checkpoint.gguf.header import GgufHeader, GgufTensor, open_tensors, read_header
-from penstock.backend.checkpoint.gguf.kept_directories import kept_directory
-from penstock.backend.checkpoint.gguf.names import GgufNames
-from penstock.backend.checkpoint.gguf.sampling import sampling_defaults
-from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer, check_tokenizer
-from penstock.backend.checkpoint.json_file import read_json_object, shorten
-from penstock.backend.checkpoint.layout import (
+from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
+from penstock.backend.checkpoint.files.layout import (
     CONFIG_FILE,
     GENERATION_FILE,
     GGUF_SUFFIX,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
 )
-from penstock.backend.checkpoint.tensors import expected_tensors
+from penstock.backend.checkpoint.formats.numbers.ggml import BLOCK_TYPES
+from penstock.backend.checkpoint.gguf.cached_directories import cached_directory
+from penstock.backend.checkpoint.gguf.config import EMBEDDING, ROPE_TENSORS, Metadata, make_config
+from penstock.backend.checkpoint.gguf.encoders import ENCODERS, encoder_names, make_encoder_config, pooling_files
+from penstock.backend.checkpoint.gguf.header import GgufHeader, GgufTensor, open_tensors, read_header
+from penstock.backend.checkpoint.gguf.names import GgufNames
+from penstock.backend.checkpoint.gguf.sampling import sampling_defaults
+from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer, check_tokenizer
 from penstock.backend.errors import StartupError
 from penstock.process.private_directory import UnsafeDirectory
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
 
 FORMAT = "7"
@@ -56,7 +56,7 @@ def gguf_directory(path: Path) -> Path:
     """The directory for a file, or for the first of its shards. Raises StartupError naming the file."""
     try:
         paths = _shards(path.resolve())
-        return kept_directory("gguf", path.stem, paths, FORMAT, partial(_write, paths=paths))
+        return cached_directory("gguf", path.stem, paths, FORMAT, partial(_write, paths=paths))
     except (OSError, UnsafeDirectory) as error:
         raise StartupError(f"the configuration of {path} cannot be read or kept: {error}") from None
 

@@ -6,10 +6,10 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.backend.checkpoint.architectures.encoder_names import NAMES
+from penstock.backend.checkpoint.config.architectures.encoder_names import NAMES
+from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.gguf.config import EMBEDDING, dtype_of
 from penstock.backend.checkpoint.gguf.names import GgufNames, layer_number
-from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES
+from penstock.backend.checkpoint.files.json_file import shorten
+from penstock.backend.checkpoint.formats.numbers.ggml import BLOCK_TYPES
 from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES, StoredTensor, TensorFile, check_apart
 from penstock.backend.checkpoint.formats.tensor_file import open_file as open_binary
-from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from penstock.backend.checkpoint.architectures.encoder_names import EncoderNames
-    from penstock.backend.checkpoint.decoder_config import TensorNames
+    from penstock.backend.checkpoint.config.architectures.encoder_names import EncoderNames
+    from penstock.backend.checkpoint.config.decoder_config import TensorNames
 
 _SINKS = "attn_sinks.weight"
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+\.(?:weight|bias))", re.ASCII)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.backend.checkpoint.json_file import shorten
+from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.gguf.splits import SPLITS
-from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:

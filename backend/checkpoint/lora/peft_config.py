@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from msgspec import Meta, Struct
 
-from penstock.backend.checkpoint.json_file import convert, read_json_object, shorten
+from penstock.backend.checkpoint.files.json_file import convert, read_json_object, shorten
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from penstock.backend.checkpoint.json_file import read_json_object, shorten
+from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ import subprocess
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from penstock.backend.checkpoint.gguf.kept_directories import kept_directory
-from penstock.backend.checkpoint.layout import (
+from penstock.backend.checkpoint.files.layout import (
     CONFIG_FILE,
     GGUF_SUFFIX,
     INDEX_FILE,
@@ -18,6 +17,7 @@ from penstock.backend.checkpoint.layout import (
     TEMPLATES,
     TOKENIZER_FILE,
 )
+from penstock.backend.checkpoint.gguf.cached_directories import cached_directory
 from penstock.backend.checkpoint.other_layouts.mistral_layout import CONSOLIDATED_FILE, PARAMS_FILE, write_config
 from penstock.backend.errors import StartupError
 from penstock.process.private_directory import UnsafeDirectory
@@ -69,7 +69,7 @@ def complete_directory(model_dir: Path) -> Path:
             _make_tokenizer(model_dir / source, directory)
 
     try:
-        directory = kept_directory("layouts", model_dir.name, read, version, fill)
+        directory = cached_directory("layouts", model_dir.name, read, version, fill)
         _link_files(model_dir, directory, is_mistral=is_mistral)
     except (OSError, UnsafeDirectory) as error:
         raise StartupError(f"the files that {model_dir} lacks cannot be made or kept: {error}") from None

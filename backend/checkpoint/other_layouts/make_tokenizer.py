@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.backend.checkpoint.files.json_file import read_bytes, read_json_object
+from penstock.backend.checkpoint.files.layout import TOKENIZER_FILE
 from penstock.backend.checkpoint.gguf.tokenizer import check_tokenizer
-from penstock.backend.checkpoint.json_file import read_bytes, read_json_object
-from penstock.backend.checkpoint.layout import TOKENIZER_FILE
 from penstock.backend.checkpoint.other_layouts.added_tokens import AddedTokens
 from penstock.backend.checkpoint.other_layouts.directory import FILES_OF_CLASSES
 from penstock.backend.checkpoint.other_layouts.rank_files import convert_tekken, convert_tiktoken, is_rank_file

@@ -6,7 +6,7 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-from penstock.backend.checkpoint.json_file import read_json_object, shorten
+from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer
-from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.checkpoint.other_layouts.added_tokens import AddedTokens, metadata_of
 from penstock.backend.errors import StartupError
 

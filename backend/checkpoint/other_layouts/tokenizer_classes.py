@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from penstock.backend.checkpoint.json_file import shorten
+from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.other_layouts.directory import FILES_OF_CLASSES
 from penstock.backend.checkpoint.other_layouts.sentencepiece_file import read_normalizer
 from penstock.backend.errors import StartupError

@@ -9,17 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from penstock.backend.checkpoint.float8_weight import Float8Form
-from penstock.backend.checkpoint.formats.stored_formats import PLAIN
-from penstock.backend.checkpoint.quantized_weights import (
-    MAX_QUANTIZED_INPUTS,
-    GroupedForm,
-    PackedForm,
-    WeightForm,
-    has_cpu_kernels,
-)
-from penstock.backend.checkpoint.stacked_weights import stacked_form
-from penstock.backend.checkpoint.tensors import (
+from penstock.backend.checkpoint.config.tensors import (
     EMBEDDING,
     LINEARS,
     STACKED_IN_PARTS,
@@ -28,6 +18,16 @@ from penstock.backend.checkpoint.tensors import (
     layer_specs,
     lm_head_spec,
 )
+from penstock.backend.checkpoint.formats.stored_formats import PLAIN
+from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form
+from penstock.backend.checkpoint.weight_forms.quantized_weights import (
+    MAX_QUANTIZED_INPUTS,
+    GroupedForm,
+    PackedForm,
+    StackedForm,
+    WeightForm,
+)
+from penstock.backend.checkpoint.weight_forms.stacked_weights import stacked_form
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.config.tensors import TensorSpec
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
-    from penstock.backend.checkpoint.tensors import TensorSpec
 
 BYTE_GROUP = 32
 LM_HEAD = "lm_head"
@@ -75,6 +75,24 @@ QUANTIZATIONS = {
         Quantization("fp8", None, is_float=True),
     )
 }
+
+
+_CPU_GROUPS = {
+    (2, 16, True, ""), (3, 16, False, ""), (4, 32, True, ""), (4, 32, False, ""), (4, 32, False, "iq4"),
+    (5, 32, True, ""), (5, 32, False, ""), (6, 16, False, ""),
+}  # fmt: skip
+"""Bits, group size, whether there are minima, and codebook of groups that the kernels multiply; and any of 8 bits."""
+
+
+def has_cpu_kernels(form: WeightForm) -> bool:
+    match form:
+        case StackedForm(parts):
+            return all(has_cpu_kernels(part) for part, _ in parts)
+        case GroupedForm(bits=8):
+            return True
+        case GroupedForm(bits, group_size, _, has_minima, codebook):
+            return (bits, group_size, has_minima, codebook) in _CPU_GROUPS
+    return not isinstance(form, Float8Form)
 
 
 def find_quantization(name: str) -> Quantization | None:

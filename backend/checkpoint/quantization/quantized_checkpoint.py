@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.backend.checkpoint.float8_weight import Float8Form
-from penstock.backend.checkpoint.progress import LOADING, Work, make_progress
-from penstock.backend.checkpoint.quantization.kept_file import (
-    KeptFile,
-    KeptFileWriter,
-    KeptForm,
+from penstock.backend.checkpoint.config.tensors import LINEARS, LayerWeights, layer_specs
+from penstock.backend.checkpoint.files.progress import LOADING, Work, make_progress
+from penstock.backend.checkpoint.quantization.cached_file import (
+    CachedFile,
+    CachedFileWriter,
+    CachedForm,
     OutdatedFileError,
     UnusableFileError,
 )
 from penstock.backend.checkpoint.quantization.modes import (
     LM_HEAD,
     check_sizes,
+    has_cpu_kernels,
     linear_name,
     linear_specs,
     stacked_shape,
@@ -39,8 +40,8 @@ from penstock.backend.checkpoint.quantization.quantizer import (
     quantize_bytes,
     quantize_to_float8,
 )
-from penstock.backend.checkpoint.quantized_weights import GroupedForm, has_cpu_kernels
-from penstock.backend.checkpoint.tensors import LINEARS, LayerWeights, layer_specs
+from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form
+from penstock.backend.checkpoint.weight_forms.quantized_weights import GroupedForm
 from penstock.backend.checkpoint.weights import DecoderWeights, open_weights
 from penstock.backend.errors import StartupError
 from penstock.process.private_directory import UnsafeDirectory
@@ -52,11 +53,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from penstock.backend.checkpoint.decoder_config import DecoderConfig
-    from penstock.backend.checkpoint.float8_weight import Float8Weight
-    from penstock.backend.checkpoint.progress import Progress
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.files.progress import Progress
     from penstock.backend.checkpoint.quantization.modes import Quantization
-    from penstock.backend.checkpoint.quantized_weights import (
+    from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Weight
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import (
         GroupedWeight,
         Int4Weight,
         Int8Weight,
@@ -78,8 +79,8 @@ class QuantizedCheckpoint:
         config: DecoderConfig,
         quantization: Quantization,
         plain: DecoderWeights,
-        kept: KeptFile | None,
-        writer: KeptFileWriter | None,
+        kept: CachedFile | None,
+        writer: CachedFileWriter | None,
     ) -> None:
         """Owns plain, kept and writer. With kept, writer is None."""
         self._config = config
@@ -222,19 +223,19 @@ def open_quantized(
 
 def _open_kept(
     model_dir: Path, config: DecoderConfig, quantization: Quantization
-) -> tuple[KeptFile | None, KeptFileWriter | None]:
+) -> tuple[CachedFile | None, CachedFileWriter | None]:
     """Open the file if it is usable, else a writer if it can be written. The log says why it is not."""
     try:
-        form = KeptForm.of(model_dir, config, quantization)
+        form = CachedForm.of(model_dir, config, quantization)
         try:
-            return KeptFile(form), None
+            return CachedFile(form), None
         except FileNotFoundError:
             pass
         except OutdatedFileError as error:
             logger.info("%s: the weights are quantised again", error)
         except UnusableFileError as error:
             logger.warning("%s: the weights are quantised again", error)
-        return None, KeptFileWriter(form)
+        return None, CachedFileWriter(form)
     except (OSError, UnsafeDirectory) as error:
         _warn_not_kept(error)
         return None, None

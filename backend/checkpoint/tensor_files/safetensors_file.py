@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta, Struct
 
+from penstock.backend.checkpoint.files.json_file import convert, decode_without_twins
+from penstock.backend.checkpoint.files.layout import as_text_names
 from penstock.backend.checkpoint.formats.tensor_file import ITEM_BYTES, StoredTensor, TensorFile, check_apart, open_file
-from penstock.backend.checkpoint.json_file import convert, decode_without_twins
-from penstock.backend.checkpoint.layout import as_text_names
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:

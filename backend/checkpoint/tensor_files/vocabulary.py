@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from penstock.backend.checkpoint.layout import INDEX_FILE, read_index, weight_files
+from penstock.backend.checkpoint.config.tensors import EMBEDDING
+from penstock.backend.checkpoint.files.layout import INDEX_FILE, read_index, weight_files
+from penstock.backend.checkpoint.files.tokenizer_file import count_token_ids
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
-from penstock.backend.checkpoint.tensors import EMBEDDING
-from penstock.backend.checkpoint.tokenizer_file import count_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Collection

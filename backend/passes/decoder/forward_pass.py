@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, cast
 from penstock.backend.checkpoint.encoders.decoder_heads import read_pooled_decoder
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
-from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.pooled_pass import PooledDecoderPass
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+    from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass
 
 
 class DecoderPass(IBatchedForwardPass):
@@ -28,8 +28,8 @@ class DecoderPass(IBatchedForwardPass):
                 return PooledDecoderPass.describe_pooled(model_dir, options, pooled)
             return CpuDecoderPass.describe(model_dir, options)
         # Imported here, as below: a start on a CPU needs none of it.
-        from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
-        from penstock.backend.passes.decoder.cuda.pooled_pass import PooledCudaPass
+        from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass
+        from penstock.backend.passes.decoder.cuda_pass.pooled_pass import PooledCudaPass
 
         if pooled is not None:
             return PooledCudaPass.describe_pooled(model_dir, options, pooled)
@@ -47,9 +47,9 @@ class DecoderPass(IBatchedForwardPass):
                 else PooledDecoderPass.load_pooled(model_dir, options, pooled)
             )
         else:
-            from penstock.backend.passes.decoder.cuda.device.cuda_device import open_gpu
-            from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
-            from penstock.backend.passes.decoder.cuda.pooled_pass import PooledCudaPass
+            from penstock.backend.passes.cuda.device.cuda_device import open_gpu
+            from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass
+            from penstock.backend.passes.decoder.cuda_pass.pooled_pass import PooledCudaPass
 
             device = open_gpu(options.device)
             loaded = (
@@ -65,8 +65,8 @@ class DecoderPass(IBatchedForwardPass):
         """Size of the weights that `load` would map; see `IFindsHeldWeights`."""
         if options.device == "cpu":
             return CpuDecoderPass.held_bytes(model_dir, options)
-        from penstock.backend.passes.decoder.cuda.device.cuda_device import uuid_of
-        from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+        from penstock.backend.passes.cuda.device.cuda_device import uuid_of
+        from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass
 
         return CudaDecoderPass.held_bytes(model_dir, options, uuid_of(options.device))
 

@@ -14,11 +14,11 @@ from penstock.backend.checkpoint.formats.declared import read_stored_formats
 from penstock.backend.checkpoint.quantization.modes import check_sizes, find_cpu_quantization
 from penstock.backend.checkpoint.weights import choose_dtype
 from penstock.backend.forward_pass import StepOutput
-from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
-from penstock.backend.passes.decoder.cpu.path_choice import check_cpu_path
-from penstock.backend.passes.decoder.ops import CPU_KV_DTYPES
+from penstock.backend.passes.cpu.path_choice import check_cpu_path
+from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.pooled_weights import WeightsWithHead, pooled_spec
 from penstock.backend.passes.decoder.spec import make_spec
+from penstock.backend.passes.ops.interface import CPU_KV_DTYPES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
     from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch, TokenMasks
-    from penstock.backend.passes.decoder.model import Weights
-    from penstock.backend.passes.decoder.ops import CpuOps
+    from penstock.backend.passes.ops.interface import CpuOps
+    from penstock.backend.passes.ops.weights import Weights
 
 
 class PooledDecoderPass(CpuDecoderPass):

@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from penstock.backend.checkpoint.config.tensors import LayerWeights
     from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
-    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
-    from penstock.backend.checkpoint.tensors import LayerWeights
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
     from penstock.backend.forward_pass import PassSpec
-    from penstock.backend.passes.decoder.model import Weights
+    from penstock.backend.passes.ops.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,23 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
-from penstock.backend.checkpoint.quantization.modes import weight_bytes
-from penstock.backend.checkpoint.quantized_weights import has_cpu_kernels
+from penstock.backend.checkpoint.quantization.modes import has_cpu_kernels, weight_bytes
 from penstock.backend.forward_pass import PassSpec
-from penstock.backend.passes.decoder.layer_groups import one_group
-from penstock.backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES, supports_q8_0
+from penstock.backend.passes.ops.interface import KV_BLOCK_BYTES, KV_BLOCK_VALUES, supports_q8_0
+from penstock.backend.passes.ops.layer_groups import one_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
-    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
     from penstock.backend.checkpoint.lora.peft_adapter import PeftAdapter
     from penstock.backend.checkpoint.quantization.modes import Quantization
-    from penstock.backend.checkpoint.quantized_weights import WeightForm
-    from penstock.backend.passes.decoder.layer_groups import LayerGroups
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import WeightForm
+    from penstock.backend.passes.ops.layer_groups import LayerGroups
 
 
 def make_spec(

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.backend.errors import StartupError
-from penstock.backend.passes.decoder.cpu.cpu_paths import read_cpu_info, supported_paths
-from penstock.backend.passes.decoder.cpu.forward_pass import SPIN_S
-from penstock.backend.passes.decoder.cpu.path_choice import AUTO, check_cpu_path, load_kernels
-from penstock.backend.passes.decoder.cpu.thread_counts import num_usable_cores
+from penstock.backend.passes.cpu.library.cpu_paths import read_cpu_info, supported_paths
+from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
+from penstock.backend.passes.cpu.path_choice import AUTO, check_cpu_path, load_kernels
+from penstock.backend.passes.decoder.cpu_pass import SPIN_S
 from penstock.backend.passes.encoder.native_ops import NativeEncoderOps, unsupported_by_kernels
 from penstock.backend.passes.encoder.torch_ops import TorchEncoderOps
 

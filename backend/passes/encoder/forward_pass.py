@@ -11,13 +11,13 @@ import torch
 
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec, StepBatch, StepOutput
-from penstock.backend.passes.decoder.cuda.device.cuda_device import open_gpu
-from penstock.backend.passes.decoder.memory_trimming import return_freed_memory
+from penstock.backend.passes.cuda.device.cuda_device import open_gpu
 from penstock.backend.passes.encoder.cpu_ops import choose_dtype, make_encoder_ops
 from penstock.backend.passes.encoder.cuda import loading as cuda_loading
 from penstock.backend.passes.encoder.model import EncoderModel
 from penstock.backend.passes.encoder.ops import EncoderRows
 from penstock.backend.passes.encoder.spec import make_spec
+from penstock.backend.passes.held_weights.memory_trimming import return_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig
     from penstock.backend.checkpoint.encoders.tensors import EncoderLayerWeights, WeightSource
-    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 
 _MAX_DISTANCE = 128
 """From it on all relative positions share a bias, as in T5 (arXiv 1910.10683) and MPNet."""

@@ -1,4 +1,4 @@
-"""The encoder's operations by our own C++ kernels, which the decoder has too (`passes/decoder/cpu/kernels`).
+"""The encoder's operations by our own C++ kernels, which the decoder has too (`passes/cpu/kernels`).
 
 An array is the address of a buffer. The model's operations are recorded when they first run; later steps run the record
 in one call, during which ctypes releases the GIL.
@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cpu.native_buffer import Buffer
-from penstock.backend.passes.decoder.cpu.native_structs import LinearOutput, Operation
-from penstock.backend.passes.decoder.cpu.native_weights import PackedLinear, WeightPacker
-from penstock.backend.passes.decoder.rope_table import RopeTable
+from penstock.backend.passes.cpu.native_buffer import Buffer
+from penstock.backend.passes.cpu.native_structs import LinearOutput, Operation
+from penstock.backend.passes.cpu.native_weights import PackedLinear, WeightPacker
 from penstock.backend.passes.encoder.host_vectors import HostVectors
 from penstock.backend.passes.encoder.native_structs import (
     ACTIVATIONS,
@@ -29,6 +28,7 @@ from penstock.backend.passes.encoder.native_structs import (
     declare_encoder_functions,
     make_encoder_shape,
 )
+from penstock.backend.passes.ops.rope_table import RopeTable
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.checkpoint.encoders.encoder_config import Activation, EncoderConfig
-    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
     from penstock.backend.passes.encoder.ops import EmbeddingTables, Encode, EncoderRows, LayerAttention
 
 GROUP_TOKENS = 1024

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.backend.passes.decoder.cpu.native_structs import NORM_KINDS, LinearOutput, Shape, declare_functions
+from penstock.backend.passes.cpu.native_structs import NORM_KINDS, LinearOutput, Shape, declare_functions
 
 if TYPE_CHECKING:
     from penstock.backend.checkpoint.encoders.encoder_config import Activation, EncoderConfig

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.checkpoint.encoders.encoder_config import Activation, PoolingMode
-    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 
 Array: TypeAlias = Any
 """The arrays of an implementation: [T, width]."""

@@ -10,11 +10,11 @@ import torch
 
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassSpec
-from penstock.backend.passes.decoder.cpu.torch_cache.paged_cache import PagedCache
-from penstock.backend.passes.decoder.cpu.torch_cache.query_tiles import TileLimits
-from penstock.backend.passes.decoder.cuda.device.cuda_device import open_gpu
-from penstock.backend.passes.decoder.cuda.device.device import annotate_faults
-from penstock.backend.passes.decoder.ops import CPU_KV_DTYPES, KV_BLOCK_BYTES, KV_BLOCK_VALUES
+from penstock.backend.passes.cpu.torch_cache.paged_cache import PagedCache
+from penstock.backend.passes.cpu.torch_cache.query_tiles import TileLimits
+from penstock.backend.passes.cuda.device.cuda_device import open_gpu
+from penstock.backend.passes.cuda.device.device import annotate_faults
+from penstock.backend.passes.ops.interface import CPU_KV_DTYPES, KV_BLOCK_BYTES, KV_BLOCK_VALUES
 from penstock.backend.passes.transformers_model.attention import attention_by, paged_attention
 from penstock.backend.passes.transformers_model.linear_attention import SlotStates, states_by
 from penstock.backend.passes.transformers_model.model import (
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from penstock.backend.forward_pass import PassOptions, StepBatch
-    from penstock.backend.passes.decoder.cuda.device.device import Device
+    from penstock.backend.passes.cuda.device.device import Device
     from penstock.backend.passes.transformers_model.model import ModelFacts
 
 _CPU = torch.device("cpu")

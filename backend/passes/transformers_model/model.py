@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.backend.checkpoint.json_file import read_json_object, shorten
-from penstock.backend.checkpoint.layout import CONFIG_FILE
+from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
+from penstock.backend.checkpoint.files.layout import CONFIG_FILE
 from penstock.backend.checkpoint.tensor_files.unplaced import describe_unplaced, is_beside_decoder, is_buffer
 from penstock.backend.checkpoint.tensor_files.vocabulary import count_rows, fit_vocab_size
 from penstock.backend.checkpoint.weights import choose_dtype, open_tensor_files, read_dequantized
 from penstock.backend.errors import StartupError
-from penstock.backend.passes.decoder.cpu.torch_cache.paged_cache import KvShape
+from penstock.backend.passes.cpu.torch_cache.paged_cache import KvShape
 from penstock.backend.passes.transformers_model.attention import (
     NAME,
     ShapeProbe,

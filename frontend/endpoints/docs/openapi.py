@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from penstock.frontend.endpoints.docs.body_examples import BODY_EXAMPLES
 from penstock.frontend.endpoints.docs.field_docs import FIELD_DOCS, effective_fields
-from penstock.frontend.endpoints.health import READY_PATH
+from penstock.frontend.endpoints.server.health import READY_PATH
 from penstock.frontend.schemas import messages, responses
 from penstock.frontend.schemas.answers import AnthropicErrorAnswer, ErrorAnswer
 from penstock.frontend.schemas.pooling.answers import CohereErrorAnswer, TeiErrorAnswer

@@ -12,7 +12,7 @@ from penstock.shm.client import backends_of
 
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.served_model import ModelKeeper
+    from penstock.frontend.generation.models.served_model import ModelKeeper
     from penstock.frontend.transport.exchange import Exchange
     from penstock.shm.client import BackendClient
 

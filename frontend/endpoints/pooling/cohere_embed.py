@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from penstock.frontend.endpoints.context import EndpointContext
     from penstock.frontend.endpoints.pooling.computing import Computed
-    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.schemas.pooling.cohere import CohereEmbedBody, EmbeddingType, InputType
     from penstock.frontend.transport.exchange import Exchange
     from penstock.shm.client import PooledResult

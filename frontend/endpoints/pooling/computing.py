@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from penstock.frontend.generation.capacity import check_capacity
 from penstock.frontend.generation.failures import finish_reason_of
+from penstock.frontend.generation.models.capacity import check_capacity
 from penstock.frontend.generation.pooled.inputs import InputRules, encode_inputs, encode_templated
 from penstock.frontend.generation.pooled.run import PooledRun, PooledTimes, Wanted
 from penstock.frontend.generation.request_policy import read_request_policy
@@ -21,7 +21,7 @@ from penstock.frontend.transport.errors import invalid
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.schemas.generation import SchedulingBody
     from penstock.frontend.schemas.pooling.common import TruncatedBody
     from penstock.frontend.text.input_encoder import EncodedInput

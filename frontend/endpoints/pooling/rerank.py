@@ -19,7 +19,7 @@ from penstock.frontend.transport.errors import TEI_FORMAT
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.context import EndpointContext
     from penstock.frontend.endpoints.pooling.computing import Computed
-    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.transport.exchange import Exchange
     from penstock.shm.messages import ModelCard
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.schemas.pooling.tei import EmbedBody, EmbedPlainBody
     from penstock.frontend.transport.exchange import Exchange
     from penstock.shm.client import PooledResult

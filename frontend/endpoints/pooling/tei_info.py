@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.frontend.endpoints.health import VERSION
-from penstock.frontend.generation.served_models import can_do
+from penstock.frontend.endpoints.server.health import VERSION
+from penstock.frontend.generation.models.model_table import can_do
 from penstock.frontend.schemas.pooling.common import MAX_INPUTS
 
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.transport.exchange import Exchange
 
 

@@ -15,7 +15,7 @@ from penstock.frontend.schemas.pooling.tei import decode_predict
 
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.schemas.pooling.tei import PredictBody, TeiBody, TeiRerankBody
     from penstock.frontend.transport.exchange import Exchange
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 from penstock.frontend.endpoints.pooling import tei_embed, tei_predict
-from penstock.frontend.generation.served_models import can_do
+from penstock.frontend.generation.models.model_table import can_do
 from penstock.frontend.schemas.pooling.tei import (
     EmbedBody,
     EmbedPlainBody,
@@ -21,7 +21,7 @@ from penstock.frontend.schemas.pooling.tei import (
 
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.served_models import ServedModels, Task
+    from penstock.frontend.generation.models.model_table import ServedModels, Task
     from penstock.frontend.transport.exchange import Exchange
 
 _RootBody: TypeAlias = EmbedBody | EmbedPlainBody | PredictBody | TeiRerankBody

@@ -14,7 +14,7 @@ from penstock.frontend.schemas.pooling.tei import decode_decode
 
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.schemas.pooling.tei import DecodeBody, TeiTokenizeBody
     from penstock.frontend.transport.exchange import Exchange
 

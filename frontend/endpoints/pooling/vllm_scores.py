@@ -18,10 +18,10 @@ from penstock.frontend.endpoints.pooling.computing import (
     vllm_truncation,
 )
 from penstock.frontend.formats.vectors import base64_vector, json_matrix, json_vector
+from penstock.frontend.generation.models.model_table import can_do
 from penstock.frontend.generation.pooled.inputs import InputRules, encode_inputs, prompt_text
 from penstock.frontend.generation.pooled.run import Wanted
 from penstock.frontend.generation.pooled.scores import activated, cosine
-from penstock.frontend.generation.served_models import can_do
 from penstock.frontend.schemas.pooling.common import has_several
 from penstock.frontend.schemas.pooling.vllm import PoolingBody, decode_classify, decode_pooling
 from penstock.frontend.transport.errors import invalid
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.served_model import ServedModel
-    from penstock.frontend.generation.served_models import Task
+    from penstock.frontend.generation.models.model_table import Task
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.schemas.pooling.vllm import ClassifyBody, ScoreBody
     from penstock.frontend.transport.exchange import Exchange
     from penstock.shm.client import PooledResult

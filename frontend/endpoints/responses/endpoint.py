@@ -16,7 +16,6 @@ import msgspec
 from penstock.frontend.endpoints.answering import AnswerStyle, answer_chat
 from penstock.frontend.endpoints.chat_translation import renamed
 from penstock.frontend.endpoints.context import run_sized
-from penstock.frontend.endpoints.lingering.streams import find_stream
 from penstock.frontend.endpoints.prompts import render_chat
 from penstock.frontend.endpoints.responses.background.event_log import Followers
 from penstock.frontend.endpoints.responses.background.run import BackgroundRun
@@ -28,6 +27,7 @@ from penstock.frontend.endpoints.responses.kept_responses import KeptResponses
 from penstock.frontend.endpoints.responses.pending_response import PendingResponse
 from penstock.frontend.endpoints.responses.storage.stored_messages import decode_messages
 from penstock.frontend.endpoints.responses.truncation import fitted
+from penstock.frontend.endpoints.server.streams import find_stream
 from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
 from penstock.frontend.formats.compaction import REQUEST, CompactionFormat
 from penstock.frontend.formats.openai_chunks import DONE
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from penstock.frontend.endpoints.responses.background.takeover import Restart
     from penstock.frontend.endpoints.responses.storage.store import ResponseStore, StoredResponse
     from penstock.frontend.endpoints.responses.web_socket import Turn
-    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.schemas.chat import ChatBody
     from penstock.frontend.transport.exchange import Exchange
     from penstock.frontend.transport.open_exchanges import OpenExchanges

@@ -11,7 +11,7 @@ from penstock.frontend.endpoints.responses.storage.store import StoredResponse
 from penstock.frontend.endpoints.responses.storage.stored_messages import NO_MESSAGES, add_messages
 from penstock.frontend.endpoints.responses.tools import called_tools
 from penstock.frontend.formats.responses import ResponsesFormat
-from penstock.frontend.generation.served_models import answering_name
+from penstock.frontend.generation.models.model_table import answering_name
 from penstock.frontend.parsing.blocks import BlockKind
 from penstock.frontend.schemas.chat import ChatMessage, FunctionCall, MessageToolCall
 from penstock.frontend.schemas.response_tools import NamedToolChoice, ResponseTool

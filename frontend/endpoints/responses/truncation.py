@@ -10,7 +10,7 @@ from penstock.frontend.endpoints.prompts import render_chat
 from penstock.frontend.transport.errors import ApiError, ErrorKind
 
 if TYPE_CHECKING:
-    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.schemas.chat import ChatBody
 
 

@@ -20,7 +20,7 @@ from penstock.frontend.parsing.answer_parser import AnswerShape
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.parsing.reasoning import ReasoningFormat
     from penstock.frontend.parsing.tool_formats.base import ToolFormat
     from penstock.frontend.schemas.chat import ChatBody

@@ -12,7 +12,7 @@ from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, sho
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.text.pooling_files import PairTemplate, PoolingFiles
 
     Name: TypeAlias = Callable[[int], str]

@@ -24,8 +24,8 @@ from penstock.shm.client import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.generation.request_policy import RequestPolicy
-    from penstock.frontend.generation.served_model import ServedModel
     from penstock.frontend.telemetry.request_log import RequestLogEntry
     from penstock.frontend.text.input_encoder import EncodedInput
     from penstock.frontend.transport.exchange import Exchange

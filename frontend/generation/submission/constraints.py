@@ -10,7 +10,7 @@ from penstock.shm.messages import Constraints
 
 if TYPE_CHECKING:
     from penstock.frontend.generation.answer_rules.rules import AnswerRules
-    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.schemas.generation import GenerationBody
 
 _MAX_BAD_WORD_TOKENS = 16

@@ -10,7 +10,7 @@ from penstock.frontend.schemas.generation import MAX_LOGPROB_CELLS, MAX_PROMPT_L
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
 
 if TYPE_CHECKING:
-    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.schemas.chat import ChatBody
     from penstock.frontend.schemas.decoding import AnsweredBody
     from penstock.shm.messages import ModelCard

@@ -13,7 +13,7 @@ from penstock.frontend.transport.errors import invalid
 from penstock.shm.messages import Sampling
 
 if TYPE_CHECKING:
-    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.schemas.decoding import AnsweredBody
     from penstock.shm.messages import ModelCard
 

@@ -7,10 +7,10 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from penstock.frontend.generation.choice import Choice, ChoicePrompt
+from penstock.frontend.generation.choices.choice import Choice, ChoicePrompt
+from penstock.frontend.generation.choices.output_options import read_output_options
 from penstock.frontend.generation.failures import backend_unavailable, overloaded
 from penstock.frontend.generation.lingering import terms_of_choice
-from penstock.frontend.generation.output_options import read_output_options
 from penstock.frontend.generation.submission.constraints import read_constraints
 from penstock.frontend.generation.submission.limits import check_logprobs, read_max_tokens, read_stop_token_ids
 from penstock.frontend.generation.submission.planned_use import planned_use
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.frontend.generation.answer_rules.rules import AnswerRules
-    from penstock.frontend.generation.output_options import OutputOptions
+    from penstock.frontend.generation.choices.output_options import OutputOptions
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.generation.request_policy import RequestPolicy
-    from penstock.frontend.generation.served_model import ServedModel
     from penstock.frontend.schemas.decoding import AnsweredBody
     from penstock.frontend.transport.exchange import UsageClaim
     from penstock.shm.client import Linger

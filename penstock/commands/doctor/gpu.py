@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.errors import StartupError
 from penstock.backend.kv_cache.budget.memory import cuda_memory
-from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device, find_gpus, why_no_gpu
+from penstock.backend.passes.cuda.device.device_choice import choose_device, find_gpus, why_no_gpu
 from penstock.commands.doctor.finding import Finding, Level
 from penstock.process.options import format_size
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from penstock.backend.kv_cache.budget.memory import MemoryInfo
-    from penstock.backend.passes.decoder.cuda.device.device_choice import Gpu
+    from penstock.backend.passes.cuda.device.device_choice import Gpu
 
 
 def examine_gpu(

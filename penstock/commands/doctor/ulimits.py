@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.backend.kv_cache.budget.memory import control_groups, host_memory
-from penstock.backend.passes.decoder.cpu.thread_counts import num_usable_cores
+from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
 from penstock.commands.doctor.finding import Finding, Level
 from penstock.process.options import format_size
 

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from penstock.backend.errors import StartupError
 from penstock.commands.inspect_model.description import describe_named_model
 from penstock.commands.inspect_model.lora import describe_adapter, is_adapter
-from penstock.frontend.generation.served_model import describe_ends, describe_sampling
+from penstock.frontend.generation.models.served_model import describe_ends, describe_sampling
 from penstock.process.failure import fail
 from penstock.process.options import format_size
 

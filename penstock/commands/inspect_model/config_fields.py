@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from penstock.backend.checkpoint.files.json_file import convert
 from penstock.backend.checkpoint.formats.quant_method import quantization_settings
-from penstock.backend.checkpoint.json_file import convert
 
 _Count = Annotated[int, Meta(ge=0, le=1 << 32)]
 

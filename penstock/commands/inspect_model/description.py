@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import Struct
 
-from penstock.backend.checkpoint.architectures.names import SUPPORTED_ARCHITECTURES, find_architecture
+from penstock.backend.checkpoint.config.architectures.names import SUPPORTED_ARCHITECTURES, find_architecture
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.encoders.decoder_heads import read_pooled_decoder
 from penstock.backend.checkpoint.encoders.read_config import read_encoder, with_common_names
 from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.encoders.weights import open_encoder
-from penstock.backend.checkpoint.formats.ggml import BLOCK_TYPES
+from penstock.backend.checkpoint.files.generation_config import read_generation_defaults
+from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
+from penstock.backend.checkpoint.files.layout import CONFIG_FILE
+from penstock.backend.checkpoint.formats.numbers.ggml import BLOCK_TYPES
 from penstock.backend.checkpoint.formats.quant_method import with_own_file
-from penstock.backend.checkpoint.generation_config import read_generation_defaults
 from penstock.backend.checkpoint.hub import resolve_small_files
-from penstock.backend.checkpoint.json_file import read_json_object, shorten
-from penstock.backend.checkpoint.layout import CONFIG_FILE
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
@@ -30,7 +30,12 @@ from penstock.backend.passes.transformers_model.forward_pass import Transformers
 from penstock.backend.start.shipped_models import SHIPPED_MODELS
 from penstock.commands.inspect_model.config_fields import read_fields
 from penstock.commands.inspect_model.headers import read_directory, read_hub
-from penstock.frontend.generation.served_model import find_unnamed_ends, model_syntax_of, named_tokens, shown_sampling
+from penstock.frontend.generation.models.served_model import (
+    find_unnamed_ends,
+    model_syntax_of,
+    named_tokens,
+    shown_sampling,
+)
 from penstock.frontend.schemas.answers import EndToken, SamplingDefaults
 from penstock.frontend.text.tokenizer import ModelTokenizer
 

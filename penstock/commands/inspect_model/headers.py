@@ -6,8 +6,8 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
+from penstock.backend.checkpoint.files.layout import GGUF_SUFFIX, SINGLE_FILE, weight_files
 from penstock.backend.checkpoint.gguf.header import read_header
-from penstock.backend.checkpoint.layout import GGUF_SUFFIX, SINGLE_FILE, weight_files
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.errors import StartupError
 

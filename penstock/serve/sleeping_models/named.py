@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.backend.checkpoint.layout import CONFIG_FILE
+from penstock.backend.checkpoint.files.layout import CONFIG_FILE
 from penstock.shm.memory.model_table import MAX_MODELS
 
 if TYPE_CHECKING:

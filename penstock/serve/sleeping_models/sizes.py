@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.backend.checkpoint.layout import CONFIG_FILE
+from penstock.backend.checkpoint.files.layout import CONFIG_FILE
 from penstock.backend.errors import StartupError
 from penstock.backend.options import BackendOptions
 from penstock.process.supervisor import module_argv

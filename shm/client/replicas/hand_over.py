@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 from penstock.shm.client.capacity import BackendUnavailable, Overloaded
 from penstock.shm.client.request import GenerationRequest
-from penstock.shm.client.stream import TokenStream
+from penstock.shm.client.streams.stream import TokenStream
 from penstock.shm.messages import Finish, Sampling
 
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable, Sequence
 
-    from penstock.shm.client.open_stream import OpenStream
     from penstock.shm.client.replicas.replica_chooser import Replica
+    from penstock.shm.client.streams.open_stream import OpenStream
     from penstock.shm.messages import Generate
 
 logger = logging.getLogger("penstock.client")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.shm.client.client import BackendClient
-    from penstock.shm.client.open_stream import OpenStream
+    from penstock.shm.client.streams.open_stream import OpenStream
     from penstock.shm.memory.page_digest import PageDigest
     from penstock.shm.memory.prefix_table import PrefixTable
     from penstock.shm.messages import ModelCard, Request

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from penstock.backend.buffers.options import check_shared_buffers, make_exporter, open_sharing_device
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import DeviceRows, EmbeddingRows, IBatchedForwardPass, PassOptions, StepBatch
-from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.backend.passes.fake import FakePass, embedded_token
 from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
 from penstock.shm.client import BufferSlice, GenerationRequest

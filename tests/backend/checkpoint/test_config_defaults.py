@@ -10,11 +10,11 @@ import transformers
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 from transformers.models.ministral3.modeling_ministral3 import Ministral3RotaryEmbedding, get_llama_4_attn_scale
 
-from penstock.backend.checkpoint.architectures.families import FAMILIES
+from penstock.backend.checkpoint.config.architectures.families import FAMILIES
+from penstock.backend.checkpoint.config.decoder_config import Scales
 from penstock.backend.checkpoint.config_json import parse_decoder_config
-from penstock.backend.checkpoint.decoder_config import Scales
 from penstock.backend.errors import StartupError
-from penstock.backend.passes.decoder.rope_table import RopeTable
+from penstock.backend.passes.ops.rope_table import RopeTable
 
 CONFIGS = {"Gemma3ForCausalLM": "Gemma3TextConfig"}
 """transformers' config classes whose names do not follow from the architecture's."""

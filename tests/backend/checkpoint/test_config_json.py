@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.backend.checkpoint.architectures.names import SUPPORTED_ARCHITECTURES, find_architecture
+from penstock.backend.checkpoint.config.architectures.names import SUPPORTED_ARCHITECTURES, find_architecture
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 from penstock.backend.checkpoint.config_json import (
     parse_decoder_config,
     read_declared_dtype,
     read_decoder_config,
 )
-from penstock.backend.checkpoint.decoder_config import DecoderConfig
 from penstock.backend.errors import StartupError
 from tests.backend.checkpoint.test_config_defaults import oracle_eps
 from tests.checkpoints import PRESETS, make_config, make_model

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import transformers
 
+from penstock.backend.checkpoint.config.decoder_config import ClampedGate, Experts
 from penstock.backend.checkpoint.config_json import parse_decoder_config
-from penstock.backend.checkpoint.decoder_config import ClampedGate, Experts
 from tests.checkpoints import EXPERT_PRESETS, PRESETS, make_config, make_model
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.backend.checkpoint.generation_config import read_generation_defaults
+from penstock.backend.checkpoint.files.generation_config import read_generation_defaults
 from penstock.backend.errors import StartupError
 from penstock.shm.messages import Sampling
 from tests.checkpoints import make_checkpoint

@@ -11,8 +11,15 @@ from contextlib import closing
 import pytest
 from huggingface_hub.utils import enable_progress_bars
 
-from penstock.backend.checkpoint import progress
-from penstock.backend.checkpoint.progress import GRAPHS, LOADING, Work, logged_downloads, make_progress, waiting_bar
+from penstock.backend.checkpoint.files import progress
+from penstock.backend.checkpoint.files.progress import (
+    GRAPHS,
+    LOADING,
+    Work,
+    logged_downloads,
+    make_progress,
+    waiting_bar,
+)
 
 
 class Terminal(io.StringIO):

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.backend.checkpoint.quantized_weights import (
+from penstock.backend.checkpoint.quantization.modes import has_cpu_kernels
+from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     GroupedForm,
     GroupedWeight,
     Int4Weight,
@@ -18,9 +19,8 @@ from penstock.backend.checkpoint.quantized_weights import (
     QuantizedWeight,
     StackedForm,
     WeightForm,
-    has_cpu_kernels,
 )
-from penstock.backend.checkpoint.stacked_weights import stacked_form
+from penstock.backend.checkpoint.weight_forms.stacked_weights import stacked_form
 
 INT8 = Int8Weight(torch.tensor([[-128, 0, 3], [1, 2, 127]], dtype=torch.int8), torch.tensor([0.5, 2.0]))
 INT4 = Int4Weight(

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.encoders.read_config import read_encoder
 from penstock.backend.checkpoint.encoders.weights import open_encoder
+from penstock.backend.checkpoint.files.tokenizer_file import count_token_ids
 from penstock.backend.checkpoint.hub import resolve_model
-from penstock.backend.checkpoint.tokenizer_file import count_token_ids
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from tests.backend.checkpoint.weight_files import INDEX, SHARDED, name_twice, open_checkpoint, rewrite

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 
-from penstock.backend.checkpoint.tokenizer_file import count_token_ids
+from penstock.backend.checkpoint.files.tokenizer_file import count_token_ids
 from penstock.backend.errors import StartupError
 
 VOCAB = {"a": 0, "b": 1, "[UNK]": 6}

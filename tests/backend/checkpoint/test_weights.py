@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.backend.checkpoint import progress as progress_module
+from penstock.backend.checkpoint.config.tensors import NORM_FIELDS, expected_tensors
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.layout import as_text_names
-from penstock.backend.checkpoint.tensors import NORM_FIELDS, expected_tensors
+from penstock.backend.checkpoint.files import progress as progress_module
+from penstock.backend.checkpoint.files.layout import as_text_names
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from penstock.tools.random_model import ModelDims, write_random_model
@@ -185,8 +185,8 @@ import re, sys
 from pathlib import Path
 import torch
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.layout import as_text_names
-from penstock.backend.checkpoint.tensors import NORM_FIELDS, expected_tensors
+from penstock.backend.checkpoint.files.layout import as_text_names
+from penstock.backend.checkpoint.config.tensors import NORM_FIELDS, expected_tensors
 from penstock.backend.checkpoint.weights import open_weights
 
 def read_bytes(key):

@@ -17,9 +17,9 @@ from penstock.backend.kv_cache.budget.memory import MemoryInfo
 from penstock.backend.kv_cache.budget.whole_plan import WholePlan
 from penstock.backend.main import app
 from penstock.backend.options import BackendOptions
-from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
-from penstock.backend.passes.decoder.cpu.native_ops import NativeOps
-from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
+from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
+from penstock.backend.passes.cpu.native_ops import NativeOps
+from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.backend.passes.fake_encoder import FakeEncoder
 from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
 from penstock.backend.start.startup import (
@@ -292,7 +292,7 @@ def test_auto_budget_is_allocated_to_the_byte_and_never_exceeded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: Any, native: bool
 ) -> None:
     if not native:
-        monkeypatch.setattr("penstock.backend.passes.decoder.cpu.forward_pass.load_kernels", lambda _: None)
+        monkeypatch.setattr("penstock.backend.passes.decoder.cpu_pass.load_kernels", lambda _: None)
     model_dir = make_checkpoint("qwen3", tmp_path)
     options = BackendOptions(model=str(model_dir), kv_budget="auto", kv_dtype=kv_dtype, page_size=16, max_running=64)
     settings = pass_options(options)

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from penstock.backend.forward_pass import PassOptions
-from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.messages import Constraints, Finish, Grammar, Sampling
 from tests.backend.harness import Bench

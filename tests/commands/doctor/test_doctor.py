@@ -13,10 +13,10 @@ import pytest
 
 from penstock.backend.errors import StartupError
 from penstock.backend.kv_cache.budget.memory import MemoryInfo
-from penstock.backend.passes.decoder.cpu import path_choice
-from penstock.backend.passes.decoder.cpu.cpu_paths import PATHS, CpuInfo
-from penstock.backend.passes.decoder.cpu.native_library import LibraryUnavailableError
-from penstock.backend.passes.decoder.cuda.device.device_choice import Gpu
+from penstock.backend.passes.cpu import path_choice
+from penstock.backend.passes.cpu.library.cpu_paths import PATHS, CpuInfo
+from penstock.backend.passes.cpu.library.native_library import LibraryUnavailableError
+from penstock.backend.passes.cuda.device.device_choice import Gpu
 from penstock.commands.doctor.addresses import backend_socket, http_port
 from penstock.commands.doctor.cpu import bandwidth, compiler, cores, examine_cpu, features, measure_bandwidth
 from penstock.commands.doctor.finding import Finding, Level

@@ -15,7 +15,7 @@ import torch
 import transformers
 from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
 
-from penstock.backend.checkpoint.gguf import kept_directories
+from penstock.backend.checkpoint.gguf import cached_directories
 from penstock.commands.inspect_model.config_fields import read_fields
 from penstock.commands.inspect_model.description import ModelDescription, count_parameters, describe_model
 from penstock.commands.inspect_model.headers import TensorHeader, read_directory
@@ -251,7 +251,7 @@ def test_experts_in_mxfp4_are_counted_one_by_one(tmp_path: Path) -> None:
 def test_gguf_file_is_described_by_its_block_types(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kept_directories, "cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setattr(cached_directories, "cache_directory", lambda: tmp_path / "cache")
     model = make_model("llama2", hidden_size=256, num_hidden_layers=2, intermediate_size=512, vocab_size=320)
     file = from_model("llama", model, lambda _: "Q4_K", byte_level_vocabulary(320))
     assert run(str(file.write(tmp_path / "model.gguf")), "--json") == 0

@@ -13,7 +13,7 @@ import huggingface_hub
 import openai
 import pytest
 
-from penstock.frontend.generation.served_models import ServedModels
+from penstock.frontend.generation.models.model_table import ServedModels
 from tests.frontend.clients.test_openai_sdk import serving
 from tests.frontend.harness import make_app, token_ids
 from tests.frontend.pooled_backend import END, START, PooledBackend, encoder, encoder_card, normalized, vector_of

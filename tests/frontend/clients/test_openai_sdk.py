@@ -17,8 +17,8 @@ import openai
 import pytest
 
 from penstock.frontend.app import App
-from penstock.frontend.generation.served_model import ModelKeeper
-from penstock.frontend.generation.served_models import ServedModels
+from penstock.frontend.generation.models.model_table import ServedModels
+from penstock.frontend.generation.models.served_model import ModelKeeper
 from penstock.frontend.settings import WorkerLimits
 from penstock.frontend.transport.serving.server import HttpServer
 from penstock.shm.client import BackendClient, TokenBatch

@@ -11,8 +11,8 @@ import pytest
 
 from penstock.frontend.access.admission import Admission
 from penstock.frontend.access.api_keys import ApiKey
-from penstock.frontend.generation.served_models import ServedModels
-from penstock.frontend.generation.waking import WakingModel
+from penstock.frontend.generation.models.model_table import ServedModels
+from penstock.frontend.generation.models.waking import WakingModel
 from penstock.shm.memory.model_table import ModelState, ModelTable
 from tests.frontend.access.keys import bearer
 from tests.frontend.harness import ClientConnection, FakeBackend, make_app, model_keeper

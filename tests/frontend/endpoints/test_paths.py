@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.frontend.generation.served_models import ServedModels
+from penstock.frontend.generation.models.model_table import ServedModels
 from tests.frontend.harness import ClientConnection, FakeBackend, make_app, model_card, model_keeper
 from tests.frontend.pooled_backend import PooledBackend, encoder, encoder_card
 

@@ -23,8 +23,8 @@ from penstock.backend.structured_output.constraints import SequenceConstraints
 from penstock.backend.structured_output.grammar_cache import GrammarCache
 from penstock.frontend.generation.answer_rules.chat_rules import chat_answer_rules
 from penstock.frontend.generation.answer_rules.rules import AnswerRules
-from penstock.frontend.generation.choice import Choice, ChoicePrompt
-from penstock.frontend.generation.output_options import OutputOptions
+from penstock.frontend.generation.choices.choice import Choice, ChoicePrompt
+from penstock.frontend.generation.choices.output_options import OutputOptions
 from penstock.frontend.parsing.choice_output import ChoiceOutput
 from penstock.frontend.schemas.chat import ChatBody, check_chat
 from penstock.shm.client import TokenBatch

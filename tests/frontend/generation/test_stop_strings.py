@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.frontend.generation.stop_strings import StopMatcher
+from penstock.frontend.generation.choices.stop_strings import StopMatcher
 
 TEXT = st.text("ab\n", max_size=30)
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=5), min_size=1, max_size=4)

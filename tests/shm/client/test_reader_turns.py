@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from array import array
 
-from penstock.shm.client.reader_turns import ReaderTurns
-from penstock.shm.client.stream import TokenBatch, TokenStream
+from penstock.shm.client.streams.reader_turns import ReaderTurns
+from penstock.shm.client.streams.stream import TokenBatch, TokenStream
 from penstock.shm.messages import Finish, Generate, Sampling
 
 

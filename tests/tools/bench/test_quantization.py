@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.backend.checkpoint.gguf import kept_directories
+from penstock.backend.checkpoint.gguf import cached_directories
 from penstock.backend.checkpoint.hub import resolve_model
-from penstock.backend.checkpoint.quantization import kept_file
-from penstock.backend.passes.decoder.held_weights import packed_file
+from penstock.backend.checkpoint.quantization import cached_file
+from penstock.backend.passes.held_weights import packed_file
 from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
 from penstock.tools.bench.components.quantization import QuantizationOptions, read_windows
 from tests.backend.checkpoint.gguf.writer import byte_level_vocabulary, from_model
@@ -23,7 +23,7 @@ SHORT = ("--windows", "4", "--window-tokens", "24", "--rows", "1,2", "--steps", 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (kept_directories, kept_file, packed_file):
+    for module in (cached_directories, cached_file, packed_file):
         monkeypatch.setattr(module, "cache_directory", lambda: tmp_path / "cache")
 
 

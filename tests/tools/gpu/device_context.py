@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.tools.gpu.devices.device_context import DeviceContext
 from penstock.tools.gpu.results import Finding, Results, read_findings
-from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
+from tests.backend.passes.cuda.emulated_device import EmulatedDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """The comparisons of cases, and the checks of invariance and of settings on the emulator.
 
-The other cases run in tests/backend/passes/decoder/cuda.
+The other cases run in tests/backend/passes/cuda.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from penstock.backend.passes.decoder.cuda import kernel_manifest
-from penstock.backend.passes.decoder.cuda.device.cubin_cache import cubin_name
-from penstock.backend.passes.decoder.cuda.device.cupy_launcher import LoadedKernel
-from penstock.backend.passes.decoder.cuda.device.launcher import Kernel, group_by_module
-from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
+from penstock.backend.passes.cuda import kernel_manifest
+from penstock.backend.passes.cuda.device.cubin_cache import cubin_name
+from penstock.backend.passes.cuda.device.cupy_launcher import LoadedKernel
+from penstock.backend.passes.cuda.device.launcher import Kernel, group_by_module
+from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes
 from penstock.tools.gpu import environment
 from penstock.tools.gpu.cases.attention.choices import choice_checks
 from penstock.tools.gpu.cases.catalogue import wgmma_checks, wide_checks
@@ -34,7 +34,7 @@ from tests.cuda_emulator import EmulatedLauncher
 from tests.tools.gpu.device_context import Record, make_device_context
 
 if TYPE_CHECKING:
-    from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
+    from penstock.backend.passes.cuda.device.launcher import Launcher
 
 
 def test_environment_without_a_gpu_fails_and_says_so(record: Record) -> None:
@@ -101,8 +101,8 @@ def test_cuda_pass_agrees_with_the_cpu_pass(record: Record, monkeypatch: pytest.
     pass_agreement.check_passes(
         record.results,
         make_device_context(),
-        ("qwen3", "gpt-oss", "gemma2"),  # the others: tests/backend/passes/decoder/cuda/test_pass_on_emulator.py
-        ("mxfp4",),  # the other forms: tests/backend/passes/decoder/cuda/test_quantized_pass.py
+        ("qwen3", "gpt-oss", "gemma2"),  # the others: tests/backend/passes/cuda/test_pass_on_emulator.py
+        ("mxfp4",),  # the other forms: tests/backend/passes/cuda/test_quantized_pass.py
     )
     findings = record.findings()
     assert {

@@ -25,10 +25,10 @@ IN_SECTIONS = """
 import sys
 if {"--section", "penstock.tools.gpu.checks.correctness"} & set(sys.orig_argv):
     from functools import partial
-    from penstock.backend.passes.decoder.cuda import kernel_manifest
-    from penstock.backend.passes.decoder.ops import HeadShape
+    from penstock.backend.passes.cuda import kernel_manifest
+    from penstock.backend.passes.ops.interface import HeadShape
     from tests.cuda_emulator import EmulatedLauncher
-    from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
+    from tests.backend.passes.cuda.emulated_device import EmulatedDevice
     from tests.tools.gpu.device_context import NoMemoryCounter
     from penstock.tools.gpu.cases.attention import choices, decode
     from penstock.tools.gpu.devices import device_context, mirror_launcher

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes, plan_spec
+from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes, plan_spec
 from penstock.tools.gpu.checks import pass_agreement
 from penstock.tools.gpu.devices.profiling import GpuProfiler
 from penstock.tools.gpu.devices.steps import generate

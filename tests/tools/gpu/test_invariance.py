@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
+from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes
 from penstock.tools.gpu.checks import deterministic_passes, unsplit
 from penstock.tools.random_weights import LLAMA_8B, QWEN3_06B, TINY, weight_shapes
 from tests.tools.gpu.device_context import Record, make_device_context

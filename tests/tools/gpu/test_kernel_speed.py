@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from penstock.backend.checkpoint.decoder_config import Experts
-from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
-from penstock.backend.passes.decoder.ops import HeadShape
+from penstock.backend.checkpoint.config.decoder_config import Experts
+from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
+from penstock.backend.passes.ops.interface import HeadShape
 from penstock.tools.gpu.devices.caches import fill_cache
 from penstock.tools.gpu.results import MATCH_VARIABLE
 from penstock.tools.gpu.speed import ceilings, kernel_cases

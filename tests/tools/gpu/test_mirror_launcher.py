@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.backend.passes.decoder.cuda.device.launcher import Kernel, KernelFailed
+from penstock.backend.passes.cuda.device.launcher import Kernel, KernelFailed
 from penstock.tools.gpu.cases.ptx_wrappers import wrapper_kernel
 from penstock.tools.gpu.devices.mirror_launcher import MirrorLauncher, make_mirrors
-from tests.backend.passes.decoder.cuda.device.called_kernels import call_kernels
+from tests.backend.passes.cuda.device.called_kernels import call_kernels
 
 KERNEL = Kernel("norms.cu", "add_rms_norm", (("ACT", 0),), num_threads=32)
 POISON = 0xAB

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.backend.passes.decoder.cuda import kernel_manifest
+from penstock.backend.passes.cuda import kernel_manifest
 from penstock.tools.gpu.cases.catalogue import small_checks, small_wgmma_checks
 from penstock.tools.gpu.checks import sanitizer
 from tests.cuda_emulator import EmulatedLauncher

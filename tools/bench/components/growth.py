@@ -23,7 +23,7 @@ from penstock.backend.forward_pass.plugins import find_forward_pass
 from penstock.backend.kv_cache.page_index import IndexedPage
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.options import BackendOptions
-from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device
+from penstock.backend.passes.cuda.device.device_choice import choose_device
 from penstock.tools.bench.components.decode_steps import commit_cache, decode_steps
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.harness.run import MeasurementRun, measurement_run

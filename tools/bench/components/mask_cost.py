@@ -129,7 +129,7 @@ def mask_cost(
 
 def _model_vocabulary(options: MaskCostOptions) -> BenchVocabulary:
     """Raises BenchError, StartupError."""
-    from penstock.backend.checkpoint.generation_config import read_generation_defaults
+    from penstock.backend.checkpoint.files.generation_config import read_generation_defaults
     from penstock.backend.forward_pass.plugins import find_forward_pass
     from penstock.backend.start.startup import locate_model, pass_options
 

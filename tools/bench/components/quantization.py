@@ -24,7 +24,7 @@ from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
-from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass, make_cpu_ops
+from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass, make_cpu_ops
 from penstock.process.options import format_size
 from penstock.tools.bench.components.decode_steps import decode_steps
 from penstock.tools.bench.components.scored_model import PAGE_TOKENS, ScoredModel

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.backend.forward_pass import PassOptions, SamplingParams, ScoredTokens, SlotInit, StepBatch, TokenLogprobs
-from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.tools.bench.errors import BenchError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device
+from penstock.backend.passes.cuda.device.device_choice import choose_device
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.counters import backend_counters
 from penstock.tools.bench.harness.report import make_table

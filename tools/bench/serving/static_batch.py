@@ -129,7 +129,7 @@ class StaticServer:
 def load(options: BackendOptions, num_rows: int, prompt_tokens: int, context_tokens: int) -> StaticBatch:
     """Load the pass that `backend` would serve, with a cache for num_rows sequences of context_tokens each."""
     from penstock.backend.forward_pass.plugins import find_forward_pass
-    from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device
+    from penstock.backend.passes.cuda.device.device_choice import choose_device
 
     pages_per_row = -(-context_tokens // options.page_tokens())
     pass_options = PassOptions(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
+from penstock.backend.passes.cuda.device.launcher import Launcher
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, FROM_SLOT
-from penstock.backend.passes.decoder.cpu.torch_cache.kv_pages import quantise_q8_0
-from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
-from penstock.backend.passes.decoder.cuda.kv_cache.page_copies import copy_pages
-from penstock.backend.passes.decoder.cuda.ops.elementwise import Elementwise
-from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays as Rows
-from penstock.backend.passes.decoder.ops import HeadShape, supports_q8_0
+from penstock.backend.passes.cpu.torch_cache.kv_pages import quantise_q8_0
+from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
+from penstock.backend.passes.cuda.kv_cache.page_copies import copy_pages
+from penstock.backend.passes.cuda.ops.elementwise import Elementwise
+from penstock.backend.passes.cuda.step.step_rows import RowArrays as Rows
+from penstock.backend.passes.ops.interface import HeadShape, supports_q8_0
 from penstock.tools.gpu.cases.check import Check, check_of
 from penstock.tools.gpu.cases.comparing import require, require_close, require_same_bits, require_within
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
+    from penstock.backend.passes.cuda.device.launcher import Launcher
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

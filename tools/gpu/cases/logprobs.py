@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cuda.step.device_sampler import DeviceSampler, LogprobBuffers, SlotArrays
-from penstock.backend.passes.decoder.cuda.step.step_results import MAX_NAMED_LOGPROBS
+from penstock.backend.passes.cuda.step.device_sampler import DeviceSampler, LogprobBuffers, SlotArrays
+from penstock.backend.passes.cuda.step.step_results import MAX_NAMED_LOGPROBS
 from penstock.backend.sampling.logprobs import token_logprobs
 from penstock.tools.gpu.cases.comparing import require, require_close
 from penstock.tools.gpu.cases.sampler import CPU, POISON, random_logits
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
+    from penstock.backend.passes.cuda.device.launcher import Launcher
 
 
 def report(

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from penstock.backend.forward_pass import FROM_SLOT, SamplingParams, SlotInit, StepBatch, TokenMasks
-from penstock.backend.passes.decoder.cuda.step.device_sampler import DeviceSampler, SlotArrays
+from penstock.backend.passes.cuda.step.device_sampler import DeviceSampler, SlotArrays
 from penstock.backend.sampling.sampler import HostSampling
 from penstock.tools.gpu.cases.comparing import require
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
+    from penstock.backend.passes.cuda.device.launcher import Launcher
 
 POISON = -77
 MAX_LISTED = 1 << 14

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
+from penstock.backend.passes.cuda.device.launcher import Launcher
 from penstock.tools.gpu.cases import sampler
 from penstock.tools.gpu.cases.check import Check, check_of
 from penstock.tools.gpu.cases.comparing import require

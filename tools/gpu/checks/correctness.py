@@ -31,7 +31,7 @@ from penstock.tools.gpu.results import DEADLINE_VARIABLE, Results, SectionOver, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
+    from penstock.backend.passes.cuda.device.launcher import Launcher
 
 _ATTENTION = ("decode", "prefill", "encoder", "choices", "wgmma")
 _DEVICE_LOST = 3

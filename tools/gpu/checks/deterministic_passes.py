@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
-from penstock.backend.passes.decoder.cuda.ops.matmul import BLOCK_ROWS, BlockedMatmul, CudaLinear
-from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
+from penstock.backend.passes.cuda.ops.matmul import BLOCK_ROWS, BlockedMatmul, CudaLinear
+from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass
+from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes
 from penstock.tools.gpu.devices.steps import Steps
 from penstock.tools.random_weights import QWEN3_06B, RandomWeights
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.tools.gpu.devices.device_context import DeviceContext
     from penstock.tools.gpu.results import Results
 

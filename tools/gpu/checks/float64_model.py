@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from penstock.backend.checkpoint.decoder_config import DecoderConfig, Experts, RopeConfig
-    from penstock.backend.passes.decoder.model import Weights
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, Experts, RopeConfig
+    from penstock.backend.passes.ops.weights import Weights
 
 
 class Float64Model:

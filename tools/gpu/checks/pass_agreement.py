@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from penstock.backend.checkpoint.decoder_config import ClampedGate, Experts
+from penstock.backend.checkpoint.config.decoder_config import ClampedGate, Experts
 from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens, PooledRows, ScoredTokens
-from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
-from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
-from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
-from penstock.backend.passes.decoder.cuda.pooled_pass import PooledCudaPass
-from penstock.backend.passes.decoder.cuda.workspace_plan import PassSettings, StepSizes
+from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
+from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
+from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass
+from penstock.backend.passes.decoder.cuda_pass.pooled_pass import PooledCudaPass
+from penstock.backend.passes.decoder.cuda_pass.workspace_plan import PassSettings, StepSizes
 from penstock.backend.passes.decoder.pooled_weights import WeightsWithHead
 from penstock.tools.gpu.cases.comparing import require, require_within
 from penstock.tools.gpu.cases.products.stored_forms import STORED_FORMS
@@ -28,7 +28,7 @@ from penstock.tools.random_weights import TINY_FAMILY, QuantizedRandomWeights, R
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.forward_pass import DeviceRows
     from penstock.tools.gpu.devices.device_context import DeviceContext
     from penstock.tools.gpu.results import Results

@@ -20,7 +20,7 @@ from penstock.tools.gpu.results import DEADLINE_VARIABLE
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
+    from penstock.backend.passes.cuda.device.launcher import Launcher
     from penstock.tools.gpu.cases.check import Check
     from penstock.tools.gpu.results import Results
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
-from penstock.backend.passes.decoder.cuda.kv_cache.host_pool import HostPool
-from penstock.backend.passes.decoder.cuda.ops.elementwise import Elementwise
-from penstock.backend.passes.decoder.ops import HeadShape
+from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
+from penstock.backend.passes.cuda.kv_cache.host_pool import HostPool
+from penstock.backend.passes.cuda.ops.elementwise import Elementwise
+from penstock.backend.passes.ops.interface import HeadShape
 from penstock.shm.buffers.cuda_driver import DriverDevice, open_device
 from penstock.shm.buffers.cuda_ipc import BLOCK_BYTES, ExportedDeviceMemory, ImportedDeviceMemory
 from penstock.shm.buffers.device_api import DeviceError, DeviceRow

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.backend.passes.decoder.cuda.kv_cache import page_copies
-from penstock.backend.passes.decoder.ops import KV_BLOCK_VALUES
+from penstock.backend.passes.cuda.kv_cache import page_copies
+from penstock.backend.passes.ops.interface import KV_BLOCK_VALUES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
+    from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
     from penstock.tools.gpu.devices.device_context import DeviceContext
 
 _PIECE_BLOCKS = 1 << 14

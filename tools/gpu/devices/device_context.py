@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from penstock.backend.passes.decoder.cuda.device.cuda_device import CudaDevice
-from penstock.backend.passes.decoder.cuda.device.kernel_choices import (
+from penstock.backend.passes.cuda.device.cuda_device import CudaDevice
+from penstock.backend.passes.cuda.device.kernel_choices import (
     CONSTANTS,
     KernelChoices,
     adopted_choices,
@@ -22,7 +22,7 @@ from penstock.tools.gpu.devices.timing import Clock, GpuClock
 from penstock.tools.gpu.results import CHOICES_VARIABLE
 
 if TYPE_CHECKING:
-    from penstock.backend.passes.decoder.cuda.device.device import Device
+    from penstock.backend.passes.cuda.device.device import Device
 
 
 class MemoryCounter(Protocol):

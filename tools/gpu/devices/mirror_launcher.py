@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from penstock.backend.passes.decoder.cuda.device import nvrtc
-from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLauncher
-from penstock.backend.passes.decoder.cuda.device.driver_launch import LaunchRefused
-from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed, TensorMap
+from penstock.backend.passes.cuda.device import nvrtc
+from penstock.backend.passes.cuda.device.cupy_launcher import CupyLauncher
+from penstock.backend.passes.cuda.device.driver_launch import LaunchRefused
+from penstock.backend.passes.cuda.device.launcher import KernelFailed, TensorMap
 
 if TYPE_CHECKING:
-    from penstock.backend.passes.decoder.cuda.device.launcher import Argument, Grid, Kernel
+    from penstock.backend.passes.cuda.device.launcher import Argument, Grid, Kernel
 
 _DEFAULT_STREAM = 0
 _TO_DEVICE, _TO_HOST = 1, 2

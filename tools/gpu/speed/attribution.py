@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.tools.gpu.devices.profiling import KernelRun, Profiler
     from penstock.tools.gpu.results import Results
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
-from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes, make_layout, plan_spec
+from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass
+from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes, make_layout, plan_spec
 from penstock.tools.gpu.devices.caches import fill_cache
 from penstock.tools.gpu.devices.device_context import open_device_context
 from penstock.tools.gpu.devices.profiling import GpuProfiler
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.forward_pass import PendingOutput
     from penstock.tools.gpu.devices.device_context import DeviceContext
     from penstock.tools.gpu.devices.profiling import Profiler

@@ -7,26 +7,29 @@ import statistics
 import time
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
-from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
-from penstock.tools.gpu.speed.engine_loop import EngineLoop, LoopSizes, TokenStream
+from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass
+from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.forward_pass import IBatchedForwardPass
     from penstock.tools.gpu.devices.device_context import DeviceContext
     from penstock.tools.gpu.results import Results
+    from penstock.tools.gpu.speed.engine_loop import EngineLoop, LoopSizes, TokenStream
     from penstock.tools.random_weights import RandomWeights
 
 PAGE_TOKENS = 32
 _MAX_TOKEN_ID = 10_000
+_NEEDED = ("msgspec", "llguidance")
+"""Packages that the engine imports and gpu-check otherwise does not need."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,9 @@ def measure_engine(
     plan: EnginePlan,
     reserve_s: float = 0.0,
 ) -> None:
+    if missing := [package for package in _NEEDED if find_spec(package) is None]:
+        results.skipped(f"{name}.engine", f"{' and '.join(missing)} cannot be imported")
+        return
     runs = _EngineRuns(results, context, name, config, weights, dtype, plan)
     if plan.num_concurrent:
         results.attempt(f"{name}.concurrent", runs.concurrent, reserve_s)
@@ -160,6 +166,8 @@ class _EngineRuns:
         self.results.fact(f"{self.name}.offline", num_tokens / wall_s, "tok/s", f"{num_tokens} tokens, {wall_s:.2f} s")
 
     def _open(self, sizes: LoopSizes) -> EngineLoop:
+        from penstock.tools.gpu.speed.engine_loop import EngineLoop
+
         def make() -> IBatchedForwardPass:
             steps = StepSizes(
                 sizes.max_running, sizes.max_batch_tokens, sizes.max_context_tokens, choices=self.context.choices
@@ -180,6 +188,8 @@ def _has_begun(stream: TokenStream) -> bool:
 
 
 def _sizes(max_running: int, max_batch_tokens: int, max_context_tokens: int) -> LoopSizes:
+    from penstock.tools.gpu.speed.engine_loop import LoopSizes
+
     pages = -(-(max_context_tokens + PAGE_TOKENS) // PAGE_TOKENS)
     return LoopSizes(max_running * pages, PAGE_TOKENS, max_running, max_batch_tokens, pages * PAGE_TOKENS)
 

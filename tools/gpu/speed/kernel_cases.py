@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.checkpoint.decoder_config import Experts
+from penstock.backend.checkpoint.config.decoder_config import Experts
 from penstock.backend.forward_pass import SamplingParams, SlotInit
-from penstock.backend.passes.decoder.cuda.attention.decode_attention import DecodeAttention
-from penstock.backend.passes.decoder.cuda.attention.encoder_attention import EncoderAttention
-from penstock.backend.passes.decoder.cuda.attention.prefill_attention import WGMMA_CAPABILITY, PrefillAttention
-from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
-from penstock.backend.passes.decoder.cuda.ops.activations import Residual
-from penstock.backend.passes.decoder.cuda.ops.elementwise import Elementwise
-from penstock.backend.passes.decoder.cuda.ops.expert_ops import CudaExpertOps
-from penstock.backend.passes.decoder.cuda.ops.matmul import WholeMatmul
-from penstock.backend.passes.decoder.cuda.ops.packed_weights import packed_bytes
-from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedProducts
-from penstock.backend.passes.decoder.cuda.step.device_sampler import DeviceSampler, SlotArrays
-from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
-from penstock.backend.passes.decoder.ops import ExpertWeights, HeadShape
+from penstock.backend.passes.cuda.attention.decode_attention import DecodeAttention
+from penstock.backend.passes.cuda.attention.encoder_attention import EncoderAttention
+from penstock.backend.passes.cuda.attention.prefill_attention import WGMMA_CAPABILITY, PrefillAttention
+from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
+from penstock.backend.passes.cuda.ops.activations import Residual
+from penstock.backend.passes.cuda.ops.elementwise import Elementwise
+from penstock.backend.passes.cuda.ops.expert_ops import CudaExpertOps
+from penstock.backend.passes.cuda.ops.matmul import WholeMatmul
+from penstock.backend.passes.cuda.ops.packed_weights import packed_bytes
+from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
+from penstock.backend.passes.cuda.step.device_sampler import DeviceSampler, SlotArrays
+from penstock.backend.passes.cuda.step.step_rows import RowArrays
+from penstock.backend.passes.ops.interface import ExpertWeights, HeadShape
 from penstock.tools.gpu.cases.products.quantized import FORMS, random_weight
 from penstock.tools.gpu.devices.caches import fill_cache
 from penstock.tools.random_weights import LLAMA_8B

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
-from penstock.backend.passes.decoder.cuda.ops.matmul import CudaLinear
-from penstock.backend.passes.decoder.cuda.ops.row_products import ROW_DTYPE, RowProducts
-from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
+from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
+from penstock.backend.passes.cuda.ops.matmul import CudaLinear
+from penstock.backend.passes.cuda.ops.row_products import ROW_DTYPE, RowProducts
+from penstock.backend.passes.cuda.step.step_rows import RowArrays
 from penstock.tools.gpu.speed.kernel_cases import PAGE_TOKENS, KernelCase, PreparedCase
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct
 
-from penstock.backend.checkpoint.formats.awq import Awq
-from penstock.backend.checkpoint.formats.gptq import Gptq
-from penstock.backend.checkpoint.formats.integers import INTEGER_BITS
+from penstock.backend.checkpoint.files.json_file import convert, shorten
+from penstock.backend.checkpoint.formats.methods.awq import Awq
+from penstock.backend.checkpoint.formats.methods.gptq import Gptq
 from penstock.backend.checkpoint.formats.methods.settings import LM_HEAD, GroupSize, Names, inputs_per_group, one_of
 from penstock.backend.checkpoint.formats.module_names import is_target
+from penstock.backend.checkpoint.formats.numbers.integers import INTEGER_BITS
 from penstock.backend.checkpoint.formats.stored_formats import Rule, StoredFormats
-from penstock.backend.checkpoint.json_file import convert, shorten
 
 if TYPE_CHECKING:
     from penstock.backend.checkpoint.formats.matrix_format import MatrixFormat

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct
 
-from penstock.backend.checkpoint.formats.float4 import Nvfp4
-from penstock.backend.checkpoint.formats.float8 import Float8
+from penstock.backend.checkpoint.files.json_file import convert
 from penstock.backend.checkpoint.formats.methods.settings import Names, one_of
 from penstock.backend.checkpoint.formats.module_names import is_excluded, is_target
+from penstock.backend.checkpoint.formats.numbers.float4 import Nvfp4
+from penstock.backend.checkpoint.formats.numbers.float8 import Float8
 from penstock.backend.checkpoint.formats.stored_formats import Rule, StoredFormats
-from penstock.backend.checkpoint.json_file import convert
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from msgspec import Meta
 
+from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.formats.module_names import is_excluded
-from penstock.backend.checkpoint.json_file import shorten
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.backend.passes.decoder.cuda.attention.encoder_attention import EncoderAttention
-from penstock.backend.passes.decoder.cuda.ops.device_weights import DeviceWeights
-from penstock.backend.passes.decoder.cuda.ops.matmul import BlockedMatmul, CudaLinear
-from penstock.backend.passes.decoder.cuda.ops.packed_weights import CudaQuantizedLinear
-from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedProducts
-from penstock.backend.passes.decoder.rope_table import RopeTable
+from penstock.backend.passes.cuda.attention.encoder_attention import EncoderAttention
+from penstock.backend.passes.cuda.ops.device_weights import DeviceWeights
+from penstock.backend.passes.cuda.ops.matmul import BlockedMatmul, CudaLinear
+from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear
+from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
 from penstock.backend.passes.encoder.cuda.vectors import DeviceVectors
+from penstock.backend.passes.ops.rope_table import RopeTable
 
 if TYPE_CHECKING:
     from penstock.backend.checkpoint.encoders.encoder_config import Activation, EncoderConfig
-    from penstock.backend.passes.decoder.cuda.device.device import Device
+    from penstock.backend.passes.cuda.device.device import Device
     from penstock.backend.passes.encoder.ops import EmbeddingTables, Encode, EncoderRows, LayerAttention
 
     Linear = CudaLinear | CudaQuantizedLinear

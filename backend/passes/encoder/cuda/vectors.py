@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cuda.device.device import annotate_faults
+from penstock.backend.passes.cuda.device.device import annotate_faults
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.checkpoint.encoders.encoder_config import PoolingMode
-    from penstock.backend.passes.decoder.cuda.device.device import Device, Event
+    from penstock.backend.passes.cuda.device.device import Device, Event
 
 
 class DeviceVectors:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.frontend.endpoints.responses.background_places import BackgroundClaim, BackgroundPlaces
     from penstock.frontend.endpoints.responses.storage.orphans import Orphan, TakenOver
     from penstock.frontend.endpoints.responses.storage.store import ResponseStore
-    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.transport.asgi import AsgiMessage
 
     RunAgain = Callable[["Restart", BackgroundClaim, ServedModel], None]

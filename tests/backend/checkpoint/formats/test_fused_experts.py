@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from penstock.backend.checkpoint.config.tensors import expected_tensors
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.quantized_weights import Mxfp4Weight, has_cpu_kernels
-from penstock.backend.checkpoint.tensors import expected_tensors
+from penstock.backend.checkpoint.quantization.modes import has_cpu_kernels
+from penstock.backend.checkpoint.weight_forms.quantized_weights import Mxfp4Weight
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
-from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from tests.backend.checkpoint.weight_files import open_checkpoint, rewrite
 from tests.backend.passes.decoder.driver import Driver
 from tests.backend.passes.decoder.quantized_oracle import relative_error

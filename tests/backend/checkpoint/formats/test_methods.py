@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.formats.declared import parse_stored_formats, read_stored_formats
-from penstock.backend.checkpoint.formats.gptq import Gptq
-from penstock.backend.checkpoint.quantized_weights import GroupedWeight, has_cpu_kernels
+from penstock.backend.checkpoint.formats.methods.gptq import Gptq
+from penstock.backend.checkpoint.quantization.modes import has_cpu_kernels
+from penstock.backend.checkpoint.weight_forms.quantized_weights import GroupedWeight
 from penstock.backend.checkpoint.weights import open_weights
 from tests.backend.checkpoint.formats.quantizers import mlx, write_checkpoint
 from tests.backend.checkpoint.formats.test_stored_formats import AUTO_ROUND

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.formats.declared import parse_stored_formats
 from penstock.backend.checkpoint.formats.matrix_format import UnreadableMatrixError
-from penstock.backend.checkpoint.quantized_weights import has_cpu_kernels
+from penstock.backend.checkpoint.quantization.modes import has_cpu_kernels
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError

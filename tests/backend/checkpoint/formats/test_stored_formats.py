@@ -13,24 +13,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from penstock.backend.checkpoint.config.tensors import LayerWeights
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.float8_weight import Float8Form, Float8Weight
+from penstock.backend.checkpoint.files.progress import LOADING
 from penstock.backend.checkpoint.formats.declared import parse_stored_formats
-from penstock.backend.checkpoint.formats.gptq import Gptq
-from penstock.backend.checkpoint.progress import LOADING
-from penstock.backend.checkpoint.quantization import kept_file
-from penstock.backend.checkpoint.quantized_weights import (
+from penstock.backend.checkpoint.formats.methods.gptq import Gptq
+from penstock.backend.checkpoint.quantization import cached_file
+from penstock.backend.checkpoint.quantization.modes import has_cpu_kernels
+from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form, Float8Weight
+from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     GroupedWeight,
     Int4Weight,
     Int8Weight,
     Mxfp4Weight,
     WeightForm,
-    has_cpu_kernels,
 )
-from penstock.backend.checkpoint.tensors import LayerWeights
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.forward_pass import PassOptions
-from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from tests.backend.checkpoint.formats.quantizers import (
     Checkpoint,
     Tensors,
@@ -388,7 +388,7 @@ def test_log_says_how_many_linears_run_as_they_are(tmp_path: Path, caplog: pytes
 
 
 def test_quantize_option_reads_a_quantised_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_file, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(cached_file, "cache_directory", lambda: tmp_path)
     checkpoint = write_checkpoint(tmp_path / "model", FP8 | {"weight_block_size": [128, 128]}, fp8((128, 128)))
     forward_pass = CpuDecoderPass.load(checkpoint.path, PassOptions(quantize="int8"))
     assert forward_pass.spec.quantization == "int8"

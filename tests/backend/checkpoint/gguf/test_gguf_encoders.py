@@ -16,7 +16,7 @@ from transformers import BertTokenizer, XLMRobertaTokenizer
 
 from penstock.backend.checkpoint.encoders.decoder_heads import read_pooled_decoder
 from penstock.backend.checkpoint.encoders.tasks import ModelTask, find_task
-from penstock.backend.checkpoint.gguf import kept_directories
+from penstock.backend.checkpoint.gguf import cached_directories
 from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer, check_tokenizer
 from penstock.backend.checkpoint.hub import resolve_model
 from penstock.backend.errors import StartupError
@@ -34,7 +34,7 @@ TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *_PIECES)
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_directories, "cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setattr(cached_directories, "cache_directory", lambda: tmp_path / "cache")
 
 
 def word_piece_vocabulary(vocab_size: int = len(TOKENS)) -> dict[str, Any]:

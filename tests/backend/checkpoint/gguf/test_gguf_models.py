@@ -15,22 +15,23 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from penstock.backend.checkpoint.config.tensors import LayerWeights
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.generation_config import read_generation_defaults
-from penstock.backend.checkpoint.gguf import kept_directories
+from penstock.backend.checkpoint.files.generation_config import read_generation_defaults
+from penstock.backend.checkpoint.gguf import cached_directories
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
-from penstock.backend.checkpoint.quantized_weights import (
+from penstock.backend.checkpoint.quantization.modes import has_cpu_kernels
+from penstock.backend.checkpoint.weight_forms.quantized_weights import (
+    BlockWeight,
     GroupedForm,
-    GroupedWeight,
     Int4Weight,
-    Mxfp4Weight,
+    PackedForm,
     StackedForm,
-    has_cpu_kernels,
 )
-from penstock.backend.checkpoint.tensors import LayerWeights
+from penstock.backend.checkpoint.weight_forms.stacked_weights import decoded
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.forward_pass import PassOptions
-from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.process import cache_directory
 from penstock.shm.messages import Sampling
 from tests.backend.checkpoint.gguf.writer import (
@@ -50,7 +51,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(kept_directories, "cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setattr(cached_directories, "cache_directory", lambda: tmp_path / "cache")
     return tmp_path / "cache" / "gguf"
 
 
@@ -205,11 +206,11 @@ def test_quantised_experts_of_a_merged_tensor_run_as_they_are(tmp_path: Path) ->
     type_of = lambda name: "Q8_0" if ".experts." in name else "F32"  # noqa: E731
     file = from_model("qwen3moe", model, type_of, byte_level_vocabulary(320), tensors)
     layer = read_layer(file, tmp_path)
-    assert isinstance(layer.expert_down, GroupedWeight)
+    assert isinstance(layer.expert_down, BlockWeight)
     exact = file.exact["model.layers.0.mlp.experts.down_proj.weight"]
     assert torch.equal(layer.expert_down.dequantize(), exact.flatten(0, 1))
     gate, up = (file.exact[f"model.layers.0.mlp.experts.{part}_proj.weight"] for part in ("gate", "up"))
-    assert isinstance(layer.expert_gate_up, GroupedWeight)
+    assert isinstance(layer.expert_gate_up, BlockWeight)
     assert torch.equal(layer.expert_gate_up.dequantize(), torch.cat([gate, up], dim=1).flatten(0, 1))
 
 
@@ -219,8 +220,9 @@ def test_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
     type_of = lambda name: "MXFP4" if ".experts." in name and name.endswith("weight") else "F32"  # noqa: E731
     file = from_model("gpt-oss", model, type_of, byte_level_vocabulary(320), tensors)
     layer = read_layer(file, tmp_path)
-    assert isinstance(layer.expert_down, Mxfp4Weight)
-    assert isinstance(layer.expert_gate_up, Mxfp4Weight)
+    assert layer.expert_down is not None
+    assert layer.expert_gate_up is not None
+    assert layer.expert_down.form == layer.expert_gate_up.form == PackedForm(32, has_zeros=False)
     experts = "model.layers.0.mlp.experts"
     assert torch.equal(layer.expert_down.dequantize(), file.exact[f"{experts}.down_proj.weight"].flatten(0, 1))
     gate, up = (file.exact[f"{experts}.{part}_proj.weight"] for part in ("gate", "up"))
@@ -233,9 +235,10 @@ def test_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
 def test_q4_0_runs_in_the_int4_kernels_with_the_same_numbers(tmp_path: Path) -> None:
     file, _ = make_file("llama, Q4_0")
     layer = read_layer(file, tmp_path)
-    assert isinstance(layer.down, Int4Weight)
-    assert torch.equal(layer.down.dequantize(), file.exact["model.layers.0.mlp.down_proj.weight"])
-    assert bool((layer.down.scales < 0).any())
+    weight = decoded(layer.down)
+    assert isinstance(weight, Int4Weight)
+    assert torch.equal(weight.dequantize(), file.exact["model.layers.0.mlp.down_proj.weight"])
+    assert bool((weight.scales < 0).any())
 
 
 def test_other_types_run_in_the_grouped_kernels_with_the_same_numbers(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.gguf import kept_directories
+from penstock.backend.checkpoint.gguf import cached_directories
 from penstock.backend.checkpoint.gguf.directory import gguf_directory
 from penstock.backend.checkpoint.gguf.header import read_header
 from penstock.backend.checkpoint.hub import resolve_model
@@ -28,7 +28,7 @@ F32 = gguf.GGMLQuantizationType.F32
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_directories, "cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setattr(cached_directories, "cache_directory", lambda: tmp_path / "cache")
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.generation_config import read_generation_defaults
-from penstock.backend.checkpoint.gguf import kept_directories
+from penstock.backend.checkpoint.files.generation_config import read_generation_defaults
+from penstock.backend.checkpoint.gguf import cached_directories
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.checkpoint.other_layouts import directory
 from penstock.backend.checkpoint.weights import open_weights
@@ -30,7 +30,7 @@ from tests.checkpoints import load_oracle, make_checkpoint
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(kept_directories, "cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setattr(cached_directories, "cache_directory", lambda: tmp_path / "cache")
     return tmp_path / "cache" / "layouts"
 
 

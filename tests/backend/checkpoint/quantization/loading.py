@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from penstock.backend.checkpoint.config.tensors import LINEARS
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.quantization.modes import QUANTIZATIONS
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
-from penstock.backend.checkpoint.quantized_weights import Int4Weight, QuantizedWeight
-from penstock.backend.checkpoint.tensors import LINEARS
+from penstock.backend.checkpoint.weight_forms.quantized_weights import Int4Weight, QuantizedWeight
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.backend.checkpoint.progress import Work
+    from penstock.backend.checkpoint.files.progress import Work
 
 Linears = dict[str, QuantizedWeight]
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.backend.checkpoint.config.tensors import LINEARS
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.float8_weight import Float8Weight
 from penstock.backend.checkpoint.quantization.modes import QUANTIZATIONS, check_sizes, find_quantization, weight_bytes
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
-from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight
-from penstock.backend.checkpoint.tensors import LINEARS
+from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Weight
+from penstock.backend.checkpoint.weight_forms.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from tests.backend.checkpoint.quantization.loading import load

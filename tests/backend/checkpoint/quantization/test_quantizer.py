@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.backend.checkpoint.quantization.quantizer import RANGE_FACTORS, UnquantizableError, quantize
-from penstock.backend.checkpoint.quantized_weights import Int4Weight, Int8Weight
+from penstock.backend.checkpoint.weight_forms.quantized_weights import Int4Weight, Int8Weight
 
 
 def matrix(outputs: int, inputs: int, seed: int = 0) -> Tensor:

@@ -14,10 +14,10 @@ from penstock.backend.forward_pass import PassOptions
 from penstock.backend.forward_pass.plugins import find_forward_pass
 from penstock.backend.kv_cache.budget.kv_plan import KvBudget, plan_kv
 from penstock.backend.kv_cache.kv_groups import KvGroups
-from penstock.backend.passes.decoder.cpu import forward_pass
-from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass, make_cpu_ops
-from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
-from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
+from penstock.backend.passes.decoder import cpu_pass as forward_pass
+from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass, make_cpu_ops
+from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
 from tests.checkpoints import make_checkpoint
 from tests.temporary import make_shared_directory

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.weights import open_weights
-from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
-from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
-from penstock.backend.passes.decoder.layer_groups import split_groups
-from tests.backend.passes.decoder.conftest import DETERMINISTIC, MakeOps, make_native_ops, make_torch_ops
+from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
+from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
+from penstock.backend.passes.ops.layer_groups import split_groups
+from tests.backend.passes.conftest import DETERMINISTIC, MakeOps, make_native_ops, make_torch_ops
 from tests.backend.passes.decoder.driver import Driver
 from tests.checkpoints import PRESETS, load_oracle, make_checkpoint
 from tests.temporary import make_shared_directory

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from penstock.backend.forward_pass import PassOptions
-from penstock.backend.passes.decoder.cpu import forward_pass
-from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+from penstock.backend.passes.decoder import cpu_pass as forward_pass
+from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.shm.messages import Sampling
 from tests.backend.harness import Bench, Received
-from tests.backend.passes.decoder.cuda.emulated_pass import EmulatedCudaPass
+from tests.backend.passes.cuda.emulated_pass import EmulatedCudaPass
 from tests.checkpoints import make_checkpoint
 from tests.temporary import make_shared_directory
 

@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.lora.peft_adapter import open_adapters
-from penstock.backend.checkpoint.quantization import kept_file
+from penstock.backend.checkpoint.quantization import cached_file
 from penstock.backend.checkpoint.quantization.modes import find_cpu_quantization
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.forward_pass import NO_ADAPTER, PassOptions
-from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
-from penstock.backend.passes.decoder.layer_groups import split_groups
+from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
+from penstock.backend.passes.ops.layer_groups import split_groups
+from tests.backend.passes.conftest import MakeOps, make_native_ops
 from tests.backend.passes.decoder import test_quantized_pass as quantized
-from tests.backend.passes.decoder.conftest import MakeOps, make_native_ops
 from tests.backend.passes.decoder.driver import Driver, DriverRow
 from tests.backend.passes.decoder.quantized_oracle import relative_error
 from tests.checkpoints import load_oracle, make_checkpoint
@@ -166,7 +166,7 @@ def test_adapters_over_quantised_weights(
     mode: str, make_usual_ops: MakeOps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against transformers with the same quantised weights, to which hooks add the products in fp32."""
-    monkeypatch.setattr(kept_file, "cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setattr(cached_file, "cache_directory", lambda: tmp_path / "cache")
     model_dir, base = quantized.checkpoint("llama3"), quantized.oracle("llama3", mode)
     adapter = make_adapter(load_oracle(model_dir), tmp_path, rank=8, size=0.1)
     config, quantization = read_decoder_config(model_dir), find_cpu_quantization(mode)

@@ -38,7 +38,7 @@ def test_an_embedding_is_the_last_hidden_state(
     preset: str, cpu_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if cpu_path == "torch":
-        monkeypatch.setattr("penstock.backend.passes.decoder.cpu.forward_pass.load_kernels", lambda _: None)
+        monkeypatch.setattr("penstock.backend.passes.decoder.cpu_pass.load_kernels", lambda _: None)
     model = make_model(preset).model  # its files have no lm_head, and no prefix
     model.save_pretrained(tmp_path)
     forward_pass = load(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, NOT_FINITE
-from tests.backend.passes.decoder.conftest import MakeOps
+from tests.backend.passes.conftest import MakeOps
 from tests.backend.passes.decoder.driver import Driver
 from tests.backend.passes.decoder.test_decoder_pass import make_pass, oracle, prompts
 

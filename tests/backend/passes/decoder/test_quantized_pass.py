@@ -12,15 +12,15 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.quantization import kept_file
+from penstock.backend.checkpoint.quantization import cached_file
 from penstock.backend.checkpoint.quantization.modes import find_cpu_quantization, linear_specs
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
-from penstock.backend.passes.decoder.cpu import forward_pass
-from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
-from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
-from tests.backend.passes.decoder.conftest import MakeOps, make_deterministic_ops, make_native_ops, make_torch_ops
+from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
+from penstock.backend.passes.decoder import cpu_pass as forward_pass
+from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
+from tests.backend.passes.conftest import MakeOps, make_deterministic_ops, make_native_ops, make_torch_ops
 from tests.backend.passes.decoder.driver import Driver
 from tests.backend.passes.decoder.quantized_oracle import QuantizedExperts, relative_error, replace_linear
 from tests.checkpoints import EXPERT_PRESETS, load_oracle, make_checkpoint
@@ -32,7 +32,7 @@ MODES = ("int8", "int4")
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels stay in the user's cache: compiling them takes long."""
-    monkeypatch.setattr(kept_file, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(cached_file, "cache_directory", lambda: tmp_path)
 
 
 @cache

@@ -10,8 +10,8 @@ import torch
 
 from penstock.backend.forward_pass import ScoredTokens
 from penstock.backend.sampling.logprobs import token_logprobs
-from tests.backend.passes.decoder.conftest import MakeOps
-from tests.backend.passes.decoder.cpu.ops_harness import BASE, BF16, FP32, OpsHarness, randn
+from tests.backend.passes.conftest import MakeOps
+from tests.backend.passes.cpu.ops_harness import BASE, BF16, FP32, OpsHarness, randn
 from tests.backend.passes.decoder.driver import Driver, joined
 from tests.backend.passes.decoder.test_decoder_pass import make_pass, oracle_logits, prompts
 

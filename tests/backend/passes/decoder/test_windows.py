@@ -11,14 +11,14 @@ import pytest
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.kv_cache.kv_groups import KvGroups
-from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
-from penstock.backend.passes.decoder.layer_groups import split_groups
+from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
+from penstock.backend.passes.ops.layer_groups import split_groups
 from tests.backend.harness import Bench
 from tests.backend.passes.decoder.driver import Driver, run_past_window
 from tests.backend.passes.decoder.test_decoder_pass import checkpoint, make_pass, oracle_logits, poison, prompts
 
 if TYPE_CHECKING:
-    from tests.backend.passes.decoder.conftest import MakeOps
+    from tests.backend.passes.conftest import MakeOps
 
 
 @pytest.mark.parametrize(

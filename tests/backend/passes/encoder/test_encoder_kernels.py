@@ -15,7 +15,7 @@ from penstock.backend.passes.encoder.model import EncoderModel
 from penstock.backend.passes.encoder.native_ops import NativeEncoderOps
 from penstock.backend.passes.encoder.spec import make_spec
 from penstock.backend.passes.encoder.torch_ops import TorchEncoderOps
-from tests.backend.passes.decoder.cpu.path_libraries import open_emulated_tiles, open_path
+from tests.backend.passes.cpu.path_libraries import open_emulated_tiles, open_path
 from tests.backend.passes.encoder.driver import cosine, random_rows, run_rows
 from tests.encoder_checkpoints import make_encoder
 

@@ -13,11 +13,11 @@ import torch
 
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import DeviceLost, PassOptions
-from penstock.backend.passes.decoder.cpu.torch_cache.kv_pages import make_kv_pages
-from penstock.backend.passes.decoder.ops import CPU_KV_DTYPES
+from penstock.backend.passes.cpu.torch_cache.kv_pages import make_kv_pages
+from penstock.backend.passes.ops.interface import CPU_KV_DTYPES
 from penstock.backend.passes.transformers_model import forward_pass, linear_attention, model
 from penstock.backend.passes.transformers_model.forward_pass import TransformersPass
-from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
+from tests.backend.passes.cuda.emulated_device import EmulatedDevice
 from tests.backend.passes.decoder.driver import Driver
 from tests.backend.passes.transformers_model.families import FAMILIES
 from tests.backend.passes.transformers_model.test_transformers_pass import NUM_TOKENS, PROMPTS, checkpoint, generated

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.frontend.generation.served_models import ServedModels
+from penstock.frontend.generation.models.model_table import ServedModels
 from penstock.frontend.text.pooling_files import PoolingFiles
 from tests.frontend.harness import ClientConnection, FakeBackend, make_app, model_card, model_keeper
 from tests.frontend.pooled_backend import PooledBackend, encoder, encoder_card

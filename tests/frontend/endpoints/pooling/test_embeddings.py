@@ -12,8 +12,8 @@ import pytest
 
 from penstock.frontend.access.admission import Admission
 from penstock.frontend.access.api_keys import ApiKey, KeyLimits
+from penstock.frontend.generation.models.model_table import ServedModels
 from penstock.frontend.generation.pooled.run import PORTION
-from penstock.frontend.generation.served_models import ServedModels
 from penstock.frontend.schemas.pooling.common import MAX_INPUTS
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.shm.client import FailureCode, Finish, Overloaded, PooledFailed

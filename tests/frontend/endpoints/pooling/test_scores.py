@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.frontend.generation.served_models import ServedModels
+from penstock.frontend.generation.models.model_table import ServedModels
 from penstock.frontend.text.pooling_files import QWEN3_RERANKER, PoolingFiles
 from tests.frontend.endpoints.pooling.conftest import MAX_TOKENS
 from tests.frontend.harness import ClientConnection, make_app, token_ids

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.frontend.generation.served_models import ServedModels
+from penstock.frontend.generation.models.model_table import ServedModels
 from penstock.frontend.schemas.pooling.common import MAX_INPUTS
 from penstock.shm.client import FailureCode, Finish, PooledFailed
 from tests.frontend.endpoints.pooling.conftest import MAX_TOKENS

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.backend.passes.decoder.cuda.attention.encoder_attention import DTYPES as ENCODER_DTYPES
-from penstock.backend.passes.decoder.cuda.attention.encoder_attention import ENCODER_HEAD_DIMS
-from penstock.backend.passes.decoder.cuda.attention.kernel_limits import HEAD_DIMS
-from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
-from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO
-from penstock.backend.passes.decoder.ops import supports_q8_0
+from penstock.backend.passes.cuda.attention.encoder_attention import DTYPES as ENCODER_DTYPES
+from penstock.backend.passes.cuda.attention.encoder_attention import ENCODER_HEAD_DIMS
+from penstock.backend.passes.cuda.attention.kernel_limits import HEAD_DIMS
+from penstock.backend.passes.cuda.device.launcher import Launcher
+from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO
+from penstock.backend.passes.ops.interface import supports_q8_0
 from penstock.tools.gpu.cases.attention import decode, encoder, prefill
 from penstock.tools.gpu.cases.attention.encoder import EncoderCase
 from penstock.tools.gpu.cases.attention.paged_rows import Row

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.backend.passes.decoder.cuda.attention.encoder_attention import DTYPES, EncoderAttention
-from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
+from penstock.backend.passes.cuda.attention.encoder_attention import DTYPES, EncoderAttention
+from penstock.backend.passes.cuda.device.launcher import Launcher
 from penstock.tools.gpu.cases.attention.paged_rows import STEEP_TOLERANCE
 from penstock.tools.gpu.cases.attention.prefill import relative_error
 from penstock.tools.gpu.cases.comparing import require_same_bits, require_within

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.backend.passes.decoder.cpu.torch_cache.kv_pages import quantise_q8_0
-from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
-from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
+from penstock.backend.passes.cpu.torch_cache.kv_pages import quantise_q8_0
+from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
+from penstock.backend.passes.cuda.step.step_rows import RowArrays
 
 NOT_A_PAGE = 1 << 30
 """An entry of a page table that must not be read."""

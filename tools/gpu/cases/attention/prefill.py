@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cuda.attention.prefill_attention import PrefillAttention, cut_tiles, query_rows
-from penstock.backend.passes.decoder.cuda.attention.prefill_segments import SEGMENT_STARTS, whole_tiles
-from penstock.backend.passes.decoder.cuda.device.kernel_choices import CONSTANTS, KernelChoices
-from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
+from penstock.backend.passes.cuda.attention.prefill_attention import PrefillAttention, cut_tiles, query_rows
+from penstock.backend.passes.cuda.attention.prefill_segments import SEGMENT_STARTS, whole_tiles
+from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, KernelChoices
+from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
 from penstock.tools.gpu.cases.attention.paged_rows import STEEP_TOLERANCE, Heads, PagedRows, Row
 from penstock.tools.gpu.cases.comparing import require, require_same_bits, require_within
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
+    from penstock.backend.passes.cuda.device.launcher import Launcher
 
 ACT_OF = {"fp32": torch.float32, "bf16": torch.bfloat16, "q8_0": torch.float16, "fp8": torch.float16}
 """KV dtype → dtype of the queries in which the products lose no precision."""

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from penstock.backend.checkpoint.decoder_config import ClampedGate, Experts
-from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO
-from penstock.backend.passes.decoder.ops import HeadShape
+from penstock.backend.checkpoint.config.decoder_config import ClampedGate, Experts
+from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO
+from penstock.backend.passes.ops.interface import HeadShape
 from penstock.tools.gpu.cases.check import Check, check_of
 from penstock.tools.gpu.cases.elementwise import DTYPES
 from penstock.tools.gpu.cases.products import experts, quantized, rounded, row_products, stored_forms

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.backend.checkpoint.decoder_config import Experts
-from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Kernel
-from penstock.backend.passes.decoder.cuda.ops.activations import Residual
-from penstock.backend.passes.decoder.cuda.ops.expert_ops import CudaExpertOps, expert_kernels
-from penstock.backend.passes.decoder.cuda.ops.matmul import BlockedMatmul, CudaLinear
-from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedProducts
-from penstock.backend.passes.decoder.ops import ExpertWeights
+from penstock.backend.checkpoint.config.decoder_config import Experts
+from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel
+from penstock.backend.passes.cuda.ops.activations import Residual
+from penstock.backend.passes.cuda.ops.expert_ops import CudaExpertOps, expert_kernels
+from penstock.backend.passes.cuda.ops.matmul import BlockedMatmul, CudaLinear
+from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
+from penstock.backend.passes.ops.interface import ExpertWeights
 from penstock.tools.gpu.cases.comparing import require, require_close, require_same_bits, require_within
 from penstock.tools.gpu.cases.elementwise import check_close, make, poisoned
 from penstock.tools.gpu.cases.products.stored_forms import STORED_FORMS
 
 if TYPE_CHECKING:
-    from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
+    from penstock.backend.passes.cuda.device.launcher import Launcher
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Largest error of the experts' sum in a row, relative to its largest number; they round twice in the dtype."""

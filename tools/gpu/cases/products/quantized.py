@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.backend.checkpoint.float8_weight import Float8Form, Float8Weight
-from penstock.backend.checkpoint.quantized_weights import (
+from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form, Float8Weight
+from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     MXFP4_EXPONENTS,
     MXFP4_GROUP_SIZE,
     GroupedForm,
@@ -18,18 +18,18 @@ from penstock.backend.checkpoint.quantized_weights import (
     Mxfp4Weight,
     PackedForm,
 )
-from penstock.backend.passes.decoder.cuda.ops.matmul import BlockedMatmul, WholeMatmul
-from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedProducts
-from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
+from penstock.backend.passes.cuda.ops.matmul import BlockedMatmul, WholeMatmul
+from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
+from penstock.backend.passes.cuda.step.step_rows import RowArrays
 from penstock.tools.gpu.cases.comparing import require_close, require_same_bits
 from penstock.tools.gpu.cases.elementwise import TOLERANCE, ints, poisoned
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight, WeightForm
-    from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
-    from penstock.backend.passes.decoder.cuda.ops.matmul import Matmul
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight, WeightForm
+    from penstock.backend.passes.cuda.device.launcher import Launcher
+    from penstock.backend.passes.cuda.ops.matmul import Matmul
 
 CPU = torch.device("cpu")
 """The device of all tensors if the launcher copies them to the GPU and back."""

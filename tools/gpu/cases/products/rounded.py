@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.checkpoint.float8_weight import Float8Form
-from penstock.backend.passes.decoder.cuda.ops.matmul import WholeMatmul
-from penstock.backend.passes.decoder.cuda.ops.quantized_linear import QuantizedProducts
-from penstock.backend.passes.decoder.cuda.ops.rounded_rows import FLOAT8_CAPABILITY, RoundedProducts, rounding_kernels
+from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form
+from penstock.backend.passes.cuda.ops.matmul import WholeMatmul
+from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
+from penstock.backend.passes.cuda.ops.rounded_rows import FLOAT8_CAPABILITY, RoundedProducts, rounding_kernels
 from penstock.tools.gpu.cases.comparing import require, require_close, require_same_bits
 from penstock.tools.gpu.cases.elementwise import TOLERANCE
 from penstock.tools.gpu.cases.products.quantized import CPU, LinearCase
@@ -22,7 +22,7 @@ from penstock.tools.gpu.cases.products.quantized import FORMS as ALL_FORMS
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
+    from penstock.backend.passes.cuda.device.launcher import Launcher
 
 FORMS = ("int8", "fp8")
 _LARGEST = {"int8": torch.tensor(127.0), "fp8": torch.tensor(448.0)}

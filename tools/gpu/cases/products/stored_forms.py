@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.backend.checkpoint.float8_weight import FLOAT8_GROUP_SIZE, Float8Weight
 from penstock.backend.checkpoint.quantization.quantizer import quantize
-from penstock.backend.checkpoint.quantized_weights import (
+from penstock.backend.checkpoint.weight_forms.float8_weight import FLOAT8_GROUP_SIZE, Float8Weight
+from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     E2M1,
     INT4_GROUP_SIZES,
     MXFP4_GROUP_SIZE,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from penstock.backend.checkpoint.quantized_weights import QuantizedWeight
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 
 
 def _integers(weight: Tensor, group_size: int | None) -> QuantizedWeight:

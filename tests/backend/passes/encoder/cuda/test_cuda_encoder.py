@@ -11,7 +11,7 @@ from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import DeviceLost, PassOptions
 from penstock.backend.passes.encoder import forward_pass as encoder_pass
 from penstock.backend.passes.encoder.forward_pass import EncoderPass
-from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
+from tests.backend.passes.cuda.emulated_device import EmulatedDevice
 from tests.backend.passes.encoder.driver import cosine, make_batch, random_rows, run_rows
 from tests.backend.passes.encoder.test_encoder_pass import HEADS, POOLED, expected
 from tests.encoder_checkpoints import PRESETS, make_encoder, make_sentence_encoder

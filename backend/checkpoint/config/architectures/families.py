@@ -1,0 +1,356 @@
+"""The supported architectures: how each differs from Llama, and its defaults for absent keys of config.json.
+
+A new dense architecture is an entry of FAMILIES and a preset of tests/checkpoints.py, as long as `DecoderConfig` can
+express it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from msgspec import UNSET
+
+from penstock.backend.checkpoint.config.architectures.expert_layers import (
+    ExpertLayers,
+    gpt_oss_experts,
+    mixtral_experts,
+    qwen2_experts,
+    qwen3_experts,
+)
+from penstock.backend.checkpoint.config.architectures.layer_patterns import (
+    Windows,
+    no_windows,
+    rope_at_intervals,
+    rope_everywhere,
+    rope_within_windows,
+    window_everywhere,
+    window_everywhere_if_used,
+    window_nowhere_unless_given,
+    windows_between,
+    windows_of_even_first_layers,
+    windows_of_last_layers,
+    windows_of_nope_layers,
+    windows_unless_other_types,
+)
+from penstock.backend.checkpoint.config.decoder_config import (
+    Activation,
+    MlpKind,
+    NormKind,
+    QkNormScope,
+    Scales,
+    TensorNames,
+)
+from penstock.backend.checkpoint.config.rope_scaling import RopeSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from msgspec import UnsetType
+
+    from penstock.backend.checkpoint.config.architectures.hf_config import HfConfig
+
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def _no_scales(_: HfConfig) -> Scales:
+    return Scales()
+
+
+def _no_qk_norm(_: HfConfig) -> QkNormScope | None:
+    return None
+
+
+def no_experts(_: HfConfig) -> ExpertLayers | None:
+    return None
+
+
+def _qk_norm(scope: QkNormScope) -> Callable[[HfConfig], QkNormScope | None]:
+    return lambda _: scope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """An architecture. The functions read the settings that its config.json decides."""
+
+    windows: Callable[[HfConfig], Windows] = no_windows
+    uses_rope: Callable[[HfConfig, Windows], tuple[bool, ...]] = rope_everywhere
+    scales: Callable[[HfConfig], Scales] = _no_scales
+    qk_norm: Callable[[HfConfig], QkNormScope | None] = _no_qk_norm
+    names: TensorNames = field(default_factory=TensorNames)
+    experts: Callable[[HfConfig], ExpertLayers | None] = no_experts
+
+    biases: Literal["none", "qkv", "qkv if qkv_bias", "qkv if attention_bias", "attention_bias", "use_bias"] = "none"
+    """Which of q, k, v and o have biases; "use_bias" includes the MLP."""
+    attention_bias: bool = False
+    """Default of the key."""
+    mlp_bias_allowed: bool = False
+    """Whether the key mlp_bias has a meaning."""
+
+    norm: NormKind = "rms"
+    norm_bias: bool = False
+    norm_offset: float = 0.0
+    eps_key: Literal["rms_norm_eps", "layer_norm_eps", "norm_epsilon"] = "rms_norm_eps"
+    norm_eps: float = 1e-6
+    activation_key: Literal["hidden_act", "hidden_activation"] = "hidden_act"
+    activation: str = "silu"
+    """The only supported activation, named as in transformers; also the default."""
+    activation_aliases: tuple[str, ...] = ()
+    """Other names that mean the same for this architecture."""
+    mlp: MlpKind = "gated"
+    sinks: bool = False
+    parallel_blocks: bool = False
+
+    head_dim: int | None = None
+    rope: RopeSettings = RopeSettings()  # noqa: RUF009 - frozen
+    """The rotary embedding if config.json has no settings of scaling."""
+    rope_theta: float = 10_000.0
+    scales_queries: bool = False
+    """Queries are scaled by their position if the settings of RoPE have a llama_4_scaling_beta."""
+    window_rope_theta: float | None = None
+    """If not None, layers with a window have their own rotary embeddings, with this base unless a key gives another."""
+    partial_rotary_factor: float = 1.0
+    interleaved_rope: bool = False
+    tie_embeddings: bool = False
+    original_max_positions: int | None = None
+    refused_keys: tuple[str, ...] = ()
+    """Keys that may change the computation in a way that is not supported, unless their value is false or null."""
+
+
+def _cap(value: float | UnsetType | None, default: float | None) -> float | None:
+    return default if value is UNSET else value
+
+
+def _gemma_scales(*, scores_cap: float | None = None, logits_cap: float | None = None) -> Callable[[HfConfig], Scales]:
+    """Gemma's scales. The caps are the defaults of absent keys."""
+
+    def scales(config: HfConfig) -> Scales:
+        return Scales(
+            scores=(config.query_pre_attn_scalar or 256.0) ** -0.5,
+            scores_softcap=_cap(config.attn_logit_softcapping, scores_cap),
+            logits_softcap=_cap(config.final_logit_softcapping, logits_cap),
+            embedding=math.sqrt(config.hidden_size),
+        )
+
+    return scales
+
+
+def _gemma1_scales(config: HfConfig) -> Scales:
+    return Scales(embedding=math.sqrt(config.hidden_size))
+
+
+def _granite_scales(config: HfConfig) -> Scales:
+    embedding = config.embedding_multiplier or 1.0
+    return Scales(
+        scores=config.attention_multiplier or 1.0,
+        embedding=embedding,
+        given_embeddings=embedding,
+        residual=config.residual_multiplier or 1.0,
+        logits=1 / (config.logits_scaling or 1.0),
+    )
+
+
+def _cohere_scales(config: HfConfig) -> Scales:
+    return Scales(logits=config.logit_scale or 0.0625)
+
+
+def _cohere_qk_norm(config: HfConfig) -> QkNormScope | None:
+    return "each head" if config.use_qk_norm else None
+
+
+_BIDIRECTIONAL = ("use_bidirectional_attention",)
+FUSED_QKV = ("self_attn.qkv_proj",)
+_FUSED_GATE_UP = ("mlp.gate_up_proj",)
+_OLMO_NAMES = TensorNames(
+    attention_norm=None,
+    attention_output_norm="post_attention_layernorm",
+    mlp_norm=None,
+    mlp_output_norm="post_feedforward_layernorm",
+)
+_GEMMA_NAMES = TensorNames(
+    attention_output_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_output_norm="post_feedforward_layernorm",
+)
+_GLM_NAMES = TensorNames(gate_up=_FUSED_GATE_UP)
+_GLM4_NAMES = TensorNames(
+    attention_output_norm="post_self_attn_layernorm", mlp_output_norm="post_mlp_layernorm", gate_up=_FUSED_GATE_UP
+)
+_COHERE_NAMES = TensorNames(mlp_norm=None)
+_MIXTRAL_NAMES = TensorNames(
+    router="block_sparse_moe.gate",
+    expert="block_sparse_moe.experts.{}",
+    expert_gate_up=("w1", "w3"),
+    expert_down="w2",
+)
+
+_GPT_OSS_NAMES = TensorNames(router="mlp.router", fused_experts="mlp.experts")
+_GPT_OSS_ROPE = RopeSettings(
+    rope_type="yarn",
+    factor=32.0,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    truncate=False,
+    original_max_position_embeddings=4096,
+)
+
+_MINISTRAL3_ROPE = RopeSettings(
+    rope_type="yarn",
+    rope_theta=1_000_000.0,
+    factor=16.0,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+    original_max_position_embeddings=16_384,
+    llama_4_scaling_beta=0.1,
+)
+
+_GEMMA = Family(
+    scales=_gemma1_scales,
+    biases="attention_bias",
+    norm_offset=1.0,
+    activation="gelu_pytorch_tanh",
+    activation_aliases=("gelu",),  # the first files say so and mean the other
+    head_dim=256,
+    tie_embeddings=True,
+    refused_keys=_BIDIRECTIONAL,
+)
+_GEMMA2 = replace(
+    _GEMMA,
+    windows=windows_between(2),
+    scales=_gemma_scales(scores_cap=50.0, logits_cap=30.0),
+    names=_GEMMA_NAMES,
+    activation_key="hidden_activation",
+    activation_aliases=(),
+)
+_GLM = Family(
+    names=_GLM_NAMES,
+    biases="qkv if attention_bias",
+    attention_bias=True,
+    norm_eps=1.5625e-7,
+    head_dim=128,
+    partial_rotary_factor=0.5,
+    interleaved_rope=True,
+)
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(biases="attention_bias", mlp_bias_allowed=True),
+    "MistralForCausalLM": Family(windows=window_everywhere),
+    "MinistralForCausalLM": Family(windows=windows_unless_other_types),
+    "Ministral3ForCausalLM": Family(
+        windows=window_nowhere_unless_given,
+        norm_eps=1e-5,
+        head_dim=128,
+        rope=_MINISTRAL3_ROPE,
+        scales_queries=True,
+    ),
+    "Qwen2ForCausalLM": Family(windows=windows_of_last_layers, biases="qkv"),
+    "Qwen3ForCausalLM": Family(
+        windows=windows_of_last_layers, biases="attention_bias", qk_norm=_qk_norm("head"), head_dim=128
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        windows=window_everywhere_if_used, biases="attention_bias", qk_norm=_qk_norm("head"), experts=qwen3_experts
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        windows=windows_of_even_first_layers, biases="qkv if qkv_bias", experts=qwen2_experts
+    ),
+    "MixtralForCausalLM": Family(
+        windows=window_nowhere_unless_given,
+        names=_MIXTRAL_NAMES,
+        experts=mixtral_experts,
+        norm_eps=1e-5,
+        rope_theta=1_000_000.0,
+    ),
+    "GptOssForCausalLM": Family(
+        windows=windows_between(2, 128),
+        names=_GPT_OSS_NAMES,
+        experts=gpt_oss_experts,
+        biases="attention_bias",
+        attention_bias=True,
+        sinks=True,
+        norm_eps=1e-5,
+        head_dim=64,
+        rope=_GPT_OSS_ROPE,
+        rope_theta=150_000.0,
+    ),
+    "SmolLM3ForCausalLM": Family(
+        windows=windows_of_nope_layers,
+        uses_rope=rope_at_intervals,
+        biases="attention_bias",
+        mlp_bias_allowed=True,
+        rope_theta=2_000_000.0,
+        tie_embeddings=True,
+    ),
+    "Phi3ForCausalLM": Family(
+        windows=window_nowhere_unless_given,
+        names=TensorNames(qkv=FUSED_QKV, gate_up=_FUSED_GATE_UP),
+        norm_eps=1e-5,
+        original_max_positions=4096,
+    ),
+    "GemmaForCausalLM": _GEMMA,
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma3ForCausalLM": replace(
+        _GEMMA2,
+        windows=windows_between(6),
+        scales=_gemma_scales(),
+        qk_norm=_qk_norm("head"),
+        rope_theta=1_000_000.0,
+        window_rope_theta=10_000.0,
+        refused_keys=(*_BIDIRECTIONAL, "attn_logit_softcapping"),
+    ),
+    "Olmo2ForCausalLM": Family(
+        qk_norm=_qk_norm("projection"), names=_OLMO_NAMES, biases="attention_bias", norm_eps=1e-5
+    ),
+    "Olmo3ForCausalLM": Family(
+        windows=windows_between(4),
+        qk_norm=_qk_norm("projection"),
+        names=_OLMO_NAMES,
+        biases="attention_bias",
+        norm_eps=1e-5,
+        rope_theta=500_000.0,
+        window_rope_theta=500_000.0,
+    ),
+    "GraniteForCausalLM": Family(scales=_granite_scales, biases="attention_bias", mlp_bias_allowed=True),
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": replace(_GLM, names=_GLM4_NAMES),
+    "CohereForCausalLM": Family(
+        scales=_cohere_scales,
+        qk_norm=_cohere_qk_norm,
+        names=_COHERE_NAMES,
+        biases="attention_bias",
+        norm="layer",
+        eps_key="layer_norm_eps",
+        norm_eps=1e-5,
+        parallel_blocks=True,
+        rope_theta=500_000.0,
+        interleaved_rope=True,
+        tie_embeddings=True,
+    ),
+    "Cohere2ForCausalLM": Family(
+        windows=windows_between(4),
+        uses_rope=rope_within_windows,
+        scales=_cohere_scales,
+        names=_COHERE_NAMES,
+        biases="attention_bias",
+        norm="layer",
+        eps_key="layer_norm_eps",
+        norm_eps=1e-5,
+        parallel_blocks=True,
+        interleaved_rope=True,
+        tie_embeddings=True,
+    ),
+    "Starcoder2ForCausalLM": Family(
+        windows=window_nowhere_unless_given,
+        names=TensorNames(gate_up=("mlp.c_fc",), down="mlp.c_proj"),
+        biases="use_bias",
+        norm="layer",
+        norm_bias=True,
+        eps_key="norm_epsilon",
+        norm_eps=1e-5,
+        activation="gelu_pytorch_tanh",
+        mlp="plain",
+        tie_embeddings=True,
+    ),
+}

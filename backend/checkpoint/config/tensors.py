@@ -1,0 +1,247 @@
+"""The tensors of a decoder: their names and shapes in a checkpoint, and the form that the model uses.
+
+Reads no file, so models with random weights use it too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, Experts, QkNormScope
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+LM_HEAD = "lm_head.weight"
+NORM_FIELDS = ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
+"""The norms of a layer, as fields of `TensorNames` and of `LayerWeights`."""
+LINEARS = ("qkv", "o", "gate_up", "down", "expert_gate_up", "expert_down")
+"""The fields of LayerWeights that are matrices of linears."""
+STACKED_IN_PARTS = ("qkv",)
+"""Linears whose tensors' outputs follow each other in whole panels of the kernels, so each may have its own form."""
+
+
+Matrix = TypeVar("Matrix", covariant=True)
+"""A tensor or a quantised weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights(Generic[Matrix]):
+    """One decoder layer. Linear weights are [outputs, inputs], row-major; biases [outputs]."""
+
+    qkv: Matrix
+    """[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]: rows of q, then k, then v."""
+    o: Matrix
+    """[hidden_size, num_heads * head_dim]"""
+    gate_up: Matrix | None = None
+    """[2 * intermediate_size, hidden_size]: rows of gate, then up. [intermediate_size, hidden_size] of a plain MLP.
+    In a layer with experts it is the shared expert's, if there is one, as `down`."""
+    down: Matrix | None = None
+    """[hidden_size, intermediate_size]"""
+    router: Tensor | None = None
+    """[experts, hidden_size] in layers with experts, as the next two."""
+    expert_gate_up: Matrix | None = None
+    """[experts * 2 * width, hidden_size]: rows of the first expert's gate, then up, then of the second's."""
+    expert_down: Matrix | None = None
+    """[experts * hidden_size, width]"""
+    router_bias: Tensor | None = None
+    """[experts]"""
+    expert_gate_up_bias: Tensor | None = None
+    """[experts * 2 * width], in the order of expert_gate_up's rows."""
+    expert_down_bias: Tensor | None = None
+    """[experts * hidden_size]"""
+    shared_gate: Tensor | None = None
+    """[1, hidden_size]: the linear that weights the shared expert."""
+    attention_norm: Tensor | None = None
+    """[hidden_size] or None, as all four; a bias follows if the model's norms have one: [2 * hidden_size]."""
+    attention_output_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
+    mlp_output_norm: Tensor | None = None
+    q_norm: Tensor | None = None
+    """[head_dim], [num_heads, head_dim] or [num_heads * head_dim], as the scope of the model's q and k norms is."""
+    k_norm: Tensor | None = None
+    """[head_dim], [num_kv_heads, head_dim] or [num_kv_heads * head_dim]"""
+    sinks: Tensor | None = None
+    """[num_heads] scores that take part in the softmax of attention and have no value."""
+    qkv_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSlice:
+    """The place of one expert's matrix or bias in a tensor that has all experts of the layer."""
+
+    tensor: str
+    index: int
+    count: int
+    takes_turns: bool
+    """Outputs of gate and up alternate; otherwise all of gate come first."""
+
+    def part_name(self, part: str) -> str:
+        """Name of the tensor with this part for all experts, if a quantised format stores matrices in parts."""
+        return f"{self.tensor}_{part}"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name of a tensor in the checkpoint, and its required shape."""
+
+    name: str
+    """The expert's own name, even if it is part of a larger tensor (`place`)."""
+    shape: tuple[int, ...]
+    place: ExpertSlice | None = None
+
+    @property
+    def stored_name(self) -> str:
+        """The name in an unquantised checkpoint."""
+        return self.name if self.place is None else self.place.tensor
+
+
+def expected_tensors(config: DecoderConfig) -> Iterator[TensorSpec]:
+    """Every tensor that the model needs from the checkpoint."""
+    yield embedding_spec(config)
+    for index in range(config.num_layers):
+        for specs in layer_specs(config, index).values():
+            yield from specs
+    yield from final_norm_specs(config)
+    if config.has_own_lm_head:
+        yield lm_head_spec(config)
+
+
+def linear_names(config: DecoderConfig) -> Iterator[str]:
+    """The names of all linears' weights, including lm_head if it has its own."""
+    for index in range(config.num_layers):
+        layout = layer_specs(config, index)
+        yield from (spec.name for field in LINEARS for spec in layout.get(field, ()))
+    if config.has_own_lm_head:
+        yield LM_HEAD
+
+
+def embedding_spec(config: DecoderConfig) -> TensorSpec:
+    return TensorSpec(EMBEDDING, (config.vocab_size, config.hidden_size))
+
+
+def final_norm_specs(config: DecoderConfig) -> tuple[TensorSpec, ...]:
+    return _norm_specs(config, FINAL_NORM.removesuffix(".weight"))
+
+
+def lm_head_spec(config: DecoderConfig) -> TensorSpec:
+    return TensorSpec(LM_HEAD, (config.vocab_size, config.hidden_size))
+
+
+def layer_specs(config: DecoderConfig, index: int) -> dict[str, tuple[TensorSpec, ...]]:
+    """Field of LayerWeights that this model has → the checkpoint's tensors that are stacked into it, in order."""
+    prefix, names, hidden = f"model.layers.{index}.", config.names, config.hidden_size
+    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv = _divide(names.qkv, (q_rows, kv_rows, kv_rows))
+    o = {"self_attn.o_proj": hidden}
+    layout = {"qkv": _weights(prefix, qkv, hidden), "o": _weights(prefix, o, q_rows)}
+    experts = config.experts_of_layer(index)
+    layout |= _dense_specs(config, prefix) if experts is None else _expert_specs(config, experts, prefix)
+    for field in NORM_FIELDS:
+        name: str | None = getattr(names, field)
+        if name is not None:
+            layout[field] = _norm_specs(config, prefix + name)
+    if config.qk_norm is not None:
+        for field, heads in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads)):
+            shape = _qk_norm_shape(config.qk_norm, heads, config.head_dim)
+            layout[field] = (TensorSpec(f"{prefix}self_attn.{field}.weight", shape),)
+    if config.sinks:
+        layout["sinks"] = (TensorSpec(f"{prefix}self_attn.sinks", (config.num_heads,)),)
+    if config.qkv_bias:
+        layout["qkv_bias"] = _biases(prefix, qkv)
+    if config.output_bias:
+        layout["o_bias"] = _biases(prefix, o)
+    return layout
+
+
+def _dense_specs(config: DecoderConfig, prefix: str) -> dict[str, tuple[TensorSpec, ...]]:
+    names, width = config.names, config.intermediate_size
+    gate_up = _divide(names.gate_up, (width,) if config.mlp == "plain" else (width, width))
+    down = {names.down: config.hidden_size}
+    specs = {"gate_up": _weights(prefix, gate_up, config.hidden_size), "down": _weights(prefix, down, width)}
+    if config.mlp_bias:
+        specs |= {"gate_up_bias": _biases(prefix, gate_up), "down_bias": _biases(prefix, down)}
+    return specs
+
+
+def _expert_specs(config: DecoderConfig, experts: Experts, prefix: str) -> dict[str, tuple[TensorSpec, ...]]:
+    names, hidden = config.names, config.hidden_size
+    router = {names.router: experts.count}
+    specs = {"router": _weights(prefix, router, hidden)}
+    if experts.biased:
+        specs["router_bias"] = _biases(prefix, router)
+    if names.fused_experts is not None:
+        return specs | _fused_specs(experts, f"{prefix}{names.fused_experts}", hidden)
+
+    def mlp(name: str, width: int) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+        start = f"{prefix}{name}."
+        gate_up = _weights(start, dict.fromkeys(names.expert_gate_up, width), hidden)
+        return gate_up, _weights(start, {names.expert_down: hidden}, width)
+
+    all_experts = [mlp(names.expert.format(i), experts.width) for i in range(experts.count)]
+    specs["expert_gate_up"] = tuple(spec for gate_up, _ in all_experts for spec in gate_up)
+    specs["expert_down"] = tuple(spec for _, down in all_experts for spec in down)
+    if experts.biased:
+        starts = [f"{prefix}{names.expert.format(i)}." for i in range(experts.count)]
+        gate_up, down = dict.fromkeys(names.expert_gate_up, experts.width), {names.expert_down: hidden}
+        specs["expert_gate_up_bias"] = tuple(spec for start in starts for spec in _biases(start, gate_up))
+        specs["expert_down_bias"] = tuple(spec for start in starts for spec in _biases(start, down))
+    if experts.shared_width is not None:
+        specs["gate_up"], specs["down"] = mlp(names.shared_expert, experts.shared_width)
+        specs["shared_gate"] = _weights(prefix, {names.shared_gate: 1}, hidden)
+    return specs
+
+
+def _fused_specs(experts: Experts, name: str, hidden: int) -> dict[str, tuple[TensorSpec, ...]]:
+    def specs(part: str, suffix: str, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
+        takes_turns = part == "gate_up_proj"
+        tensor = f"{name}.{part}" + ("_bias" if suffix == "bias" else "")
+        return tuple(
+            TensorSpec(f"{name}.{i}.{part}.{suffix}", shape, ExpertSlice(tensor, i, experts.count, takes_turns))
+            for i in range(experts.count)
+        )
+
+    layout = {
+        "expert_gate_up": specs("gate_up_proj", "weight", (2 * experts.width, hidden)),
+        "expert_down": specs("down_proj", "weight", (hidden, experts.width)),
+    }
+    if experts.biased:
+        layout["expert_gate_up_bias"] = specs("gate_up_proj", "bias", (2 * experts.width,))
+        layout["expert_down_bias"] = specs("down_proj", "bias", (hidden,))
+    return layout
+
+
+def _weights(prefix: str, rows_by_name: dict[str, int], inputs: int) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(f"{prefix}{name}.weight", (rows, inputs)) for name, rows in rows_by_name.items())
+
+
+def _biases(prefix: str, rows_by_name: dict[str, int]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(f"{prefix}{name}.bias", (rows,)) for name, rows in rows_by_name.items())
+
+
+def _norm_specs(config: DecoderConfig, name: str) -> tuple[TensorSpec, ...]:
+    weight = TensorSpec(f"{name}.weight", (config.hidden_size,))
+    return (weight, TensorSpec(f"{name}.bias", weight.shape)) if config.norm_bias else (weight,)
+
+
+def _qk_norm_shape(scope: QkNormScope, num_heads: int, head_dim: int) -> tuple[int, ...]:
+    match scope:
+        case "head":
+            return (head_dim,)
+        case "each head":
+            return (num_heads, head_dim)
+        case "projection":
+            return (num_heads * head_dim,)
+
+
+def _divide(names: tuple[str, ...], rows: tuple[int, ...]) -> dict[str, int]:
+    """Divide rows evenly among the tensors; a single tensor has all."""
+    return dict(zip(names, rows, strict=True)) if len(names) > 1 else {names[0]: sum(rows)}

@@ -1,0 +1,246 @@
+"""The decoder's operations in plain torch: the reference for the other implementations, and the CPU's fallback.
+
+Products use packed weights. Attention gathers the keys and values of a group of query tiles and computes in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from penstock.backend.checkpoint.weight_forms.quantized_weights import Int8Weight
+from penstock.backend.checkpoint.weight_forms.stacked_weights import decoded, take_rows
+from penstock.backend.passes.cpu.in_torch.torch_experts import TorchExpertOps, grouped_product, product_by_product
+from penstock.backend.passes.cpu.in_torch.torch_linear import PackedLinear
+from penstock.backend.passes.cpu.in_torch.torch_lora import TorchAdapters
+from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import QuantizedLinear, TorchLinear
+from penstock.backend.passes.cpu.torch_cache.paged_cache import KvShape, PagedCache, PagedStep, ScoreRule
+from penstock.backend.passes.cpu.torch_cache.query_tiles import TileLimits
+from penstock.backend.passes.ops.interface import HeadShape, round_scale
+from penstock.backend.passes.ops.prompt_embeddings import place_embeddings
+from penstock.backend.passes.ops.rope_table import RopeTable
+from penstock.backend.sampling.logprobs import score_in_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+    from penstock.backend.forward_pass import EmbeddedTokens, ScoredTokens, StepBatch, TokenLogprobs
+    from penstock.backend.passes.cpu.in_torch.torch_experts import GroupedWeights
+    from penstock.backend.passes.ops.interface import AttentionLayer, Forward
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStep:
+    """One step's tokens as tensors."""
+
+    input_ids: Tensor
+    turns: Tensor
+    """[T, ropes, 2, 1, rotary_dim / 2]: cosines and sines of each rope."""
+    paged: list[PagedStep]
+    """By group of layers."""
+    last_tokens: Tensor
+    """[L + S] `StepBatch.logit_tokens`."""
+    num_logits: int
+    embeddings: tuple[EmbeddedTokens, ...]
+
+
+class TorchOps:
+    """Implements `CpuOps`. dtype is that of weights and activations: float32 or bfloat16."""
+
+    tile_limits = TileLimits()
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, *, rounds_rows: bool = False) -> None:
+        """rounds_rows: activations of int8 products have one scale per row."""
+        self._config = config
+        self._rounds_rows = rounds_rows
+        self._heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+        self._rope_table = RopeTable(*config.ropes)
+        self._rotary_dim = config.rope.rotary_dim
+        self._embedding_scale = round_scale(config.scales.embedding, dtype)
+        self._dtype = dtype
+        self.adapters = TorchAdapters()
+        self.cache = PagedCache((), 0, 1, "fp32")
+
+    @property
+    def experts(self) -> TorchExpertOps | None:
+        if self._config.experts is None:
+            return None
+        return TorchExpertOps(
+            self._config.experts, self._dtype, self._product, self._grouped_product, self._activate, self._sigmoid
+        )
+
+    def pack_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
+    ) -> TorchLinear:
+        if not isinstance(weight, torch.Tensor):
+            rounds_rows = self._rounds_rows and isinstance(weight, Int8Weight)
+            return QuantizedLinear(
+                decoded(weight), None if bias is None else bias.float(), scale, is_gated, rounds_rows
+            )
+        packed = PackedLinear.pack(weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
+        return replace(packed, scale=scale, is_gated=is_gated)
+
+    def vector(self, weight: Tensor) -> Tensor:
+        return weight.float()
+
+    def table(self, weight: Tensor) -> Tensor:
+        return weight.to(self._dtype)
+
+    def tied_table(self, weight: Tensor | QuantizedWeight, lm_head: TorchLinear) -> Tensor | QuantizedWeight:
+        if isinstance(lm_head, QuantizedLinear):
+            return lm_head.weight
+        return self.table(weight if isinstance(weight, torch.Tensor) else weight.dequantize())
+
+    def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
+        shape = KvShape(self._heads.num_kv_heads, self._heads.head_dim, self._heads.head_dim)
+        self.cache = PagedCache([shape] * num_layers, num_pages, page_size_tokens, kv_dtype, self.tile_limits)
+
+    @torch.inference_mode()
+    def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> TorchStep:
+        paged = self.cache.begin_step(batch)
+        self.adapters.begin_step(batch)
+        positions = paged[0].positions
+        turns = self._rope_table.cover(int(positions.max()) + 1)[positions]
+        turns = turns.view(len(positions), -1, 2, 1, self._rotary_dim // 2)
+        return TorchStep(
+            input_ids=torch.from_numpy(input_ids.astype(np.int64)),
+            turns=turns,
+            paged=paged,
+            last_tokens=torch.from_numpy(batch.logit_tokens.astype(np.int64)),
+            num_logits=len(batch.logit_rows),
+            embeddings=batch.embeddings,
+        )
+
+    def embed(self, table: Tensor | QuantizedWeight, step: TorchStep) -> Tensor:
+        if isinstance(table, torch.Tensor):
+            residual = functional.embedding(step.input_ids, table).float()
+        else:
+            residual = take_rows(table, step.input_ids).dequantize()
+        if self._embedding_scale != 1.0:
+            residual.mul_(self._embedding_scale)
+        place_embeddings(residual.numpy(), step.embeddings, self._config.scales.given_embeddings)
+        return residual
+
+    def norm(self, residual: Tensor, weight: Tensor | None) -> Tensor:
+        return (residual if weight is None else self._row_norm(residual, weight)).to(self._dtype)
+
+    final_norm = norm
+
+    def _product(self, x: Tensor, weights: TorchLinear) -> Tensor:
+        """x times the weight, plus the bias; fp32 for quantised weights. All linear layers use it."""
+        return weights(x)
+
+    def _adapted(self, x: Tensor, weights: TorchLinear) -> Tensor:
+        """The product plus the additions of the rows' adapters."""
+        return self.adapters.add(x, weights, self._product(x, weights), self._product)
+
+    def _activate(self, x: Tensor) -> Tensor:
+        """The activation of x [T, n] fp32; may write into x."""
+        return functional.silu(x) if self._config.activation == "silu" else functional.gelu(x, approximate="tanh")
+
+    def _sigmoid(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x)
+
+    def linear(self, x: Tensor, weights: TorchLinear) -> Tensor:
+        return self._adapted(x, weights).to(self._dtype)
+
+    def linear_add(self, x: Tensor, weights: TorchLinear, residual: Tensor, norm: Tensor | None = None) -> None:
+        product = self._adapted(x, weights)
+        residual.add_(product if norm is None else self._row_norm(product.float(), norm))
+
+    def activated_linear(self, x: Tensor, weights: TorchLinear) -> Tensor:
+        product = self._adapted(x, weights).float()
+        if not weights.is_gated:
+            return self._activate(product).to(self._dtype)
+        gate, up = product.chunk(2, dim=-1)
+        return self._activate(gate).mul_(up).to(self._dtype)
+
+    def _grouped_product(self, x: Tensor, weights: GroupedWeights, ends: Tensor) -> Tensor:
+        """Compute all experts' products (`TorchExpertOps.grouped`)."""
+        if isinstance(weights, torch.Tensor):
+            return grouped_product(x, weights, ends)
+        return product_by_product(x, weights, ends, self._product)
+
+    def rotate_and_store(self, qkv: Tensor, step: TorchStep, layer: AttentionLayer) -> None:
+        heads = qkv.view(len(qkv), -1, self._heads.head_dim)
+        num_heads, num_kv_heads = self._heads.num_heads, self._heads.num_kv_heads
+        parts = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads]
+        for part, norm, rope in zip(parts, (layer.q_norm, layer.k_norm), layer.ropes, strict=True):
+            if norm is not None:
+                part.copy_(self._norm_heads(part.float(), norm))
+            if rope is not None:
+                cos, sin = step.turns[:, rope].unbind(1)
+                x, y = part[..., : self._rotary_dim].float().chunk(2, dim=-1)
+                rotated = torch.cat([x * cos - y * sin, y * cos + x * sin], dim=-1)
+                part[..., : self._rotary_dim] = rotated
+        step.paged[layer.group].store(layer.cache_index, heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:])
+
+    def attention(self, qkv: Tensor, step: TorchStep, layer: AttentionLayer) -> Tensor:
+        queries = qkv[:, : self._heads.output_size].view(len(qkv), self._heads.num_heads, self._heads.head_dim)
+        rule = ScoreRule(self._config.score_scale, self._config.scales.scores_softcap, layer.sinks)
+        paged = step.paged[layer.group]
+        return paged.attend(layer.cache_index, queries, layer.window_tokens, rule).view(len(qkv), -1)
+
+    def last_tokens(self, qkv: Tensor, residual: Tensor, step: TorchStep) -> tuple[Tensor, Tensor, TorchStep]:
+        self.adapters.narrow(step.last_tokens.numpy())
+        narrowed = replace(step, paged=[paged.single(step.last_tokens.numpy()) for paged in step.paged])
+        return qkv[step.last_tokens], residual[step.last_tokens], narrowed
+
+    def logit_rows(self, normed: Tensor, step: TorchStep) -> Tensor:
+        return normed[: step.num_logits]
+
+    def score(
+        self, normed: Tensor, first: int, scored: ScoredTokens, logits_of: Callable[[Tensor], NDArray[np.float32]]
+    ) -> TokenLogprobs:
+        return score_in_blocks(scored, lambda part: logits_of(normed[first:][part]))
+
+    def logits(self, x: Tensor, weights: TorchLinear) -> NDArray[np.float32]:
+        product = self._product(x, weights).float()
+        cap = self._config.scales.logits_softcap
+        logits: NDArray[np.float32] = (product if cap is None else self._cap_rows(product, cap)).numpy()
+        return logits
+
+    def _cap_rows(self, x: Tensor, cap: float) -> Tensor:
+        return _cap(x, cap)
+
+    @torch.inference_mode()
+    def run_step(self, step: TorchStep, forward: Forward, *, needs_logits: bool) -> NDArray[np.float32] | None:
+        return forward(step, needs_logits=needs_logits)
+
+    def normed_rows(self, normed: Tensor, num_rows: int) -> NDArray[np.float32]:
+        rows: NDArray[np.float32] = normed[:num_rows].to(torch.float32, copy=True).numpy()
+        return rows
+
+    def close(self) -> None:
+        self.cache = PagedCache((), 0, 1, "fp32")
+
+    def _row_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Normalise rows: x [T, hidden] fp32, weight as given to `norm`."""
+        if self._config.norm == "rms":
+            return self._normalise(x) * weight
+        scale, bias = weight.chunk(2)
+        return self._normalise(x) * scale + bias
+
+    def _norm_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
+        """Normalise heads [T, heads, head_dim] fp32."""
+        if self._config.qk_norm == "projection":
+            return (self._normalise(heads.flatten(1)) * weight).view(heads.shape)
+        return self._normalise(heads) * weight.view(-1, self._heads.head_dim)
+
+    def _normalise(self, x: Tensor) -> Tensor:
+        if self._config.norm == "layer":
+            x = x - x.mean(dim=-1, keepdim=True)
+        return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self._config.norm_eps)
+
+
+def _cap(x: Tensor, cap: float) -> Tensor:
+    return x.div_(cap).tanh_().mul_(cap)

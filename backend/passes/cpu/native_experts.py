@@ -1,0 +1,42 @@
+"""Mixtures of experts by our own C++ kernels (kernels/experts.h)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.backend.passes.cpu.native_structs import LinearOutput, OperationKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.backend.checkpoint.config.decoder_config import Experts
+    from penstock.backend.passes.cpu.native_weights import PackedExperts, PackedLinear, WeightPacker
+    from penstock.backend.passes.ops.interface import ExpertWeights
+
+
+@dataclass(frozen=True, slots=True)
+class NativeExpertOps:
+    """Implements `ExpertOps`. do and linear run or record an operation of `NativeOps`."""
+
+    settings: Experts
+    packer: WeightPacker
+    do: Callable[..., int]
+    linear: Callable[[int, PackedLinear, int, LinearOutput], int]
+    router_logits: int
+    """Address of [rows, experts] fp32."""
+    gated_output: LinearOutput
+
+    def pack(self, weights: ExpertWeights, scale: float) -> PackedExperts:
+        return self.packer.pack_experts(weights, self.settings, scale)
+
+    def add(self, x: int, experts: PackedExperts, residual: int) -> None:
+        logits = self.linear(x, experts.router, self.router_logits, LinearOutput.STORE_FLOAT)
+        self.do(OperationKind.ROUTE, experts.address, x, logits)
+        output = self.gated_output if self.settings.clamped_gate is None else LinearOutput.GATED_CLAMPED
+        self.do(OperationKind.EXPERT_INPUTS, experts.address, None, 0, output)
+        self.do(OperationKind.EXPERT_OUTPUTS, experts.address, None, residual)
+
+    def weight_by_sigmoid(self, x: int, gate: PackedLinear, mixed: int) -> None:
+        gates = self.linear(x, gate, self.router_logits, LinearOutput.STORE_FLOAT)
+        self.do(OperationKind.WEIGHT_ROWS, None, gates, mixed, self.settings.shared_width or 0)

@@ -1,0 +1,83 @@
+"""Adapters in the layout of the native kernels (kernels/lora.h)."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from penstock.backend.passes.cpu.native_structs import MAX_ADAPTER_PARTS, Adapter, AdapterPart
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.lora.peft_adapter import LoraWeights
+    from penstock.backend.passes.cpu.native_structs import Linear
+    from penstock.backend.passes.cpu.native_weights import PackedLinear
+
+_STRIP = 16
+_RANKS_AT_ONCE = 4
+
+
+class NativeAdapters:
+    """Implements `LinearAdapters`. It owns the memory that the structs of linears point to; dtype is the
+    activations'."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._memory: list[ctypes.Array[Adapter] | Tensor] = []
+
+    def give(self, linear: PackedLinear, adapters: Sequence[Sequence[LoraWeights]]) -> None:
+        structs = (Adapter * len(adapters))()
+        for struct, loras in zip(structs, adapters, strict=True):
+            if loras:
+                self._memory += _fill(struct, list(loras), linear.struct, self._dtype)
+        linear.struct.adapters = ctypes.addressof(structs)
+        linear.struct.most_ranks = max(struct.num_ranks for struct in structs)
+        self._memory.append(structs)
+
+
+def _fill(struct: Adapter, loras: list[LoraWeights], linear: Linear, dtype: torch.dtype) -> list[Tensor]:
+    """Return the tensors that the struct points to."""
+    stacked = torch.cat([lora.down for lora in loras])
+    down = functional.pad(stacked, (0, 0, 0, -len(stacked) % _RANKS_AT_ONCE)).to(dtype).contiguous()
+    struct.down, struct.num_ranks = down.data_ptr(), len(down)
+    tensors, first_rank = [down], 0
+    for lora in loras:
+        num_ranks = len(lora.down)
+        for half in _halves(lora, linear):
+            if struct.num_parts == MAX_ADAPTER_PARTS:
+                raise RuntimeError("a linear has more parts than the kernels know; this is a bug")
+            up = _strips(half.up * linear.scale).to(dtype).contiguous()
+            struct.parts[struct.num_parts] = AdapterPart(
+                up=up.data_ptr(),
+                first_output=half.first_output,
+                end_output=half.first_output + len(half.up),
+                first_rank=first_rank,
+                num_ranks=num_ranks,
+            )
+            struct.num_parts += 1
+            tensors.append(up)
+        first_rank += num_ranks
+    return tensors
+
+
+def _halves(lora: LoraWeights, linear: Linear) -> Iterator[LoraWeights]:
+    """The parts for gate and for up, which may share their `down`; a linear that is not gated has one part."""
+    first, end = lora.first_output, lora.first_output + len(lora.up)
+    if linear.gated and first < linear.outputs < end:
+        yield replace(lora, up=lora.up[: linear.outputs - first])
+        yield replace(lora, first_output=linear.outputs, up=lora.up[linear.outputs - first :])
+    else:
+        yield lora
+
+
+def _strips(up: Tensor) -> Tensor:
+    """[outputs, rank] → [strips, rank, 16]"""
+    padded = functional.pad(up, (0, 0, 0, -len(up) % _STRIP))
+    return padded.view(-1, _STRIP, up.shape[1]).transpose(1, 2)

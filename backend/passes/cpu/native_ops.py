@@ -1,0 +1,391 @@
+"""The decoder's operations by our own C++ kernels (kernels/cpu.cpp), called through ctypes.
+
+An array is the address of a buffer that exists as long as the operations. The model's operations are recorded in its
+first step; each later step runs the record in one call, during which ctypes releases the GIL. The kernels have threads
+of their own; torch takes no part in a step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from penstock.backend.passes.cpu.native_buffer import Buffer
+from penstock.backend.passes.cpu.native_experts import NativeExpertOps
+from penstock.backend.passes.cpu.native_lora import NativeAdapters
+from penstock.backend.passes.cpu.native_structs import (
+    CACHE_FORMS,
+    Attention,
+    LinearOutput,
+    Operation,
+    OperationKind,
+    OperationTime,
+    ScoredBlocks,
+    StepRows,
+    declare_functions,
+    make_shape,
+)
+from penstock.backend.passes.cpu.native_weights import (
+    EmbeddingTable,
+    PackedLinear,
+    WeightPacker,
+)
+from penstock.backend.passes.cpu.weight_memory.anonymous import map_memory
+from penstock.backend.passes.ops.interface import KV_BLOCK_BYTES, KV_BLOCK_VALUES
+from penstock.backend.passes.ops.prompt_embeddings import place_embeddings
+from penstock.backend.passes.ops.rope_table import RopeTable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+    from penstock.backend.forward_pass import EmbeddedTokens, ScoredTokens, StepBatch, TokenLogprobs
+    from penstock.backend.passes.cpu.weight_memory.anonymous import WeightMemory
+    from penstock.backend.passes.ops.interface import AttentionLayer, Forward
+
+
+_SCORED_VALUES = 1 << 22
+"""Logits of scored tokens that are in memory at a time: 16 MiB. Each block of rows reads the weights again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    num_logits: int
+    num_last: int
+    """Tokens that remain after `last_tokens`: tokens of logit rows, and scored ones."""
+    embeddings: tuple[EmbeddedTokens, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """The operations of a step. They hold addresses of buffers and of the cache."""
+
+    operations: ctypes.Array[Operation]
+    address: int
+    logits: NDArray[np.float32]
+    """All of the buffer. Views of it cost less in each step than views of a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOperations:
+    operations: list[Operation]
+    times: ctypes.Array[OperationTime]
+
+
+def unsupported_by_kernels(config: DecoderConfig) -> str | None:
+    """Return why the kernels cannot run this model, or None. They need heads of whole vectors and even input sizes."""
+    if config.head_dim % 16 or config.head_dim > 1024:
+        return f"heads of {config.head_dim}; they have heads of a multiple of 16, up to 1024"
+    for name in ("hidden_size", "intermediate_size"):
+        if getattr(config, name) % 2:
+            return f"an odd {name}, {getattr(config, name)}"
+    if config.experts is not None:
+        for name, width in (("width", config.experts.width), ("shared_width", config.experts.shared_width or 0)):
+            if width % 2:
+                return f"experts of an odd {name}, {width}"
+    if config.mlp == "plain" and config.activation != "gelu_tanh":
+        return f"{config.activation} in an MLP without a gate"
+    return None
+
+
+def supports_native_ops(config: DecoderConfig) -> bool:
+    return unsupported_by_kernels(config) is None
+
+
+class NativeOps:
+    """Implements `CpuOps`. dtype is that of weights and activations: float32 or bfloat16.
+
+    Needs `supports_native_ops`, and `request_tiles` for uses_tiles. With tiles bf16 products are faster, and their
+    results differ in bits.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        max_batch_tokens: int,
+        num_threads: int,
+        spin_s: float,
+        *,
+        uses_tiles: bool,
+        memory: WeightMemory | None = None,
+        rounds_rows: bool = False,
+    ) -> None:
+        declare_functions(library)
+        self._library = library
+        self._dtype = dtype
+        self._rope_table = RopeTable(*config.ropes)
+        self._rotary_dim = config.rope.rotary_dim
+        self._scales = config.scales
+        self._gated_output = LinearOutput.GATED_GELU if config.activation == "gelu_tanh" else LinearOutput.GATED_SILU
+        self._settings = config.experts
+        self._num_kv_heads, self._head_dim = config.num_kv_heads, config.head_dim
+        shape = make_shape(config, dtype, uses_tiles=uses_tiles)
+        self._engine: int | None = library.ps_create(num_threads, round(spin_s * 1e9), byref(shape))
+        self.weights = WeightPacker(library, self._engine, dtype, memory, rounds_rows=rounds_rows)
+        self.adapters = NativeAdapters(dtype)
+        self._layers: dict[int, Attention] = {}
+        self._num_rows = 0  # tokens of the current step; after `last_tokens`, those that remain
+        self._recording: list[Operation] | None = None
+        self._programs: dict[bool, _Program] = {}
+        """For a step with logits and for one without."""
+        self._logits_program: list[Operation] = []
+        """The operations that compute logits of scored tokens."""
+        self._step_rows = StepRows()
+        self._step_arrays = np.empty(0, np.int32)
+        """The memory that `StepRows.arrays` points to, and free space."""
+        self.timed: list[TimedOperations] | None = None
+        """If not None, steps are timed, and their operations are appended."""
+        self.cache: list[Tensor] = []
+        """One tensor per layer, uint8 [num_pages, bytes of a page], in the layout of kernels/paged_cache.h."""
+
+        shared_width = 0 if config.experts is None else config.experts.shared_width or 0
+        attention_width = config.num_heads * config.head_dim
+        self._residual = Buffer(config.hidden_size, torch.float32)
+        self._last_residual = Buffer(config.hidden_size, torch.float32)
+        self._hidden = Buffer(config.hidden_size, dtype)
+        self._qkv = Buffer(attention_width + 2 * config.num_kv_heads * config.head_dim, dtype)
+        self._attended = Buffer(attention_width, dtype)
+        self._gated = Buffer(max(config.intermediate_size, shared_width), dtype)
+        self._router_logits = Buffer(0 if config.experts is None else config.experts.count, torch.float32)
+        self._added = Buffer(config.hidden_size, torch.float32)
+        """The result of attention or MLP before its norm, which is then added to the residual stream."""
+        self._logits = Buffer(config.logits_width, torch.float32)
+        norms = config.names.attention_output_norm, config.names.mlp_output_norm
+        added = () if norms == (None, None) else (self._added,)
+        buffers = (self._residual, self._hidden, self._qkv, self._attended, self._gated, self._router_logits)
+        self._activations = (*buffers, *added)
+        for buffer in self._activations:
+            buffer.reserve(max_batch_tokens)
+
+    @property
+    def experts(self) -> NativeExpertOps | None:
+        if self._settings is None:
+            return None
+        return NativeExpertOps(
+            self._settings, self.weights, self._do, self._linear, self._router_logits.address, self._gated_output
+        )
+
+    def pack_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
+    ) -> PackedLinear:
+        return self.weights.pack(weight, bias, scale, is_gated=is_gated)
+
+    def vector(self, weight: Tensor) -> Tensor:
+        return self.weights.vector(weight)
+
+    def table(self, weight: Tensor) -> EmbeddingTable:
+        return self.weights.table(weight)
+
+    def tied_table(self, weight: Tensor | QuantizedWeight, lm_head: PackedLinear) -> EmbeddingTable:  # noqa: ARG002 - rows are read from lm_head
+        return EmbeddingTable.of_packed(lm_head)
+
+    def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
+        values_per_page = 2 * self._num_kv_heads * page_size_tokens * self._head_dim
+        page_bytes = values_per_page * KV_BLOCK_BYTES[kv_dtype] // KV_BLOCK_VALUES
+        memory = map_memory(num_layers * num_pages * page_bytes)
+        self.cache = list(torch.frombuffer(memory, dtype=torch.uint8).view(num_layers, num_pages, page_bytes))
+        self._layers.clear()
+        self._forget_programs()
+        self._library.ps_set_cache(self._engine, page_size_tokens, CACHE_FORMS[kv_dtype])
+
+    def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> _Step:
+        self._library.ps_wake(self._engine)
+        if batch.page_copies:
+            sources, destinations = np.array(batch.page_copies).T
+            for pages in self.cache:
+                pages[destinations] = pages[sources]
+        self._reserve(self._activations, batch.num_tokens)
+        rows, num_logits = self._step_rows, len(batch.logit_rows)
+        scored = () if batch.scored is None else (batch.scored.tokens,)
+        rows.num_scored = sum(map(len, scored))
+        tables = batch.page_table if batch.page_table.ndim == 2 else np.moveaxis(batch.page_table, 2, 0)
+        rows.num_groups = 1 if batch.page_table.ndim == 2 else len(tables)
+        adapters = () if batch.adapters is None else (batch.adapters,)
+        rows.has_adapters = len(adapters)
+        arrays = (input_ids, batch.query_starts, batch.context_lens, tables, batch.logit_rows, *scored, *adapters)
+        self._place_arrays(arrays)
+        rows.rope = self._rope_table.cover(max(batch.context_lens.tolist()) + batch.num_tokens).data_ptr()
+        rows.num_tokens, rows.num_rows = batch.num_tokens, batch.num_rows
+        rows.table_width, rows.num_logits = batch.page_table.shape[1], num_logits
+        self._library.ps_plan(self._engine, byref(rows))
+        self._num_rows = batch.num_tokens
+        return _Step(num_logits, num_logits + rows.num_scored, batch.embeddings)
+
+    def _place_arrays(self, arrays: tuple[NDArray[np.int32], ...]) -> None:
+        """Copy the arrays to where the kernels read them, back to back."""
+        size = sum(array.size for array in arrays)
+        if size > len(self._step_arrays):
+            self._step_arrays = np.empty(2 * size, np.int32)
+            self._step_rows.arrays = self._step_arrays.ctypes.data
+        np.concatenate(arrays, axis=None, out=self._step_arrays[:size])
+
+    def run_step(self, step: _Step, forward: Forward, *, needs_logits: bool) -> NDArray[np.float32] | None:
+        if needs_logits:
+            self._reserve((self._last_residual,), step.num_last)
+            self._reserve((self._logits,), step.num_logits)
+        program = self._programs.get(needs_logits)
+        if program is None:
+            operations = self._record(partial(forward, step, needs_logits=needs_logits))
+            array = (Operation * len(operations))(*operations)
+            program = _Program(array, ctypes.addressof(array), self._logits.rows.numpy())
+            self._programs[needs_logits] = program
+        if step.embeddings:  # they replace rows of the first operation's result
+            self._run(program, 0, 1)
+            place_embeddings(self._residual.rows.numpy(), step.embeddings, self._scales.given_embeddings)
+            self._run(program, 1, len(program.operations))
+        else:
+            self._run(program, 0, len(program.operations))
+        return program.logits[: step.num_logits] if needs_logits else None
+
+    def _reserve(self, buffers: tuple[Buffer, ...], num_rows: int) -> None:
+        for buffer in buffers:
+            if buffer.reserve(num_rows):
+                self._forget_programs()
+
+    def _forget_programs(self) -> None:
+        self._programs.clear()
+        self._logits_program = []
+
+    def _record(self, run: Callable[[], object]) -> list[Operation]:
+        self._recording = operations = list[Operation]()
+        try:
+            run()
+        finally:
+            self._recording = None
+        return operations
+
+    def _run(self, program: _Program, first: int, end: int) -> None:
+        start = program.address + first * ctypes.sizeof(Operation)
+        if self.timed is None:
+            self._library.ps_run(self._engine, start, end - first, None)
+            return
+        times = (OperationTime * (end - first))()
+        self._library.ps_run(self._engine, start, end - first, times)
+        self.timed.append(TimedOperations(program.operations[first:end], times))
+
+    def _do(self, kind: OperationKind, weights: int | None, x: int | None, out: int, form: int = 0) -> int:
+        """Run an operation, or record it. Return out."""
+        operation = Operation(kind, weights, x, out, form)
+        if self._recording is None:
+            self._library.ps_run(self._engine, byref(operation), 1, None)
+        else:
+            self._recording.append(operation)
+        return out
+
+    def embed(self, table: EmbeddingTable, step: _Step) -> int:
+        out = self._do(OperationKind.EMBED, table.address, None, self._residual.address, table.is_packed)
+        if self._recording is None:
+            place_embeddings(self._residual.rows.numpy(), step.embeddings, self._scales.given_embeddings)
+        return out
+
+    def norm(self, residual: int, weight: Tensor | None) -> int:
+        address = None if weight is None else weight.data_ptr()
+        return self._do(OperationKind.NORM, address, residual, self._hidden.address)
+
+    final_norm = norm
+
+    def _linear(self, x: int, weights: PackedLinear, out: int, output: LinearOutput) -> int:
+        return self._do(OperationKind.LINEAR, weights.address, x, out, output)
+
+    def linear(self, x: int, weights: PackedLinear) -> int:
+        return self._linear(x, weights, self._qkv.address, LinearOutput.STORE)
+
+    def linear_add(self, x: int, weights: PackedLinear, residual: int, norm: Tensor | None = None) -> None:
+        if norm is None:
+            self._linear(x, weights, residual, LinearOutput.ADD)
+            return
+        added = self._linear(x, weights, self._added.address, LinearOutput.STORE_FLOAT)
+        self._do(OperationKind.ADD_NORM, norm.data_ptr(), added, residual)
+
+    def activated_linear(self, x: int, weights: PackedLinear) -> int:
+        output = self._gated_output if weights.struct.gated else LinearOutput.GELU
+        return self._linear(x, weights, self._gated.address, output)
+
+    def rotate_and_store(self, qkv: int, step: _Step, layer: AttentionLayer) -> None:  # noqa: ARG002 - ps_plan received the step
+        self._do(OperationKind.ROTATE_AND_STORE, self._attention_of(layer), None, qkv)
+
+    def attention(self, qkv: int, step: _Step, layer: AttentionLayer) -> int:  # noqa: ARG002 - as above
+        return self._do(OperationKind.ATTENTION, self._attention_of(layer), qkv, self._attended.address)
+
+    def last_tokens(self, qkv: int, residual: int, step: _Step) -> tuple[int, int, _Step]:
+        self._last_residual.reserve(step.num_last)
+        out = self._do(OperationKind.TAKE_LAST, None, residual, self._last_residual.address)
+        self._num_rows = step.num_last
+        # From here on, attention picks the queries of the last tokens out of qkv.
+        return qkv, out, step
+
+    def logit_rows(self, normed: int, step: _Step) -> int:
+        self._num_rows = step.num_logits
+        return self._do(OperationKind.KEEP_LOGITS, None, None, normed)
+
+    def score(
+        self, normed: int, first: int, scored: ScoredTokens, logits_of: Callable[[int], NDArray[np.float32]]
+    ) -> TokenLogprobs:
+        num_blocks = -(-len(scored.tokens) // max(1, _SCORED_VALUES // self._logits.width))
+        num_rows = -(-len(scored.tokens) // num_blocks)
+        self._reserve((self._logits,), num_rows)
+        if not self._logits_program:
+            self._num_rows = num_rows
+            self._logits_program = self._record(partial(logits_of, normed))
+        blocks = ScoredBlocks(scored, self._logits.width)
+        for begin in range(0, len(scored.tokens), num_rows):
+            rows = blocks.cut(begin, num_rows, self._logits.address)
+            shift = (first + begin) * self._hidden.row_bytes
+            operations = [
+                Operation(op.kind, op.weights, op.x + shift if op.x == normed else op.x, op.out, op.form)
+                for op in self._logits_program
+            ]
+            program = (Operation * len(operations))(*operations)
+            self._library.ps_score(self._engine, ctypes.addressof(program), len(operations), byref(rows))
+        return blocks.logprobs
+
+    def logits(self, x: int, weights: PackedLinear) -> NDArray[np.float32]:
+        """Return a view of a buffer that the next call overwrites."""
+        self._logits.reserve(self._num_rows)
+        self._linear(x, weights, self._logits.address, LinearOutput.STORE_FLOAT)
+        if self._scales.logits_softcap is not None:
+            self._do(OperationKind.CAP_LOGITS, None, None, self._logits.address, self._logits.rows.shape[1])
+        logits: NDArray[np.float32] = self._logits.rows[: self._num_rows].numpy()
+        return logits
+
+    def normed_rows(self, normed: int, num_rows: int) -> NDArray[np.float32]:  # noqa: ARG002 - `norm` has only one buffer
+        rows: NDArray[np.float32] = self._hidden.rows[:num_rows].to(torch.float32, copy=True).numpy()
+        return rows
+
+    def close(self) -> None:
+        """Stop the kernels' threads and release the cache. Idempotent."""
+        if self._engine is not None:
+            self._library.ps_destroy(self._engine)
+            self._engine = None
+        self._layers.clear()
+        self._forget_programs()
+        self.cache = []
+
+    def _attention_of(self, layer: AttentionLayer) -> int:
+        """Return the address of the layer's struct."""
+        struct = self._layers.get(layer.index)
+        if struct is None:
+            query_rope, key_rope = (-1 if rope is None else rope * self._rotary_dim for rope in layer.ropes)
+            struct = self._layers[layer.index] = Attention(
+                cache=self.cache[layer.cache_index].data_ptr(),
+                group=layer.group,
+                q_norm=None if layer.q_norm is None else layer.q_norm.data_ptr(),
+                k_norm=None if layer.k_norm is None else layer.k_norm.data_ptr(),
+                sinks=None if layer.sinks is None else layer.sinks.data_ptr(),
+                window=layer.window_tokens or 0,
+                query_rope=query_rope,
+                key_rope=key_rope,
+            )
+        return ctypes.addressof(struct)

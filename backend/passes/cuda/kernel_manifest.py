@@ -1,0 +1,36 @@
+"""Lists every supported instantiation of every kernel. Tests compile and emulate them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.backend.passes.cuda.attention import decode_attention, encoder_attention, prefill_attention
+from penstock.backend.passes.cuda.device.launcher import Kernel
+from penstock.backend.passes.cuda.kv_cache import page_copies
+from penstock.backend.passes.cuda.ops import (
+    elementwise,
+    expert_ops,
+    quantized_linear,
+    rounded_rows,
+    row_products,
+)
+from penstock.backend.passes.cuda.step import device_sampler, step_buffers
+
+FAMILIES = (
+    step_buffers,
+    elementwise,
+    expert_ops,
+    quantized_linear,
+    rounded_rows,
+    row_products,
+    page_copies,
+    decode_attention,
+    prefill_attention,
+    encoder_attention,
+    device_sampler,
+)
+
+
+def kernels() -> Iterator[Kernel]:
+    for family in FAMILIES:
+        yield from family.kernels()

@@ -1,0 +1,115 @@
+"""Moves pages within the cache, to host memory, and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.backend.passes.cuda.kv_cache.page_copies import copy_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from penstock.backend.forward_pass import StepBatch
+    from penstock.backend.passes.cuda.device.launcher import Launcher
+    from penstock.backend.passes.cuda.device.transfers import Ints, Uplink
+    from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
+    from penstock.backend.passes.cuda.kv_cache.host_pool import HostPool
+
+MAX_PAGE_MOVES = 1 << 12
+"""Moves of each kind (within the cache, from host memory) that travel with a step; the rest go ahead of it."""
+
+_NONE = np.empty((0, 2), np.int32)
+
+
+class PageMoves:
+    """Launches moves in the stream, where they run in order with steps."""
+
+    def __init__(
+        self, launcher: Launcher, layout: CacheLayout, cache_pages: Tensor, uplink: Uplink, pool: HostPool
+    ) -> None:
+        """cache_pages: uint8 [layers, pages, page bytes]. uplink belongs to the steps and holds at least
+        2 * MAX_PAGE_MOVES ints."""
+        self._launcher = launcher
+        self._layout = layout
+        self._cache_pages = cache_pages
+        self._uplink = uplink
+        self.pool = pool
+        """Host pages of `save` and of restores. May be replaced until their first use."""
+        self._num_pages = layout.num_pages
+
+    def save(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        """Save pages (`IHostPages.save_pages`). Raises ValueError for a page out of range, or a host page
+        given twice."""
+        saves = _pairs(pairs)
+        _check_range("pages to save", saves[:, 0], self._num_pages)
+        _check_range("host pages to save to", saves[:, 1], self.pool.num_pages)
+        _check_once("host page {} is saved to twice", saves[:, 1])
+        self._send_ahead(self._to_host, saves, 0)
+
+    def pack(self, batch: StepBatch) -> tuple[Ints, Ints]:
+        """Return restores and copies, [n, 2] each, to send with the step; launch those beyond MAX_PAGE_MOVES at once.
+
+        Raises ValueError for an invalid batch, before anything is moved.
+        """
+        if not batch.page_restores and not batch.page_copies:
+            return _NONE, _NONE
+        restores, copies = _pairs(batch.page_restores), _pairs(batch.page_copies)
+        _check_range("pages to copy", copies, self._num_pages)
+        _check_range("host pages to restore", restores[:, 0], self.pool.num_pages)
+        _check_range("pages to restore to", restores[:, 1], self._num_pages)
+        _check_once("page {} is restored twice", restores[:, 1])
+        both = np.intersect1d(restores[:, 1], copies[:, 1])
+        if len(both):
+            raise ValueError(f"page {both[0]} is restored and copied to")
+        # A copy's source may be a restored page: if some copies go ahead, all restores go ahead of them.
+        restores = self._send_ahead(self._to_cache, restores, MAX_PAGE_MOVES if len(copies) <= MAX_PAGE_MOVES else 0)
+        return restores, self._send_ahead(self._within_cache, copies, MAX_PAGE_MOVES)
+
+    def run(self, restores: Tensor, copies: Tensor) -> None:
+        """Launch what `pack` returned, now on the device: int32 [2 n], flat."""
+        if len(restores):
+            self._to_cache(restores)
+        if len(copies):
+            self._within_cache(copies)
+
+    def close(self) -> None:
+        """Free the host memory and drop the cache; call once, after the device's last use of them."""
+        self.pool.close()
+        del self._cache_pages
+
+    def _send_ahead(self, move: Callable[[Tensor], None], pairs: Ints, max_left: int) -> Ints:
+        while len(pairs) > max_left:
+            move(*self._uplink.send([pairs[:MAX_PAGE_MOVES]]))
+            pairs = pairs[MAX_PAGE_MOVES:]
+        return pairs
+
+    def _within_cache(self, pairs: Tensor) -> None:
+        self._copy(self._cache_pages, self._cache_pages, pairs)
+
+    def _to_host(self, pairs: Tensor) -> None:
+        self._copy(self._cache_pages, self.pool.pages, pairs)
+
+    def _to_cache(self, pairs: Tensor) -> None:
+        self._copy(self.pool.pages, self._cache_pages, pairs)
+
+    def _copy(self, source: Tensor, destination: Tensor, pairs: Tensor) -> None:
+        copy_pages(self._launcher, source, destination, pairs.view(-1, 2), self._layout)
+
+
+def _pairs(pairs: tuple[tuple[int, int], ...]) -> Ints:
+    return np.array(pairs, np.int32).reshape(-1, 2)
+
+
+def _check_range(what: str, ids: Ints, num_available: int) -> None:
+    if ids.size and (ids.min() < 0 or ids.max() >= num_available):
+        raise ValueError(f"{what} are {ids.min()} … {ids.max()}; there are {num_available}")
+
+
+def _check_once(what: str, ids: Ints) -> None:
+    found, counts = np.unique(ids, return_counts=True)
+    if len(found) < len(ids):
+        raise ValueError(what.format(found[counts > 1][0]))

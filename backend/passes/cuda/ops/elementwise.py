@@ -1,0 +1,244 @@
+"""Kernels that treat each row alone: norms, rotary embedding with the cache write, gated activations, and gathers.
+
+None of them allocates or waits; the caller owns `out` and in-place arguments. The T tokens of a step are contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, int32
+from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO
+from penstock.backend.passes.ops.interface import supports_q8_0
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from penstock.backend.passes.cuda.device.launcher import Launcher
+    from penstock.backend.passes.cuda.step.step_rows import RowArrays
+    from penstock.backend.passes.ops.interface import HeadShape
+
+_VALUES = 8
+"""Values that a thread processes at a time."""
+_UNIT_BYTES = 16
+_MAX_NORM_SIZE = 1024 * 2 * _VALUES
+"""The widest row that a block of 1024 threads holds in registers."""
+_THREADS_OF_ONE_CHUNK = 512
+_MAX_HEAD_DIM = 32 * _VALUES
+
+_ROW_NORMS = ("add_rms_norm", "add_layer_norm", "rms_norm_added")
+_ACTIVATIONS = ("silu_mul", "gelu_mul", "gelu")
+_GATHER_ROWS = Kernel("copies.cu", "gather_rows", (), num_threads=256)
+
+
+def kernels() -> Iterator[Kernel]:
+    """Yield all instantiations; see `kernel_manifest`."""
+    yield _GATHER_ROWS
+    for act in ACT_MACRO.values():
+        yield from (_embed(act), *(_norm(act, entry, 256) for entry in _ROW_NORMS), _norm_q_and_k(act))
+        yield from (_activation(act, entry) for entry in _ACTIVATIONS)
+        yield from (_rope_and_store(act, kv_dtype) for kv_dtype in KV_MACRO)
+
+
+def unsupported_reason(
+    hidden_size: int, intermediate_size: int, head_dim: int, rotary_dim: int, kv_dtype: str
+) -> str | None:
+    """Return why these kernels do not support a model, or None."""
+    for name, value, unit, limit in (
+        ("hidden_size", hidden_size, _VALUES, _MAX_NORM_SIZE),
+        ("intermediate_size", intermediate_size, _VALUES, None),
+        ("head_dim", head_dim, _VALUES, _MAX_HEAD_DIM),
+        ("rotary_dim", rotary_dim, 2 * _VALUES, head_dim),
+    ):
+        if value % unit or (limit is not None and value > limit):
+            return f"{name} is {value}; it must be a multiple of {unit}" + (f", at most {limit}" if limit else "")
+    if kv_dtype == "q8_0" and not supports_q8_0(head_dim):
+        return f"head_dim is {head_dim}; a q8_0 cache needs a multiple of 32"
+    return None
+
+
+class Elementwise:
+    """The kernels for one model on one device. `unsupported_reason` has accepted the model's sizes."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        heads: HeadShape,
+        hidden_size: int,
+        rotary_dim: int,
+        rms_norm_eps: float,
+        dtype: torch.dtype,
+        kv_dtype: str,
+        page_size_tokens: int,
+        device: torch.device,
+        embedding_scale: float = 1.0,
+    ) -> None:
+        act = ACT_MACRO[dtype]
+        self._launcher = launcher
+        self._hidden = np.int32(hidden_size)
+        self._unused = torch.zeros(4, device=device)
+        self._eps = np.float32(rms_norm_eps)
+        self._embedding_scale = np.float32(embedding_scale)
+        self._embed = _embed(act)
+        self._embed_blocks = _blocks(hidden_size // _VALUES, self._embed)
+        norm_threads = _norm_threads(hidden_size)
+        self._add_rms_norm, self._add_layer_norm, self._rms_norm_added = (
+            _norm(act, entry, norm_threads) for entry in _ROW_NORMS
+        )
+        self._norm_q_and_k = _norm_q_and_k(act)
+        self._silu_mul, self._gelu_mul, self._gelu = (_activation(act, entry) for entry in _ACTIVATIONS)
+        self._rope_and_store = _rope_and_store(act, kv_dtype)
+        self._rotary_dim = np.int32(rotary_dim)
+        self._page_size = np.int32(page_size_tokens)
+        self._head_shape = tuple(map(np.int32, (heads.num_heads, heads.num_kv_heads, heads.head_dim)))
+        # The kernel cuts a block of threads into groups of lanes, one group per head.
+        lanes = 8 if heads.head_dim <= 64 else 16 if heads.head_dim <= 128 else 32
+        num_heads = heads.num_heads + 2 * heads.num_kv_heads
+        self._head_blocks = -(-num_heads * lanes // self._rope_and_store.num_threads)
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernels to pass to `Launcher.prepare`."""
+        norms = (self._add_rms_norm, self._add_layer_norm, self._rms_norm_added, self._norm_q_and_k)
+        activations = (self._silu_mul, self._gelu_mul, self._gelu)
+        return (self._embed, *norms, *activations, self._rope_and_store, _GATHER_ROWS)
+
+    def embed(self, table: Tensor, input_ids: Tensor, rows: RowArrays, last_tokens: Tensor, residual: Tensor) -> None:
+        """Write the embeddings of input_ids [T], scaled, to residual [T, hidden] fp32; an id outside table [V, hidden]
+        gives 0.
+
+        FROM_SLOT stands for the last token of the row's slot, last_tokens [max_slots]. Tokens with FROM_EMBEDDINGS are
+        left unchanged.
+        """
+        self._launcher.launch(
+            self._embed, (residual.shape[0], self._embed_blocks, 1), table, input_ids, last_tokens, rows.query_starts,
+            rows.slots, residual, int32(rows.slots.shape[0]), int32(table.shape[0]), self._hidden,
+            self._embedding_scale,
+        )  # fmt: skip
+
+    def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor) -> None:
+        """residual [T, hidden] fp32 += delta [T, hidden]; out [T, hidden] = RMS norm of residual * weight [hidden]."""
+        self._add_norm(self._add_rms_norm, residual, delta, weight, out)
+
+    def add_layer_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor) -> None:
+        """As `add_rms_norm`, with the layer norm; weight [2 * hidden] is [weight | bias]."""
+        self._add_norm(self._add_layer_norm, residual, delta, weight, out)
+
+    def _add_norm(self, kernel: Kernel, residual: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor) -> None:
+        added = out if delta is None else delta
+        self._launcher.launch(
+            kernel, (residual.shape[0], 1, 1), residual, added, weight, out, self._hidden, int32(delta is not None),
+            self._eps,
+        )  # fmt: skip
+
+    def rms_norm_added(self, residual: Tensor, added: Tensor, weight: Tensor) -> None:
+        """residual [T, hidden] fp32 += RMS norm of added [T, hidden] * weight [hidden]."""
+        self._launcher.launch(
+            self._rms_norm_added, (residual.shape[0], 1, 1), residual, added, weight, self._hidden, self._eps
+        )
+
+    def norm_q_and_k(self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> None:
+        """RMS norms over all heads of q and over all heads of k in qkv [T, qkv_size], in place. Padding rows too."""
+        self._launcher.launch(
+            self._norm_q_and_k, (qkv.shape[0], 2, 1), qkv, q_weight, k_weight, int32(q_weight.shape[0]),
+            int32(k_weight.shape[0]), self._eps,
+        )  # fmt: skip
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        layer_cache: Tensor,
+        page_table: Tensor,
+        rows: RowArrays,
+        rope: Tensor | None,
+        norms: tuple[Tensor, Tensor] | None,
+        query_rope: Tensor | None = None,
+        *,
+        has_layer_norms: bool = False,
+    ) -> None:
+        """Norm and rotate q of qkv [T, qkv_size] in place; write k, normed and rotated, and v to the cache.
+
+        k and v in qkv do not change. layer_cache: the layer's bytes of the cache. rope [positions, rotary_dim] fp32 is
+        [cos | sin]; None for a layer without rope. query_rope: the same for q, if it has another one. norms: weights of
+        q and k, [head_dim] fp32; with has_layer_norms [heads * head_dim]. Rows whose slot is -1 are skipped.
+        """
+        table = self._unused if rope is None else rope
+        query_table = table if query_rope is None else query_rope
+        q_norm, k_norm = norms or (self._unused, self._unused)
+        head_norm = int32(0 if norms is None else 1 + has_layer_norms)
+        num_rows, max_pages = int32(rows.slots.shape[0]), int32(page_table.shape[1])
+        self._launcher.launch(
+            self._rope_and_store, (qkv.shape[0], self._head_blocks, 1), qkv, q_norm, k_norm, query_table, table,
+            layer_cache, page_table, rows.query_starts, rows.context_lens, rows.slots, num_rows, max_pages,
+            self._page_size, *self._head_shape,
+            self._rotary_dim if rope is not None else int32(0), head_norm, self._eps,
+        )  # fmt: skip
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """out [T, n] = silu(gate) * up, where gate_up [T, 2 n] is [gate | up]."""
+        self._activate(self._silu_mul, gate_up, out)
+
+    def gelu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """out [T, n] = gelu(gate) * up, with the tanh form of GELU."""
+        self._activate(self._gelu_mul, gate_up, out)
+
+    def gelu(self, x: Tensor, out: Tensor) -> None:
+        """out [T, n] = gelu(x [T, n]), in the tanh form."""
+        self._activate(self._gelu, x, out)
+
+    def gather_rows(self, source: Tensor, rows: Tensor, out: Tensor) -> None:
+        """out [n, m] = source[rows, :m], in any dtype. rows: int32 [n]; a negative one leaves its row of out unchanged.
+
+        Raises ValueError unless rows and strides are multiples of 16 bytes.
+        """
+        size, width = source.element_size(), out.shape[1] * out.element_size()
+        strides = source.stride(0) * size, out.stride(0) * size
+        if width % _UNIT_BYTES or strides[0] % _UNIT_BYTES or strides[1] % _UNIT_BYTES:
+            raise ValueError(f"rows of {width} bytes, {strides} bytes apart, are not multiples of {_UNIT_BYTES} bytes")
+        units = width // _UNIT_BYTES
+        self._launcher.launch(
+            _GATHER_ROWS, (len(rows), _blocks(units, _GATHER_ROWS), 1), source, rows, out, np.int32(units),
+            *(np.int64(stride // _UNIT_BYTES) for stride in strides),
+        )  # fmt: skip
+
+    def _activate(self, kernel: Kernel, x: Tensor, out: Tensor) -> None:
+        num_tokens, size = out.shape
+        grid = (num_tokens, _blocks(size // _VALUES, kernel), 1)
+        self._launcher.launch(kernel, grid, x, out, int32(size))
+
+
+def _blocks(num_threads: int, kernel: Kernel) -> int:
+    return -(-num_threads // kernel.num_threads)
+
+
+def _embed(act: int) -> Kernel:
+    return Kernel("embed.cu", "embed", (("ACT", act),), num_threads=128)
+
+
+def _norm_threads(hidden_size: int) -> int:
+    """Return the threads of a row's block: 8 values each in up to 512 threads, or 16 values in more."""
+    num_chunks = -(-hidden_size // _VALUES)
+    chunks_each = 1 if num_chunks <= _THREADS_OF_ONE_CHUNK else 2
+    return -(-num_chunks // (32 * chunks_each)) * 32
+
+
+def _norm(act: int, entry: str, num_threads: int) -> Kernel:
+    return Kernel("norms.cu", entry, (("ACT", act),), num_threads)
+
+
+def _norm_q_and_k(act: int) -> Kernel:
+    return Kernel("norms.cu", "norm_q_and_k", (("ACT", act),), num_threads=256)
+
+
+def _activation(act: int, entry: str) -> Kernel:
+    return Kernel("activations.cu", entry, (("ACT", act),), num_threads=128)
+
+
+def _rope_and_store(act: int, kv_dtype: str) -> Kernel:
+    macros = (("ACT", act), ("KV_DTYPE", KV_MACRO[kv_dtype]))
+    return Kernel("rope_and_store.cu", "rope_and_store", macros, num_threads=256)

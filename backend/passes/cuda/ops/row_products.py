@@ -1,0 +1,230 @@
+"""Products of a step of few rows, with everything between them in a layer: five kernels a layer, including attention.
+
+Weights stream through shared memory and begin before the kernel's input exists. A row's bits do not depend on the other
+rows. Activations are bf16; weights are too, or they have 8 bits and are widened in registers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import torch
+
+from penstock.backend.checkpoint.weight_forms.float8_weight import FLOAT8_GROUP_SIZE, Float8Form
+from penstock.backend.checkpoint.weight_forms.quantized_weights import PackedForm
+from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, int32
+from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO
+from penstock.backend.passes.cuda.ops.matmul import CudaLinear
+from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear, KernelForm
+from penstock.backend.passes.cuda.ops.quantized_linear import form_macros
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
+
+    from penstock.backend.passes.cuda.device.launcher import Launcher
+    from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
+    from penstock.backend.passes.cuda.step.step_rows import RowArrays
+    from penstock.backend.passes.ops.interface import HeadShape
+
+HEAD_DIM_UNIT = 32
+MAX_ROWS = 32
+"""kStreamRows of kernels/product_stream.cuh."""
+ROW_DTYPE = torch.bfloat16
+_NUM_THREADS = 256
+_RING_BYTES_OF_OUTPUT = 8 * 6 * 64
+"""Ring of product_stream.cuh: warps, chunks of each, bytes of a chunk."""
+_OUTPUT_TILES = (32, 16)
+_NUM_UNUSED = 4
+_FEW_OUTPUTS = 4096
+"""Below it tiles have 16 outputs: 32 would leave most of a GPU's multiprocessors without a block."""
+
+RowLinear: TypeAlias = CudaLinear | CudaQuantizedLinear
+RowForm: TypeAlias = KernelForm | None
+"""The form of a linear's weights; None for bf16."""
+ROW_FORMS: tuple[RowForm, ...] = (None, PackedForm(None), Float8Form(None), Float8Form(FLOAT8_GROUP_SIZE))
+"""Forms with four bits are left to `QuantizedProducts`: widening them takes longer than reading them."""
+
+
+def kernels() -> Iterator[Kernel]:
+    """Yield all instantiations; see `kernel_manifest`."""
+    yield _WEIGH
+    for form in ROW_FORMS:
+        for tile in _OUTPUT_TILES:
+            yield _product("multiply_and_add", tile, form)
+        for entry in ("multiply_and_gate", "multiply_rows"):
+            yield _product(entry, _OUTPUT_TILES[0], form)
+        for kv_dtype in KV_MACRO:
+            yield _store(kv_dtype, form)
+
+
+def form_of(linear: RowLinear) -> RowForm:
+    return linear.form if isinstance(linear, CudaQuantizedLinear) else None
+
+
+def scratch_bytes(hidden_size: int, heads: HeadShape) -> int:
+    """Memory that `RowProducts` allocates."""
+    return 4 * (MAX_ROWS * _num_parts(hidden_size) + heads.num_heads + 2 * heads.num_kv_heads + _NUM_UNUSED)
+
+
+@dataclass(frozen=True, slots=True)
+class WeighedRows:
+    """Rows that lack the factor of an RMS norm, which the next product computes."""
+
+    values: Tensor
+    """[n, hidden]: the residual stream times the norm's weight."""
+    squares: Tensor
+    """fp32 [n, parts]: sums of squares of parts of each row."""
+
+
+class RowProducts:
+    """The kernels for one model on one device. All methods take at most MAX_ROWS rows, and none of them allocates."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        device: torch.device,
+        heads: HeadShape,
+        hidden_size: int,
+        rotary_dim: int,
+        eps: float,
+        layout: CacheLayout,
+    ) -> None:
+        self._launcher = launcher
+        self._heads = heads
+        self._rotary_dim = rotary_dim
+        self._eps = np.float32(eps)
+        self._page_size_tokens = layout.page_size_tokens
+        self._tile = _tile(hidden_size)
+        self._kv_dtype = layout.kv_dtype
+        num_heads = heads.num_heads + 2 * heads.num_kv_heads
+        self._squares = torch.zeros(MAX_ROWS * _num_parts(hidden_size), device=device)
+        self._tickets = torch.zeros(num_heads, dtype=torch.int32, device=device)
+        self._unused = torch.zeros(_NUM_UNUSED, device=device)
+
+    def kernels(self, forms: Iterable[RowForm]) -> Iterator[Kernel]:
+        """Yield the kernels to pass to `Launcher.prepare`, for linears of these forms."""
+        yield _WEIGH
+        for form in forms:
+            yield _product("multiply_and_add", self._tile, form)
+            yield _product("multiply_and_gate", _OUTPUT_TILES[0], form)
+            yield _product("multiply_rows", _OUTPUT_TILES[0], form)
+            yield _store(self._kv_dtype, form)
+
+    def weigh(self, residual: Tensor, norm: Tensor, hidden: Tensor) -> WeighedRows:
+        """Begin the norm of residual [n, hidden] fp32 with the weight norm [hidden], in the memory of `hidden`."""
+        squares = self._squares[: len(residual)].view(-1, 1)
+        self._launcher.launch(
+            _WEIGH, (len(residual), 1, 1), residual, norm, hidden, squares, np.int32(residual.shape[1])
+        )
+        return WeighedRows(hidden, squares)
+
+    def add(self, x: Tensor, linear: RowLinear, residual: Tensor, norm: Tensor, hidden: Tensor) -> WeighedRows:
+        """residual [n, hidden] fp32 += the linear of x; begin the norm of the sum as `weigh` does."""
+        num_rows, outputs = residual.shape
+        num_tiles = _num_parts(outputs)
+        squares = self._squares[: num_rows * num_tiles].view(num_rows, num_tiles)
+        kernel = _product("multiply_and_add", self._tile, form_of(linear))
+        self._launcher.launch(
+            kernel, (num_tiles, 1, 1), x, *self._parts(linear), residual, norm, hidden, squares,
+            *map(int32, (num_rows, outputs, x.shape[1])), *_factors(linear),
+        )  # fmt: skip
+        return WeighedRows(hidden, squares)
+
+    def gate(self, rows: WeighedRows, linear: RowLinear, out: Tensor) -> None:
+        """out [n, width] = silu(gate) * up of the norm's rows; the linear's outputs are [gate | up]."""
+        num_rows, width = out.shape
+        sizes = (num_rows, width, rows.values.shape[1], rows.squares.shape[1])
+        kernel = _product("multiply_and_gate", _OUTPUT_TILES[0], form_of(linear))
+        self._launcher.launch(
+            kernel, (-(-width // (_OUTPUT_TILES[0] // 2)), 1, 1), rows.values, rows.squares, *self._parts(linear),
+            out, *map(int32, sizes), self._eps, *_factors(linear),
+        )  # fmt: skip
+
+    def multiply(self, x: Tensor, linear: RowLinear, out: Tensor) -> Tensor:
+        """out [n, outputs] = the linear of x; return out."""
+        num_rows, outputs = out.shape
+        kernel = _product("multiply_rows", _OUTPUT_TILES[0], form_of(linear))
+        self._launcher.launch(
+            kernel, (-(-outputs // _OUTPUT_TILES[0]), 1, 1), x, *self._parts(linear), out,
+            *map(int32, (num_rows, outputs, x.shape[1])), *_factors(linear),
+        )  # fmt: skip
+        return out
+
+    def store(
+        self,
+        rows: WeighedRows,
+        linear: RowLinear,
+        qkv: Tensor,
+        layer_cache: Tensor,
+        page_table: Tensor,
+        step_rows: RowArrays,
+        rope: Tensor | None,
+        norms: tuple[Tensor, Tensor] | None,
+        query_rope: Tensor | None,
+    ) -> None:
+        """qkv [n, qkv_size] = the linear of the norm's rows of one token each, then as `Elementwise.rope_and_store`.
+
+        In qkv, k is not normed and not rotated.
+        """
+        table = self._unused if rope is None else rope
+        q_norm, k_norm = norms or (self._unused, self._unused)
+        heads = self._heads
+        sizes = (
+            len(qkv), rows.values.shape[1], rows.squares.shape[1], page_table.shape[1], self._page_size_tokens,
+            heads.num_heads, heads.num_kv_heads, heads.head_dim, 0 if rope is None else self._rotary_dim,
+            norms is not None,
+        )  # fmt: skip
+        kernel = _store(self._kv_dtype, form_of(linear))
+        self._launcher.launch(
+            kernel, (qkv.shape[1] // _OUTPUT_TILES[0], 1, 1), rows.values, rows.squares, *self._parts(linear), qkv,
+            q_norm, k_norm, table if query_rope is None else query_rope, table, layer_cache, page_table,
+            step_rows.context_lens, step_rows.slots, self._tickets, *map(int32, sizes), self._eps,
+            *_factors(linear),
+        )  # fmt: skip
+
+    def _parts(self, linear: RowLinear) -> tuple[Tensor, ...]:
+        """values, scales, zeros and bias. Missing ones are any tensor, which is not read."""
+        if isinstance(linear, CudaQuantizedLinear):
+            parts = linear.parts
+        else:
+            parts = linear.weight, self._unused, linear.weight
+        return *parts, parts[0] if linear.bias is None else linear.bias
+
+
+def _factors(linear: RowLinear) -> tuple[np.int32, np.float32, np.int32]:
+    """The arguments has_bias, scale and blocks."""
+    blocks = linear.blocks if isinstance(linear, CudaQuantizedLinear) else 0
+    return int32(linear.bias is not None), np.float32(linear.scale), int32(blocks)
+
+
+def _tile(outputs: int) -> int:
+    return _OUTPUT_TILES[outputs < _FEW_OUTPUTS]
+
+
+def _num_parts(outputs: int) -> int:
+    return -(-outputs // _tile(outputs))
+
+
+@cache
+def _product(entry: str, tile: int, form: RowForm) -> Kernel:
+    return Kernel("row_products.cu", entry, _macros(tile, form), _NUM_THREADS, tile * _RING_BYTES_OF_OUTPUT, True)
+
+
+@cache
+def _store(kv_dtype: str, form: RowForm) -> Kernel:
+    tile = _OUTPUT_TILES[0]
+    macros = (*_macros(tile, form), ("KV_DTYPE", KV_MACRO[kv_dtype]))
+    return Kernel("qkv_product.cu", "multiply_and_store", macros, _NUM_THREADS, tile * _RING_BYTES_OF_OUTPUT, True)
+
+
+def _macros(tile: int, form: RowForm) -> tuple[tuple[str, int], ...]:
+    of_form = (("WEIGHT", 16),) if form is None else form_macros(form)
+    return ("ACT", ACT_MACRO[ROW_DTYPE]), *of_form, ("TILE_OUTPUTS", tile)
+
+
+_WEIGH = Kernel("row_products.cu", "weigh_rows", _macros(_OUTPUT_TILES[0], None), _NUM_THREADS)

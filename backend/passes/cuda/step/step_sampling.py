@@ -1,0 +1,159 @@
+"""Sampling of a step, from new slots to the results on their way to the host. One step at a time uses it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.backend.passes.cuda.device.transfers import Uplink
+from penstock.backend.passes.cuda.step.device_sampler import DeviceSampler, SlotArrays
+from penstock.backend.passes.cuda.step.step_results import ResultBuffers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import Tensor
+
+    from penstock.backend.forward_pass import PendingOutput, SlotInit, StepBatch, TokenMasks
+    from penstock.backend.passes.cuda.device.device import Device
+    from penstock.backend.passes.cuda.device.launcher import Kernel
+    from penstock.backend.passes.cuda.device.transfers import Ints
+    from penstock.backend.passes.cuda.step.device_sampler import LogprobBuffers, SamplerFeatures
+    from penstock.backend.passes.cuda.step.step_buffers import StepBuffers, StepLimits
+
+NO_INTS = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSizes:
+    """Sizes of a model's sampling, fixed when the cache is created."""
+
+    logits_width: int
+    mask_ints: int
+    """Ints of one mask per row, and of the table from row to mask."""
+    max_update_ints: int
+    """Most ints of new slots that travel with a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """The step's own parts on the device."""
+
+    features: SamplerFeatures
+    logprob_rows: Tensor
+    named: Tensor
+    """int32, as in `SamplerFeatures`."""
+    scored_tokens: Tensor
+    """int32 [S]; empty if nothing is scored."""
+    scored_next_ids: Tensor
+    """int32 [S], the token that follows each of scored_tokens."""
+
+
+class StepSampling:
+    """Owns the slots' sampler, the masks and the results. Call `parts` and `begin` before `sample` of the same step."""
+
+    def __init__(
+        self, device: Device, dtype: torch.dtype, limits: StepLimits, sizes: SamplingSizes, buffers: StepBuffers
+    ) -> None:
+        """dtype is that of the logits. buffers send the step; they stay the caller's."""
+        self._limits = limits
+        self._buffers = buffers
+        self._slots = SlotArrays(limits.max_rows, sizes.logits_width, device.torch_device)
+        self._sampler = DeviceSampler(device.launcher, self._slots, dtype)
+        self._masks = Uplink(device, sizes.mask_ints)
+        self._results = ResultBuffers(device, limits.max_rows, limits.max_tokens)
+        self._max_update_ints = sizes.max_update_ints
+        self._features: SamplerFeatures | None = None
+        self._sent: _Sent | None = None
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernels to pass to `Launcher.prepare`."""
+        return self._sampler.kernels
+
+    @property
+    def last_tokens(self) -> Tensor:
+        """int32 [max_rows], by slot: the token sampled last."""
+        return self._slots.last_tokens
+
+    @property
+    def is_scored(self) -> bool:
+        """The step that began last scores tokens of prompts."""
+        return len(self._begun().scored_tokens) > 0
+
+    def pack_slots(self, inits: tuple[SlotInit, ...]) -> tuple[Ints, int]:
+        """Pack new slots to travel with the step. If they are too large, send them ahead and return nothing."""
+        if not inits:
+            return NO_INTS, 0
+        updates = self._sampler.pack(inits)
+        if updates.size <= self._max_update_ints:
+            return updates, len(inits)
+        for init in inits:
+            (update,) = self._buffers.uplink.send([self._sampler.pack([init])])
+            self._sampler.take_slots(update, 1)
+        return NO_INTS, 0
+
+    def parts(self, batch: StepBatch) -> list[Ints]:
+        """Return the arrays to send with the step, for `begin`."""
+        features = self._features = self._sampler.features(batch.slots[batch.logit_rows])
+        scored = (NO_INTS, NO_INTS) if batch.scored is None else (batch.scored.tokens, batch.scored.next_ids)
+        return [features.logprob_rows, features.named, *scored]
+
+    def begin(self, updates: Tensor, num_updates: int, parts: list[Tensor]) -> None:
+        """Start a step with the results of `pack_slots` and `parts`, which are now on the device."""
+        if self._features is None:
+            raise RuntimeError("a step's sampling begins after its `parts`")
+        self._sent = _Sent(self._features, *parts)
+        if num_updates:
+            self._sampler.take_slots(updates, num_updates)
+
+    def sample(
+        self,
+        logits: Tensor,
+        batch: StepBatch,
+        masks: TokenMasks | None,
+        logits_of: Callable[[Tensor], Tensor],
+        doing: str,
+    ) -> PendingOutput:
+        """Sample the rows of logits [L, vocab_size]; doing names the step in errors.
+
+        logits_of returns the logits of scored tokens int32 [n], for n at most max_rows; its next call overwrites them.
+        """
+        num_rows, sent, results = len(logits), self._begun(), self._results
+        features, rows = sent.features, self._buffers.logit_rows.cut(num_rows)
+        scored = 0, 0
+        if batch.scored is not None:
+            scored = len(batch.scored.tokens), min(batch.scored.num_top, self._limits.vocab_size)
+        layout = results.lay_out(num_rows, (len(features.logprob_rows), features.num_top), scored)
+        tokens = results.tokens(num_rows)
+        placed = None if masks is None else self._send_masks(masks, num_rows)
+        self._sampler.sample(logits, rows.slots, rows.context_lens, features, tokens, placed)
+        if len(features.logprob_rows):
+            out = results.logprobs(layout.sampled)
+            self._sampler.logprobs(logits, tokens, sent.logprob_rows, out, sent.named, features.num_likeliest)
+        if batch.scored is not None:
+            self._score(sent, results.logprobs(layout.scored), logits_of)
+        return results.fetch(layout, features.logprob_rows, doing)
+
+    def _score(self, sent: _Sent, out: LogprobBuffers, logits_of: Callable[[Tensor], Tensor]) -> None:
+        """Compute log probabilities of the scored tokens in blocks."""
+        tokens, max_rows = sent.scored_tokens, self._limits.max_rows
+        for first in range(0, len(tokens), max_rows):
+            part = slice(first, first + max_rows)
+            logits = logits_of(tokens[part])
+            rows, own = self._results.row_numbers[: len(logits)], out.cut(part)
+            self._sampler.logprobs(logits, sent.scored_next_ids[part], rows, own, tokens[:0], own.top_ids.shape[1])
+
+    def _send_masks(self, masks: TokenMasks, num_rows: int) -> tuple[Tensor, Tensor]:
+        which = np.full(num_rows, -1, np.int32)
+        which[masks.rows] = np.arange(len(masks.rows))
+        rows, bits = self._masks.send([which, masks.bits.view(np.int32)])
+        return rows, bits
+
+    def _begun(self) -> _Sent:
+        if self._sent is None:
+            raise RuntimeError("no step has begun")
+        return self._sent

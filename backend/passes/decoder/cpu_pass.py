@@ -1,0 +1,296 @@
+"""CpuDecoderPass: a decoder on the CPU, by native kernels, or by torch if there are none."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+
+from penstock.backend.checkpoint.formats.stored_formats import PLAIN
+from penstock.backend.checkpoint.quantization.modes import check_sizes, find_cpu_quantization
+from penstock.backend.forward_pass import PassOptions, PassSpec, ScoredTokens, StepBatch, TokenLogprobs
+from penstock.backend.passes.cpu.in_torch.deterministic_torch_ops import DeterministicTorchOps
+from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
+from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
+from penstock.backend.passes.cpu.native_ops import NativeOps, supports_native_ops, unsupported_by_kernels
+from penstock.backend.passes.cpu.path_choice import AUTO, check_cpu_path, load_kernels
+from penstock.backend.passes.cpu.torch_cache.page_bytes import restore_page, save_page
+from penstock.backend.passes.cpu.weight_memory.anonymous import AnonymousMemory
+from penstock.backend.passes.decoder.model import DecoderModel
+from penstock.backend.passes.decoder.spec import make_spec
+from penstock.backend.passes.held_weights.memory_trimming import return_freed_memory
+from penstock.backend.passes.ops.interface import CPU_KV_DTYPES, CpuOps
+from penstock.backend.passes.ops.layer_groups import check_groups, layer_groups, one_group
+from penstock.backend.passes.ops.prompt_embeddings import check_embeddings
+from penstock.backend.sampling.sampler import HostSampling
+from penstock.shm.memory.fd_mailbox import FdMailbox, close_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
+    from penstock.backend.checkpoint.lora.peft_adapter import PeftAdapter
+    from penstock.backend.checkpoint.quantization.modes import Quantization
+    from penstock.backend.forward_pass.extensions import PagePlaces
+    from penstock.backend.passes.cpu.weight_memory.anonymous import WeightMemory
+    from penstock.backend.passes.held_weights.watch import WatchedWeights
+    from penstock.backend.passes.ops.layer_groups import LayerGroups
+    from penstock.backend.passes.ops.weights import Weights
+
+
+logger = logging.getLogger("penstock.backend")
+
+SPIN_S = 50e-6
+"""How long a kernel thread spins for the next operation before it sleeps: longer than the gaps within a step, shorter
+than those between steps."""
+
+LoadedPass = TypeVar("LoadedPass", bound="CpuDecoderPass")
+
+
+class CpuDecoderPass(HostSampling):
+    """Implements `IBatchedForwardPass` and `IPersistsPages`. Logits are numpy float32 arrays;
+    `HostSampling` samples."""
+
+    held_weights: WatchedWeights | None = None
+    """Weights that outlive the process (`IHeldWeights`); None if they end with it."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        ops: CpuOps,
+        dtype: torch.dtype,
+        max_running: int,
+        quantization: Quantization | None = None,
+        formats: StoredFormats = PLAIN,
+        groups: LayerGroups | None = None,
+        adapters: Sequence[PeftAdapter] = (),
+    ) -> None:
+        """quantization: how the weights are quantised if not as in the checkpoint. formats: how the checkpoint
+        quantises them.
+
+        groups: layers with pages of their own; None for one group. adapters: must stay open until this returns.
+        """
+        super().__init__(config.vocab_size, max_running)
+        self._config = config
+        self._groups = groups or one_group(config)
+        self._ops = ops
+        self._places: PagePlaces | None = None
+        with torch.inference_mode():
+            self._model = DecoderModel(config, ops, weights, dtype, self._groups)
+            self._model.adapt(ops.adapters, adapters)
+        self._spec = make_spec(
+            config, dtype, CPU_KV_DTYPES, quantization, formats, groups=self._groups, adapters=adapters
+        )
+
+    @classmethod
+    def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
+        # Imported here and in `load`: a pass with other weights needs no packages that read checkpoints.
+        from penstock.backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
+        from penstock.backend.checkpoint.formats.declared import read_stored_formats
+        from penstock.backend.checkpoint.lora.peft_adapter import open_adapters
+        from penstock.backend.checkpoint.weights import choose_dtype
+
+        check_cpu_path(options.cpu_path)
+        config = read_decoder_config(model_dir, options.max_context_tokens)
+        quantization = find_cpu_quantization(options.quantize)
+        if quantization is not None:
+            check_sizes(quantization, config)
+        dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16)
+        formats, groups = read_stored_formats(model_dir), layer_groups(config, options)
+        with open_adapters(model_dir, options.adapters, config) as adapters:
+            return make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=groups, adapters=adapters)
+
+    @classmethod
+    def load(cls, model_dir: Path, options: PassOptions) -> CpuDecoderPass:
+        from penstock.backend.checkpoint.config_json import read_decoder_config
+        from penstock.backend.checkpoint.formats.declared import read_stored_formats
+        from penstock.backend.checkpoint.lora.peft_adapter import open_adapters
+
+        config = read_decoder_config(model_dir, options.max_context_tokens)
+        quantization, formats = find_cpu_quantization(options.quantize), read_stored_formats(model_dir)
+        groups = layer_groups(config, options)
+
+        with open_adapters(model_dir, options.adapters, config) as adapters:
+
+            def build(weights: Weights, dtype: torch.dtype, ops: CpuOps) -> CpuDecoderPass:
+                return cls(config, weights, ops, dtype, options.max_running, quantization, formats, groups, adapters)
+
+            return cls._load(model_dir, options, config, build)
+
+    @classmethod
+    def _load(
+        cls,
+        model_dir: Path,
+        options: PassOptions,
+        config: DecoderConfig,
+        build: Callable[[Weights, torch.dtype, CpuOps], LoadedPass],
+    ) -> LoadedPass:
+        """Return build's pass, which packs the weights, or maps them where an earlier process has left them."""
+        from penstock.backend.checkpoint.formats.declared import read_stored_formats
+        from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
+        from penstock.backend.passes.cpu.weight_memory.places import fingerprint, weight_places
+        from penstock.backend.passes.held_weights.holding import load_or_map
+
+        rounds_rows = options.quantize == "none" and read_stored_formats(model_dir).rounds_rows
+
+        def pack(weights: Weights, dtype: torch.dtype, memory: WeightMemory) -> LoadedPass:
+            ops = make_cpu_ops(
+                config,
+                dtype,
+                options.max_batch_tokens,
+                options.cpu_path,
+                deterministic=options.deterministic,
+                memory=memory,
+                rounds_rows=rounds_rows,
+            )
+            try:
+                return build(weights, dtype, ops)
+            except BaseException:
+                ops.close()
+                raise
+
+        # It may compile for seconds; do that before the progress of the weights starts.
+        kernels = load_kernels(options.cpu_path) if supports_native_ops(config) else None
+        quantization, is_packed = find_cpu_quantization(options.quantize), kernels is not None
+
+        def load(memory: WeightMemory) -> tuple[LoadedPass, torch.dtype]:
+            with (
+                return_freed_memory(),
+                open_served_weights(model_dir, config, quantization, keeps_file=not is_packed) as weights,
+            ):
+                dtype = weights.choose_dtype(options.dtype)
+                return pack(weights, dtype, memory), dtype
+
+        if kernels is None:
+            return load(AnonymousMemory())[0]
+        with weight_places(model_dir, config, options, kernels.path) as places:
+            key = fingerprint(model_dir, options, kernels.path) if places else ""
+            loaded, held = load_or_map(places, key, config, pack, load, AnonymousMemory)
+        loaded.held_weights = held
+        return loaded
+
+    @classmethod
+    def held_bytes(cls, model_dir: Path, options: PassOptions) -> int:
+        """Size of the weights that `load` would map; see `IFindsHeldWeights`. Those in a file count as free anyway."""
+        from penstock.backend.passes.cpu.weight_memory.held import CpuMemories, create_memfd
+        from penstock.backend.passes.cpu.weight_memory.places import fingerprint
+        from penstock.backend.passes.held_weights.holding import find_held
+
+        kernels = load_kernels(options.cpu_path)
+        if options.weights_fds is None or kernels is None:
+            return 0
+        with contextlib.closing(FdMailbox.attach(options.weights_fds)) as mailbox:
+            fds = find_held(mailbox, fingerprint(model_dir, options, kernels.path), CpuMemories(create_memfd))
+        try:
+            return sum(os.fstat(fd).st_size for fd in fds)
+        finally:
+            close_all(fds)
+
+    @property
+    def spec(self) -> PassSpec:
+        return self._spec
+
+    @property
+    def ops(self) -> CpuOps:
+        """The operations. They own the KV cache, and time themselves for benchmarks."""
+        return self._ops
+
+    def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
+        self._ops.create_cache(self._groups.num_layers, num_pages, page_size_tokens, kv_dtype)
+
+    def persist_pages(self, places: PagePlaces) -> None:
+        self._places = places
+
+    @property
+    def num_host_pages(self) -> int:
+        """Number of host pages. The cache is in host memory itself, so only pages that must outlive the process are
+        copied."""
+        return 0 if self._places is None else self._places.num_places
+
+    def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        if self._places is not None:
+            for page, place in pairs:
+                save_page(self._ops.cache, page, self._places.place(place))
+                self._places.note_written(place)
+
+    def forward(self, batch: StepBatch) -> NDArray[np.float32]:
+        check_embeddings(batch)
+        check_groups(batch, len(self._groups.windows))
+        if self._places is not None:
+            for place, page in batch.page_restores:
+                restore_page(self._ops.cache, page, self._places.place(place))
+        input_ids = self.begin_step(batch)
+        if batch.embeddings:
+            input_ids = np.maximum(input_ids, 0)  # FROM_EMBEDDINGS is not a row of the table
+        step = self._ops.begin_step(batch, input_ids)
+        needs_logits = len(batch.logit_rows) > 0 or batch.scored is not None
+        logits = self._ops.run_step(step, self._model.forward, needs_logits=needs_logits)
+        return np.empty((0, self._config.vocab_size), np.float32) if logits is None else logits
+
+    @torch.inference_mode()
+    def score(self, logits: NDArray[np.float32], scored: ScoredTokens) -> TokenLogprobs:
+        return self._ops.score(self._model.normed, len(logits), scored, self._model.logits)
+
+    def host_logits(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        # The operations reuse their buffer in the next step.
+        return logits.copy()
+
+    @property
+    def hidden_size(self) -> int:
+        return self._config.hidden_size
+
+    @torch.inference_mode()
+    def host_hidden_states(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        if not len(logits):
+            return np.empty((0, self.hidden_size), np.float32)
+        return self._ops.normed_rows(self._model.normed, len(logits))
+
+    def close(self) -> None:
+        self._ops.close()
+        if self.held_weights is not None:
+            self.held_weights.close()
+
+
+def make_cpu_ops(
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    max_batch_tokens: int,
+    cpu_path: str = AUTO,
+    *,
+    deterministic: bool = False,
+    memory: WeightMemory | None = None,
+    rounds_rows: bool = False,
+) -> CpuOps:
+    """Return the fastest operations that this machine has for the model. Native ones are always deterministic.
+
+    memory is where native operations pack weights, by default this process's own. rounds_rows: activations of int8
+    products have one scale per row, as the checkpoint declares. Raises StartupError if the kernels of
+    cpu_path, unless it is "auto", cannot be used.
+    """
+    unsupported = unsupported_by_kernels(config)
+    if unsupported is not None:
+        logger.info("The model runs on torch, slowly: the native kernels have no support for %s", unsupported)
+    kernels = load_kernels(cpu_path) if unsupported is None else None
+    if kernels is not None:
+        return NativeOps(
+            kernels.library,
+            config,
+            dtype,
+            max_batch_tokens,
+            num_usable_cores(),
+            SPIN_S,
+            uses_tiles=kernels.path.uses_tiles,
+            memory=memory,
+            rounds_rows=rounds_rows,
+        )
+    ops = DeterministicTorchOps if deterministic else TorchOps
+    return ops(config, dtype, rounds_rows=rounds_rows)

@@ -1,0 +1,1 @@
+"""The decoder on a GPU: loading, memory plan, CUDA graphs and forward pass. The kernels are in `passes.cuda`."""

@@ -1,0 +1,116 @@
+"""Reads a checkpoint for a pass on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from penstock.backend.checkpoint.config_json import read_declared_dtype
+from penstock.backend.checkpoint.fingerprint import packing_fingerprint
+from penstock.backend.checkpoint.formats.declared import read_stored_formats
+from penstock.backend.checkpoint.quantization.modes import find_quantization
+from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
+from penstock.backend.checkpoint.weights import choose_dtype
+from penstock.backend.errors import StartupError
+from penstock.backend.passes.cuda.device.device import first_line
+from penstock.backend.passes.cuda.device.kernel_choices import adopted_choices
+from penstock.backend.passes.cuda.ops.packed_weights import has_kernels
+from penstock.backend.passes.cuda.weight_memory.held import DeviceMemories, fingerprint_of, mapped_bytes
+from penstock.backend.passes.cuda.weight_memory.private import PrivateMemory
+from penstock.backend.passes.decoder.cuda_pass.workspace_plan import PassSettings, plan_spec, step_sizes
+from penstock.backend.passes.held_weights.blocks import HeldWeightsError
+from penstock.backend.passes.held_weights.holding import load_or_map
+from penstock.backend.passes.held_weights.memory_trimming import return_freed_memory
+from penstock.shm.memory.fd_mailbox import FdMailbox, close_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from typing import Protocol
+
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+    from penstock.backend.forward_pass import PassOptions, PassSpec
+    from penstock.backend.passes.cuda.device.device import Device
+    from penstock.backend.passes.cuda.weight_memory.private import DeviceMemory
+    from penstock.backend.passes.held_weights.watch import WatchedWeights
+    from penstock.backend.passes.ops.weights import Weights
+
+    class _Loaded(Protocol):
+        held_weights: WatchedWeights | None
+
+
+logger = logging.getLogger("penstock.backend")
+
+P = TypeVar("P", bound="_Loaded")
+
+
+def describe_checkpoint(model_dir: Path, config: DecoderConfig, options: PassOptions) -> PassSpec:
+    """Describe the pass. config is the checkpoint's, or was made from it. Raises StartupError."""
+    dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16, torch.float16)
+    quantization = find_quantization(options.quantize)
+    return plan_spec(config, dtype, step_sizes(config, options), quantization, read_stored_formats(model_dir))
+
+
+def load_pass(
+    model_dir: Path,
+    config: DecoderConfig,
+    options: PassOptions,
+    device: Device,
+    build: Callable[[Weights, PassSettings, DeviceMemory], P],
+) -> P:
+    """Return build's pass.
+
+    If the options ask for it, its weights outlive this process, or come from an earlier one. Raises StartupError, also
+    if the weights do not fit the GPU.
+    """
+    quantization, formats = find_quantization(options.quantize), read_stored_formats(model_dir)
+    sizes = step_sizes(config, options)
+    choices, source = adopted_choices(options.device)
+    logger.info("kernels on %s: %s (%s)", options.device, choices.of_kernels(), source)
+
+    def pack(weights: Weights, dtype: torch.dtype, memory: DeviceMemory) -> P:
+        try:
+            return build(weights, PassSettings(dtype, sizes, options.host_kv_bytes, quantization, formats), memory)
+        except torch.OutOfMemoryError as error:
+            raise StartupError(f"the weights and workspace do not fit the GPU: {first_line(error)}") from error
+
+    def load(memory: DeviceMemory) -> tuple[P, torch.dtype]:
+        with return_freed_memory(), open_served_weights(model_dir, config, quantization, has_kernels) as weights:
+            dtype = weights.choose_dtype(options.dtype, torch.float16)
+            return pack(weights, dtype, memory), dtype
+
+    if options.weights_fds is None:
+        return load(PrivateMemory())[0]
+    planned_bytes = describe_checkpoint(model_dir, config, options).weight_bytes
+    with contextlib.closing(FdMailbox.attach(options.weights_fds)) as mailbox:
+        fingerprint = _fingerprint(model_dir, options, device.uuid)
+        memories = DeviceMemories(device, planned_bytes)
+        loaded, held = load_or_map([(mailbox, memories)], fingerprint, config, pack, load, PrivateMemory)
+    loaded.held_weights = held
+    return loaded
+
+
+def find_held_bytes(model_dir: Path, options: PassOptions, device_uuid: bytes) -> int:
+    """Return how much device memory the weights take that `load_pass` would map. Free other held weights."""
+    if options.weights_fds is None:
+        return 0
+    fingerprint = _fingerprint(model_dir, options, device_uuid)
+    # Locked, because the weights of a backend that packs them now count when it has finished.
+    with contextlib.closing(FdMailbox.attach(options.weights_fds)) as mailbox, mailbox.locked():
+        fds = mailbox.find()
+        try:
+            if fds and fingerprint_of(fds) == fingerprint:
+                return mapped_bytes(fds)
+        except HeldWeightsError as error:
+            logger.error("the held weights cannot be used: %s", error)
+        finally:
+            close_all(fds)
+        mailbox.clear()
+        return 0
+
+
+def _fingerprint(model_dir: Path, options: PassOptions, device_uuid: bytes) -> str:
+    return packing_fingerprint(model_dir, ("cuda", device_uuid.hex(), options.task, options.dtype, options.quantize))

@@ -1,0 +1,342 @@
+"""Decides which models the kernels support, and how much memory a pass takes, before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.backend.checkpoint.formats.stored_formats import PLAIN
+from penstock.backend.checkpoint.quantization.modes import check_sizes, packed_linears
+from penstock.backend.errors import StartupError
+from penstock.backend.passes.cuda.attention.decode_attention import DecodeAttention
+from penstock.backend.passes.cuda.attention.kernel_limits import PAGE_SIZES_TOKENS
+from penstock.backend.passes.cuda.attention.prefill_attention import PrefillAttention, most_captured_tiles
+from penstock.backend.passes.cuda.attention.prefill_segments import max_parts
+from penstock.backend.passes.cuda.attention.step_attention import (
+    OneKernelAttention,
+    StepAttention,
+    TwoKernelAttention,
+    layer_windows,
+)
+from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, KernelChoices, adopted_choices
+from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
+from penstock.backend.passes.cuda.kv_cache.page_moves import MAX_PAGE_MOVES
+from penstock.backend.passes.cuda.ops import elementwise, expert_ops, quantized_linear, row_products
+from penstock.backend.passes.cuda.ops.activations import activation_bytes, head_shape, max_linear_inputs
+from penstock.backend.passes.cuda.ops.fused_ops import fuses
+from penstock.backend.passes.cuda.ops.matmul import BlockedMatmul, Matmul, WholeMatmul
+from penstock.backend.passes.cuda.ops.packed_weights import has_kernels, packed_bytes, takes_packed
+from penstock.backend.passes.cuda.ops.rounded_rows import MIN_ROUNDED_ROWS, ROUNDED_FORMS, row_bytes
+from penstock.backend.passes.cuda.step.device_sampler import MAX_BIASES, MAX_VOCAB, SlotArrays
+from penstock.backend.passes.cuda.step.step_buffers import StepBuffers, StepLimits
+from penstock.backend.passes.cuda.step.step_results import MAX_NAMED_LOGPROBS, ResultBuffers
+from penstock.backend.passes.cuda.step.step_sampling import SamplingSizes
+from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import MAX_GRAPH_ROWS, graph_sizes
+from penstock.backend.passes.decoder.cuda_pass.mixed_graphs import launch_bound_tokens, mixed_sizes
+from penstock.backend.passes.decoder.spec import make_spec
+from penstock.backend.passes.ops.layer_groups import LayerGroups, one_group, split_groups
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
+    from penstock.backend.checkpoint.quantization.modes import PackedLinear, Quantization
+    from penstock.backend.forward_pass import PassOptions, PassSpec
+
+LIBRARY_BYTES = 224 << 20
+"""Workspaces of cuBLAS and cuBLASLt, and the loaded kernels of torch and CuPy.
+
+On an H100 the workspaces took 190 MiB for a model with biases, and about 70 for others.
+"""
+_NODE_BYTES = 8 << 10
+"""Memory of one kernel in a graph. An estimate, not measured."""
+_MATMULS_PER_LAYER = 4
+_OTHER_NODES_PER_LAYER = 5
+_SM_SHARED_BYTES = 164 << 10
+"""Shared memory per SM of the smallest supported GPU (A100); used only where the result does not depend on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """The inputs of the memory plan: the largest step, the longest sequence, `PassOptions.deterministic`, and the GPU's
+    measured settings."""
+
+    max_rows: int
+    max_tokens: int
+    max_context_tokens: int
+    deterministic: bool = False
+    choices: KernelChoices = CONSTANTS
+    splits_layers: bool = False
+    """The option `PassOptions.splits_layers`."""
+
+    @property
+    def max_graph_rows(self) -> int:
+        return min(self.max_rows, self.max_tokens)
+
+
+class PassSettings(NamedTuple):
+    """Arguments of `CudaDecoderPass`, in its order."""
+
+    dtype: torch.dtype
+    sizes: StepSizes
+    host_kv_bytes: int = 0
+    quantization: Quantization | None = None
+    formats: StoredFormats = PLAIN
+
+
+def step_sizes(config: DecoderConfig, options: PassOptions) -> StepSizes:
+    longest = min(options.max_context_tokens or config.max_context_tokens, config.max_context_tokens)
+    choices, _ = adopted_choices(options.device)
+    return StepSizes(
+        options.max_running, options.max_batch_tokens, longest, options.deterministic, choices, options.splits_layers
+    )
+
+
+def groups_of(config: DecoderConfig, sizes: StepSizes) -> LayerGroups:
+    """Return the groups of layers that have pages of their own."""
+    return split_groups(config) if sizes.splits_layers else one_group(config)
+
+
+def plan_spec(
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    sizes: StepSizes,
+    quantization: Quantization | None = None,
+    formats: StoredFormats = PLAIN,
+) -> PassSpec:
+    """Return the pass's spec with its memory; quantization and formats are as in `make_spec`.
+
+    Raises StartupError for an unsupported model or quantisation.
+    """
+    check_model_supported(config, sizes)
+    if quantization is not None:
+        check_quantization(quantization, config, dtype)
+    smallest = PAGE_SIZES_TOKENS[0]
+    layout = make_layout(config, 1, smallest, "bf16")
+    attention = attention_by_window(config, layout, sizes, num_sms=1, shared_bytes_per_sm=_SM_SHARED_BYTES)
+    matmul = choose_matmul(sizes)
+    packed = packed_linears(config, quantization, formats, has_kernels)
+    row_of_8_bits, rounds = 0, rounds_rows(formats, quantization, sizes, dtype)
+    if rounds and any(each.form in ROUNDED_FORMS for each in packed):
+        row_of_8_bits = row_bytes(max_linear_inputs(config))
+    spec = make_spec(config, dtype, KV_MACRO, quantization, formats, has_kernels, groups_of(config, sizes))
+    more_bytes = sum(packed_bytes(each.form, each.shape, dtype) - each.form.num_bytes(each.shape) for each in packed)
+    spec = replace(spec, weight_bytes=spec.weight_bytes + more_bytes)
+    mixed = captured_sizes_of(config, dtype, sizes, spec.weight_bytes, rounds_rows=rounds)
+    parts = (
+        activation_bytes(config, dtype, sizes.max_tokens, sizes.max_rows, matmul),
+        expert_ops.expert_bytes(config, dtype, sizes.max_tokens, matmul),
+        quantized_linear.scratch_bytes(sizes.max_tokens, matmul) if packed and takes_packed(dtype) else 0,
+        sizes.max_tokens * row_of_8_bits,
+        row_products.scratch_bytes(config.hidden_size, head_shape(config)) if fuses(config, dtype, matmul) else 0,
+        StepBuffers.num_bytes(step_limits(config, sizes, smallest, 1, max(mixed, default=0))),
+        SlotArrays.num_bytes(sizes.max_rows, config.logits_width),
+        ResultBuffers.num_bytes(sizes.max_rows, sizes.max_tokens),
+        4 * mask_ints(config, sizes),
+        4 * sizes.max_context_tokens * config.rope.rotary_dim * len(config.ropes),
+        *(each.workspace_bytes for each in attention.values()),
+        LIBRARY_BYTES,
+        _graph_bytes(config, matmul, sizes, mixed, packed, dtype),
+    )
+    return replace(
+        spec,
+        workspace_bytes=sum(parts),
+        graph_bytes=parts[-1],
+        runs_ahead=True,
+        page_sizes=PAGE_SIZES_TOKENS,
+    )
+
+
+def captured_sizes_of(
+    config: DecoderConfig, dtype: torch.dtype, sizes: StepSizes, weight_bytes: int, *, rounds_rows: bool
+) -> list[int]:
+    """Return `captured_sizes` of a model."""
+    weights = make_spec(config, dtype, KV_MACRO).weight_bytes // dtype.itemsize
+    return captured_sizes(sizes, weight_bytes, weights, config.num_layers, rounds_rows=rounds_rows)
+
+
+def captured_sizes(
+    sizes: StepSizes, weight_bytes: int, weights: int, num_layers: int, *, rounds_rows: bool
+) -> list[int]:
+    """Return the tokens of captured mixed steps.
+
+    weight_bytes is `PassSpec.weight_bytes`; weights is the number of weights. rounds_rows is the result of that
+    function. Such steps have few enough rows that none is rounded: a library that allocates for products of 8 bits
+    would do so in a graph.
+    """
+    max_tokens = min(sizes.max_tokens, MIN_ROUNDED_ROWS - 1) if rounds_rows else sizes.max_tokens
+    max_tokens = min(max_tokens, launch_bound_tokens(weight_bytes, weights, num_layers))
+    return mixed_sizes(max_tokens, min(sizes.max_rows, MAX_GRAPH_ROWS), sizes.choices.mixed_tokens)
+
+
+def choose_matmul(sizes: StepSizes) -> Matmul:
+    return BlockedMatmul() if sizes.deterministic else WholeMatmul()
+
+
+def rounds_rows(
+    formats: StoredFormats, quantization: Quantization | None, sizes: StepSizes, dtype: torch.dtype
+) -> bool:
+    """Whether a step may round rows of activations to 8 bits.
+
+    Only with such a checkpoint or --quantize fp8, and never if a row must have the same bits in a step of any size.
+    """
+    is_declared = formats.rounds_rows if quantization is None else quantization.is_float
+    return is_declared and takes_packed(dtype) and not sizes.deterministic and sizes.max_tokens >= MIN_ROUNDED_ROWS
+
+
+def check_quantization(quantization: Quantization, config: DecoderConfig, dtype: torch.dtype) -> None:
+    """Raises StartupError if the mode of --quantize does not fit the model or the activations."""
+    check_sizes(quantization, config)
+    if not takes_packed(dtype):
+        raise StartupError(
+            f"--quantize is {quantization.name}; on a GPU it needs 16-bit activations: use --dtype bf16, or none"
+        )
+
+
+def check_model_supported(config: DecoderConfig, sizes: StepSizes) -> None:
+    """Raises StartupError that names what the kernels do not support."""
+    variation = unsupported_variation(config)
+    if variation is not None:
+        raise StartupError(
+            f"{config.architecture} is not on the GPU yet: there are no kernels for {variation}; use --gpu none"
+        )
+    reason = elementwise.unsupported_reason(
+        config.hidden_size, config.intermediate_size, config.head_dim, config.rope.rotary_dim, "bf16"
+    )
+    if config.logits_width > MAX_VOCAB:
+        reason = f"the output layer has {config.logits_width} values; the sampler supports at most {MAX_VOCAB}"
+    if reason is None and config.experts is not None:
+        reason = expert_ops.unsupported_reason(config.experts)
+    if reason is None:
+        layout = make_layout(config, 1, PAGE_SIZES_TOKENS[0], "bf16")
+        try:
+            attention_by_window(config, layout, sizes, num_sms=1, shared_bytes_per_sm=_SM_SHARED_BYTES)
+        except ValueError as error:
+            reason = str(error)
+    if reason is not None:
+        raise StartupError(f"the GPU kernels do not support this model: {reason}; use --gpu none")
+
+
+def unsupported_variation(config: DecoderConfig) -> str | None:
+    """Return the first variation of the model that the kernels do not have, or None."""
+    has_output_norms = bool(config.names.attention_output_norm or config.names.mlp_output_norm)
+    variations = {
+        "layer norms of what attention and MLP add": config.norm == "layer" and has_output_norms,
+        "layer norms of q and k without a weight for each head": config.norm == "layer"
+        and config.qk_norm in ("head", "projection"),
+        "RMS norms of q and k with a weight for each head": config.norm == "rms" and config.qk_norm == "each head",
+        "SiLU in an MLP without a gate": config.mlp == "plain" and config.activation != "gelu_tanh",
+    }
+    return next((name for name, is_present in variations.items() if is_present), None)
+
+
+def make_layout(
+    config: DecoderConfig, num_pages: int, page_size_tokens: int, kv_dtype: str, groups: LayerGroups | None = None
+) -> CacheLayout:
+    """num_pages: of all groups of layers; by default there is one."""
+    num_layers = config.num_layers if groups is None else groups.num_layers
+    return CacheLayout(num_layers, num_pages, page_size_tokens, config.num_kv_heads, config.head_dim, kv_dtype)
+
+
+def attention_by_window(
+    config: DecoderConfig,
+    layout: CacheLayout,
+    sizes: StepSizes,
+    *,
+    num_sms: int,
+    shared_bytes_per_sm: int,
+    has_wgmma: bool = False,
+) -> dict[int | None, StepAttention]:
+    """Return one attention per distinct window. has_wgmma changes no size. Raises ValueError for what no kernel
+    supports."""
+    scale, softcap, choices = config.score_scale, config.scales.scores_softcap or 0.0, sizes.choices
+
+    def make_attention(window_tokens: int) -> StepAttention:
+        prefill = PrefillAttention(layout, config.num_heads, scale, window_tokens, softcap, choices, has_wgmma)
+        prefill_sizes = prefill.workspace_sizes(sizes.max_tokens, sizes.max_context_tokens)
+        if sizes.deterministic:
+            return OneKernelAttention(prefill, prefill_sizes, sizes.max_rows)
+        return TwoKernelAttention(
+            DecodeAttention(
+                layout,
+                config.num_heads,
+                scale,
+                max_rows=sizes.max_rows,
+                max_context_tokens=sizes.max_context_tokens,
+                num_sms=num_sms,
+                shared_bytes_per_sm=shared_bytes_per_sm,
+                window_tokens=window_tokens,
+                softcap=softcap,
+                choices=choices,
+            ),
+            prefill,
+            prefill_sizes,
+        )
+
+    return {window: make_attention(window or 0) for window in dict.fromkeys(layer_windows(config))}
+
+
+def max_update_ints(config: DecoderConfig, sizes: StepSizes) -> int:
+    """Ints of `DeviceSampler.pack` for the largest single slot, which are also reserved for all slots of a step."""
+    return 64 + 2 * MAX_BIASES + min(config.logits_width, sizes.max_context_tokens)
+
+
+def mask_ints(config: DecoderConfig, sizes: StepSizes) -> int:
+    """Ints of one mask per row, and of the table from row to mask."""
+    return sizes.max_rows * (-(-config.logits_width // 32) + 1) + 8
+
+
+def sampling_sizes(config: DecoderConfig, sizes: StepSizes) -> SamplingSizes:
+    return SamplingSizes(config.logits_width, mask_ints(config, sizes), max_update_ints(config, sizes))
+
+
+def step_limits(
+    config: DecoderConfig, sizes: StepSizes, page_size_tokens: int, num_pages: int, mixed_tokens: int
+) -> StepLimits:
+    """mixed_tokens: of the largest captured mixed step."""
+    group = config.num_heads // config.num_kv_heads
+    tile_ints = 4 * (sizes.max_tokens * group // 32 + sizes.max_rows + max_parts(config.num_kv_heads))
+    return StepLimits(
+        max_rows=sizes.max_rows,
+        max_tokens=sizes.max_tokens,
+        max_pages=-(-sizes.max_context_tokens // page_size_tokens),
+        page_size_tokens=page_size_tokens,
+        num_pages=num_pages,
+        vocab_size=config.vocab_size,
+        tail_ints=max_update_ints(config, sizes)
+        + tile_ints
+        + 4 * MAX_PAGE_MOVES
+        + sizes.max_rows * (1 + MAX_NAMED_LOGPROBS)
+        + 2 * sizes.max_tokens  # scored tokens, and those that follow them
+        + 24,
+        num_groups=len(groups_of(config, sizes).windows),
+        mixed_tokens=mixed_tokens,
+        mixed_tiles=most_captured_tiles(mixed_tokens, group, sizes.max_rows) if mixed_tokens else 0,
+    )
+
+
+def _graph_bytes(
+    config: DecoderConfig, matmul: Matmul, sizes: StepSizes, mixed: list[int], packed: list[PackedLinear],
+    dtype: torch.dtype,
+) -> int:  # fmt: skip
+    """Return the memory of all graphs; mixed: the sizes of those of mixed steps."""
+    decode = graph_sizes(sizes.max_graph_rows)
+    num_nodes = sum(_num_nodes(config, matmul, size) for size in (*decode, *mixed))
+    num_nodes += len(mixed) * config.num_layers * len(set(layer_windows(config)))  # their prefill attention, and plans
+    # Each product of widened weights has several launches.
+    num_widened = sum(size > matmul.kernel_rows for size in (*decode, *mixed))
+    of_experts = [any(".experts." in spec.name for spec in each.specs) for each in packed]
+    more = [quantized_linear.num_launches(each.shape, dtype) - 1 for each in packed]
+    num_nodes += num_widened * sum(count for count, is_expert in zip(more, of_experts, strict=True) if not is_expert)
+    return num_nodes * _NODE_BYTES
+
+
+def _num_nodes(config: DecoderConfig, matmul: Matmul, num_rows: int) -> int:
+    """Return the number of kernels in a captured step."""
+    launches = matmul.num_launches(num_rows)
+    per_layer = _MATMULS_PER_LAYER * launches + _OTHER_NODES_PER_LAYER
+    per_layer += (config.qk_norm == "projection") + config.parallel_blocks
+    softcap = 0 if config.scales.logits_softcap is None else 3
+    of_experts = sum(config.layer_has_experts) * (launches + expert_ops.NUM_LAUNCHES)
+    return per_layer * config.num_layers + of_experts + launches + softcap + 3

@@ -1,0 +1,67 @@
+"""Compares held weights with their checksums, a block at a time."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import threading
+from typing import TYPE_CHECKING
+
+from penstock.backend.passes.held_weights.blocks import HeldWeightsError
+from penstock.shm.buffers.device_api import DeviceError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.backend.passes.held_weights.blocks import HeldBlocks, WeightStore
+
+logger = logging.getLogger("penstock.backend")
+
+
+class WatchedWeights:
+    """Implements `extensions.IHeldWeights`. Owns the blocks, and opens the store for itself."""
+
+    def __init__(self, store: WeightStore, blocks: HeldBlocks, *, is_mapped: bool) -> None:
+        self._store = store.duplicate()
+        self._blocks = blocks
+        self._order = self._blocks_in_turn()
+        self.num_bytes = blocks.num_bytes
+        self.is_mapped = is_mapped
+        self.num_checks = 0
+        self._lock = threading.Lock()
+        self._is_closed = self._is_lost = False
+
+    def check_next(self) -> str | None:
+        """Check one block; all are checked in turn, in a new order each time.
+
+        Returns what is wrong, or nothing; after an error no later backend finds the weights.
+        """
+        with self._lock:
+            if self._is_closed or self._is_lost:
+                return None
+            try:
+                self._blocks.check(next(self._order))
+            except HeldWeightsError as error:
+                with self._store.locked():
+                    if self._store.holds(self._blocks.fd):
+                        self._store.clear()
+                return str(error)
+            except DeviceError as error:  # the next step fails too; the weights may be whole
+                logger.error("held weights cannot be read, and are checked no more: %s", error)
+                self._is_lost = True
+                return None
+            self.num_checks += 1
+            return None
+
+    def close(self) -> None:
+        """Leave the weights to later processes. Idempotent; the mapping stays valid."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._blocks.close()
+                self._store.close()
+
+    def _blocks_in_turn(self) -> Iterator[int]:
+        count = len(self._blocks)
+        return itertools.chain.from_iterable(iter(lambda: random.sample(range(count), count), None))

@@ -1,0 +1,276 @@
+"""The operations of a decoder: one protocol, implemented per device. The model uses nothing else.
+
+The T tokens of a step lie back to back, [T, …]. The residual stream is fp32; all else has the dtype of the weights. An
+operation may return a buffer of its own that its next call overwrites.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.lora.peft_adapter import LoraWeights
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+    from penstock.backend.forward_pass import ScoredTokens, StepBatch, TokenLogprobs
+
+KV_BLOCK_VALUES = 32
+KV_BLOCK_BYTES = {"fp32": 128, "bf16": 64, "q8_0": 34, "fp8": 32}
+"""Bytes of 32 values, by KV dtype. q8_0 is GGML's format: int8 with one binary16 scale per 32 values of a head. fp8 is
+e4m3 without a scale."""
+CPU_KV_DTYPES = ("fp32", "bf16", "q8_0")
+
+
+def supports_q8_0(head_dim: int) -> bool:
+    """Whether a head's values fill whole blocks of 32."""
+    return head_dim % KV_BLOCK_VALUES == 0
+
+
+def round_scale(scale: float, dtype: torch.dtype) -> float:
+    """scale in dtype: checkpoints were trained with it rounded to the weights' type."""
+    return float(torch.tensor(scale, dtype=dtype))
+
+
+Array: TypeAlias = Any
+"""A tensor on the device, in the implementation's own library."""
+Linear: TypeAlias = Any
+"""A packed weight, returned by `pack_linear`."""
+Experts: TypeAlias = Any
+"""A layer's packed experts and their router, returned by `ExpertOps.pack`."""
+Step: TypeAlias = Any
+"""A step's rows in the implementation's own form."""
+
+
+class Forward(Protocol):
+    """The signature of `DecoderModel.forward`."""
+
+    def __call__(self, step: Step, *, needs_logits: bool) -> Array | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """The heads of an attention layer. The qkv projection's output is [q heads | k heads | v heads], head_dim each."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def qkv_size(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def output_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """A layer's experts, as in `LayerWeights`."""
+
+    router: Tensor
+    gate_up: Tensor | QuantizedWeight
+    down: Tensor | QuantizedWeight
+    router_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """Attention settings that differ from layer to layer. Norm weights and sinks are results of `vector`."""
+
+    index: int
+    rope: int | None
+    """Index into the model's ropes; None for a layer without rotary embeddings."""
+    window_tokens: int | None
+    q_norm: Array | None
+    k_norm: Array | None
+    query_rope: int | None = None
+    """Index of the queries' rope, if it differs."""
+    sinks: Array | None = None
+    """[num_heads] a score for each head that takes part in the softmax and has no value."""
+    group: int = 0
+    """The group whose pages have its keys and values: an entry of `PassSpec.kv_windows`."""
+    group_index: int | None = None
+    """Its index among the group's layers; None if all layers are one group."""
+
+    @property
+    def cache_index(self) -> int:
+        """Index of the layer's part in its group's pages."""
+        return self.index if self.group_index is None else self.group_index
+
+    @property
+    def ropes(self) -> tuple[int | None, int | None]:
+        """The rope indices of queries and of keys."""
+        return self.rope if self.query_rope is None else self.query_rope, self.rope
+
+
+class ExpertOps(Protocol):
+    """The operations of mixtures of experts."""
+
+    def pack(self, weights: ExpertWeights, scale: float) -> Experts:
+        """The experts' results are multiplied by scale. The caller drops its copy."""
+        ...
+
+    def add(self, x: Array, experts: Experts, residual: Array) -> None:
+        """Add the weighted results of each token's experts to residual [T, hidden] in place, in fp32.
+
+        The weights are the router's probabilities, from logits in fp32. Among equal ones the lower expert is chosen. A
+        token's results are added in an order that does not depend on the batch.
+        """
+        ...
+
+    def weight_by_sigmoid(self, x: Array, gate: Linear, mixed: Array) -> None:
+        """Multiply each row of mixed, the result of `activated_linear`, by the sigmoid of gate's one output for x."""
+        ...
+
+
+class Ops(Protocol):
+    """The operations that the model needs from a device. Weights are packed once, in the fastest layout there.
+
+    Settings that are the same in all layers (the kind and epsilon of norms, the activation, the scales and soft caps
+    that no argument names) come from the model's DecoderConfig.
+    """
+
+    @property
+    def experts(self) -> ExpertOps | None:
+        """The operations of experts; None if the model has none."""
+        ...
+
+    def pack_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
+    ) -> Linear:
+        """Pack weight [out, in] and bias [out]; is_gated: out is [gate | up], for `activated_linear`.
+
+        The result is multiplied by scale. The caller drops its copy.
+        """
+        ...
+
+    def vector(self, weight: Tensor) -> Array:
+        """Pack a norm's weight, [n], or a layer norm's, [weight | bias]; or other numbers that are used in fp32."""
+        ...
+
+    def table(self, weight: Tensor) -> Array:
+        """Pack the embedding table, [vocab, hidden]."""
+        ...
+
+    def tied_table(self, weight: Tensor | QuantizedWeight, lm_head: Linear) -> Array:
+        """Like `table`; lm_head was packed from the same weight, so its memory may serve as the table."""
+        ...
+
+    def embed(self, table: Array, step: Step) -> Array:
+        """The step's residual stream, [T, hidden] fp32: rows of the table, and the step's own embeddings, scaled."""
+        ...
+
+    def norm(self, residual: Array, weight: Array | None) -> Array:
+        """Return [T, hidden] in the dtype of the weights. Without a weight the numbers are only converted."""
+        ...
+
+    def final_norm(self, residual: Array, weight: Array | None) -> Array:
+        """Like `norm`, for the model's last norm, whose result is also read outside of these operations."""
+        ...
+
+    def linear(self, x: Array, weights: Linear) -> Array: ...
+
+    def linear_add(self, x: Array, weights: Linear, residual: Array, norm: Array | None = None) -> None:
+        """Add the product, or its norm with that weight, to residual [T, out] in place, in fp32."""
+        ...
+
+    def activated_linear(self, x: Array, weights: Linear) -> Array:
+        """Return [T, intermediate]: activation(x @ gate) * (x @ up) of gated weights, activation(product) of others."""
+        ...
+
+    def rotate_and_store(self, qkv: Array, step: Step, layer: AttentionLayer) -> None:
+        """Normalise and rotate q and k of qkv [T, qkv_size] in place, then write k and v to the cache."""
+        ...
+
+    def attention(self, qkv: Array, step: Step, layer: AttentionLayer) -> Array:
+        """Causal attention of the step's queries over their sequences' cached positions, [T, output_size]."""
+        ...
+
+    def last_tokens(self, qkv: Array, residual: Array, step: Step) -> tuple[Array, Array, Step]:
+        """Reduce all three to `StepBatch.logit_tokens`: L + S tokens, at least one."""
+        ...
+
+    def logit_rows(self, normed: Array, step: Step) -> Array:
+        """The last tokens of the logit rows, [L, hidden], from the final norm's result."""
+        ...
+
+    def logits(self, x: Array, weights: Linear) -> Array:
+        """The product, soft-capped, [L, vocab]: fp32 on the CPU, the dtype of the weights on a GPU."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LinearAdapters(Protocol):
+    """The adapters of the packed linears.
+
+    `linear`, `linear_add` and `activated_linear` add the part of a row's adapter to a token's product, in fp32, before
+    it is used otherwise. Tokens of rows without an adapter have the same bits as without adapters.
+    """
+
+    def give(self, linear: Linear, adapters: Sequence[Sequence[LoraWeights]]) -> None:
+        """Give a linear an entry for each of `PassOptions.adapters`, empty for an adapter that leaves it unchanged.
+
+        Called at most once for a linear, before the first step.
+        """
+        ...
+
+
+class PageParts(Protocol):
+    def parts(self, page: int) -> list[Tensor]:
+        """All memory of a page."""
+        ...
+
+
+class CpuOps(Ops, Protocol):
+    """The operations on the CPU, which also own the KV cache and the step's form."""
+
+    @property
+    def adapters(self) -> LinearAdapters: ...
+
+    @property
+    def cache(self) -> list[Tensor] | PageParts:
+        """A tensor for each layer, [num_pages, …], or a cache that knows the parts of a page."""
+        ...
+
+    def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None: ...
+
+    def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> Step:
+        """Copy batch.page_copies and prepare the rows.
+
+        input_ids [T] are batch.input_ids with every FROM_SLOT resolved and every FROM_EMBEDDINGS replaced by any token.
+        """
+        ...
+
+    def run_step(self, step: Step, forward: Forward, *, needs_logits: bool) -> NDArray[np.float32] | None:
+        """Return the result of forward, the model's operations, for a step that was begun.
+
+        forward may be called for the first step only, if its operations are recorded: it must be the same function each
+        time, and its operations may depend on needs_logits, but not on the step.
+        """
+        ...
+
+    def score(
+        self, normed: Array, first: int, scored: ScoredTokens, logits_of: Callable[[Array], NDArray[np.float32]]
+    ) -> TokenLogprobs:
+        """Return `StepOutput.scored` of the last step.
+
+        Its tokens' rows of normed, the final norm's result, begin at `first`. logits_of is `DecoderModel.logits`; like
+        `forward` in `run_step`, it may be called for the first step only. The result of `run_step` may be overwritten.
+        """
+        ...
+
+    def normed_rows(self, normed: Array, num_rows: int) -> NDArray[np.float32]:
+        """A copy of the first rows of normed, the latest result of `norm`: [num_rows, hidden] fp32."""
+        ...

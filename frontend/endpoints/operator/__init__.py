@@ -1,1 +1,0 @@
-"""Endpoints for the operator of the server, who has the admin key."""

@@ -1,0 +1,1 @@
+"""Open streams of a client: one, the table of all, and how their readers take turns."""
