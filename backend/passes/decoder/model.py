@@ -281,7 +281,8 @@ def _pack_norm(config: DecoderConfig, ops: Ops, weight: Tensor | None) -> Array 
 
 
 def _offset(config: DecoderConfig, weight: Tensor) -> Tensor:
-    return weight.float().add_(config.norm_offset) if config.norm_offset else weight
+    # A copy: the source may give its own tensor.
+    return weight.to(torch.float32, copy=True).add_(config.norm_offset) if config.norm_offset else weight
 
 
 def rotate_half_order(config: DecoderConfig) -> Tensor:
