@@ -131,7 +131,7 @@ def write_random_model(out: Path, dims: ModelDims, max_shard_bytes: int = MAX_SH
     if any(out.iterdir()):
         raise StartupError(f"{out} is not empty")
     if is_bert:
-        for name, content in _sentence_transformers_files(dims).items():
+        for name, content in sentence_transformers_files(dims.hidden_size, dims.max_context).items():
             (out / name).parent.mkdir(exist_ok=True)
             _write_json(out / name, content)
         _write_word_tokenizer(out, dims.vocab_size)
@@ -318,7 +318,7 @@ def _bert_config(dims: ModelDims) -> dict[str, Any]:
     }
 
 
-def _sentence_transformers_files(dims: ModelDims) -> dict[str, Any]:
+def sentence_transformers_files(hidden_size: int, max_tokens: int) -> dict[str, Any]:
     """Mean pooling and normalisation, by file name."""
     module = "sentence_transformers.models."
     return {
@@ -327,11 +327,11 @@ def _sentence_transformers_files(dims: ModelDims) -> dict[str, Any]:
             {"idx": 1, "name": "1", "path": "1_Pooling", "type": f"{module}Pooling"},
             {"idx": 2, "name": "2", "path": "2_Normalize", "type": f"{module}Normalize"},
         ],
-        "1_Pooling/config.json": {"word_embedding_dimension": dims.hidden_size, "pooling_mode_mean_tokens": True},
-        "sentence_bert_config.json": {"max_seq_length": dims.max_context, "do_lower_case": False},
+        "1_Pooling/config.json": {"word_embedding_dimension": hidden_size, "pooling_mode_mean_tokens": True},
+        "sentence_bert_config.json": {"max_seq_length": max_tokens, "do_lower_case": False},
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": dims.max_context,
+            "model_max_length": max_tokens,
             **{f"{token[1:-1].lower()}_token": token for token in BERT_TOKENS},
         },
     }
@@ -340,6 +340,12 @@ def _sentence_transformers_files(dims: ModelDims) -> dict[str, Any]:
 def _write_word_tokenizer(out: Path, vocab_size: int) -> None:
     words = (*BERT_TOKENS, *(f"w{index}" for index in range(vocab_size - len(BERT_TOKENS))))
     vocab = {token: index for index, token in enumerate(words)}
+    word_piece_tokenizer(vocab).save(str(out / "tokenizer.json"))
+
+
+def word_piece_tokenizer(vocab: dict[str, int] | None = None) -> Tokenizer:
+    """An uncased tokenizer as BERT has it (arXiv 1810.04805), whose first tokens are BERT_TOKENS. Train one without a
+    vocabulary."""
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))  # noqa: S106 - a token's text
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -347,9 +353,9 @@ def _write_word_tokenizer(out: Path, vocab_size: int) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[(token, vocab[token]) for token in ("[CLS]", "[SEP]")],
+        special_tokens=[(token, BERT_TOKENS.index(token)) for token in ("[CLS]", "[SEP]")],
     )
-    tokenizer.save(str(out / "tokenizer.json"))
+    return tokenizer
 
 
 def _write_json(path: Path, value: Any) -> None:

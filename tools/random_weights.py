@@ -51,38 +51,20 @@ LLAMA_8B = DecoderConfig(
 )
 """Llama-3.1-8B's dimensions, without its scaling of rotary frequencies, which changes no cost."""
 
-QWEN3_06B = DecoderConfig(
+QWEN3_06B = replace(
+    LLAMA_8B,
     architecture="Qwen3ForCausalLM",
     vocab_size=151_936,
     hidden_size=1024,
     intermediate_size=3072,
     num_layers=28,
     num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
     norm_eps=1e-6,
     max_context_tokens=40_960,
     rope=make_rope(128, 1_000_000.0),
     tie_embeddings=True,
     qk_norm="head",
 )
-
-QWEN2_05B = DecoderConfig(
-    architecture="Qwen2ForCausalLM",
-    vocab_size=151_936,
-    hidden_size=896,
-    intermediate_size=4864,
-    num_layers=24,
-    num_heads=14,
-    num_kv_heads=2,
-    head_dim=64,
-    norm_eps=1e-6,
-    max_context_tokens=32_768,
-    rope=make_rope(64, 1_000_000.0),
-    tie_embeddings=True,
-    qkv_bias=True,
-)
-"""The product of q, k and v has a bias, for which the library may take another workspace."""
 
 TINY = DecoderConfig(
     architecture="LlamaForCausalLM",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from penstock.shm.messages import (
     VectorPart,
 )
 from penstock.tools.rig.engine_rig import EngineRig, RigSizes
-from penstock.tools.rig.executors import SteppedExecutor
+from penstock.tools.rig.executors import ThreadlessExecutor
 from penstock.tools.rig.links import DroppingLink
 
 if TYPE_CHECKING:
@@ -160,12 +160,34 @@ class ScriptedLink(DroppingLink):
         self.received[frontend, request_id].num_preemptions += 1
 
 
-class JudgedExecutor(SteppedExecutor):
-    """Remembers the batches that were launched."""
+class JudgedExecutor(ThreadlessExecutor):
+    """`run_one` runs one step, on the caller's thread. Remembers the batches that were launched."""
 
     def __init__(self, launch: Launch, capacity: int) -> None:
-        super().__init__(launch, capacity)
+        super().__init__(capacity)
+        self._launch = launch
         self.batches: list[StepBatch] = []
+        self.num_rows_run = 0
+        self.step_s = 0.0
+        """Reported as the duration of each step; the caller sets it."""
+        self.ran_s = 0.0
+        """How long the running step has run; the caller sets it."""
+
+    @property
+    def num_planned(self) -> int:
+        return len(self._plans)
+
+    def running_s(self) -> float:
+        return self.ran_s
+
+    def run_one(self) -> bool:
+        """False if no plan waits."""
+        if not self._plans:
+            return False
+        result = self._launch(*self._plans.popleft()).finish()
+        self.num_rows_run += len(result.plan)
+        self._results.append(replace(result, step_s=self.step_s))
+        return True
 
     def launch(self, plan: Plan, batch: StepBatch, saves: PageSaves) -> None:
         assert len(set(plan.sequences)) == len(plan), "a sequence has two rows in one step"

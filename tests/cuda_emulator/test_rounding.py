@@ -12,11 +12,11 @@ from penstock.backend.passes.cuda.device.launcher import Kernel
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes
 from penstock.tools.gpu.cases.catalogue import invariance_checks, small_checks
 from penstock.tools.gpu.cases.check import Check
-from penstock.tools.gpu.cases.logprobs import check_logprobs
 from penstock.tools.gpu.cases.ptx_wrappers import WRAPPERS
 from penstock.tools.gpu.cases.sampler import FILTERS, check_distribution, check_filter, check_noise
-from penstock.tools.gpu.checks import deterministic_passes, pass_agreement
-from penstock.tools.gpu.checks.deterministic_passes import BatchCase, PassSizes
+from penstock.tools.gpu.cases.sampling import check_logprobs
+from penstock.tools.gpu.checks import invariance, pass_agreement
+from penstock.tools.gpu.checks.invariance import BatchCase, PassSizes
 from penstock.tools.gpu.devices.device_context import DeviceContext
 from penstock.tools.random_weights import TINY_FAMILY
 from tests.backend.passes.cuda.emulated_device import EmulatedDevice
@@ -101,7 +101,8 @@ def test_passes_agree_with_the_cpu_pass_with_device_rounding(tmp_path: Path, mon
     monkeypatch.setattr(pass_agreement, "_SIZES", StepSizes(max_rows=2, max_tokens=80, max_context_tokens=80))
     context = DeviceContext(EmulatedDevice("device"), HostClock(), NoMemoryCounter(), lambda: EmulatedDevice("device"))
     record = Record(tmp_path)
-    pass_agreement.check_passes(record.results, context, ("qwen3",), ("int4",))
+    pass_agreement.check_families(record.results, context, ("qwen3",))
+    pass_agreement.check_variations(record.results, context, "qwen3", ("int4",))
     assert {"pass.qwen3.tokens", "pass.qwen3.bf16", "pass.qwen3.fp16"} <= set(record.findings())
 
 
@@ -110,5 +111,5 @@ def test_deterministic_passes_keep_a_rows_bits_with_device_rounding(tmp_path: Pa
     record = Record(tmp_path)
     batch_cases = (BatchCase("tokens", 3, 1, 1, 1), BatchCase("beside_decodes", 4, 3, 7, 1))
     sizes = PassSizes(TINY_FAMILY["qwen2-window"], torch.float32, ("bf16", "q8_0"), batch_cases, new_tokens=3)
-    deterministic_passes.check_passes(record.results, context, sizes)
+    invariance.check_passes(record.results, context, sizes)
     assert len(record.findings()) == 6

@@ -20,7 +20,6 @@ _HELP = (
 _SERVING = {
     "load": "Throughput and latency of any OpenAI endpoint (--url), and requests that share work (--shape).",
     "compare": "Penstock and other servers in turns, on one machine.",
-    "static": "Continuous batching against one static batch.",
     "frontend-cost": "Frontend CPU time for each streamed token.",
     "interference": "Gaps in running streams while a long prompt arrives.",
     "fairness": "Short requests beside another tenant's flood of long ones.",
@@ -32,7 +31,6 @@ _ENCODERS = {
 _COMPONENTS = {
     "mask-cost": "CPU time of a grammar's mask for each row and step.",
     "quantization": "Perplexity and speed of a model's weights in each form.",
-    "growth": "A decode step against context, rows and vocabulary.",
 }
 
 

@@ -18,25 +18,23 @@ from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.load_generator.target import Endpoint, Target
 from penstock.tools.bench.load_generator.workload import Lengths, Workload, parse_lengths
 
+_MAX_COUNT = 4096
+
 
 def _convert_lengths(_type: Any, tokens: Sequence[Token]) -> Lengths:
     return parse_lengths(tokens[0].value)
 
 
-def parse_counts(text: str, limit: int = 4096) -> tuple[int, ...]:
-    """Return "1,4,16" as numbers from 1 to limit. Raises ValueError for anything else."""
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Return "1,4,16" as numbers from 1 to _MAX_COUNT. Raises ValueError for anything else."""
     counts = tuple(int(item) if item.strip().isdecimal() else 0 for item in text.split(","))
-    if not all(1 <= count <= limit for count in counts):
-        raise ValueError(f'"{text}" is not a list of counts from 1 to {limit}; write 1,4,16')
+    if not all(1 <= count <= _MAX_COUNT for count in counts):
+        raise ValueError(f'"{text}" is not a list of counts from 1 to {_MAX_COUNT}; write 1,4,16')
     return counts
 
 
 def _convert_counts(_type: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
     return parse_counts(tokens[0].value)
-
-
-def _convert_sizes(_type: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
-    return parse_counts(tokens[0].value, limit=1 << 20)
 
 
 def _show_counts(counts: tuple[int, ...]) -> str:
@@ -48,15 +46,10 @@ Counts = Annotated[
     tuple[int, ...],
     Parameter(converter=_convert_counts, n_tokens=1, negative="", metavar="COUNTS", show_default=_show_counts),
 ]
-Sizes = Annotated[
-    tuple[int, ...],
-    Parameter(converter=_convert_sizes, n_tokens=1, negative="", metavar="SIZES", show_default=_show_counts),
-]
-"""As Counts, to 2^20."""
 Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
 AtLeastOne = Annotated[int, Parameter(validator=Number(gte=1))]
 NotNegative = Annotated[int, Parameter(validator=Number(gte=0))]
-ClientCount = Annotated[int, Parameter(validator=Number(gte=1, lte=4096))]
+ClientCount = Annotated[int, Parameter(validator=Number(gte=1, lte=_MAX_COUNT))]
 
 MEASUREMENT = Parameter(name="*", group=Group("Measurement", sort_key=1))
 """Decorates dataclasses whose fields are options of a measurement."""
@@ -71,21 +64,11 @@ class PromptLength:
 
 @MEASUREMENT
 @dataclass(frozen=True)
-class RequestLengths(PromptLength):
-    """Both lengths of a request."""
+class PromptOptions(PromptLength):
+    """The requests of a measurement that runs against any server."""
 
     output_tokens: LengthRange = Lengths(64, 64)  # noqa: RUF009 - frozen
     """Answer length in tokens: 64, or 16:128 for lengths drawn evenly. Exact if the server supports ignore_eos."""
-
-    def workload(self, target: Target) -> Workload:
-        """Prompts of token ids, for a server that we started."""
-        return Workload(self.prompt_tokens, self.output_tokens, target.vocab_size)
-
-
-@MEASUREMENT
-@dataclass(frozen=True)
-class PromptOptions(RequestLengths):
-    """The requests of a measurement that runs against any server."""
 
     endpoint: Endpoint = "completions"
     """Endpoint that receives the requests."""
@@ -135,15 +118,11 @@ class SeedOptions:
 
 @MEASUREMENT
 @dataclass(frozen=True)
-class RoundOptions:
+class SeededRounds(SeedOptions):
+    """Rounds of drawn requests."""
+
     rounds: AtLeastOne = 3
     """Rounds of the measurement; medians over the rounds are reported."""
-
-
-@MEASUREMENT
-@dataclass(frozen=True)
-class SeededRounds(SeedOptions, RoundOptions):
-    """Rounds of drawn requests."""
 
 
 @MEASUREMENT

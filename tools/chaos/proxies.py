@@ -1,4 +1,5 @@
-"""HAProxy and nginx, with the configurations of docs/operations."""
+"""The processes that a run starts, and those of them that are proxies: HAProxy and nginx, with the configurations of
+docs/operations."""
 
 from __future__ import annotations
 
@@ -6,11 +7,15 @@ import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import penstock
+from penstock.process.children import Child as OwnedProcess
 from penstock.process.children import find_program
-from penstock.tools.chaos.child import Child
 from penstock.tools.chaos.errors import ChaosError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 SHIPPED = Path(penstock.__file__).parents[1] / "docs" / "operations"
 """Folder of the configurations. A wheel has no docs, so it exists only in a checkout."""
@@ -18,10 +23,23 @@ _CHECKS_EVERY_S = {"haproxy": (1.0, 1.0, 2.0, 2.0), "nginx": ()}
 """Periods of the health checks in the shipped configurations: of /ready and of /health, on both frontends."""
 _CHECK_MARGIN_S = 1.0
 """Totals lag, and a proxy spreads its checks."""
-
-
 _VARIABLE = re.compile(r"\$\{(PENSTOCK_[A-Z_]+)\}")
 """nginx has variables of its own, which stay."""
+
+
+class Child(OwnedProcess):
+    """A process in a session of its own, so that all of its descendants can be found."""
+
+    failure = ChaosError
+
+    def __init__(self, name: str, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        """log receives its output, after what is there."""
+        self._path = log
+        with log.open("ab") as file:
+            super().__init__(name, argv, environment, file, has_session=True)
+
+    def log_text(self) -> str:
+        return self._path.read_text(errors="replace")
 
 
 @dataclass(frozen=True, slots=True)

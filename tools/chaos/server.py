@@ -18,10 +18,9 @@ from penstock.process.options import make_app, to_argv
 from penstock.process.supervisor import module_argv
 from penstock.serve.options import ServeOptions, select_options
 from penstock.tools.chaos.census import ELASTIC_ROLE
-from penstock.tools.chaos.child import Child
 from penstock.tools.chaos.errors import COMMAND, ChaosError
 from penstock.tools.chaos.plan import Tenant
-from penstock.tools.chaos.proxies import SHIPPED, Addresses, Proxy
+from penstock.tools.chaos.proxies import SHIPPED, Addresses, Child, Proxy
 from penstock.tools.free_port import free_port
 
 _MODULES = {

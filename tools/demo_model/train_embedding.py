@@ -19,14 +19,14 @@ from typing import Annotated, Any
 import cyclopts
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, trainers
 from torch.nn import functional
 from transformers import BertConfig, BertModel
 
 from penstock.tools.demo_model.pairs import Page, Pages, make_pair, read_pages
+from penstock.tools.random_model import BERT_TOKENS, sentence_transformers_files, word_piece_tokenizer
 
 MODEL_DIR = Path(__file__).parents[2] / "backend" / "demo_embedding_model"
-SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 MAX_TOKENS = 256
 _QUESTION_TOKENS, _PAGE_TOKENS = 24, 48
 """Training cuts texts at these lengths. Some texts are shifted, to train the positions behind them."""
@@ -58,21 +58,11 @@ class TrainingOptions:
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
-    """Train an uncased WordPiece tokenizer as BERT has it (arXiv 1810.04805)."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))  # noqa: S106 - a token's text
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
+    tokenizer = word_piece_tokenizer()
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS), show_progress=False, min_frequency=2
+        vocab_size=vocab_size, special_tokens=list(BERT_TOKENS), show_progress=False, min_frequency=2
     )
     tokenizer.train_from_iterator(texts, trainer)
-    cls, sep = (SPECIAL_TOKENS.index(token) for token in ("[CLS]", "[SEP]"))
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", cls), ("[SEP]", sep)],
-    )
     return tokenizer
 
 
@@ -197,19 +187,8 @@ def write_checkpoint(network: BertModel, tokenizer: Tokenizer, options: Training
     """Write the checkpoint in the layout of sentence-transformers."""
     files: dict[str, Any] = {
         "config.json": {**network.config.to_diff_dict(), "architectures": ["BertModel"], "dtype": "bfloat16"},
-        "modules.json": [
-            {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-            {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
-            {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
-        ],
-        "1_Pooling/config.json": {"word_embedding_dimension": options.hidden, "pooling_mode_mean_tokens": True},
-        "sentence_bert_config.json": {"max_seq_length": MAX_TOKENS, "do_lower_case": False},
         "config_sentence_transformers.json": {"similarity_fn_name": "cosine", "prompts": {}},
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": MAX_TOKENS,
-            **{f"{token[1:-1].lower()}_token": token for token in SPECIAL_TOKENS},
-        },
+        **sentence_transformers_files(options.hidden, MAX_TOKENS),
     }
     for name, content in files.items():
         path = options.out / name

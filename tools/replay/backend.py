@@ -10,13 +10,16 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from penstock.backend.engine.recorder import Recorder
 from penstock.backend.engine.requests.limits import EngineLimits
+from penstock.backend.engine.steps.launched_step import LaunchedStep
 from penstock.backend.engine.steps.step_timing import StepTiming
+from penstock.backend.forward_pass import StepOutput
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.memory.ring import Stretch
 from penstock.shm.recording.events import pack_event
-from penstock.tools.replay.made_up_steps import VECTOR_WIDTHS
 from penstock.tools.replay.sizes import rig_sizes
 from penstock.tools.rig.engine_rig import EngineRig
 from penstock.tools.rig.executors import ClockedExecutor
@@ -25,6 +28,11 @@ from penstock.tools.rig.links import DroppingLink
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from numpy.typing import NDArray
+
+    from penstock.backend.engine.steps.launched_step import PageSaves
+    from penstock.backend.forward_pass import StepBatch
+    from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.structured_output.grammar_cache import GrammarCache
     from penstock.shm.recording.events import BackendStarted
     from penstock.tools.replay.arrivals import Arrivals
@@ -37,6 +45,8 @@ _MIN_TURN_S = 1e-6
 _PATIENCE_S = 3600.0
 """A replay ends this long after its last event, even if requests are still open."""
 _GRAMMAR_WAIT_S = 60.0
+VECTOR_WIDTHS = {"embed": 1}
+"""`PassSpec.pooled` of the pass that samples made-up tokens."""
 
 
 class _EvenTiming(StepTiming):
@@ -57,9 +67,35 @@ class ReplayedPass:
     scores_prompts: bool = True
 
 
-def made_up_pass(launch: Launch) -> ReplayedPass:
-    """For `MadeUpSteps.launch`."""
-    return ReplayedPass(launch, VECTOR_WIDTHS)
+class MadeUpSteps:
+    """Computes nothing: a sequence samples its made-up tokens, and stops where it stopped in the recording."""
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        self._arrivals = arrivals
+
+    def launch(self, plan: Plan, _batch: StepBatch, _saves: PageSaves) -> LaunchedStep:
+        """Like `launch_step`."""
+        kept = plan.live_rows()
+        if len(kept) < len(plan):
+            plan = plan.keep(kept)
+        if not plan.logit_rows and not plan.pooled_rows:
+            return LaunchedStep(plan, None)
+        token_ids = self._sample(plan) if plan.logit_rows else np.empty(0, np.int32)
+        vectors = tuple(np.zeros(1, np.float32) for _ in plan.pooled_rows) or None
+        return LaunchedStep(plan, StepOutput(token_ids, pooled=vectors), widths=VECTOR_WIDTHS)
+
+    def _sample(self, plan: Plan) -> NDArray[np.int32]:
+        numbers, positions = [], []
+        for index in plan.logit_rows:
+            subscriber = next(iter(plan.sequences[index].subscribers))
+            numbers.append(self._arrivals.number_of[subscriber.frontend, subscriber.request_id])
+            positions.append(plan.ends[index])
+        token_ids = self._arrivals.made_up.sampled(numbers, positions)
+        stop_ids = self._arrivals.stop_ids
+        for place, name in enumerate(zip(numbers, positions, strict=True)):
+            if name in stop_ids:
+                token_ids[place] = stop_ids[name]
+        return token_ids
 
 
 class ReplayedBackend:

@@ -20,9 +20,8 @@ from penstock.shm.recording.events import Arrived
 from penstock.shm.recording.file import Recording, RecordingError, RecordingWriter
 from penstock.shm.recording.records import unpack
 from penstock.tools.replay.arrivals import Arrivals
-from penstock.tools.replay.backend import ReplayedBackend, ReplayedPass, made_up_pass
+from penstock.tools.replay.backend import VECTOR_WIDTHS, MadeUpSteps, ReplayedBackend, ReplayedPass
 from penstock.tools.replay.comparison import Account, compare_tokens, comparison_table
-from penstock.tools.replay.made_up_steps import MadeUpSteps
 from penstock.tools.replay.sizes import check_sizes
 from penstock.tools.replay.step_times import StepTimes
 
@@ -96,7 +95,7 @@ def run_replay(life: Life, options: BackendOptions, *, with_tokens: bool) -> tup
         )
     step_times, arrivals = StepTimes(life), Arrivals(life, started, from_prompts=with_tokens)
     if not with_tokens:
-        made_up = made_up_pass(MadeUpSteps(arrivals).launch)
+        made_up = ReplayedPass(MadeUpSteps(arrivals).launch, VECTOR_WIDTHS)
         return ReplayedBackend(started, arrivals, step_times, made_up, with_tokens=False).run(), arrivals, started
     from penstock.tools.replay.model import load_pass  # imports torch
 

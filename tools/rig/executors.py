@@ -1,4 +1,4 @@
-"""Executors without threads: a step runs when it is told to, or when a simulated clock says so."""
+"""Executors without threads: a subclass says when a step runs."""
 
 from __future__ import annotations
 
@@ -39,10 +39,6 @@ class ThreadlessExecutor(IExecutor):
     def is_busy(self) -> bool:
         return self._num_in_flight > 0
 
-    @property
-    def num_planned(self) -> int:
-        return len(self._plans)
-
     def clear_wake(self) -> None:
         """Nothing wakes: whoever runs the steps turns the loop."""
 
@@ -57,31 +53,6 @@ class ThreadlessExecutor(IExecutor):
         results, self._results = self._results, []
         self._num_in_flight -= len(results)
         return results
-
-
-class SteppedExecutor(ThreadlessExecutor):
-    """`run_one` runs one step, on the caller's thread."""
-
-    def __init__(self, launch: Launch, capacity: int = 1) -> None:
-        super().__init__(capacity)
-        self._launch = launch
-        self.num_rows_run = 0
-        self.step_s = 0.0
-        """Reported as the duration of each step; the caller sets it."""
-        self.ran_s = 0.0
-        """How long the running step has run; the caller sets it."""
-
-    def running_s(self) -> float:
-        return self.ran_s
-
-    def run_one(self) -> bool:
-        """False if no plan waits."""
-        if not self._plans:
-            return False
-        result = self._launch(*self._plans.popleft()).finish()
-        self.num_rows_run += len(result.plan)
-        self._results.append(replace(result, step_s=self.step_s))
-        return True
 
 
 class ClockedExecutor(ThreadlessExecutor):

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.main import app
 from penstock.process.options import to_argv
-from penstock.tools.bench.components import growth
+from penstock.tools.bench.components import quantization
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness import run
 from tests.tools.bench.conftest import FAKE, BenchCommand
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 MEASUREMENTS = (
     "load",
     "compare",
-    "static",
     "frontend-cost",
     "interference",
     "fairness",
@@ -32,7 +31,6 @@ MEASUREMENTS = (
     "embeddings",
     "mask-cost",
     "quantization",
-    "growth",
 )
 NOBODY = "http://127.0.0.1:1"
 
@@ -65,7 +63,7 @@ def test_every_measurement_has_a_help_page_with_its_own_options(name: str, capsy
     shown = shown_by(capsys, name)
     assert f"Usage: penstock bench {name}" in shown
     assert "--json" in shown
-    without_server = ("mask-cost", "quantization", "growth")
+    without_server = ("mask-cost", "quantization")
     assert ("--kv-budget" in shown) is (name not in without_server)
     assert ("--url" in shown) is (name == "load")
     for unknown in ("--port", "--uds", "--dry-run", "--empty-", "[default: ()]"):
@@ -82,7 +80,7 @@ def test_model_reaches_the_server_that_is_started(
         raise BenchError("no server is started")
 
     monkeypatch.setattr(run, "bench_server", refuse)
-    assert failure_of(capsys, "static", "--model", "some/model").endswith("no server is started")
+    assert failure_of(capsys, "fairness", "--model", "some/model").endswith("no server is started")
     assert started[started.index("--model") + 1] == "some/model"
     assert "--models" not in started
 
@@ -101,10 +99,9 @@ def test_load_runs_when_no_measurement_is_named(arguments: list[str], capsys: py
 @pytest.mark.parametrize(
     ("arguments", "unknown"),
     [
-        (["growth", "--url", NOBODY], "--url"),
-        (["growth", "--model", "m"], "--model"),
-        (["growth", "--rounds", "3"], "--rounds"),
-        (["static", "--url", NOBODY], "--url"),
+        (["quantization", "--url", NOBODY], "--url"),
+        (["quantization", "--rounds", "3"], "--rounds"),
+        (["fairness", "--url", NOBODY], "--url"),
         (["quantization", "--workers", "2"], "--workers"),
         (["mask-cost", "--max-running", "2"], "--max-running"),
         (["frontend-cost", "--forward-pass", "fake"], "--forward-pass"),
@@ -162,9 +159,9 @@ def test_environment_names_one_peer_on_each_line(bench: BenchCommand, monkeypatc
 def test_unwritable_report_ends_the_command_before_it_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, reason: str
 ) -> None:
-    monkeypatch.setattr(growth, "bare_pass", partial(pytest.fail, "it was measured"))
+    monkeypatch.setattr(quantization, "measure", partial(pytest.fail, "it was measured"))
     path = tmp_path / name
     with pytest.raises(SystemExit) as exited:
-        app(["bench", "growth", "--json", str(path)])
+        app(["bench", "quantization", "--json", str(path)])
     assert exited.value.code == 1
     assert capsys.readouterr().err == f"penstock bench: --json {path} cannot be written: {reason}\n"

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from penstock.tools.bench.load_generator.sending import measure, run_whole
+from penstock.tools.bench.load_generator.sending import ask_whole, measure
 from penstock.tools.bench.load_generator.stats import Outcome
 from penstock.tools.bench.load_generator.workload import Drop, Lengths, Workload
 from tests.tools.bench.scripted_server import (
@@ -52,10 +52,10 @@ async def test_request_on_a_connection_that_the_server_closed_is_sent_again() ->
 
 
 async def test_request_for_a_whole_answer_is_sent_again() -> None:
-    server = ClosingServer(whole(200, b'{"usage":{"completion_tokens":3}}'))
+    server = ClosingServer(whole(200, b"an answer"))
     async with serving(server) as target:
         for _ in range(2):
-            assert await run_whole(target, [ONE_TOKEN]) > 0
+            assert await ask_whole(target.http, target.encode(ONE_TOKEN)) == b"an answer"
     assert server.num_requests == 3
 
 

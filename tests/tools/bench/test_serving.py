@@ -97,16 +97,6 @@ def test_storm_without_drops_completes_every_request(bench: BenchCommand) -> Non
     assert (row["completed"], row["dropped"]) == (6, 0)
 
 
-def test_static_compares_three_rounds_of_the_same_requests(bench: BenchCommand) -> None:
-    lengths = ["--prompt-tokens", "3:9", "--output-tokens", "4:6"]
-    run = bench("static", *FAKE, *lengths)
-    assert run.status == 0, run.errors
-    comparison = run.report["sections"]["compare_static"]
-    assert comparison["requests"] == 8
-    assert len(comparison["continuous"]) == len(comparison["static"]) == 3
-    assert [aim["limit"] for aim in run.report["aims"]] == [1.0, 0.97]
-
-
 def test_frontend_cost_is_reported_for_each_process(bench: BenchCommand) -> None:
     run = bench("frontend-cost", "--requests", "8", "--rounds", "1", "--paced")
     assert run.status == 0, run.errors

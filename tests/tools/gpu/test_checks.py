@@ -19,8 +19,7 @@ from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes
 from penstock.tools.gpu import environment
 from penstock.tools.gpu.cases.attention.choices import choice_checks
 from penstock.tools.gpu.cases.catalogue import wgmma_checks, wide_checks
-from penstock.tools.gpu.cases.check import Check
-from penstock.tools.gpu.cases.comparing import Mismatch
+from penstock.tools.gpu.cases.check import Check, Mismatch
 from penstock.tools.gpu.checks import (
     compilation,
     correctness,
@@ -98,12 +97,10 @@ def test_checks_stop_when_only_the_reserve_is_left(tmp_path: Path) -> None:
 def test_cuda_pass_agrees_with_the_cpu_pass(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pass_agreement, "_ROWS", 2)
     monkeypatch.setattr(pass_agreement, "_SIZES", StepSizes(max_rows=2, max_tokens=80, max_context_tokens=80))
-    pass_agreement.check_passes(
-        record.results,
-        make_device_context(),
-        ("qwen3", "gpt-oss", "gemma2"),  # the others: tests/backend/passes/cuda/test_pass_on_emulator.py
-        ("mxfp4",),  # the other forms: tests/backend/passes/cuda/test_quantized_pass.py
-    )
+    context = make_device_context()
+    # The other models: tests/backend/passes/cuda/test_pass_on_emulator.py; other forms: test_quantized_pass.py there.
+    pass_agreement.check_families(record.results, context, ("qwen3", "gpt-oss", "gemma2"))
+    pass_agreement.check_variations(record.results, context, "qwen3", ("mxfp4",))
     findings = record.findings()
     assert {
         "pass.qwen3.fp32", "pass.gpt-oss.fp32", "pass.gemma2.bf16", "pass.qwen3.fp16", "pass.experts.bf16",

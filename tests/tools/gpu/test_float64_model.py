@@ -11,7 +11,7 @@ import torch
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
-from penstock.tools.gpu.cases.comparing import Mismatch
+from penstock.tools.gpu.cases.check import Mismatch
 from penstock.tools.gpu.checks import pass_agreement
 from penstock.tools.gpu.checks.float64_model import Float64Model
 from penstock.tools.random_weights import TINY_FAMILY, RandomWeights

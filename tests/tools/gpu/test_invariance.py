@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes
-from penstock.tools.gpu.checks import deterministic_passes, unsplit
+from penstock.tools.gpu.checks import invariance, unsplit
 from penstock.tools.random_weights import LLAMA_8B, QWEN3_06B, TINY, weight_shapes
 from tests.tools.gpu.device_context import Record, make_device_context
 
 
 def test_deterministic_passes_keep_a_rows_bits(record: Record) -> None:
-    context, batch_cases = make_device_context(), deterministic_passes.BATCH_CASES
+    context, batch_cases = make_device_context(), invariance.BATCH_CASES
     small = tuple(
         replace(batch_case, num_rows=min(batch_case.num_rows, 9), row=batch_case.row % 9) for batch_case in batch_cases
     )
-    deterministic_passes.check_products(record.results, context, {"o": (64, 32, 2)}, torch.float32)
-    sizes = deterministic_passes.PassSizes(TINY, torch.float32, ("bf16", "q8_0"), small, new_tokens=4)
-    deterministic_passes.check_passes(record.results, context, sizes)
+    invariance.check_products(record.results, context, {"o": (64, 32, 2)}, torch.float32)
+    sizes = invariance.PassSizes(TINY, torch.float32, ("bf16", "q8_0"), small, new_tokens=4)
+    invariance.check_passes(record.results, context, sizes)
     found = record.findings()
     assert found["invariance.blocks.o"].passed
     for kv_dtype in ("bf16", "q8_0"):
@@ -32,10 +32,10 @@ def test_deterministic_passes_keep_a_rows_bits(record: Record) -> None:
 
 def test_pass_whose_bits_depend_on_the_batch_fails(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses a pass without `--deterministic`."""
-    monkeypatch.setattr(deterministic_passes, "StepSizes", lambda *sizes, **_: StepSizes(*sizes))
-    batch_cases = (deterministic_passes.BatchCase("tokens", 3, 1, 1, 1),)
-    sizes = deterministic_passes.PassSizes(TINY, torch.float32, ("bf16",), batch_cases, new_tokens=2)
-    deterministic_passes.check_passes(record.results, make_device_context(), sizes)
+    monkeypatch.setattr(invariance, "StepSizes", lambda *sizes, **_: StepSizes(*sizes))
+    batch_cases = (invariance.BatchCase("tokens", 3, 1, 1, 1),)
+    sizes = invariance.PassSizes(TINY, torch.float32, ("bf16",), batch_cases, new_tokens=2)
+    invariance.check_passes(record.results, make_device_context(), sizes)
     with pytest.raises(AssertionError, match=r"bf16\.recomputed.*bf16\.tokens', '0 of 2 tokens"):
         record.findings()
 

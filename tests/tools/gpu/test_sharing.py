@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.shm.buffers.device_api import DeviceError
-from penstock.tools.gpu.cases.comparing import Mismatch
+from penstock.tools.gpu.cases.check import Mismatch
 from penstock.tools.gpu.checks import held_blocks, sharing
 from penstock.tools.gpu.devices import caches
 from tests.shm.buffers.fake_device import FakeDevice

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +23,9 @@ from penstock.backend.checkpoint.formats.declared import read_stored_formats
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
-from penstock.backend.forward_pass import PassOptions
+from penstock.backend.forward_pass import PassOptions, SamplingParams, SlotInit, StepBatch
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass, make_cpu_ops
 from penstock.process.options import format_size
-from penstock.tools.bench.components.decode_steps import decode_steps
 from penstock.tools.bench.components.scored_model import PAGE_TOKENS, ScoredModel
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.report import make_table
@@ -129,11 +128,30 @@ def measure(options: QuantizationOptions, model_dir: Path, windows: NDArray[np.i
 
 def _median_step_s(forward_pass: CpuDecoderPass, rows: int, num_steps: int) -> float:
     times_s = []
-    for batch in decode_steps(rows, _CONTEXT_TOKENS, PAGE_TOKENS, _WARM_UP_STEPS + num_steps):
+    for batch in _decode_steps(rows, _WARM_UP_STEPS + num_steps):
         started_s = time.perf_counter()
         forward_pass.sample(forward_pass.forward(batch), batch).wait()
         times_s.append(time.perf_counter() - started_s)
     return statistics.median(times_s[_WARM_UP_STEPS:])
+
+
+def _decode_steps(num_rows: int, num_steps: int) -> Iterator[StepBatch]:
+    """Yield the same step num_steps times. Row r owns the pages from r * pages_per_row; their content is arbitrary."""
+    pages_per_row = -(-(_CONTEXT_TOKENS + 1) // PAGE_TOKENS)
+    rows = np.arange(num_rows, dtype=np.int32)
+    page_table = (rows[:, None] * pages_per_row + np.arange(pages_per_row)).astype(np.int32)
+    prompt = np.ones(_CONTEXT_TOKENS, np.int32)
+    inits = tuple(SlotInit(slot, SamplingParams(temperature=0.0), prompt, _CONTEXT_TOKENS) for slot in range(num_rows))
+    for index in range(num_steps):
+        yield StepBatch(
+            input_ids=rows + 1,
+            query_starts=np.arange(num_rows + 1, dtype=np.int32),
+            context_lens=np.full(num_rows, _CONTEXT_TOKENS, np.int32),
+            page_table=page_table,
+            slots=rows,
+            logit_rows=rows,
+            slot_inits=inits if index == 0 else (),
+        )
 
 
 def load_dequantized(model_dir: Path, settings: PassOptions) -> CpuDecoderPass:

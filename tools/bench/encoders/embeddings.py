@@ -64,17 +64,11 @@ class EmbeddingOptions:
     short_requests: AtLeastOne = 50
     """Single inputs of 16 tokens, one after the other, of the latency."""
 
-    peer: Annotated[
-        tuple[str, ...],
-        Parameter(consume_multiple=False, negative="", show_default=False, metavar="NAME=COMMAND,URL"),
-    ] = ()
+    peer: Annotated[tuple[str, ...], _REPEATED, Parameter(metavar="NAME=COMMAND,URL")] = ()
     """A server with /v1/embeddings to compare with: see `penstock bench compare`. A URL that ends in /embeddings is the
     whole path."""
 
-    library: Annotated[
-        tuple[str, ...],
-        Parameter(consume_multiple=False, negative="", show_default=False, metavar="LIBRARY,DTYPE=PYTHON"),
-    ] = ()
+    library: Annotated[tuple[str, ...], _REPEATED, Parameter(metavar="LIBRARY,DTYPE=PYTHON")] = ()
     """A library to compare with, sentence-transformers or onnxruntime, in fp32 or bf16, and the interpreter that has
     it. penstock is our forward pass without a server."""
 

@@ -48,12 +48,6 @@ class _Chunk(Struct):
     error: Any = None
 
 
-class _Whole(Struct):
-    """An answer that is not streamed."""
-
-    usage: _Usage
-
-
 _chunk = msgspec.json.Decoder(_Chunk)
 
 
@@ -158,21 +152,6 @@ async def run_all(target: Target, requests: Sequence[PlannedRequest]) -> list[Ob
             reason = record.error or f"{record.output_tokens} tokens instead of {request.output_tokens}"
             raise BenchError(f"a request did not run as planned: {reason}")
     return records
-
-
-async def run_whole(target: Target, requests: Sequence[PlannedRequest]) -> float:
-    """Send all requests at once, without streaming. Return output tokens per second. Raises BenchError."""
-    encoded = [target.encode(request, is_stream=False) for request in requests]
-
-    async def ask(data: bytes) -> int:
-        return msgspec.json.decode(await ask_whole(target.http, data), type=_Whole).usage.completion_tokens
-
-    started_s = time.perf_counter()
-    counts = await asyncio.gather(*map(ask, encoded))
-    lasted_s = time.perf_counter() - started_s
-    if counts != [request.output_tokens for request in requests]:
-        raise BenchError(f"requests did not run as planned: their answers have {counts} tokens")
-    return sum(counts) / lasted_s
 
 
 async def ask_whole(http: HttpClient, request: bytes) -> bytes:

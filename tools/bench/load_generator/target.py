@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +19,6 @@ Endpoint = Literal["completions", "chat"]
 
 class OfferedModel(Struct):
     id: str
-    owned_by: str = ""
     vocab_size: int | None = None
 
 
@@ -61,22 +60,22 @@ class Target:
         except (ConnectionBroken, msgspec.MsgspecError) as error:
             raise BenchError(f"/ready: {error}") from None
 
-    def encode(
-        self, request: PlannedRequest, *, is_stream: bool = True, fields: Mapping[str, Any] | None = None
-    ) -> bytes:
-        """Return the whole HTTP request: greedy, and of exactly output_tokens if the server supports ignore_eos.
+    async def samples(self, metric: str) -> list[float]:
+        """The values on /metrics, one for each replica or label; empty for another server."""
+        lines = (await self.http.get("/metrics")).body.decode().splitlines()
+        return [float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{metric} ", f"{metric}{{"))]
 
-        fields: more of its body.
-        """
+    def encode(self, request: PlannedRequest) -> bytes:
+        """Return the whole HTTP request: greedy, streamed, and of exactly output_tokens if the server supports
+        ignore_eos."""
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": request.output_tokens,
             "temperature": 0,
             "ignore_eos": True,
-            **(fields or {}),
+            "stream": True,
+            "stream_options": {"include_usage": True},
         }
-        if is_stream:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
         if self.endpoint == "completions":
             body["prompt"] = request.prompt
             return self.http.encode_post("/v1/completions", msgspec.json.encode(body))

@@ -2,5 +2,5 @@
 
 Each subcommand of `penstock bench` has a module of its name here, in this order: options, measurement, table, aims.
 `load` also measures a server that already runs (--url), `compare` starts those of other projects too; the others start
-their own. `bursts` are shapes of `load`; `static_batch` runs in a child process, as the other side of `static`.
+their own. `bursts` are shapes of `load`.
 """

@@ -201,20 +201,14 @@ async def _run(
     return answers
 
 
-async def _samples(target: Target, name: str) -> list[float]:
-    """The values of a metric on /metrics, one for each replica."""
-    lines = (await target.http.get("/metrics")).body.decode().splitlines()
-    return [float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
-
-
 async def _num_resumed(target: Target) -> int:
-    return int(sum(await _samples(target, "penstock_worker_streams_resumed_total")))
+    return int(sum(await target.samples("penstock_worker_streams_resumed_total")))
 
 
 async def _wait_for_replicas(target: Target, count: int) -> None:
     """Raises BenchError."""
     deadline_s = time.monotonic() + _CONNECT_TIMEOUT_S
-    while sum(await _samples(target, "penstock_backend_up")) < count:
+    while sum(await target.samples("penstock_backend_up")) < count:
         if time.monotonic() > deadline_s:
             raise BenchError(f"{count} replicas were not connected after {_CONNECT_TIMEOUT_S:g} s")
         await asyncio.sleep(0.05)

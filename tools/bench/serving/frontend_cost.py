@@ -133,10 +133,9 @@ async def _measure_round(
 
 async def _num_steps(target: Target) -> int:
     """Raises BenchError if the server does not report its steps."""
-    for line in (await target.http.get("/metrics")).body.decode().splitlines():
-        if line.startswith(_STEPS):
-            return int(float(line.rpartition(" ")[2]))
-    raise BenchError(f"{_STEPS} is not among the server's metrics")
+    if not (samples := await target.samples(_STEPS)):
+        raise BenchError(f"{_STEPS} is not among the server's metrics")
+    return int(sum(samples))
 
 
 def frontend_cost_table(cost: FrontendCost) -> Table:

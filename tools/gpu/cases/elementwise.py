@@ -18,8 +18,7 @@ from penstock.backend.passes.cuda.kv_cache.page_copies import copy_pages
 from penstock.backend.passes.cuda.ops.elementwise import Elementwise
 from penstock.backend.passes.cuda.step.step_rows import RowArrays as Rows
 from penstock.backend.passes.ops.interface import HeadShape, supports_q8_0
-from penstock.tools.gpu.cases.check import Check, check_of
-from penstock.tools.gpu.cases.comparing import require, require_close, require_same_bits, require_within
+from penstock.tools.gpu.cases.check import Check, check_of, require, require_close, require_same_bits, require_within
 
 if TYPE_CHECKING:
     from torch import Tensor

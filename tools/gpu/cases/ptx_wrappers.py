@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from penstock.backend.passes.cuda.device.launcher import BOX_COLUMNS, Kernel, Launcher, TensorMap
-from penstock.tools.gpu.cases.comparing import require_close, require_same_bits
+from penstock.tools.gpu.cases.check import require_close, require_same_bits
 
 if TYPE_CHECKING:
     from penstock.backend.passes.cuda.device.launcher import Argument

@@ -10,7 +10,7 @@ import torch
 from penstock.backend.forward_pass import FROM_SLOT, SamplingParams, SlotInit, StepBatch, TokenMasks
 from penstock.backend.passes.cuda.step.device_sampler import DeviceSampler, SlotArrays
 from penstock.backend.sampling.sampler import HostSampling
-from penstock.tools.gpu.cases.comparing import require
+from penstock.tools.gpu.cases.check import require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,18 +1,88 @@
-"""Lists the checks of sampling and of log probabilities."""
+"""Checks log probabilities of sampled, likeliest and named tokens against the host's and torch, and lists the checks of
+sampling."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from penstock.backend.passes.cuda.device.launcher import Launcher
+from penstock.backend.passes.cuda.step.device_sampler import DeviceSampler, LogprobBuffers, SlotArrays
+from penstock.backend.passes.cuda.step.step_results import MAX_NAMED_LOGPROBS
+from penstock.backend.sampling.logprobs import token_logprobs
 from penstock.tools.gpu.cases import sampler
-from penstock.tools.gpu.cases.check import Check, check_of
-from penstock.tools.gpu.cases.comparing import require
+from penstock.tools.gpu.cases.check import Check, check_of, require, require_close
 from penstock.tools.gpu.cases.elementwise import DTYPES
-from penstock.tools.gpu.cases.logprobs import check_logprobs
+from penstock.tools.gpu.cases.sampler import CPU, POISON, random_logits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+
+def report(
+    launcher: Launcher,
+    slots: SlotArrays,
+    logits: Tensor,
+    tokens: list[int],
+    rows: list[int],
+    num_likeliest: int,
+    named: Sequence[tuple[int, ...]] = (),
+) -> LogprobBuffers:
+    """named: for each row the tokens that it names, if any."""
+    num_rows = len(rows)
+    width = max([num_likeliest, *map(len, named)])
+    padded = torch.tensor([(*ids, *[-1] * (width - len(ids))) for ids in named], dtype=torch.int32).ravel()
+    out = LogprobBuffers(
+        torch.full((num_rows,), 99.0),
+        torch.full((num_rows,), POISON, dtype=torch.int32),
+        torch.full((num_rows, width), POISON, dtype=torch.int32),
+        torch.full((num_rows, width), 99.0),
+    )
+    given, places = torch.tensor(tokens, dtype=torch.int32), torch.tensor(rows, dtype=torch.int32)
+    DeviceSampler(launcher, slots, logits.dtype).logprobs(logits, given, places, out, padded, num_likeliest)
+    return out
+
+
+def check_logprobs(launcher: Launcher, dtype: torch.dtype, vocab_size: int) -> float:
+    logits = torch.from_numpy(random_logits(3, vocab_size, scale=4.0)).to(dtype)
+    logits[1, 10:15] = logits[1].max()
+    logits[2, 5] = -torch.inf
+    tokens = [3, 12, 5]
+    out = report(launcher, SlotArrays(3, vocab_size, CPU), logits, tokens, [0, 2, 1], 20)
+    expected = token_logprobs(logits.float().numpy(), np.array(tokens, np.int32), np.array([0, 2, 1]), 20)
+    softmax = torch.log_softmax(logits.double(), dim=-1)
+    require("ranks differ", out.ranks.tolist() == expected.ranks.tolist())
+    require("the top tokens differ", out.top_ids.tolist() == expected.top_ids.tolist())
+    require_close("the top tokens' log probabilities", out.top, torch.from_numpy(expected.top), 0, 2e-5)
+    _check_named(launcher, logits, tokens)
+    return require_close("log probabilities", out.chosen, softmax[[0, 2, 1], [3, 5, 12]], 0, 2e-5)
+
+
+def _check_named(launcher: Launcher, logits: Tensor, tokens: list[int]) -> None:
+    """A row that names as many tokens as it may, one that names the token it lacks and one of no tokens."""
+    vocab_size = logits.shape[1]
+    many = tuple(sorted({token * 7919 % vocab_size for token in range(MAX_NAMED_LOGPROBS)}, reverse=True))
+    named, rows = [many, (5,), ()], [0, 2, 1]
+    out = report(launcher, SlotArrays(3, vocab_size, CPU), logits, tokens, rows, 4, named)
+    expected = token_logprobs(logits.float().numpy(), np.array(tokens, np.int32), np.array(rows), 4, named)
+    require("ranks beside named tokens differ", out.ranks.tolist() == expected.ranks.tolist())
+    for place, ids in enumerate(named):
+        width = len(ids) or 4
+        require(
+            "the reported tokens differ",
+            out.top_ids[place, :width].tolist() == expected.top_ids[place, :width].tolist(),
+        )
+        require(
+            "unused columns differ",
+            bool((out.top_ids[place, width:] == -1).all() and out.top[place, width:].isnan().all()),
+        )
+        values = torch.from_numpy(expected.top[place, :width])
+        require_close("the reported log probabilities", out.top[place, :width].exp(), values.exp(), 0, 2e-5)
 
 
 def wide_checks() -> Iterator[Check]:
@@ -57,7 +127,7 @@ def _edges() -> Iterator[Check]:
 
 def _sampled_in_any_slot(launcher: Launcher) -> None:
     vocab_size = 4200
-    mine = sampler.random_logits(vocab_size, seed=1)
+    mine = random_logits(vocab_size, seed=1)
     params: dict[str, Any] = {"temperature": 0.9, "top_p": 0.8, "top_k": 200, "seed": 77, "repetition_penalty": 1.3}
     alone, crowded = (sampler.SamplingDevice(launcher, vocab_size, 8) for _ in range(2))
     alone.take(sampler.slot_init(0, [4, 5], **params))
@@ -65,7 +135,7 @@ def _sampled_in_any_slot(launcher: Launcher) -> None:
     crowded.take(*(sampler.slot_init(slot, seed=slot, temperature=slot / 2, top_k=slot) for slot in (1, 2, 3)))
     for position in range(2, 6):
         expected = alone.sample(mine[None], [0], position)
-        logits = sampler.random_logits(4, vocab_size, seed=position)
+        logits = random_logits(4, vocab_size, seed=position)
         logits[position % 4] = mine
         slots = [1, 2, 3]
         slots.insert(position % 4, 5)

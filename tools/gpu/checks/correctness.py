@@ -73,7 +73,8 @@ def main(argv: list[str]) -> int:
 def _check_kernels(results: Results, is_included: Callable[[Check], bool]) -> None:
     launcher = MirrorLauncher()
     shared_bytes = launcher.shared_bytes_per_sm
-    checks = [*wide_checks(shared_bytes), *choice_checks(shared_bytes), *_of_wgmma(launcher)]
+    checks = [*wide_checks(shared_bytes), *choice_checks(shared_bytes)]
+    checks += wgmma_checks() if launcher.has_wgmma else ()
     run_checks(results, launcher, filter(is_included, checks))
 
 
@@ -95,10 +96,6 @@ SHARES: Mapping[str, Callable[[Results], None]] = {
     "families": lambda results: check_families(results, open_device_context()),
     "variations": lambda results: check_variations(results, open_device_context()),
 }
-
-
-def _of_wgmma(launcher: MirrorLauncher) -> Iterable[Check]:
-    return wgmma_checks() if launcher.has_wgmma else ()
 
 
 def run_checks(results: Results, launcher: Launcher, checks: Iterable[Check], reserve_s: float = 0.0) -> None:

@@ -14,7 +14,7 @@ from penstock.backend.passes.encoder.forward_pass import EncoderPass
 from penstock.backend.passes.encoder.model import EncoderModel
 from penstock.backend.passes.encoder.spec import make_spec
 from penstock.backend.passes.encoder.torch_ops import TorchEncoderOps
-from penstock.tools.gpu.cases.comparing import require, require_within
+from penstock.tools.gpu.cases.check import require, require_within
 from penstock.tools.random_weights import SMALL_BERT, RandomEncoderWeights
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from penstock.shm.buffers.cuda_blocks import DeviceBlocks
 from penstock.shm.buffers.cuda_driver import open_device
 from penstock.shm.buffers.device_api import DeviceError
 from penstock.shm.memory.fd_mailbox import FdMailbox, close_all
-from penstock.tools.gpu.cases.comparing import require
+from penstock.tools.gpu.cases.check import require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,6 +40,19 @@ def fill_and_die(device: DriverDevice, mailbox: FdMailbox, block_bytes: int) -> 
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def run_peer(argv: Sequence[str], ends_with: int, given: str = "", pass_fds: Sequence[int] = ()) -> str:
+    """Run the other process of a check; return its output. Raises DeviceError if the driver refuses there."""
+    done = subprocess.run(
+        argv, input=given, pass_fds=pass_fds, capture_output=True, text=True, check=False, timeout=_PEER_TIMEOUT_S
+    )
+    if done.returncode == REFUSED_STATUS:
+        raise DeviceError(f"in the other process: {done.stdout.strip()[:300]}")
+    if done.returncode != ends_with:
+        last = done.stderr.strip().rpartition("\n")[2][:300] or "no error output"
+        raise RuntimeError(f"the peer failed: {last}")
+    return done.stdout
+
+
 def check_held_blocks(
     results: Results, context: DeviceContext, command: Sequence[str] = PEER, block_bytes: int = 256 << 20
 ) -> None:
@@ -49,13 +62,7 @@ def check_held_blocks(
         argv = [*command, context.device.uuid.hex(), *map(str, mailbox.fds), str(block_bytes)]
         context.memory.reset_peak()  # what torch keeps would count as not freed
         free_before = context.memory.free_bytes()
-        done = subprocess.run(
-            argv, pass_fds=mailbox.fds, capture_output=True, text=True, check=False, timeout=_PEER_TIMEOUT_S
-        )
-        if done.returncode == REFUSED_STATUS:
-            raise DeviceError(f"in the other process: {done.stdout.strip()[:300]}")
-        if done.returncode != -signal.SIGKILL:
-            raise RuntimeError(f"the peer ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+        run_peer(argv, ends_with=-signal.SIGKILL, pass_fds=mailbox.fds)
         fds = mailbox.find()
     try:
         started_s = time.perf_counter()

@@ -19,7 +19,7 @@ from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPa
 from penstock.backend.passes.decoder.cuda_pass.pooled_pass import PooledCudaPass
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import PassSettings, StepSizes
 from penstock.backend.passes.decoder.pooled_weights import WeightsWithHead
-from penstock.tools.gpu.cases.comparing import require, require_within
+from penstock.tools.gpu.cases.check import require, require_within
 from penstock.tools.gpu.cases.products.stored_forms import STORED_FORMS
 from penstock.tools.gpu.checks.float64_model import Float64Model
 from penstock.tools.gpu.devices.steps import Steps, generate, launch
@@ -73,16 +73,6 @@ class RowsOnHost:
 
     def copy_to(self, there: DeviceRows) -> None:
         raise TypeError(f"rows in host memory cannot be copied on the device, to {there}")
-
-
-def check_passes(
-    results: Results,
-    context: DeviceContext,
-    names: tuple[str, ...] = tuple(TINY_FAMILY),
-    stored_forms: tuple[str, ...] = tuple(STORED_FORMS),
-) -> None:
-    check_families(results, context, names)
-    check_variations(results, context, names[0], stored_forms)
 
 
 def check_families(results: Results, context: DeviceContext, names: tuple[str, ...] = tuple(TINY_FAMILY)) -> None:

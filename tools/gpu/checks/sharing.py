@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,8 +22,8 @@ from penstock.shm.buffers.cuda_ipc import BLOCK_BYTES, ExportedDeviceMemory, Imp
 from penstock.shm.buffers.device_api import DeviceError, DeviceRow
 from penstock.shm.buffers.host_memory import PageLock
 from penstock.shm.memory import region
-from penstock.tools.gpu.cases.comparing import require, require_close, require_same_bits
-from penstock.tools.gpu.checks.held_blocks import check_held_blocks
+from penstock.tools.gpu.cases.check import require, require_close, require_same_bits
+from penstock.tools.gpu.checks.held_blocks import REFUSED_STATUS, check_held_blocks, run_peer
 from penstock.tools.gpu.devices.caches import cache_shape, make_page_copier
 from penstock.tools.gpu.devices.device_context import open_device_context
 
@@ -36,9 +35,6 @@ if TYPE_CHECKING:
     from penstock.tools.gpu.results import Results
 
 _PEER = (sys.executable, "-m", "penstock.tools.gpu.checks.sharing")
-_PEER_TIMEOUT_S = 30.0
-REFUSED_STATUS = 3
-"""The peer's exit status if the driver refuses; its output is the reason."""
 
 
 @dataclass(frozen=True)
@@ -177,17 +173,8 @@ def check_ipc(results: Results, context: DeviceContext, device: DeviceApi, comma
             BLOCK_BYTES,
             device.uuid.hex(),
         )
-        done = subprocess.run(
-            command, input=json.dumps(asdict(handles)), capture_output=True, text=True, check=False,
-            timeout=_PEER_TIMEOUT_S,
-        )  # fmt: skip
-        if done.returncode == REFUSED_STATUS:
-            raise DeviceError(f"in the other process: {done.stdout.strip()[:300]}")
-        if done.returncode != 0:
-            raise RuntimeError(
-                f"the peer failed: {done.stderr.strip().splitlines()[-1][:300] if done.stderr else 'no error output'}"
-            )
-        sums, count = json.loads(done.stdout), BLOCK_BYTES // 8
+        found = run_peer(command, ends_with=0, given=json.dumps(asdict(handles)))
+        sums, count = json.loads(found), BLOCK_BYTES // 8
         expected = [float(np.arange(count, dtype=np.float64).sum() + index * count) for index in range(2)]
         require(f"the peer's sums are {sums}, expected {expected}", sums == expected)
     finally:

@@ -14,7 +14,7 @@ import torch
 
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
-from penstock.tools.gpu.cases.comparing import require
+from penstock.tools.gpu.cases.check import require
 from penstock.tools.gpu.devices.steps import generate
 
 if TYPE_CHECKING:

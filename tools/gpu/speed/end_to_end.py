@@ -20,7 +20,7 @@ from penstock.tools.gpu.devices.profiling import GpuProfiler
 from penstock.tools.gpu.devices.steps import Steps, launch, step_us
 from penstock.tools.gpu.speed import attribution
 from penstock.tools.gpu.speed.engine_runs import LLAMA_ENGINE, QWEN_ENGINE, EnginePlan, measure_engine
-from penstock.tools.random_weights import LLAMA_8B, QWEN2_05B, QWEN3_06B, RandomWeights
+from penstock.tools.random_weights import LLAMA_8B, QWEN3_06B, RandomWeights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,20 +98,12 @@ DETERMINISTIC_PLAN = ModelPlan(
     deterministic=True,
 )
 """The first model with `--deterministic`: what it costs."""
-BIASED_PLAN = ModelPlan(
-    "qwen2",
-    QWEN2_05B,
-    tuple(("bf16", f"{rows}x1k", rows, 1024) for rows in (1, 64)),
-    (("1k", 1024),),
-    EnginePlan(num_concurrent=0),
-)
-"""Measured mainly for its memory, with a bias."""
 
 
 def run(results: Results) -> None:
     context = open_device_context()
     total_s = results.remaining_s
-    reserves = ((LLAMA_PLAN, 0.4), (QWEN_PLAN, 0.1), (BIASED_PLAN, 0.05), (DETERMINISTIC_PLAN, 0.0))
+    reserves = ((LLAMA_PLAN, 0.4), (QWEN_PLAN, 0.1), (DETERMINISTIC_PLAN, 0.0))
     for plan, share in reserves:
         results.attempt(plan.name, partial(measure_model, results, context, GpuProfiler(), plan, share * total_s))
 

@@ -16,8 +16,7 @@ from penstock.backend.passes.ops.interface import supports_q8_0
 from penstock.tools.gpu.cases.attention import decode, encoder, prefill
 from penstock.tools.gpu.cases.attention.encoder import EncoderCase
 from penstock.tools.gpu.cases.attention.paged_rows import Row
-from penstock.tools.gpu.cases.check import Check, check_of
-from penstock.tools.gpu.cases.comparing import require_same_bits, require_within
+from penstock.tools.gpu.cases.check import Check, check_of, require_same_bits, require_within
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from penstock.backend.passes.cuda.attention.decode_attention import SM_SHARED_BYTES
 from penstock.backend.passes.cuda.device.kernel_choices import ALLOWED, CONSTANTS, KernelChoices
 from penstock.tools.gpu.cases.attention import decode, prefill
-from penstock.tools.gpu.cases.check import Check, check_of
-from penstock.tools.gpu.cases.comparing import require_within
+from penstock.tools.gpu.cases.check import Check, check_of, require_within
 
 if TYPE_CHECKING:
     from penstock.backend.passes.cuda.device.launcher import Kernel, Launcher

@@ -12,7 +12,7 @@ from penstock.backend.passes.cuda.attention.encoder_attention import DTYPES, Enc
 from penstock.backend.passes.cuda.device.launcher import Launcher
 from penstock.tools.gpu.cases.attention.paged_rows import STEEP_TOLERANCE
 from penstock.tools.gpu.cases.attention.prefill import relative_error
-from penstock.tools.gpu.cases.comparing import require_same_bits, require_within
+from penstock.tools.gpu.cases.check import require_same_bits, require_within
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
 _BEHIND = 70

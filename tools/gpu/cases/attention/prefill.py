@@ -14,7 +14,7 @@ from penstock.backend.passes.cuda.attention.prefill_segments import SEGMENT_STAR
 from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, KernelChoices
 from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
 from penstock.tools.gpu.cases.attention.paged_rows import STEEP_TOLERANCE, Heads, PagedRows, Row
-from penstock.tools.gpu.cases.comparing import require, require_same_bits, require_within
+from penstock.tools.gpu.cases.check import require, require_same_bits, require_within
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -19,7 +19,7 @@ from penstock.backend.passes.cuda.ops.expert_ops import CudaExpertOps, expert_ke
 from penstock.backend.passes.cuda.ops.matmul import BlockedMatmul, CudaLinear
 from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
 from penstock.backend.passes.ops.interface import ExpertWeights
-from penstock.tools.gpu.cases.comparing import require, require_close, require_same_bits, require_within
+from penstock.tools.gpu.cases.check import require, require_close, require_same_bits, require_within
 from penstock.tools.gpu.cases.elementwise import check_close, make, poisoned
 from penstock.tools.gpu.cases.products.stored_forms import STORED_FORMS
 

@@ -21,7 +21,7 @@ from penstock.backend.checkpoint.weight_forms.quantized_weights import (
 from penstock.backend.passes.cuda.ops.matmul import BlockedMatmul, WholeMatmul
 from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
 from penstock.backend.passes.cuda.step.step_rows import RowArrays
-from penstock.tools.gpu.cases.comparing import require_close, require_same_bits
+from penstock.tools.gpu.cases.check import require_close, require_same_bits
 from penstock.tools.gpu.cases.elementwise import TOLERANCE, ints, poisoned
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form
 from penstock.backend.passes.cuda.ops.matmul import WholeMatmul
 from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
 from penstock.backend.passes.cuda.ops.rounded_rows import FLOAT8_CAPABILITY, RoundedProducts, rounding_kernels
-from penstock.tools.gpu.cases.comparing import require, require_close, require_same_bits
+from penstock.tools.gpu.cases.check import require, require_close, require_same_bits
 from penstock.tools.gpu.cases.elementwise import TOLERANCE
 from penstock.tools.gpu.cases.products.quantized import CPU, LinearCase
 from penstock.tools.gpu.cases.products.quantized import FORMS as ALL_FORMS

@@ -13,7 +13,7 @@ from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear,
 from penstock.backend.passes.cuda.ops.row_products import ROW_DTYPE, RowProducts, WeighedRows
 from penstock.backend.passes.cuda.step.step_rows import RowArrays
 from penstock.backend.passes.ops.interface import HeadShape
-from penstock.tools.gpu.cases.comparing import require, require_close, require_same_bits
+from penstock.tools.gpu.cases.check import require, require_close, require_same_bits
 from penstock.tools.gpu.cases.elementwise import EPS, TOLERANCE, make, poisoned, rope_rows
 from penstock.tools.gpu.cases.products.quantized import FORMS, random_weight
 

@@ -12,8 +12,7 @@ from penstock.backend.passes.cuda.attention.encoder_attention import ENCODER_HEA
 from penstock.backend.passes.cuda.device.launcher import KERNELS_DIR, Launcher
 from penstock.tools.gpu.cases.attention.catalogue import encoder_checks
 from penstock.tools.gpu.cases.attention.encoder import EncoderCase, check_attention
-from penstock.tools.gpu.cases.check import Check
-from penstock.tools.gpu.cases.comparing import Mismatch
+from penstock.tools.gpu.cases.check import Check, Mismatch
 from tests.cuda_emulator import EmulatedLauncher
 
 FAST = EmulatedLauncher()

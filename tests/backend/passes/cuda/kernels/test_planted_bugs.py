@@ -16,7 +16,7 @@ from penstock.backend.passes.ops.interface import HeadShape
 from penstock.tools.gpu.cases import sampler
 from penstock.tools.gpu.cases.attention import decode, prefill
 from penstock.tools.gpu.cases.attention.paged_rows import STEEP_TOLERANCE, Row
-from penstock.tools.gpu.cases.comparing import Mismatch, require_within
+from penstock.tools.gpu.cases.check import Mismatch, require_within
 from penstock.tools.gpu.cases.elementwise import (
     StoreCase,
     check_added_norm,

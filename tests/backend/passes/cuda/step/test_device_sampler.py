@@ -9,7 +9,6 @@ from torch import Tensor
 
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, NOT_FINITE, SlotInit
 from penstock.backend.passes.cuda.step.device_sampler import MAX_BIASES, SlotArrays
-from penstock.tools.gpu.cases.logprobs import check_logprobs, report
 from penstock.tools.gpu.cases.sampler import (
     CPU,
     FILTERS,
@@ -33,6 +32,7 @@ from penstock.tools.gpu.cases.sampler import (
     random_logits,
     slot_init,
 )
+from penstock.tools.gpu.cases.sampling import check_logprobs, report
 from tests.cuda_emulator import EmulatedLauncher
 
 FAST = EmulatedLauncher()
