@@ -30,7 +30,7 @@ from penstock.backend.forward_pass.plugins import find_forward_pass
 from penstock.backend.kv_cache.budget.kv_plan import KvPlan
 from penstock.backend.kv_cache.budget.memory import MemoryInfo, device_memory, host_memory
 from penstock.backend.kv_cache.budget.whole_plan import WholePlan
-from penstock.backend.kv_cache.persisted.opening import open_store
+from penstock.backend.kv_cache.persisted.page_store import open_store
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.cuda.device.device_choice import why_no_gpu
 from penstock.backend.passes.cuda.device.kernel_choices import adopted_choices

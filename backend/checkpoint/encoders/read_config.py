@@ -24,7 +24,7 @@ from penstock.backend.checkpoint.encoders.rotary import rotary_layers
 from penstock.backend.checkpoint.encoders.sentence_transformers import Modules, read_max_tokens, read_modules
 from penstock.backend.checkpoint.files.json_file import convert, read_json_object, shorten
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE
-from penstock.backend.checkpoint.tensor_files.vocabulary import fit_vocab_size
+from penstock.backend.checkpoint.tensor_files.opening import fit_vocab_size
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:

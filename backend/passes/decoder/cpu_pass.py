@@ -18,7 +18,7 @@ from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
 from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
 from penstock.backend.passes.cpu.native_ops import NativeOps, supports_native_ops, unsupported_by_kernels
 from penstock.backend.passes.cpu.path_choice import AUTO, check_cpu_path, load_kernels
-from penstock.backend.passes.cpu.torch_cache.page_bytes import restore_page, save_page
+from penstock.backend.passes.cpu.torch_cache.kv_pages import restore_page, save_page
 from penstock.backend.passes.cpu.weight_memory.anonymous import AnonymousMemory
 from penstock.backend.passes.decoder.model import DecoderModel
 from penstock.backend.passes.decoder.spec import make_spec
@@ -42,9 +42,8 @@ if TYPE_CHECKING:
     from penstock.backend.forward_pass.extensions import PagePlaces
     from penstock.backend.passes.cpu.weight_memory.anonymous import WeightMemory
     from penstock.backend.passes.held_weights.watch import WatchedWeights
+    from penstock.backend.passes.ops.interface import Weights
     from penstock.backend.passes.ops.layer_groups import LayerGroups
-    from penstock.backend.passes.ops.weights import Weights
-
 
 logger = logging.getLogger("penstock.backend")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.frontend.endpoints.chat_translation import instructed, shared_fields
 from penstock.frontend.endpoints.responses.tools import chat_tools, forces_call
 from penstock.frontend.formats.compaction import summary_in
-from penstock.frontend.formats.response_calls import custom_arguments
+from penstock.frontend.formats.responses import custom_arguments
 from penstock.frontend.schemas.chat import (
     ChatBody,
     ChatMessage,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.frontend.formats.response_calls import CalledTool
+from penstock.frontend.formats.responses import CalledTool
 from penstock.frontend.schemas.chat import ChatTool, FunctionDefinition, NamedFunction, NamedTool
 from penstock.frontend.schemas.response_tools import NamedToolChoice, callable_tools, qualified
 from penstock.frontend.transport.errors import ApiError, ErrorKind

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from penstock.shm.recording.file import RecordingWriter
-from penstock.shm.recording.last_seconds import read_last
+from penstock.shm.recording.live import read_last
 
 if TYPE_CHECKING:
     from collections.abc import Callable

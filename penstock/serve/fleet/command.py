@@ -15,10 +15,9 @@ from cyclopts import App, Parameter
 from penstock.process.failure import fail
 from penstock.process.options import ENV_PREFIX
 from penstock.serve.fleet.cluster import ClusterError, Phase
-from penstock.serve.fleet.keeper import CannotStart, Keeper
+from penstock.serve.fleet.keeper import Bounds, CannotStart, Keeper, Scaling
 from penstock.serve.fleet.options import COMMAND, FleetOptions, UpOptions, check_server_options
 from penstock.serve.fleet.router import Router, RouterError
-from penstock.serve.fleet.scaling import Bounds, Scaling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

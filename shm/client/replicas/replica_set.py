@@ -20,8 +20,7 @@ from penstock.shm.client.capacity import BackendUnavailable, Overloaded
 from penstock.shm.client.client import BackendClient
 from penstock.shm.client.connection import Membership
 from penstock.shm.client.replicas.hand_over import HandOver
-from penstock.shm.client.replicas.place import Place
-from penstock.shm.client.replicas.replica_chooser import Replica, ReplicaChooser
+from penstock.shm.client.replicas.replica_chooser import Place, Replica, ReplicaChooser
 from penstock.shm.client.replicas.socket_directory import index_of, name_of
 from penstock.shm.client.request import GenerationRequest
 from penstock.shm.link.join import Refused

@@ -14,7 +14,7 @@ import pytest
 from penstock.commands.recorder.command import timeline
 from penstock.commands.recorder.record import record
 from penstock.commands.recorder.timeline import make_trace
-from penstock.serve.crash_files import MAX_FILES, CrashFiles
+from penstock.serve.backend_children import MAX_FILES, CrashFiles
 from penstock.shm.memory.ring import MIN_RING_BYTES, RingReader, RingWriter, create_fd
 from penstock.shm.recording.events import BackendStarted, pack_event
 from penstock.shm.recording.file import RecordingWriter, read_recording

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from penstock.backend.forward_pass import PassOptions
-from penstock.backend.passes.fake import FakePass, next_token
+from penstock.backend.passes.fake import FakePass
 from penstock.tools.bench.serving.static import StaticComparison, StaticSide
 from penstock.tools.bench.serving.static_batch import StaticBatch
+from tests.fake_passes import next_token
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The paged keys, or values, of one layer in plain torch, in each KV dtype."""
+"""The paged keys, or values, of one layer in plain torch, in each KV dtype, and pages of all layers as bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import torch
 from penstock.backend.passes.ops.interface import KV_BLOCK_VALUES
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
+
+    from penstock.backend.passes.ops.interface import PageParts
 
 _MAX = 127.0
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
@@ -106,3 +110,27 @@ def quantise_q8_0(x: Tensor) -> tuple[Tensor, Tensor]:
     whole = scaled.trunc()
     numbers = whole + ((scaled - whole) * 2).trunc()
     return numbers.nan_to_num(0.0).to(torch.int8), scales.half()
+
+
+def save_page(cache: list[Tensor] | PageParts, page: int, content: NDArray[np.uint8]) -> None:
+    """Copy a page to content, [bytes of a page]."""
+    end = 0
+    for part in _parts(cache, page):
+        found = part.contiguous().view(torch.uint8).flatten().numpy()
+        start, end = end, end + len(found)
+        content[start:end] = found
+
+
+def restore_page(cache: list[Tensor] | PageParts, page: int, content: NDArray[np.uint8]) -> None:
+    """Copy content, which `save_page` has written, to a page."""
+    end = 0
+    for part in _parts(cache, page):
+        start, end = end, end + part.numel() * part.element_size()
+        there = torch.from_numpy(content[start:end])
+        if part.dtype is not torch.uint8:
+            there = there.clone().view(part.dtype)  # aligned to its numbers
+        part.copy_(there.view(part.shape))
+
+
+def _parts(cache: list[Tensor] | PageParts, page: int) -> list[Tensor]:
+    return [layer[page] for layer in cache] if isinstance(cache, list) else cache.parts(page)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.backend.passes.cpu.torch_cache.page_bytes import restore_page, save_page
+from penstock.backend.passes.cpu.torch_cache.kv_pages import restore_page, save_page
 from penstock.backend.passes.cpu.torch_cache.paged_cache import KvShape, PagedCache
 
 NUM_PAGES = 3
