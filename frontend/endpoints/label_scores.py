@@ -10,7 +10,7 @@ from penstock.frontend.endpoints.chat_translation import renamed
 from penstock.frontend.endpoints.pooling import vllm_scores
 from penstock.frontend.endpoints.prompts import encode_prompts
 from penstock.frontend.formats.label_scores import LabelScoresFormat
-from penstock.frontend.generation.answer_rules.rules import AnswerRules
+from penstock.frontend.generation.answer_rules.chat_rules import AnswerRules
 from penstock.frontend.generation.submission.submit import PreparedRequest
 from penstock.frontend.schemas.completion import CompletionBody
 from penstock.frontend.schemas.pooling.sglang import LabelScoreBody, decode_label_score, is_label_score

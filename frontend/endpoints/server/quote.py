@@ -10,9 +10,8 @@ import msgspec
 
 from penstock.frontend.endpoints.context import run_sized
 from penstock.frontend.endpoints.prompts import encode_prompts, render_chat, truncated
-from penstock.frontend.generation.answer_rules.chat_rules import chat_answer_rules
+from penstock.frontend.generation.answer_rules.chat_rules import AnswerRules, chat_answer_rules
 from penstock.frontend.generation.answer_rules.requested_grammar import requested_grammar
-from penstock.frontend.generation.answer_rules.rules import AnswerRules
 from penstock.frontend.generation.failures import backend_unavailable, milliseconds, overloaded, stream_failure
 from penstock.frontend.generation.models.model_table import answering_name, check_model
 from penstock.frontend.generation.request_policy import read_request_policy

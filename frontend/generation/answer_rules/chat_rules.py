@@ -1,4 +1,5 @@
-"""The answer rules of a chat, from its body and the model's syntax of reasoning and tool calls.
+"""Rules for the answers to one request: those of a chat, from its body and the model's syntax of reasoning and tool
+calls.
 
 An answer starts before the model's reasoning, within it, or after it.
 """
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from penstock.frontend.generation.answer_rules.lark import MarkedText
 from penstock.frontend.generation.answer_rules.requested_grammar import requested_grammar
-from penstock.frontend.generation.answer_rules.rules import AnswerRules
 from penstock.frontend.generation.answer_rules.tool_grammar import (
     call_grammar,
     follow_rule,
@@ -29,6 +29,29 @@ if TYPE_CHECKING:
     from penstock.frontend.parsing.tool_formats.base import ToolFormat
     from penstock.frontend.schemas.chat import ChatBody
     from penstock.frontend.text.tokenizer import ModelTokenizer
+    from penstock.shm.messages import Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRules:
+    """The required form of the answers, and how they are parsed. The backend enforces all but the shape."""
+
+    grammar: Grammar | None = None
+    grammar_after: tuple[int, ...] = ()
+    """Token ids after which the grammar applies; empty: from the start."""
+    thinking_budget_tokens: int = 0
+    """Tokens of reasoning after which thinking_end is forced; 0 is no limit."""
+    thinking_end: tuple[int, ...] = ()
+    shape: AnswerShape | None = None
+    """How the text is parsed; None: all of it is the answer's text."""
+    kept_token_ids: frozenset[int] = frozenset()
+    """Special tokens that the parser needs."""
+
+    @property
+    def text_may_end_answer(self) -> bool:
+        """Whether the parser may end the answer before the model does: after a tool call, if one is enough."""
+        return self.shape is not None and self.shape.tools is not None
+
 
 _TAIL_TOKENS = 32
 """Enough last tokens of a prompt to contain a marker, even one that is spelled byte by byte."""

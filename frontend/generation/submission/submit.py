@@ -33,7 +33,7 @@ from penstock.shm.messages import Constraints
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.frontend.generation.answer_rules.rules import AnswerRules
+    from penstock.frontend.generation.answer_rules.chat_rules import AnswerRules
     from penstock.frontend.generation.choices.output_options import OutputOptions
     from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.generation.request_policy import RequestPolicy

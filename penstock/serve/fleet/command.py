@@ -22,9 +22,8 @@ from penstock.serve.fleet.router import Router, RouterError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from penstock.serve.fleet.cluster import Cluster
+    from penstock.serve.fleet.cluster import Cluster, Server
     from penstock.serve.fleet.ray_cluster import RayCluster
-    from penstock.serve.fleet.servers import Server
 
 _TURN_EVERY_S = 1.0
 _DOWN_EVERY_S = 0.2

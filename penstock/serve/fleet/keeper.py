@@ -14,8 +14,7 @@ from penstock.serve.fleet.cluster import ClusterError, Phase
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.serve.fleet.cluster import Cluster, Report
-    from penstock.serve.fleet.servers import Server
+    from penstock.serve.fleet.cluster import Cluster, Report, Server
 
 UP_WINDOW_S = 10.0
 DOWN_WINDOW_S = 300.0

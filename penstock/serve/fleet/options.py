@@ -13,8 +13,8 @@ from cyclopts.validators import Number
 
 from penstock.frontend.endpoints.responses.storage.state_files import default_state_dir
 from penstock.process.failure import fail
+from penstock.serve.fleet.cluster import MAX_SERVERS
 from penstock.serve.fleet.router import RouterKind, RouterSettings
-from penstock.serve.fleet.servers import MAX_SERVERS
 from penstock.serve.foreign_options import explain
 from penstock.serve.options import ServeOptions
 

@@ -30,8 +30,7 @@ from penstock.backend.passes.cuda.step import step_buffers
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers, count_decode_rows
 from penstock.backend.passes.cuda.step.step_sampling import NO_INTS, StepSampling
 from penstock.backend.passes.cuda.weight_memory.private import PrivateMemory
-from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import StepGraphs, graph_sizes
-from penstock.backend.passes.decoder.cuda_pass.mixed_graphs import MixedGraphs
+from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import MixedGraphs, StepGraphs, graph_sizes
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import (
     StepSizes,
     attention_by_window,

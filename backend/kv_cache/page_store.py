@@ -1,6 +1,7 @@
 """`PageStore`: shared memory with places for KV pages, which the next backend finds there.
 
-A backend opens it by `open_store` when it starts with `--persist-kv`.
+A row for each place says which content is there. It is valid if its checksum is, so a process may be killed while it
+writes one. A backend opens the store by `open_store` when it starts with `--persist-kv`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import mmap
 import os
 import secrets
 import struct
-from typing import TYPE_CHECKING
+import zlib
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,7 +23,6 @@ from penstock.backend.errors import NoRoomBeside, StartupError
 from penstock.backend.forward_pass.extensions import IPersistsPages
 from penstock.backend.kv_cache.budget.kv_plan import KvPlan
 from penstock.backend.kv_cache.page_hash import use_secret
-from penstock.backend.kv_cache.persisted.page_rows import ROW_BYTES, PageRows, PersistedPage
 from penstock.process.options import format_size
 
 if TYPE_CHECKING:
@@ -32,6 +33,55 @@ if TYPE_CHECKING:
     from penstock.backend.forward_pass import IBatchedForwardPass
     from penstock.backend.kv_cache.budget.memory import MemoryInfo
     from penstock.backend.kv_cache.budget.whole_plan import WholePlan
+
+
+ROW_BYTES = 64
+_ROW = struct.Struct("<16s16sBxxxIQ")  # hash, salt, length of the salt, sum of the content, number
+_CRC = struct.Struct("<I")
+_MAX_SALT_BYTES = 16
+
+
+class PersistedPage(NamedTuple):
+    """A page that an earlier process has saved."""
+
+    place: int
+    page_hash: bytes
+    salt: bytes
+
+
+class PageRows:
+    """One row for each place. One process writes them, on one thread."""
+
+    def __init__(self, mapping: mmap.mmap, start: int, num_rows: int) -> None:
+        self._mapping = mapping
+        self._start = start
+        self._num_rows = num_rows
+        self._next_number = 0
+
+    def read(self) -> dict[int, tuple[PersistedPage, int]]:
+        """Return each valid row by its place, with the checksum of its content; the oldest row first."""
+        found: list[tuple[int, PersistedPage, int]] = []
+        for place in range(self._num_rows):
+            begin = self._start + place * ROW_BYTES
+            text = self._mapping[begin : begin + _ROW.size]
+            (crc,) = _CRC.unpack_from(self._mapping, begin + _ROW.size)
+            page_hash, salt, num_salt_bytes, content_sum, number = _ROW.unpack(text)
+            if number and crc == zlib.crc32(text) and num_salt_bytes <= _MAX_SALT_BYTES:
+                found.append((number, PersistedPage(place, page_hash, salt[:num_salt_bytes]), content_sum))
+        found.sort()
+        self._next_number = found[-1][0] + 1 if found else 1
+        return {page.place: (page, content_sum) for _, page, content_sum in found}
+
+    def write(self, page: PersistedPage, content_sum: int) -> None:
+        text = _ROW.pack(page.page_hash, page.salt, len(page.salt), content_sum, self._next_number)
+        self._next_number += 1
+        begin = self._start + page.place * ROW_BYTES
+        self._mapping[begin : begin + _ROW.size + _CRC.size] = text + _CRC.pack(zlib.crc32(text))
+
+    def clear(self, place: int) -> None:
+        begin = self._start + place * ROW_BYTES
+        self._mapping[begin : begin + ROW_BYTES] = bytes(ROW_BYTES)
+
 
 _MAGIC = b"PNSTKV01"
 _HEADER = struct.Struct("<8s32s32sQQ")  # magic, key, secret, bytes of a page, places
