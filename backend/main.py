@@ -34,6 +34,7 @@ from penstock.backend.kv_cache.page_store import open_store
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.cuda.device.device_choice import why_no_gpu
 from penstock.backend.passes.cuda.device.kernel_choices import adopted_choices
+from penstock.backend.passes.held_weights.watch import WeightWatch
 from penstock.backend.scheduling.restart_grace import RestartGrace
 from penstock.backend.start.lora_modules import announce, check_unchanged
 from penstock.backend.start.model_card import ModelNames, make_card
@@ -54,7 +55,6 @@ from penstock.backend.start.startup import (
     pass_options,
     plan_memory,
 )
-from penstock.backend.start.weight_watch import WeightWatch
 from penstock.backend.structured_output.compile_pool import CompilePool
 from penstock.backend.structured_output.compiler_process import CompileLimits
 from penstock.backend.structured_output.grammar_cache import GrammarCache

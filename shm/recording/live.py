@@ -33,14 +33,12 @@ from penstock.shm.recording.live_state import (
     Wait,
 )
 from penstock.shm.recording.records import Kind, unpack
-from penstock.shm.recording.rows import RowTracker
-from penstock.shm.recording.steps import IS_KEY, unpack_plan, unpack_result
+from penstock.shm.recording.steps import IS_KEY, RowTracker, unpack_plan, unpack_result
 
 if TYPE_CHECKING:
     from penstock.shm.memory.ring import RingReader, Stretch
     from penstock.shm.recording.records import Record
-    from penstock.shm.recording.rows import Row
-    from penstock.shm.recording.steps import PlanRecord
+    from penstock.shm.recording.steps import PlanRecord, Row
 
 _MAX_PENDING = 64
 """Steps without a result, of which a running engine has a few."""

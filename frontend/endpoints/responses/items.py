@@ -1,29 +1,31 @@
-"""Translates the Responses API's items to chat messages and back."""
+"""Translates the Responses API's items to chat messages and back, and drops the oldest turns of a chat that is too
+long.
+"""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from penstock.frontend.endpoints.chat_translation import instructed, shared_fields
+from penstock.frontend.endpoints.prompts import render_chat
 from penstock.frontend.endpoints.responses.tools import chat_tools, forces_call
 from penstock.frontend.formats.compaction import summary_in
 from penstock.frontend.formats.responses import custom_arguments
-from penstock.frontend.schemas.chat import (
-    ChatBody,
-    ChatMessage,
-    FunctionCall,
-    MessageToolCall,
-)
+from penstock.frontend.schemas.chat import ChatBody, ChatMessage, FunctionCall, MessageToolCall
 from penstock.frontend.schemas.generation import JsonSchemaFormat, ResponseFormat
 from penstock.frontend.schemas.response_tools import qualified
 from penstock.frontend.schemas.responses import MAX_ITEMS, ItemPart, ResponseItem
-from penstock.frontend.transport.errors import invalid, shorten
+from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.schemas.responses import ResponsesBody
+
 
 RENAMED = (
     (re.compile(r"^(max_completion_tokens|max_tokens)$"), "max_output_tokens"),
@@ -184,3 +186,36 @@ def _response_format(body: ResponsesBody) -> ResponseFormat | None:
         return None
     schema = JsonSchemaFormat(form.name, form.description, form.schema, form.strict)
     return ResponseFormat(form.type, schema if form.type == "json_schema" else None)
+
+
+async def fitted(body: ChatBody, served: ServedModel) -> ChatBody:
+    """Return the chat with as many of its last turns as leave space for the answer, and at least one turn.
+
+    Instructions stay. A turn begins with a user message, so that no call is separated from its result. Raises ApiError.
+    """
+    num_fixed = 1 if body.messages[0].role in ("system", "developer") else 0
+    rest = body.messages[num_fixed:]
+    cuts = [0, *(position for position, message in enumerate(rest) if position and message.role == "user")]
+    max_prompt_tokens = served.card.max_context_tokens - (body.max_completion_tokens or 1)
+
+    def without(num_dropped: int) -> ChatBody:
+        return msgspec.structs.replace(body, messages=body.messages[:num_fixed] + rest[num_dropped:])
+
+    async def fits(num_dropped: int) -> bool:
+        try:
+            return len(await render_chat(without(num_dropped), served, is_long=True)) <= max_prompt_tokens
+        except ApiError as error:
+            if error.kind is ErrorKind.CONTEXT_TOO_LONG:
+                return False
+            raise
+
+    if await fits(0):
+        return body
+    low, high = 1, len(cuts)
+    while low < high:
+        middle = (low + high) // 2
+        if await fits(cuts[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return without(cuts[min(low, len(cuts) - 1)])

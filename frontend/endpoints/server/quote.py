@@ -17,8 +17,7 @@ from penstock.frontend.generation.models.model_table import answering_name, chec
 from penstock.frontend.generation.request_policy import read_request_policy
 from penstock.frontend.generation.submission.submit import PreparedRequest, generation_requests, quote_terms
 from penstock.frontend.schemas.answers import QuoteAnswer
-from penstock.frontend.schemas.body_structure import SMALL_BODY_BYTES
-from penstock.frontend.schemas.decoding import decode_body, decode_chat, decode_completion
+from penstock.frontend.schemas.decoding import SMALL_BODY_BYTES, decode_body, decode_chat, decode_completion
 from penstock.frontend.transport.errors import ApiError, ErrorKind
 from penstock.shm.client import BackendUnavailable, Finish, Overloaded
 

@@ -24,7 +24,7 @@ from penstock.backend.structured_output.grammar_cache import GrammarCache
 from penstock.frontend.generation.answer_rules.chat_rules import AnswerRules, chat_answer_rules
 from penstock.frontend.generation.choices.choice import Choice, ChoicePrompt
 from penstock.frontend.generation.choices.output_options import OutputOptions
-from penstock.frontend.parsing.choice_output import ChoiceOutput
+from penstock.frontend.parsing.blocks import ChoiceOutput
 from penstock.frontend.schemas.chat import ChatBody, check_chat
 from penstock.shm.client import TokenBatch
 from penstock.shm.messages import Constraints, Finish, Grammar

@@ -23,8 +23,7 @@ from penstock.backend.passes.cuda.device.device import annotate_faults, first_li
 from penstock.backend.passes.cuda.device.launcher import KernelFailed
 from penstock.backend.passes.cuda.device.link_probe import LinkSpeed, measure_link
 from penstock.backend.passes.cuda.kv_cache import page_moves
-from penstock.backend.passes.cuda.kv_cache.host_pool import HostPool, TokenCosts, open_pool
-from penstock.backend.passes.cuda.kv_cache.page_moves import PageMoves
+from penstock.backend.passes.cuda.kv_cache.page_moves import HostPool, PageMoves, TokenCosts, open_pool
 from penstock.backend.passes.cuda.ops.fused_ops import make_ops
 from penstock.backend.passes.cuda.step import step_buffers
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers, count_decode_rows
