@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.forward_pass import NO_ADAPTER, NOT_FINITE
 from penstock.backend.sequences.subscribers import Subscribers
-from penstock.backend.sequences.tenant import NOBODY, Group
+from penstock.backend.sequences.tenant_account import NOBODY, Group
 
 if TYPE_CHECKING:
     from penstock.backend.forward_pass import SamplingParams

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.shm.client.replicas.socket_directory import SocketDirectory
     from penstock.shm.client.streams.open_stream import OpenStream
     from penstock.shm.client.streams.pooled import PooledRequest, PooledStream
-    from penstock.shm.client.streams.stream import AnswerStream, TokenStream
+    from penstock.shm.client.streams.token_stream import AnswerStream, TokenStream
     from penstock.shm.memory.board import FrontendBoard
     from penstock.shm.messages import Adapter, ModelCard, QuoteTerms
 

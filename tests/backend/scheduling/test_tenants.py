@@ -14,7 +14,7 @@ from penstock.backend.scheduling.tenants import Tenants
 from penstock.backend.scheduling.wait_queue import Passed, WaitQueue
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.subscribers import Subscriber
-from penstock.backend.sequences.tenant import TenantAccount
+from penstock.backend.sequences.tenant_account import TenantAccount
 
 NAMES = (b"a", b"b", b"c")
 
