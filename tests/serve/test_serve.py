@@ -23,7 +23,6 @@ from penstock.backend.options import BackendOptions
 from penstock.commands.recorder.command import copy_records
 from penstock.commands.recorder.history import read_history
 from penstock.frontend.options import FrontendOptions
-from penstock.process.children import descendants
 from penstock.serve.options import (
     ServeOptions,
     backend_options,
@@ -33,6 +32,7 @@ from penstock.serve.options import (
 )
 from penstock.shm.recording.file import read_recording
 from penstock.shm.recording.rings import open_ring
+from penstock.tools.processes import descendants
 from tests.frontend.transport.test_listening import make_certificate
 from tests.serve.serve_process import Start
 

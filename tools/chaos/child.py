@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.process import children
+from penstock.tools import processes
 from penstock.tools.chaos.errors import ChaosError
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class Child(children.Child):
+class Child(processes.Child):
     """A process in a session of its own, so that all of its descendants can be found."""
 
     failure = ChaosError

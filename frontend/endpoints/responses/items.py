@@ -1,5 +1,6 @@
-"""Translates the Responses API's items and tools to a chat's messages and functions, and back, and drops the oldest
-turns of a chat that is too long.
+"""Translates the Responses API's items and tools to a chat's messages and functions, and back.
+
+Drops the oldest turns of a chat that is too long.
 """
 
 from __future__ import annotations

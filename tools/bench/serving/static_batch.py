@@ -15,12 +15,12 @@ import numpy as np
 from penstock.backend.forward_pass import FROM_SLOT, PassOptions, SamplingParams, SlotInit, StepBatch
 from penstock.backend.options import BackendOptions
 from penstock.backend.start.startup import locate_model
-from penstock.process.children import exit_on_sigterm
 from penstock.process.options import make_app
 from penstock.shm.link.backend_link import BackendLink
 from penstock.shm.link.events import Submission, carries
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import Finish, Generate, ModelCard, Started
+from penstock.tools.processes import exit_on_sigterm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
