@@ -92,20 +92,27 @@ struct UnitRows {
 template <int R, class C, class S, bool prefetches>
 [[gnu::always_inline]] inline void add_group(const UnitRows& unit, int half, const std::uint8_t* values, Floats scale,
                                              Floats* total) {
-    IntSums acc[R];
+    constexpr int chains = R == 1 ? 2 : 1;  // of additions: one would take as long as its latency
+    IntSums acc[R][chains];
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) acc[r] = broadcast_ints(unit.starts[r] + half);
+    for (int r = 0; r < R; ++r) {
+        acc[r][0] = broadcast_ints(unit.starts[r] + half);
+        if (chains == 2) acc[r][1 % chains] = (IntSums)zero_ints();
+    }
 #pragma GCC unroll 8
     for (int n = 0; n < 8 / S::kGroups; ++n) {
         const int q = 8 / S::kGroups * half + n;
         if (prefetches && C::kUnitBytes > 64 * q) __builtin_prefetch(values + 64 * q + kPrefetchBytes);
         const Ints w = C::quad(values, q);
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) acc[r] = multiply_quads<S::kDot>(acc[r], unit.values[r] + 4 * q, w);
+        for (int r = 0; r < R; ++r)
+            acc[r][n % chains] = multiply_quads<S::kDot>(acc[r][n % chains], unit.values[r] + 4 * q, w);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-        const Floats sum = to_floats(finish_quads<S::kDot>(acc[r])), row_scale = broadcast(*unit.scales[r]);
+        Ints whole = (Ints)finish_quads<S::kDot>(acc[r][0]);
+        if (chains == 2) whole = add(whole, (Ints)finish_quads<S::kDot>(acc[r][1 % chains]));
+        const Floats sum = to_floats(whole), row_scale = broadcast(*unit.scales[r]);
         total[r] = S::kHasGroups ? fmadd(mul(sum, row_scale), scale, total[r]) : fmadd(sum, row_scale, total[r]);
     }
 }

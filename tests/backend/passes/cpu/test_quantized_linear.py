@@ -23,8 +23,8 @@ from penstock.backend.checkpoint.weight_forms.quantized_weights import (
 )
 from penstock.backend.checkpoint.weight_forms.stacked_weights import decoded
 from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import UNIT, round_rows
+from tests.backend.passes.conftest import MakeOps, make_native_ops
 from tests.backend.passes.cpu.ops_harness import BASE, BF16, FP32, OpsHarness, assert_close, randn, step_batch
-from tests.backend.passes.decoder.conftest import MakeOps, make_native_ops
 
 GROUPED = {
     "grouped 8 bits": GroupedForm(8, 32, 32, has_minima=False),
