@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from penstock.backend.passes.cuda.ops import quantized_linear
-from penstock.backend.passes.cuda.ops.device_weights import DeviceWeights, packed_bytes
+from penstock.backend.passes.cuda.ops.device_weights import DeviceWeights
 from penstock.backend.passes.cuda.ops.matmul import BlockedMatmul, CudaLinear, WholeMatmul
+from penstock.backend.passes.cuda.ops.packed_weights import packed_bytes
 from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
 from penstock.tools.gpu.cases.products.quantized import (
     ALL_FORMS,
