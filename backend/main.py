@@ -17,7 +17,7 @@ from penstock.process.garbage_collection import pause_collection, resume_collect
 if __name__ == "__main__":  # before numpy is imported
     prepare_imports(sys.argv)
 
-from penstock.backend.buffers.options import check_shared_buffers, make_exporter, open_sharing_device
+from penstock.backend.buffers import check_shared_buffers, make_exporter, open_sharing_device
 from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.recorder import Recorder
 from penstock.backend.engine.requests.handling import RequestHandling
@@ -30,10 +30,11 @@ from penstock.backend.forward_pass.plugins import find_forward_pass
 from penstock.backend.kv_cache.budget.kv_plan import KvPlan
 from penstock.backend.kv_cache.budget.memory import MemoryInfo, device_memory, host_memory
 from penstock.backend.kv_cache.budget.whole_plan import WholePlan
-from penstock.backend.kv_cache.persisted.opening import open_store
+from penstock.backend.kv_cache.page_store import open_store
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.cuda.device.device_choice import why_no_gpu
 from penstock.backend.passes.cuda.device.kernel_choices import adopted_choices
+from penstock.backend.passes.held_weights.watch import WeightWatch
 from penstock.backend.scheduling.restart_grace import RestartGrace
 from penstock.backend.start.lora_modules import announce, check_unchanged
 from penstock.backend.start.model_card import ModelNames, make_card
@@ -54,7 +55,6 @@ from penstock.backend.start.startup import (
     pass_options,
     plan_memory,
 )
-from penstock.backend.start.weight_watch import WeightWatch
 from penstock.backend.structured_output.compile_pool import CompilePool
 from penstock.backend.structured_output.compiler_process import CompileLimits
 from penstock.backend.structured_output.grammar_cache import GrammarCache
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
-    from penstock.backend.kv_cache.persisted.page_store import PageStore
+    from penstock.backend.kv_cache.page_store import PageStore
     from penstock.shm.messages import ModelCard
 
 logger = logging.getLogger("penstock.backend")

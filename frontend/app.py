@@ -16,8 +16,8 @@ from penstock.frontend.endpoints import (
 )
 from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.docs import endpoint_docs, pooling_docs
-from penstock.frontend.endpoints.docs.served_document import Documentation
-from penstock.frontend.endpoints.engine_view.stream import EngineStreams
+from penstock.frontend.endpoints.docs.openapi import Documentation
+from penstock.frontend.endpoints.engine_view.feed import EngineStreams
 from penstock.frontend.endpoints.pooling import (
     cohere_embed,
     openai_embeddings,

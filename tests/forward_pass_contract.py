@@ -42,11 +42,11 @@ _GROUPED = "decoder whose layers are several groups"
 _ENCODER = "encoder"
 _OWN_PASSES = [
     ("fake", None, "none"),
-    ("penstock.backend.passes.fake:StatefulFakePass", None, "none"),
-    ("penstock.backend.passes.fake:WindowedFakePass", None, "none"),
-    ("penstock.backend.passes.fake:GroupedFakePass", None, "none"),
-    ("penstock.backend.passes.fake_encoder:FakeEncoder", None, "none"),
-    ("penstock.backend.passes.fake_encoder:PoolingFakePass", None, "none"),
+    ("tests.fake_passes:StatefulFakePass", None, "none"),
+    ("tests.fake_passes:WindowedFakePass", None, "none"),
+    ("tests.fake_passes:GroupedFakePass", None, "none"),
+    ("tests.fake_encoder:FakeEncoder", None, "none"),
+    ("tests.fake_encoder:PoolingFakePass", None, "none"),
     (_ENCODER, None, "none"),
     (_ENCODER, None, "int8"),
     ("decoder", None, "none"),

@@ -3,7 +3,7 @@
 `bench` measures a server or a part of it, `chaos` attacks one, `replay` runs a recording again, `gpu` checks and
 measures the CUDA decoder, `random_model` writes checkpoints of random weights, `demo_model` trained the shipped models,
 and `forward_pass_contract` is the suite for authors of forward passes, which alone is in the wheel too. `rig` runs the
-engine without processes, for several of these.
+engine without processes, and `processes` starts, pauses and measures them, for several of these.
 
 May import every part of the product; no part of the product imports it.
 """

@@ -21,17 +21,18 @@ from penstock.backend.checkpoint.config.architectures.families import (
 from penstock.backend.checkpoint.config.architectures.hf_config import HfConfig
 from penstock.backend.checkpoint.config.architectures.names import (
     SUPPORTED_ARCHITECTURES,
+    TEXT_PARTS,
+    TextPart,
     decoder_of,
     find_architecture,
 )
-from penstock.backend.checkpoint.config.architectures.text_parts import TEXT_PARTS, TextPart
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, PositionScale, RopeConfig, TensorNames
 from penstock.backend.checkpoint.config.rope_scaling import RopeSettings, compute_rope
 from penstock.backend.checkpoint.files.json_file import convert, read_json_object, shorten
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE
 from penstock.backend.checkpoint.formats.declared import parse_stored_formats
 from penstock.backend.checkpoint.formats.quant_method import declared_method
-from penstock.backend.checkpoint.tensor_files.vocabulary import fit_vocab_size
+from penstock.backend.checkpoint.tensor_files.opening import fit_vocab_size
 from penstock.backend.errors import StartupError
 from penstock.shm.messages import MAX_CONTEXT_TOKENS
 

@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.backend.kv_cache.persisted.page_rows import PersistedPage
+from penstock.backend.kv_cache.page_store import PersistedPage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,4 +1,6 @@
-"""The filters of a distribution: top-k, typical-p, top-p and min-p, in this order. See `SamplingParams`."""
+"""What changes a distribution before a token is sampled: a step's token masks, the penalties, and the filters top-k,
+typical-p, top-p and min-p, in this order. See `SamplingParams`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,69 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.backend.forward_pass import FROM_EMBEDDINGS
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
+
+    from penstock.backend.forward_pass import SamplingParams, TokenMasks
+
+
+class Penalties:
+    """One slot's penalties: which tokens its sequence contains, and how often each was generated."""
+
+    def __init__(
+        self, params: SamplingParams, token_ids: NDArray[np.int32], num_prompt_tokens: int, vocab_size: int
+    ) -> None:
+        self.repetition = params.repetition_penalty
+        self.presence = params.presence_penalty
+        self.frequency = params.frequency_penalty
+        self.generated = np.bincount(token_ids[num_prompt_tokens:], minlength=vocab_size).astype(np.int32)
+        self.seen = np.zeros(vocab_size, np.bool_)
+        self.seen[token_ids[token_ids != FROM_EMBEDDINGS]] = True
+
+    def count(self, token: int) -> None:
+        """Count a sampled token."""
+        self.generated[token] += 1
+        self.seen[token] = True
+
+
+def apply_penalties(logits: NDArray[np.float32], penalties: list[Penalties]) -> NDArray[np.float32]:
+    """Return logits [n, V] with each row's penalties: repetition first, then frequency and presence."""
+    seen = np.stack([p.seen for p in penalties])
+    generated = np.stack([p.generated for p in penalties])
+    repetition, frequency, presence = (
+        np.array([values], np.float32).T
+        for values in (
+            [p.repetition for p in penalties],
+            [p.frequency for p in penalties],
+            [p.presence for p in penalties],
+        )
+    )
+    logits = np.where(seen, np.where(logits > 0, logits / repetition, logits * repetition), logits)
+    result: NDArray[np.float32] = logits - frequency * generated - presence * (generated > 0)
+    return result.astype(np.float32, copy=False)
+
+
+_ALLOWED = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.bool_)
+_CEILINGS = np.where(_ALLOWED, np.float32(np.inf), np.float32(-np.inf))
+"""[256, 8] for each byte of a mask, the upper bound of the logits of its eight tokens."""
+
+
+def masked_rows(logits: NDArray[np.float32], masks: TokenMasks) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """Yield each masked row of logits [L, V] with its masked values, [V]: -inf where not allowed. A NaN stays a NaN.
+
+    The values are valid until the next row: one buffer is reused, which stays in the CPU cache, and logits are not
+    copied.
+    """
+    values = np.empty(logits.shape[1], np.float32)
+    ceiling = np.empty((masks.bits.shape[1] * 4, 8), np.float32)
+    for row, bits in zip(masks.rows.tolist(), masks.bits.view(np.uint8), strict=True):
+        np.take(_CEILINGS, bits, axis=0, out=ceiling, mode="clip")
+        yield row, np.minimum(logits[row], ceiling.reshape(-1)[: len(values)], out=values)
+
 
 _NUCLEUS_GUESS = 1024
 

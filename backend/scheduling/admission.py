@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from penstock.backend.scheduling.tenants import Tenants
     from penstock.backend.scheduling.wait_queue import WaitQueue
     from penstock.backend.sequences.sequence import Sequence
-    from penstock.backend.sequences.tenant import TenantAccount
+    from penstock.backend.sequences.tenant_account import TenantAccount
 
 _PREEMPTING_PART = 2
 """Others are preempted for a tenant that has less than half of its share. It gets the rest as they end."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.kv_cache.kv_groups import KvGroups
     from penstock.backend.sequences.sequence import Sequence
-    from penstock.backend.sequences.tenant import TenantAccount
+    from penstock.backend.sequences.tenant_account import TenantAccount
 
     Turn: TypeAlias = tuple[float, int, int, int]
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from penstock.backend.scheduling.tenants import Tenants
     from penstock.backend.scheduling.wait_queue import WaitQueue
     from penstock.backend.sequences.sequence import Sequence
-    from penstock.backend.sequences.tenant import TenantAccount
+    from penstock.backend.sequences.tenant_account import TenantAccount
 
 
 class Preemption:

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from penstock.backend.kv_cache.page_pool import PagePool
     from penstock.backend.kv_cache.prefix_cache import Awaited, Prefix
     from penstock.backend.scheduling.step_plan import Plan
-    from penstock.backend.sequences.kv_state import KvState
-    from penstock.backend.sequences.sequence import Sequence
+    from penstock.backend.sequences.sequence import KvState, Sequence
 
 # How a page is copied. A sequence whose prompt agrees with a cached page only up to its middle gets a page of its own,
 # and the step copies the other page there before its rows run. Four things make that safe:

@@ -15,8 +15,7 @@ from penstock.backend.scheduling.admission import Admission
 from penstock.backend.scheduling.outlook import Outlook, those_before
 from penstock.backend.scheduling.preemption import Preemption
 from penstock.backend.scheduling.running import RunningSequences
-from penstock.backend.scheduling.step_budget import share_out
-from penstock.backend.scheduling.step_plan import Plan
+from penstock.backend.scheduling.step_plan import Plan, share_out
 from penstock.backend.scheduling.tenants import PREFILL_COST, Tenants
 from penstock.backend.scheduling.wait_queue import WaitQueue
 

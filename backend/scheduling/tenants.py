@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING
 
-from penstock.backend.sequences.tenant import TenantAccount
+from penstock.backend.sequences.tenant_account import TenantAccount
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

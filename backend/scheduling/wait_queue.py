@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.backend.kv_cache.prefix_cache import Awaited
     from penstock.backend.scheduling.tenants import Tenants
     from penstock.backend.sequences.sequence import Sequence
-    from penstock.backend.sequences.tenant import TenantAccount
+    from penstock.backend.sequences.tenant_account import TenantAccount
 
     Entry: TypeAlias = tuple[tuple[float, int, int, int], Sequence]
     """A sequence, after its turn."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.backend.engine.interfaces import ISequenceScheduler
     from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions
     from penstock.backend.kv_cache.budget.kv_plan import KvPlan
-    from penstock.backend.kv_cache.persisted.page_store import PageStore
+    from penstock.backend.kv_cache.page_store import PageStore
     from penstock.backend.options import BackendOptions
     from penstock.shm.memory.board import BackendBoard
 

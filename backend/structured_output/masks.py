@@ -10,9 +10,8 @@ from penstock.backend.forward_pass import TokenMasks
 from penstock.backend.structured_output.constraints import ConstraintFailed
 
 if TYPE_CHECKING:
-    from penstock.backend.structured_output.constraints import SequenceConstraints
+    from penstock.backend.structured_output.constraints import SequenceConstraints, TokenBits
     from penstock.backend.structured_output.late_masks import LateMasks
-    from penstock.backend.structured_output.token_bits import TokenBits
 
 
 class StepMasks(NamedTuple):

@@ -14,7 +14,7 @@ from msgspec import Struct
 from penstock.frontend.generation.failures import expired
 from penstock.frontend.generation.lingering import kept_or_anew, read_linger
 from penstock.frontend.generation.request_policy import read_request_policy
-from penstock.frontend.schemas.body_structure import SMALL_BODY_BYTES, check_structure
+from penstock.frontend.schemas.decoding import SMALL_BODY_BYTES, check_structure
 from penstock.frontend.schemas.generation import SchedulingBody
 from penstock.frontend.schemas.ignored_fields import IGNORED_HEADER, IgnoredFields
 from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later, shorten

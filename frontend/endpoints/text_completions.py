@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from penstock.frontend.endpoints.answering import AnswerStyle, answer_prompts, refuse_if_full
 from penstock.frontend.endpoints.prompts import encode_prompts
 from penstock.frontend.formats.completion import CompletionFormat
+from penstock.frontend.generation.answer_rules.chat_rules import AnswerRules
 from penstock.frontend.generation.answer_rules.requested_grammar import requested_grammar
-from penstock.frontend.generation.answer_rules.rules import AnswerRules
 from penstock.frontend.generation.submission.submit import PreparedRequest
 from penstock.frontend.schemas.decoding import decode_completion
 

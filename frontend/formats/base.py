@@ -10,7 +10,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.frontend.parsing.choice_output import ChoiceOutput
+    from penstock.frontend.parsing.blocks import ChoiceOutput
     from penstock.frontend.parsing.deltas import Delta
     from penstock.frontend.transport.errors import ApiError
 

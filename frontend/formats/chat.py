@@ -11,7 +11,7 @@ from penstock.frontend.formats.openai_chunks import OpenAIChunks, error_event, o
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.frontend.parsing.choice_output import ChoiceOutput
+    from penstock.frontend.parsing.blocks import ChoiceOutput
     from penstock.frontend.parsing.deltas import Delta, ToolCallDelta
     from penstock.frontend.transport.errors import ApiError
 

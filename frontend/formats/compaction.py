@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.frontend.formats.base import Identity, Usage
-    from penstock.frontend.parsing.choice_output import ChoiceOutput
+    from penstock.frontend.parsing.blocks import ChoiceOutput
 
 REQUEST = (
     "Summarize this conversation so that somebody who has not read it can continue it: what was asked, what was found "

@@ -12,7 +12,7 @@ from penstock.frontend.parsing.deltas import Delta
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.frontend.parsing.choice_output import ChoiceOutput
+    from penstock.frontend.parsing.blocks import ChoiceOutput
     from penstock.frontend.transport.errors import ApiError
 
 

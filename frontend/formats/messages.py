@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.frontend.formats.base import Identity, Usage
-    from penstock.frontend.parsing.choice_output import ChoiceOutput
+    from penstock.frontend.parsing.blocks import ChoiceOutput
     from penstock.frontend.parsing.deltas import Delta, ScoredToken
     from penstock.frontend.transport.errors import ApiError
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from msgspec import Raw
 
 from penstock.frontend.formats.base import Format, encode
 from penstock.frontend.formats.logprobs import chat_entries
-from penstock.frontend.formats.response_calls import CalledTool, custom_input
 from penstock.frontend.parsing.blocks import BlockKind, OutputBlock, OutputBlocks
 from penstock.frontend.parsing.deltas import repeatable_call_id
 
@@ -17,9 +18,49 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from penstock.frontend.formats.base import Identity, Usage
-    from penstock.frontend.parsing.choice_output import ChoiceOutput
+    from penstock.frontend.parsing.blocks import ChoiceOutput
     from penstock.frontend.parsing.deltas import Delta, ScoredToken
     from penstock.frontend.transport.errors import ApiError
+
+
+class _CustomInput(msgspec.Struct):
+    input: str
+
+
+_custom_input = msgspec.json.Decoder(_CustomInput)
+
+
+@dataclass(frozen=True, slots=True)
+class CalledTool:
+    """The client's name for a tool. The model calls a custom tool as a function whose argument is the input."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+    def fields(self, arguments: str) -> dict[str, Any]:
+        """Return the fields of an item that name the tool and give its arguments."""
+        where = {} if self.namespace is None else {"namespace": self.namespace}
+        if self.is_custom:
+            return {"type": "custom_tool_call", "name": self.name, **where, "input": custom_input(arguments)}
+        return {"type": "function_call", "name": self.name, **where, "arguments": arguments}
+
+
+def custom_input(arguments: str) -> str:
+    """Return the text within a call's arguments.
+
+    If the answer was cut off within them, return them unchanged.
+    """
+    try:
+        return _custom_input.decode(arguments.encode()).input
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        return arguments
+
+
+def custom_arguments(text: str) -> str:
+    """Return the arguments with which the model has called a custom tool."""
+    return msgspec.json.encode(_CustomInput(text)).decode()
+
 
 _ID_PREFIXES = {BlockKind.REASONING: "rs_", BlockKind.TEXT: "msg_", BlockKind.CALL: "fc_"}
 _NO_ENTRIES = chat_entries(())

@@ -14,7 +14,7 @@ import msgspec
 from penstock.frontend.generation.questions import ask
 from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.transport.errors import invalid, shorten
-from penstock.frontend.transport.lingering import LingeringAnswer
+from penstock.frontend.transport.exchange import LingeringAnswer
 from penstock.shm.client import Linger, StreamName, StreamQuestion, clients_of
 from penstock.shm.messages import MAX_RECORD_BYTES
 

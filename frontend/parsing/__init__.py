@@ -3,7 +3,7 @@
 `model_syntax` chooses the syntax of the served model's reasoning and tool calls: `reasoning` has the reasoning formats,
 `tool_formats` one module per family of tool call formats, `harmony` the messages of gpt-oss, which are both.
 `answer_parser` reads one choice with them. Any split of the text into pieces gives the same result, because all of them
-read through `reader`. The pieces are `deltas`; `blocks` and `choice_output` collect them.
+read through `reader`. The pieces are `deltas`; `blocks` collects them.
 
 May import text, schemas and what lies below. Start with `answer_parser`.
 """

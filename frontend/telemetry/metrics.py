@@ -5,7 +5,9 @@ backend's board, which has the backend's own counters and the sums of all fronte
 with a worker label are that worker's own, since its start.
 
 If a worker has several backends, all metrics have a label with the model, and those of replicas one with the replica.
-Numbers that cluster software reads are repeated under vLLM's names.
+Numbers that a cluster's routers, autoscalers and dashboards read are repeated under vLLM's names and labels. llm-d, the
+Gateway API inference extension and KEDA rules read these without configuration. See
+https://docs.vllm.ai/en/latest/design/metrics/.
 """
 
 from __future__ import annotations
@@ -13,16 +15,97 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from penstock.frontend.telemetry.prometheus_text import MetricsPage, escaped
-from penstock.frontend.telemetry.vllm_metrics import add_vllm_metrics
 from penstock.shm.memory.board import RESPONSE_FIELDS, BackendBoard, Board, FrontendBoard
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from penstock.shm.memory.board import Histogram
 
     Counters = Mapping[str, int]
+
+# (name, kind, help, the board's field)
+_VLLM_NUMBERS = (
+    ("num_requests_running", "gauge", "Sequences being computed.", "running"),
+    ("num_requests_waiting", "gauge", "Sequences waiting to be admitted.", "waiting"),
+    ("num_preemptions_total", "counter", "Sequences preempted because KV cache pages ran out.", "preemptions"),
+    ("prompt_tokens_total", "counter", "Prompt tokens of sequences.", "prompt_tokens"),
+    ("generation_tokens_total", "counter", "Tokens sampled.", "generated_tokens"),
+    ("prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache.", "prompt_tokens"),
+    ("prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache.", "cached_tokens"),
+)
+_VLLM_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "From a request's arrival to its first token.", FrontendBoard.ttft_us),
+    ("inter_token_latency_seconds", "Between a stream's tokens.", FrontendBoard.itl_us),
+    ("request_queue_time_seconds", "From a request's receipt to its first step.", FrontendBoard.queue_us),
+    ("e2e_request_latency_seconds", "From a request's arrival to its end.", FrontendBoard.latency_us),
+)
+
+
+def add_vllm_metrics(page: MetricsPage, model: str, engine: int, board: Mapping[str, int]) -> None:
+    """engine is the number of the backend among those of the model."""
+    page.labels = f'engine="{engine}",model_name="{escaped(model)}"'
+    for name, kind, help_text, field in _VLLM_NUMBERS:
+        page.add(name, kind, help_text, [("", board[field])])
+    total = board["pages_total"]
+    usage = board["pages_used"] / total if total else 0.0
+    page.add("kv_cache_usage_perc", "gauge", "Share of all KV cache pages that sequences use; 1 is all.", [("", usage)])
+    cache = f'block_size="{board["page_size_tokens"]}",num_gpu_blocks="{total}"'
+    page.add("cache_config_info", "gauge", "The KV cache: tokens of a page, and pages.", [(cache, 1)])
+    page.add(
+        "request_success_total",
+        "counter",
+        "Token streams that ended by themselves, by the reason.",
+        [(f'finished_reason="{reason}"', board[f"{Board.TOTALS}requests_{reason}"]) for reason in ("stop", "length")],
+    )
+    for name, help_text, histogram in _VLLM_HISTOGRAMS:
+        page.add_histogram(name, help_text, histogram, _US, board, Board.TOTALS)
+
+
+class MetricsPage:
+    """Families in the order in which they were first added; each has the samples of all sources together."""
+
+    def __init__(self, prefix: str) -> None:
+        """prefix begins all names."""
+        self._prefix = prefix
+        self.labels = ""
+        """Labels that are added to those of each sample."""
+        self._families: dict[str, list[str]] = {}
+
+    def add(self, name: str, kind: str, help_text: str, samples: Iterable[tuple[str, float]]) -> None:
+        lines = self._family(name, kind, help_text)
+        lines += [f"{self._prefix}{name}{self._braced(labels)} {value}" for labels, value in samples]
+
+    def add_histogram(
+        self, name: str, help_text: str, histogram: Histogram, unit: float, board: Counters, prefix: str = ""
+    ) -> None:
+        buckets, total = histogram.read(board, prefix)
+        lines = self._family(name, "histogram", help_text)
+        bounds = [*(f"{bound / unit:g}" for bound in histogram.bounds), "+Inf"]
+        for bound, count in zip(bounds, accumulate(buckets), strict=True):
+            limit = f'le="{bound}"'
+            lines.append(f"{self._prefix}{name}_bucket{self._braced(limit)} {count}")
+        labels, full_name = self._braced(""), self._prefix + name
+        lines += [f"{full_name}_sum{labels} {total / unit}", f"{full_name}_count{labels} {sum(buckets)}"]
+
+    def text(self) -> bytes:
+        return "".join(f"{line}\n" for lines in self._families.values() for line in lines).encode()
+
+    def _family(self, name: str, kind: str, help_text: str) -> list[str]:
+        head = [f"# HELP {self._prefix}{name} {help_text}", f"# TYPE {self._prefix}{name} {kind}"]
+        return self._families.setdefault(name, head)
+
+    def _braced(self, labels: str) -> str:
+        joined = ",".join(part for part in (self.labels, labels) if part)
+        return f"{{{joined}}}" if joined else ""
+
+
+def escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 

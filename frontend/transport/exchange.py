@@ -1,6 +1,7 @@
 """One HTTP request and its answer, over ASGI messages. It knows nothing of models.
 
-How a client's hang-up is noticed is in `disconnect`, which Exchange inherits.
+How a client's hang-up is noticed is in `disconnect`, which Exchange inherits. A lingering answer can be read
+again over another connection.
 """
 
 from __future__ import annotations
@@ -24,7 +25,33 @@ if TYPE_CHECKING:
     from penstock.frontend.telemetry.request_log import ReportSpans
     from penstock.frontend.transport.asgi import AsgiMessage, Headers, Receive, Scope, Send
     from penstock.frontend.transport.incomplete import IncompleteBodies
-    from penstock.frontend.transport.lingering import LingeringAnswer
+    from penstock.shm.client import BackendClient
+
+
+@dataclass(slots=True)
+class LingeringAnswer:
+    """An answer to read again. It belongs to one exchange.
+
+    The same path, body, id, time and seed give the same events.
+    """
+
+    linger_s: int
+    path: str
+    """The path of the endpoint that answers."""
+    body: bytes
+    begun: tuple[str, int] | None = None
+    """The answer's id, which names the stream, and the second since 1970 when it began; None until it begins."""
+    seed: int | None = None
+    """The seed for a body without one; None until the answer begins."""
+    num_received: int = 0
+    """Events that the client has received over earlier connections."""
+    backend: BackendClient | None = None
+    """The backend that has kept the stream; None for a new one."""
+
+    @property
+    def is_resumed(self) -> bool:
+        return self.backend is not None
+
 
 _JSON_TYPE = b"application/json"
 _MAX_REQUEST_ID_BYTES = 128

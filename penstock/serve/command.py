@@ -48,8 +48,7 @@ from penstock.serve.options import (
 from penstock.serve.probe import get
 from penstock.serve.sleeping_models.sleepers import Sleepers
 from penstock.serve.upgrade.control import ControlSocket
-from penstock.serve.upgrade.succession import Running
-from penstock.serve.upgrade.upgrades import Upgrades
+from penstock.serve.upgrade.succession import Running, Upgrades
 from penstock.serve.welcome import ShownModel, Use, Welcome
 from penstock.shm.link.listening_address import AddressInUse, CannotListen, check_free
 

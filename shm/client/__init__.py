@@ -17,7 +17,7 @@ from penstock.shm.client.replicas.replica_set import ReplicaSet, backends_of, cl
 from penstock.shm.client.replicas.socket_directory import SocketDirectory
 from penstock.shm.client.request import GenerationRequest
 from penstock.shm.client.streams.pooled import PooledFailed, PooledRequest, PooledResult, PooledStream
-from penstock.shm.client.streams.stream import AnswerStream, LogprobEntry, TokenBatch, TokenStream
+from penstock.shm.client.streams.token_stream import AnswerStream, LogprobEntry, TokenBatch, TokenStream
 from penstock.shm.messages import (
     BufferContent,
     BufferKind,

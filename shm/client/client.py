@@ -24,8 +24,8 @@ from penstock.shm.client.request import question_message
 from penstock.shm.client.resubmission import Resubmission
 from penstock.shm.client.streams.pooled import PooledRequest, PooledStream
 from penstock.shm.client.streams.reader_turns import ReaderTurns
-from penstock.shm.client.streams.stream import AnswerStream, TokenStream
 from penstock.shm.client.streams.stream_table import OpenStreams
+from penstock.shm.client.streams.token_stream import AnswerStream, TokenStream
 from penstock.shm.memory.ledger import Ledger
 from penstock.shm.messages import BufferContent, BufferKind, BufferRequest, ContentSpec, FailureCode, Finish, ModelCard
 

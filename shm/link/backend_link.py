@@ -13,8 +13,7 @@ import zmq
 
 from penstock.shm.buffers.buffer_export import LoanError
 from penstock.shm.link.events import Cancellation, FrontendDeath, LinkEvent, Question, Submission
-from penstock.shm.link.frontend_table import FrontendTable
-from penstock.shm.link.link_counters import LinkCounters
+from penstock.shm.link.frontend_table import FrontendTable, LinkCounters
 from penstock.shm.link.rendezvous import Rendezvous
 from penstock.shm.link.zmq_sockets import HANDSHAKE_TIMEOUT_S, MAX_REQUESTS_IN_FLIGHT, new_socket, receive
 from penstock.shm.memory.arena import DescriptorError

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.shm.buffers.buffer_export import BufferRequestRefused
@@ -19,6 +20,28 @@ if TYPE_CHECKING:
     from penstock.shm.link.rendezvous import ControlConnection
     from penstock.shm.memory.board import BackendBoard
     from penstock.shm.memory.ledger import Ledger
+
+
+@dataclass(slots=True)
+class LinkCounters:
+    """Counts that only grow."""
+
+    messages_in: int = 0
+    messages_out: int = 0
+    events_out: int = 0
+    strangers: int = 0
+    """Messages from senders that are not frontends of this backend, or were disconnected."""
+    faults: int = 0
+    """Malformed messages and descriptors, which were dropped or rejected."""
+    blocked_sends: int = 0
+    """Sends that ZeroMQ refused although there was credit: a bug of ours."""
+    unreachable: int = 0
+    """Sends to frontends whose connection had ended before the backend noticed their death."""
+    stalled: int = 0
+    """Frontends disconnected because they returned no credit in time."""
+    expelled: int = 0
+    """Frontends disconnected because of their faults."""
+
 
 logger = logging.getLogger("penstock.link")
 

@@ -5,6 +5,7 @@ The reader costs the engine nothing: it copies what the loop has written anyway.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.shm.recording.events import (
@@ -32,14 +33,12 @@ from penstock.shm.recording.live_state import (
     Wait,
 )
 from penstock.shm.recording.records import Kind, unpack
-from penstock.shm.recording.rows import RowTracker
-from penstock.shm.recording.steps import unpack_plan, unpack_result
+from penstock.shm.recording.steps import IS_KEY, RowTracker, unpack_plan, unpack_result
 
 if TYPE_CHECKING:
-    from penstock.shm.memory.ring import RingReader
+    from penstock.shm.memory.ring import RingReader, Stretch
     from penstock.shm.recording.records import Record
-    from penstock.shm.recording.rows import Row
-    from penstock.shm.recording.steps import PlanRecord
+    from penstock.shm.recording.steps import PlanRecord, Row
 
 _MAX_PENDING = 64
 """Steps without a result, of which a running engine has a few."""
@@ -292,3 +291,23 @@ class LiveEngine:
         if started.page_size and started.num_pages - last.pages_held < request.num_tokens // started.page_size + 1:
             return Wait.PAGES
         return Wait.GRAMMAR if request.has_grammar else Wait.TURN
+
+
+def read_last(ring: RingReader, seconds: float) -> Stretch:
+    """Return at least the records of the given seconds before the last record, if there are that many.
+
+    The first record is the note of the backend that wrote them; the next is a key plan.
+    """
+    stretch = ring.read()
+    if not stretch.records:
+        return stretch
+    since_s = unpack(stretch.records[-1]).time_s - seconds
+    first = 0
+    for index, data in enumerate(stretch.records):
+        record = unpack(data)
+        if record.time_s >= since_s:
+            break
+        if record.kind == Kind.PLAN and record.flags & IS_KEY:
+            first = index
+    note = ring.read_note()
+    return replace(stretch, records=[*([note] if note else []), *stretch.records[first:]])

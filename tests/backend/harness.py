@@ -13,7 +13,7 @@ import numpy as np
 from penstock.backend.engine.requests.limits import EngineLimits
 from penstock.backend.engine.steps.launched_step import launch_step
 from penstock.backend.kv_cache.page_pool import PagePool
-from penstock.backend.passes.fake import FakePass, next_token
+from penstock.backend.passes.fake import FakePass
 from penstock.shm.link.events import Cancellation, Submission
 from penstock.shm.messages import (
     NO_TOKEN,
@@ -35,6 +35,7 @@ from penstock.shm.messages import (
 from penstock.tools.rig.engine_rig import EngineRig, RigSizes
 from penstock.tools.rig.executors import ThreadlessExecutor
 from penstock.tools.rig.links import DroppingLink
+from tests.fake_passes import next_token
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

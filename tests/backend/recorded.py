@@ -14,7 +14,7 @@ from penstock.shm.messages import PROTOCOL_VERSION
 from penstock.shm.recording.events import BackendStarted
 from penstock.shm.recording.file import Recording
 from penstock.shm.recording.records import FORMAT_VERSION, unpack
-from penstock.shm.recording.rows import Row
+from penstock.shm.recording.steps import Row
 from tests.backend.harness import Bench
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from penstock.backend.buffers.options import make_exporter
+from penstock.backend.buffers import make_exporter
 from penstock.backend.engine.requests.limits import EngineLimits
 from penstock.backend.engine.steps.executor import Executor
 from penstock.backend.forward_pass import IBatchedForwardPass

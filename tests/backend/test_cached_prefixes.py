@@ -6,10 +6,11 @@ from array import array
 from contextlib import ExitStack
 from pathlib import Path
 
-from penstock.backend.passes.fake import FakePass, next_token
+from penstock.backend.passes.fake import FakePass
 from penstock.shm.client import GenerationRequest, ReplicaSet
 from penstock.shm.memory.page_digest import page_names
 from tests.backend.served import served
+from tests.fake_passes import next_token
 from tests.shm.client.harness import GREEDY, tokens_of, until
 
 VOCAB_SIZE = 512

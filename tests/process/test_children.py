@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from penstock.process.children import descendants, is_running, module_of, process_use, session_members
+from penstock.tools.processes import descendants, is_running, module_of, process_use, session_members
 from tests.system.processes import wait_until
 
 

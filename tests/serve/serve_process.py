@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO
 
-from penstock.process.children import descendants, module_of
+from penstock.tools.processes import descendants, module_of
 
 
 class Lines:

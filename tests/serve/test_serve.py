@@ -20,10 +20,9 @@ import httpx
 import pytest
 
 from penstock.backend.options import BackendOptions
+from penstock.commands.recorder.command import copy_records
 from penstock.commands.recorder.history import read_history
-from penstock.commands.recorder.record import record
 from penstock.frontend.options import FrontendOptions
-from penstock.process.children import descendants
 from penstock.serve.options import (
     ServeOptions,
     backend_options,
@@ -33,6 +32,7 @@ from penstock.serve.options import (
 )
 from penstock.shm.recording.file import read_recording
 from penstock.shm.recording.rings import open_ring
+from penstock.tools.processes import descendants
 from tests.frontend.transport.test_listening import make_certificate
 from tests.serve.serve_process import Start
 
@@ -87,7 +87,7 @@ def test_killed_backend_and_killed_worker_are_restarted_and_ready_is_printed_onc
     for pid in (backend, serve.process.pid):
         ring, started = open_ring(pid)
         assert started.pid == backend
-        record(ring, tmp_path / f"{pid}.rec", 0.0, with_tokens=False)
+        copy_records(ring, tmp_path / f"{pid}.rec", 0.0, with_tokens=False)
         assert read_rows(tmp_path / f"{pid}.rec") > 0
         ring.close()
     os.kill(backend, signal.SIGKILL)

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from penstock.backend.engine.loop import Engine
-from penstock.backend.engine.quoting.quote_errors import QuoteErrors
+from penstock.backend.engine.quoting.history import QuoteErrors
 from penstock.backend.engine.quoting.quoter import Quoter
 from penstock.backend.engine.requests.cancellation import Canceller
 from penstock.backend.engine.requests.handling import RequestHandling

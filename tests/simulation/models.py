@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from penstock.backend.forward_pass import SamplingParams, SlotInit, StepBatch, TokenMasks
-from penstock.backend.passes.fake import FakePass, WindowedFakePass
+from penstock.backend.passes.fake import FakePass
 from penstock.shm.messages import MAX_LOGPROBS, EventLogprobs
+from tests.fake_passes import WindowedFakePass
 from tests.simulation.chain_pass import ROOT, ChainPass, PassSizes, SlotState, make_logprobs, make_vector, mix
 
 if TYPE_CHECKING:

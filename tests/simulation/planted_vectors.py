@@ -8,7 +8,7 @@ from penstock.backend.engine.requests import vector_delivery
 from penstock.backend.engine.requests.delivery import Delivery
 from penstock.backend.engine.requests.intake import Intake
 from penstock.backend.sequences.sequence import Sequence
-from penstock.backend.sequences.tenant import Group, TenantAccount
+from penstock.backend.sequences.tenant_account import Group, TenantAccount
 from tests.simulation.planting import Plant, wrap
 
 

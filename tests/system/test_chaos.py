@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.process.children import find_program, is_running
+from penstock.process.children import find_program
 from penstock.process.supervisor import module_argv
+from penstock.tools.processes import is_running
 from tests.system.processes import REPOSITORY, Command, descendants, running
 
 MISSING = [name for name in ("haproxy", "nginx") if find_program(name) is None]

@@ -11,11 +11,11 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 
-from penstock.backend.passes.fake_encoder import fake_vectors
 from penstock.shm.client import BackendClient, PooledFailed, PooledRequest
 from penstock.shm.messages import FailureCode
+from tests.fake_encoder import fake_vectors
 
-PASS = "penstock.backend.passes.fake_encoder:FakeEncoder"
+PASS = "tests.fake_encoder:FakeEncoder"
 
 
 def test_every_kind_of_vector_arrives_and_is_cached() -> None:

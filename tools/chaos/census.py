@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.process.children import process_use, stat_fields
+from penstock.process.children import stat_fields
+from penstock.tools.processes import process_use
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

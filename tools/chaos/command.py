@@ -12,7 +12,6 @@ import uvloop
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from penstock.process.children import exit_on_sigterm
 from penstock.process.failure import fail
 from penstock.tools.bench.options import Share
 from penstock.tools.chaos.errors import COMMAND, ChaosError
@@ -22,6 +21,7 @@ from penstock.tools.chaos.proxies import SHIPPED
 from penstock.tools.chaos.report import Outcome, make_report, write_report
 from penstock.tools.chaos.run import ChaosRun, RunPlan
 from penstock.tools.chaos.server import parse_serve_options, started
+from penstock.tools.processes import exit_on_sigterm
 
 DEFAULT_START = (
     "--gpu none --forward-pass penstock.backend.passes.fake:PacedFakePass --kv-budget 512KB --workers 2 "

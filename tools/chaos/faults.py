@@ -9,12 +9,12 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from penstock.process.children import is_running, state_of
 from penstock.tools.bench.load_generator.http_client import HttpClient
 from penstock.tools.chaos.census import connection_inodes, process_state
 from penstock.tools.chaos.counters import wait_ready
 from penstock.tools.chaos.ledger import DoneFault
 from penstock.tools.chaos.plan import Fault, FaultKind
+from penstock.tools.processes import is_running, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import penstock
-from penstock.process.children import Child as OwnedProcess
 from penstock.process.children import find_program
 from penstock.tools.chaos.errors import ChaosError
+from penstock.tools.processes import Child as OwnedProcess
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from penstock.frontend.options import FrontendOptions
-from penstock.process.children import module_of, session_members, stat_fields
+from penstock.process.children import stat_fields
 from penstock.process.options import make_app, to_argv
 from penstock.process.supervisor import module_argv
 from penstock.serve.options import ServeOptions, select_options
@@ -22,6 +22,7 @@ from penstock.tools.chaos.errors import COMMAND, ChaosError
 from penstock.tools.chaos.plan import Tenant
 from penstock.tools.chaos.proxies import SHIPPED, Addresses, Child, Proxy
 from penstock.tools.free_port import free_port
+from penstock.tools.processes import module_of, session_members
 
 _MODULES = {
     "penstock.main": "supervisor",

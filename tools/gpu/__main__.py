@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from penstock.backend.passes.cuda.device.kernel_choices import ChoicesRefused, read_choices
-from penstock.process.children import exit_on_sigterm
 from penstock.tools.gpu.runner import COMPILE_ONLY_S, SECTIONS, Run, choose_sections, run_all, run_section
+from penstock.tools.processes import exit_on_sigterm
 
 
 def make_parser() -> argparse.ArgumentParser:

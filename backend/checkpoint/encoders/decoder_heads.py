@@ -7,22 +7,20 @@ token's hidden state after the final norm.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
 from penstock.backend.checkpoint.config.architectures.names import decoder_of, find_architecture
 from penstock.backend.checkpoint.config.tensors import EMBEDDING, LM_HEAD, TensorSpec
 from penstock.backend.checkpoint.config_json import parse_decoder_config
-from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
 from penstock.backend.checkpoint.encoders.sentence_transformers import read_max_tokens, read_modules
 from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE, TOKENIZER_FILE
 from penstock.backend.checkpoint.formats.stored_weight import find_weight
-from penstock.backend.checkpoint.tensor_files.opening import fit_to_decoder
-from penstock.backend.checkpoint.tensor_files.vocabulary import fit_vocab_size
+from penstock.backend.checkpoint.tensor_files.opening import fit_to_decoder, fit_vocab_size
 from penstock.backend.checkpoint.weights import open_tensor_files
 from penstock.backend.errors import StartupError
 
@@ -30,6 +28,30 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
+
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+
+HeadKind: TypeAlias = Literal["embed", "yes or no", "score"]
+
+
+@dataclass(frozen=True, slots=True)
+class PooledDecoder:
+    config: DecoderConfig
+    """The decoder without lm_head; head_width is set for "yes or no" and "score"."""
+    head: HeadKind
+    normalizes: bool = False
+    """The model's files ask for "embed" to be normalised. The pass leaves it unnormalised."""
+
+    @property
+    def width(self) -> int:
+        """Values of a vector."""
+        return self.config.hidden_size if self.head == "embed" else self.config.head_width
+
+    @property
+    def kind(self) -> str:
+        """Kind of vector, as in `PooledRows`."""
+        return "embed" if self.head == "embed" else "classify"
+
 
 TASKS = ("auto", "generate", "embed", "rerank", "classify")
 ANSWERS = ("yes", "no")

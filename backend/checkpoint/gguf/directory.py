@@ -1,17 +1,18 @@
 """Presents a GGUF file, or its shards, as a checkpoint directory in the Hugging Face layout.
 
 The directory is in the cache: config.json, tokenizer.json, tokenizer_config.json and generation_config.json, made from
-the file's metadata, and links to the files.
+the file's metadata, and links to the files. Sampling settings that the file does not have are llama.cpp's.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.backend.checkpoint.config.tensors import expected_tensors
 from penstock.backend.checkpoint.config_json import parse_decoder_config
@@ -29,17 +30,17 @@ from penstock.backend.checkpoint.gguf.config import EMBEDDING, ROPE_TENSORS, Met
 from penstock.backend.checkpoint.gguf.encoders import ENCODERS, encoder_names, make_encoder_config, pooling_files
 from penstock.backend.checkpoint.gguf.header import GgufHeader, GgufTensor, open_tensors, read_header
 from penstock.backend.checkpoint.gguf.names import GgufNames
-from penstock.backend.checkpoint.gguf.sampling import sampling_defaults
 from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer, check_tokenizer
 from penstock.backend.errors import StartupError
 from penstock.process.private_directory import UnsafeDirectory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
+
 
 FORMAT = "7"
 """Increase it when the generated files change."""
@@ -195,3 +196,44 @@ def _rope_factors(headers: list[GgufHeader]) -> dict[str, tuple[float, ...]]:
             with closing(open_tensors(header.path)) as file:
                 found[name] = tuple(file.read(tensor.stored, lambda _: None).tolist())
     return found if found.keys() in ROPE_TENSORS else {}
+
+
+_PREFIX = "general.sampling."
+
+
+class _Setting(NamedTuple):
+    name: str
+    """In generation_config.json."""
+    default: float
+    """llama.cpp's; the models' authors and users of GGUF files tried them with it."""
+    highest: float = math.inf
+    """llama.cpp takes values beyond 0 and this one as these."""
+
+
+_SETTINGS = {
+    "temp": _Setting("temperature", 0.8),
+    "top_k": _Setting("top_k", 40),
+    "top_p": _Setting("top_p", 0.95, highest=1.0),
+    "min_p": _Setting("min_p", 0.05, highest=1.0),
+    "penalty_repeat": _Setting("repetition_penalty", 1.0),
+}
+_NOT_APPLIED = {"sequence": None, "mirostat": 0, "xtc_probability": 0}
+"""Keys that are not supported, each with the value that changes nothing."""
+
+
+def sampling_defaults(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of generation_config.json, and the settings that are not applied, as texts. Raises StartupError."""
+    others = {
+        key: shorten(value)
+        for key, neutral in _NOT_APPLIED.items()
+        if (value := metadata.get(_PREFIX + key)) not in (None, neutral)
+    }
+    return {setting.name: _read(metadata, key, setting) for key, setting in _SETTINGS.items()} | others
+
+
+def _read(metadata: Mapping[str, Any], key: str, setting: _Setting) -> float:
+    value = metadata.get(_PREFIX + key, setting.default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise StartupError(f"{_PREFIX}{key} is {shorten(value)}; expected a finite number")
+    bounded = min(max(value, 0), setting.highest)
+    return round(bounded) if isinstance(setting.default, int) else float(f"{bounded:.6g}")  # a float32 in the file

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.engine.coalescer import Candidate
     from penstock.backend.engine.interfaces import ISequenceScheduler
-    from penstock.backend.engine.quoting.quote_errors import QuoteErrors
+    from penstock.backend.engine.quoting.history import QuoteErrors
     from penstock.backend.engine.steps.step_timing import StepTiming
     from penstock.backend.scheduling.outlook import Outlook
     from penstock.backend.sequences.sequence import Sequence

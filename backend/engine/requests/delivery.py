@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from penstock.backend.engine.interfaces import IEngineLink
-    from penstock.backend.engine.quoting.quote_errors import QuoteErrors
+    from penstock.backend.engine.quoting.history import QuoteErrors
     from penstock.backend.engine.requests.request_table import RequestTable
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.sequences.resumable_stream import ResumableChoice

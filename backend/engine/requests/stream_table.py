@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from penstock.backend.engine.coalescer import Presented
-from penstock.backend.engine.requests.deadlines import Deadlines
+from penstock.backend.engine.requests.request_table import Deadlines
 from penstock.backend.sequences.resumable_stream import ResumableChoice, ResumableStream
 from penstock.shm.messages import Failure, FailureCode, Finish, StreamRecord
 

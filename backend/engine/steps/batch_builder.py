@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.backend.buffers.shared_prompts import SharedPromptRows
+from penstock.backend.buffers import SharedPromptRows
 from penstock.backend.forward_pass import (
     FROM_SLOT,
     NO_ADAPTER,

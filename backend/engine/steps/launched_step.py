@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from penstock.backend.buffers.shared_outputs import share_outputs
+from penstock.backend.buffers import share_outputs
 from penstock.backend.engine.steps.batch_builder import keep_rows
 from penstock.backend.engine.steps.vectors import collect_vectors
 from penstock.backend.forward_pass import NOT_FINITE

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.passes.cpu.native_buffer import Buffer
 from penstock.backend.passes.cpu.native_experts import NativeExpertOps
 from penstock.backend.passes.cpu.native_lora import NativeAdapters
 from penstock.backend.passes.cpu.native_structs import (
     CACHE_FORMS,
     Attention,
+    Buffer,
     LinearOutput,
     Operation,
     OperationKind,
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from penstock.backend.forward_pass import EmbeddedTokens, ScoredTokens, StepBatch, TokenLogprobs
     from penstock.backend.passes.cpu.weight_memory.anonymous import WeightMemory
     from penstock.backend.passes.ops.interface import AttentionLayer, Forward
-
 
 _SCORED_VALUES = 1 << 22
 """Logits of scored tokens that are in memory at a time: 16 MiB. Each block of rows reads the weights again."""

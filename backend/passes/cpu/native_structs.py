@@ -1,4 +1,6 @@
-"""The functions of the CPU kernels and the structs that they share with Python, as kernels/*.h declare them."""
+"""The functions of the CPU kernels and the structs that they share with Python, as kernels/*.h declare
+them, and the memory that they compute in.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,28 @@ from penstock.backend.passes.ops.interface import round_scale
 if TYPE_CHECKING:
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, NormKind, QkNormScope
     from penstock.backend.forward_pass import ScoredTokens
+
+
+class Buffer:
+    """A row-major array that grows to the largest number of rows reserved so far."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        self.width = width
+        self.row_bytes = width * dtype.itemsize
+        self._dtype = dtype
+        self._num_rows = 0
+        self.rows = torch.empty(0, width, dtype=dtype)
+        self.address = 0
+
+    def reserve(self, num_rows: int) -> bool:
+        """Return whether the array moved."""
+        if num_rows <= self._num_rows:
+            return False
+        self._num_rows = num_rows
+        self.rows = torch.empty(num_rows, self.width, dtype=self._dtype)
+        self.address = self.rows.data_ptr()
+        return True
+
 
 CACHE_FORMS = {"fp32": 0, "bf16": 1, "q8_0": 2}
 NORM_KINDS: dict[NormKind, int] = {"rms": 0, "layer": 1}

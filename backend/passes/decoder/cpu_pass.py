@@ -18,7 +18,7 @@ from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
 from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
 from penstock.backend.passes.cpu.native_ops import NativeOps, supports_native_ops, unsupported_by_kernels
 from penstock.backend.passes.cpu.path_choice import AUTO, check_cpu_path, load_kernels
-from penstock.backend.passes.cpu.torch_cache.page_bytes import restore_page, save_page
+from penstock.backend.passes.cpu.torch_cache.paged_cache import restore_page, save_page
 from penstock.backend.passes.cpu.weight_memory.anonymous import AnonymousMemory
 from penstock.backend.passes.decoder.model import DecoderModel
 from penstock.backend.passes.decoder.spec import make_spec
@@ -37,14 +37,13 @@ if TYPE_CHECKING:
 
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
-    from penstock.backend.checkpoint.lora.peft_adapter import PeftAdapter
+    from penstock.backend.checkpoint.lora import PeftAdapter
     from penstock.backend.checkpoint.quantization.modes import Quantization
     from penstock.backend.forward_pass.extensions import PagePlaces
     from penstock.backend.passes.cpu.weight_memory.anonymous import WeightMemory
     from penstock.backend.passes.held_weights.watch import WatchedWeights
+    from penstock.backend.passes.ops.interface import Weights
     from penstock.backend.passes.ops.layer_groups import LayerGroups
-    from penstock.backend.passes.ops.weights import Weights
-
 
 logger = logging.getLogger("penstock.backend")
 
@@ -96,7 +95,7 @@ class CpuDecoderPass(HostSampling):
         # Imported here and in `load`: a pass with other weights needs no packages that read checkpoints.
         from penstock.backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
-        from penstock.backend.checkpoint.lora.peft_adapter import open_adapters
+        from penstock.backend.checkpoint.lora import open_adapters
         from penstock.backend.checkpoint.weights import choose_dtype
 
         check_cpu_path(options.cpu_path)
@@ -113,7 +112,7 @@ class CpuDecoderPass(HostSampling):
     def load(cls, model_dir: Path, options: PassOptions) -> CpuDecoderPass:
         from penstock.backend.checkpoint.config_json import read_decoder_config
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
-        from penstock.backend.checkpoint.lora.peft_adapter import open_adapters
+        from penstock.backend.checkpoint.lora import open_adapters
 
         config = read_decoder_config(model_dir, options.max_context_tokens)
         quantization, formats = find_cpu_quantization(options.quantize), read_stored_formats(model_dir)
@@ -137,7 +136,7 @@ class CpuDecoderPass(HostSampling):
         """Return build's pass, which packs the weights, or maps them where an earlier process has left them."""
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
         from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
-        from penstock.backend.passes.cpu.weight_memory.places import fingerprint, weight_places
+        from penstock.backend.passes.cpu.weight_memory.held import fingerprint, weight_places
         from penstock.backend.passes.held_weights.holding import load_or_map
 
         rounds_rows = options.quantize == "none" and read_stored_formats(model_dir).rounds_rows
@@ -181,8 +180,7 @@ class CpuDecoderPass(HostSampling):
     @classmethod
     def held_bytes(cls, model_dir: Path, options: PassOptions) -> int:
         """Size of the weights that `load` would map; see `IFindsHeldWeights`. Those in a file count as free anyway."""
-        from penstock.backend.passes.cpu.weight_memory.held import CpuMemories, create_memfd
-        from penstock.backend.passes.cpu.weight_memory.places import fingerprint
+        from penstock.backend.passes.cpu.weight_memory.held import CpuMemories, create_memfd, fingerprint
         from penstock.backend.passes.held_weights.holding import find_held
 
         kernels = load_kernels(options.cpu_path)

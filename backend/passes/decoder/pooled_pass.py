@@ -16,8 +16,7 @@ from penstock.backend.checkpoint.weights import choose_dtype
 from penstock.backend.forward_pass import StepOutput
 from penstock.backend.passes.cpu.path_choice import check_cpu_path
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
-from penstock.backend.passes.decoder.pooled_weights import WeightsWithHead, pooled_spec
-from penstock.backend.passes.decoder.spec import make_spec
+from penstock.backend.passes.decoder.spec import WeightsWithHead, make_spec, pooled_spec
 from penstock.backend.passes.ops.interface import CPU_KV_DTYPES
 
 if TYPE_CHECKING:
@@ -25,10 +24,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
+    from penstock.backend.checkpoint.encoders.decoder_heads import PooledDecoder
     from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch, TokenMasks
-    from penstock.backend.passes.ops.interface import CpuOps
-    from penstock.backend.passes.ops.weights import Weights
+    from penstock.backend.passes.ops.interface import CpuOps, Weights
 
 
 class PooledDecoderPass(CpuDecoderPass):

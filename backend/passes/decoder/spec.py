@@ -1,7 +1,8 @@
-"""The `PassSpec` of a decoder, from its configuration."""
+"""The `PassSpec` of a decoder from its configuration, and what decoders change that return vectors or scores."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
@@ -14,12 +15,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     import torch
+    from torch import Tensor
 
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.config.tensors import LayerWeights
+    from penstock.backend.checkpoint.encoders.decoder_heads import PooledDecoder
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
-    from penstock.backend.checkpoint.lora.peft_adapter import PeftAdapter
+    from penstock.backend.checkpoint.lora import PeftAdapter
     from penstock.backend.checkpoint.quantization.modes import Quantization
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import WeightForm
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight, WeightForm
+    from penstock.backend.passes.ops.interface import Weights
     from penstock.backend.passes.ops.layer_groups import LayerGroups
 
 
@@ -55,3 +60,28 @@ def make_spec(
         kv_windows=groups.windows,
         adapter_ranks=tuple(adapter.rank for adapter in adapters),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsWithHead:
+    """A decoder's weights with another output layer, or none."""
+
+    weights: Weights
+    head: Tensor | None
+
+    def embedding(self, dtype: torch.dtype) -> Tensor | QuantizedWeight:
+        return self.weights.embedding(dtype)
+
+    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Tensor | QuantizedWeight]:
+        return self.weights.layer(index, dtype)
+
+    def final_norm(self, dtype: torch.dtype) -> Tensor:
+        return self.weights.final_norm(dtype)
+
+    def lm_head(self, dtype: torch.dtype) -> Tensor | None:
+        return None if self.head is None else self.head.to(dtype)
+
+
+def pooled_spec(spec: PassSpec, pooled: PooledDecoder) -> PassSpec:
+    """Change a decoder's spec to that of a pooling one."""
+    return replace(spec, pooled={pooled.kind: pooled.width}, generates=False, scores_prompts=False)

@@ -1,4 +1,4 @@
-"""The order of an encoder's operations, the same for all architectures.
+"""The order of the operations of an encoder and its heads, the same for all architectures.
 
 As in BERT (arXiv 1810.04805), with the variations that EncoderConfig declares.
 """
@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from penstock.backend.checkpoint.quantization.quantizer import BLOCK_VALUES, UnquantizableError, quantize
 from penstock.backend.errors import StartupError
-from penstock.backend.passes.encoder.heads import PackedHead
 from penstock.backend.passes.encoder.ops import (
     Array,
     EmbeddingTables,
@@ -30,9 +29,57 @@ from penstock.backend.passes.encoder.ops import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig
+    from penstock.backend.checkpoint.encoders.encoder_config import Activation, EncoderConfig, Head
     from penstock.backend.checkpoint.encoders.tensors import EncoderLayerWeights, WeightSource
     from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class _HeadLayer:
+    linear: Linear
+    activation: Activation
+    norm: Array | None
+
+
+class PackedHead:
+    """The packed weights of a head."""
+
+    def __init__(self, head: Head, ops: EncoderOps, weights: WeightSource, words: Tensor) -> None:
+        """words: the table that a layer without a weight of its own uses."""
+        self._ops = ops
+        self.pooling = head.pooling
+        self._is_sparse = head.kind == "sparse"
+        self._layers: list[_HeadLayer] = []
+        for layer in head.layers:
+            plain = weights.head_layer(layer)
+            linear = ops.pack_linear(words if plain.weight is None else plain.weight, plain.bias)
+            norm = None if plain.norm is None else ops.vector(plain.norm)
+            self._layers.append(_HeadLayer(linear, layer.activation, norm))
+
+    def of_pooled(self, x: Vectors) -> Vectors:
+        """[Q, width] from `EncoderOps.pool` of Q rows."""
+        return self._apply(self._layers, x)
+
+    def of_tokens(self, hidden: Vectors) -> Vectors:
+        """[n, width], or [1, width] of a sparse head, from a row's hidden states [n, hidden_size]."""
+        if not self._is_sparse:
+            return self._apply(self._layers, hidden)
+        count = self._ops.logits_tokens
+        blocks = (hidden[first : first + count] for first in range(0, len(hidden), count))
+        return self._ops.splade(self._apply(self._layers, block) for block in blocks)
+
+    @property
+    def is_of_row(self) -> bool:
+        """The head returns one vector for each row; otherwise one for each token."""
+        return bool(self.pooling) or self._is_sparse
+
+    def _apply(self, layers: list[_HeadLayer], x: Vectors) -> Vectors:
+        for layer in layers:
+            x = self._ops.dense(x, layer.linear, layer.activation)
+            if layer.norm is not None:
+                x = self._ops.dense_norm(x, layer.norm)
+        return x
+
 
 _MAX_DISTANCE = 128
 """From it on all relative positions share a bias, as in T5 (arXiv 1910.10683) and MPNet."""

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
-from penstock.backend.checkpoint.config.weight_shapes import WeightShapes
+from penstock.backend.checkpoint.config.tensors import WeightShapes
 from penstock.backend.passes.held_weights.blocks import HeldBlocks, HeldWeightsError
 from penstock.backend.passes.held_weights.watch import WatchedWeights
 from penstock.process.options import format_size
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.passes.held_weights.blocks import WeightStore
-    from penstock.backend.passes.ops.weights import Weights
+    from penstock.backend.passes.ops.interface import Weights
 
 logger = logging.getLogger("penstock.backend")
 

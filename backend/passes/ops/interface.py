@@ -18,9 +18,28 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from penstock.backend.checkpoint.lora.peft_adapter import LoraWeights
+    from penstock.backend.checkpoint.config.tensors import LayerWeights
+    from penstock.backend.checkpoint.lora import LoraWeights
     from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
     from penstock.backend.forward_pass import ScoredTokens, StepBatch, TokenLogprobs
+
+
+class Weights(Protocol):
+    """A source of unpacked weights, such as `checkpoint.weights.DecoderWeights`. Each call returns a copy.
+
+    Matrices of linears may be quantised; then so is an embedding table that serves as the output layer too.
+    """
+
+    def embedding(self, dtype: torch.dtype) -> Tensor | QuantizedWeight: ...
+
+    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Tensor | QuantizedWeight]: ...
+
+    def final_norm(self, dtype: torch.dtype) -> Tensor: ...
+
+    def lm_head(self, dtype: torch.dtype) -> Tensor | QuantizedWeight | None:
+        """None if the embedding table serves as the output layer too."""
+        ...
+
 
 KV_BLOCK_VALUES = 32
 KV_BLOCK_BYTES = {"fp32": 128, "bf16": 64, "q8_0": 34, "fp8": 32}

@@ -11,8 +11,8 @@ import torch
 
 from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE
+from penstock.backend.checkpoint.tensor_files.opening import count_rows, fit_vocab_size
 from penstock.backend.checkpoint.tensor_files.unplaced import describe_unplaced, is_beside_decoder, is_buffer
-from penstock.backend.checkpoint.tensor_files.vocabulary import count_rows, fit_vocab_size
 from penstock.backend.checkpoint.weights import choose_dtype, open_tensor_files, read_dequantized
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.cpu.torch_cache.paged_cache import KvShape

@@ -1,4 +1,4 @@
-"""Makes the OpenAPI 3.1 document from the routes and the types of their bodies and answers."""
+"""GET /openapi.json: the OpenAPI 3.1 document, from the routes and the types of their bodies and answers."""
 
 from __future__ import annotations
 
@@ -10,20 +10,63 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
-from penstock.frontend.endpoints.docs.body_examples import BODY_EXAMPLES
 from penstock.frontend.endpoints.docs.field_docs import FIELD_DOCS, effective_fields
 from penstock.frontend.endpoints.server.health import READY_PATH
 from penstock.frontend.schemas import messages, responses
 from penstock.frontend.schemas.answers import AnthropicErrorAnswer, ErrorAnswer
+from penstock.frontend.schemas.chat import ChatBody
+from penstock.frontend.schemas.completion import CompletionBody
+from penstock.frontend.schemas.messages import CountTokensBody, MessagesBody
+from penstock.frontend.schemas.pooling import tei
 from penstock.frontend.schemas.pooling.answers import CohereErrorAnswer, TeiErrorAnswer
+from penstock.frontend.schemas.pooling.cohere import CohereEmbedBody
 from penstock.frontend.schemas.pooling.common import PooledBody
+from penstock.frontend.schemas.pooling.openai import EmbeddingsBody
+from penstock.frontend.schemas.pooling.rerank import RerankBody
+from penstock.frontend.schemas.pooling.sglang import LabelScoreBody
 from penstock.frontend.schemas.pooling.tei import TeiBody
+from penstock.frontend.schemas.pooling.vllm import ClassifyBody, PoolingBody, ScoreBody
+from penstock.frontend.schemas.responses import ResponsesBody
+from penstock.frontend.schemas.utilities import DetokenizeBody, ModelCommandBody, TokenizeBody
 from penstock.frontend.transport.errors import ANTHROPIC_PATH, COHERE_PATHS, TEI_STATUSES, ErrorKind, is_of_tei
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from penstock.frontend.endpoints.context import EndpointContext
     from penstock.frontend.endpoints.routes import EndpointDoc, Route
+    from penstock.frontend.transport.exchange import Exchange
+
+_QUESTION = "What does os.path.join do?"
+_TEXTS = ["Joins parts of a path.", "Returns the time."]
+_MESSAGES = [{"role": "user", "content": _QUESTION}]
+_TOKENS = [1, 2, 3]
+
+BODY_EXAMPLES: dict[type[Struct], dict[str, Any]] = {
+    ChatBody: {"messages": _MESSAGES, "max_completion_tokens": 60, "temperature": 0.7},
+    CompletionBody: {"prompt": "def join(path, *paths):", "max_tokens": 60, "temperature": 0.7},
+    MessagesBody: {"messages": _MESSAGES, "max_tokens": 60},
+    CountTokensBody: {"messages": _MESSAGES},
+    ResponsesBody: {"input": _QUESTION, "max_output_tokens": 60},
+    TokenizeBody: {"prompt": _QUESTION, "return_token_strs": True},
+    tei.TeiTokenizeBody: {"inputs": [_QUESTION]},
+    DetokenizeBody: {"tokens": _TOKENS},
+    tei.DecodeBody: {"ids": _TOKENS},
+    ModelCommandBody: {"model": "a-model"},
+    EmbeddingsBody: {"input": _TEXTS},
+    CohereEmbedBody: {"texts": _TEXTS, "input_type": "search_document", "embedding_types": ["float"]},
+    PoolingBody: {"input": _TEXTS},
+    tei.EmbedBody: {"inputs": _TEXTS},
+    tei.EmbedPlainBody: {"inputs": _TEXTS},
+    tei.SimilarityBody: {"inputs": {"source_sentence": _QUESTION, "sentences": _TEXTS}},
+    RerankBody: {"query": _QUESTION, "documents": _TEXTS, "return_documents": True},
+    tei.TeiRerankBody: {"query": _QUESTION, "texts": _TEXTS, "return_text": True},
+    ScoreBody: {"text_1": _QUESTION, "text_2": _TEXTS},
+    LabelScoreBody: {"query": _QUESTION, "items": _TEXTS, "label_token_ids": _TOKENS},
+    ClassifyBody: {"input": _TEXTS},
+    tei.PredictBody: {"inputs": _TEXTS},
+}
+
 
 _JSON = "application/json"
 _EVENTS = "text/event-stream"
@@ -209,3 +252,17 @@ def _schemas(docs: Iterable[EndpointDoc]) -> dict[str, Any]:
                 properties[name]["description"] = FIELD_DOCS[name]
         schemas[body.__name__]["examples"] = [BODY_EXAMPLES[body]]
     return {name: schemas[name] for name in sorted(schemas)}
+
+
+class Documentation:
+    """Serves the document. It stays the same while the process runs."""
+
+    def __init__(self, routes: Mapping[str, Mapping[str, Route]], version: str) -> None:
+        self._routes = routes
+        self._version = version
+        self._document: bytes | None = None
+
+    async def document(self, exchange: Exchange, _context: EndpointContext) -> None:
+        if self._document is None:
+            self._document = msgspec.json.encode(document(self._routes, self._version))
+        await exchange.respond(200, self._document)

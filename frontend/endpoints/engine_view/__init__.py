@@ -1,5 +1,5 @@
 """The engine view: a page that shows the scheduler's work, and the stream of events that it reads.
 
-`stream.py` has the endpoint, `feed.py` follows one backend for all viewers of this worker, `updates.py` defines the
-events. They contain no prompt, no token and no other tenant's name.
+`feed.py` has the endpoint and follows one backend for all viewers of this worker, `updates.py` defines the events. They
+contain no prompt, no token and no other tenant's name.
 """

@@ -1,29 +1,60 @@
-"""POST /embed, /embed_all, /embed_sparse and /similarity, as in text-embeddings-inference (TEI)."""
+"""POST /embed, /embed_all, /embed_sparse and /similarity, as in text-embeddings-inference (TEI).
+
+Its truncation and headers are those of all of TEI's endpoints.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from penstock.frontend.endpoints.context import run_sized
 from penstock.frontend.endpoints.pooling.computing import compute, names_of, vector_width
-from penstock.frontend.endpoints.pooling.tei_headers import tei_headers, tei_truncation
 from penstock.frontend.formats.vectors import json_matrix, json_vector
 from penstock.frontend.generation.pooled.inputs import InputRules, encode_inputs, prompt_text
 from penstock.frontend.generation.pooled.run import Wanted
 from penstock.frontend.generation.pooled.scores import cosine
 from penstock.frontend.schemas.pooling.common import has_several
 from penstock.frontend.schemas.pooling.tei import decode_embed, decode_embed_plain, decode_similarity
+from penstock.frontend.text.input_encoder import Truncation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.frontend.endpoints.context import EndpointContext
+    from penstock.frontend.endpoints.pooling.computing import Computed
     from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.schemas.pooling.tei import EmbedBody, EmbedPlainBody
+    from penstock.frontend.schemas.pooling.tei import EmbedBody, EmbedPlainBody, TeiBody
+    from penstock.frontend.transport.asgi import Headers
     from penstock.frontend.transport.exchange import Exchange
     from penstock.shm.client import PooledResult
+    from penstock.shm.messages import ModelCard
+
+
+def tei_truncation(body: TeiBody, card: ModelCard) -> Truncation:
+    return Truncation(card.max_context_tokens if body.truncate else None, body.side)
+
+
+def tei_headers(computed: Computed[Any], num_characters: int) -> Headers:
+    """Return TEI's headers, whose times are in milliseconds, with those of every other answer."""
+    times = computed.times
+    total_s = time.monotonic() - computed.received_s
+    tokenization_s = times.tokenized_s - computed.received_s
+    spent_s = {
+        b"x-total-time": total_s,
+        b"x-compute-time": total_s,
+        b"x-tokenization-time": tokenization_s,
+        b"x-queue-time": times.queue_s,
+        b"x-inference-time": max(0.0, total_s - tokenization_s - times.queue_s),
+    }
+    return (
+        (b"x-compute-characters", b"%d" % num_characters),
+        (b"x-compute-tokens", b"%d" % computed.num_tokens),
+        *((name, b"%d" % round(1000 * duration_s)) for name, duration_s in spent_s.items()),
+        *computed.headers(),
+    )
 
 
 async def embed(exchange: Exchange, context: EndpointContext) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.frontend.endpoints.pooling.computing import compute, encode_pairs, names_of
-from penstock.frontend.endpoints.pooling.tei_headers import tei_headers, tei_truncation
+from penstock.frontend.endpoints.pooling.tei_embed import tei_headers, tei_truncation
 from penstock.frontend.generation.pooled.inputs import InputRules, encode_inputs
 from penstock.frontend.generation.pooled.run import Wanted
 from penstock.frontend.generation.pooled.scores import activated, ranked, sigmoid

@@ -22,11 +22,10 @@ from penstock.frontend.endpoints.responses.background.run import BackgroundRun
 from penstock.frontend.endpoints.responses.background.runs import BackgroundRuns
 from penstock.frontend.endpoints.responses.background.takeover import Takeovers, encode_request
 from penstock.frontend.endpoints.responses.background_places import BackgroundClaim
-from penstock.frontend.endpoints.responses.items import RENAMED, as_chat, listed
+from penstock.frontend.endpoints.responses.items import RENAMED, as_chat, fitted, listed
 from penstock.frontend.endpoints.responses.kept_responses import KeptResponses
 from penstock.frontend.endpoints.responses.pending_response import PendingResponse
 from penstock.frontend.endpoints.responses.storage.stored_messages import decode_messages
-from penstock.frontend.endpoints.responses.truncation import fitted
 from penstock.frontend.endpoints.server.streams import find_stream
 from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
 from penstock.frontend.formats.compaction import REQUEST, CompactionFormat

@@ -1,29 +1,89 @@
-"""Translates the Responses API's items to chat messages and back."""
+"""Translates the Responses API's items and tools to a chat's messages and functions, and back.
+
+Drops the oldest turns of a chat that is too long.
+"""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from penstock.frontend.endpoints.chat_translation import instructed, shared_fields
-from penstock.frontend.endpoints.responses.tools import chat_tools, forces_call
+from penstock.frontend.endpoints.prompts import render_chat
 from penstock.frontend.formats.compaction import summary_in
-from penstock.frontend.formats.response_calls import custom_arguments
+from penstock.frontend.formats.responses import CalledTool, custom_arguments
 from penstock.frontend.schemas.chat import (
     ChatBody,
     ChatMessage,
+    ChatTool,
     FunctionCall,
+    FunctionDefinition,
     MessageToolCall,
+    NamedFunction,
+    NamedTool,
 )
 from penstock.frontend.schemas.generation import JsonSchemaFormat, ResponseFormat
-from penstock.frontend.schemas.response_tools import qualified
+from penstock.frontend.schemas.response_tools import NamedToolChoice, callable_tools, qualified
 from penstock.frontend.schemas.responses import MAX_ITEMS, ItemPart, ResponseItem
-from penstock.frontend.transport.errors import invalid, shorten
+from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from penstock.frontend.generation.models.served_model import ServedModel
+    from penstock.frontend.schemas.response_tools import CallableTool
     from penstock.frontend.schemas.responses import ResponsesBody
+
+
+def chat_tools(body: ResponsesBody) -> tuple[list[ChatTool] | None, Any]:
+    """Return the tools that may be called, and the choice among them. Raises ApiError."""
+    tools = [_as_function(tool, namespace) for _, namespace, tool in callable_tools(body.tools)]
+    choice = body.tool_choice
+    if not isinstance(choice, NamedToolChoice):
+        if choice == "required" and body.tools and not tools:
+            message = "tool_choice: requires a call, but this server carries out none of these tools"
+            raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param="tool_choice")
+        return tools or None, choice
+    if choice.tools is None:
+        return tools or None, NamedTool(NamedFunction(qualified(choice.name or "", choice.namespace)))
+    allowed = {qualified(tool.name or "", tool.namespace) for tool in choice.tools}
+    return [tool for tool in tools if tool.function.name in allowed] or None, choice.mode
+
+
+def forces_call(body: ResponsesBody) -> bool:
+    choice = body.tool_choice
+    if isinstance(choice, NamedToolChoice):
+        return choice.tools is None or choice.mode == "required"
+    return choice == "required"
+
+
+def called_tools(body: ResponsesBody) -> dict[str, CalledTool]:
+    """Return this API's description of each tool's call, by the name that the model knows. Plain functions are left
+    out."""
+    return {
+        qualified(tool.name or "", namespace): CalledTool(tool.name or "", namespace, is_custom=tool.type == "custom")
+        for _, namespace, tool in callable_tools(body.tools)
+        if namespace is not None or tool.type == "custom"
+    }
+
+
+def _as_function(tool: CallableTool, namespace: str | None) -> ChatTool:
+    name = qualified(tool.name or "", namespace)
+    if tool.type == "function":
+        return ChatTool(FunctionDefinition(name, tool.description, tool.parameters, tool.strict))
+    text: dict[str, Any] = {"type": "string"}
+    description, strict = tool.description or "", None
+    form = tool.format
+    if form is not None and form.type == "grammar":
+        if form.syntax == "regex":
+            text["pattern"], strict = f"^(?:{form.definition})$", True
+        # A grammar's rules cannot be enforced within a JSON string; the model reads them.
+        description = f"{description}\n\nThe input must match this {form.syntax} grammar:\n{form.definition}".lstrip()
+    parameters = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
+    return ChatTool(FunctionDefinition(name, description, parameters, strict))
+
 
 RENAMED = (
     (re.compile(r"^(max_completion_tokens|max_tokens)$"), "max_output_tokens"),
@@ -184,3 +244,36 @@ def _response_format(body: ResponsesBody) -> ResponseFormat | None:
         return None
     schema = JsonSchemaFormat(form.name, form.description, form.schema, form.strict)
     return ResponseFormat(form.type, schema if form.type == "json_schema" else None)
+
+
+async def fitted(body: ChatBody, served: ServedModel) -> ChatBody:
+    """Return the chat with as many of its last turns as leave space for the answer, and at least one turn.
+
+    Instructions stay. A turn begins with a user message, so that no call is separated from its result. Raises ApiError.
+    """
+    num_fixed = 1 if body.messages[0].role in ("system", "developer") else 0
+    rest = body.messages[num_fixed:]
+    cuts = [0, *(position for position, message in enumerate(rest) if position and message.role == "user")]
+    max_prompt_tokens = served.card.max_context_tokens - (body.max_completion_tokens or 1)
+
+    def without(num_dropped: int) -> ChatBody:
+        return msgspec.structs.replace(body, messages=body.messages[:num_fixed] + rest[num_dropped:])
+
+    async def fits(num_dropped: int) -> bool:
+        try:
+            return len(await render_chat(without(num_dropped), served, is_long=True)) <= max_prompt_tokens
+        except ApiError as error:
+            if error.kind is ErrorKind.CONTEXT_TOO_LONG:
+                return False
+            raise
+
+    if await fits(0):
+        return body
+    low, high = 1, len(cuts)
+    while low < high:
+        middle = (low + high) // 2
+        if await fits(cuts[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return without(cuts[min(low, len(cuts) - 1)])

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.frontend.endpoints.responses.items import input_items, to_messages
+from penstock.frontend.endpoints.responses.items import called_tools, input_items, to_messages
 from penstock.frontend.endpoints.responses.storage.store import StoredResponse
 from penstock.frontend.endpoints.responses.storage.stored_messages import NO_MESSAGES, add_messages
-from penstock.frontend.endpoints.responses.tools import called_tools
 from penstock.frontend.formats.responses import ResponsesFormat
 from penstock.frontend.generation.models.model_table import answering_name
 from penstock.frontend.parsing.blocks import BlockKind

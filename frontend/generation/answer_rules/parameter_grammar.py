@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.frontend.generation.answer_rules.lark import MarkedText, json_value, literal
-from penstock.frontend.parsing.tool_formats.parameter_types import TEXT, resolved, types_of
+from penstock.frontend.parsing.tool_formats.parameters import TEXT, resolved, types_of
 from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.frontend.parsing.choice_output import ChoiceOutput
+from penstock.frontend.parsing.blocks import ChoiceOutput
 from penstock.frontend.parsing.deltas import Delta
 from penstock.frontend.transport.errors import ApiError
 from penstock.frontend.transport.sse import EventNumbers, EventStream

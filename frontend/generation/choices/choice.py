@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.frontend.generation.choices.output_options import OutputOptions
-    from penstock.frontend.parsing.choice_output import ChoiceOutput
+    from penstock.frontend.parsing.blocks import ChoiceOutput
     from penstock.frontend.text.tokenizer import ModelTokenizer
     from penstock.shm.client import LogprobEntry, TokenBatch, TokenStream
 

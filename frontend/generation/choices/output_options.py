@@ -9,7 +9,7 @@ from penstock.frontend.generation.answer_rules.requested_grammar import grammar_
 from penstock.frontend.schemas.completion import CompletionBody
 
 if TYPE_CHECKING:
-    from penstock.frontend.generation.answer_rules.rules import AnswerRules
+    from penstock.frontend.generation.answer_rules.chat_rules import AnswerRules
     from penstock.frontend.parsing.answer_parser import AnswerShape
     from penstock.frontend.schemas.decoding import AnsweredBody
 

@@ -1,4 +1,4 @@
-"""Starts the token streams of one request."""
+"""Starts the token streams of one request: its planned use, its constraints, and the messages to the backend."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from penstock.frontend.generation.choices.choice import Choice, ChoicePrompt
 from penstock.frontend.generation.choices.output_options import read_output_options
 from penstock.frontend.generation.failures import backend_unavailable, overloaded
 from penstock.frontend.generation.lingering import terms_of_choice
-from penstock.frontend.generation.submission.constraints import read_constraints
-from penstock.frontend.generation.submission.limits import check_logprobs, read_max_tokens, read_stop_token_ids
-from penstock.frontend.generation.submission.planned_use import planned_use
+from penstock.frontend.generation.submission.limits import (
+    check_logprobs,
+    check_token_id,
+    read_max_tokens,
+    read_stop_token_ids,
+)
 from penstock.frontend.generation.submission.sampling import (
     for_candidate,
     is_deterministic,
@@ -22,18 +25,86 @@ from penstock.frontend.generation.submission.sampling import (
 )
 from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.schemas.completion import CompletionBody
+from penstock.frontend.transport.errors import invalid
+from penstock.frontend.transport.exchange import PlannedUse
 from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded, QuoteTerms
+from penstock.shm.messages import Constraints
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.frontend.generation.answer_rules.rules import AnswerRules
+    from penstock.frontend.generation.answer_rules.chat_rules import AnswerRules
     from penstock.frontend.generation.choices.output_options import OutputOptions
     from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.generation.request_policy import RequestPolicy
     from penstock.frontend.schemas.decoding import AnsweredBody
+    from penstock.frontend.schemas.generation import GenerationBody
     from penstock.frontend.transport.exchange import UsageClaim
     from penstock.shm.client import Linger
+
+ASSUMED_ANSWER_TOKENS = 1024
+"""Tokens reserved for each choice if the request does not limit its answer. Further tokens count as they come."""
+
+
+def planned_use(body: AnsweredBody, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> PlannedUse:
+    """max_tokens contains the limit of each prompt's answer."""
+    field, requested = body.requested_max_tokens
+    is_stated = requested is not None
+    limits = max_tokens if is_stated else [min(limit, ASSUMED_ANSWER_TOKENS) for limit in max_tokens]
+    return PlannedUse(
+        num_sequences=len(prompts) * body.num_candidates,
+        sequences_field=_sequences_field(body),
+        prompt_tokens=sum(map(len, prompts)),
+        answer_tokens=body.num_candidates * sum(limits),
+        tokens_field=field if is_stated else body.prompt_field,
+        is_stated=is_stated,
+    )
+
+
+def _sequences_field(body: AnsweredBody) -> str:
+    if body.num_candidates == 1:
+        return body.prompt_field
+    is_ranked = isinstance(body, CompletionBody) and body.best_of == body.num_candidates
+    return "best_of" if is_ranked else "n"
+
+
+_MAX_BAD_WORD_TOKENS = 16
+_MAX_BAD_WORDS = 64
+"""The same limits as in `penstock.shm.messages.Constraints`."""
+
+
+async def read_constraints(body: GenerationBody, rules: AnswerRules, served: ServedModel) -> Constraints | None:
+    """Return the constraints; None if there are none, so that equal requests are equal messages.
+
+    Raises ApiError.
+    """
+    for token_id in body.allowed_token_ids or ():
+        check_token_id("allowed_token_ids", token_id, served.card)
+    constraints = Constraints(
+        grammar=rules.grammar,
+        grammar_after=rules.grammar_after,
+        grammar_ends=served.turn_end_ids if rules.grammar is not None and not body.ignore_eos else (),
+        allowed_token_ids=tuple(sorted(set(body.allowed_token_ids or ()))),
+        bad_words=await _bad_words(body, served),
+        min_tokens=body.min_tokens or 0,
+        thinking_budget_tokens=rules.thinking_budget_tokens,
+        thinking_end=rules.thinking_end,
+    )
+    return None if constraints == Constraints() else constraints
+
+
+async def _bad_words(body: GenerationBody, served: ServedModel) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each word at the start of a text and after a space; without duplicates."""
+    words = body.bad_words or []
+    spellings = [spelling for word in words for spelling in (word, f" {word.lstrip(' ')}")]
+    runs = await served.tokenizer.encode(spellings, add_special_tokens=False) if spellings else []
+    for position, run in enumerate(runs):
+        if len(run) > _MAX_BAD_WORD_TOKENS:
+            invalid(f"bad_words[{position // 2}]", f"{len(run)} tokens; the limit is {_MAX_BAD_WORD_TOKENS}")
+    distinct = tuple(sorted({tuple(run) for run in runs if run}))
+    if len(distinct) > _MAX_BAD_WORDS:
+        invalid("bad_words", f"{len(distinct)} token sequences; the limit is {_MAX_BAD_WORDS}")
+    return distinct
 
 
 _groups = itertools.count(1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from penstock.frontend.parsing.json_text import read_json_string
 from penstock.frontend.parsing.reader import Malformed
 from penstock.frontend.parsing.tool_formats.base import ToolFormat, is_function_name
-from penstock.frontend.parsing.tool_formats.parameter_types import ANY, as_json, json_string
+from penstock.frontend.parsing.tool_formats.parameters import ANY, as_json, json_string
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,19 +1,133 @@
-"""[f(a=1), g(b="x")] as the whole answer: Llama 3.2 and 4, ToolACE and others."""
+"""[f(a=1), g(b="x")] as the whole answer: Llama 3.2 and 4, ToolACE and others.
+
+Values are read as Python and JSON write them. Nothing is evaluated.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from typing import TYPE_CHECKING, Any
 
 from penstock.frontend.parsing.reader import Malformed
 from penstock.frontend.parsing.tool_formats.base import ToolFormat
-from penstock.frontend.parsing.tool_formats.python_values import read_value
 
 if TYPE_CHECKING:
     from penstock.frontend.parsing.parsed_output import ParsedOutput
     from penstock.frontend.parsing.reader import Reader, Reading
     from penstock.frontend.parsing.tool_formats.base import Functions
+
+_MAX_DEPTH = 32
+_WORD_CHARACTERS = re.compile(r"[-+.\w]+")
+_WORDS: dict[str, Any] = {
+    "True": True,
+    "False": False,
+    "None": None,
+    "true": True,
+    "false": False,
+    "null": None,
+}
+_INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,4000})")
+_FLOAT = re.compile(r"-?[0-9]{1,400}(\.[0-9]{0,400})?([eE][-+]?[0-9]{1,4})?")
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
+_CODES = {"x": 2, "u": 4, "U": 8}
+_HEX = re.compile(r"[0-9a-fA-F]+")
+_CLOSERS = {"[": "]", "(": ")"}
+
+
+def read_value(reader: Reader, depth: int = 0) -> Reading[Any]:
+    """Read one value. Raises Malformed, also for values nested more than 32 deep."""
+    if depth > _MAX_DEPTH:
+        raise Malformed
+    first = yield from reader.peek()
+    if first in ("'", '"'):
+        return (yield from _read_string(reader))
+    if first == "{":
+        return (yield from _read_dict(reader, depth))
+    if first in _CLOSERS:
+        return (yield from _read_list(reader, depth, _CLOSERS[first]))
+    parts: list[str] = []
+    yield from reader.run(_WORD_CHARACTERS, parts.append)
+    return _word("".join(parts))
+
+
+def _word(word: str) -> Any:
+    if word in _WORDS:
+        return _WORDS[word]
+    if _INTEGER.fullmatch(word):
+        return int(word)
+    if _FLOAT.fullmatch(word):
+        value = float(word)
+        if value - value == 0.0:  # finite, as JSON's numbers are
+            return value
+    raise Malformed
+
+
+def _read_list(reader: Reader, depth: int, closer: str) -> Reading[list[Any]]:
+    yield from reader.next()
+    values: list[Any] = []
+    yield from reader.skip_spaces()
+    while not (yield from reader.accept(closer)):
+        values.append((yield from read_value(reader, depth + 1)))
+        if not (yield from _goes_on(reader, closer)):
+            break
+    return values
+
+
+def _read_dict(reader: Reader, depth: int) -> Reading[dict[str, Any]]:
+    yield from reader.next()
+    values: dict[str, Any] = {}
+    yield from reader.skip_spaces()
+    while not (yield from reader.accept("}")):
+        key = yield from _read_string(reader)
+        yield from reader.skip_spaces()
+        yield from reader.expect(":")
+        yield from reader.skip_spaces()
+        values[key] = yield from read_value(reader, depth + 1)
+        if not (yield from _goes_on(reader, "}")):
+            break
+    return values
+
+
+def _goes_on(reader: Reader, closer: str) -> Reading[bool]:
+    """Read a comma or the closer after a value. Return whether another value may follow."""
+    yield from reader.skip_spaces()
+    if (yield from reader.accept(",")):
+        yield from reader.skip_spaces()
+        return True
+    yield from reader.expect(closer)
+    return False
+
+
+def _read_string(reader: Reader) -> Reading[str]:
+    quote = yield from reader.next()
+    if quote not in ("'", '"'):
+        raise Malformed
+    parts: list[str] = []
+    while (character := (yield from reader.next())) != quote:
+        parts.append((yield from _read_escape(reader)) if character == "\\" else character)
+    text = "".join(parts)
+    try:
+        # JSON escapes a character beyond 16 bits as two surrogates.
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+    except UnicodeDecodeError:
+        raise Malformed from None
+
+
+def _read_escape(reader: Reader) -> Reading[str]:
+    character = yield from reader.next()
+    if character in _ESCAPES:
+        return _ESCAPES[character]
+    if character not in _CODES:
+        return character if character in "'\"\\/" else f"\\{character}"
+    digits = ""
+    for _ in range(_CODES[character]):
+        digits += yield from reader.next()
+    if _HEX.fullmatch(digits) is None or int(digits, 16) > sys.maxunicode:
+        raise Malformed
+    return chr(int(digits, 16))
+
 
 _NAME_CHARACTERS = re.compile(r"[a-zA-Z0-9_.-]+")
 _WORD = re.compile(r"\w+")

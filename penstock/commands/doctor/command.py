@@ -15,9 +15,8 @@ from rich.table import Table
 
 from penstock.commands.doctor.addresses import examine_addresses
 from penstock.commands.doctor.cpu import examine_cpu
-from penstock.commands.doctor.cuda import examine_cuda, read_cuda_versions
 from penstock.commands.doctor.finding import Finding, Level
-from penstock.commands.doctor.gpu import examine_gpu
+from penstock.commands.doctor.gpu import examine_cuda, examine_gpu, read_cuda_versions
 from penstock.commands.doctor.memory import examine_memory
 from penstock.commands.doctor.model import examine_model
 from penstock.commands.doctor.software import examine_software

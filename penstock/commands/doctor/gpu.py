@@ -1,7 +1,15 @@
-"""The GPU: its driver, the match of torch, CuPy and CUDA, and its free memory."""
+"""The GPU: its driver, the match of torch, CuPy and CUDA, and its free memory.
+
+The driver must be new enough for CUDA's major version; within a major version any driver works.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import importlib.metadata
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.backend.errors import StartupError
@@ -11,10 +19,129 @@ from penstock.commands.doctor.finding import Finding, Level
 from penstock.process.options import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from penstock.backend.kv_cache.budget.memory import MemoryInfo
     from penstock.backend.passes.cuda.device.device_choice import Gpu
+
+
+_LEAST_DRIVER = {11: "450", 12: "525", 13: "580"}
+"""By CUDA's major version."""
+_NEWEST_CUDA = max(_LEAST_DRIVER)
+_CUPY = re.compile(r"cupy(?:-cuda(\d+)x)?")
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True, slots=True)
+class CudaVersions:
+    """Installed versions. A version of CUDA is (major, minor)."""
+
+    driver_cuda: tuple[int, int] | None = None
+    """The newest CUDA that the driver supports; None without a driver."""
+    driver: str = ""
+    """The driver's own version, such as 580.65.06; empty if the system does not report it."""
+    torch: str = ""
+    torch_cuda: tuple[int, int] | None = None
+    """CUDA version of torch's build; None if it is for the CPU."""
+    cupy: Mapping[str, str] = field(default_factory=dict)
+    """Versions of CuPy by the name of their package, such as cupy-cuda13x."""
+
+
+def read_cuda_versions(driver_file: Path = _DRIVER_FILE) -> CudaVersions:
+    import torch  # slow to import
+
+    names = {str(found.metadata["Name"]).lower(): found.version for found in importlib.metadata.distributions()}
+    return CudaVersions(
+        _driver_cuda(),
+        _driver_version(driver_file),
+        torch.__version__,
+        _pair(torch.version.cuda),
+        {name: version for name, version in sorted(names.items()) if _CUPY.fullmatch(name)},
+    )
+
+
+def examine_cuda(gpu: str, found: CudaVersions) -> Iterator[Finding]:
+    """gpu is an option as in `choose_device`. Yield nothing for a machine without a driver: it has no GPU."""
+    if gpu == "none" or found.driver_cuda is None:
+        return
+    # With auto the CPU computes instead.
+    level = Level.WARNING if gpu == "auto" else Level.ERROR
+    own = f" {found.driver}" if found.driver else ""
+    text = f"version{own}, for CUDA up to {_text(found.driver_cuda)}"
+    if found.torch_cuda is not None and found.driver_cuda[0] < found.torch_cuda[0]:
+        yield Finding(
+            level,
+            "NVIDIA driver",
+            f"{text}; torch {found.torch} is built for CUDA {_text(found.torch_cuda)}",
+            f"install driver {_LEAST_DRIVER.get(found.torch_cuda[0], 'of this CUDA')} or later, or a torch for CUDA "
+            f"{found.driver_cuda[0]}",
+        )
+    else:
+        yield Finding(Level.OK, "NVIDIA driver", text)
+    if found.torch_cuda is None:
+        major = min(found.driver_cuda[0], _NEWEST_CUDA)
+        remedy = f"install torch for CUDA {major}, or give --gpu none"
+        yield Finding(level, "torch's CUDA", f"none: torch {found.torch} is built for the CPU only", remedy)
+    else:
+        yield Finding(Level.OK, "torch's CUDA", f"{_text(found.torch_cuda)}, of torch {found.torch}")
+        yield cupy(found.cupy, found.torch_cuda[0], level)
+
+
+def cupy(packages: Mapping[str, str], torch_major: int, level_if_missing: Level) -> Finding:
+    """packages as in `CudaVersions`."""
+    subject, right = "CuPy", f"cupy-cuda{torch_major}x"
+    install = f"pip install {right}"
+    text = ", ".join(f"{name} {version}" for name, version in packages.items())
+    if not packages:
+        return Finding(level_if_missing, subject, "not installed, so no kernel of the GPU can be compiled", install)
+    if len(packages) > 1:
+        remedy = f"pip uninstall {' '.join(packages)}, then {install}"
+        return Finding(Level.ERROR, subject, f"several packages write into one folder: {text}", remedy)
+    major = _cupy_major(next(iter(packages)))
+    if major is not None and major != torch_major:
+        return Finding(
+            Level.ERROR,
+            subject,
+            f"{text} is for CUDA {major}, and torch for CUDA {torch_major}, which brings no compiler for CUDA {major}",
+            f"pip uninstall {next(iter(packages))}, then {install}",
+        )
+    return Finding(Level.OK, subject, f"{text}, for {'CUDA as built here' if major is None else 'the CUDA of torch'}")
+
+
+def _cupy_major(name: str) -> int | None:
+    """None for a CuPy that was built on this machine, whose package has no CUDA version in its name."""
+    found = _CUPY.fullmatch(name)
+    return int(found[1]) if found and found[1] else None
+
+
+def _driver_cuda() -> tuple[int, int] | None:
+    version = ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    if driver.cuDriverGetVersion(ctypes.byref(version)):
+        return None  # the finding about the GPU has the reason
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def _driver_version(file: Path) -> str:
+    try:
+        found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", file.read_text(encoding="utf-8"))
+    except OSError:
+        return ""
+    return found[1] if found else ""
+
+
+def _pair(version: str | None) -> tuple[int, int] | None:
+    if version is None:
+        return None
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _text(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
 
 
 def examine_gpu(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import closing
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,10 +18,12 @@ from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.encoders.weights import open_encoder
 from penstock.backend.checkpoint.files.generation_config import read_generation_defaults
 from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
-from penstock.backend.checkpoint.files.layout import CONFIG_FILE
+from penstock.backend.checkpoint.files.layout import CONFIG_FILE, GGUF_SUFFIX, SINGLE_FILE, weight_files
 from penstock.backend.checkpoint.formats.numbers.ggml import BLOCK_TYPES
 from penstock.backend.checkpoint.formats.quant_method import with_own_file
+from penstock.backend.checkpoint.gguf.header import read_header
 from penstock.backend.checkpoint.hub import resolve_small_files
+from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
@@ -29,7 +32,6 @@ from penstock.backend.passes.encoder.forward_pass import EncoderPass
 from penstock.backend.passes.transformers_model.forward_pass import TransformersPass
 from penstock.backend.start.shipped_models import SHIPPED_MODELS
 from penstock.commands.inspect_model.config_fields import read_fields
-from penstock.commands.inspect_model.headers import read_directory, read_hub
 from penstock.frontend.generation.models.served_model import (
     find_unnamed_ends,
     model_syntax_of,
@@ -42,7 +44,65 @@ from penstock.frontend.text.tokenizer import ModelTokenizer
 if TYPE_CHECKING:
     from penstock.backend.forward_pass import IBatchedForwardPass, PassSpec
     from penstock.commands.inspect_model.config_fields import Quantization
-    from penstock.commands.inspect_model.headers import TensorHeader, WeightFiles
+
+
+class TensorHeader(NamedTuple):
+    dtype: str
+    """The dtype's name in the file: "BF16", "F8_E4M3", "I32", and for GGUF "Q4_K"."""
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+class WeightFiles(NamedTuple):
+    tensors: dict[str, TensorHeader]
+    num_files: int
+    missing_files: tuple[str, ...] = ()
+    """Files that the index names and the directory lacks."""
+
+
+def read_directory(model_dir: Path) -> WeightFiles:
+    """The tensors of model.safetensors, of the index's existing shards, or of the GGUF files behind the directory.
+
+    Raises StartupError for a bad file.
+    """
+    if ggufs := sorted(model_dir.glob(f"*{GGUF_SUFFIX}")):
+        return WeightFiles(
+            {
+                name: TensorHeader(tensor.type_name, tensor.shape, tensor.stored.num_bytes)
+                for path in ggufs
+                for name, tensor in read_header(path).tensors.items()
+            },
+            len(ggufs),
+        )
+    names = weight_files(model_dir) or (SINGLE_FILE,)
+    present = [name for name in names if (model_dir / name).exists()]
+    tensors: dict[str, TensorHeader] = {}
+    for name in present:
+        with closing(SafetensorsFile(model_dir / name)) as file:
+            for tensor, stored in file.tensors.items():
+                tensors[tensor] = TensorHeader(stored.dtype, stored.shape, stored.num_bytes)
+    return WeightFiles(tensors, len(names), tuple(name for name in names if name not in present))
+
+
+def read_hub(model: str, revision: str) -> WeightFiles:
+    """The tensors of a hub model's safetensors files; only their headers are fetched. Raises StartupError."""
+    import httpx2
+    from huggingface_hub import errors, get_safetensors_metadata
+
+    try:
+        metadata = get_safetensors_metadata(model, revision=revision)
+    except errors.NotASafetensorsRepoError:
+        raise StartupError(f"the hub's model {model} has no safetensors files") from None
+    except (errors.SafetensorsParsingError, errors.HfHubHTTPError, httpx2.HTTPError, OSError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise StartupError(f"the headers of the hub's model {model} cannot be read: {reason}") from None
+    tensors = {
+        name: TensorHeader(info.dtype, tuple(info.shape), info.data_offsets[1] - info.data_offsets[0])
+        for file in metadata.files_metadata.values()
+        for name, info in file.tensors.items()
+    }
+    return WeightFiles(tensors, len(metadata.files_metadata))
+
 
 _PACKED_SUFFIXES = ("qweight", "weight_packed", "_blocks")
 """Tensors that hold several weights in each element."""

@@ -9,8 +9,7 @@ from penstock.shm.messages import PROTOCOL_VERSION
 from penstock.shm.recording.events import BackendStarted, Event, Started, unpack_event
 from penstock.shm.recording.prompts import PromptAssembler, RecordedPrompt
 from penstock.shm.recording.records import Kind
-from penstock.shm.recording.rows import Row, RowTracker
-from penstock.shm.recording.steps import PlanRecord, unpack_plan, unpack_result, unpack_tokens
+from penstock.shm.recording.steps import PlanRecord, Row, RowTracker, unpack_plan, unpack_result, unpack_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from penstock.commands.recorder.history import Step
-    from penstock.shm.recording.rows import Row
+    from penstock.shm.recording.steps import Row
 
     TraceEvent: TypeAlias = dict[str, Any]
 

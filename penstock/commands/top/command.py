@@ -1,12 +1,19 @@
-"""`penstock top`."""
+"""`penstock top`: draws frames, reads keys, and cancels requests as the operator."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import sys
+import termios
 import time
+import tty
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import httpx2
 from cyclopts import Parameter
 from cyclopts.validators import Number
 from rich.console import Console, Group
@@ -14,17 +21,84 @@ from rich.live import Live
 from rich.text import Text
 
 from penstock.commands.top.frame import CANCEL_HELP, HELP, draw, num_lines_that_fit
-from penstock.commands.top.keys import Keys
-from penstock.commands.top.operator import Operator
 from penstock.commands.top.snapshot import Meter, Sort, sorted_lines
 from penstock.process.failure import fail
 from penstock.shm.recording.live import LiveEngine
 from penstock.shm.recording.rings import NoRing, open_ring
 
 if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
     from rich.console import RenderableType
 
     from penstock.commands.top.snapshot import Line, Snapshot
+
+_TIMEOUT_S = 10.0
+_MAX_MESSAGE = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    url: str
+    """The server's address, without a path."""
+    admin_key: str
+    transport: httpx2.BaseTransport | None = None
+
+    def cancel(self, line: Line) -> str:
+        """Cancel the request of a line; return the result in one line."""
+        if line.request is None:
+            return "this sequence began before the recorder's first record, so its request is not known"
+        frontend, request_id = line.request
+        url = f"{self.url.rstrip('/')}/admin/requests/{frontend}.{request_id}/cancel"
+        headers = {"authorization": f"Bearer {self.admin_key}"}
+        try:
+            with httpx2.Client(timeout=_TIMEOUT_S, transport=self.transport) as client:
+                answer = client.post(url, headers=headers)
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            return f"{line.name} is not cancelled: {error}"
+        if answer.status_code == httpx2.codes.OK:
+            return f"{line.name} is cancelled"
+        return f"{line.name} is not cancelled: {_message(answer)}"
+
+
+def _message(answer: httpx2.Response) -> str:
+    try:
+        message = str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = f"the server at this address answers {answer.status_code}; is it Penstock?"
+    return " ".join(message.split())[:_MAX_MESSAGE]
+
+
+class Keys:
+    """A context in which the terminal gives each key at once; Ctrl-C still interrupts."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._before = termios.tcgetattr(fd)
+
+    def __enter__(self) -> Self:
+        tty.setcbreak(self._fd, termios.TCSANOW)
+        return self
+
+    def __exit__(self, _type: type[BaseException] | None, _error: object, _traceback: TracebackType | None) -> None:
+        with contextlib.suppress(termios.error):  # the terminal has gone
+            termios.tcsetattr(self._fd, termios.TCSANOW, self._before)
+
+    def wait(self, timeout_s: float) -> str | None:
+        """Return what was typed, one key or several; None when the time is up. Raises EOFError if the terminal has
+        gone."""
+        readable, _, _ = select.select([self._fd], [], [], timeout_s)
+        if not readable:
+            return None
+        try:
+            data = os.read(self._fd, 64)
+        except OSError as error:  # the other end of a pty has closed
+            raise EOFError from error
+        if not data:
+            raise EOFError
+        return data.decode("utf-8", "replace")
+
 
 _COMMAND = "penstock top"
 _ONCE_LINES = 1000

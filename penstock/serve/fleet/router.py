@@ -18,12 +18,12 @@ import jinja2
 
 from penstock.process.children import find_program
 from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
-from penstock.serve.fleet.servers import as_targets
+from penstock.serve.fleet.cluster import as_targets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.serve.fleet.servers import Server
+    from penstock.serve.fleet.cluster import Server
 
 RouterKind = Literal["haproxy", "nginx"]
 FILES: dict[RouterKind, str] = {"haproxy": "haproxy.cfg", "nginx": "nginx.conf"}

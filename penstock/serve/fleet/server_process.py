@@ -17,8 +17,7 @@ import msgspec
 
 from penstock.process.children import stop_with_parent
 from penstock.process.supervisor import module_argv
-from penstock.serve.fleet.cluster import Phase, Report
-from penstock.serve.fleet.servers import Server
+from penstock.serve.fleet.cluster import Phase, Report, Server
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

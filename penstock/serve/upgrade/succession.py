@@ -15,16 +15,18 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.errors import NO_ROOM_STATUS
 from penstock.process.supervisor import describe_end
-from penstock.serve.upgrade.control import CannotUpgrade
+from penstock.serve.backend_children import CannotStart
+from penstock.serve.upgrade.control import Caller, CannotUpgrade, ControlSocket
+from penstock.serve.upgrade.new_options import BadOptions, changed
 from penstock.shm.client.replicas.replica_set import difference
 from penstock.shm.link.join import Refused, join
-from penstock.shm.link.listening_address import LOCK_SUFFIX, take_over
+from penstock.shm.link.listening_address import LOCK_SUFFIX, CannotListen, take_over
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.memory.region import RegionError
 from penstock.shm.messages import WireError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from penstock.backend.options import BackendOptions
@@ -189,3 +191,59 @@ def _visit(path: Path) -> _Visit | None:
 def _remove(path: Path) -> None:
     for name in (path.name, path.name + LOCK_SUFFIX):
         path.with_name(name).unlink(missing_ok=True)
+
+
+class Upgrades:
+    """Replaces all backends of the main model when SIGUSR2 comes, one upgrade at a time: the supervisor's attendant."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        control: ControlSocket,
+        children: BackendChildren,
+        running: Sequence[Running],
+        log: Callable[[str], None],
+    ) -> None:
+        self._supervisor = supervisor
+        self._control = control
+        self._children = children
+        self._running = running
+        self._log = log
+        self._caller = Caller(None, log)
+        self._work: Iterator[None] | None = None
+
+    def note_signal(self) -> None:
+        """Begin the upgrade that the caller asks for, or refuse it."""
+        try:
+            caller, words = self._control.accept()
+        except BadOptions:
+            return
+        if self._work is not None or not self._supervisor.is_up:
+            what = "the server is still starting" if self._work is None else "another upgrade is running"
+            caller.tell(f"no upgrade: {what}")
+            caller.end(1)
+        else:
+            self._caller, self._work = caller, self._upgrade(words, caller.tell)
+
+    def turn(self) -> bool:
+        """Continue the upgrade. False when there is none."""
+        if self._work is None:
+            return False
+        try:
+            next(self._work)
+        except StopIteration:
+            status = 0
+        except (BadOptions, CannotUpgrade, CannotStart, CannotListen, OSError) as error:
+            self._caller.tell(f"no upgrade: {error}")
+            status = 1
+        else:
+            return True
+        self._work = None
+        self._caller.end(status)
+        return False
+
+    def _upgrade(self, words: Sequence[str], tell: Callable[[str], None]) -> Iterator[None]:
+        succession = Succession(self._supervisor, self._children, tell)
+        plans = [(running, changed(running.prepared.options, words)) for running in self._running]
+        for running, options in plans:
+            yield from succession.replace(running, options)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from penstock.shm.client.capacity import BackendUnavailable, Overloaded
 from penstock.shm.client.request import GenerationRequest
-from penstock.shm.client.streams.stream import TokenStream
+from penstock.shm.client.streams.token_stream import TokenStream
 from penstock.shm.messages import Finish, Sampling
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.shm.client.capacity import HEARTBEAT_LIMIT_S
+from penstock.shm.link.listening_address import holder_pid
 from penstock.shm.memory.board import Board
 from penstock.shm.memory.page_digest import page_names
 from penstock.shm.memory.prefix_table import Owner
@@ -15,6 +16,7 @@ from penstock.shm.messages import Generate, Pool, PromptHeader
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Sequence
+    from pathlib import Path
 
     from penstock.shm.client.client import BackendClient
     from penstock.shm.client.streams.open_stream import OpenStream
@@ -80,6 +82,33 @@ class Replica:
     def owner(self) -> Owner:
         board = self.client.backend_board
         return Owner(self.index, 0 if board is None else board.pid & 0xFF)
+
+
+class Place:
+    """Replicas of one path, which have the same index and name."""
+
+    def __init__(self, index: int, path: Path, replica: Replica) -> None:
+        self.index = index
+        self.path = path
+        self.replicas = [replica]
+        """At most two; the last one is the path's."""
+        self.is_dropped = False
+        """The path has gone from the directory of sockets."""
+
+    @property
+    def newest(self) -> Replica:
+        return self.replicas[-1]
+
+    def is_leaving(self, replica: Replica) -> bool:
+        """Whether the replica receives nothing new: its path has gone, or its successor is ready."""
+        return self.is_dropped or (replica is not self.newest and self.newest.client.ready)
+
+    def was_taken_over(self) -> bool:
+        """Whether the path belongs to another backend than the one that is connected."""
+        if len(self.replicas) > 1:
+            return False
+        board = self.newest.client.backend_board
+        return board is not None and holder_pid(self.path) not in (None, board.pid)
 
 
 class ReplicaChooser:

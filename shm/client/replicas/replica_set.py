@@ -20,8 +20,7 @@ from penstock.shm.client.capacity import BackendUnavailable, Overloaded
 from penstock.shm.client.client import BackendClient
 from penstock.shm.client.connection import Membership
 from penstock.shm.client.replicas.hand_over import HandOver
-from penstock.shm.client.replicas.place import Place
-from penstock.shm.client.replicas.replica_chooser import Replica, ReplicaChooser
+from penstock.shm.client.replicas.replica_chooser import Place, Replica, ReplicaChooser
 from penstock.shm.client.replicas.socket_directory import index_of, name_of
 from penstock.shm.client.request import GenerationRequest
 from penstock.shm.link.join import Refused
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.shm.client.replicas.socket_directory import SocketDirectory
     from penstock.shm.client.streams.open_stream import OpenStream
     from penstock.shm.client.streams.pooled import PooledRequest, PooledStream
-    from penstock.shm.client.streams.stream import AnswerStream, TokenStream
+    from penstock.shm.client.streams.token_stream import AnswerStream, TokenStream
     from penstock.shm.memory.board import FrontendBoard
     from penstock.shm.messages import Adapter, ModelCard, QuoteTerms
 

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from penstock.shm.client.streams.pooled import PooledStream
-from penstock.shm.client.streams.stream import LogprobEntry, TokenStream
+from penstock.shm.client.streams.token_stream import LogprobEntry, TokenStream
 from penstock.shm.link.frontend_link import LinkBroken
 from penstock.shm.messages import NO_TOKEN, FailureCode, Finish
 

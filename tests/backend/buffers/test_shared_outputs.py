@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from penstock.backend.buffers.options import check_shared_buffers, make_exporter, open_sharing_device
+from penstock.backend.buffers import check_shared_buffers, make_exporter, open_sharing_device
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import DeviceRows, EmbeddingRows, IBatchedForwardPass, PassOptions, StepBatch
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.backend.buffers.shared_prompts import SharedPromptRows
+from penstock.backend.buffers import SharedPromptRows
 from penstock.backend.engine.steps.batch_builder import keep_rows
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens, StepBatch
 from penstock.backend.scheduling.step_plan import Plan

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.backend.buffers.options import make_exporter
-from penstock.backend.buffers.shared_prompts import SharedPromptRows
+from penstock.backend.buffers import SharedPromptRows, make_exporter
 from penstock.backend.forward_pass import IBatchedForwardPass
 from penstock.backend.passes.fake import FakePass
 from penstock.backend.start.shipped_models import DEMO_MODEL_DIR

@@ -6,9 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from penstock.backend.passes.fake import FakePass, GroupedFakePass, StatefulFakePass, WindowedFakePass
+from penstock.backend.passes.fake import FakePass
 from tests.backend.engine.machine import EngineRules
 from tests.backend.harness import Bench, Received, expected_tokens
+from tests.fake_passes import GroupedFakePass, StatefulFakePass, WindowedFakePass
 
 
 class EngineMachine(EngineRules[tuple[list[int], int]]):

@@ -9,9 +9,10 @@ import pytest
 
 from penstock.backend.engine.requests.limits import EngineLimits
 from penstock.backend.engine.steps.executor import ExecutorFailed
-from penstock.backend.passes.fake import FakePass, StatefulFakePass
+from penstock.backend.passes.fake import FakePass
 from penstock.shm.messages import FailureCode, Finish, Sampling
 from tests.backend.harness import Bench, expected_tokens
+from tests.fake_passes import StatefulFakePass
 
 
 def test_error_at_intake_fails_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from penstock.backend.kv_cache.kv_groups import KvGroups
-from penstock.backend.passes.fake import GroupedFakePass
 from tests.backend.engine.test_windows import CONTEXT, VOCAB, prompt_of
 from tests.backend.harness import Bench, expected_tokens
+from tests.fake_passes import GroupedFakePass
 
 WINDOWS = GroupedFakePass.KV_WINDOWS
 

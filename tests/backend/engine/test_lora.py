@@ -6,10 +6,11 @@ import pytest
 
 from penstock.backend.engine.steps.batch_builder import keep_rows
 from penstock.backend.forward_pass import NO_ADAPTER
-from penstock.backend.passes.fake import FakePass, next_token
+from penstock.backend.passes.fake import FakePass
 from penstock.backend.scheduling.step_plan import Plan
 from penstock.shm.messages import FailureCode, Finish, PromptHeader
 from tests.backend.harness import Bench
+from tests.fake_passes import next_token
 
 VOCAB_SIZE = 97
 ADAPTERS = {"": NO_ADAPTER, "adapter-0": 0, "adapter-1": 1}

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from penstock.backend.engine.requests.vector_delivery import VectorCache
-from penstock.backend.passes.fake_encoder import FakeEncoder, PoolingFakePass, fake_vectors
 from penstock.shm.messages import Finish, PooledKind
 from tests.backend.engine.machine import EngineRules
 from tests.backend.harness import Bench, Received
+from tests.fake_encoder import FakeEncoder, PoolingFakePass, fake_vectors
 
 VOCAB, BAD = 97, 90
 

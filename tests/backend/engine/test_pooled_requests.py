@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from penstock.backend.passes.fake import FakePass
-from penstock.backend.passes.fake_encoder import FakeEncoder, PoolingFakePass, fake_vectors
 from penstock.shm.messages import MAX_VECTOR_PART_BYTES, FailureCode, Finish, PooledKind
 from tests.backend.harness import Bench, expected_tokens
+from tests.fake_encoder import FakeEncoder, PoolingFakePass, fake_vectors
 
 VOCAB = 97
 

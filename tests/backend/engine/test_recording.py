@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.backend.engine import recorder as module
-from penstock.backend.passes.fake import FakePass, StatefulFakePass
+from penstock.backend.passes.fake import FakePass
 from penstock.shm.link.events import FrontendDeath
 from penstock.shm.messages import Finish
 from penstock.shm.recording.events import Arrived, Ended, Left, Started
 from penstock.shm.recording.records import SECRET_KINDS
 from tests.backend.harness import packed
 from tests.backend.recorded import Recorded
+from tests.fake_passes import StatefulFakePass
 
 
 @pytest.fixture

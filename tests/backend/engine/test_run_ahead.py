@@ -23,10 +23,11 @@ from penstock.backend.forward_pass import (
     StepOutput,
     TokenMasks,
 )
-from penstock.backend.passes.fake import FakePass, next_token
+from penstock.backend.passes.fake import FakePass
 from penstock.backend.scheduling.step_plan import Plan
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.subscribers import Subscriber
+from tests.fake_passes import next_token
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

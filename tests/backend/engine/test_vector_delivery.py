@@ -10,9 +10,9 @@ import pytest
 from penstock.backend.engine.requests.vector_delivery import VectorCache
 from penstock.backend.engine.steps import vectors as vectors_module
 from penstock.backend.engine.steps.vectors import Vectors
-from penstock.backend.passes.fake_encoder import fake_vectors
 from penstock.shm.messages import Finish, Pooled
 from tests.backend.engine.test_pooled_requests import VOCAB, assert_exact, encoder_bench
+from tests.fake_encoder import fake_vectors
 
 
 def test_error_at_delivery_fails_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.kv_cache.page_hash import extend_page_hashes
-from penstock.backend.passes.fake import GroupedFakePass, WindowedFakePass
 from tests.backend.engine.test_failed_steps import PassingFault
 from tests.backend.harness import Bench, expected_tokens
+from tests.fake_passes import GroupedFakePass, WindowedFakePass
 
 WINDOW = WindowedFakePass.WINDOW_TOKENS
 VOCAB = 97

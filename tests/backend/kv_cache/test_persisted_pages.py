@@ -24,9 +24,14 @@ from penstock.backend.kv_cache.host_offload import HostOffload
 from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.kv_cache.page_index import IndexedPage
 from penstock.backend.kv_cache.page_pool import PagePool
-from penstock.backend.kv_cache.persisted.opening import open_store
-from penstock.backend.kv_cache.persisted.page_rows import ROW_BYTES, PersistedPage
-from penstock.backend.kv_cache.persisted.page_store import KEY_BYTES, PageStore, PageStoreError
+from penstock.backend.kv_cache.page_store import (
+    KEY_BYTES,
+    ROW_BYTES,
+    PageStore,
+    PageStoreError,
+    PersistedPage,
+    open_store,
+)
 from penstock.backend.passes.fake import FakePass
 from tests.backend.kv_cache.test_page_pool import SALTS, salt_of
 

@@ -17,8 +17,7 @@ from penstock.backend.forward_pass import (
     StepBatch,
     TokenMasks,
 )
-from penstock.backend.sampling.philox import philox_uniform
-from penstock.backend.sampling.sampler import HostSampling
+from penstock.backend.sampling.sampler import HostSampling, philox_uniform
 
 VOCAB = 700
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.backend.forward_pass import SamplingParams
-from penstock.backend.scheduling.step_budget import share_out
+from penstock.backend.scheduling.step_plan import share_out
 from penstock.backend.scheduling.tenants import Tenants
 from penstock.backend.scheduling.wait_queue import Passed, WaitQueue
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.subscribers import Subscriber
-from penstock.backend.sequences.tenant import TenantAccount
+from penstock.backend.sequences.tenant_account import TenantAccount
 
 NAMES = (b"a", b"b", b"c")
 

@@ -24,9 +24,10 @@ from penstock.backend.forward_pass import (
     StepOutput,
     TokenMasks,
 )
-from penstock.backend.passes.fake import FakePass, GroupedFakePass
-from penstock.backend.passes.fake_encoder import FakeEncoder, PoolingFakePass
+from penstock.backend.passes.fake import FakePass
 from penstock.backend.start.pass_checks import check_first_step, check_groups, check_vocabulary
+from tests.fake_encoder import FakeEncoder, PoolingFakePass
+from tests.fake_passes import GroupedFakePass
 from tests.passes import WideFakePass
 
 OPTIONS = PassOptions(max_running=1)

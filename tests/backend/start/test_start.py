@@ -20,7 +20,6 @@ from penstock.backend.options import BackendOptions
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
 from penstock.backend.passes.cpu.native_ops import NativeOps
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
-from penstock.backend.passes.fake_encoder import FakeEncoder
 from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
 from penstock.backend.start.startup import (
     check_host_memory,
@@ -31,6 +30,7 @@ from penstock.backend.start.startup import (
     plan_memory,
 )
 from tests.checkpoints import make_checkpoint
+from tests.fake_encoder import FakeEncoder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -338,7 +338,7 @@ def test_plan_over_total_memory_is_refused_and_over_free_memory_warns(caplog: py
         check_memory(plan, MemoryInfo(80 * GB, 7 * GB, "GPU 0"), "cuda:0")
 
 
-FAKE_ENCODER = "penstock.backend.passes.fake_encoder:FakeEncoder"
+FAKE_ENCODER = "tests.fake_encoder:FakeEncoder"
 
 
 def test_dry_run_of_an_encoder_has_no_kv_cache(capsys: pytest.CaptureFixture[str]) -> None:

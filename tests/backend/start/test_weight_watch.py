@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from penstock.backend.engine.steps.executor import Executor, ExecutorFailed
-from penstock.backend.start.weight_watch import WeightWatch
+from penstock.backend.passes.held_weights.watch import WeightWatch
 
 
 @dataclass

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.commands.doctor.cuda import CudaVersions, examine_cuda, read_cuda_versions
 from penstock.commands.doctor.finding import Finding, Level
+from penstock.commands.doctor.gpu import CudaVersions, examine_cuda, read_cuda_versions
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,8 +17,13 @@ from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetada
 
 from penstock.backend.checkpoint.gguf import cached_directories
 from penstock.commands.inspect_model.config_fields import read_fields
-from penstock.commands.inspect_model.description import ModelDescription, count_parameters, describe_model
-from penstock.commands.inspect_model.headers import TensorHeader, read_directory
+from penstock.commands.inspect_model.description import (
+    ModelDescription,
+    TensorHeader,
+    count_parameters,
+    describe_model,
+    read_directory,
+)
 from penstock.main import app
 from penstock.tools.random_model import ModelDims, write_random_model
 from tests.backend.checkpoint.formats.test_fused_experts import write_pair

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from penstock.commands.recorder.command import timeline
-from penstock.commands.recorder.record import record
+from penstock.commands.recorder.command import copy_records, timeline
 from penstock.commands.recorder.timeline import make_trace
-from penstock.serve.crash_files import MAX_FILES, CrashFiles
+from penstock.serve.backend_children import MAX_FILES, CrashFiles
 from penstock.shm.memory.ring import MIN_RING_BYTES, RingReader, RingWriter, create_fd
 from penstock.shm.recording.events import BackendStarted, pack_event
 from penstock.shm.recording.file import RecordingWriter, read_recording
@@ -146,7 +145,7 @@ def test_recording_begins_with_known_rows_and_goes_on_as_long_as_it_is_asked_to(
         recorded.bench.run_dry()
         raise KeyboardInterrupt
 
-    record(reader, tmp_path / "out.rec", 60.0, with_tokens=False, wait=wait)
+    copy_records(reader, tmp_path / "out.rec", 60.0, with_tokens=False, wait=wait)
     found = read_recording(tmp_path / "out.rec")
     assert (found.gaps, found.problem) == ([], "")
     timeline(tmp_path / "out.rec")

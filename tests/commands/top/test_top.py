@@ -14,9 +14,8 @@ import pytest
 from rich.console import Console
 
 from penstock.commands.top import command
+from penstock.commands.top.command import Keys, Operator
 from penstock.commands.top.frame import draw, num_lines_that_fit
-from penstock.commands.top.keys import Keys
-from penstock.commands.top.operator import Operator
 from penstock.commands.top.snapshot import Meter, Snapshot, Sort, sorted_lines
 from penstock.main import app
 from penstock.shm.memory.ring import RingReader

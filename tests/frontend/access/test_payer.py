@@ -7,9 +7,8 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from penstock.frontend.access.admission import Admission
+from penstock.frontend.access.admission import Admission, address_payer
 from penstock.frontend.access.api_keys import ApiKey
-from penstock.frontend.access.payer import address_payer
 from penstock.frontend.transport.exchange import Exchange
 from tests.frontend.access.keys import BODY, COMPLETIONS
 from tests.frontend.harness import ClientConnection, FakeBackend, make_app, request_bytes, says

@@ -21,11 +21,10 @@ from penstock.backend.structured_output.compile_grammar import BadGrammar, Compi
 from penstock.backend.structured_output.compile_pool import CompilePool
 from penstock.backend.structured_output.constraints import SequenceConstraints
 from penstock.backend.structured_output.grammar_cache import GrammarCache
-from penstock.frontend.generation.answer_rules.chat_rules import chat_answer_rules
-from penstock.frontend.generation.answer_rules.rules import AnswerRules
+from penstock.frontend.generation.answer_rules.chat_rules import AnswerRules, chat_answer_rules
 from penstock.frontend.generation.choices.choice import Choice, ChoicePrompt
 from penstock.frontend.generation.choices.output_options import OutputOptions
-from penstock.frontend.parsing.choice_output import ChoiceOutput
+from penstock.frontend.parsing.blocks import ChoiceOutput
 from penstock.frontend.schemas.chat import ChatBody, check_chat
 from penstock.shm.client import TokenBatch
 from penstock.shm.messages import Constraints, Finish, Grammar

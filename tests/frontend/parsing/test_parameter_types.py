@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.frontend.parsing.tool_formats.parameter_types import ANY, TEXT, as_json, parameter_types
+from penstock.frontend.parsing.tool_formats.parameters import ANY, TEXT, as_json, parameter_types
 
 DEFS: dict[str, Any] = {
     "name": {"type": "string"},

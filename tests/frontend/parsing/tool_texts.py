@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from penstock.frontend.parsing.answer_parser import AnswerShape
-from penstock.frontend.parsing.choice_output import ChoiceOutput
+from penstock.frontend.parsing.blocks import ChoiceOutput
 from penstock.frontend.parsing.harmony import Harmony
 from penstock.frontend.parsing.tool_formats.base import CALL_NUMBER, ToolFormat
 from penstock.frontend.parsing.tool_formats.deepseek import DeepSeek

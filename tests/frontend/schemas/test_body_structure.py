@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.frontend.endpoints import chat_completions
-from penstock.frontend.schemas import body_structure
-from penstock.frontend.schemas.body_structure import MAX_OBJECTS, MAX_STRINGS, check_structure
+from penstock.frontend.schemas import decoding
 from penstock.frontend.schemas.chat import ChatBody
+from penstock.frontend.schemas.decoding import MAX_OBJECTS, MAX_STRINGS, check_structure
 from penstock.frontend.transport.errors import ApiError
 from tests.frontend.harness import ClientConnection
 
@@ -43,17 +43,17 @@ def test_values_are_counted_exactly_wherever_slices_end(body: Any, slice_bytes: 
     num_objects, num_strings = count(body)
     data = json.dumps(body, ensure_ascii=ascii_only).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(body_structure, "SMALL_BODY_BYTES", 0)
-        patch.setattr(body_structure, "_SLICE_BYTES", slice_bytes)
-        patch.setattr(body_structure, "MAX_OBJECTS", num_objects)
-        patch.setattr(body_structure, "MAX_STRINGS", num_strings)
+        patch.setattr(decoding, "SMALL_BODY_BYTES", 0)
+        patch.setattr(decoding, "_SLICE_BYTES", slice_bytes)
+        patch.setattr(decoding, "MAX_OBJECTS", num_objects)
+        patch.setattr(decoding, "MAX_STRINGS", num_strings)
         asyncio.run(check_structure(data))
         for limit, number in (("MAX_OBJECTS", num_objects), ("MAX_STRINGS", num_strings)):
             if number:
-                patch.setattr(body_structure, limit, number - 1)
+                patch.setattr(decoding, limit, number - 1)
                 with pytest.raises(ApiError, match=f"more than {number - 1} "):
                     asyncio.run(check_structure(data))
-                patch.setattr(body_structure, limit, number)
+                patch.setattr(decoding, limit, number)
 
 
 def filled(before: str, item: str, after: str, number: int) -> bytes:
@@ -121,4 +121,4 @@ async def test_names_that_are_not_utf_8_are_refused_wherever_they_are(
 
 async def test_characters_across_slices_are_utf_8() -> None:
     for num_before in range(8):
-        await check_structure(b" " * (body_structure.SMALL_BODY_BYTES - num_before) + "é猫🐈".encode())
+        await check_structure(b" " * (decoding.SMALL_BODY_BYTES - num_before) + "é猫🐈".encode())

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from penstock.frontend.formats.completion import CompletionFormat
 from penstock.frontend.generation.answer_rules.requested_grammar import requested_grammar
 from penstock.frontend.generation.choices.choice import Choice
-from penstock.frontend.parsing.choice_output import ChoiceOutput
+from penstock.frontend.parsing.blocks import ChoiceOutput
 from penstock.frontend.parsing.deltas import Delta, ScoredToken
 from penstock.frontend.schemas.chat import is_shallow
 from penstock.frontend.schemas.decoding import decode_chat, decode_completion

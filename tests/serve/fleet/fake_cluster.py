@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.serve.fleet.cluster import ClusterError, Phase, Report
-from penstock.serve.fleet.servers import Server
+from penstock.serve.fleet.cluster import ClusterError, Phase, Report, Server
 
 
 class FakeCluster:

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.main import app
 from penstock.serve.fleet import command
-from penstock.serve.fleet.options import FleetOptions, UpOptions, check_server_options
+from penstock.serve.fleet.command import FleetOptions, UpOptions, check_server_options
 from tests.serve.fleet.fake_cluster import FakeCluster
 
 

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from penstock.serve.fleet.cluster import Phase
-from penstock.serve.fleet.keeper import CannotStart, Keeper
+from penstock.serve.fleet.cluster import Phase, Server
+from penstock.serve.fleet.keeper import DOWN_WINDOW_S, UP_WINDOW_S, Bounds, CannotStart, Keeper, Scaling
 from penstock.serve.fleet.router import RouterError
-from penstock.serve.fleet.scaling import DOWN_WINDOW_S, UP_WINDOW_S, Bounds, Scaling
-from penstock.serve.fleet.servers import Server
 from tests.serve.fleet.fake_cluster import FakeCluster
 
 

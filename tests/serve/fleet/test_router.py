@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from penstock.process.children import find_program
+from penstock.serve.fleet.cluster import Server, as_targets
 from penstock.serve.fleet.router import (
     BEGINNING,
     FILES,
@@ -24,7 +25,6 @@ from penstock.serve.fleet.router import (
     RouterKind,
     RouterSettings,
 )
-from penstock.serve.fleet.servers import Server, as_targets
 from penstock.tools.free_port import free_port
 from tests.serve.fleet.upstreams import Upstream, ask, upstreams
 from tests.system.processes import descendants, wait_until

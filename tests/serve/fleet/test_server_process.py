@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.process.children import descendants
 from penstock.serve.fleet.cluster import Phase, Report
 from penstock.serve.fleet.server_process import ServerProcess
+from penstock.tools.processes import descendants
 from tests.serve.fleet.upstreams import ask
 from tests.system.processes import wait_until
 

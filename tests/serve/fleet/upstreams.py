@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from penstock.serve.fleet.servers import Server
+from penstock.serve.fleet.cluster import Server
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.serve.sleeping_models.policy import ModelView, decide
+from penstock.serve.sleeping_models.attendant import ModelView, decide
 from penstock.shm.memory.model_table import ModelState
 
 

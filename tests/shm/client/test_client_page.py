@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-POOLING_PASS = "penstock.backend.passes.fake_encoder:PoolingFakePass"
+POOLING_PASS = "tests.fake_encoder:PoolingFakePass"
 PAGE = REPOSITORY / "docs" / "client.md"
 PROGRAMS: dict[str, str] = {
     name: program

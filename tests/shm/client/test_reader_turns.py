@@ -6,7 +6,7 @@ import asyncio
 from array import array
 
 from penstock.shm.client.streams.reader_turns import ReaderTurns
-from penstock.shm.client.streams.stream import TokenBatch, TokenStream
+from penstock.shm.client.streams.token_stream import TokenBatch, TokenStream
 from penstock.shm.messages import Finish, Generate, Sampling
 
 

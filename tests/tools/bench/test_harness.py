@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.process.children import descendants, module_of
 from penstock.process.supervisor import module_argv
 from penstock.tools.bench.harness import machine
 from penstock.tools.bench.harness.report import BenchReport, check_can_write
+from penstock.tools.processes import descendants, module_of
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

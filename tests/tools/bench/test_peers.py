@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from penstock.process.children import descendants, state_of, tree_cpu_s
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.peers import Peer, completion_probe, peer_server
 from penstock.tools.bench.harness.server_process import server_process
+from penstock.tools.processes import descendants, state_of, tree_cpu_s
 from tests.system.processes import wait_until
 from tests.tools.bench.conftest import fake_peer
 

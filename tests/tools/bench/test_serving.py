@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.process.children import state_of, tree
 from penstock.tools.bench.load_generator.sending import measure
 from penstock.tools.bench.serving import compare
 from penstock.tools.bench.serving.compare import Contender
+from penstock.tools.processes import state_of, tree
 from tests.system.completions import PACED
 from tests.system.processes import wait_until
 from tests.tools.bench.conftest import FAKE, BenchCommand, fake_peer

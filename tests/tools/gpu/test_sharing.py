@@ -44,7 +44,7 @@ def test_pages_survive_a_copy_to_the_host_and_back(record: Record) -> None:
 
 
 def test_changed_pages_are_detected(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caches.page_copies, "copy_pages", lambda *_arguments, **_keywords: None)
+    monkeypatch.setattr(caches.page_moves, "copy_pages", lambda *_arguments, **_keywords: None)
     with pytest.raises(Mismatch, match="the pages in host memory: "):
         sharing.check_host_page_copies(record.results, make_device_context())
 

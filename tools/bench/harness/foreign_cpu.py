@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.process.children import tree_cpu_s
 from penstock.tools.bench.load_generator.stats import LoadSummary
+from penstock.tools.processes import tree_cpu_s
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _QUIET_S = 1.0

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from penstock.backend.errors import StartupError
-from penstock.process.children import exit_on_sigterm
 from penstock.process.failure import fail
 from penstock.tools.bench.errors import COMMAND, BenchError
 from penstock.tools.bench.harness.peers import Peer, Probe, peer_server
 from penstock.tools.bench.harness.report import BenchReport, check_can_write, make_console
 from penstock.tools.bench.harness.server import BenchServer, bench_server, first_api_key
 from penstock.tools.bench.load_generator.target import ServerAddress
+from penstock.tools.processes import exit_on_sigterm
 
 if TYPE_CHECKING:
     from pathlib import Path

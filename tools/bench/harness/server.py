@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.process.children import descendants, module_of
 from penstock.process.options import to_argv
 from penstock.process.supervisor import module_argv
 from penstock.serve.command import split_keys
@@ -18,6 +17,7 @@ from penstock.serve.options import ServeOptions
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.server_process import START_TIMEOUT_S, ServerProcess, server_process
 from penstock.tools.bench.load_generator.target import ServerAddress
+from penstock.tools.processes import descendants, module_of
 
 _READY = re.compile(r"^Ready: (http://\S+)/v1$", re.MULTILINE)
 

@@ -7,8 +7,8 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
 
-from penstock.process.children import Child
 from penstock.tools.bench.errors import BenchError
+from penstock.tools.processes import Child
 
 START_TIMEOUT_S = 600.0
 

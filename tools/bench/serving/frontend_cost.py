@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from penstock.process.children import process_use, threads_use
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.harness.run import measurement_run
@@ -20,6 +19,7 @@ from penstock.tools.bench.options import (
     ReportOptions,
     SeededRounds,
 )
+from penstock.tools.processes import process_use, threads_use
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, Experts, RopeConfig
-    from penstock.backend.passes.ops.weights import Weights
+    from penstock.backend.passes.ops.interface import Weights
 
 
 class Float64Model:

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from penstock.backend.checkpoint.config.decoder_config import ClampedGate, Experts
-from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
+from penstock.backend.checkpoint.encoders.decoder_heads import PooledDecoder
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens, PooledRows, ScoredTokens
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.cuda_pass.pooled_pass import PooledCudaPass
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import PassSettings, StepSizes
-from penstock.backend.passes.decoder.pooled_weights import WeightsWithHead
+from penstock.backend.passes.decoder.spec import WeightsWithHead
 from penstock.tools.gpu.cases.check import require, require_within
 from penstock.tools.gpu.cases.products.stored_forms import STORED_FORMS
 from penstock.tools.gpu.checks.float64_model import Float64Model

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.backend.passes.cuda.kv_cache import page_copies
+from penstock.backend.passes.cuda.kv_cache import page_moves
 from penstock.backend.passes.ops.interface import KV_BLOCK_VALUES
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def cache_shape(layout: CacheLayout) -> tuple[int, int, int]:
 
 
 def make_page_copier(context: DeviceContext, layout: CacheLayout) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """A function of source, destination and pairs: see `page_copies.copy_pages`."""
+    """A function of source, destination and pairs: see `page_moves.copy_pages`."""
     launcher = context.device.launcher
-    launcher.prepare(page_copies.kernels())
-    return partial(page_copies.copy_pages, launcher, layout=layout)
+    launcher.prepare(page_moves.kernels())
+    return partial(page_moves.copy_pages, launcher, layout=layout)

@@ -1,16 +1,32 @@
-"""Checks which shapes the attention kernels support."""
+"""Checks which shapes the attention kernels support, and where the segments of a long context begin."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
-from penstock.backend.passes.cuda.attention.segment_positions import MAX_CONTEXT_TOKENS
 from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO
 from penstock.backend.passes.ops.interface import KV_BLOCK_VALUES, supports_q8_0
 
 if TYPE_CHECKING:
     from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
+
+MAX_CONTEXT_TOKENS = 1 << 24
+SHORTEST_SEGMENT_TOKENS = 2048
+ENOUGH_BLOCKS = 1024
+"""Blocks that fill any device. A step with this many tiles is not cut further."""
+
+
+def segment_starts() -> list[int]:
+    """Return the first positions of all segments, as in kernels/prefill_segments.cuh."""
+    starts, step = [], SHORTEST_SEGMENT_TOKENS
+    position = 0
+    while position < MAX_CONTEXT_TOKENS:
+        starts.append(position)
+        step = max(step, 1 << (position.bit_length() - 3)) if position else step
+        position += step
+    return starts
+
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_GROUP = 16

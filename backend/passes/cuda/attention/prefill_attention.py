@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.backend.passes.cuda.attention.kernel_limits import HEAD_DIMS, check_logits, check_shape
+from penstock.backend.passes.cuda.attention.kernel_limits import (
+    HEAD_DIMS,
+    SHORTEST_SEGMENT_TOKENS,
+    check_logits,
+    check_shape,
+)
 from penstock.backend.passes.cuda.attention.prefill_segments import (
     PrefillWorkspace,
     WorkspaceSizes,
@@ -21,7 +26,6 @@ from penstock.backend.passes.cuda.attention.prefill_segments import (
     max_parts,
     whole_tiles,
 )
-from penstock.backend.passes.cuda.attention.segment_positions import SHORTEST_SEGMENT_TOKENS
 from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, KernelChoices
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, Launcher, TensorMap, int32
 from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from penstock.backend.passes.cuda.attention.segment_positions import (
+from penstock.backend.passes.cuda.attention.kernel_limits import (
     ENOUGH_BLOCKS,
     MAX_CONTEXT_TOKENS,
     segment_starts,

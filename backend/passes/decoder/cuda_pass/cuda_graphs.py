@@ -1,19 +1,32 @@
-"""Captures steps as CUDA graphs, one for each padded size, and replays them."""
+"""Captures steps as CUDA graphs, one for each padded size, and replays them: whole decode steps, and mixed steps up to
+the last cache write."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.backend.checkpoint.files.progress import GRAPHS, make_progress
+from penstock.backend.checkpoint.files.progress import GRAPHS, MIXED_GRAPHS, make_progress
+from penstock.backend.passes.cuda.step.step_buffers import MixedPadding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch import Tensor
+
     from penstock.backend.checkpoint.files.progress import Work
+    from penstock.backend.forward_pass import StepBatch
     from penstock.backend.passes.cuda.device.device import Device, Graph
+    from penstock.backend.passes.cuda.device.transfers import Ints
+    from penstock.backend.passes.cuda.ops.activations import Residual
+    from penstock.backend.passes.cuda.ops.cuda_ops import CudaOps
+    from penstock.backend.passes.cuda.step.step_buffers import StepBuffers
+    from penstock.backend.passes.cuda.step.step_rows import CudaStep
+    from penstock.backend.passes.decoder.model import DecoderModel
+
 
 MAX_GRAPH_ROWS = 256
 """Larger steps keep the device busy for long enough to launch their kernels one by one."""
@@ -54,3 +67,80 @@ class StepGraphs:
 
     def replay(self, size: int) -> None:
         self._graphs[size].replay()
+
+
+_LAUNCH_S = 15e-6
+"""Host time of a launch outside a graph.
+
+An H100's host takes about 25 us. With 15 the steps stay out that lose there by padding: an 8B gains 8 % from a graph
+with 64 tokens of a prompt and 4 % with 128, and loses 5 % with 256 and 512; a 0.6B gains up to 2,048 tokens.
+"""
+_LAUNCHES_OF_LAYER = 9
+_DEVICE_BYTES_PER_S, _DEVICE_OPERATIONS_PER_S = 4.3e12, 790e12
+"""The rates of an H200. A slower device makes the host wait even longer."""
+_SIZE_STEPS = ((512, 64), (1024, 128), (1 << 30, 256))
+"""Sizes up to the first number are this far apart. A product of 64 tokens or fewer takes as long as one of 64: it reads
+the weights. The library's own tiles have 64 to 256 rows, so up to 63 rows of padding add little to larger ones. Beyond
+512 tokens at most a fifth of a captured step is padding."""
+
+
+def mixed_sizes(max_tokens: int, max_rows: int, mixed_tokens: int) -> list[int]:
+    """Return the numbers of tokens of captured steps with up to mixed_tokens of prompts beside max_rows decodes."""
+    most = min(max_tokens, mixed_tokens + max_rows) if mixed_tokens else 0
+    sizes, last = {most} if most else set[int](), 0
+    for end, step in _SIZE_STEPS:
+        sizes.update(range(last + step, min(end, most) + 1, step))
+        last = end
+    return sorted(sizes)
+
+
+def launch_bound_tokens(weight_bytes: int, num_weights: int, num_layers: int) -> int:
+    """Return the number of tokens up to which a step's launches take longer than its products.
+
+    Larger steps gain nothing from a graph, because the host is a step ahead, and would compute their padding.
+    """
+    launches_s = num_layers * _LAUNCHES_OF_LAYER * _LAUNCH_S
+    if launches_s < weight_bytes / _DEVICE_BYTES_PER_S:
+        return 0
+    first_size = _SIZE_STEPS[0][1]
+    return int(launches_s * _DEVICE_OPERATIONS_PER_S / (2 * num_weights)) // first_size * first_size
+
+
+class MixedGraphs:
+    """The graphs of one pass."""
+
+    is_used = True
+    """False launches all mixed steps kernel by kernel, for comparison."""
+
+    def __init__(
+        self, device: Device, ops: CudaOps, model: DecoderModel, buffers: StepBuffers, sizes: Sequence[int]
+    ) -> None:
+        self._ops = ops
+        self._model = model
+        self._buffers = buffers
+        self._num_tiles = {size: ops.tiling.captured_tiles(size) for size in sizes}
+        self._graphs = StepGraphs(device, sizes, self._run, MIXED_GRAPHS)
+
+    def fit(self, batch: StepBatch, num_decode: int, tiles: Ints) -> MixedPadding | None:
+        """Return the graph for a step; None if no graph has enough tokens, or this one has too few tiles.
+
+        num_decode, tiles: as `StepAttention.tiles` takes and returns them.
+        """
+        size = self._graphs.size_for(batch.num_tokens) if self.is_used else None
+        if size is None or len(tiles) > self._num_tiles[size]:
+            return None
+        return MixedPadding(size, self._num_tiles[size], num_decode, tiles)
+
+    def replay(self, padding: MixedPadding, num_logits: int, *, is_scored: bool) -> tuple[Tensor, Residual, CudaStep]:
+        """Run a step that `StepBuffers.load` has sent, up to the last cache write. Return the arguments of `finish`."""
+        self._graphs.replay(padding.num_tokens)
+        buffers = self._buffers
+        step = buffers.mixed_step(padding.num_tokens, padding.num_tiles)
+        logit_rows, logit_tokens = buffers.logit_rows.cut(num_logits), buffers.logit_tokens[:num_logits]
+        step = replace(step, logit_rows=logit_rows, logit_tokens=logit_tokens, is_scored=is_scored)
+        return *self._ops.resume(step), step
+
+    def _run(self, num_tokens: int) -> None:
+        step = self._buffers.mixed_step(num_tokens, self._num_tiles[num_tokens])
+        self._ops.begin(step)
+        self._model.store_tokens(step)

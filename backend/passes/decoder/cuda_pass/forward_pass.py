@@ -22,16 +22,14 @@ from penstock.backend.passes.cuda.attention.prefill_attention import WGMMA_CAPAB
 from penstock.backend.passes.cuda.device.device import annotate_faults, first_line
 from penstock.backend.passes.cuda.device.launcher import KernelFailed
 from penstock.backend.passes.cuda.device.link_probe import LinkSpeed, measure_link
-from penstock.backend.passes.cuda.kv_cache import page_copies
-from penstock.backend.passes.cuda.kv_cache.host_pool import HostPool, TokenCosts, open_pool
-from penstock.backend.passes.cuda.kv_cache.page_moves import PageMoves
+from penstock.backend.passes.cuda.kv_cache import page_moves
+from penstock.backend.passes.cuda.kv_cache.page_moves import HostPool, PageMoves, TokenCosts, open_pool
 from penstock.backend.passes.cuda.ops.fused_ops import make_ops
 from penstock.backend.passes.cuda.step import step_buffers
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers, count_decode_rows
 from penstock.backend.passes.cuda.step.step_sampling import NO_INTS, StepSampling
 from penstock.backend.passes.cuda.weight_memory.private import PrivateMemory
-from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import StepGraphs, graph_sizes
-from penstock.backend.passes.decoder.cuda_pass.mixed_graphs import MixedGraphs
+from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import MixedGraphs, StepGraphs, graph_sizes
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import (
     StepSizes,
     attention_by_window,
@@ -61,7 +59,7 @@ if TYPE_CHECKING:
     from penstock.backend.passes.cuda.weight_memory.private import DeviceMemory
     from penstock.backend.passes.decoder.cuda_pass.workspace_plan import PassSettings
     from penstock.backend.passes.held_weights.watch import WatchedWeights
-    from penstock.backend.passes.ops.weights import Weights
+    from penstock.backend.passes.ops.interface import Weights
 
 PassT = TypeVar("PassT", bound="CudaDecoderPass")
 
@@ -179,7 +177,7 @@ class CudaDecoderPass:
         self._moves = PageMoves(device.launcher, layout, self._ops.pages, self._buffers.uplink, no_host_pages)
         try:
             device.launcher.prepare(
-                [*self._ops.kernels(), *self._sampling.kernels, *step_buffers.kernels(), *page_copies.kernels()]
+                [*self._ops.kernels(), *self._sampling.kernels, *step_buffers.kernels(), *page_moves.kernels()]
             )
             self.link = measure_link(device)
             self._graphs = StepGraphs(device, graph_sizes(sizes.max_graph_rows), self._run_padding)

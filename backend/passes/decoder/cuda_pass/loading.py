@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from penstock.backend.passes.cuda.device.device import Device
     from penstock.backend.passes.cuda.weight_memory.private import DeviceMemory
     from penstock.backend.passes.held_weights.watch import WatchedWeights
-    from penstock.backend.passes.ops.weights import Weights
+    from penstock.backend.passes.ops.interface import Weights
 
     class _Loaded(Protocol):
         held_weights: WatchedWeights | None

@@ -12,20 +12,20 @@ from penstock.backend.forward_pass import StepOutput
 from penstock.backend.passes.cuda.device.device import annotate_faults
 from penstock.backend.passes.cuda.device.transfers import Downlink
 from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass, step_name
-from penstock.backend.passes.decoder.pooled_weights import WeightsWithHead, pooled_spec
+from penstock.backend.passes.decoder.spec import WeightsWithHead, pooled_spec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
 
-    from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
+    from penstock.backend.checkpoint.encoders.decoder_heads import PooledDecoder
     from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch, TokenMasks
     from penstock.backend.passes.cuda.device.device import Device
     from penstock.backend.passes.cuda.device.transfers import PendingCopy
     from penstock.backend.passes.cuda.weight_memory.private import DeviceMemory
     from penstock.backend.passes.decoder.cuda_pass.workspace_plan import PassSettings
-    from penstock.backend.passes.ops.weights import Weights
+    from penstock.backend.passes.ops.interface import Weights
 
 
 class PooledCudaPass(CudaDecoderPass):

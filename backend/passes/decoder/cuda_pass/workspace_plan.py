@@ -31,8 +31,12 @@ from penstock.backend.passes.cuda.step.device_sampler import MAX_BIASES, MAX_VOC
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers, StepLimits
 from penstock.backend.passes.cuda.step.step_results import MAX_NAMED_LOGPROBS, ResultBuffers
 from penstock.backend.passes.cuda.step.step_sampling import SamplingSizes
-from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import MAX_GRAPH_ROWS, graph_sizes
-from penstock.backend.passes.decoder.cuda_pass.mixed_graphs import launch_bound_tokens, mixed_sizes
+from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import (
+    MAX_GRAPH_ROWS,
+    graph_sizes,
+    launch_bound_tokens,
+    mixed_sizes,
+)
 from penstock.backend.passes.decoder.spec import make_spec
 from penstock.backend.passes.ops.layer_groups import LayerGroups, one_group, split_groups
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.backend.checkpoint.gguf.sampling import sampling_defaults
+from penstock.backend.checkpoint.gguf.directory import sampling_defaults
 from penstock.backend.errors import StartupError
 
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.0}

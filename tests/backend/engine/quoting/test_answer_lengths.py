@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from penstock.backend.engine.quoting.answer_lengths import AnswerLengths
+from penstock.backend.engine.quoting.history import AnswerLengths
 
 
 def known(*lengths: int, cut: tuple[int, ...] = ()) -> AnswerLengths:

@@ -267,7 +267,7 @@ def test_manifest_of_another_model_is_refused_and_the_weights_are_loaded(
     held.place(64)
     held.finish("right", torch.bfloat16)
     mailbox.leave(held.fds)
-    monkeypatch.setattr("penstock.backend.passes.cpu.weight_memory.places.fingerprint", lambda *_: "right")
+    monkeypatch.setattr("penstock.backend.passes.cpu.weight_memory.held.fingerprint", lambda *_: "right")
     loaded = load(make_checkpoint("qwen3", tmp_path), mailbox)
     assert "held weights are dropped" in caplog.text
     assert loaded.held_weights is not None

@@ -20,7 +20,7 @@ from penstock.backend.checkpoint.quantization import quantized_checkpoint
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.cpu.path_choice import load_kernels
-from penstock.backend.passes.cpu.weight_memory import places
+from penstock.backend.passes.cpu.weight_memory import held
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.backend.passes.held_weights import packed_file
 from penstock.process import cache_directory
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.shm.memory.fd_mailbox import FdMailbox
 
 PROMPT = [5, 6, 7, 8, 9]
-real_packed_file = places.packed_file
+real_packed_file = held.packed_file
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,7 +46,7 @@ def native_kernels() -> None:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of packed weights."""
-    monkeypatch.setattr(places, "packed_file", real_packed_file)
+    monkeypatch.setattr(held, "packed_file", real_packed_file)
     monkeypatch.setattr(packed_file, "cache_directory", lambda: tmp_path / "cache")
     return tmp_path / "cache" / "weights"
 
@@ -147,7 +147,7 @@ def test_whatever_happens_to_the_file_the_bits_stay_right(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path_factory.mktemp("damage")
-    monkeypatch.setattr(places, "packed_file", real_packed_file)
+    monkeypatch.setattr(held, "packed_file", real_packed_file)
     monkeypatch.setattr(packed_file, "cache_directory", lambda: root / "cache")
     model_dir = make_checkpoint("qwen3", root / "model", num_hidden_layers=1)
     expected = logits(load(model_dir))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.backend.passes.cuda.attention import prefill_attention
-from penstock.backend.passes.decoder.cuda_pass.mixed_graphs import MixedGraphs, mixed_sizes
+from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import MixedGraphs, mixed_sizes
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes, captured_sizes
 from tests.backend.passes.cuda.emulated_pass import EmulatedCudaPass
 from tests.backend.passes.cuda.tiny_models import checkpoint, make_driver, options, prompts

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.backend.buffers.shared_prompts import SharedPromptRows
+from penstock.backend.buffers import SharedPromptRows
 from penstock.shm.client import BufferSlice, GenerationRequest
 from penstock.shm.messages import BufferContent, BufferKind, BufferRequest, Sampling
 from tests.backend.passes.cuda.emulator_shared_device import EmulatorSharedDevice

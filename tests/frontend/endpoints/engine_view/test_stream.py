@@ -13,7 +13,7 @@ import pytest
 
 from penstock.frontend.access.admission import Admission
 from penstock.frontend.access.api_keys import named_keys, tenant_salt
-from penstock.frontend.endpoints.engine_view import stream as stream_module
+from penstock.frontend.endpoints.engine_view import feed as feed_module
 from penstock.frontend.endpoints.engine_view.feed import MAX_QUEUED, EngineReader, Viewer
 from penstock.shm.memory.board import BackendBoard
 from tests.backend.recorded import Recorded
@@ -181,7 +181,7 @@ async def test_allowed_origin_and_wrong_key_and_too_many_viewers(
     await connection.end()
     refused = await connect(backend, b"sk-wrong").response()
     assert (refused.status, refused.json()["error"]["code"]) == (401, "invalid_api_key")
-    monkeypatch.setattr(stream_module, "MAX_VIEWERS", 0)
+    monkeypatch.setattr(feed_module, "MAX_VIEWERS", 0)
     refused = await connect(backend).response()
     assert (refused.status, "retry-after" in refused.headers) == (429, True)
     assert "too many viewers of the engine" in refused.json()["error"]["message"]

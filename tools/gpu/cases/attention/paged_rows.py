@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.backend.passes.cpu.torch_cache.kv_pages import quantise_q8_0
+from penstock.backend.passes.cpu.torch_cache.paged_cache import quantise_q8_0
 from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
 from penstock.backend.passes.cuda.step.step_rows import RowArrays
 

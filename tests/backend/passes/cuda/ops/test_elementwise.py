@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.backend.passes.cpu.torch_cache.kv_pages import quantise_q8_0
+from penstock.backend.passes.cpu.torch_cache.paged_cache import quantise_q8_0
 from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
-from penstock.backend.passes.cuda.kv_cache.page_copies import copy_pages
+from penstock.backend.passes.cuda.kv_cache.page_moves import copy_pages
 from penstock.backend.passes.cuda.ops.elementwise import unsupported_reason
 from penstock.backend.passes.ops.interface import HeadShape, supports_q8_0
 from penstock.tools.gpu.cases.elementwise import (

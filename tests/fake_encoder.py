@@ -79,8 +79,8 @@ class FakeEncoder:
     def sample(
         self,
         logits: tuple[NDArray[np.float32], ...],
-        batch: StepBatch,  # noqa: ARG002
-        masks: TokenMasks | None = None,  # noqa: ARG002
+        batch: StepBatch,
+        masks: TokenMasks | None = None,
     ) -> StepOutput:
         return StepOutput(np.zeros(0, np.int32), pooled=logits)
 
