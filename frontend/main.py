@@ -38,7 +38,7 @@ from penstock.frontend.settings import (
     WorkerSettings,
 )
 from penstock.frontend.telemetry.tracing import TracingUnavailable, otlp_exporter
-from penstock.frontend.transport.serving.acceptor import AcceptTable
+from penstock.frontend.transport.serving.accept_table import AcceptTable
 from penstock.frontend.transport.serving.listening import (
     MAX_SOCKET_PATH_BYTES,
     address_of,

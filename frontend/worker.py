@@ -29,7 +29,7 @@ from penstock.frontend.generation.models.served_model import ModelKeeper
 from penstock.frontend.generation.models.waking import WakingModel
 from penstock.frontend.settings import WORKER_SETTINGS_VARIABLE, WorkerSettings
 from penstock.frontend.telemetry.tracing import SpanReporter, otlp_exporter
-from penstock.frontend.transport.serving.acceptor import AcceptTable
+from penstock.frontend.transport.serving.accept_table import AcceptTable
 from penstock.frontend.transport.serving.connections import raise_fd_limit
 from penstock.frontend.transport.serving.server import HttpServer
 from penstock.frontend.transport.serving.tls import ServerTls, TlsError

@@ -7,14 +7,15 @@ token's hidden state after the final norm.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from penstock.backend.checkpoint.config.architectures.names import decoder_of, find_architecture
 from penstock.backend.checkpoint.config.tensors import EMBEDDING, LM_HEAD, TensorSpec
 from penstock.backend.checkpoint.config_json import parse_decoder_config
+from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
 from penstock.backend.checkpoint.encoders.sentence_transformers import read_max_tokens, read_modules
 from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
@@ -28,30 +29,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
-
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-
-HeadKind: TypeAlias = Literal["embed", "yes or no", "score"]
-
-
-@dataclass(frozen=True, slots=True)
-class PooledDecoder:
-    config: DecoderConfig
-    """The decoder without lm_head; head_width is set for "yes or no" and "score"."""
-    head: HeadKind
-    normalizes: bool = False
-    """The model's files ask for "embed" to be normalised. The pass leaves it unnormalised."""
-
-    @property
-    def width(self) -> int:
-        """Values of a vector."""
-        return self.config.hidden_size if self.head == "embed" else self.config.head_width
-
-    @property
-    def kind(self) -> str:
-        """Kind of vector, as in `PooledRows`."""
-        return "embed" if self.head == "embed" else "classify"
-
 
 TASKS = ("auto", "generate", "embed", "rerank", "classify")
 ANSWERS = ("yes", "no")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from penstock.backend.checkpoint.lora import LoraWeights
+    from penstock.backend.checkpoint.lora.peft_adapter import LoraWeights
     from penstock.backend.passes.cpu.native_structs import Linear
     from penstock.backend.passes.cpu.native_weights import PackedLinear
 

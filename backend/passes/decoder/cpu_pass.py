@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
-    from penstock.backend.checkpoint.lora import PeftAdapter
+    from penstock.backend.checkpoint.lora.peft_adapter import PeftAdapter
     from penstock.backend.checkpoint.quantization.modes import Quantization
     from penstock.backend.forward_pass.extensions import PagePlaces
     from penstock.backend.passes.cpu.weight_memory.anonymous import WeightMemory
@@ -95,7 +95,7 @@ class CpuDecoderPass(HostSampling):
         # Imported here and in `load`: a pass with other weights needs no packages that read checkpoints.
         from penstock.backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
-        from penstock.backend.checkpoint.lora import open_adapters
+        from penstock.backend.checkpoint.lora.peft_adapter import open_adapters
         from penstock.backend.checkpoint.weights import choose_dtype
 
         check_cpu_path(options.cpu_path)
@@ -112,7 +112,7 @@ class CpuDecoderPass(HostSampling):
     def load(cls, model_dir: Path, options: PassOptions) -> CpuDecoderPass:
         from penstock.backend.checkpoint.config_json import read_decoder_config
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
-        from penstock.backend.checkpoint.lora import open_adapters
+        from penstock.backend.checkpoint.lora.peft_adapter import open_adapters
 
         config = read_decoder_config(model_dir, options.max_context_tokens)
         quantization, formats = find_cpu_quantization(options.quantize), read_stored_formats(model_dir)

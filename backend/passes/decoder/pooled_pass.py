@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.backend.checkpoint.encoders.decoder_heads import PooledDecoder
+    from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
     from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch, TokenMasks
     from penstock.backend.passes.ops.interface import CpuOps, Weights
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from penstock.frontend.transport.serving.acceptor import AcceptTable, SharedAcceptor
+from penstock.frontend.transport.serving.accept_table import AcceptTable
+from penstock.frontend.transport.serving.acceptor import SharedAcceptor
 from penstock.frontend.transport.serving.connections import MAX_CONNECTIONS, Connections
 from penstock.frontend.transport.serving.http_limits import LimitedProtocol
-from penstock.frontend.transport.serving.tls import TlsHandshake
+from penstock.frontend.transport.serving.tls_handshakes import TlsHandshake
 from penstock.frontend.transport.serving.web_socket import PING_INTERVAL_S, WebSocketConnection
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import mmap
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.frontend.transport.serving.acceptor import MAX_WAITS, AcceptTable
+from penstock.frontend.transport.serving.accept_table import MAX_WAITS, AcceptTable
 
 
 def workers(count: int) -> list[AcceptTable]:

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from penstock.frontend.transport.serving import server as serving
-from penstock.frontend.transport.serving.acceptor import AcceptTable, SharedAcceptor
+from penstock.frontend.transport.serving.accept_table import AcceptTable
+from penstock.frontend.transport.serving.acceptor import SharedAcceptor
 from penstock.frontend.transport.serving.server import HttpServer
 from penstock.shm.messages import Finish
 from tests.frontend.harness import ClientConnection, FakeBackend, make_app, request_bytes, silent, token_ids

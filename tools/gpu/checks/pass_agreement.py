@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from penstock.backend.checkpoint.config.decoder_config import ClampedGate, Experts
-from penstock.backend.checkpoint.encoders.decoder_heads import PooledDecoder
+from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens, PooledRows, ScoredTokens
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass

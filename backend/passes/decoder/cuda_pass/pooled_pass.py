@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from penstock.backend.checkpoint.encoders.decoder_heads import PooledDecoder
+    from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
     from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch, TokenMasks
     from penstock.backend.passes.cuda.device.device import Device
     from penstock.backend.passes.cuda.device.transfers import PendingCopy

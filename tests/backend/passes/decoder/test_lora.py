@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.lora import open_adapters
+from penstock.backend.checkpoint.lora.peft_adapter import open_adapters
 from penstock.backend.checkpoint.quantization import cached_file
 from penstock.backend.checkpoint.quantization.modes import find_cpu_quantization
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
