@@ -1,4 +1,4 @@
-"""What the engine needs from its collaborators: the link to the frontends, the owner of the device, and the scheduler.
+"""Interfaces of the engine's collaborators: the link to the frontends, the executor of steps, and the scheduler.
 
 Stand-ins for link and executor, without sockets and threads, are in `tools/rig/`.
 """

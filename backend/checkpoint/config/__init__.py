@@ -1,1 +1,1 @@
-"""What a decoder is: its configuration, its tensors with their shapes, and the architectures that are served."""
+"""Configurations of decoders, the names and shapes of their tensors, and the architectures that are served."""

@@ -1,4 +1,4 @@
-"""What quotes learn from answers that have ended: their lengths, and the errors of earlier quotes."""
+"""Lengths of ended answers and errors of earlier quotes, which correct later quotes."""
 
 from __future__ import annotations
 

@@ -63,9 +63,9 @@ class ModelFacts:
     dtype: torch.dtype
     vocab_size: int
     embedding_rows: int
-    """Of the checkpoint: at least vocab_size. Tokens of the other rows cannot be sampled."""
+    """Rows of the checkpoint's embedding, at least vocab_size. Tokens of rows beyond vocab_size cannot be sampled."""
     weight_bytes: int
-    """Of all parameters."""
+    """Bytes of all parameters."""
     max_context_tokens: int
     kv_shapes: tuple[KvShape, ...]
     """One for each layer; zeros for one without attention."""

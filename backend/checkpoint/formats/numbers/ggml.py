@@ -102,7 +102,7 @@ class BlockType:
     values: int
     """Numbers of a block."""
     scale_bytes: tuple[int, ...]
-    """Where its numbers in binary16 begin."""
+    """Byte offsets of the binary16 numbers in a block."""
 
 
 @dataclass(frozen=True)
