@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock.backend.structured_output.grammar_costs import Growth, Pace, error_of, one_line
+from penstock.backend.structured_output.references import circular_reference
+from penstock.process.native.panics import guarded
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +55,7 @@ class CompiledGrammar:
 def load_tokenizer(tokenizer_json: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
     """Takes about 10 µs and 500 bytes a token. Raises OSError, ValueError."""
     text = tokenizer_json.read_text(encoding="utf-8")
-    return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids), slices=_SLICES)
+    return guarded(LLTokenizer)(text, n_vocab=vocab_size, eos_token=list(eos_token_ids), slices=_SLICES)
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
@@ -63,11 +65,13 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     expressions is empty. Raises BadGrammar.
     """
     try:
-        matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
+        matcher = guarded(LLMatcher)(tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
     except ValueError as error:  # the schema is not a JSON object
         raise BadGrammar(one_line(str(error))) from None
     if matcher.is_error():
         raise BadGrammar(error_of(matcher))
+    if grammar.kind == "json_schema" and (circle := circular_reference(grammar.text)) is not None:
+        raise BadGrammar(one_line(circle))
     return matcher
 
 

@@ -6,6 +6,8 @@ larger than its operands is counted before it runs. What no chat template needs 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import re
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +24,7 @@ from jinja2.visitor import NodeTransformer
 from penstock.frontend.text.render_budget import (
     BYTES_PER_UNIT,
     ELEMENT_UNITS,
+    ESCAPED_UNITS,
     MAX_ARGUMENT,
     MAX_BITS,
     Refused,
@@ -39,7 +42,7 @@ MAX_SOURCE_CHARACTERS = 256 << 10
 _MAX_NODES = 40_000
 
 # Filters that the compiled template calls. No template can: a name has no space.
-_SPEND, _MADE, _TEXT, _JOINED = " spend", " made", " text", " joined"
+_SPEND, _MADE, _SLICED, _ADDED, _TEXT, _JOINED = " spend", " made", " sliced", " added", " text", " joined"
 
 _REMOVED_FILTERS = (
     *("filesizeformat", "pprint", "random", "striptags", "urlencode", "urlize", "wordcount", "wordwrap", "xmlattr"),
@@ -47,8 +50,6 @@ _REMOVED_FILTERS = (
 _FREE_FILTERS = ("attr", "count", "d", "default", "first", "float", "int", "items", "last", "length", "safe")
 _LAZY_FILTERS = ("map", "reject", "rejectattr", "select", "selectattr")
 _LIST_FILTERS = ("batch", "dictsort", "groupby", "list", "max", "min", "reverse", "slice", "sort", "unique")
-_ESCAPED_UNITS = 12
-"""Characters that escaping makes of one, at most."""
 _WRITTEN_UNITS = {"trim": 1, "truncate": 1, "string": 1, "abs": 1, "round": 1, "center": 1}
 
 _CONTAINER_METHODS = ("copy", "count", "get", "index", "items", "keys", "values")
@@ -56,6 +57,9 @@ _NO_TEXT_METHODS = ("encode", "format_map", "maketrans", "translate")
 _PIECE_UNITS = 2
 """For each character of a text that is split at any space or line."""
 _MAX_SEPARATOR = 16
+_LONG = 4096
+_MAX_INDENT = 64
+_PARTS_AT_ONCE = 256
 _WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[#0 +-]*(?:\d{5}|\*|\d*\.(?:\d{5}|\*))")
 _SHORT_NUMBER = re.compile(r"\d{1,4}")
 _WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*(?:\d{5}|\{)")
@@ -92,7 +96,7 @@ class _Variables(Namespace):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    intercepted_binops = frozenset(("*", "**", "%"))
     context_class = BoundedContext
 
     def __init__(self) -> None:
@@ -107,7 +111,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if name not in (*_FREE_FILTERS, *_LAZY_FILTERS):
                 self.filters[name] = _bounded(name, function)
         self.filters |= {"replace": _replace, "join": _join, "indent": _indent, "format": _format, "sum": _sum}
-        self.filters |= {"tojson": _to_json, _SPEND: _spend, _MADE: _made, _TEXT: _text, _JOINED: _joined}
+        self.filters |= {
+            "tojson": _to_json,
+            _SPEND: _spend,
+            _MADE: _made,
+            _SLICED: _sliced,
+            _ADDED: _added,
+            _TEXT: _text,
+            _JOINED: _joined,
+        }
 
     def bounded_template(self, source: str) -> jinja2.Template:
         """Compile. Raises ValueError for what cannot be compiled within the limits."""
@@ -127,10 +139,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         budget = _budget(context)
-        if operator == "+":
-            if isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
-                budget.spend(_units(left) + _units(right))
-        elif operator == "%":
+        if operator == "%":
             if isinstance(left, str):
                 _check_format(budget, left, "%", right)
         elif operator == "*":
@@ -139,12 +148,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                     budget.spend(_units(many) * max(number, 0))
         elif isinstance(left, int) and isinstance(right, int) and left.bit_length() * abs(right) > MAX_BITS:
             raise Refused(f"a power has more than the limit of {MAX_BITS} bits")
-        result = budget.made(super().call_binop(context, operator, left, right))
-        if isinstance(result, int) and result.bit_length() > MAX_BITS:
-            raise Refused(f"a number has more than the limit of {MAX_BITS} bits")
-        return result
+        return _checked(budget, super().call_binop(context, operator, left, right))
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805 - as in jinja2
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in jinja2
         budget = _budget(__context)
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
         owner = getattr(method, "__self__", None)
@@ -194,9 +200,20 @@ class _Weaver(NodeTransformer):
     def visit_Output(self, node: nodes.Output) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
         node.nodes = [
-            child if isinstance(child, nodes.TemplateData) else _filtered(child, _TEXT) for child in node.nodes
+            child if isinstance(child, nodes.TemplateData | nodes.Const) else _filtered(child, _TEXT)
+            for child in node.nodes
         ]
         return node
+
+    def visit_Add(self, node: nodes.Add) -> nodes.Node:  # noqa: N802
+        values: list[nodes.Expr] = []
+        first: nodes.Expr = node
+        while isinstance(first, nodes.Add):
+            self._units[-1] += 1
+            values.append(self.visit(first.right))
+            first = first.left
+        values.append(self.visit(first))
+        return _filtered(nodes.List(values[::-1], lineno=node.lineno), _ADDED)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
@@ -218,7 +235,7 @@ class _Weaver(NodeTransformer):
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        return _filtered(node, _MADE) if isinstance(node.arg, nodes.Slice) else node
+        return _filtered(node, _SLICED) if isinstance(node.arg, nodes.Slice) else node
 
 
 def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
@@ -233,7 +250,7 @@ def _budget(context: Context) -> RenderBudget:
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     passed = getattr(function, "jinja_pass_arg", None)
     kind = "" if passed is None else passed.name
-    written_units = _WRITTEN_UNITS.get(name, _ESCAPED_UNITS)
+    written_units = _WRITTEN_UNITS.get(name, ESCAPED_UNITS)
 
     @pass_context
     def bounded(context: BoundedContext, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -242,8 +259,10 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             budget.check_arguments((*args, *kwargs.values()))
         if name in _LIST_FILTERS:
             value = budget.metered(value)
+        elif isinstance(value, str):
+            budget.spend(budget.size(value) * written_units)
         else:
-            budget.spend(budget.size(value) * (written_units if isinstance(value, str) else _ESCAPED_UNITS))
+            budget.spend_on_writing(value)
         if not kind:
             return budget.made(function(value, *args, **kwargs))
         first = context.eval_ctx if kind == "eval_context" else context.environment
@@ -254,8 +273,15 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _written(budget: RenderBudget, value: object) -> str:
     if not isinstance(value, str):
-        budget.spend(_ESCAPED_UNITS * budget.size(value))
+        budget.spend_on_writing(value)
     return str(value)
+
+
+def _checked(budget: RenderBudget, result: Any) -> Any:
+    """Count what an operator made. Raises OverBudget, Refused."""
+    if isinstance(result, int) and result.bit_length() > MAX_BITS:
+        raise Refused(f"a number has more than the limit of {MAX_BITS} bits")
+    return budget.made(result)
 
 
 @pass_context
@@ -269,8 +295,43 @@ def _made(context: BoundedContext, value: Any) -> Any:
 
 
 @pass_context
-def _text(context: BoundedContext, value: object) -> Any:
-    return context.budget.made(value if type(value) is str else _written(context.budget, value))
+def _sliced(context: BoundedContext, value: Any) -> Any:
+    if isinstance(value, list | tuple):  # no larger as a tree than what it is a slice of
+        context.budget.spend(ELEMENT_UNITS + len(value))
+        return value
+    return context.budget.made(value)
+
+
+@pass_context
+def _added(context: BoundedContext, values: list[Any]) -> Any:
+    budget = context.budget
+    length = 0
+    for value in values:
+        if type(value) is not str:
+            return functools.reduce(functools.partial(_add, budget), values)
+        length += len(value)
+    budget.left -= 1 + length // BYTES_PER_UNIT
+    if budget.left < 0 or length > _LONG:
+        budget.look()
+        return budget.made("".join(values))
+    return "".join(values)
+
+
+def _add(budget: RenderBudget, left: Any, right: Any) -> Any:
+    if isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
+        budget.spend(_units(left) + _units(right))
+    return _checked(budget, left + right)
+
+
+@pass_context
+def _text(context: BoundedContext, value: Any) -> Any:
+    budget = context.budget
+    if type(value) is not str:
+        return budget.made(_written(budget, value))
+    budget.left -= 1 + len(value) // BYTES_PER_UNIT
+    if budget.left < 0:
+        budget.look()
+    return value
 
 
 @pass_context
@@ -335,12 +396,17 @@ def _to_json(
     budget = context.budget
     if any(len(separator) > _MAX_SEPARATOR for separator in separators or ()):
         raise Refused(f"a separator of tojson is longer than {_MAX_SEPARATOR} characters")
-    budget.spend(_ESCAPED_UNITS * budget.size(value))
+    budget.spend_on_writing(value)
     options: dict[str, Any] = {"ensure_ascii": ensure_ascii, "separators": separators, "sort_keys": sort_keys}
     if indent is None:
         return budget.made(json.dumps(value, **options))
-    budget.check_arguments((indent, len(indent) if isinstance(indent, str) else 0))
-    return "".join(map(budget.made, json.JSONEncoder(indent=indent, **options).iterencode(value)))
+    if (indent if isinstance(indent, int) else len(indent)) > _MAX_INDENT:
+        raise Refused(f"tojson indents by more than {_MAX_INDENT}")
+    encoded, parts = json.JSONEncoder(indent=indent, **options).iterencode(value), []
+    while some := list(itertools.islice(encoded, _PARTS_AT_ONCE)):
+        budget.spend(sum(map(len, some)) // BYTES_PER_UNIT)
+        parts += some
+    return "".join(parts)
 
 
 def _check_format(budget: RenderBudget, text: str, mark: str, values: object) -> None:
@@ -348,7 +414,7 @@ def _check_format(budget: RenderBudget, text: str, mark: str, values: object) ->
     if _WIDE_PERCENT.search(text) if mark == "%" else _WIDE_BRACES.search(text.replace("{{", "")):
         raise Refused(f"a format has a width from an argument, or above the limit of {MAX_ARGUMENT - 1}")
     widest = max(map(int, _SHORT_NUMBER.findall(text)), default=0)
-    budget.spend(text.count(mark) * (_ESCAPED_UNITS * budget.size(values) + widest // BYTES_PER_UNIT))
+    budget.spend(text.count(mark) * (ESCAPED_UNITS * budget.size(values) + widest // BYTES_PER_UNIT))
 
 
 def _check_text_method(

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import json
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -73,6 +74,8 @@ class ChatTemplate:
         self.tool_source = tool_source or source
         self._template = environment.bounded_template(source)
         self._tool_template = self._template if tool_source is None else environment.bounded_template(tool_source)
+        self.thread = ThreadPoolExecutor(1, "render")
+        """Renders what takes long. One thread: a template that always takes long makes only its own chats wait."""
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
         self._numbers_calls = _NUMBERED_CALL in self.tool_source
@@ -111,7 +114,10 @@ class ChatTemplate:
         except (OverBudget, Refused) as error:
             raise TooMuchWorkError(f"line {_line_of(error, template)}: {error}") from None
         except Exception as error:  # noqa: BLE001 - a template can raise anything
-            raise TemplateRefusedError(f"it cannot render these messages ({type(error).__name__})") from None
+            line = _line_of(error, template)
+            raise TemplateRefusedError(
+                f"line {line}: it cannot render these messages ({type(error).__name__})"
+            ) from None
         return _cut(text) if body.continue_final_message else text
 
     def _messages(self, body: ChatBody, *, text_arguments: bool = False) -> list[dict[str, Any]]:

@@ -15,6 +15,8 @@ _EXACT_CHARACTERS = 4096
 """The bytes of longer texts are looked up: a character takes 1 to 4."""
 _CONTAINER_UNITS = 8
 ELEMENT_UNITS = 4
+ESCAPED_UNITS = 12
+"""Characters that escaping makes of one, at most."""
 MAX_ARGUMENT = 10_000
 """Limit of whole numbers that operations of texts and filters take: widths, counts, precisions."""
 MAX_BITS = 4096
@@ -54,29 +56,32 @@ class RenderBudget:
         self._limits = limits
         self._inputs = inputs
         self._grows = limits.grows
-        self._total = self._left = limits.work
+        self._total = self.left = limits.work
+        """Units that are left. Who takes some calls `look` if fewer than 0 are."""
         self._cpu_limit_s = limits.cpu_s
         self._cpu_start_s = time.thread_time()
         self._look_at_s = time.monotonic() + limits.cpu_s
+        self._makes_containers = False
         self._sizes: dict[int, int] = {}
         self._measured: list[object] = []
         """Keeps measured containers alive: their addresses are keys of _sizes."""
 
     def spend(self, units: int) -> None:
         """Count work before it is done. Raises OverBudget."""
-        self._left -= units
-        if self._left < 0 or time.monotonic() > self._look_at_s:
-            self._look()
+        self.left -= units
+        if self.left < 0 or time.monotonic() > self._look_at_s:
+            self.look()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Compare with the limits. Raises OverBudget."""
         now_s, used_s = time.monotonic(), time.thread_time() - self._cpu_start_s
-        if self._grows and (self._left < 0 or used_s > self._cpu_limit_s):
+        if self._grows and (self.left < 0 or used_s > self._cpu_limit_s):
             self._grows = False
             input_units = self.size(self._inputs)
             self._total += _UNITS_PER_INPUT * input_units
-            self._left += _UNITS_PER_INPUT * input_units
+            self.left += _UNITS_PER_INPUT * input_units
             self._cpu_limit_s += _SECONDS_PER_INPUT * input_units
-        if self._left < 0:
+        if self.left < 0:
             raise OverBudget(f"it takes more than the limit of {self._total} units of work")
         if used_s > self._cpu_limit_s:
             raise OverBudget(f"it takes more than the limit of {self._cpu_limit_s:.1f} s")
@@ -102,10 +107,14 @@ class RenderBudget:
     def made(self, value: Any) -> Any:
         """Count a value that was made, and return it. Raises OverBudget."""
         if isinstance(value, str):
-            length = len(value)
-            num_bytes = length if length < _EXACT_CHARACTERS else sys.getsizeof(value)
-            self.spend(1 + num_bytes // BYTES_PER_UNIT)
+            num_bytes = len(value)
+            if num_bytes > _EXACT_CHARACTERS:
+                num_bytes = sys.getsizeof(value)
+            self.left -= 1 + num_bytes // BYTES_PER_UNIT
+            if self.left < 0:
+                self.look()
         elif isinstance(value, list | tuple | dict):
+            self._makes_containers = True
             self.spend(_CONTAINER_UNITS + len(value))
             self.check_size(value)
         return value
@@ -114,6 +123,12 @@ class RenderBudget:
         """Refuse a value that is small in memory and large as a tree. Raises OverBudget."""
         if self.size(value) > self._total:
             raise OverBudget(f"it makes a value of more than the limit of {self._total} units")
+
+    def spend_on_writing(self, value: object) -> None:
+        """Count what a value takes as text, before it is written. Raises OverBudget."""
+        # Inputs are as small as their request.
+        if self._makes_containers:
+            self.spend(ESCAPED_UNITS * self.size(value))
 
     def metered(self, value: Any) -> Any:
         """Count the elements of what becomes a list, before there is one. Raises OverBudget."""

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from tokenizers import Tokenizer
 
 from penstock.frontend.text.chat_template import ChatTemplate, read_chat_template, read_template_file, special_tokens_of
 from penstock.frontend.text.detokenizer import Detokenizer, SharedPieces
 from penstock.frontend.text.input_encoder import EncodedInput, InputEncoder, Truncation
 from penstock.frontend.text.token_bytes import TokenBytes
+from penstock.process.native.tokenizer import GuardedTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ class ModelTokenizer:
     """The tokenizer of one model, with its chat template if it has one."""
 
     def __init__(
-        self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, config: Mapping[str, Any] | None = None
+        self, tokenizer: GuardedTokenizer, chat_template: ChatTemplate | None, config: Mapping[str, Any] | None = None
     ) -> None:
         """config is tokenizer_config.json, with the special tokens of special_tokens_map.json."""
         tokenizer.no_truncation()
@@ -74,7 +74,9 @@ class ModelTokenizer:
         else:
             source, tool_source = read_template_file(template_file), None
         template = ChatTemplate(source, special_tokens_of(config), tool_source) if source is not None else None
-        return cls(Tokenizer.from_file(str(path)), template, config)
+        if template is not None:
+            template.check()
+        return cls(GuardedTokenizer.from_file(path), template, config)
 
     def special_tokens_in(self, text: str, *, or_added: bool = False) -> list[int]:
         """Return the special tokens in the text. or_added: if there are none, another added token that begins it."""

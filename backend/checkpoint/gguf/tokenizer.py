@@ -15,6 +15,7 @@ import msgspec
 from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.gguf.splits import SPLITS
 from penstock.backend.errors import StartupError
+from penstock.process.native.panics import LibraryError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -321,11 +322,12 @@ def _with_hashes(token: str, kind: int) -> str:
 
 def check_tokenizer(tokenizer_json: dict[str, Any]) -> str:
     """Return the text if the tokenizers library accepts it. Raises StartupError."""
-    from tokenizers import Tokenizer  # not needed by a model whose files are already there
+    # Not needed by a model whose files are already there.
+    from penstock.process.native.tokenizer import check_readable
 
     text = msgspec.json.encode(tokenizer_json)
     try:
-        Tokenizer.from_buffer(text)
-    except Exception as error:  # noqa: BLE001 - the library raises Exception itself
+        check_readable(text)
+    except LibraryError as error:
         raise StartupError(f"the file's tokenizer cannot be used: {shorten(str(error))}") from None
     return text.decode()

@@ -131,7 +131,7 @@ class ModelKeeper:
         self.settled.clear()
         try:
             self.current = await asyncio.to_thread(self._read, card)
-        except Exception as error:  # noqa: BLE001 - the tokenizer library raises plain Exception for a bad file
+        except Exception as error:  # noqa: BLE001 - a damaged file can raise anything
             # Logged once. Requests are answered 503 until the backend serves another model.
             self.current, self._unusable = None, card
             logger.error("cannot serve %s: %s; answering 503 until the backend has another model", card.model_id, error)
