@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 import re
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import jinja2
 import jinja2.ext
@@ -72,8 +72,7 @@ class BoundedContext(Context):
     budget: RenderBudget
 
     def derived(self, locals: dict[str, Any] | None = None) -> BoundedContext:  # noqa: A002 - jinja2's name
-        context = super().derived(locals)
-        assert isinstance(context, BoundedContext)
+        context = cast("BoundedContext", super().derived(locals))
         context.budget = self.budget
         return context
 
@@ -111,15 +110,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if name not in (*_FREE_FILTERS, *_LAZY_FILTERS):
                 self.filters[name] = _bounded(name, function)
         self.filters |= {"replace": _replace, "join": _join, "indent": _indent, "format": _format, "sum": _sum}
-        self.filters |= {
-            "tojson": _to_json,
-            _SPEND: _spend,
-            _MADE: _made,
-            _SLICED: _sliced,
-            _ADDED: _added,
-            _TEXT: _text,
-            _JOINED: _joined,
-        }
+        self.filters |= {"tojson": _to_json, _SPEND: _spend, _MADE: _made, _SLICED: _sliced, _ADDED: _added}
+        self.filters |= {_TEXT: _text, _JOINED: _joined}
 
     def bounded_template(self, source: str) -> jinja2.Template:
         """Compile. Raises ValueError for what cannot be compiled within the limits."""
@@ -158,7 +150,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             budget.check_size(value)
         if isinstance(owner, str):
             if method.__name__ == "join":
-                return _join(__context, *args, d=owner)
+                (values,) = args
+                return _join(cast("BoundedContext", __context), values, owner)
             _check_text_method(budget, owner, method.__name__, args, kwargs)
         elif owner is not None and not _is_known_method(owner, method.__name__):
             raise Refused(f"{type(owner).__name__}.{method.__name__} is not for templates")
@@ -243,8 +236,7 @@ def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
 
 
 def _budget(context: Context) -> RenderBudget:
-    assert isinstance(context, BoundedContext)
-    return context.budget
+    return cast("BoundedContext", context).budget
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,12 +11,12 @@ import datetime
 import json
 import secrets
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jinja2
 
 from penstock.frontend.schemas.chat import ChatBody, ChatMessage
-from penstock.frontend.text.bounded_sandbox import BoundedContext, BoundedEnvironment
+from penstock.frontend.text.bounded_sandbox import BoundedEnvironment
 from penstock.frontend.text.render_budget import FULL, OverBudget, Refused, RenderBudget, RenderLimits
 from penstock.frontend.transport.errors import invalid
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.frontend.schemas.chat import ChatTool, MessageToolCall
+    from penstock.frontend.text.bounded_sandbox import BoundedContext
 
 
 _MAX_TIME_FORMAT = 100
@@ -153,8 +154,7 @@ class ChatTemplate:
 
 
 def _render(template: jinja2.Template, variables: dict[str, Any], limits: RenderLimits) -> str:
-    context = template.new_context(variables)
-    assert isinstance(context, BoundedContext)
+    context = cast("BoundedContext", template.new_context(variables))
     context.budget = RenderBudget(limits, variables)
     return "".join(template.root_render_func(context))
 

@@ -25,10 +25,10 @@ from penstock.frontend.settings import ParserNames, WorkerLimits
 from penstock.frontend.text.chat_template import ChatTemplate
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.frontend.transport.serving.server import server_config
+from penstock.process.native.tokenizer import GuardedTokenizer
 from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded, TokenBatch
 from penstock.shm.memory.board import FrontendBoard
 from penstock.shm.messages import (
-from penstock.process.native.tokenizer import GuardedTokenizer
     FailureCode,
     Finish,
     Keep,
