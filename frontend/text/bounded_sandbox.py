@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 _Node = TypeVar("_Node", bound=nodes.Node)
 
-MAX_SOURCE_CHARACTERS = 256 << 10
-_MAX_NODES = 40_000
+MAX_SOURCE_CHARACTERS = 128 << 10
+_MAX_NODES = 10_000
 
 # Filters that the compiled template calls. No template can: a name has no space.
 _SPEND, _MADE, _SLICED, _ADDED, _TEXT, _JOINED = " spend", " made", " sliced", " added", " text", " joined"
@@ -393,7 +393,7 @@ def _to_json(
     if indent is None:
         return budget.made(json.dumps(value, **options))
     if (indent if isinstance(indent, int) else len(indent)) > _MAX_INDENT:
-        raise Refused(f"tojson indents by more than {_MAX_INDENT}")
+        raise Refused(f"tojson indents by more than the limit of {_MAX_INDENT}")
     encoded, parts = json.JSONEncoder(indent=indent, **options).iterencode(value), []
     while some := list(itertools.islice(encoded, _PARTS_AT_ONCE)):
         budget.spend(sum(map(len, some)) // BYTES_PER_UNIT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -77,9 +78,10 @@ class RenderBudget:
         now_s, used_s = time.monotonic(), time.thread_time() - self._cpu_start_s
         if self._grows and (self.left < 0 or used_s > self._cpu_limit_s):
             self._grows = False
+            left, self.left, self._look_at_s = self.left, sys.maxsize, math.inf  # not while they are measured
             input_units = self.size(self._inputs)
             self._total += _UNITS_PER_INPUT * input_units
-            self.left += _UNITS_PER_INPUT * input_units
+            self.left = left + _UNITS_PER_INPUT * input_units
             self._cpu_limit_s += _SECONDS_PER_INPUT * input_units
         if self.left < 0:
             raise OverBudget(f"it takes more than the limit of {self._total} units of work")

@@ -83,8 +83,8 @@ class _LineFormatter(logging.Formatter):
         kind, error, frames = ei
         shown = traceback.extract_tb(frames)[-_MAX_FRAMES:]
         where = " > ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in shown)
-        reason = "".join(traceback.format_exception_only(kind, error))
-        return f"Traceback (most recent call last): {where}: {' '.join(reason.split())[:_MAX_REASON]}"
+        reason = repr(" ".join("".join(traceback.format_exception_only(kind, error)).split())[:_MAX_REASON])[1:-1]
+        return f"Traceback (most recent call last): {where}: {reason}"
 
     def format(self, record: logging.LogRecord) -> str:
         return " | ".join(super().format(record).splitlines())
