@@ -32,9 +32,9 @@ def test_models_that_cannot_be_estimated_have_a_reason_and_the_others_a_size(tmp
         shutil.copytree(DEMO_MODEL_DIR, tmp_path / name)
     (tmp_path / "panics" / "tokenizer.json").write_text(PANICKING)
     (tmp_path / "powers" / "chat_template.jinja").write_text("{{ 9 ** (9 ** 9) }}")
-    backends = [BackendOptions(model=str(tmp_path / name), kv_budget=1 << 20) for name in ("panics", "powers", "good")]
-    ending = BackendOptions(model=str(tmp_path / "good"), kv_budget=1 << 20, forward_pass="ending:Pass")
-    panics, ends, powers, good = estimate([backends[0], ending, *backends[1:]]).models
+    given = (("panics", "fake"), ("good", "ending:Pass"), ("powers", "fake"), ("good", "fake"))
+    backends = [BackendOptions(model=str(tmp_path / name), forward_pass=a_pass) for name, a_pass in given]
+    panics, ends, powers, good = estimate(backends).models
     assert isinstance(good, int)
     assert "cannot be used: Precompiled" in str(panics)
     assert "line 1: a power has more than the limit of 4096 bits" in str(powers)
