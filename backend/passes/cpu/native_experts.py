@@ -1,4 +1,4 @@
-"""Mixtures of experts by our own C++ kernels (kernels/experts.h)."""
+"""Mixtures of experts by our own C++ kernels (kernels/rows/experts.h)."""
 
 from __future__ import annotations
 

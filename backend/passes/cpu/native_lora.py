@@ -1,4 +1,4 @@
-"""Adapters in the layout of the native kernels (kernels/lora.h)."""
+"""Adapters in the layout of the native kernels (kernels/linears/lora.h)."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class NativeOps:
         self.timed: list[TimedOperations] | None = None
         """If not None, steps are timed, and their operations are appended."""
         self.cache: list[Tensor] = []
-        """One tensor per layer, uint8 [num_pages, bytes of a page], in the layout of kernels/paged_cache.h."""
+        """One tensor per layer, uint8 [num_pages, bytes of a page]; its layout: kernels/attention/paged_cache.h."""
 
         shared_width = 0 if config.experts is None else config.experts.shared_width or 0
         attention_width = config.num_heads * config.head_dim

@@ -61,7 +61,7 @@ _PACKED_BY_KERNELS = {
     "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,
     "IQ4_NL": 20, "IQ4_XS": 23, "MXFP4": 39,
 }  # fmt: skip
-"""Types whose blocks kernels/ggml_blocks.h reads, and their numbers in GGML."""
+"""Types whose blocks kernels/linears/ggml_blocks.h reads, and their numbers in GGML."""
 _DOUBLED_E2M1 = tuple(int(2 * value) for value in E2M1)
 
 

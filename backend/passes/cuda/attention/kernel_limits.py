@@ -18,7 +18,7 @@ ENOUGH_BLOCKS = 1024
 
 
 def segment_starts() -> list[int]:
-    """Return the first positions of all segments, as in kernels/prefill_segments.cuh."""
+    """Return the first positions of all segments, as in kernels/prefill/prefill_segments.cuh."""
     starts, step = [], SHORTEST_SEGMENT_TOKENS
     position = 0
     while position < MAX_CONTEXT_TOKENS:

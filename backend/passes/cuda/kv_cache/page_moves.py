@@ -94,7 +94,7 @@ _UNIT_BYTES = 16
 _PIECE_BYTES = 256 * 4 * _UNIT_BYTES
 """Bytes of a page that one block copies."""
 
-_COPY_PAGES = Kernel("copies.cu", "copy_pages", (), num_threads=256)
+_COPY_PAGES = Kernel("step/copies.cu", "copy_pages", (), num_threads=256)
 
 
 def kernels() -> Iterator[Kernel]:

@@ -32,7 +32,7 @@ _FORMS = frozenset(
     {PackedForm(None), *map(PackedForm, INT4_GROUP_SIZES), MXFP4_FORM, Float8Form(None), Float8Form(FLOAT8_GROUP_SIZE)}
 )
 _CHUNK_BYTES = 64
-"""Contiguous bytes of one output's values; see kernels/quantised_weights.cuh."""
+"""Contiguous bytes of one output's values; see kernels/products/quantised_weights.cuh."""
 _E8M0_BIAS = 127
 
 
@@ -78,7 +78,7 @@ def packed_bytes(form: WeightForm, shape: tuple[int, int], dtype: torch.dtype) -
 
 @dataclass(frozen=True, slots=True)
 class CudaQuantizedLinear:
-    """The layout is that of kernels/quantised_weights.cuh. Its fields after zeros are as in `CudaLinear`."""
+    """The layout is that of kernels/products/quantised_weights.cuh. Its fields after zeros are as in `CudaLinear`."""
 
     form: KernelForm
     shape: tuple[int, int]
@@ -105,7 +105,7 @@ class CudaQuantizedLinear:
 
     @property
     def blocks(self) -> int:
-        """As `PackedWeights::blocks` in kernels/quantised_weights.cuh."""
+        """As `PackedWeights::blocks` in kernels/products/quantised_weights.cuh."""
         form = self.form
         if not isinstance(form, GroupedForm):
             return 0

@@ -75,12 +75,12 @@ def quantized_kernels(form: KernelForm, dtype: torch.dtype) -> tuple[Kernel, Ker
     """Return multiply_quantised, dequantise_rows and embed_quantised."""
     macros = (("ACT", ACT_MACRO[dtype]), *form_macros(form))
     entries = ("multiply_quantised", "dequantise_rows", "embed_quantised")
-    multiply, dequantise, embed = (Kernel("quantised_products.cu", entry, macros, 128) for entry in entries)
+    multiply, dequantise, embed = (Kernel("products/quantised_products.cu", entry, macros, 128) for entry in entries)
     return multiply, dequantise, embed
 
 
 def form_macros(form: KernelForm) -> tuple[tuple[str, int], ...]:
-    """Return the macros of kernels/quantised_weights.cuh, without ACT."""
+    """Return the macros of kernels/products/quantised_weights.cuh, without ACT."""
     is_float, has_blocks = isinstance(form, Float8Form) or form == MXFP4_FORM, isinstance(form, GroupedForm)
     return (
         ("WEIGHT", value_bits(form)), ("FLOAT", int(is_float)),
@@ -195,7 +195,7 @@ class QuantizedProducts:
         *,
         gathers: bool,
     ) -> None:
-        """As multiply_experts in kernels/expert_products.cu; weights [num_experts * outputs, inputs]."""
+        """As multiply_experts in kernels/products/expert_products.cu; weights [num_experts * outputs, inputs]."""
         rows, inputs = weights.shape
         outputs = rows // num_experts
         bias = x if weights.bias is None else weights.bias

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 HEAD_DIM_UNIT = 32
 MAX_ROWS = 32
-"""kStreamRows of kernels/product_stream.cuh."""
+"""kStreamRows of kernels/products/product_stream.cuh."""
 ROW_DTYPE = torch.bfloat16
 _NUM_THREADS = 256
 _RING_BYTES_OF_OUTPUT = 8 * 6 * 64
@@ -212,14 +212,18 @@ def _num_parts(outputs: int) -> int:
 
 @cache
 def _product(entry: str, tile: int, form: RowForm) -> Kernel:
-    return Kernel("row_products.cu", entry, _macros(tile, form), _NUM_THREADS, tile * _RING_BYTES_OF_OUTPUT, True)
+    return Kernel(
+        "products/row_products.cu", entry, _macros(tile, form), _NUM_THREADS, tile * _RING_BYTES_OF_OUTPUT, True
+    )
 
 
 @cache
 def _store(kv_dtype: str, form: RowForm) -> Kernel:
     tile = _OUTPUT_TILES[0]
     macros = (*_macros(tile, form), ("KV_DTYPE", KV_MACRO[kv_dtype]))
-    return Kernel("qkv_product.cu", "multiply_and_store", macros, _NUM_THREADS, tile * _RING_BYTES_OF_OUTPUT, True)
+    return Kernel(
+        "products/qkv_product.cu", "multiply_and_store", macros, _NUM_THREADS, tile * _RING_BYTES_OF_OUTPUT, True
+    )
 
 
 def _macros(tile: int, form: RowForm) -> tuple[tuple[str, int], ...]:
@@ -227,4 +231,4 @@ def _macros(tile: int, form: RowForm) -> tuple[tuple[str, int], ...]:
     return ("ACT", ACT_MACRO[ROW_DTYPE]), *of_form, ("TILE_OUTPUTS", tile)
 
 
-_WEIGH = Kernel("row_products.cu", "weigh_rows", _macros(_OUTPUT_TILES[0], None), _NUM_THREADS)
+_WEIGH = Kernel("products/row_products.cu", "weigh_rows", _macros(_OUTPUT_TILES[0], None), _NUM_THREADS)
