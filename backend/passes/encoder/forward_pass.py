@@ -23,7 +23,7 @@ from penstock.backend.passes.encoder.native_ops import NativeEncoderOps, unsuppo
 from penstock.backend.passes.encoder.ops import EncoderRows
 from penstock.backend.passes.encoder.spec import make_spec
 from penstock.backend.passes.encoder.torch_ops import TorchEncoderOps
-from penstock.backend.passes.held_weights.memory_trimming import return_freed_memory
+from penstock.backend.passes.shared_weights.memory_trimming import return_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

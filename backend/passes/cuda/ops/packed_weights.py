@@ -19,7 +19,7 @@ from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     StackedWeight,
     WeightForm,
 )
-from penstock.backend.passes.held_weights.blocks import HeldWeightsError
+from penstock.backend.passes.shared_weights.blocks import SharedWeightsError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,10 +120,10 @@ def distinct_parts(packed: CudaQuantizedLinear) -> tuple[Tensor, ...]:
 def as_linear(
     form: KernelForm, parts: tuple[Tensor, ...], shape: tuple[int, int], dtype: torch.dtype
 ) -> CudaQuantizedLinear:
-    """Return the linear of these `distinct_parts`. Raises HeldWeightsError if they do not fit such a linear."""
+    """Return the linear of these `distinct_parts`. Raises SharedWeightsError if they do not fit such a linear."""
     num_bytes = sum(part.numel() * part.itemsize for part in parts)
     if not has_kernels(form) or not 2 <= len(parts) <= 3 or num_bytes != packed_bytes(form, shape, dtype):
-        raise HeldWeightsError(f"{len(parts)} parts of {num_bytes} bytes are no linear {shape} in {form}")
+        raise SharedWeightsError(f"{len(parts)} parts of {num_bytes} bytes are no linear {shape} in {form}")
     return CudaQuantizedLinear(form, shape, parts[0], parts[1], parts[-1], None)
 
 

@@ -11,8 +11,8 @@ import torch
 
 from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form
 from penstock.backend.checkpoint.weight_forms.quantized_weights import GroupedForm, PackedForm
-from penstock.backend.passes.held_weights import sealed_manifest
-from penstock.backend.passes.held_weights.blocks import HeldWeightsError, num_blocks
+from penstock.backend.passes.shared_weights import sealed_manifest
+from penstock.backend.passes.shared_weights.blocks import SharedWeightsError, num_blocks
 
 if TYPE_CHECKING:
     from penstock.backend.checkpoint.weight_forms.quantized_weights import WeightForm
@@ -29,7 +29,7 @@ Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 DtypeName = Literal["bf16", "fp16", "fp32", "uint8", "int8"]
 
 
-class HeldTensor(msgspec.Struct, frozen=True, array_like=True):
+class SharedTensor(msgspec.Struct, frozen=True, array_like=True):
     place: Size
     dtype: DtypeName
     shape: Annotated[tuple[Size, ...], msgspec.Meta(max_length=4)]
@@ -39,7 +39,7 @@ class HeldTensor(msgspec.Struct, frozen=True, array_like=True):
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-class HeldForm(msgspec.Struct, frozen=True, array_like=True):
+class SharedForm(msgspec.Struct, frozen=True, array_like=True):
     """A `WeightForm`."""
 
     kind: Literal["packed", "grouped", "float8"]
@@ -51,19 +51,19 @@ class HeldForm(msgspec.Struct, frozen=True, array_like=True):
         return cls(kind, dataclasses.asdict(form))  # type: ignore[arg-type]
 
     def read(self) -> WeightForm:
-        """Raises HeldWeightsError."""
+        """Raises SharedWeightsError."""
         try:
             form: WeightForm = msgspec.convert(self.fields, _FORMS[self.kind])
         except msgspec.ValidationError as error:
-            raise HeldWeightsError(f"a form of kind {self.kind}: {error}") from None
+            raise SharedWeightsError(f"a form of kind {self.kind}: {error}") from None
         return form
 
 
-class HeldWeight(msgspec.Struct, frozen=True, array_like=True):
-    """A held weight. Weights are in the order in which they are packed."""
+class SharedWeight(msgspec.Struct, frozen=True, array_like=True):
+    """A shared weight. Weights are in the order in which they are packed."""
 
-    tensors: Annotated[tuple[HeldTensor, ...], msgspec.Meta(min_length=1, max_length=3)]
-    form: HeldForm | None
+    tensors: Annotated[tuple[SharedTensor, ...], msgspec.Meta(min_length=1, max_length=3)]
+    form: SharedForm | None
     """None if it is not quantised; then it has one tensor."""
 
 
@@ -74,7 +74,7 @@ class DeviceManifest(msgspec.Struct, frozen=True):
     data_bytes: Size
     block_bytes: tuple[Size, ...]
     """The size of each block of device memory, in order."""
-    weights: tuple[HeldWeight, ...]
+    weights: tuple[SharedWeight, ...]
     sums: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)], ...]
 
 
@@ -83,21 +83,21 @@ def dtype_name(dtype: torch.dtype) -> DtypeName:
 
 
 def read_manifest(fd: int, num_fds: int) -> DeviceManifest:
-    """Return the manifest, which must have num_fds blocks. Raises HeldWeightsError."""
+    """Return the manifest, which must have num_fds blocks. Raises SharedWeightsError."""
     _, manifest = sealed_manifest.read_manifest(fd, DeviceManifest)
     if len(manifest.block_bytes) != num_fds or manifest.data_bytes > sum(manifest.block_bytes):
-        raise HeldWeightsError(
-            f"{num_fds} blocks are held; the manifest has {len(manifest.block_bytes)} of {sum(manifest.block_bytes)} "
+        raise SharedWeightsError(
+            f"{num_fds} blocks are shared; the manifest has {len(manifest.block_bytes)} of {sum(manifest.block_bytes)} "
             f"bytes for {manifest.data_bytes} bytes of weights"
         )
     end = 0
     for tensor in (tensor for weight in manifest.weights for tensor in weight.tensors):
         if tensor.place < end or tensor.place % ALIGNMENT or tensor.place + tensor.num_bytes > manifest.data_bytes:
-            raise HeldWeightsError(
+            raise SharedWeightsError(
                 f"a tensor of {tensor.num_bytes} bytes at {tensor.place} does not lie behind {end} within "
                 f"{manifest.data_bytes} bytes"
             )
         end = tensor.place + tensor.num_bytes
     if manifest.data_bytes % ALIGNMENT or len(manifest.sums) != num_blocks(manifest.data_bytes):
-        raise HeldWeightsError(f"{len(manifest.sums)} checksums for {manifest.data_bytes} bytes")
+        raise SharedWeightsError(f"{len(manifest.sums)} checksums for {manifest.data_bytes} bytes")
     return manifest

@@ -24,7 +24,7 @@ class DeviceMemory(Protocol):
 
     def place(self, make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the tensor of this shape and dtype, which `make` returns on the device. Filled memory does not call
-        it. Raises HeldWeightsError if other weights are there, and DeviceError."""
+        it. Raises SharedWeightsError if other weights are there, and DeviceError."""
         ...
 
     def place_parts(self, form: WeightForm, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -32,7 +32,7 @@ class DeviceMemory(Protocol):
         ...
 
     def find_parts(self) -> tuple[WeightForm, tuple[Tensor, ...]] | None:
-        """The next weight, if it is quantised; only of filled memory. Raises HeldWeightsError if there is none."""
+        """The next weight, if it is quantised; only of filled memory. Raises SharedWeightsError if there is none."""
         ...
 
     def unmap(self) -> None:

@@ -22,12 +22,12 @@ from penstock.backend.checksum import block_sum
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.cpu.native_structs import Linear
 from penstock.backend.passes.cpu.path_choice import load_kernels
-from penstock.backend.passes.cpu.weight_memory.held import FilledMemory, HeldMemory, create_memfd
 from penstock.backend.passes.cpu.weight_memory.manifest import LinearForm, Manifest, PackedWeight
+from penstock.backend.passes.cpu.weight_memory.shared import FilledMemory, SharedMemory, create_memfd
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
-from penstock.backend.passes.held_weights import sealed_manifest
-from penstock.backend.passes.held_weights.blocks import HeldWeightsError
-from penstock.backend.passes.held_weights.sealed_manifest import DATA_PLACE
+from penstock.backend.passes.shared_weights import sealed_manifest
+from penstock.backend.passes.shared_weights.blocks import SharedWeightsError
+from penstock.backend.passes.shared_weights.sealed_manifest import DATA_PLACE
 from penstock.shm.memory import region
 from penstock.shm.memory.fd_mailbox import FdMailbox
 from tests.backend.passes.decoder.driver import Driver
@@ -73,19 +73,19 @@ def test_next_pass_maps_the_weights_and_computes_the_same_bits(
 ) -> None:
     model_dir = make_checkpoint(architecture, tmp_path)
     alone = CpuDecoderPass.load(model_dir, PassOptions(dtype="bf16", quantize=quantize))
-    assert alone.held_weights is None
+    assert alone.shared_weights is None
     first = load(model_dir, mailbox, quantize=quantize)
-    assert first.held_weights is not None
-    assert not first.held_weights.is_mapped
+    assert first.shared_weights is not None
+    assert not first.shared_weights.is_mapped
 
     def read_nothing(*_: object) -> None:
         raise AssertionError("the checkpoint is read again")
 
     monkeypatch.setattr(quantized_checkpoint, "open_served_weights", read_nothing)
     second = load(model_dir, mailbox, quantize=quantize)
-    assert second.held_weights is not None
-    assert second.held_weights.is_mapped
-    assert second.held_weights.num_bytes == first.held_weights.num_bytes
+    assert second.shared_weights is not None
+    assert second.shared_weights.is_mapped
+    assert second.shared_weights.num_bytes == first.shared_weights.num_bytes
     assert second.spec == first.spec == alone.spec
     expected = logits(alone)
     np.testing.assert_array_equal(logits(first), expected)
@@ -98,22 +98,22 @@ def test_other_weights_or_options_are_loaded_and_replace_what_is_held(
     caplog.set_level(logging.INFO)
     model_dir = make_checkpoint("qwen3", tmp_path / "a")
     options = PassOptions(dtype="bf16", weights_fds=mailbox.fds)
-    assert CpuDecoderPass.held_bytes(model_dir, options) == 0
+    assert CpuDecoderPass.shared_bytes(model_dir, options) == 0
     logits(load(model_dir, mailbox))
-    assert CpuDecoderPass.held_bytes(model_dir, options) > 0
+    assert CpuDecoderPass.shared_bytes(model_dir, options) > 0
     changed = load(model_dir, mailbox, dtype="fp32")
-    assert changed.held_weights is not None
-    assert not changed.held_weights.is_mapped
+    assert changed.shared_weights is not None
+    assert not changed.shared_weights.is_mapped
     assert "of another checkpoint, other options or other code" in caplog.text
     fp32 = logits(changed)
     make_checkpoint("qwen3", tmp_path / "b", seed=1)
     shutil.copy(tmp_path / "b" / "model.safetensors", model_dir / "model.safetensors")  # of the same size
-    assert CpuDecoderPass.held_bytes(model_dir, options) == 0
+    assert CpuDecoderPass.shared_bytes(model_dir, options) == 0
     replaced = load(model_dir, mailbox, dtype="fp32")
-    assert replaced.held_weights is not None
-    assert not replaced.held_weights.is_mapped
+    assert replaced.shared_weights is not None
+    assert not replaced.shared_weights.is_mapped
     assert not np.array_equal(logits(replaced), fp32)
-    assert CpuDecoderPass.held_bytes(model_dir, PassOptions(dtype="fp32", weights_fds=mailbox.fds)) > 0
+    assert CpuDecoderPass.shared_bytes(model_dir, PassOptions(dtype="fp32", weights_fds=mailbox.fds)) > 0
 
 
 def test_other_code_has_another_hash(tmp_path: Path) -> None:
@@ -143,21 +143,21 @@ def test_damaged_weights_are_noticed_by_the_schedule_dropped_and_loaded_again(
 ) -> None:
     model_dir = make_checkpoint("qwen3", tmp_path)
     loaded = load(model_dir, mailbox)
-    weights = loaded.held_weights
+    weights = loaded.shared_weights
     assert weights is not None
     assert [weights.check_next() for _ in range(3)] == [None] * 3
     assert weights.num_checks == 3
     damage(loaded)
     # The next pass notices before it uses them.
     again = load(model_dir, mailbox)
-    assert "held weights are dropped, and loaded from their files: bytes 0 to" in caplog.text
-    assert again.held_weights is not None
-    assert not again.held_weights.is_mapped
+    assert "shared weights are dropped, and loaded from their files: bytes 0 to" in caplog.text
+    assert again.shared_weights is not None
+    assert not again.shared_weights.is_mapped
     # The running one notices too; what its successor has left is another memory, and stays.
     assert "have changed" in str(weights.check_next())
     assert not mailbox.is_empty
     damage(again)
-    assert "have changed" in str(again.held_weights.check_next())
+    assert "have changed" in str(again.shared_weights.check_next())
     assert mailbox.is_empty
     loaded.close()
     again.close()
@@ -171,13 +171,13 @@ def test_memory_that_cannot_be_read_is_dropped_and_not_filled_again(
 
     model_dir = make_checkpoint("qwen3", tmp_path)
     loaded = load(model_dir, mailbox)
-    assert loaded.held_weights is not None
+    assert loaded.shared_weights is not None
     monkeypatch.setattr(os, "preadv", broken)
-    assert "cannot be read: Input/output error" in str(loaded.held_weights.check_next())
+    assert "cannot be read: Input/output error" in str(loaded.shared_weights.check_next())
     assert mailbox.is_empty
     again = load(model_dir, mailbox)
-    assert "the weights cannot be held: bytes 0 to" in caplog.text
-    assert again.held_weights is None
+    assert "the weights cannot be shared: bytes 0 to" in caplog.text
+    assert again.shared_weights is None
     monkeypatch.undo()
     np.testing.assert_array_equal(logits(again), logits(loaded))
 
@@ -211,16 +211,16 @@ def hostile(weights: tuple[PackedWeight, ...], data_bytes: int, sums: int) -> in
 )
 def test_hostile_sizes_are_refused(weights: list[tuple[int, int]], data_bytes: int, sums: int, message: str) -> None:
     fd = hostile(tuple(PackedWeight(*weight, None) for weight in weights), data_bytes, sums)
-    with pytest.raises(HeldWeightsError, match=message):
-        HeldMemory(fd)
+    with pytest.raises(SharedWeightsError, match=message):
+        SharedMemory(fd)
     os.close(fd)
 
 
 def test_memory_that_is_not_sealed_truncated_or_not_ours_is_refused() -> None:
     fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 1 << 16)
-    with pytest.raises(HeldWeightsError, match="seals"):
-        HeldMemory(fd)
+    with pytest.raises(SharedWeightsError, match="seals"):
+        SharedMemory(fd)
     os.close(fd)
     header = sealed_manifest.HEADER.pack(sealed_manifest.MAGIC, 1 << 62, 1 << 10, 0)
     for start in (header, bytes(100), header[:20]):
@@ -228,8 +228,8 @@ def test_memory_that_is_not_sealed_truncated_or_not_ours_is_refused() -> None:
         os.pwrite(fd, start, 0)
         os.ftruncate(fd, 1 << 16)
         region.seal(fd)
-        with pytest.raises(HeldWeightsError, match="65536 bytes have a header"):
-            HeldMemory(fd)
+        with pytest.raises(SharedWeightsError, match="65536 bytes have a header"):
+            SharedMemory(fd)
         os.close(fd)
 
 
@@ -255,7 +255,7 @@ def test_forms_out_of_bounds_are_refused(part: tuple[int, ...]) -> None:
 )
 def test_forms_that_the_kernels_lack_are_refused(parts: list[tuple[int, ...]]) -> None:
     form = msgspec.convert([parts, False], LinearForm)
-    with pytest.raises(HeldWeightsError, match="in a linear of"):
+    with pytest.raises(SharedWeightsError, match="in a linear of"):
         form.give_to(Linear(inputs=96, outputs=128))
 
 
@@ -263,17 +263,17 @@ def test_manifest_of_another_model_is_refused_and_the_weights_are_loaded(
     tmp_path: Path, mailbox: FdMailbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its fingerprint is right, but its sizes are not."""
-    held = FilledMemory(create_memfd())
-    held.place(64)
-    held.finish("right", torch.bfloat16)
-    mailbox.leave(held.fds)
-    monkeypatch.setattr("penstock.backend.passes.cpu.weight_memory.held.fingerprint", lambda *_: "right")
+    shared = FilledMemory(create_memfd())
+    shared.place(64)
+    shared.finish("right", torch.bfloat16)
+    mailbox.leave(shared.fds)
+    monkeypatch.setattr("penstock.backend.passes.cpu.weight_memory.shared.fingerprint", lambda *_: "right")
     loaded = load(make_checkpoint("qwen3", tmp_path), mailbox)
-    assert "held weights are dropped" in caplog.text
-    assert loaded.held_weights is not None
-    assert not loaded.held_weights.is_mapped
+    assert "shared weights are dropped" in caplog.text
+    assert loaded.shared_weights is not None
+    assert not loaded.shared_weights.is_mapped
     loaded.close()
-    held.close()
+    shared.close()
 
 
 def test_weights_that_cannot_be_held_are_loaded_without(
@@ -287,7 +287,7 @@ def test_weights_that_cannot_be_held_are_loaded_without(
 
     monkeypatch.setattr(os, "posix_fallocate", without_memory)
     loaded = load(make_checkpoint("qwen3", tmp_path), mailbox)
-    assert "the weights cannot be held: [Errno 28] No space left on device" in caplog.text
-    assert loaded.held_weights is None
+    assert "the weights cannot be shared: [Errno 28] No space left on device" in caplog.text
+    assert loaded.shared_weights is None
     assert mailbox.is_empty
     loaded.close()

@@ -7,8 +7,8 @@ import logging
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from penstock.backend.checkpoint.config.tensors import WeightShapes
-from penstock.backend.passes.held_weights.blocks import HeldBlocks, HeldWeightsError
-from penstock.backend.passes.held_weights.watch import WatchedWeights
+from penstock.backend.passes.shared_weights.blocks import SharedBlocks, SharedWeightsError
+from penstock.backend.passes.shared_weights.watch import WatchedWeights
 from penstock.process.options import format_size
 from penstock.shm.buffers.device_api import DeviceError
 from penstock.shm.memory.fd_mailbox import close_all
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.passes.held_weights.blocks import WeightStore
     from penstock.backend.passes.ops.interface import Weights
+    from penstock.backend.passes.shared_weights.blocks import WeightStore
 
 logger = logging.getLogger("penstock.backend")
 
@@ -38,14 +38,14 @@ class MappedMemory(Protocol):
         ...
 
     @property
-    def blocks(self) -> HeldBlocks: ...
+    def blocks(self) -> SharedBlocks: ...
 
     def check_some(self) -> int:
-        """Check blocks for a moment, and return their number. Raises HeldWeightsError."""
+        """Check blocks for a moment, and return their number. Raises SharedWeightsError."""
         ...
 
     def check_all_placed(self) -> None:
-        """Raises HeldWeightsError if weights are left over."""
+        """Raises SharedWeightsError if weights are left over."""
         ...
 
     def unmap(self) -> None:
@@ -56,8 +56,8 @@ class MappedMemory(Protocol):
 class FilledMemory(Protocol):
     """A `Memory` that is being filled with weights."""
 
-    def finish(self, fingerprint: str, dtype: torch.dtype) -> HeldBlocks:
-        """Make it memory that others can map. Raises OSError, DeviceError, or HeldWeightsError for broken memory."""
+    def finish(self, fingerprint: str, dtype: torch.dtype) -> SharedBlocks:
+        """Make it memory that others can map. Raises OSError, DeviceError, or SharedWeightsError for broken memory."""
         ...
 
     @property
@@ -78,11 +78,11 @@ class Memories(Protocol):
     """A kind of memory that can hold weights."""
 
     def fingerprint_of(self, fds: Sequence[int]) -> str:
-        """Raises HeldWeightsError."""
+        """Raises SharedWeightsError."""
         ...
 
     def map(self, fds: Sequence[int]) -> MappedMemory:
-        """The fds stay the caller's. Raises HeldWeightsError."""
+        """The fds stay the caller's. Raises SharedWeightsError."""
         ...
 
     def fill(self) -> FilledMemory:
@@ -98,8 +98,8 @@ def load_or_map(
     load: Callable[[Memory], tuple[P, torch.dtype]],
     private: Callable[[], Memory],
 ) -> tuple[P, WatchedWeights | None]:
-    """Return build's pass over weights that are held in the first place that can be used, or load's, whose weights are
-    held there from now on. private makes memory that ends with the process, for want of such a place.
+    """Return build's pass over weights that are shared in the first place that can be used, or load's, whose weights
+    are shared there from now on. private makes memory that ends with the process, for want of such a place.
 
     Another process that wants the same weights waits meanwhile, and then maps them. Raises what load raises.
     """
@@ -119,29 +119,29 @@ def _find(
     memories: Memories,
     build: Callable[[Weights, torch.dtype, Memory], P],
 ) -> tuple[P, WatchedWeights] | None:
-    fds = find_held(store, fingerprint, memories)
+    fds = find_shared(store, fingerprint, memories)
     if fds:
         try:
             return _map(store, fds, config, memories, build)
-        except HeldWeightsError as error:
-            logger.error("the held weights are dropped, and loaded from their files: %s", error)
+        except SharedWeightsError as error:
+            logger.error("the shared weights are dropped, and loaded from their files: %s", error)
         finally:
             close_all(fds)
     elif not store.is_empty:
-        logger.info("the held weights are of another checkpoint, other options or other code: they are loaded anew")
+        logger.info("the shared weights are of another checkpoint, other options or other code: they are loaded anew")
     store.clear()  # before there is memory for the next ones
     return None
 
 
-def find_held(store: WeightStore, fingerprint: str, memories: Memories) -> Sequence[int]:
-    """Fds of memory with these weights, which the caller closes; empty if none or other weights are held."""
+def find_shared(store: WeightStore, fingerprint: str, memories: Memories) -> Sequence[int]:
+    """Fds of memory with these weights, which the caller closes; empty if none or other weights are there."""
     fds = store.find()
     if not fds:
         return ()
     try:
         found = memories.fingerprint_of(fds)
-    except HeldWeightsError as error:
-        logger.error("the held weights cannot be used: %s", error)
+    except SharedWeightsError as error:
+        logger.error("the shared weights cannot be used: %s", error)
         found = None
     if found == fingerprint:
         return fds
@@ -156,7 +156,7 @@ def _map(
     memories: Memories,
     build: Callable[[Weights, torch.dtype, Memory], P],
 ) -> tuple[P, WatchedWeights]:
-    """Raises HeldWeightsError."""
+    """Raises SharedWeightsError."""
     mapped = memories.map(fds)
     blocks = mapped.blocks
     try:
@@ -175,7 +175,7 @@ def _map(
 
 
 def _check_some(store: WeightStore, mapped: MappedMemory) -> int:
-    """Raises HeldWeightsError, and what reading broken memory of a device raises: then every start would fail here."""
+    """Raises SharedWeightsError, and what reading broken device memory raises: then every start would fail here."""
     try:
         return mapped.check_some()
     except Exception:
@@ -201,9 +201,9 @@ def _fill(
             filled.keep()
     except BaseException as error:
         store.clear()
-        if not isinstance(error, OSError | DeviceError | HeldWeightsError):
+        if not isinstance(error, OSError | DeviceError | SharedWeightsError):
             raise
-        logger.warning("the weights cannot be held: %s; the next start loads them again", error)
+        logger.warning("the weights cannot be shared: %s; the next start loads them again", error)
         return None
-    logger.info("%s of packed weights are held for the next backend", format_size(blocks.num_bytes))
+    logger.info("%s of packed weights are left for the next backend", format_size(blocks.num_bytes))
     return loaded, WatchedWeights(store, blocks, is_mapped=False)

@@ -39,7 +39,7 @@ _PARTIAL = "partial."
 
 
 class PackedFile:
-    """Implements `holding.WeightStore`. Processes of one user share it."""
+    """Implements `blocks.WeightStore`. Processes of one user share it."""
 
     def __init__(self, directory: Path, source: Path, num_bytes: int) -> None:
         """source is the checkpoint: without it the file is of no use. num_bytes is about the size of the weights.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.tools.gpu.devices.device_context import DeviceContext
     from penstock.tools.gpu.results import Results
 
-PEER = (sys.executable, "-m", "penstock.tools.gpu.checks.held_blocks")
+PEER = (sys.executable, "-m", "penstock.tools.gpu.checks.shared_blocks")
 REFUSED_STATUS = 3
 """The peer's exit status if the driver refuses; its output is the reason."""
 _VALUES = (0x11, 0x2E)
@@ -53,7 +53,7 @@ def run_peer(argv: Sequence[str], ends_with: int, given: str = "", pass_fds: Seq
     return done.stdout
 
 
-def check_held_blocks(
+def check_shared_blocks(
     results: Results, context: DeviceContext, command: Sequence[str] = PEER, block_bytes: int = 256 << 20
 ) -> None:
     """Check that memory which a killed process has filled is read here, by a kernel too, and freed with its last

@@ -1,4 +1,4 @@
-"""Compares held weights with their checksums, a block at a time, while the process runs."""
+"""Compares shared weights with their checksums, a block at a time, while the process runs."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.backend.passes.held_weights.blocks import HeldWeightsError
+from penstock.backend.passes.shared_weights.blocks import SharedWeightsError
 from penstock.shm.buffers.device_api import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from penstock.backend.forward_pass.extensions import HeldWeights
-    from penstock.backend.passes.held_weights.blocks import HeldBlocks, WeightStore
+    from penstock.backend.forward_pass.extensions import SharedWeights
+    from penstock.backend.passes.shared_weights.blocks import SharedBlocks, WeightStore
 
 
 logger = logging.getLogger("penstock.backend")
 
 
 class WatchedWeights:
-    """Implements `extensions.IHeldWeights`. Owns the blocks, and opens the store for itself."""
+    """Implements `extensions.ISharedWeights`. Owns the blocks, and opens the store for itself."""
 
-    def __init__(self, store: WeightStore, blocks: HeldBlocks, *, is_mapped: bool) -> None:
+    def __init__(self, store: WeightStore, blocks: SharedBlocks, *, is_mapped: bool) -> None:
         self._store = store.duplicate()
         self._blocks = blocks
         self._order = self._blocks_in_turn()
@@ -45,13 +45,13 @@ class WatchedWeights:
                 return None
             try:
                 self._blocks.check(next(self._order))
-            except HeldWeightsError as error:
+            except SharedWeightsError as error:
                 with self._store.locked():
                     if self._store.holds(self._blocks.fd):
                         self._store.clear()
                 return str(error)
             except DeviceError as error:  # the next step fails too; the weights may be whole
-                logger.error("held weights cannot be read, and are checked no more: %s", error)
+                logger.error("shared weights cannot be read, and are checked no more: %s", error)
                 self._is_lost = True
                 return None
             self.num_checks += 1
@@ -79,7 +79,7 @@ within an hour."""
 class WeightWatch:
     """Runs until the process ends, or until the weights are damaged, which it reports once."""
 
-    weights: HeldWeights
+    weights: SharedWeights
     note: Callable[[int], None]
     """Called with the number of checks after each."""
     fail: Callable[[str], None]

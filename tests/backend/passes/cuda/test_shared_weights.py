@@ -16,17 +16,17 @@ import torch
 from penstock.backend.checksum import block_sum
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
-from penstock.backend.passes.cuda.weight_memory.held import DeviceMemories
 from penstock.backend.passes.cuda.weight_memory.manifest import (
     DeviceManifest,
-    HeldForm,
-    HeldTensor,
-    HeldWeight,
+    SharedForm,
+    SharedTensor,
+    SharedWeight,
     read_manifest,
 )
+from penstock.backend.passes.cuda.weight_memory.shared import DeviceMemories
 from penstock.backend.passes.decoder.cuda_pass import loading
-from penstock.backend.passes.held_weights import sealed_manifest
-from penstock.backend.passes.held_weights.blocks import BLOCK_BYTES, HeldWeightsError
+from penstock.backend.passes.shared_weights import sealed_manifest
+from penstock.backend.passes.shared_weights.blocks import BLOCK_BYTES, SharedWeightsError
 from penstock.shm.buffers.device_api import DeviceError
 from penstock.shm.memory.fd_mailbox import FdMailbox, close_all
 from tests.backend.passes.cuda.emulated_device import EmulatedBlocks, EmulatedDevice
@@ -56,14 +56,14 @@ def logits(loaded: EmulatedCudaPass) -> list[np.ndarray]:
 
 def end(loaded: EmulatedCudaPass) -> None:
     """Close a pass that has no cache."""
-    assert loaded.held_weights is not None
-    loaded.held_weights.close()
+    assert loaded.shared_weights is not None
+    loaded.shared_weights.close()
     loaded._memory.unmap()
 
 
 def is_mapped(loaded: EmulatedCudaPass) -> bool:
-    assert loaded.held_weights is not None
-    return loaded.held_weights.is_mapped
+    assert loaded.shared_weights is not None
+    return loaded.shared_weights.is_mapped
 
 
 @pytest.mark.parametrize(
@@ -75,12 +75,12 @@ def test_next_pass_maps_the_weights_and_computes_the_same_bits(
 ) -> None:
     model_dir = checkpoint(architecture)
     alone = EmulatedCudaPass.load(model_dir, settings(None, quantize=quantize))
-    assert alone.held_weights is None
+    assert alone.shared_weights is None
     options = settings(mailbox, quantize=quantize)
     first = EmulatedCudaPass.load(model_dir, options)
     assert not is_mapped(first)
-    held_bytes = EmulatedCudaPass.held_bytes(model_dir, options)
-    assert 0 < first.held_weights.num_bytes <= held_bytes < first.held_weights.num_bytes + (34 << 20)  # type: ignore[union-attr]
+    shared_bytes = EmulatedCudaPass.shared_bytes(model_dir, options)
+    assert 0 < first.shared_weights.num_bytes <= shared_bytes < first.shared_weights.num_bytes + (34 << 20)  # type: ignore[union-attr]
 
     def read_nothing(*_: object) -> None:
         raise AssertionError("the checkpoint is read again")
@@ -107,22 +107,22 @@ def test_other_weights_or_options_are_loaded_and_the_old_ones_are_freed(
     assert "of another checkpoint, other options or other code" in caplog.text
     end(changed)
     (model_dir / "model.safetensors").touch()
-    assert EmulatedCudaPass.held_bytes(model_dir, settings(mailbox, dtype="fp32")) == 0
+    assert EmulatedCudaPass.shared_bytes(model_dir, settings(mailbox, dtype="fp32")) == 0
     assert mailbox.is_empty
 
 
 def test_damage_is_noticed_at_a_start_and_by_the_schedule(mailbox: FdMailbox, caplog: pytest.LogCaptureFixture) -> None:
     model_dir = checkpoint("llama3")
     loaded = EmulatedCudaPass.load(model_dir, settings(mailbox))
-    assert loaded.held_weights is not None
-    assert [loaded.held_weights.check_next() for _ in range(3)] == [None] * 3
+    assert loaded.shared_weights is not None
+    assert [loaded.shared_weights.check_next() for _ in range(3)] == [None] * 3
     blocks = loaded._memory._range  # type: ignore[attr-defined]
     blocks.tensor(0, 20)[17] ^= 4
     again = EmulatedCudaPass.load(model_dir, settings(mailbox))
-    assert "held weights are dropped, and loaded from their files: bytes 0 to" in caplog.text
+    assert "shared weights are dropped, and loaded from their files: bytes 0 to" in caplog.text
     assert not is_mapped(again)
     # The running one notices too; what its successor has left is other memory, and stays.
-    assert "have changed" in str(loaded.held_weights.check_next())
+    assert "have changed" in str(loaded.shared_weights.check_next())
     assert not mailbox.is_empty
     end(loaded)
     np.testing.assert_array_equal(logits(again), logits(make_pass(dtype="bf16")))
@@ -135,11 +135,11 @@ def test_weights_of_a_lost_device_stay_for_the_next_backend(
         raise DeviceError("the device is lost")
 
     loaded = EmulatedCudaPass.load(checkpoint("llama3"), settings(mailbox))
-    assert loaded.held_weights is not None
+    assert loaded.shared_weights is not None
     monkeypatch.setattr(EmulatedBlocks, "read", fail)
-    assert [loaded.held_weights.check_next() for _ in range(3)] == [None] * 3
+    assert [loaded.shared_weights.check_next() for _ in range(3)] == [None] * 3
     assert caplog.text.count("cannot be read, and are checked no more: the device is lost") == 1
-    assert loaded.held_weights.num_checks == 0
+    assert loaded.shared_weights.num_checks == 0
     assert not mailbox.is_empty
     end(loaded)
 
@@ -196,7 +196,7 @@ def test_checksums_of_the_device_are_those_of_the_host_across_blocks() -> None:
     assert blocks._sums[0] == block_sum(content[:BLOCK_BYTES])
     for place in (0, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 4999):
         content[place] ^= 1
-        with pytest.raises(HeldWeightsError, match="have changed"):
+        with pytest.raises(SharedWeightsError, match="have changed"):
             blocks.check(place // BLOCK_BYTES)
         content[place] ^= 1
     filled.close()
@@ -227,43 +227,50 @@ def test_refused_memory_leaves_a_plain_load_and_one_line(
 
         monkeypatch.setattr(FdMailbox, "leave", leave)
     loaded = EmulatedCudaPass.load(checkpoint("llama3"), settings(mailbox))
-    assert f"the weights cannot be held: {reason}; the next start loads them again" in caplog.text
-    assert loaded.held_weights is None
+    assert f"the weights cannot be shared: {reason}; the next start loads them again" in caplog.text
+    assert loaded.shared_weights is None
     assert mailbox.is_empty
     assert "penstock-stub-block" not in Path("/proc/self/maps").read_text()  # what was filled is freed
     np.testing.assert_array_equal(logits(loaded), logits(make_pass(dtype="bf16")))
 
 
-WEIGHT = HeldWeight((HeldTensor(0, "bf16", (4, 8)),), None)
+WEIGHT = SharedWeight((SharedTensor(0, "bf16", (4, 8)),), None)
 
 
 @pytest.mark.parametrize(
     ("weights", "data_bytes", "block_bytes", "num_sums", "message"),
     [
-        ([WEIGHT], 512, (), 1, "1 blocks are held; the manifest has 0 of 0 bytes for 512"),
+        ([WEIGHT], 512, (), 1, "1 blocks are shared; the manifest has 0 of 0 bytes for 512"),
         ([WEIGHT], 4 << 20, (2 << 20,), 1, "the manifest has 1 of 2097152 bytes for 4194304"),
         ([WEIGHT, WEIGHT], 512, (2 << 20,), 1, "64 bytes at 0 does not lie behind 64 within 512"),
-        ([HeldWeight((HeldTensor(8, "bf16", (4, 8)),), None)], 512, (2 << 20,), 1, "at 8 does not lie"),
-        ([HeldWeight((HeldTensor(0, "bf16", (1 << 40, 1 << 40)),), None)], 512, (2 << 20,), 1, "does not lie behind"),
+        ([SharedWeight((SharedTensor(8, "bf16", (4, 8)),), None)], 512, (2 << 20,), 1, "at 8 does not lie"),
+        (
+            [SharedWeight((SharedTensor(0, "bf16", (1 << 40, 1 << 40)),), None)],
+            512,
+            (2 << 20,),
+            1,
+            "does not lie behind",
+        ),
         ([WEIGHT], 512, (2 << 20,), 2, "2 checksums for 512 bytes"),
         ([WEIGHT], 500, (2 << 20,), 1, "1 checksums for 500 bytes"),
     ],
 )
 def test_hostile_manifests_are_refused(
-    weights: list[HeldWeight], data_bytes: int, block_bytes: tuple[int, ...], num_sums: int, message: str
+    weights: list[SharedWeight], data_bytes: int, block_bytes: tuple[int, ...], num_sums: int, message: str
 ) -> None:
     fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     sealed_manifest.finish(fd, 0, DeviceManifest("", "bf16", data_bytes, block_bytes, tuple(weights), (0,) * num_sums))
-    with pytest.raises(HeldWeightsError, match=message):
+    with pytest.raises(SharedWeightsError, match=message):
         read_manifest(fd, 1)
     os.close(fd)
 
 
 @pytest.mark.parametrize(
-    "form", [HeldForm("packed", {"group_size": "x"}), HeldForm("grouped", {}), HeldForm("float8", {"group_size": 1.5})]
+    "form",
+    [SharedForm("packed", {"group_size": "x"}), SharedForm("grouped", {}), SharedForm("float8", {"group_size": 1.5})],
 )
-def test_forms_that_do_not_exist_are_refused(form: HeldForm) -> None:
-    with pytest.raises(HeldWeightsError, match=f"a form of kind {form.kind}"):
+def test_forms_that_do_not_exist_are_refused(form: SharedForm) -> None:
+    with pytest.raises(SharedWeightsError, match=f"a form of kind {form.kind}"):
         form.read()
 
 
@@ -273,7 +280,7 @@ def test_weights_of_another_model_with_the_right_fingerprint_are_refused_and_loa
     monkeypatch.setattr(loading, "packing_fingerprint", lambda *_: "right")
     end(EmulatedCudaPass.load(checkpoint("qwen3"), settings(mailbox)))
     loaded = EmulatedCudaPass.load(checkpoint("llama3"), settings(mailbox))
-    assert "held weights are dropped" in caplog.text
+    assert "shared weights are dropped" in caplog.text
     assert not is_mapped(loaded)
     end(loaded)
     fds = mailbox.find()

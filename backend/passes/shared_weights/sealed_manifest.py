@@ -1,4 +1,4 @@
-"""A description of held weights, at the end of a file or of a memfd that nobody can change any more.
+"""A description of shared weights, at the end of a file or of a memfd that nobody can change any more.
 
 The memory is private to a user's processes, but damage to it must not become a wrong address: everything is checked
 before it is used.
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from penstock.backend.passes.held_weights.blocks import HeldWeightsError
+from penstock.backend.passes.shared_weights.blocks import SharedWeightsError
 from penstock.shm.memory import region
 
 DATA_PLACE = 4096
@@ -37,22 +37,22 @@ def finish(fd: int, data_bytes: int, manifest: msgspec.Struct) -> None:
 
 
 def read_manifest(fd: int, of: type[ManifestT]) -> tuple[int, ManifestT]:
-    """Return the bytes of content, and the manifest. Raises HeldWeightsError."""
+    """Return the bytes of content, and the manifest. Raises SharedWeightsError."""
     try:
         if _is_memfd(fd):
             region.attach(fd, DATA_PLACE, writable=False).close()  # sealed, so it cannot shrink later
         magic, data_bytes, num_bytes, crc = HEADER.unpack(os.pread(fd, HEADER.size, 0))
         size = os.fstat(fd).st_size
         if magic != MAGIC or num_bytes > _MAX_MANIFEST_BYTES or DATA_PLACE + data_bytes + num_bytes != size:
-            raise HeldWeightsError(
+            raise SharedWeightsError(
                 f"{size} bytes have a header for {data_bytes} of weights and {num_bytes} of manifest"
             )
         text = os.pread(fd, num_bytes, DATA_PLACE + data_bytes)
         if zlib.crc32(text) != crc:
-            raise HeldWeightsError("the manifest's checksum does not match")
+            raise SharedWeightsError("the manifest's checksum does not match")
         return data_bytes, msgspec.json.decode(text, type=of)
     except (OSError, ValueError, struct.error, msgspec.MsgspecError) as error:
-        raise HeldWeightsError(str(error)) from None
+        raise SharedWeightsError(str(error)) from None
 
 
 def _is_memfd(fd: int) -> bool:

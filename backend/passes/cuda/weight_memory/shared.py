@@ -17,16 +17,16 @@ from penstock.backend.passes.cuda.weight_memory.manifest import (
     ALIGNMENT,
     DTYPES,
     DeviceManifest,
-    HeldForm,
-    HeldTensor,
-    HeldWeight,
+    SharedForm,
+    SharedTensor,
+    SharedWeight,
     dtype_name,
     read_manifest,
 )
-from penstock.backend.passes.held_weights import sealed_manifest
-from penstock.backend.passes.held_weights.blocks import (
+from penstock.backend.passes.shared_weights import sealed_manifest
+from penstock.backend.passes.shared_weights.blocks import (
     BLOCK_BYTES,
-    HeldWeightsError,
+    SharedWeightsError,
     block_place,
     changed,
     num_blocks,
@@ -49,7 +49,7 @@ _SUMS_AT_ONCE = 64
 
 
 class DeviceMemories:
-    """Implements `holding.Memories`: blocks of a GPU's memory."""
+    """Implements `sharing.Memories`: blocks of a GPU's memory."""
 
     def __init__(self, device: Device, planned_bytes: int) -> None:
         """planned_bytes is the announced size of the weights; the first block has this size."""
@@ -59,25 +59,25 @@ class DeviceMemories:
     def fingerprint_of(self, fds: Sequence[int]) -> str:
         return fingerprint_of(fds)
 
-    def map(self, fds: Sequence[int]) -> HeldDeviceMemory:
-        return HeldDeviceMemory(self._device, fds)
+    def map(self, fds: Sequence[int]) -> SharedDeviceMemory:
+        return SharedDeviceMemory(self._device, fds)
 
     def fill(self) -> FilledDeviceMemory:
         return FilledDeviceMemory(self._device, self._planned_bytes)
 
 
 def fingerprint_of(fds: Sequence[int]) -> str:
-    """Raises HeldWeightsError."""
+    """Raises SharedWeightsError."""
     return read_manifest(fds[0], len(fds) - 1).fingerprint
 
 
 def mapped_bytes(fds: Sequence[int]) -> int:
-    """Device memory that these weights take. Raises HeldWeightsError."""
+    """Device memory that these weights take. Raises SharedWeightsError."""
     return sum(read_manifest(fds[0], len(fds) - 1).block_bytes)
 
 
 class FilledDeviceMemory:
-    """Implements `DeviceMemory`, `holding.FilledMemory`. Tensors are made in torch's memory and copied to
+    """Implements `DeviceMemory`, `sharing.FilledMemory`. Tensors are made in torch's memory and copied to
     their place."""
 
     is_filled = False
@@ -88,7 +88,7 @@ class FilledDeviceMemory:
         self._range: BlockRange = device.block_range(2 * planned_bytes + _MORE_BYTES)
         self._block_fds: list[int] = []
         self._manifest_fd: int | None = None
-        self._weights: list[HeldWeight] = []
+        self._weights: list[SharedWeight] = []
         self._end = 0
         self._is_kept = False
         try:
@@ -98,27 +98,27 @@ class FilledDeviceMemory:
             raise
 
     def place(self, make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # noqa: ARG002
-        tensor, held = self._put(make())
-        self._weights.append(HeldWeight((held,), None))
+        tensor, shared = self._put(make())
+        self._weights.append(SharedWeight((shared,), None))
         return tensor
 
     def place_parts(self, form: WeightForm, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         placed = [self._put(part) for part in parts]
-        self._weights.append(HeldWeight(tuple(held for _, held in placed), HeldForm.of(form)))
+        self._weights.append(SharedWeight(tuple(shared for _, shared in placed), SharedForm.of(form)))
         return tuple(tensor for tensor, _ in placed)
 
     def find_parts(self) -> None:
         raise TypeError("nothing is found in memory that is not filled yet; this is a bug")
 
-    def _put(self, made: Tensor) -> tuple[Tensor, HeldTensor]:
-        held = HeldTensor(self._end, dtype_name(made.dtype), tuple(made.shape))
-        missing = self._end + held.num_bytes - sum(self._range.block_bytes)
+    def _put(self, made: Tensor) -> tuple[Tensor, SharedTensor]:
+        shared = SharedTensor(self._end, dtype_name(made.dtype), tuple(made.shape))
+        missing = self._end + shared.num_bytes - sum(self._range.block_bytes)
         if missing > 0:
             self._add_block(max(missing, _MORE_BYTES))
-        tensor = _view(self._range, held)
+        tensor = _view(self._range, shared)
         tensor.copy_(made)
-        self._end += -(-held.num_bytes // ALIGNMENT) * ALIGNMENT
-        return tensor, held
+        self._end += -(-shared.num_bytes // ALIGNMENT) * ALIGNMENT
+        return tensor, shared
 
     def _add_block(self, num_bytes: int) -> None:
         self._block_fds.append(self._range.add(num_bytes))
@@ -156,13 +156,13 @@ class FilledDeviceMemory:
         self._range.close()
 
 
-class HeldDeviceMemory:
-    """Implements `DeviceMemory`, `holding.MappedMemory`."""
+class SharedDeviceMemory:
+    """Implements `DeviceMemory`, `sharing.MappedMemory`."""
 
     is_filled = True
 
     def __init__(self, device: Device, fds: Sequence[int]) -> None:
-        """The fds stay the caller's. Raises HeldWeightsError."""
+        """The fds stay the caller's. Raises SharedWeightsError."""
         manifest_fd, *block_fds = fds
         self._manifest = read_manifest(manifest_fd, len(block_fds))
         self._next = 0
@@ -176,7 +176,7 @@ class HeldDeviceMemory:
                 self._range.close()
                 raise
         except DeviceError as error:
-            raise HeldWeightsError(str(error)) from None
+            raise SharedWeightsError(str(error)) from None
         self.blocks = DeviceHeldBlocks(self._range, manifest_fd, self._manifest.data_bytes, self._manifest.sums)
 
     def check_some(self) -> int:
@@ -188,38 +188,40 @@ class HeldDeviceMemory:
 
     def place(self, make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # noqa: ARG002
         weight = self._take()
-        (held,) = weight.tensors[:1]
-        if weight.form is not None or held.shape != tuple(shape) or DTYPES[held.dtype] is not dtype:
-            raise HeldWeightsError(f"weight {self._next} is {held.dtype} {held.shape}; expected is {dtype} {shape}")
-        return _view(self._range, held)
+        (shared,) = weight.tensors[:1]
+        if weight.form is not None or shared.shape != tuple(shape) or DTYPES[shared.dtype] is not dtype:
+            raise SharedWeightsError(
+                f"weight {self._next} is {shared.dtype} {shared.shape}; expected is {dtype} {shape}"
+            )
+        return _view(self._range, shared)
 
     def place_parts(self, form: WeightForm, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # noqa: ARG002
         raise TypeError("the weights are there already; this is a bug")
 
     def find_parts(self) -> tuple[WeightForm, tuple[Tensor, ...]] | None:
         if self._next == len(self._manifest.weights):
-            raise HeldWeightsError(f"it has only {self._next} weights")
+            raise SharedWeightsError(f"it has only {self._next} weights")
         form = self._manifest.weights[self._next].form
         if form is None:
             return None
-        return form.read(), tuple(_view(self._range, held) for held in self._take().tensors)
+        return form.read(), tuple(_view(self._range, shared) for shared in self._take().tensors)
 
-    def _take(self) -> HeldWeight:
+    def _take(self) -> SharedWeight:
         if self._next == len(self._manifest.weights):
-            raise HeldWeightsError(f"it has only {self._next} weights")
+            raise SharedWeightsError(f"it has only {self._next} weights")
         self._next += 1
         return self._manifest.weights[self._next - 1]
 
     def check_all_placed(self) -> None:
         if self._next < len(self._manifest.weights):
-            raise HeldWeightsError(f"it has {len(self._manifest.weights)} weights; the model has {self._next}")
+            raise SharedWeightsError(f"it has {len(self._manifest.weights)} weights; the model has {self._next}")
 
     def unmap(self) -> None:
         self._range.close()
 
 
 class DeviceHeldBlocks:
-    """Implements `HeldBlocks`. A check copies its block to the host, beside the running step."""
+    """Implements `SharedBlocks`. A check copies its block to the host, beside the running step."""
 
     def __init__(self, memory: BlockRange, fd: int, num_bytes: int, sums: Sequence[int]) -> None:
         """Keeps its own fd until it is closed."""
@@ -232,7 +234,7 @@ class DeviceHeldBlocks:
         return len(self._sums)
 
     def check(self, block: int) -> None:
-        """Raises HeldWeightsError for other bytes, and DeviceError if the device is lost."""
+        """Raises SharedWeightsError for other bytes, and DeviceError if the device is lost."""
         begin, num_bytes = block_place(self.num_bytes, block)
         content = self._range.read(begin, num_bytes)
         if block_sum(np.frombuffer(content, np.uint8)) != self._sums[block]:
@@ -242,8 +244,8 @@ class DeviceHeldBlocks:
         os.close(self.fd)
 
 
-def _view(memory: BlockRange, held: HeldTensor) -> Tensor:
-    return memory.tensor(held.place, held.num_bytes).view(DTYPES[held.dtype]).view(held.shape)
+def _view(memory: BlockRange, shared: SharedTensor) -> Tensor:
+    return memory.tensor(shared.place, shared.num_bytes).view(DTYPES[shared.dtype]).view(shared.shape)
 
 
 def _sums(memory: BlockRange, data_bytes: int) -> Iterator[int]:

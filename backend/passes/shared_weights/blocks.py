@@ -1,4 +1,4 @@
-"""The common parts of all held weights: blocks with checksums, the place where they are left, and an error for
+"""The common parts of all shared weights: blocks with checksums, the place where they are left, and an error for
 unusable ones."""
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ BLOCK_BYTES = 4 << 20
 """Size of a block with its own checksum; the last block may be smaller."""
 
 
-class HeldWeightsError(Exception):
-    """Held memory has wrong content. The message is one line."""
+class SharedWeightsError(Exception):
+    """Shared memory has wrong content. The message is one line."""
 
 
-class HeldBlocks(Protocol):
+class SharedBlocks(Protocol):
     """The blocks of finished memory, and their checksums."""
 
     @property
@@ -31,7 +31,7 @@ class HeldBlocks(Protocol):
     def __len__(self) -> int: ...
 
     def check(self, block: int) -> None:
-        """Any thread may call it. Raises HeldWeightsError if the block has changed."""
+        """Any thread may call it. Raises SharedWeightsError if the block has changed."""
         ...
 
     def close(self) -> None: ...
@@ -80,5 +80,5 @@ def block_place(data_bytes: int, block: int) -> tuple[int, int]:
     return begin, min(BLOCK_BYTES, data_bytes - begin)
 
 
-def changed(begin: int, num_bytes: int) -> HeldWeightsError:
-    return HeldWeightsError(f"bytes {begin} to {begin + num_bytes} have changed")
+def changed(begin: int, num_bytes: int) -> SharedWeightsError:
+    return SharedWeightsError(f"bytes {begin} to {begin + num_bytes} have changed")

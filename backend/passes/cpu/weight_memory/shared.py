@@ -25,9 +25,9 @@ from penstock.backend.checkpoint.weights import choose_dtype
 from penstock.backend.checksum import block_sum
 from penstock.backend.passes.cpu.weight_memory.anonymous import aligned, request_huge_pages
 from penstock.backend.passes.cpu.weight_memory.manifest import LinearForm, Manifest, PackedWeight, read_manifest
-from penstock.backend.passes.held_weights.blocks import HeldWeightsError, block_place, changed, num_blocks
-from penstock.backend.passes.held_weights.packed_file import PackedFile
-from penstock.backend.passes.held_weights.sealed_manifest import DATA_PLACE, finish
+from penstock.backend.passes.shared_weights.blocks import SharedWeightsError, block_place, changed, num_blocks
+from penstock.backend.passes.shared_weights.packed_file import PackedFile
+from penstock.backend.passes.shared_weights.sealed_manifest import DATA_PLACE, finish
 from penstock.process.private_directory import UnsafeDirectory
 from penstock.shm.memory.fd_mailbox import FdMailbox
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from penstock.backend.forward_pass import PassOptions
     from penstock.backend.passes.cpu.library.cpu_paths import CpuPath
     from penstock.backend.passes.cpu.native_structs import Linear
-    from penstock.backend.passes.held_weights.blocks import WeightStore
+    from penstock.backend.passes.shared_weights.blocks import WeightStore
 
 
 logger = logging.getLogger("penstock.backend")
@@ -56,7 +56,7 @@ _CHECKS_AT_START_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class CpuMemories:
-    """Implements `holding.Memories`: memory of the host. The first fd is all of it."""
+    """Implements `sharing.Memories`: memory of the host. The first fd is all of it."""
 
     create: Callable[[], int]
     """Returns an fd of empty memory, which the caller closes. Raises OSError."""
@@ -64,11 +64,11 @@ class CpuMemories:
     def fingerprint_of(self, fds: Sequence[int]) -> str:
         return read_manifest(fds[0])[1].fingerprint
 
-    def map(self, fds: Sequence[int]) -> HeldMemory:
+    def map(self, fds: Sequence[int]) -> SharedMemory:
         try:
-            return HeldMemory(fds[0])
+            return SharedMemory(fds[0])
         except OSError as error:
-            raise HeldWeightsError(f"they cannot be mapped: {error.strerror}") from None
+            raise SharedWeightsError(f"they cannot be mapped: {error.strerror}") from None
 
     def fill(self) -> FilledMemory:
         return FilledMemory(self.create())
@@ -122,7 +122,7 @@ class FilledMemory:
         return (self.fd,)
 
     def finish(self, fingerprint: str, dtype: torch.dtype) -> CpuBlocks:
-        """Add the manifest, and make the memory read-only in all processes. Raises OSError or HeldWeightsError."""
+        """Add the manifest, and make the memory read-only in all processes. Raises OSError or SharedWeightsError."""
         sums = tuple(_sum(self.fd, self._end, block) for block in range(num_blocks(self._end)))
         name = next(name for name, known in DTYPES.items() if known is dtype)
         manifest = Manifest(fingerprint, name, tuple(self._weights), sums)  # type: ignore[arg-type]
@@ -139,13 +139,13 @@ class FilledMemory:
         os.close(self.fd)
 
 
-class HeldMemory:
+class SharedMemory:
     """Weights that another process has packed, mapped for reading."""
 
     is_filled = True
 
     def __init__(self, fd: int) -> None:
-        """The fd stays the caller's. Raises HeldWeightsError, and OSError if it cannot be mapped."""
+        """The fd stays the caller's. Raises SharedWeightsError, and OSError if it cannot be mapped."""
         data_bytes, self._manifest = read_manifest(fd)
         self._next = 0
         self._mapping = request_huge_pages(mmap.mmap(fd, DATA_PLACE + data_bytes, prot=mmap.PROT_READ))
@@ -168,24 +168,24 @@ class HeldMemory:
         return num_checked
 
     def give_form_to(self, linear: Linear) -> None:
-        """Raises HeldWeightsError if the next weight is no linear that the kernels have."""
+        """Raises SharedWeightsError if the next weight is no linear that the kernels have."""
         form = self._peek().form
         if form is None:
-            raise HeldWeightsError(f"weight {self._next} is no linear")
+            raise SharedWeightsError(f"weight {self._next} is no linear")
         form.give_to(linear)
 
     def place(self, num_bytes: int, linear: Linear | None = None) -> Tensor:
-        """Raises HeldWeightsError if the next weight differs."""
+        """Raises SharedWeightsError if the next weight differs."""
         weight = self._peek()
         if (weight.num_bytes, weight.form) != (num_bytes, _form_of(linear)):
-            raise HeldWeightsError(f"weight {self._next} has {weight.num_bytes} bytes; expected are {num_bytes}")
+            raise SharedWeightsError(f"weight {self._next} has {weight.num_bytes} bytes; expected are {num_bytes}")
         self._next += 1
         return _tensor(self._mapping, DATA_PLACE + weight.place, num_bytes)
 
     def check_all_placed(self) -> None:
-        """Raises HeldWeightsError if weights are left over."""
+        """Raises SharedWeightsError if weights are left over."""
         if self._next < len(self._manifest.weights):
-            raise HeldWeightsError(f"it has {len(self._manifest.weights)} weights; the model has {self._next}")
+            raise SharedWeightsError(f"it has {len(self._manifest.weights)} weights; the model has {self._next}")
 
     def used(self) -> list[Tensor]:
         return [_tensor(self._mapping, DATA_PLACE, self.num_bytes)]
@@ -195,12 +195,12 @@ class HeldMemory:
 
     def _peek(self) -> PackedWeight:
         if self._next == len(self._manifest.weights):
-            raise HeldWeightsError(f"it has only {self._next} weights")
+            raise SharedWeightsError(f"it has only {self._next} weights")
         return self._manifest.weights[self._next]
 
 
 class CpuBlocks:
-    """Implements `HeldBlocks`."""
+    """Implements `SharedBlocks`."""
 
     def __init__(self, fd: int, num_bytes: int, sums: Sequence[int]) -> None:
         """Keeps its own fd until it is closed."""
@@ -232,7 +232,7 @@ def _sum(fd: int, data_bytes: int, block: int) -> int:
     except OSError as error:  # EIO: the memory itself is broken
         reason = f": {error.strerror}"
     if reason:
-        raise HeldWeightsError(f"bytes {place} to {place + num_bytes} cannot be read{reason}")
+        raise SharedWeightsError(f"bytes {place} to {place + num_bytes} cannot be read{reason}")
     return block_sum(content)
 
 
