@@ -20,13 +20,8 @@ from penstock.backend.checkpoint.config.tensors import (
 )
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form
-from penstock.backend.checkpoint.weight_forms.quantized_weights import (
-    MAX_QUANTIZED_INPUTS,
-    GroupedForm,
-    PackedForm,
-    StackedForm,
-    WeightForm,
-)
+from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, PackedForm, StackedForm, WeightForm
+from penstock.backend.checkpoint.weight_forms.quantized_weights import MAX_QUANTIZED_INPUTS
 from penstock.backend.checkpoint.weight_forms.stacked_weights import stacked_form
 from penstock.backend.errors import StartupError
 

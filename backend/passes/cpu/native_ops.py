@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.passes.cpu.native_experts import NativeExpertOps
-from penstock.backend.passes.cpu.native_lora import NativeAdapters
-from penstock.backend.passes.cpu.native_structs import (
+from penstock.backend.passes.cpu.library.native_structs import (
     CACHE_FORMS,
     Attention,
     Buffer,
@@ -31,12 +29,14 @@ from penstock.backend.passes.cpu.native_structs import (
     declare_functions,
     make_shape,
 )
-from penstock.backend.passes.cpu.native_weights import (
+from penstock.backend.passes.cpu.native_experts import NativeExpertOps
+from penstock.backend.passes.cpu.native_lora import NativeAdapters
+from penstock.backend.passes.cpu.weight_memory.anonymous import map_memory
+from penstock.backend.passes.cpu.weight_memory.native_weights import (
     EmbeddingTable,
     PackedLinear,
     WeightPacker,
 )
-from penstock.backend.passes.cpu.weight_memory.anonymous import map_memory
 from penstock.backend.passes.ops.interface import KV_BLOCK_BYTES, KV_BLOCK_VALUES
 from penstock.backend.passes.ops.prompt_embeddings import place_embeddings
 from penstock.backend.passes.ops.rope_table import RopeTable

@@ -14,11 +14,11 @@ from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.quantization.modes import check_sizes, find_cpu_quantization
 from penstock.backend.forward_pass import PassOptions, PassSpec, ScoredTokens, StepBatch, TokenLogprobs
 from penstock.backend.passes.cpu.in_torch.deterministic_torch_ops import DeterministicTorchOps
+from penstock.backend.passes.cpu.in_torch.paged_cache import restore_page, save_page
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
 from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
 from penstock.backend.passes.cpu.native_ops import NativeOps, supports_native_ops, unsupported_by_kernels
 from penstock.backend.passes.cpu.path_choice import AUTO, check_cpu_path, load_kernels
-from penstock.backend.passes.cpu.torch_cache.paged_cache import restore_page, save_page
 from penstock.backend.passes.cpu.weight_memory.anonymous import AnonymousMemory
 from penstock.backend.passes.decoder.model import DecoderModel
 from penstock.backend.passes.decoder.spec import make_spec
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
-    from penstock.backend.checkpoint.lora.peft_adapter import PeftAdapter
     from penstock.backend.checkpoint.quantization.modes import Quantization
+    from penstock.backend.checkpoint.tensor_files.lora_adapter import PeftAdapter
     from penstock.backend.forward_pass.extensions import PagePlaces
     from penstock.backend.passes.cpu.weight_memory.anonymous import WeightMemory
     from penstock.backend.passes.ops.interface import Weights
@@ -95,7 +95,7 @@ class CpuDecoderPass(HostSampling):
         # Imported here and in `load`: a pass with other weights needs no packages that read checkpoints.
         from penstock.backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
-        from penstock.backend.checkpoint.lora.peft_adapter import open_adapters
+        from penstock.backend.checkpoint.tensor_files.lora_adapter import open_adapters
         from penstock.backend.checkpoint.weights import choose_dtype
 
         check_cpu_path(options.cpu_path)
@@ -112,7 +112,7 @@ class CpuDecoderPass(HostSampling):
     def load(cls, model_dir: Path, options: PassOptions) -> CpuDecoderPass:
         from penstock.backend.checkpoint.config_json import read_decoder_config
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
-        from penstock.backend.checkpoint.lora.peft_adapter import open_adapters
+        from penstock.backend.checkpoint.tensor_files.lora_adapter import open_adapters
 
         config = read_decoder_config(model_dir, options.max_context_tokens)
         quantization, formats = find_cpu_quantization(options.quantize), read_stored_formats(model_dir)

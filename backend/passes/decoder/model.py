@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.config.tensors import LayerWeights
-    from penstock.backend.checkpoint.lora.peft_adapter import LoraWeights, PeftAdapter
+    from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights, PeftAdapter
     from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
     from penstock.backend.passes.ops.interface import Weights
     from penstock.backend.passes.ops.layer_groups import LayerGroups

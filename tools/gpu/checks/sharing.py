@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
-from penstock.backend.passes.cuda.kv_cache.page_moves import HostPool
+from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
+from penstock.backend.passes.cuda.memory.page_moves import HostPool
 from penstock.backend.passes.cuda.ops.elementwise import Elementwise
 from penstock.backend.passes.ops.interface import HeadShape
 from penstock.shm.buffers.cuda_driver import DriverDevice, open_device

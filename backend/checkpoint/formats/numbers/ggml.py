@@ -24,16 +24,15 @@ from penstock.backend.checkpoint.formats.matrix_format import (
 from penstock.backend.checkpoint.formats.numbers.float4 import Mxfp4
 from penstock.backend.checkpoint.formats.numbers.ggml_codebooks import CODEBOOK_TYPES, read_iq3_s
 from penstock.backend.checkpoint.formats.numbers.integers import int4_form
+from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, PackedForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     E2M1,
     IQ4_VALUES,
     MAX_QUANTIZED_INPUTS,
     MXFP4_EXPONENTS,
     BlockWeight,
-    GroupedForm,
     GroupedWeight,
     Int4Weight,
-    PackedForm,
     StackedWeight,
 )
 from penstock.backend.checkpoint.weight_forms.stacked_weights import stack_weights

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.forward_pass import PassOptions
     from penstock.backend.passes.cpu.library.cpu_paths import CpuPath
-    from penstock.backend.passes.cpu.native_structs import Linear
+    from penstock.backend.passes.cpu.library.native_structs import Linear
     from penstock.backend.passes.shared_weights.blocks import WeightStore
 
 

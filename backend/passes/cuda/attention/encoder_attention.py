@@ -15,7 +15,7 @@ import torch
 
 from penstock.backend.passes.cuda.attention.prefill_attention import cut_tiles, query_rows, shared_bytes
 from penstock.backend.passes.cuda.device.launcher import Kernel, Launcher
-from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

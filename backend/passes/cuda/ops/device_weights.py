@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.backend.passes.cuda.memory.private_weights import PrivateMemory
 from penstock.backend.passes.cuda.ops.matmul import CudaLinear
-from penstock.backend.passes.cuda.weight_memory.private import PrivateMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+    from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory
     from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear
     from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
-    from penstock.backend.passes.cuda.weight_memory.private import DeviceMemory
 
 
 class DeviceWeights:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, int32
-from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
 from penstock.backend.passes.ops.interface import supports_q8_0
 
 if TYPE_CHECKING:

@@ -9,15 +9,13 @@ import torch
 from torch.nn import functional
 
 from penstock.backend.checkpoint.weight_forms.float8_weight import FLOAT8_GROUP_SIZE, Float8Form
+from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, PackedForm, WeightForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     INT4_GROUP_SIZES,
     MXFP4_GROUP_SIZE,
     BlockWeight,
-    GroupedForm,
     GroupedWeight,
-    PackedForm,
     StackedWeight,
-    WeightForm,
 )
 from penstock.backend.passes.shared_weights.blocks import SharedWeightsError
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form
-from penstock.backend.checkpoint.weight_forms.quantized_weights import PackedForm
+from penstock.backend.checkpoint.weight_forms.quantized_forms import PackedForm
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel
 from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear, chunk_inputs
 

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from penstock.backend.checkpoint.weight_forms.float8_weight import FLOAT8_GROUP_SIZE, Float8Form
-from penstock.backend.checkpoint.weight_forms.quantized_weights import PackedForm
+from penstock.backend.checkpoint.weight_forms.quantized_forms import PackedForm
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, int32
-from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
 from penstock.backend.passes.cuda.ops.matmul import CudaLinear
 from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear, KernelForm
 from penstock.backend.passes.cuda.ops.quantized_linear import form_macros
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.passes.cuda.device.launcher import Launcher
-    from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
+    from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
     from penstock.backend.passes.cuda.step.step_rows import RowArrays
     from penstock.backend.passes.ops.interface import HeadShape
 

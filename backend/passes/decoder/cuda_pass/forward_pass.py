@@ -22,13 +22,13 @@ from penstock.backend.passes.cuda.attention.prefill_attention import WGMMA_CAPAB
 from penstock.backend.passes.cuda.device.device import annotate_faults, first_line
 from penstock.backend.passes.cuda.device.launcher import KernelFailed
 from penstock.backend.passes.cuda.device.link_probe import LinkSpeed, measure_link
-from penstock.backend.passes.cuda.kv_cache import page_moves
-from penstock.backend.passes.cuda.kv_cache.page_moves import HostPool, PageMoves, TokenCosts, open_pool
+from penstock.backend.passes.cuda.memory import page_moves
+from penstock.backend.passes.cuda.memory.page_moves import HostPool, PageMoves, TokenCosts, open_pool
+from penstock.backend.passes.cuda.memory.private_weights import PrivateMemory
 from penstock.backend.passes.cuda.ops.fused_ops import make_ops
 from penstock.backend.passes.cuda.step import step_buffers
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers, count_decode_rows
 from penstock.backend.passes.cuda.step.step_sampling import NO_INTS, StepSampling
-from penstock.backend.passes.cuda.weight_memory.private import PrivateMemory
 from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import MixedGraphs, StepGraphs, graph_sizes
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import (
     StepSizes,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.quantization.modes import Quantization
     from penstock.backend.forward_pass import EmbeddedTokens, PassOptions, PassSpec, PendingOutput, TokenMasks
     from penstock.backend.passes.cuda.device.device import Device
-    from penstock.backend.passes.cuda.weight_memory.private import DeviceMemory
+    from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory
     from penstock.backend.passes.decoder.cuda_pass.workspace_plan import PassSettings
     from penstock.backend.passes.ops.interface import Weights
     from penstock.backend.passes.shared_weights.watch import WatchedWeights

@@ -17,9 +17,9 @@ from penstock.backend.checkpoint.weights import choose_dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.cuda.device.device import first_line
 from penstock.backend.passes.cuda.device.kernel_choices import adopted_choices
+from penstock.backend.passes.cuda.memory.private_weights import PrivateMemory
+from penstock.backend.passes.cuda.memory.shared_weights import DeviceMemories, fingerprint_of, mapped_bytes
 from penstock.backend.passes.cuda.ops.packed_weights import has_kernels
-from penstock.backend.passes.cuda.weight_memory.private import PrivateMemory
-from penstock.backend.passes.cuda.weight_memory.shared import DeviceMemories, fingerprint_of, mapped_bytes
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import PassSettings, plan_spec, step_sizes
 from penstock.backend.passes.shared_weights.blocks import SharedWeightsError
 from penstock.backend.passes.shared_weights.memory_trimming import return_freed_memory
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.forward_pass import PassOptions, PassSpec
     from penstock.backend.passes.cuda.device.device import Device
-    from penstock.backend.passes.cuda.weight_memory.private import DeviceMemory
+    from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory
     from penstock.backend.passes.ops.interface import Weights
     from penstock.backend.passes.shared_weights.watch import WatchedWeights
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.backend.checkpoint.formats.numbers.ggml import BLOCK_TYPES, GgmlMatrix
+from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     BlockWeight,
-    GroupedForm,
     GroupedWeight,
     Int4Weight,
     Int8Weight,

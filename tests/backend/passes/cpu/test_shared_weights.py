@@ -20,7 +20,7 @@ from penstock.backend.checkpoint import fingerprint
 from penstock.backend.checkpoint.quantization import quantized_checkpoint
 from penstock.backend.checksum import block_sum
 from penstock.backend.forward_pass import PassOptions
-from penstock.backend.passes.cpu.native_structs import Linear
+from penstock.backend.passes.cpu.library.native_structs import Linear
 from penstock.backend.passes.cpu.path_choice import load_kernels
 from penstock.backend.passes.cpu.weight_memory.manifest import LinearForm, Manifest, PackedWeight
 from penstock.backend.passes.cpu.weight_memory.shared import FilledMemory, SharedMemory, create_memfd

@@ -16,14 +16,14 @@ import torch
 from penstock.backend.checksum import block_sum
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
-from penstock.backend.passes.cuda.weight_memory.manifest import (
+from penstock.backend.passes.cuda.memory.shared_weights import DeviceMemories
+from penstock.backend.passes.cuda.memory.weight_manifest import (
     DeviceManifest,
     SharedForm,
     SharedTensor,
     SharedWeight,
     read_manifest,
 )
-from penstock.backend.passes.cuda.weight_memory.shared import DeviceMemories
 from penstock.backend.passes.decoder.cuda_pass import loading
 from penstock.backend.passes.shared_weights import sealed_manifest
 from penstock.backend.passes.shared_weights.blocks import BLOCK_BYTES, SharedWeightsError

@@ -22,7 +22,7 @@ from typing import Any, TypedDict, cast
 from penstock.backend.passes.cuda import kernel_manifest
 from penstock.backend.passes.cuda.device import nvrtc
 from penstock.backend.passes.cuda.device.launcher import KERNELS_DIR, Kernel, group_by_module
-from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
 from tests.backend.passes.cuda.kernels import kernel_rows, kernel_table, sass
 from tests.cuda_emulator.build import cached_directory
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.backend.passes.cpu.torch_cache.paged_cache import quantise_q8_0
-from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
-from penstock.backend.passes.cuda.kv_cache.page_moves import copy_pages
+from penstock.backend.passes.cpu.in_torch.paged_cache import quantise_q8_0
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
+from penstock.backend.passes.cuda.memory.page_moves import copy_pages
 from penstock.backend.passes.cuda.ops.elementwise import unsupported_reason
 from penstock.backend.passes.ops.interface import HeadShape, supports_q8_0
 from penstock.tools.gpu.cases.elementwise import (

@@ -15,7 +15,7 @@ from penstock.backend.passes.cuda.device.device import first_line
 from penstock.backend.passes.cuda.device.launcher import KernelFailed
 from penstock.backend.passes.cuda.ops.matmul import BlockedMatmul
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import LIBRARY_BYTES
-from penstock.backend.passes.encoder.cuda.ops import BLOCK_ROWS, CudaEncoderOps
+from penstock.backend.passes.encoder.cuda_ops import BLOCK_ROWS, CudaEncoderOps
 from penstock.backend.passes.encoder.model import EncoderModel
 from penstock.backend.passes.encoder.ops import EncoderRows
 from penstock.backend.passes.encoder.spec import make_spec

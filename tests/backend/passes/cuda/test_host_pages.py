@@ -13,8 +13,8 @@ import torch
 from penstock.backend.forward_pass import DeviceLost, SamplingParams, StepBatch
 from penstock.backend.forward_pass.extensions import IHostPages
 from penstock.backend.passes.cuda.device.link_probe import LinkSpeed
-from penstock.backend.passes.cuda.kv_cache import page_moves
-from penstock.backend.passes.cuda.kv_cache.page_moves import TokenCosts, count_host_pages
+from penstock.backend.passes.cuda.memory import page_moves
+from penstock.backend.passes.cuda.memory.page_moves import TokenCosts, count_host_pages
 from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass
 from tests.backend.passes.cuda.deferred_device import DeferredCudaPass
 from tests.backend.passes.cuda.emulated_device import EmulatedDevice

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from penstock.backend.checksum import COLUMNS, block_sum, crc_of
-from penstock.backend.passes.cuda.weight_memory.manifest import (
+from penstock.backend.passes.cuda.memory.weight_manifest import (
     ALIGNMENT,
     DTYPES,
     DeviceManifest,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import WeightForm
+    from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
     from penstock.backend.passes.cuda.device.device import BlockRange, Device
 
 _MORE_BYTES = 32 << 20

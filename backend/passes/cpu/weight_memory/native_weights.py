@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, PackedForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     BlockWeight,
-    GroupedForm,
     GroupedWeight,
     Int4Weight,
     Int8Weight,
     Mxfp4Weight,
-    PackedForm,
     StackedWeight,
 )
 from penstock.backend.checkpoint.weight_forms.stacked_weights import take_rows
-from penstock.backend.passes.cpu.native_structs import (
+from penstock.backend.passes.cpu.library.native_structs import (
     PANEL,
     Codebook,
     Experts,

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import WeightForm
+    from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
 
 
 class DeviceMemory(Protocol):

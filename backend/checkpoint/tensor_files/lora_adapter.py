@@ -14,7 +14,7 @@ from penstock.backend.checkpoint.config.tensors import layer_specs
 from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.files.layout import GGUF_SUFFIX, TEXT_PREFIXES
 from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES, StoredTensor, open_file
-from penstock.backend.checkpoint.lora.peft_config import CONFIG_FILE, read_peft_config
+from penstock.backend.checkpoint.tensor_files.lora_config import CONFIG_FILE, read_peft_config
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.errors import StartupError
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.checkpoint.lora.peft_config import PeftConfig
+    from penstock.backend.checkpoint.tensor_files.lora_config import PeftConfig
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 ADAPTED_FIELDS = ("qkv", "o", "gate_up", "down")

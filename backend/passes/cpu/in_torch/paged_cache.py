@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from penstock.backend.passes.cpu.torch_cache.query_tiles import QueryTiles, TileLimits, cut_rows
+from penstock.backend.passes.cpu.in_torch.query_tiles import QueryTiles, TileLimits, cut_rows
 from penstock.backend.passes.ops.interface import KV_BLOCK_VALUES
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.backend.passes.cuda.device.launcher import Launcher
     from penstock.backend.passes.cuda.device.link_probe import LinkSpeed
     from penstock.backend.passes.cuda.device.transfers import Ints, Uplink
-    from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
+    from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
 
 
 logger = logging.getLogger("penstock.backend")
