@@ -17,7 +17,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from penstock.frontend.endpoints.engine_view.updates import (
+from penstock.frontend.endpoints.server.engine_updates import (
     MAX_EVENTS,
     MAX_STEPS,
     EngineUpdate,
