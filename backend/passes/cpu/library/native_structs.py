@@ -1,4 +1,4 @@
-"""The functions of the CPU kernels and the structs that they share with Python, as kernels/*.h declare
+"""The functions of the CPU kernels and the structs that they share with Python, as kernels/ declares
 them, and the memory that they compute in.
 """
 
