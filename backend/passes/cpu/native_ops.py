@@ -187,8 +187,8 @@ class NativeOps:
     def table(self, weight: Tensor) -> EmbeddingTable:
         return self.weights.table(weight)
 
-    def tied_table(self, weight: Tensor | QuantizedWeight, lm_head: PackedLinear) -> EmbeddingTable:  # noqa: ARG002 - rows are read from lm_head
-        return EmbeddingTable.of_packed(lm_head)
+    def packed_table(self, weight: Tensor | QuantizedWeight, linear: PackedLinear) -> EmbeddingTable:  # noqa: ARG002 - rows are read from linear
+        return EmbeddingTable.of_packed(linear)
 
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         values_per_page = 2 * self._num_kv_heads * page_size_tokens * self._head_dim

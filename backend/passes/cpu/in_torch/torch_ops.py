@@ -151,9 +151,9 @@ class TorchOps:
     def table(self, weight: Tensor) -> Tensor:
         return weight.to(self._dtype)
 
-    def tied_table(self, weight: Tensor | QuantizedWeight, lm_head: TorchLinear) -> Tensor | QuantizedWeight:
-        if isinstance(lm_head, QuantizedLinear):
-            return lm_head.weight
+    def packed_table(self, weight: Tensor | QuantizedWeight, linear: TorchLinear) -> Tensor | QuantizedWeight:
+        if isinstance(linear, QuantizedLinear):
+            return linear.weight
         return self.table(weight if isinstance(weight, torch.Tensor) else weight.dequantize())
 
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:

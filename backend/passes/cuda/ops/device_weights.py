@@ -53,9 +53,9 @@ class DeviceWeights:
     def _place(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         return self._memory.place(lambda: weight.to(self._torch_device, dtype).contiguous(), weight.shape, dtype)
 
-    def tied_table(
+    def packed_table(
         self,
         weight: Tensor | QuantizedWeight,  # noqa: ARG002 - one copy serves both
-        lm_head: CudaLinear | CudaQuantizedLinear,
+        linear: CudaLinear | CudaQuantizedLinear,
     ) -> Tensor | CudaQuantizedLinear:
-        return lm_head.weight if isinstance(lm_head, CudaLinear) else lm_head
+        return linear.weight if isinstance(linear, CudaLinear) else linear
