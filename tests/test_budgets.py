@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -97,9 +96,8 @@ def test_packages_keep_their_budget_of_lines() -> None:
 
 
 def test_docs_keep_their_budget_of_words() -> None:
-    """A word has a letter or a digit."""
-    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
-    words = sum(bool(re.search(r"\w", token)) for page in pages for token in page.read_text(encoding="utf-8").split())
+    """As `wc -w` counts them: whatever stands between spaces, the bars of tables too."""
+    words = sum(len(page.read_text(encoding="utf-8").split()) for page in (ROOT / "docs").rglob("*.md"))
     assert 0 < words <= MAX_DOC_WORDS
 
 
