@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock.backend.structured_output.grammar_costs import Growth, Pace, error_of, one_line
 from penstock.backend.structured_output.references import circular_reference
-from penstock.process.native.panics import guarded
+from penstock.process.native_libraries import guarded
 
 if TYPE_CHECKING:
     from pathlib import Path

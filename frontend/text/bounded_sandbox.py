@@ -1,80 +1,47 @@
 """Jinja's immutable sandbox in which no template takes more than its budget, neither to compile nor to render.
 
-Work is counted per block of statements, and per operation that makes a value. An operation whose result may be much
-larger than its operands is counted before it runs. What no chat template needs and is hard to bound does not exist.
+Work is counted per block of statements, and per operation that makes a value. What no chat template needs and is hard
+to bound does not exist.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-import json
-import re
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import jinja2
 import jinja2.ext
 from jinja2 import nodes
-from jinja2.filters import do_format, do_indent, make_attrgetter
-from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace, pass_context
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from penstock.frontend.text.render_budget import (
-    BYTES_PER_UNIT,
-    ELEMENT_UNITS,
-    ESCAPED_UNITS,
-    MAX_ARGUMENT,
-    MAX_BITS,
-    Refused,
-    RenderBudget,
+from penstock.frontend.text.bounded_operations import (
+    ADDED,
+    JOINED,
+    MADE,
+    SLICED,
+    SPEND,
+    TEXT,
+    BoundedContext,
+    bounded_filters,
+    budget_of,
+    check_format,
+    check_text_method,
+    counted_result,
+    is_known_method,
+    join,
+    units_of,
 )
+from penstock.frontend.text.render_budget import MAX_BITS, Refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
     from jinja2.parser import Parser
+    from jinja2.runtime import Context
 
 _Node = TypeVar("_Node", bound=nodes.Node)
 
 MAX_SOURCE_CHARACTERS = 128 << 10
 _MAX_NODES = 10_000
-
-# Filters that the compiled template calls. No template can: a name has no space.
-_SPEND, _MADE, _SLICED, _ADDED, _TEXT, _JOINED = " spend", " made", " sliced", " added", " text", " joined"
-
-_REMOVED_FILTERS = (
-    *("filesizeformat", "pprint", "random", "striptags", "urlencode", "urlize", "wordcount", "wordwrap", "xmlattr"),
-)
-_FREE_FILTERS = ("attr", "count", "d", "default", "first", "float", "int", "items", "last", "length", "safe")
-_LAZY_FILTERS = ("map", "reject", "rejectattr", "select", "selectattr")
-_LIST_FILTERS = ("batch", "dictsort", "groupby", "list", "max", "min", "reverse", "slice", "sort", "unique")
-_WRITTEN_UNITS = {"trim": 1, "truncate": 1, "string": 1, "abs": 1, "round": 1, "center": 1}
-
-_CONTAINER_METHODS = ("copy", "count", "get", "index", "items", "keys", "values")
-_NO_TEXT_METHODS = ("encode", "format_map", "maketrans", "translate")
-_PIECE_UNITS = 2
-"""For each character of a text that is split at any space or line."""
-_MAX_SEPARATOR = 16
-_LONG = 4096
-_MAX_INDENT = 64
-_PARTS_AT_ONCE = 256
-_WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[#0 +-]*(?:\d{5}|\*|\d*\.(?:\d{5}|\*))")
-_SHORT_NUMBER = re.compile(r"\d{1,4}")
-_WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*(?:\d{5}|\{)")
-"""Of a format: a width of five digits, or one that is an argument."""
-
-
-class BoundedContext(Context):
-    """Carries the budget of its rendering."""
-
-    budget: RenderBudget
-
-    def derived(self, locals: dict[str, Any] | None = None) -> BoundedContext:  # noqa: A002 - jinja2's name
-        context = cast("BoundedContext", super().derived(locals))
-        context.budget = self.budget
-        return context
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -104,14 +71,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         )
         del self.globals["lipsum"]
         self.globals["namespace"] = _Variables
-        for name in _REMOVED_FILTERS:
-            del self.filters[name]
-        for name, function in self.filters.items():
-            if name not in (*_FREE_FILTERS, *_LAZY_FILTERS):
-                self.filters[name] = _bounded(name, function)
-        self.filters |= {"replace": _replace, "join": _join, "indent": _indent, "format": _format, "sum": _sum}
-        self.filters |= {"tojson": _to_json, _SPEND: _spend, _MADE: _made, _SLICED: _sliced, _ADDED: _added}
-        self.filters |= {_TEXT: _text, _JOINED: _joined}
+        self.filters = bounded_filters(self.filters)
 
     def bounded_template(self, source: str) -> jinja2.Template:
         """Compile. Raises ValueError for what cannot be compiled within the limits."""
@@ -130,20 +90,20 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return jinja2.Template.from_code(self, code, self.make_globals(None))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        budget = _budget(context)
+        budget = budget_of(context)
         if operator == "%":
             if isinstance(left, str):
-                _check_format(budget, left, "%", right)
+                check_format(budget, left, "%", right)
         elif operator == "*":
             for many, number in ((left, right), (right, left)):
                 if isinstance(many, str | list | tuple) and isinstance(number, int):
-                    budget.spend(_units(many) * max(number, 0))
+                    budget.spend(units_of(many) * max(number, 0))
         elif isinstance(left, int) and isinstance(right, int) and left.bit_length() * abs(right) > MAX_BITS:
             raise Refused(f"a power has more than the limit of {MAX_BITS} bits")
-        return _checked(budget, super().call_binop(context, operator, left, right))
+        return counted_result(budget, super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in jinja2
-        budget = _budget(__context)
+        budget = budget_of(__context)
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
         owner = getattr(method, "__self__", None)
         for value in (*args, *kwargs.values()) if args or kwargs else ():
@@ -151,9 +111,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(owner, str):
             if method.__name__ == "join":
                 (values,) = args
-                return _join(cast("BoundedContext", __context), values, owner)
-            _check_text_method(budget, owner, method.__name__, args, kwargs)
-        elif owner is not None and not _is_known_method(owner, method.__name__):
+                return join(cast("BoundedContext", __context), values, owner)
+            check_text_method(budget, owner, method.__name__, args, kwargs)
+        elif owner is not None and not is_known_method(owner, method.__name__):
             raise Refused(f"{type(owner).__name__}.{method.__name__} is not for templates")
         return budget.made(super().call(__context, __obj, *args, **kwargs))
 
@@ -184,7 +144,7 @@ class _Weaver(NodeTransformer):
         self._units.append(1)
         visited = [new for node in block for new in self.visit_list(node)]
         units = nodes.Const(self._units.pop(), lineno=line)
-        return [nodes.ExprStmt(_filtered(units, _SPEND), lineno=line), *visited]
+        return [nodes.ExprStmt(_filtered(units, SPEND), lineno=line), *visited]
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:  # noqa: N802 - jinja2's names
         self._units[-1] += len(node.data) // 16
@@ -193,7 +153,7 @@ class _Weaver(NodeTransformer):
     def visit_Output(self, node: nodes.Output) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
         node.nodes = [
-            child if isinstance(child, nodes.TemplateData | nodes.Const) else _filtered(child, _TEXT)
+            child if isinstance(child, nodes.TemplateData | nodes.Const) else _filtered(child, TEXT)
             for child in node.nodes
         ]
         return node
@@ -206,11 +166,11 @@ class _Weaver(NodeTransformer):
             values.append(self.visit(first.right))
             first = first.left
         values.append(self.visit(first))
-        return _filtered(nodes.List(values[::-1], lineno=node.lineno), _ADDED)
+        return _filtered(nodes.List(values[::-1], lineno=node.lineno), ADDED)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        return _filtered(nodes.List(node.nodes, lineno=node.lineno), _JOINED)
+        return _filtered(nodes.List(node.nodes, lineno=node.lineno), JOINED)
 
     def visit_List(self, node: nodes.List) -> nodes.Node:  # noqa: N802
         return self._literal(node)
@@ -224,217 +184,12 @@ class _Weaver(NodeTransformer):
     def _literal(self, node: nodes.Expr) -> nodes.Node:
         is_constant = all(isinstance(child, nodes.Const) for child in node.iter_child_nodes())
         self.generic_visit(node)
-        return node if is_constant else _filtered(node, _MADE)
+        return node if is_constant else _filtered(node, MADE)
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        return _filtered(node, _SLICED) if isinstance(node.arg, nodes.Slice) else node
+        return _filtered(node, SLICED) if isinstance(node.arg, nodes.Slice) else node
 
 
 def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
-
-
-def _budget(context: Context) -> RenderBudget:
-    return cast("BoundedContext", context).budget
-
-
-def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    passed = getattr(function, "jinja_pass_arg", None)
-    kind = "" if passed is None else passed.name
-    written_units = _WRITTEN_UNITS.get(name, ESCAPED_UNITS)
-
-    @pass_context
-    def bounded(context: BoundedContext, value: Any, *args: Any, **kwargs: Any) -> Any:
-        budget = context.budget
-        if args or kwargs:
-            budget.check_arguments((*args, *kwargs.values()))
-        if name in _LIST_FILTERS:
-            value = budget.metered(value)
-        elif isinstance(value, str):
-            budget.spend(budget.size(value) * written_units)
-        else:
-            budget.spend_on_writing(value)
-        if not kind:
-            return budget.made(function(value, *args, **kwargs))
-        first = context.eval_ctx if kind == "eval_context" else context.environment
-        return budget.made(function(first, value, *args, **kwargs))
-
-    return bounded
-
-
-def _written(budget: RenderBudget, value: object) -> str:
-    if not isinstance(value, str):
-        budget.spend_on_writing(value)
-    return str(value)
-
-
-def _checked(budget: RenderBudget, result: Any) -> Any:
-    """Count what an operator made. Raises OverBudget, Refused."""
-    if isinstance(result, int) and result.bit_length() > MAX_BITS:
-        raise Refused(f"a number has more than the limit of {MAX_BITS} bits")
-    return budget.made(result)
-
-
-@pass_context
-def _spend(context: BoundedContext, units: int) -> None:
-    context.budget.spend(units)
-
-
-@pass_context
-def _made(context: BoundedContext, value: Any) -> Any:
-    return context.budget.made(value)
-
-
-@pass_context
-def _sliced(context: BoundedContext, value: Any) -> Any:
-    if isinstance(value, list | tuple):  # no larger as a tree than what it is a slice of
-        context.budget.spend(ELEMENT_UNITS + len(value))
-        return value
-    return context.budget.made(value)
-
-
-@pass_context
-def _added(context: BoundedContext, values: list[Any]) -> Any:
-    budget = context.budget
-    length = 0
-    for value in values:
-        if type(value) is not str:
-            return functools.reduce(functools.partial(_add, budget), values)
-        length += len(value)
-    budget.left -= 1 + length // BYTES_PER_UNIT
-    if budget.left < 0 or length > _LONG:
-        budget.look()
-        return budget.made("".join(values))
-    return "".join(values)
-
-
-def _add(budget: RenderBudget, left: Any, right: Any) -> Any:
-    if isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
-        budget.spend(_units(left) + _units(right))
-    return _checked(budget, left + right)
-
-
-@pass_context
-def _text(context: BoundedContext, value: Any) -> Any:
-    budget = context.budget
-    if type(value) is not str:
-        return budget.made(_written(budget, value))
-    budget.left -= 1 + len(value) // BYTES_PER_UNIT
-    if budget.left < 0:
-        budget.look()
-    return value
-
-
-@pass_context
-def _joined(context: BoundedContext, values: Iterable[object]) -> str:
-    return _join(context, values)
-
-
-@pass_context
-def _join(context: BoundedContext, values: Any, d: object = "", attribute: str | int | None = None) -> str:
-    budget = context.budget
-    if attribute is not None:
-        values = map(make_attrgetter(context.environment, attribute), values)
-    texts = [_written(budget, value) for value in budget.metered(values)]
-    separator = _written(budget, d)
-    budget.spend((sum(map(len, texts)) + len(separator) * len(texts)) // BYTES_PER_UNIT)
-    return str(budget.made(separator.join(texts)))
-
-
-@pass_context
-def _replace(context: BoundedContext, value: object, old: object, new: object, count: int | None = None) -> Any:
-    budget = context.budget
-    text, removed, added = (_written(budget, part) for part in (value, old, new))
-    budget.spend(text.count(removed) * len(added) // BYTES_PER_UNIT)
-    return budget.made(text.replace(removed, added, -1 if count is None else count))
-
-
-@pass_context
-def _indent(context: BoundedContext, value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> Any:
-    budget = context.budget
-    text = _written(budget, value)
-    budget.check_arguments((width,))
-    budget.spend(_PIECE_UNITS * len(text))
-    budget.spend(len(text.splitlines()) * (width if isinstance(width, int) else len(width)) // BYTES_PER_UNIT)
-    return budget.made(do_indent(text, width, first, blank))
-
-
-@pass_context
-def _format(context: BoundedContext, value: object, *args: Any, **kwargs: Any) -> Any:
-    text = _written(context.budget, value)
-    _check_format(context.budget, text, "%", kwargs or args)
-    return context.budget.made(do_format(text, *args, **kwargs))
-
-
-@pass_context
-def _sum(context: BoundedContext, values: Any, attribute: str | int | None = None, start: Any = 0) -> Any:
-    if attribute is not None:
-        values = map(make_attrgetter(context.environment, attribute), values)
-    if not isinstance(start, int | float):
-        raise Refused("the filter sum adds numbers only")
-    return sum(context.budget.metered(values), start)
-
-
-@pass_context
-def _to_json(
-    context: BoundedContext,
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> Any:
-    budget = context.budget
-    if any(len(separator) > _MAX_SEPARATOR for separator in separators or ()):
-        raise Refused(f"a separator of tojson is longer than {_MAX_SEPARATOR} characters")
-    budget.spend_on_writing(value)
-    options: dict[str, Any] = {"ensure_ascii": ensure_ascii, "separators": separators, "sort_keys": sort_keys}
-    if indent is None:
-        return budget.made(json.dumps(value, **options))
-    if (indent if isinstance(indent, int) else len(indent)) > _MAX_INDENT:
-        raise Refused(f"tojson indents by more than the limit of {_MAX_INDENT}")
-    encoded, parts = json.JSONEncoder(indent=indent, **options).iterencode(value), []
-    while some := list(itertools.islice(encoded, _PARTS_AT_ONCE)):
-        budget.spend(sum(map(len, some)) // BYTES_PER_UNIT)
-        parts += some
-    return "".join(parts)
-
-
-def _check_format(budget: RenderBudget, text: str, mark: str, values: object) -> None:
-    """Count what a format makes. Raises OverBudget, Refused."""
-    if _WIDE_PERCENT.search(text) if mark == "%" else _WIDE_BRACES.search(text.replace("{{", "")):
-        raise Refused(f"a format has a width from an argument, or above the limit of {MAX_ARGUMENT - 1}")
-    widest = max(map(int, _SHORT_NUMBER.findall(text)), default=0)
-    budget.spend(text.count(mark) * (ESCAPED_UNITS * budget.size(values) + widest // BYTES_PER_UNIT))
-
-
-def _check_text_method(
-    budget: RenderBudget, text: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> None:
-    """Count what a method of a text makes, if it may be much more than the text. Raises OverBudget, Refused."""
-    values = (*args, *kwargs.values())
-    if name in _NO_TEXT_METHODS:
-        raise Refused(f"str.{name} is not for templates")
-    if name == "format":
-        _check_format(budget, text, "{", values)
-        return
-    budget.check_arguments(values)
-    first = values[0] if values and isinstance(values[0], str) else ""
-    if name == "replace" and len(args) > 1 and isinstance(args[1], str):
-        budget.spend(text.count(first) * len(args[1]) // BYTES_PER_UNIT)
-    elif name in ("split", "rsplit"):
-        budget.spend(ELEMENT_UNITS * text.count(first) if first else _PIECE_UNITS * len(text))
-    elif name == "splitlines":
-        budget.spend(_PIECE_UNITS * len(text))
-    elif name == "expandtabs":
-        budget.spend(text.count("\t") * max([8, *(value for value in values if isinstance(value, int))]))
-
-
-def _is_known_method(owner: object, name: str) -> bool:
-    is_container = isinstance(owner, list | tuple | dict) and name in _CONTAINER_METHODS
-    return is_container or type(owner).__module__.startswith("jinja2.")
-
-
-def _units(value: str | list[Any] | tuple[Any, ...]) -> int:
-    return 1 + len(value) // BYTES_PER_UNIT if isinstance(value, str) else len(value)

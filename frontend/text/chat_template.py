@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.frontend.schemas.chat import ChatTool, MessageToolCall
-    from penstock.frontend.text.bounded_sandbox import BoundedContext
+    from penstock.frontend.text.bounded_operations import BoundedContext
 
 
 _MAX_TIME_FORMAT = 100

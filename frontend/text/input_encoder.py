@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from penstock.process.native.tokenizer import truncate
+from penstock.process.native_libraries import truncate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tokenizers import Encoding
 
-    from penstock.process.native.tokenizer import GuardedTokenizer
+    from penstock.process.native_libraries import GuardedTokenizer
 
 Side: TypeAlias = Literal["left", "right"]
 

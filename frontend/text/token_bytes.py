@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.process.native.tokenizer import GuardedTokenizer
+    from penstock.process.native_libraries import GuardedTokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE_MARK = "\u2581"

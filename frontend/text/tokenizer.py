@@ -17,8 +17,7 @@ from penstock.frontend.text.detokenizer import Detokenizer, SharedPieces
 from penstock.frontend.text.input_encoder import EncodedInput, InputEncoder, Truncation
 from penstock.frontend.text.token_bytes import TokenBytes
 from penstock.frontend.transport.errors import ApiError, ErrorKind
-from penstock.process.native.panics import LibraryError
-from penstock.process.native.tokenizer import GuardedTokenizer
+from penstock.process.native_libraries import GuardedTokenizer, LibraryError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

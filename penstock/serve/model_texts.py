@@ -12,7 +12,7 @@ def why_unusable(model_dir: Path, template_file: Path | None) -> str | None:
     """Return why a frontend could not serve the model in a directory; None if it could."""
     # Imported here: the models of this package are not checked, and a start with them would import it for nothing.
     from penstock.frontend.text.tokenizer import ModelTokenizer
-    from penstock.process.native.panics import panics_unseen
+    from penstock.process.native_libraries import panics_unseen
 
     try:
         with panics_unseen():

@@ -25,7 +25,7 @@ from penstock.frontend.settings import ParserNames, WorkerLimits
 from penstock.frontend.text.chat_template import ChatTemplate
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.frontend.transport.serving.server import server_config
-from penstock.process.native.tokenizer import GuardedTokenizer
+from penstock.process.native_libraries import GuardedTokenizer
 from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded, TokenBatch
 from penstock.shm.memory.board import FrontendBoard
 from penstock.shm.messages import (

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, processors
 from penstock.frontend.generation.models.served_model import ModelKeeper, ServedModel
 from penstock.frontend.text.pooling_files import PoolingFiles
 from penstock.frontend.text.tokenizer import ModelTokenizer
-from penstock.process.native.tokenizer import GuardedTokenizer
+from penstock.process.native_libraries import GuardedTokenizer
 from penstock.shm.client import FailureCode, Finish, PooledFailed, PooledRequest, PooledResult
 from penstock.shm.messages import ModelCard, PooledWidth
 from tests.frontend.harness import FakeBackend, byte_level_tokenizer, model_card, model_keeper

@@ -10,12 +10,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from penstock.process.logs import set_up_logging
-from penstock.process.native.panics import LibraryError, guarded, panics_unseen
-from penstock.process.native.tokenizer import GuardedTokenizer
+from penstock.process.native_libraries import GuardedTokenizer, LibraryError, guarded, panics_unseen
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("penstock", "frontend", "backend", "shm")
-WRAPPER = "penstock/process/native/tokenizer.py"
+WRAPPER = "penstock/process/native_libraries.py"
 
 
 def imports_library(node: ast.AST) -> bool:

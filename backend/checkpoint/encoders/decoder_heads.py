@@ -24,7 +24,7 @@ from penstock.backend.checkpoint.formats.stored_weight import find_weight
 from penstock.backend.checkpoint.tensor_files.opening import fit_to_decoder, fit_vocab_size
 from penstock.backend.checkpoint.weights import open_tensor_files
 from penstock.backend.errors import StartupError
-from penstock.process.native.panics import LibraryError
+from penstock.process.native_libraries import LibraryError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -101,7 +101,7 @@ def read_head(model_dir: Path, pooled: PooledDecoder) -> Tensor | None:
 
 
 def _answer_tokens(model_dir: Path, vocab_size: int) -> list[int]:
-    from penstock.process.native.tokenizer import GuardedTokenizer
+    from penstock.process.native_libraries import GuardedTokenizer
 
     path = model_dir / TOKENIZER_FILE
     if not path.is_file():

@@ -15,7 +15,7 @@ import msgspec
 from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.gguf.splits import SPLITS
 from penstock.backend.errors import StartupError
-from penstock.process.native.panics import LibraryError
+from penstock.process.native_libraries import LibraryError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -323,7 +323,7 @@ def _with_hashes(token: str, kind: int) -> str:
 def check_tokenizer(tokenizer_json: dict[str, Any]) -> str:
     """Return the text if the tokenizers library accepts it. Raises StartupError."""
     # Not needed by a model whose files are already there.
-    from penstock.process.native.tokenizer import check_readable
+    from penstock.process.native_libraries import check_readable
 
     text = msgspec.json.encode(tokenizer_json)
     try:

@@ -20,7 +20,7 @@ from penstock.backend.checkpoint.other_layouts.directory import FILES_OF_CLASSES
 from penstock.backend.checkpoint.other_layouts.rank_files import convert_tekken, convert_tiktoken, is_rank_file
 from penstock.backend.checkpoint.other_layouts.sentencepiece_file import convert_sentencepiece, read_normalizer
 from penstock.backend.errors import StartupError
-from penstock.process.native.panics import guarded
+from penstock.process.native_libraries import guarded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -106,7 +106,7 @@ def convert_tekken(path: Path) -> dict[str, Any]:
     knows them, is missing."""
     from transformers.integrations.mistral.tokenizer import MistralConverter
 
-    from penstock.process.native.tokenizer import begin_texts_with
+    from penstock.process.native_libraries import begin_texts_with
 
     tokenizer = MistralConverter(str(path)).converted()
     begin_texts_with(tokenizer, "<s>")

@@ -20,7 +20,7 @@ from penstock.backend.checkpoint.files.layout import CONFIG_FILE
 from penstock.backend.errors import StartupError
 from penstock.backend.options import BackendOptions
 from penstock.process.children import stop_with_parent
-from penstock.process.native.panics import guarded
+from penstock.process.native_libraries import guarded
 from penstock.process.supervisor import describe_end, module_argv
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from penstock.frontend.text.chat_template import ChatTemplate
 from penstock.frontend.text.input_encoder import InputEncoder
 from penstock.frontend.text.render_budget import FULL, RenderLimits
 from penstock.frontend.text.tokenizer import ModelTokenizer
-from penstock.process.native.tokenizer import GuardedTokenizer
+from penstock.process.native_libraries import GuardedTokenizer
 from tests.frontend.harness import (
     TOKENIZER,
     ClientConnection,

@@ -9,7 +9,8 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.frontend.schemas.chat import ChatBody, ChatMessage
-from penstock.frontend.text.bounded_sandbox import MAX_SOURCE_CHARACTERS, BoundedContext, BoundedEnvironment
+from penstock.frontend.text.bounded_operations import BoundedContext
+from penstock.frontend.text.bounded_sandbox import MAX_SOURCE_CHARACTERS, BoundedEnvironment
 from penstock.frontend.text.chat_template import ChatTemplate, TemplateRefusedError
 from penstock.frontend.text.render_budget import INLINE, OverBudget, RenderBudget, RenderLimits
 

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from penstock.frontend.text.detokenizer import Detokenizer, SharedPieces
 from penstock.frontend.text.tokenizer import ModelTokenizer
-from penstock.process.native.tokenizer import GuardedTokenizer
+from penstock.process.native_libraries import GuardedTokenizer
 from tests.frontend.harness import byte_level_tokenizer
 
 CORPUS = ["the cat sat on the mat, été 猫 🐈", "return self.name  # two  spaces", "ça va? 你好"] * 4

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from penstock.frontend.text.input_encoder import InputEncoder, Truncation
-from penstock.process.native.tokenizer import GuardedTokenizer
+from penstock.process.native_libraries import GuardedTokenizer
 
 WORDS = ["[CLS]", "[SEP]", "[UNK]", *(f"w{number}" for number in range(9))]
 TEMPLATES = {

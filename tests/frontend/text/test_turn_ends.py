@@ -12,7 +12,7 @@ from penstock.frontend.schemas.chat import ChatBody, ChatMessage
 from penstock.frontend.text.chat_template import ChatTemplate
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.frontend.text.turn_ends import find_turn_ends
-from penstock.process.native.tokenizer import GuardedTokenizer
+from penstock.process.native_libraries import GuardedTokenizer
 from tests.frontend.harness import byte_level_tokenizer, save_model_files
 
 if TYPE_CHECKING:

@@ -1,18 +1,58 @@
-"""The tokenizers library, of which a damaged tokenizer.json or an unlucky text is an error instead of a panic."""
+"""Native libraries that panic: a panic is a BaseException, which would end the process. Here it becomes an exception.
+
+The tokenizers library is used through `GuardedTokenizer` only. It is imported late: most processes need none.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+import contextlib
+import os
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import msgspec
-from tokenizers import Tokenizer, processors
-
-from penstock.process.native.panics import guarded
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tokenizers import Encoding
+    from tokenizers import Encoding, Tokenizer
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_MAX_REASON = 300
+
+
+class LibraryError(ValueError):
+    """A library gave up on a file or a text: it panicked, or raised Exception itself. The message is one line."""
+
+
+def guarded(call: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Return the call with LibraryError for a panic."""
+
+    def guarded_call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return call(*args, **kwargs)
+        except BaseException as error:
+            # Each library has a PanicException of its own, which cannot be imported.
+            if type(error) is Exception or type(error).__module__ == "pyo3_runtime":
+                raise LibraryError(" ".join(str(error).split())[:_MAX_REASON]) from None
+            raise
+
+    return guarded_call
+
+
+@contextlib.contextmanager
+def panics_unseen() -> Iterator[None]:
+    """Drop what is written to stderr meanwhile: a panic writes lines there. For a process without other threads."""
+    stderr = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(null)
+        os.close(stderr)
 
 
 class GuardedTokenizer:
@@ -36,6 +76,8 @@ class GuardedTokenizer:
     @classmethod
     def from_file(cls, path: Path) -> GuardedTokenizer:
         """Raises LibraryError for what the library cannot read."""
+        from tokenizers import Tokenizer
+
         return cls(guarded(Tokenizer.from_file)(str(path)))
 
 
@@ -49,6 +91,8 @@ def _decoder_types(tokenizer: Tokenizer) -> frozenset[str]:
 
 def check_readable(tokenizer_json: bytes) -> None:
     """Raises LibraryError for what the library cannot read."""
+    from tokenizers import Tokenizer
+
     guarded(Tokenizer.from_buffer)(tokenizer_json)
 
 
@@ -58,6 +102,8 @@ def truncate(encoding: Encoding, num_tokens: int, side: Literal["left", "right"]
 
 def begin_texts_with(tokenizer: Tokenizer, token: str) -> None:
     """Put the token before each text, if the vocabulary has it."""
+    from tokenizers import processors
+
     token_id = tokenizer.token_to_id(token)
     if token_id is not None:
         tokenizer.post_processor = processors.TemplateProcessing(
