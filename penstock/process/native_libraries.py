@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from tokenizers import Encoding, Tokenizer
 
+os.environ["RUST_BACKTRACE"] = "0"  # otherwise a panic writes its stack to stderr: 60 lines for a client's text
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _MAX_REASON = 300
