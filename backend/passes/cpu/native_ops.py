@@ -31,6 +31,7 @@ from penstock.backend.passes.cpu.library.native_structs import (
 )
 from penstock.backend.passes.cpu.native_experts import NativeExpertOps
 from penstock.backend.passes.cpu.native_lora import NativeAdapters
+from penstock.backend.passes.cpu.native_sampling import NativeSampler
 from penstock.backend.passes.cpu.weight_memory.anonymous import map_memory
 from penstock.backend.passes.cpu.weight_memory.native_weights import (
     EmbeddingTable,
@@ -167,6 +168,11 @@ class NativeOps:
         self._activations = (*buffers, *added)
         for buffer in self._activations:
             buffer.reserve(max_batch_tokens)
+
+    def row_sampler(self, max_slots: int) -> NativeSampler:
+        if self._engine is None:
+            raise RuntimeError("the operations are closed")
+        return NativeSampler(self._library, self._engine, self._logits.width, max_slots)
 
     @property
     def experts(self) -> NativeExpertOps | None:

@@ -78,7 +78,7 @@ class CpuDecoderPass(HostSampling):
 
         groups: layers with pages of their own; None for one group. adapters: must stay open until this returns.
         """
-        super().__init__(config.vocab_size, max_running)
+        super().__init__(config.vocab_size, max_running, ops.row_sampler(max_running))
         self._config = config
         self._groups = groups or one_group(config)
         self._ops = ops

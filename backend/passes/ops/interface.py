@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights
     from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
     from penstock.backend.forward_pass import ScoredTokens, StepBatch, TokenLogprobs
+    from penstock.backend.sampling.sampler import IRowSampler
 
 
 class Weights(Protocol):
@@ -257,6 +258,10 @@ class CpuOps(Ops, Protocol):
 
     @property
     def adapters(self) -> LinearAdapters: ...
+
+    def row_sampler(self, max_slots: int) -> IRowSampler | None:
+        """None if the operations have no sampler. It can be used until the operations are closed."""
+        ...
 
     @property
     def cache(self) -> list[Tensor] | PageParts:

@@ -148,6 +148,9 @@ class TorchOps:
     def vector(self, weight: Tensor) -> Tensor:
         return weight.float()
 
+    def row_sampler(self, max_slots: int) -> None:  # noqa: ARG002 - as in `CpuOps`
+        return None
+
     def table(self, weight: Tensor) -> Tensor:
         return weight.to(self._dtype)
 
