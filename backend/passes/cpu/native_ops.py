@@ -135,6 +135,7 @@ class NativeOps:
         self._engine: int | None = library.ps_create(num_threads, round(spin_s * 1e9), byref(shape))
         self.weights = WeightPacker(library, self._engine, dtype, memory, rounds_rows=rounds_rows)
         self.adapters = NativeAdapters(dtype)
+        self.make_sampler = partial(NativeSampler, library, self._engine, config.logits_width)
         self._layers: dict[int, Attention] = {}
         self._num_rows = 0  # tokens of the current step; after `last_tokens`, those that remain
         self._recording: list[Operation] | None = None
@@ -168,11 +169,6 @@ class NativeOps:
         self._activations = (*buffers, *added)
         for buffer in self._activations:
             buffer.reserve(max_batch_tokens)
-
-    def row_sampler(self, max_slots: int) -> NativeSampler:
-        if self._engine is None:
-            raise RuntimeError("the operations are closed")
-        return NativeSampler(self._library, self._engine, self._logits.width, max_slots)
 
     @property
     def experts(self) -> NativeExpertOps | None:

@@ -124,7 +124,7 @@ class NativeSampler:
         positions: Sequence[int],
         masks: TokenMasks | None,
     ) -> tuple[NDArray[np.int32], TokenLogprobs | None]:
-        count = len(slots)
+        count, logits = len(slots), np.ascontiguousarray(logits, np.float32)
         tokens = np.empty(count, np.int32)
         rows = _SampledRows(
             logits=logits.ctypes.data, slots=addressof(self._slots), num_rows=count, vocab=self._vocab_size

@@ -259,8 +259,9 @@ class CpuOps(Ops, Protocol):
     @property
     def adapters(self) -> LinearAdapters: ...
 
-    def row_sampler(self, max_slots: int) -> IRowSampler | None:
-        """None if the operations have no sampler. It can be used until the operations are closed."""
+    @property
+    def make_sampler(self) -> Callable[[int], IRowSampler] | None:
+        """Makes a sampler for max_slots, which can be used until the operations are closed; None if they have none."""
         ...
 
     @property

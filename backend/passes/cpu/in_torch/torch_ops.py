@@ -113,6 +113,7 @@ class TorchOps:
     """Implements `CpuOps`. dtype is that of weights and activations: float32 or bfloat16."""
 
     tile_limits = TileLimits()
+    make_sampler = None
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, *, rounds_rows: bool = False) -> None:
         """rounds_rows: activations of int8 products have one scale per row."""
@@ -147,9 +148,6 @@ class TorchOps:
 
     def vector(self, weight: Tensor) -> Tensor:
         return weight.float()
-
-    def row_sampler(self, max_slots: int) -> None:  # noqa: ARG002 - as in `CpuOps`
-        return None
 
     def table(self, weight: Tensor) -> Tensor:
         return weight.to(self._dtype)
