@@ -11,7 +11,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, cast
 
-from jinja2.filters import do_format, do_indent, make_attrgetter
+from jinja2.filters import do_format, do_indent, do_int, make_attrgetter
 from jinja2.runtime import Context
 from jinja2.utils import pass_context
 
@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 
 # Filters that the compiled template calls. No template can: a name has no space.
 SPEND, MADE, SLICED, ADDED, TEXT, JOINED = " spend", " made", " sliced", " added", " text", " joined"
+METERED = " metered"
 
 _REMOVED_FILTERS = (
     *("filesizeformat", "pprint", "random", "striptags", "urlencode", "urlize", "wordcount", "wordwrap", "xmlattr"),
 )
-_FREE_FILTERS = ("attr", "count", "d", "default", "first", "float", "int", "items", "last", "length", "safe")
+_FREE_FILTERS = ("attr", "count", "d", "default", "first", "float", "items", "last", "length", "safe")
 _LAZY_FILTERS = ("map", "reject", "rejectattr", "select", "selectattr")
 _LIST_FILTERS = ("batch", "dictsort", "groupby", "list", "max", "min", "reverse", "slice", "sort", "unique")
 _WRITTEN_UNITS = {"trim": 1, "truncate": 1, "string": 1, "abs": 1, "round": 1, "center": 1}
@@ -116,6 +117,11 @@ def _made(context: BoundedContext, value: Any) -> Any:
 
 
 @pass_context
+def _metered(context: BoundedContext, values: Any) -> Any:
+    return context.budget.metered(values)
+
+
+@pass_context
 def _sliced(context: BoundedContext, value: Any) -> Any:
     if isinstance(value, list | tuple):  # no larger as a tree than what it is a slice of
         context.budget.spend(ELEMENT_UNITS + len(value))
@@ -194,6 +200,11 @@ def _format(context: BoundedContext, value: object, *args: Any, **kwargs: Any) -
     text = _written(context.budget, value)
     check_format(context.budget, text, "%", kwargs or args)
     return context.budget.made(do_format(text, *args, **kwargs))
+
+
+@pass_context
+def _int(context: BoundedContext, value: Any, default: int = 0, base: int = 10) -> Any:
+    return counted_result(context.budget, do_int(value, default, base))
 
 
 @pass_context
@@ -279,10 +290,12 @@ def bounded_filters(filters: Mapping[str, Callable[..., Any]]) -> dict[str, Call
         "join": join,
         "indent": _indent,
         "format": _format,
+        "int": _int,
         "sum": _sum,
         "tojson": _to_json,
         SPEND: _spend,
         MADE: _made,
+        METERED: _metered,
         SLICED: _sliced,
         ADDED: _added,
         TEXT: _text,

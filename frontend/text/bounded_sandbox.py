@@ -19,6 +19,7 @@ from penstock.frontend.text.bounded_operations import (
     ADDED,
     JOINED,
     MADE,
+    METERED,
     SLICED,
     SPEND,
     TEXT,
@@ -134,6 +135,8 @@ class _Weaver(NodeTransformer):
         for name in blocks:
             setattr(node, name, [])
         super().generic_visit(node, *args, **kwargs)
+        if isinstance(arguments := getattr(node, "dyn_args", None), nodes.Expr):  # become a tuple before the call
+            node.dyn_args = _filtered(arguments, METERED)  # type: ignore[attr-defined]
         for name, block in blocks.items():
             # A body that does nothing takes time when a loop runs it.
             if block or name == "body":

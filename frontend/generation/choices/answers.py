@@ -106,8 +106,8 @@ async def answer_stream(
         failure = error
     except ClientGoneError:
         raise
-    except Exception:
-        if not exchange.started:
+    except Exception as error:
+        if not exchange.started or error is exchange.ending:
             raise
         failure = exchange.unforeseen()
     last = answer_format.end() if failure is None else answer_format.failure(failure)

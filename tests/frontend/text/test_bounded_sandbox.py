@@ -34,6 +34,8 @@ ATTACKS = {
     "hashed tree": IN_LOOP.format(first="(1, 2)", next="(ns.v, ns.v)") + "{% set d = {ns.v: 1} %}",
     "arguments": "{% macro f() %}{{ f(varargs, varargs) }}{% endmacro %}{{ f(1) }}",
     "numbers": IN_LOOP.format(first="9", next="ns.v * ns.v"),
+    "hexadecimal": "{{ ('f' * 9999)|int(base=16) }}",
+    "unpacked": "{{ dict(*('中' * 99999)) }}",
     # operations whose results are larger than their operands
     "joined text": IN_LOOP.format(first="'x'", next="ns.v ~ ns.v"),
     "lists added": IN_LOOP.format(first="[1]", next="ns.v + ns.v"),
@@ -80,7 +82,8 @@ ORDINARY = """\
 {{ c.split("x") }}{{ " a b ".split() }}{{ c.strip("x") }}{{ c.startswith("x") }}{{ c.find("y") }}
 {{ "a b c"|truncate(3) }}
 {{ 2.5|round }}{{ -3|abs }}{{ "3"|int + 1 }}{{ "<a>"|e }}{{ c|string|length }}{{ xs|first }}{{ xs|last }}{{ nothing }}
-{{ range(3)|list }}{{ dict(a=1, b=c) }}{{ maps[0].items()|list }}{{ maps[0].get("z", c) }}{{ c in xs }}{{ [c] == [c] }}
+{{ range(3)|list }}{{ dict(a=1, b=c) }}{{ dict(*[{'k': 1}]) }}
+{{ maps[0].items()|list }}{{ maps[0].get("z", c) }}{{ c in xs }}{{ [c] == [c] }}
 {% macro m(a, b="d") %}[{{ a }}{{ b }}{{ varargs }}{{ kwargs }}{{ caller() if caller }}]{% endmacro %}
 {{ m(1) }}{{ m(1, 2, 3, z=4) }}{% call m(c) %}inner{% endcall %}{% filter upper %}x{{ c }}{% endfilter %}
 {% set s %}{{ c }}!{% endset %}{{ s }}{% set a, b = xs[0], c %}{{ a }}{{ b }}{% with q = c + "w" %}{{ q }}{% endwith %}
