@@ -15,7 +15,6 @@ import msgspec
 from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.gguf.splits import SPLITS
 from penstock.backend.errors import StartupError
-from penstock.process.native_libraries import LibraryError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -328,6 +327,6 @@ def check_tokenizer(tokenizer_json: dict[str, Any]) -> str:
     text = msgspec.json.encode(tokenizer_json)
     try:
         check_readable(text)
-    except LibraryError as error:
+    except ValueError as error:  # LibraryError too
         raise StartupError(f"the file's tokenizer cannot be used: {shorten(str(error))}") from None
     return text.decode()
