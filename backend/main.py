@@ -151,6 +151,8 @@ def serve(options: BackendOptions) -> None:
         return
     _check_all_memory(options, plan, memory, settings)
     logger.info(plan.describe())
+    if isinstance(plan, KvPlan) and (warning := plan.narrowing) is not None:
+        logger.warning(warning)
     model_dir = locate_model(options, config_dir)  # downloads only what can be served
     numerics = options.numerics(name) | adopted_choices(settings.device)[0].numerics()
     card = make_card(_names(options, spec), model_dir, spec, plan, options.max_waiting, numerics)

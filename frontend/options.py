@@ -18,6 +18,7 @@ from penstock.process.private_directory import default_socket_path
 from penstock.shm.messages import MAX_LINGER_S
 
 Positive = Annotated[int, Parameter(validator=Number(gte=1))]
+MAX_WORKERS = 256
 Seconds = Annotated[float, Parameter(validator=Number(gt=0.0, lte=86_400.0))]
 Port = Annotated[int, Parameter(validator=Number(gte=0, lte=65_535))]
 
@@ -85,8 +86,8 @@ class FrontendOptions:
     listen_fd: Annotated[int | None, Parameter(show=False, validator=Number(gte=0))] = None
     """File descriptor of a listening socket to use instead of host and port; `penstock serve` passes its own."""
 
-    workers: Positive = 1
-    """Processes that share the port."""
+    workers: Annotated[int, Parameter(validator=Number(gte=1, lte=MAX_WORKERS))] = 1
+    """Processes that share the port, at most 256."""
 
     socket: Path = field(default_factory=default_socket_path)
     """Unix socket of the backend."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.backend.kv_cache.page_store import PersistedPage
+from penstock.process.logs import RareLine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,6 +67,7 @@ class HostOffload:
         """With a store: what the next step's saves bring there."""
         self._copying: deque[list[tuple[bytes, _Saved]]] = deque()
         """The same for each launched step that has not ended."""
+        self._damage = RareLine(logger, logging.ERROR)
         self.num_saved = 0
         self.num_restored = 0
         self.note_forgotten: Callable[[bytes], None] | None = None
@@ -99,7 +101,7 @@ class HostOffload:
         if saved is not None and saved.is_unchecked and self._store is not None:
             saved.is_unchecked = False
             if not self._store.is_intact(saved.host_page):
-                logger.error("a page that an earlier backend saved is damaged; it is computed again")
+                self._damage.log("a page that an earlier backend saved is damaged; it is computed again")
                 self.discard([page_hash])
                 return False
         return saved is not None

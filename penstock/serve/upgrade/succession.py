@@ -20,7 +20,7 @@ from penstock.serve.upgrade.control import Caller, CannotUpgrade, ControlSocket
 from penstock.serve.upgrade.new_options import BadOptions, changed
 from penstock.shm.client.replicas.replica_set import difference
 from penstock.shm.link.join import Refused, join
-from penstock.shm.link.listening_address import LOCK_SUFFIX, CannotListen, take_over
+from penstock.shm.link.listening_address import LOCK_SUFFIX, CannotListen, successor_path, take_over
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.memory.region import RegionError
 from penstock.shm.messages import WireError
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 _CONNECT_LIMIT_S = 10.0
 """Time that the old backend waits for its frontends to find the new one."""
 _JOIN_LIMIT_S = 1.0
-_NEXT = "-next"
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,7 +60,7 @@ class Succession:
     def replace(self, running: Running, options: BackendOptions) -> Iterator[None]:
         """Replace one backend by one with these options. Raises CannotUpgrade if the old one continues instead."""
         path = options.socket
-        next_path = path.with_name(f"{path.stem}{_NEXT}{path.suffix}")
+        next_path = successor_path(path)
         prepared = self._children.prepare(options)
         spec = prepared.spec(f"new {running.name}", socket=next_path, beside_another=True)
         self._tell(f"a new {running.name} starts beside the old one")
