@@ -12,7 +12,7 @@ from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
 from penstock.frontend.endpoints.responses.storage.state_files import default_state_dir
-from penstock.frontend.settings import ReasoningParserName, TenantBy, ToolParserName
+from penstock.frontend.settings import EngineView, ReasoningParserName, TenantBy, ToolParserName
 from penstock.process.options import ByteSize, grouped
 from penstock.process.private_directory import default_socket_path
 from penstock.shm.messages import MAX_LINGER_S
@@ -46,7 +46,7 @@ _GROUPS = {
     "Used most": "host port workers api_key",
     "Model and weights": "tool_parser reasoning_parser chat_template",
     "Listening": "uds uds_mode ssl_certfile ssl_keyfile ssl_keyfile_password listen_fd",
-    "Access": "api_key_file admin_key tenant_by cors_allow_origin allowed_host",
+    "Access": "api_key_file admin_key tenant_by engine_view cors_allow_origin allowed_host",
     "Limits of requests": "max_body max_open_requests response_store state_dir strict",
     "Failures and restarts": "drain_timeout_s resume_timeout_s hold_timeout_s max_held_requests keep_alive_interval_s "
     "max_linger_s",
@@ -136,6 +136,10 @@ class FrontendOptions:
     """Without keys, whose share of the device a request takes: that of the address it comes from (IPv6: of its /64
     network), that of the last address in X-Forwarded-For, which only a proxy in front makes true, or none: all clients
     are one tenant. With keys it is always the key's."""
+
+    engine_view: Annotated[EngineView | None, Parameter(show_default=False)] = None
+    """Whose requests the engine page shows one by one: all, or only the viewer's own, and sums of the others. The admin
+    key, and keys with admin=yes, see all. Default: own with keys, all without."""
 
     cors_allow_origin: Annotated[
         tuple[str, ...], Parameter(negative="", consume_multiple=False, show_default=False)

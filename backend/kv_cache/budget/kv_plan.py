@@ -179,10 +179,11 @@ class KvPlan(KvCapacity):
         wanted, choice = self.choice.tried[0], self.choice
         if wanted is choice.chosen:
             return None
+        wide = wanted.kv_dtype
         return (
-            f"--kv-dtype auto takes {self.kv_dtype}, because a KV cache in {wanted.kv_dtype} holds {wanted.num_tokens:,} "
-            f"of {choice.needed_tokens:,} tokens ({choice.needed_for}) in {self.budget}: tokens may differ from those "
-            f"of {wanted.kv_dtype}. --kv-dtype {wanted.kv_dtype} or a larger --kv-budget avoids that"
+            f"--kv-dtype auto takes {self.kv_dtype}, because a KV cache in {wide} holds "
+            f"{wanted.num_tokens:,} of {choice.needed_tokens:,} tokens ({choice.needed_for}) in {self.budget}: "
+            f"tokens may differ from those of {wide}. --kv-dtype {wide} or a larger --kv-budget avoids that"
         )
 
     @property
