@@ -30,12 +30,14 @@ from penstock.backend.forward_pass.plugins import find_forward_pass
 from penstock.backend.kv_cache.budget.kv_plan import KvPlan
 from penstock.backend.kv_cache.budget.memory import MemoryInfo, device_memory, host_memory
 from penstock.backend.kv_cache.budget.whole_plan import WholePlan
+from penstock.backend.kv_cache.hand_over import HandOverMemory, open_hand_over
 from penstock.backend.kv_cache.page_store import open_store
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.cuda.device.device_choice import why_no_gpu
 from penstock.backend.passes.cuda.device.kernel_choices import adopted_choices
 from penstock.backend.passes.held_weights.watch import WeightWatch
 from penstock.backend.scheduling.restart_grace import RestartGrace
+from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.start.lora_modules import announce, check_unchanged
 from penstock.backend.start.model_card import ModelNames, make_card
 from penstock.backend.start.paging import count_host_pages, create_kv_events, create_scheduler
@@ -79,6 +81,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import FrameType
 
+    from penstock.backend.engine.interfaces import ISequenceScheduler
     from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
     from penstock.backend.kv_cache.page_store import PageStore
     from penstock.shm.messages import ModelCard
@@ -180,6 +183,7 @@ def serve(options: BackendOptions) -> None:
     engine = Engine(link, executor, scheduler, builder, requests, board, heartbeat=heartbeat, kv_events=kv_events)
     _watch_weights(forward_pass, settings, executor, board)
     _drain_on_signals(engine)
+    _leave_on_signal(engine, scheduler)
     _tune_interpreter()
     _log_ready(options, settings, card, time.monotonic() - started_s)
     if manager is not None:
@@ -277,10 +281,11 @@ def _open_store(
     plan: KvPlan | WholePlan,
     model_dir: Path,
     card: ModelCard,
-) -> PageStore | None:
-    beside = options.beside_another
-    fd, memory = options.persist_kv_fd, host_memory()
+) -> PageStore | HandOverMemory | None:
+    fd, memory, beside = options.persist_kv_fd, host_memory(), options.beside_another
     fingerprint = f"{card.fingerprint} {options.max_context}"  # LongRoPE rotates keys by the longest context
+    if fd is None:
+        return open_hand_over(options.hand_over_fd, forward_pass, plan, model_dir, fingerprint)
     return open_store(fd, forward_pass, plan, model_dir, fingerprint, memory, beside_another=beside)
 
 
@@ -396,6 +401,16 @@ def _drain_on_signals(engine: Engine) -> None:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
+
+
+def _leave_on_signal(engine: Engine, scheduler: ISequenceScheduler) -> None:
+    """SIGUSR1 says that a successor is ready."""
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        if isinstance(scheduler, Scheduler):
+            engine.call_soon(scheduler.leave_pages)
+
+    signal.signal(signal.SIGUSR1, on_signal)
 
 
 if __name__ == "__main__":

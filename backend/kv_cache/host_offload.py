@@ -77,11 +77,14 @@ class HostOffload:
     def _take_over(self, found: Sequence[PersistedPage]) -> None:
         """Begin with the pages that earlier processes have saved."""
         for page in found:
-            if (older := self._saved.pop(page.page_hash, None)) is not None and self._store is not None:
-                self._store.withdraw(older.host_page)
-            self._saved[page.page_hash] = _Saved(page.place, page.salt, is_unchecked=True)
+            self._add_found(page)
         used = {saved.host_page for saved in self._saved.values()}
         self._free = [place for place in range(self._num_host_pages - 1, -1, -1) if place not in used]
+
+    def _add_found(self, page: PersistedPage) -> None:
+        if (older := self._saved.pop(page.page_hash, None)) is not None and self._store is not None:
+            self._store.withdraw(older.host_page)
+        self._saved[page.page_hash] = _Saved(page.place, page.salt, is_unchecked=True)
 
     @property
     def num_used(self) -> int:

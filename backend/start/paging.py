@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from penstock.backend.engine.interfaces import ISequenceScheduler
     from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions
     from penstock.backend.kv_cache.budget.kv_plan import KvPlan
+    from penstock.backend.kv_cache.hand_over import HandOverMemory
     from penstock.backend.kv_cache.page_store import PageStore
     from penstock.backend.options import BackendOptions
     from penstock.shm.memory.board import BackendBoard
@@ -54,7 +55,7 @@ def create_scheduler(
     options: BackendOptions,
     board: BackendBoard,
     kv_events: KvEventPublisher | None,
-    store: PageStore | None,
+    store: PageStore | HandOverMemory | None,
 ) -> tuple[ISequenceScheduler, BatchBuilder | WholeBatchBuilder]:
     """Create the scheduler.
 

@@ -61,13 +61,13 @@ class Succession:
         """Replace one backend by one with these options. Raises CannotUpgrade if the old one continues instead."""
         path = options.socket
         next_path = successor_path(path)
-        prepared = self._children.prepare(options)
+        prepared = self._children.prepare(options, beside=running.prepared)
         spec = prepared.spec(f"new {running.name}", socket=next_path, beside_another=True)
         self._tell(f"a new {running.name} starts beside the old one")
         new = self._supervisor.add(spec)
         with contextlib.ExitStack() as visits:
             try:
-                yield from self._take_path(new, path, next_path, visits)
+                yield from self._take_path(new, running.child, path, visits)
             except CannotUpgrade as error:
                 yield from self._end(new)
                 prepared.close()
@@ -84,9 +84,10 @@ class Succession:
         running.child, running.prepared = new, prepared
         self._tell(f"the new {running.name} has taken over")
 
-    def _take_path(self, new: Child, path: Path, next_path: Path, visits: contextlib.ExitStack) -> Iterator[None]:
+    def _take_path(self, new: Child, old: Child, path: Path, visits: contextlib.ExitStack) -> Iterator[None]:
         """Wait until the new backend is ready, check it, and give it the path; then wait for the frontends. Raises
         CannotUpgrade, with the rest of a sentence, before the path has changed hands."""
+        next_path = successor_path(path)
         while (new_visit := _visit(next_path)) is None:
             if new.end is not None:
                 raise CannotUpgrade(f"{describe_end(new.end)} during its start, and has logged why")
@@ -96,6 +97,7 @@ class Succession:
         if old_visit is not None:  # otherwise it crashes again and again, perhaps
             visits.callback(old_visit.close)
             _check(old_visit.card, new_visit.card)
+            self._supervisor.announce_successor(old)
         take_over(path, next_path)
         deadline_s = time.monotonic() + _CONNECT_LIMIT_S
         while old_visit is not None and time.monotonic() < deadline_s:

@@ -27,6 +27,8 @@ logger = logging.getLogger("penstock.client")
 
 _LONGEST_S = 10.0
 """A stream whose tokens are not computed by then moves anyway."""
+_MOVED_TOGETHER = 8
+"""Streams; their first step on the other backend also computes what each has generated during its preparation."""
 _GREEDY = Sampling(temperature=0.0)
 
 
@@ -52,28 +54,42 @@ class HandOver:
         groups: dict[object, list[OpenStream]] = {}
         for stream in self._source.client.open_streams:
             groups.setdefault(self._together(stream) or stream, []).append(stream)
-        # One by one: a step with the tokens of several would hold up all streams that have moved already.
+        several: list[list[OpenStream]] = []
         for group in groups.values():
-            if not self._source.computes:
-                break
-            await self._hand_over(group)
+            several.append(group)
+            if sum(map(len, several)) >= _MOVED_TOGETHER:
+                await self._hand_over(several)
+                several = []
+        await self._hand_over(several)
         if self.num_moved:
             logger.info("%d streams of a leaving backend continue on another", self.num_moved)
 
-    async def _hand_over(self, group: Sequence[OpenStream]) -> None:
+    async def _hand_over(self, groups: Sequence[Sequence[OpenStream]]) -> None:
+        targets: dict[int, Replica] = {}
+        # One by one: the old backend goes on beside it, so its steps should stay short.
+        for index, group in enumerate(groups):
+            if self._source.computes and (target := await self._prepare(group)) is not None:
+                targets[index] = target
+        # Again, for the tokens generated meanwhile: a step for all.
+        await asyncio.gather(*(self._prepare(groups[index], target) for index, target in targets.items()))
+        for index, target in targets.items():
+            moving = [stream for stream in self._still_there(groups[index]) if not stream.loans]
+            if moving and self._source.computes and target.client.ready:
+                self._move(self._source, moving, target)
+                self.num_moved += len(moving)
+
+    async def _prepare(self, group: Sequence[OpenStream], target: Replica | None = None) -> Replica | None:
+        """Let the target, or one that it chooses, compute a group's tokens so far. None if there is no target."""
         group = self._still_there(group)
         if not group:
-            return
+            return None
         longest = max(group, key=lambda stream: len(stream.tokens))
-        target = self._choose(longest, self._source)
+        target = target or self._choose(longest, self._source)
         if target is None or not target.has_adapter(longest.message.adapter):
-            return
+            return None
         if isinstance(longest, TokenStream) and longest.has_tokens and not longest.is_queued:
             await _compute(longest.message, longest.tokens[:], target)
-        moving = [stream for stream in self._still_there(group) if not stream.loans]
-        if moving and self._source.computes and target.client.ready:
-            self._move(self._source, moving, target)
-            self.num_moved += len(moving)
+        return target
 
     def _still_there(self, group: Sequence[OpenStream]) -> list[OpenStream]:
         """The streams that have not ended while others were moved."""
