@@ -28,7 +28,10 @@ logger = logging.getLogger("penstock.client")
 _LONGEST_S = 10.0
 """A stream whose tokens are not computed by then moves anyway."""
 _MOVED_TOGETHER = 8
-"""Streams; their first step on the other backend also computes what each has generated during its preparation."""
+"""Streams. Their first step on the other backend also computes what each has generated since its preparation."""
+_MOST_ROUNDS = 6
+_FEW_TOKENS = 2
+"""Tokens of a stream; a step that computes so many is hardly longer than one that computes one."""
 _GREEDY = Sampling(temperature=0.0)
 
 
@@ -70,13 +73,20 @@ class HandOver:
         for index, group in enumerate(groups):
             if self._source.computes and (target := await self._prepare(group)) is not None:
                 targets[index] = target
-        # Again, for the tokens generated meanwhile: a step for all.
-        await asyncio.gather(*(self._prepare(groups[index], target) for index, target in targets.items()))
+        # Then, a step for all, the tokens generated meanwhile: each round takes less time, so it leaves fewer.
+        for _ in range(_MOST_ROUNDS):
+            num_before = self._num_tokens(groups)
+            await asyncio.gather(*(self._prepare(groups[index], target) for index, target in targets.items()))
+            if self._num_tokens(groups) - num_before <= _FEW_TOKENS * len(targets):
+                break
         for index, target in targets.items():
             moving = [stream for stream in self._still_there(groups[index]) if not stream.loans]
             if moving and self._source.computes and target.client.ready:
                 self._move(self._source, moving, target)
                 self.num_moved += len(moving)
+
+    def _num_tokens(self, groups: Sequence[Sequence[OpenStream]]) -> int:
+        return sum(len(group[0].tokens) for group in groups)
 
     async def _prepare(self, group: Sequence[OpenStream], target: Replica | None = None) -> Replica | None:
         """Let the target, or one that it chooses, compute a group's tokens so far. None if there is no target."""
