@@ -89,8 +89,10 @@ class Engine:
 
     def run(self) -> None:
         """Serve until `drain` was called and nothing runs, or its time is up. Raises ExecutorFailed."""
-        while not self._is_drained():
+        while True:
             self.turn()
+            if self._is_drained():
+                return
             self._link.wait(self.next_turn_s(), self._executor.wake_fd)
 
     def next_turn_s(self) -> float:
