@@ -53,7 +53,8 @@ class HandOverMemory:
     def __init__(self, fd: int, key: bytes, page_bytes: int, num_pages: int) -> None:
         """The fd stays the caller's. follows becomes true if another backend with the same key uses it now; if one
         with another key does, is_usable is false. num_pages are those that this backend may leave."""
-        # Its own description of the file has its own lock. Closing a mapping would drop a lock of the process.
+        self._shared_fd = fd
+        # Another description of the file, for its lock: one of the process would end when any of its fds is closed.
         self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         self._key = key
         self.page_bytes = page_bytes
@@ -98,7 +99,7 @@ class HandOverMemory:
         num_bytes = rows_end + num_places * self._place_bytes
         if not self.follows:
             os.ftruncate(self._fd, num_bytes)
-        self._mapping = mmap.mmap(self._fd, num_bytes)
+        self._mapping = mmap.mmap(self._shared_fd, num_bytes)
         self._rows = PageRows(self._mapping, _HEADER_BYTES, num_places)
         memory = np.frombuffer(self._mapping, np.uint8, num_places * self._place_bytes, rows_end)
         self._places = memory.reshape(num_places, self._place_bytes)
