@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 _CONNECT_LIMIT_S = 10.0
 """Time that the old backend waits for its frontends to find the new one."""
 _JOIN_LIMIT_S = 1.0
+_SAVE_LIMIT_S = 1.0
+"""Time for the pages of running sequences; those that are not copied by then may be computed again."""
+_TURNS_PER_STEP = 2
+"""Turns of the supervisor, of 0.05 s, after which a backend with such pages has copied some more."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -98,6 +102,7 @@ class Succession:
             visits.callback(old_visit.close)
             _check(old_visit.card, new_visit.card)
             self._supervisor.announce_successor(old)
+            yield from _saved_pages(old_visit)
         take_over(path, next_path)
         deadline_s = time.monotonic() + _CONNECT_LIMIT_S
         while old_visit is not None and time.monotonic() < deadline_s:
@@ -151,6 +156,17 @@ def _check(old: ModelCard, new: ModelCard) -> None:
         )
 
 
+def _saved_pages(old: _Visit) -> Iterator[None]:
+    """Wait while the old backend copies pages for its successor."""
+    num_before, num_saved = -1, 0
+    deadline_s = time.monotonic() + _SAVE_LIMIT_S
+    while num_saved > num_before and time.monotonic() < deadline_s:
+        num_before = num_saved
+        for _ in range(_TURNS_PER_STEP):
+            yield
+        num_saved = old.num_saved_pages
+
+
 class _Visit:
     """A connection to a backend, as a frontend without requests: it shows the model, and the number of frontends."""
 
@@ -170,6 +186,11 @@ class _Visit:
     def num_frontends(self) -> int:
         """Number of frontends including this visit, once the backend has counted it."""
         count: int = self._board.frontends
+        return count
+
+    @property
+    def num_saved_pages(self) -> int:
+        count: int = self._board.pages_saved
         return count
 
     def close(self) -> None:

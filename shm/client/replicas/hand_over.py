@@ -29,7 +29,7 @@ _LONGEST_S = 10.0
 """A stream whose tokens are not computed by then moves anyway."""
 _MOVED_TOGETHER = 8
 """Streams. Their first step on the other backend also computes what each has generated since its preparation."""
-_MOST_ROUNDS = 6
+_MOST_ROUNDS = 10
 _FEW_TOKENS = 2
 """Tokens of a stream; a step that computes so many is hardly longer than one that computes one."""
 _GREEDY = Sampling(temperature=0.0)
