@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from penstock.shm.client.capacity import BackendUnavailable, Overloaded
@@ -32,6 +33,8 @@ _MOVED_TOGETHER = 8
 _MOST_ROUNDS = 10
 _FEW_TOKENS = 2
 """Tokens of a stream; a step that computes so many is hardly longer than one that computes one."""
+_NEXT_TOKEN_S = 0.1
+_LOOK_EVERY_S = 0.001
 _GREEDY = Sampling(temperature=0.0)
 
 
@@ -79,11 +82,18 @@ class HandOver:
             await asyncio.gather(*(self._prepare(groups[index], target) for index, target in targets.items()))
             if self._num_tokens(groups) - num_before <= _FEW_TOKENS * len(targets):
                 break
+        await self._next_token(groups)
         for index, target in targets.items():
             moving = [stream for stream in self._still_there(groups[index]) if not stream.loans]
             if moving and self._source.computes and target.client.ready:
                 self._move(self._source, moving, target)
                 self.num_moved += len(moving)
+
+    async def _next_token(self, groups: Sequence[Sequence[OpenStream]]) -> None:
+        """Wait until streams have just received tokens: then the pause that the move makes begins late."""
+        num_before, deadline_s = self._num_tokens(groups), time.monotonic() + _NEXT_TOKEN_S
+        while self._num_tokens(groups) == num_before and time.monotonic() < deadline_s:
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     def _num_tokens(self, groups: Sequence[Sequence[OpenStream]]) -> int:
         return sum(len(group[0].tokens) for group in groups)
