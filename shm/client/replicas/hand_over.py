@@ -92,8 +92,8 @@ class HandOver:
     async def _next_token(self, groups: Sequence[Sequence[OpenStream]]) -> None:
         """Wait until streams have just received tokens: then the pause that the move makes begins late."""
         num_before, deadline_s = self._num_tokens(groups), time.monotonic() + _NEXT_TOKEN_S
-        while self._num_tokens(groups) == num_before and time.monotonic() < deadline_s:
-            await asyncio.sleep(_LOOK_EVERY_S)
+        while self._num_tokens(groups) == num_before and time.monotonic() < deadline_s:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_EVERY_S)  # streams tell only their readers of tokens
 
     def _num_tokens(self, groups: Sequence[Sequence[OpenStream]]) -> int:
         return sum(len(group[0].tokens) for group in groups)
