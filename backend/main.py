@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import FrameType
 
+    from penstock.backend.engine.interfaces import ISequenceScheduler
     from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
     from penstock.shm.messages import ModelCard
 
@@ -181,8 +182,7 @@ def serve(options: BackendOptions) -> None:
     heartbeat = manager if options.heartbeat_fd is None else Heartbeat(options.heartbeat_fd)
     engine = Engine(link, executor, scheduler, builder, requests, board, heartbeat=heartbeat, kv_events=kv_events)
     _watch_weights(forward_pass, settings, executor, board)
-    _drain_on_signals(engine)
-    leave_on_signal(engine, scheduler)
+    _act_on_signals(engine, scheduler)
     _tune_interpreter()
     _log_ready(options, settings, card, time.monotonic() - started_s)
     if manager is not None:
@@ -383,8 +383,9 @@ def _engine_limits(options: BackendOptions, card: ModelCard, spec: PassSpec) -> 
     )
 
 
-def _drain_on_signals(engine: Engine) -> None:
+def _act_on_signals(engine: Engine, scheduler: ISequenceScheduler) -> None:
     """On the first SIGTERM or SIGINT running requests may finish; the second one ends them."""
+    leave_on_signal(engine, scheduler)
     timeouts_s = [0.0, _DRAIN_TIMEOUT_S]
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:

@@ -166,12 +166,13 @@ class HandOver(HostOffload):
 
     def leave(self, page_hashes: Iterable[bytes], find: Callable[[bytes], tuple[int, bytes] | None]) -> None:
         """Begin to leave pages: first these, then each that fills. find returns a page and its salt by its hash."""
-        self._to_leave = dict.fromkeys(page_hashes)
-        num_bytes, memory = len(self._to_leave) * self._memory.page_bytes, host_memory()
-        if self._memory.follows or self._is_leaving or 2 * num_bytes > memory.free_bytes:
-            self._to_leave.clear()
+        if self._memory.follows or self._is_leaving:
+            return
+        hashes, memory = dict.fromkeys(page_hashes), host_memory()
+        if 2 * len(hashes) * self._memory.page_bytes > memory.free_bytes:
             logger.info("no pages are left to the next backend: there is no memory for them")
             return
+        self._to_leave = hashes
         self._memory.begin()
         self._is_leaving, self._find = True, find
         self._num_host_pages = self._memory.num_places

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from penstock.shm.client.capacity import BackendUnavailable, Overloaded
 from penstock.shm.client.request import GenerationRequest
@@ -76,13 +76,15 @@ class HandOver:
         for index, group in enumerate(groups):
             if self._source.computes and (target := await self._prepare(group)) is not None:
                 targets[index] = target
+        running = {index: target for index, target in targets.items() if any(map(_is_generating, groups[index]))}
         # Then, a step for all, the tokens generated meanwhile: each round takes less time, so it leaves fewer.
-        for _ in range(_MOST_ROUNDS):
+        for _ in range(_MOST_ROUNDS if running else 0):
             num_before = self._num_tokens(groups)
-            await asyncio.gather(*(self._prepare(groups[index], target) for index, target in targets.items()))
-            if self._num_tokens(groups) - num_before <= _FEW_TOKENS * len(targets):
+            await asyncio.gather(*(self._prepare(groups[index], target) for index, target in running.items()))
+            if self._num_tokens(groups) - num_before <= _FEW_TOKENS * len(running):
                 break
-        await self._next_token(groups)
+        if running:
+            await self._next_token(groups)
         for index, target in targets.items():
             moving = [stream for stream in self._still_there(groups[index]) if not stream.loans]
             if moving and self._source.computes and target.client.ready:
@@ -107,7 +109,7 @@ class HandOver:
         target = target or self._choose(longest, self._source)
         if target is None or not target.has_adapter(longest.message.adapter):
             return None
-        if isinstance(longest, TokenStream) and longest.has_tokens and not longest.is_queued:
+        if _is_generating(longest):
             await _compute(longest.message, longest.tokens[:], target)
         return target
 
@@ -115,6 +117,10 @@ class HandOver:
         """The streams that have not ended while others were moved."""
         streams = set(self._source.client.open_streams)
         return [stream for stream in group if stream in streams]
+
+
+def _is_generating(stream: OpenStream) -> TypeGuard[TokenStream]:
+    return isinstance(stream, TokenStream) and stream.has_tokens and not stream.is_queued
 
 
 async def _compute(message: Generate, tokens: array[int], target: Replica) -> None:
