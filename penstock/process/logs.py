@@ -7,10 +7,13 @@ dropped and counted; the count is written when it accepts output again.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import threading
+import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +78,33 @@ class LineHandler(logging.Handler):
                     break
 
 
+def one_line(text: object) -> str:
+    """Return a text of a library, whose newlines would begin other lines of a log, as one line."""
+    return " ".join(str(text).split())
+
+
+class RareLine:
+    """One kind of line, logged at most every 10 s. The next line says how many were left out before it."""
+
+    _EVERY_S = 10.0
+
+    def __init__(self, logger: logging.Logger, level: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger = logger
+        self._level = level
+        self._clock = clock
+        self._next_s = -math.inf
+        self._num_left_out = 0
+
+    def log(self, text: str) -> None:
+        now_s = self._clock()
+        if now_s < self._next_s:
+            self._num_left_out += 1
+            return
+        left_out = f" ({self._num_left_out} more like this since the last such line)" if self._num_left_out else ""
+        self._logger.log(self._level, "%s%s", one_line(text), left_out)
+        self._next_s, self._num_left_out = now_s + self._EVERY_S, 0
+
+
 class _LineFormatter(logging.Formatter):
     """Writes each record in one line."""
 
@@ -83,7 +113,7 @@ class _LineFormatter(logging.Formatter):
         kind, error, frames = ei
         shown = traceback.extract_tb(frames)[-_MAX_FRAMES:]
         where = " > ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in shown)
-        reason = repr(" ".join("".join(traceback.format_exception_only(kind, error)).split())[:_MAX_REASON])[1:-1]
+        reason = repr(one_line("".join(traceback.format_exception_only(kind, error)))[:_MAX_REASON])[1:-1]
         return f"Traceback (most recent call last): {where}: {reason}"
 
     def format(self, record: logging.LogRecord) -> str:
