@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,6 +15,8 @@ from penstock.shm.messages import FailureCode, Finish
 if TYPE_CHECKING:
     from penstock.shm.client import PooledFailed, TokenStream
 
+_TOOL_RULE = re.compile(r"tool_(?P<number>\d+)_\w+: ")
+_SCHEMA_RULE = re.compile(r"^(answer|tool_\d+_\w+): ")
 _SHOWN_CHARACTERS = 200
 """Characters of the grammar compiler's message that the error shows."""
 
@@ -51,10 +54,7 @@ def stream_failure(batch: TokenBatch, num_tokens: int, grammar_field: str | None
             message = f"a token id is outside the vocabulary of {batch.failure_limit}"
             return ApiError(ErrorKind.INVALID_VALUE, message)
         case FailureCode.BAD_GRAMMAR:
-            reason = msgspec.json.encode(batch.failure_text[:_SHOWN_CHARACTERS]).decode()
-            field = "" if grammar_field is None else f"{grammar_field}: "
-            message = f"{field}the grammar cannot be used: {reason}"
-            return ApiError(ErrorKind.INVALID_VALUE, message, param=grammar_field)
+            return _bad_grammar(batch.failure_text, grammar_field)
         case FailureCode.NOT_SCORED:
             message = "prompt_logprobs, and echo with logprobs: this model's forward pass does not score prompts"
             return ApiError(ErrorKind.INVALID_VALUE, message)
@@ -74,6 +74,16 @@ def stream_failure(batch: TokenBatch, num_tokens: int, grammar_field: str | None
             return backend_unavailable(retry_after_s)
         case _:
             return ApiError(ErrorKind.INTERNAL, "an internal error ended the answer")
+
+
+def _bad_grammar(text: str, field: str | None) -> ApiError:
+    """Return the error of a grammar that does not compile. text begins with the rule's name if one schema of several is
+    at fault."""
+    if (rule := _TOOL_RULE.match(text)) is not None:
+        field = f"tools[{rule['number']}].function.parameters"
+    reason = msgspec.json.encode(_SCHEMA_RULE.sub("", text, count=1)[:_SHOWN_CHARACTERS]).decode()
+    message = f"{'' if field is None else f'{field}: '}the grammar cannot be used: {reason}"
+    return ApiError(ErrorKind.INVALID_VALUE, message, param=field)
 
 
 def too_late(stream: TokenStream, retry_after_s: int) -> ApiError:

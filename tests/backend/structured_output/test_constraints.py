@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from penstock.backend.structured_output.compile_grammar import BadGrammar, CompiledGrammar
+from penstock.backend.structured_output.compile_grammar import CompiledGrammar
 from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints
 from penstock.backend.structured_output.grammar_cache import GrammarCache
+from penstock.backend.structured_output.grammar_costs import BadGrammar
 from penstock.shm.messages import Constraints, Grammar
 from tests.backend.structured_output.constrained import EOS, TOKENIZER, TOKENIZER_JSON, new_compiler, tokens_of
 
@@ -206,7 +207,7 @@ def test_grammar_error_mid_answer_is_one_short_line() -> None:
     ("grammar", "reason"),
     [
         (Grammar("json_schema", '{"type": "nonsense"}'), "nonsense"),
-        (Grammar("json_schema", "[1"), "EOF"),
+        (Grammar("json_schema", "[1"), "not a JSON object"),
         (Grammar("json_schema", '{"type": "string", "minLength": 5, "maxLength": 1}'), "minLength"),
         (Grammar("regex", "("), "unclosed group"),
         (Grammar("lark", "start: foo"), "foo"),

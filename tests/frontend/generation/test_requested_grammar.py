@@ -20,6 +20,7 @@ PATHS = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "prompt": "x"}
 SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"enum": ["é"]}}}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"), ensure_ascii=False)
+LENIENT = f'{TEXT[:-1]},"x-guidance":{{"lenient":true}}}}'
 LARK = 'start: "a" "b"*'
 
 
@@ -35,7 +36,8 @@ def format_of(schema: Any, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "grammar"),
     [
-        (format_of(SCHEMA), Grammar("json_schema", TEXT)),
+        (format_of(SCHEMA), Grammar("json_schema", LENIENT)),
+        (format_of(SCHEMA, strict=False), Grammar("json_schema", LENIENT)),
         (format_of(SCHEMA, strict=True, description="d"), Grammar("json_schema", TEXT)),
         ({"guided_json": SCHEMA}, Grammar("json_schema", TEXT)),
         ({"guided_json": json.dumps(SCHEMA, indent=4)}, Grammar("json_schema", TEXT)),
