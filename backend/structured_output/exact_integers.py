@@ -21,11 +21,12 @@ _LAST_EXACT = (1 << 53) - 1
 _INT64 = range(-(1 << 63) + 1, 1 << 63)
 """llguidance takes greater bounds for the greatest of these, and cannot take -2^63."""
 _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "format", "$schema", "x-guidance"})
+"""With the definitions: keywords that limit no value here."""
 _DEFINITIONS = ("$defs", "definitions")
 _BOUNDS = {"minimum": 0, "exclusiveMinimum": 1, "maximum": 0, "exclusiveMaximum": -1}
 """What makes each an inclusive bound."""
 _LIMITS = frozenset({"type", "const", "enum", *_BOUNDS})
-_OBJECT = frozenset({"type", "properties", "required", "additionalProperties", *_DEFINITIONS})
+_OBJECT = frozenset({"type", "properties", "required", "additionalProperties"})
 _ARRAY = frozenset({"type", "items", "minItems", "maxItems"})
 _REFERENCE = re.compile(r'"\$ref":"#/([^/"]+)/([^"]+)"')
 _GAP = r"/( |\n {0,24})?/"
@@ -90,11 +91,11 @@ class ExactIntegers:
         if not isinstance(schema, dict) or self._is_exact(schema):
             return self._json(schema, path)
         if "$ref" in schema:
-            self._only(schema, frozenset({"$ref", *_DEFINITIONS}), path)
+            self._only(schema, frozenset({"$ref"}), path)
             return self._reference(schema["$ref"], path)
         for keyword in ("anyOf", "oneOf"):
             if isinstance(options := schema.get(keyword), list) and (keyword == "anyOf" or _are_constants(options)):
-                self._only(schema, frozenset({keyword, *_DEFINITIONS}), path)
+                self._only(schema, frozenset({keyword}), path)
                 values = (self.value(option, f"{path}{keyword}[{at}].") for at, option in enumerate(options))
                 return f"({' | '.join(values)})"
         if schema.keys() & (_LIMITS - {"type"}):
@@ -103,7 +104,7 @@ class ExactIntegers:
             return self._object(schema, path)
         if "items" in schema:
             return self._array(schema, path)
-        self._only(schema, frozenset({"type", *_DEFINITIONS}), path)
+        self._only(schema, frozenset({"type"}), path)
         return self._json(schema, path)
 
     def _is_exact(self, schema: dict[str, Any]) -> bool:
@@ -131,7 +132,7 @@ class ExactIntegers:
         return f"%json {_text({**definitions, **whole, **self._options})}"
 
     def _only(self, schema: dict[str, Any], keywords: frozenset[str], path: str) -> None:
-        for keyword in schema.keys() - keywords - _ANNOTATIONS:
+        for keyword in schema.keys() - keywords - _ANNOTATIONS - {*_DEFINITIONS}:
             raise BadGrammar(one_line(f"{path}{keyword}: has no form beside integers beyond {_LAST_EXACT}"))
 
     def _rule(self, body: str, name: str = "") -> str:
@@ -163,7 +164,7 @@ class ExactIntegers:
         if not isinstance(values, list):
             if types != ["integer"] and types != ["integer", "null"] and types != ["null", "integer"]:
                 raise BadGrammar(one_line(f"{path}type: must be integer beside bounds beyond {_LAST_EXACT}"))
-            rule = self._rule(f"/{_integer_range(least, most)}/")
+            rule = self._rule(f"/{integer_range(least, most)}/")
             return f'({rule} | "null")' if "null" in types else rule
         inexact = [value for value in values if any(map(_is_inexact_value, _integers(value)))]
         fit = [
@@ -251,7 +252,7 @@ def _is_within(value: int, least: int | None, most: int | None) -> bool:
     return (least is None or value >= least) and (most is None or value <= most)
 
 
-def _integer_range(least: int | None, most: int | None) -> str:
+def integer_range(least: int | None, most: int | None) -> str:
     """Return a regular expression for the integers within the bounds."""
     parts: list[str] = []
     if least is None or least < 0:

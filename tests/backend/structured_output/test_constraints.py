@@ -313,6 +313,22 @@ def test_growth_counts_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiler.find_compiled(grammars[10]) is not None
 
 
+def test_stop_tokens_are_masked_until_the_grammar_may_end_unless_no_other_is_left(compiler: GrammarCache) -> None:
+    (a,), (b,), (c,) = map(tokens_of, "abc")
+    compiled = compile_now(compiler, Grammar("regex", "[ab]c?[ab]*"))
+    constraints = SequenceConstraints(
+        Constraints(grammar=Grammar("regex", "[ab]c?[ab]*")), compiled, STOPS | {a, c}, VOCAB_SIZE
+    )
+    first = allowed(constraints)
+    assert b in first
+    assert a not in first
+    constraints.advance(b)
+    assert allowed(constraints) >= {EOS, a, b, c}
+    only = compile_now(compiler, Grammar("regex", "c"))
+    constraints = SequenceConstraints(Constraints(grammar=Grammar("regex", "c")), only, STOPS | {c}, VOCAB_SIZE)
+    assert allowed(constraints) == {c}
+
+
 def test_end_that_only_the_frontend_knows_ends_the_text_where_the_grammar_may_end(compiler: GrammarCache) -> None:
     end = EOS + 1
     constraints = constrained(compiler, grammar=Grammar("regex", "ab?"), grammar_ends=(end, VOCAB_SIZE + 7))

@@ -101,6 +101,7 @@ async def test_grammar_longer_than_the_limit_is_refused(connection: ClientConnec
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
     ],
 )
+@pytest.mark.parametrize("rule", ["", "answer: ", "tool_7_arguments: ", "tool_7_value_12_json: "])
 async def test_unusable_grammar_is_reported_by_its_field(
     connection: ClientConnection,
     backend: FakeBackend,
@@ -109,8 +110,10 @@ async def test_unusable_grammar_is_reported_by_its_field(
     started: bool,
     fields: dict[str, Any],
     param: str,
+    rule: str,
 ) -> None:
-    text = 'no "way"\x1b[31m\n' + "x" * 400
+    param = "tools[7].function.parameters" if rule.startswith("tool") else param
+    text = f'{rule}no "way"\x1b[31m\n' + "x" * 400
     finish = Finish.FAILED if started else Finish.REJECTED
     failure = TokenBatch([], finish, FailureCode.BAD_GRAMMAR, failure_text=text)
     backend.script = lambda _: [*([TokenBatch(token_ids("a"))] if started else []), failure]

@@ -199,7 +199,9 @@ def test_white_space_at_the_end_of_a_continued_message_is_kept_as_in_transformer
 def test_missing_content_is_the_empty_text() -> None:
     source = "{% for message in messages %}{{ message.role + ':' + message.content + '.' }}{% endfor %}"
     thought = ChatMessage("assistant", None, reasoning_content="hm")
-    assert render(source, ChatMessage("user", "x"), ChatMessage("assistant"), thought) == "user:x.assistant:.assistant:."
+    assert (
+        render(source, ChatMessage("user", "x"), ChatMessage("assistant"), thought) == "user:x.assistant:.assistant:."
+    )
 
 
 def render(source: str, *messages: ChatMessage) -> str:
