@@ -173,7 +173,7 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
     "type": ({"type": "any"}, "any"),
     "null": ({"type": "object", "required": None}, "required"),
     "reference": ({"anyOf": [{"$ref": "http://127.0.0.1/x"}, {"type": "null"}]}, "127.0.0.1"),
-    "nothing": ({"type": "string", "minLength": 5, "maxLength": 1}, "minLength"),
+    "nothing": ({"type": "string", "minLength": 5, "maxLength": 1}, "required property 'b'"),
     "long integer": ({"type": "integer", "maximum": SNOWFLAKE, "multipleOf": 7}, "multipleOf"),
 }
 
