@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -69,7 +68,7 @@ def _plain_lark(grammar: Grammar) -> str:
         case "json_schema":
             try:
                 schema = msgspec.json.decode(grammar.text, type=dict[str, Any])
-            except (msgspec.DecodeError, RecursionError) as error:
+            except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 raise BadGrammar(one_line(f"not a JSON object: {error}")) from None
             return f"start: {_json_value(schema, _WHITESPACE)}"
         case "regex":
@@ -86,14 +85,11 @@ def relaxed(grammar: Grammar, reason_of: Callable[[Grammar], str]) -> Grammar | 
     the schema's rule first, for a schema that is not lenient.
     """
     text = _plain_lark(grammar)
-    num_failed = 0
 
     def kept(found: _Schema) -> str | None:
-        nonlocal num_failed
         reason = reason_of(Grammar("json_schema", _encoded(found.schema)))
         if not reason:
             return None
-        num_failed += 1
         options = found.schema.get(_GUIDANCE)
         if not isinstance(options, dict) or options.get("lenient") is not True:
             *_, rule = ["", *_RULE.findall(text, 0, found.start)]
@@ -101,13 +97,13 @@ def relaxed(grammar: Grammar, reason_of: Callable[[Grammar], str]) -> Grammar | 
         trials = iter(range(_MAX_TRIALS))
 
         def fits(schema: Any) -> bool:
-            text = _encoded({**schema, _GUIDANCE: options})
-            return any(True for _ in islice(trials, 1)) and not reason_of(Grammar("json_schema", text))
+            marked = _encoded({**schema, _GUIDANCE: options})
+            return next(trials, None) is not None and not reason_of(Grammar("json_schema", marked))
 
         return _json_value({**_relaxed(found.schema, fits), _GUIDANCE: options})
 
     relaxed_text = _replaced(text, kept)
-    return Grammar("lark", relaxed_text) if num_failed else None
+    return Grammar("lark", relaxed_text) if relaxed_text != text else None
 
 
 def _relaxed(schema: Any, fits: Callable[[Any], bool]) -> dict[str, Any]:

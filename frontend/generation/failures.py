@@ -15,8 +15,7 @@ from penstock.shm.messages import FailureCode, Finish
 if TYPE_CHECKING:
     from penstock.shm.client import PooledFailed, TokenStream
 
-_TOOL_RULE = re.compile(r"tool_(?P<number>\d+)_\w+: ")
-_SCHEMA_RULE = re.compile(r"^(answer|tool_\d+_\w+): ")
+_SCHEMA_RULE = re.compile(r"(answer|tool_(?P<tool>\d+)_\w+): ")
 _SHOWN_CHARACTERS = 200
 """Characters of the grammar compiler's message that the error shows."""
 
@@ -77,11 +76,11 @@ def stream_failure(batch: TokenBatch, num_tokens: int, grammar_field: str | None
 
 
 def _bad_grammar(text: str, field: str | None) -> ApiError:
-    """Return the error of a grammar that does not compile. text begins with the rule's name if one schema of several is
-    at fault."""
-    if (rule := _TOOL_RULE.match(text)) is not None:
-        field = f"tools[{rule['number']}].function.parameters"
-    reason = msgspec.json.encode(_SCHEMA_RULE.sub("", text, count=1)[:_SHOWN_CHARACTERS]).decode()
+    """Return the error of a grammar that does not compile. text begins with the rule of a schema that is at fault."""
+    if (rule := _SCHEMA_RULE.match(text)) is not None:
+        field = field if rule["tool"] is None else f"tools[{rule['tool']}].function.parameters"
+        text = text[rule.end() :]
+    reason = msgspec.json.encode(text[:_SHOWN_CHARACTERS]).decode()
     message = f"{'' if field is None else f'{field}: '}the grammar cannot be used: {reason}"
     return ApiError(ErrorKind.INVALID_VALUE, message, param=field)
 

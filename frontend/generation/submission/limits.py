@@ -94,10 +94,8 @@ def check_token_id(field: str, token_id: int, card: ModelCard) -> None:
 
 
 def read_stop_token_ids(body: AnsweredBody, served: ServedModel, *, has_grammar: bool) -> tuple[int, ...]:
-    """Return the model's end tokens, unless the request ignores them, and the request's own.
-
-    With a grammar they always end the answer: nothing else can follow a complete one. Raises ApiError.
-    """
+    """Return the model's end tokens, unless the request ignores them, and its own. With a grammar nothing but an end
+    can follow a complete answer. Raises ApiError."""
     for token_id in body.stop_token_ids or ():
         check_token_id("stop_token_ids", token_id, served.card)
     model_end = () if body.ignore_eos and not has_grammar else served.end_token_ids
