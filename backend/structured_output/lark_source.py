@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -114,11 +115,15 @@ def _relaxed(schema: Any, fits: Callable[[Any], bool]) -> dict[str, Any]:
     for keyword in sorted(schema, key=lambda keyword: keyword not in _FIRST_KEYWORDS):
         value = schema[keyword]
         if not fits({**kept, keyword: value}):
-            value = _relaxed_below(keyword, value, lambda inner, keyword=keyword: fits({**kept, keyword: inner}))
+            value = _relaxed_below(keyword, value, partial(_fits_in, fits, kept, keyword))
             if value is None or not fits({**kept, keyword: value}):
                 continue
         kept[keyword] = value
     return kept
+
+
+def _fits_in(fits: Callable[[Any], bool], members: dict[str, Any], name: str, member: Any) -> bool:
+    return fits({**members, name: member})
 
 
 def _relaxed_below(keyword: str, value: Any, fits: Callable[[Any], bool]) -> Any:
@@ -130,7 +135,7 @@ def _relaxed_below(keyword: str, value: Any, fits: Callable[[Any], bool]) -> Any
         for name, inner in value.items():
             named[name] = inner
             if not fits(named):
-                named[name] = _relaxed(inner, lambda inner, name=name: fits({**named, name: inner}))
+                named[name] = _relaxed(inner, partial(_fits_in, fits, named, name))
         return named
     if keyword in _LISTED_SCHEMAS and isinstance(value, list):
         listed: list[Any] = []
