@@ -27,7 +27,7 @@ MAX_OBJECTS = 1 << 16
 MAX_STRINGS = 1 << 16
 """Strings of a body, including names of fields."""
 _SLICE_BYTES = 64 << 10
-_LONE_SURROGATE = re.compile(rb'(?<!\\)(\\\\)*\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u)')
+_LONE_SURROGATE = re.compile(rb"(?<!\\)(\\\\)*\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u)")
 """Near the body's end the decoder says that the body was truncated."""
 
 
