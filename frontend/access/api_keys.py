@@ -170,6 +170,17 @@ class Keyring:
         None when no key is needed. Raises ApiError."""
         if not self._by_digest:
             return None
+        key = self.find(exchange)
+        if key is None:
+            raise ApiError(
+                ErrorKind.BAD_KEY,
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY, or as X-API-Key",
+                headers=((b"www-authenticate", b"Bearer"),),
+            )
+        return key
+
+    def find(self, exchange: Exchange) -> ApiKey | None:
+        """Return the key that the request has, if it is one of these."""
         # Clients of Anthropic and of Azure have headers of their own.
         given = exchange.header(b"x-api-key") or exchange.header(b"api-key")
         if given is None:
@@ -177,10 +188,4 @@ class Keyring:
             given = given if scheme.lower() == b"bearer" else b""
         digest = self._digest(given.strip())
         key = self._by_digest.get(digest)
-        if key is None or not hmac.compare_digest(digest, self._digest(key.secret)):
-            raise ApiError(
-                ErrorKind.BAD_KEY,
-                "the API key is missing or wrong; send it as Authorization: Bearer KEY, or as X-API-Key",
-                headers=((b"www-authenticate", b"Bearer"),),
-            )
-        return key
+        return key if key is not None and hmac.compare_digest(digest, self._digest(key.secret)) else None
