@@ -8,12 +8,13 @@ grammar. Imports no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from penstock.backend.structured_output.grammar_costs import Growth, Pace, error_of, one_line
-from penstock.backend.structured_output.references import circular_reference
+from penstock.backend.structured_output.grammar_costs import BadGrammar, Growth, Pace, error_of, one_line
+from penstock.backend.structured_output.lark_source import lark_of, relaxed
 from penstock.process.native_libraries import guarded
 
 if TYPE_CHECKING:
@@ -29,15 +30,9 @@ _LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=True,  # they tell the lexer's work: see `Growth`; `error_of` cuts the client's schema off
 )
-_WHITESPACE = r" ?|\n {0,24}"
-"""Whitespace allowed between the parts of a JSON text: models write one line or indent. Bounded, so it always ends."""
 _SLICES = ["[a-z]+", *LLTokenizer.general_slices()]
 """Groups of tokens that are masked at once when all of them are allowed; a token belongs to the first that matches it.
 Other tokens are checked one by one: about 1 ms for 100,000. "[a-z]+" is for names and for text that is not JSON."""
-
-
-class BadGrammar(Exception):
-    """The grammar does not compile within the limits. The text explains why, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +59,7 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     Some grammars take exponential time and memory: no limit of llguidance ends its check whether an intersection of
     expressions is empty. Raises BadGrammar.
     """
-    try:
-        matcher = guarded(LLMatcher)(tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
-    except ValueError as error:  # the schema is not a JSON object
-        raise BadGrammar(one_line(str(error))) from None
+    matcher = guarded(LLMatcher)(tokenizer, lark_of(grammar), log_level=0, limits=_LIMITS)
     if matcher.is_error():
         raise BadGrammar(error_of(matcher))
     if grammar.kind == "json_schema" and (circle := circular_reference(grammar.text)) is not None:
@@ -75,11 +67,60 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     return matcher
 
 
-def _source(grammar: Grammar) -> str:
-    match grammar.kind:
-        case "json_schema":
-            return LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": _WHITESPACE})
-        case "regex":
-            return LLMatcher.grammar_from_regex(grammar.text)
-        case "lark":
-            return LLMatcher.grammar_from_lark(grammar.text)
+def compile_or_relax(tokenizer: LLTokenizer, grammar: Grammar) -> tuple[LLMatcher, Grammar]:
+    """Compile the grammar, or else what is left of it without the keywords of lenient schemas that do not compile.
+
+    Raises BadGrammar.
+    """
+
+    def reason_of(part: Grammar) -> str:
+        try:
+            compile_grammar(tokenizer, part)
+        except BadGrammar as error:
+            return str(error)
+        return ""
+
+    try:
+        return compile_grammar(tokenizer, grammar), grammar
+    except BadGrammar:
+        if (left := relaxed(grammar, reason_of)) is None:
+            raise
+    return compile_grammar(tokenizer, left), left
+
+
+_REF = "$ref"
+
+
+def circular_reference(schema: str) -> str | None:
+    """Return a sentence that names the place; None if there is none. The schema is valid JSON."""
+    if f'"{_REF}"' not in schema:
+        return None
+    whole = msgspec.json.decode(schema)
+    known_to_end: set[int] = set()
+    places: list[tuple[str, Any]] = [("#", whole)]
+    while places:
+        place, node = places.pop()
+        way: dict[int, str] = {}
+        current: Any = node
+        while isinstance(current, dict) and id(current) not in known_to_end and isinstance(current.get(_REF), str):
+            if id(current) in way:
+                return f"the {_REF} at {place} goes round in a circle: {' → '.join(way.values())}"
+            way[id(current)] = current[_REF]
+            current = _at(whole, current[_REF])
+        known_to_end.update(way)
+        children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+        places += [(f"{place}/{key}", child) for key, child in children]
+    return None
+
+
+def _at(whole: Any, reference: str) -> Any:
+    """Return the value that a reference within the schema points to."""
+    start, *keys = reference.split("/")
+    node = whole if start == "#" else None
+    for key in keys:
+        name = key.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, list):
+            node = node[int(name)] if name.isdecimal() and int(name) < len(node) else None
+        else:
+            node = node.get(name) if isinstance(node, dict) else None
+    return node
