@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock.backend.structured_output.grammar_costs import BadGrammar, Growth, Pace, error_of, one_line
 from penstock.backend.structured_output.lark_source import lark_of, relaxed
-from penstock.process.native_libraries import guarded
+from penstock.process.native_libraries import LibraryError, guarded
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,7 +59,10 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     Some grammars take exponential time and memory: no limit of llguidance ends its check whether an intersection of
     expressions is empty. Raises BadGrammar.
     """
-    matcher = guarded(LLMatcher)(tokenizer, lark_of(grammar), log_level=0, limits=_LIMITS)
+    try:
+        matcher = guarded(LLMatcher)(tokenizer, lark_of(grammar), log_level=0, limits=_LIMITS)
+    except LibraryError as error:
+        raise BadGrammar(one_line(str(error))) from None
     if matcher.is_error():
         raise BadGrammar(error_of(matcher))
     if grammar.kind == "json_schema" and (circle := circular_reference(grammar.text)) is not None:
