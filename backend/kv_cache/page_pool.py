@@ -86,6 +86,13 @@ class PagePool:
         """Add a holder to a page found in the index. Raises ValueError for any other page."""
         if page not in self._index:
             raise ValueError(f"page {page} is not indexed: its content cannot be shared")
+        self.pin(page)
+
+    def pin(self, page: int) -> None:
+        """Add a holder that only reads what is there, even if the page is still being filled. Raises ValueError for a
+        free page."""
+        if not self._num_holders[page] and page not in self._idle:
+            raise ValueError(f"page {page} is free: it has no content")
         self._idle.discard(page)
         self._num_holders[page] += 1
 
