@@ -187,8 +187,8 @@ class StepBatch:
         return concatenate([last_tokens, self.scored.tokens])
 
     def check_page_moves(self) -> None:
-        """Raises ValueError if a page is a destination twice, or source and destination of copies, which a GPU makes all
-        at once. Passes call it before they move anything: such a batch is a bug of the engine."""
+        """Raises ValueError if a page is a destination twice, or source and destination of copies: a GPU makes all at
+        once. Passes call it before they move anything. Such a batch is a bug of the engine."""
         copied = [page for _, page in self.page_copies]
         written = [page for _, page in self.page_restores] + copied
         if len(set(written)) < len(written):

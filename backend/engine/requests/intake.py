@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from penstock.backend.engine.coalescer import Candidate, PooledKey, Presented, ShareKey, num_prompt_logprobs
+from penstock.backend.engine.quoting.quote_queue import WaitingForQuote
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, NO_ADAPTER, SamplingParams
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.subscribers import Subscriber
@@ -86,7 +87,7 @@ class Intake:
             elif carries(submission, Pool):
                 self.pool(submission, arrived_s)
             elif carries(submission, AskQuote):
-                self._quote(submission, arrived_s)
+                self._ask_quote(submission, arrived_s)
         # Deliberately broad: no request's content may end the loop. _abandon logs the traceback.
         except Exception:  # noqa: BLE001
             self._abandon(submission.frontend, submission.request_id)
@@ -99,7 +100,7 @@ class Intake:
                 self._reject(submission, outcome)
                 continue
             try:
-                self.assign_sequence(submission, outcome, waiting.arrived_s)
+                self._enter(submission, outcome, waiting.arrived_s)
             except Exception:  # noqa: BLE001 - as broad as in `submit`, for the same reason
                 self._abandon(submission.frontend, submission.request_id)
         if self.is_draining:
@@ -133,16 +134,49 @@ class Intake:
                 self._open_requests.deadlines.note(submission.frontend, submission.request_id, deadline_s)
                 return
             grammar = compiled
-        self.assign_sequence(submission, grammar, arrived_s)
+        self._enter(submission, grammar, arrived_s)
 
-    def _quote(self, submission: Submission[AskQuote], arrived_s: float) -> None:
+    def _enter(self, submission: Submission[Generate], grammar: CompiledGrammar | None, arrived_s: float) -> None:
+        """Give the request a sequence, or let it wait for its quote. One that was admitted before is not quoted."""
+        if submission.message.refuse_late is None or submission.message.admitted_ns:
+            self.assign_sequence(submission, grammar, arrived_s)
+        else:
+            self._await_quote(WaitingForQuote(submission, arrived_s, submission.deadline_s(arrived_s), grammar))
+
+    def _ask_quote(self, submission: Submission[AskQuote], arrived_s: float) -> None:
         if (refusal := self.find_refusal(submission) or self.limits.find_fault(submission)) is not None:
             self._reject(submission, refusal)
-        elif (candidate := self._text_candidate(submission, arrived_s)) is not None:
-            if candidate.joined is None and self._is_full_for(submission.message):
-                self._reject(submission, self._overloaded(submission.message))
-            else:
-                self._delivery.end_with_quote(submission.frontend, self._quoter.quote(submission.message, candidate))
+        else:
+            self._await_quote(WaitingForQuote(submission, arrived_s, submission.deadline_s(arrived_s)))
+
+    def _await_quote(self, waiting: WaitingForQuote) -> None:
+        """Continues in `make_quotes`."""
+        self._open_requests.quote_queue.add(waiting)
+        self._open_requests.deadlines.note(*waiting.key, waiting.deadline_s)
+
+    def make_quotes(self) -> None:
+        """Make the turn's quotes. Call it when all arrivals are taken in: then the quotes share one view of them."""
+        for waiting in self._open_requests.quote_queue.take_turn():
+            submission = waiting.submission
+            try:
+                if carries(submission, Generate):
+                    self.assign_sequence(submission, waiting.grammar, waiting.arrived_s)
+                elif carries(submission, AskQuote):
+                    self._quote(submission, waiting.arrived_s)
+            except Exception:  # noqa: BLE001 - as broad as in `submit`, for the same reason
+                self._abandon(submission.frontend, submission.request_id)
+        try:
+            self._quoter.quote_sample()
+        except Exception:  # a sample measures only: its request goes on
+            logger.exception("a request could not be quoted")
+
+    def _quote(self, submission: Submission[AskQuote], arrived_s: float) -> None:
+        if (candidate := self._text_candidate(submission, arrived_s)) is None:
+            return
+        if candidate.joined is None and self._is_full_for(submission.message):
+            self._reject(submission, self._overloaded(submission.message))
+        else:
+            self._delivery.end_with_quote(submission.frontend, self._quoter.quote(submission.message, candidate))
 
     def find_refusal(self, submission: Submission[PromptHeader]) -> Failure | None:
         """Why no request can be taken in now, whatever it asks for."""
@@ -175,7 +209,8 @@ class Intake:
         message = submission.message
         if (candidate := self._text_candidate(submission, arrived_s)) is None:
             return
-        if (late := self._quoter.find_late(message, candidate)) is not None:
+        is_full = candidate.joinable is None and not message.admitted_ns and self._is_full_for(message)
+        if not is_full and (late := self._quoter.find_late(message, candidate)) is not None:
             self._delivery.end_with_quote(submission.frontend, *late)
             return
         subscriber, is_shared = candidate.subscriber, candidate.key is not None
@@ -185,7 +220,8 @@ class Intake:
         if (joined := self._shorten_delayed(submission, candidate, grammar) or candidate.joinable) is not None:
             self._streams.enter(message, joined, subscriber)
             self._join(joined, candidate)
-        elif not message.admitted_ns and self._is_full_for(message):
+            self._quoter.note_request(message, joined, subscriber)
+        elif is_full:
             self._reject(submission, self._overloaded(message))
         else:
             sequence = candidate.new_sequence(self._make_constraints(submission, grammar))
@@ -194,6 +230,7 @@ class Intake:
                 sequence.past_logprobs = []
             self._streams.enter(message, sequence, subscriber)
             self._begin(sequence, candidate)
+            self._quoter.note_request(message, sequence, subscriber)
 
     def pool(self, submission: Submission[Pool], arrived_s: float) -> None:
         """Take in a request for a vector."""
@@ -369,5 +406,5 @@ class Intake:
         if (found := self._open_requests.find(frontend, request_id)) is not None:
             self._open_requests.remove(*found)
         else:
-            self._open_requests.grammar_queue.remove(frontend, request_id)
+            self._open_requests.remove_waiting(frontend, request_id)
             self._board.requests_accepted += 1

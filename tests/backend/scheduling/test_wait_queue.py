@@ -60,7 +60,7 @@ def test_tenants_that_come_and_go_behind_a_head_that_cannot_start_are_forgotten(
         sequence.ended = True
         wait_queue.forget(sequence)
         tenants.close(sequence.account)
-        assert wait_queue.num_tenants <= 67
+        assert wait_queue.num_turns <= 67
         assert wait_queue.head() is head
         wait_queue.check_integrity()
 
