@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from penstock.shm.link.events import Submission
     from penstock.shm.messages import AskQuote, Generate
 
-_MAX_QUOTES = 16
 _MAX_TOKENS = 1 << 15
 """Prompt tokens after which a turn makes no further quote: all are hashed to find the cached ones."""
 
@@ -34,7 +33,9 @@ class WaitingForQuote:
 class QuoteQueue:
     """Owned by `RequestTable`. Tenants take turns, one request each, in the order of arrival."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_quotes: int = 16) -> None:
+        """max_quotes are made in a turn of the loop."""
+        self._max_quotes = max_quotes
         self._waiting: dict[tuple[int, int], WaitingForQuote] = {}
         self._lines: OrderedDict[bytes, OrderedDict[tuple[int, int], WaitingForQuote]] = OrderedDict()
         """By tenant; the first one is next."""
@@ -72,7 +73,7 @@ class QuoteQueue:
     def take_turn(self) -> Iterator[WaitingForQuote]:
         """Remove the requests that this turn of the loop quotes, at least one if any waits."""
         num_tokens = 0
-        for _ in range(min(_MAX_QUOTES, len(self._waiting))):
+        for _ in range(min(self._max_quotes, len(self._waiting))):
             tenant, line = next(iter(self._lines.items()))
             waiting = next(iter(line.values()))
             self.remove(*waiting.key)

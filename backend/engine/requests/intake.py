@@ -173,7 +173,7 @@ class Intake:
     def _quote(self, submission: Submission[AskQuote], arrived_s: float) -> None:
         if (candidate := self._text_candidate(submission, arrived_s)) is None:
             return
-        if candidate.joined is None and self._is_full_for(submission.message):
+        if self._finds_no_place(candidate):
             self._reject(submission, self._overloaded(submission.message))
         else:
             self._delivery.end_with_quote(submission.frontend, self._quoter.quote(submission.message, candidate))
@@ -209,7 +209,7 @@ class Intake:
         message = submission.message
         if (candidate := self._text_candidate(submission, arrived_s)) is None:
             return
-        is_full = candidate.joinable is None and not message.admitted_ns and self._is_full_for(message)
+        is_full = self._finds_no_place(candidate)
         if not is_full and (late := self._quoter.find_late(message, candidate)) is not None:
             self._delivery.end_with_quote(submission.frontend, *late)
             return
@@ -245,7 +245,7 @@ class Intake:
         candidate = self._candidate(submission, subscriber, _NO_SAMPLING, PooledKey.of(submission))
         if (joined := candidate.joinable) is not None:
             self._join(joined, candidate)
-        elif not message.admitted_ns and self._is_full_for(message):
+        elif self._finds_no_place(candidate):
             self._reject_pool(submission, self._overloaded(message))
         else:
             sequence = candidate.new_sequence()
@@ -335,6 +335,11 @@ class Intake:
             return 0.0
         first_arrived_s = min(arrived_s, message.admitted_ns / 1e9) if message.admitted_ns else arrived_s
         return first_arrived_s + message.priority * step_s
+
+    def _finds_no_place(self, candidate: Candidate) -> bool:
+        """Whether the request is new, and can neither join a sequence nor wait with one of its own."""
+        message = candidate.submission.message
+        return candidate.joinable is None and not message.admitted_ns and self._is_full_for(message)
 
     def _is_full_for(self, message: PromptHeader) -> bool:
         """Whether the wait queue has no place for a new sequence of this tenant.
