@@ -28,7 +28,7 @@ from penstock.shm.messages import (
     StreamRecord,
     VectorPart,
 )
-from penstock.tools.rig.links import DroppingLink
+from penstock.tools.engine_rig import DroppingLink
 from tests.simulation.violations import Violation
 
 if TYPE_CHECKING:
