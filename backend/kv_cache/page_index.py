@@ -113,7 +113,8 @@ class PageIndex:
         pages = self._page_of_hash.shard(page_hash)
         if page_hash in pages or self._entries[page] is not None:
             return
-        self._entries[page], self._contents[page] = tuple(entry), content
+        self._entries[page] = page_hash, parent_hash, entry.salt, entry.tenant, entry.weight
+        self._contents[page] = content
         self._should_offload[page] = should_offload
         pages[page_hash] = page
         latest = self._latest.shard(parent_hash)

@@ -31,6 +31,7 @@ from tests.simulation.violations import Violation
 
 if TYPE_CHECKING:
     from penstock.backend.sequences.sequence import Sequence
+    from tests.simulation.workload import Setup
     from tests.simulation.world import World
 
 
@@ -54,27 +55,32 @@ class JudgedGrace(RestartGrace):
         return due
 
 
+def _loaded_adapters(world: World) -> tuple[str, ...]:
+    """All in any order, or all but one."""
+    adapters = tuple(world.more_rng.sample(world.setup.adapters, len(world.setup.adapters)))
+    return adapters[1:] if adapters and world.more_rng.random() < 0.3 else adapters
+
+
+def _pass_sizes(setup: Setup, adapters: tuple[str, ...]) -> PassSizes:
+    return PassSizes(
+        setup.num_pages,
+        setup.num_host_pages,
+        setup.page_size,
+        setup.max_running,
+        setup.max_batch_tokens,
+        runs_ahead=setup.runs_ahead,
+        keeps_state=setup.keeps_state,
+        adapters=adapters,
+    )
+
+
 class Backend:
     """One backend process from start to death."""
 
     def __init__(self, world: World) -> None:
         setup = world.setup
-        self.adapters: tuple[str, ...] = tuple(world.more_rng.sample(setup.adapters, len(setup.adapters)))
-        """Those that this process has loaded."""
-        if self.adapters and world.more_rng.random() < 0.3:
-            self.adapters = self.adapters[1:]
-        self.forward_pass = setup.model.new_pass(
-            PassSizes(
-                setup.num_pages,
-                setup.num_host_pages,
-                setup.page_size,
-                setup.max_running,
-                setup.max_batch_tokens,
-                runs_ahead=setup.runs_ahead,
-                keeps_state=setup.keeps_state,
-                adapters=self.adapters,
-            )
-        )
+        self.adapters = _loaded_adapters(world)
+        self.forward_pass = setup.model.new_pass(_pass_sizes(setup, self.adapters))
         self.link, self.pool = SimulatedLink(world), PagePool(setup.num_pages, setup.num_host_pages)
         self.executor = SimulatedExecutor(world, self.forward_pass, setup.capacity, setup.page_size)
         self.board = BackendBoard.create()
@@ -90,7 +96,7 @@ class Backend:
             kv_windows=self.forward_pass.spec.kv_windows,
         )
         sizes = (setup.model.vocab_size, setup.context, setup.max_waiting, setup.priority_step_s)
-        adapters = {name: index for index, name in enumerate(self.adapters)}
+        adapters = {name: self.adapters.index(name) for name in self.adapters}
         limits = EngineLimits(*sizes, pooled=self.forward_pass.spec.pooled, adapters=adapters)
         self.compile_pool = SimulatedPool(setup.model.vocab_size)
         self.grammar_queue = GrammarQueue(GrammarCache(self.compile_pool), lambda: None, setup.max_waiting)

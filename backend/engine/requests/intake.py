@@ -39,8 +39,6 @@ logger = logging.getLogger("penstock.backend")
 _EMBEDDED = np.int32(FROM_EMBEDDINGS).tobytes()
 _NO_SAMPLING = SamplingParams(temperature=0.0)
 """Used as the sampling of pooled requests, which sample nothing."""
-_GRAMMAR_DRAIN_S = 1.0
-"""After this much of a drain, requests that still wait for their grammar are refused."""
 
 
 class Intake:
@@ -72,8 +70,6 @@ class Intake:
         """New requests are refused."""
         self._refused_frontends: set[int] = set()
         """Frontends that wait for room: a full wait queue has refused pooled requests of theirs."""
-        self._grammar_drain_ends_s: float | None = None
-        """Set by the first turn of a drain."""
 
     def submit(self, submission: Submission[PromptHeader], arrived_s: float | None = None) -> None:
         """Take in a request. arrived_s is given for one that is taken in again."""
@@ -104,15 +100,7 @@ class Intake:
             except Exception:  # noqa: BLE001 - as broad as in `submit`, for the same reason
                 self._abandon(submission.frontend, submission.request_id)
         if self.is_draining:
-            self._refuse_uncompiled()
-
-    def _refuse_uncompiled(self) -> None:
-        """Refuse requests that still wait for grammars, to end a drain: one may take its whole time limit."""
-        now_s, grammar_queue = self._clock(), self._open_requests.grammar_queue
-        if self._grammar_drain_ends_s is None:
-            self._grammar_drain_ends_s = now_s + _GRAMMAR_DRAIN_S
-        if now_s >= self._grammar_drain_ends_s:
-            for submission in grammar_queue.take_all():
+            for submission in self._open_requests.grammar_queue.drain(self._clock()):
                 self._reject(submission, Failure(submission.request_id, FailureCode.SHUTTING_DOWN))
 
     def _generate(self, submission: Submission[Generate], arrived_s: float) -> None:
@@ -184,20 +172,14 @@ class Intake:
         request_id = message.request_id
         if self.is_draining:
             return Failure(request_id, FailureCode.SHUTTING_DOWN)
-        if self._has_too_many_open(message):
-            max_open = limits.max_open_resumed if message.admitted_ns else limits.max_open
+        max_open = limits.max_open_resumed if message.admitted_ns else limits.max_open
+        if self._open_requests.num_open >= max_open and (
+            message.admitted_ns or is_over_share(self._open_requests.num_open_of_each(), message.tenant, max_open)
+        ):
             return Failure(request_id, FailureCode.OVERLOADED, max_open)
         if self._open_requests.is_open(submission.frontend, request_id):
             return Failure(request_id, FailureCode.INTERNAL)
         return None
-
-    def _has_too_many_open(self, message: PromptHeader) -> bool:
-        limits, num_open = self.limits, self._open_requests.num_open
-        if message.admitted_ns:
-            return num_open >= limits.max_open_resumed
-        if num_open < limits.max_open:
-            return False
-        return is_over_share(self._open_requests.num_open_of_each(), message.tenant, limits.max_open)
 
     def assign_sequence(
         self, submission: Submission[Generate], grammar: CompiledGrammar | None, arrived_s: float
