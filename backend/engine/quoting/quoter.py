@@ -44,7 +44,7 @@ class Target(NamedTuple):
 
 
 class _View(NamedTuple):
-    """What all quotes share until something runs, comes or ends."""
+    """What the quotes of a turn share, and those of later turns until something runs, comes or ends."""
 
     outlook: Outlook
     usual: Timeline
@@ -68,9 +68,15 @@ class Quoter:
         self._errors = errors
         self._lengths = errors.answer_lengths
         self._clock = clock
+        self._outlook: Outlook | None = None
+        """The present turn's."""
         self._view: _View | None = None
         self._next_sample_s = -math.inf
         self._sample: tuple[Sequence, Subscriber] | None = None
+
+    def begin_turn(self) -> None:
+        """The next quotes share one outlook, whatever starts to wait between them."""
+        self._outlook = None
 
     def quote(self, message: AskQuote, candidate: Candidate) -> Quote:
         return self._quote(candidate.joined or candidate.new_sequence(), candidate.subscriber, message.terms)
@@ -106,13 +112,11 @@ class Quoter:
 
     def _quote(self, sequence: Sequence, subscriber: Subscriber, terms: QuoteTerms) -> Quote:
         """The prediction is noted in the subscriber."""
-        limit, is_joined = (
-            subscriber.max_total_tokens - sequence.num_prompt_tokens,
-            subscriber not in sequence.subscribers,
-        )
+        is_joined = subscriber not in sequence.subscribers
+        limit = subscriber.max_total_tokens - sequence.num_prompt_tokens
         target = Target(sequence, limit, self._expected_tokens(sequence, limit, terms.num_choices), terms)
         self._next_sample_s = self._clock() + _SAMPLE_INTERVAL_S
-        outlook = self._scheduler.outlook()
+        self._outlook = outlook = self._outlook or self._scheduler.outlook()
         if outlook is None:
             return Quote(subscriber.request_id, 0, 0, is_joined)
         place = outlook.place_of(sequence)

@@ -144,6 +144,7 @@ class Intake:
 
     def make_quotes(self) -> None:
         """Make the turn's quotes. Call it when all arrivals are taken in: then the quotes share one view of them."""
+        self._quoter.begin_turn()
         for waiting in self._open_requests.quote_queue.take_turn():
             submission = waiting.submission
             try:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
+from penstock.backend.engine.quoting import quoter
+from penstock.backend.engine.quoting.forecast import Timeline
 from penstock.shm.messages import AskQuote, FailureCode, Finish, Quote, QuoteTerms
 from tests.backend.harness import Bench
 
@@ -192,6 +195,25 @@ def test_quotes_beyond_a_turns_number_wait_for_the_next_turns_while_streams_go_o
     assert num_quoted == [16, 32, 40]
     assert not bench.received(139).finishes
     bench.tick_until_end(51)
+
+
+def test_quotes_of_a_turn_share_one_view_and_know_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = warm(max_running=2)
+    num_made = 0
+
+    def counted(*args: Any) -> Timeline:
+        nonlocal num_made
+        num_made += 1
+        return Timeline(*args)
+
+    monkeypatch.setattr(quoter, "Timeline", counted)
+    for request_id in range(10):
+        bench.submit([request_id], 10, request_id=request_id, timeout_ms=2500, refuse_late=TERMS)
+    bench.engine.turn()
+    assert num_made == 2  # with the usual and with the longest answers
+    refused = [received.quote for received in map(bench.received, range(10)) if received.finishes]
+    assert len(refused) >= 4, "two run at a time, for a second each"
+    assert all(quote is not None and quote.finish_s is not None and quote.finish_s > 2.5 for quote in refused)
 
 
 @pytest.mark.parametrize(("first_s", "finish_s"), [(1e9, 0.0), (0.0, 1e9), (0.0, 0.0), (1e9, 1e9)])
