@@ -52,7 +52,10 @@ class TenantLine:
         self.cost += cost
 
     def remove(self, sequence: Sequence) -> None:
-        self.cost -= self._entries.pop(bisect_left(self._entries, (_negated(sequence.turn),)))[2]
+        _, found, cost = self._entries.pop(bisect_left(self._entries, (_negated(sequence.turn),)))
+        if found is not sequence:
+            raise RuntimeError("the turn of a sequence has changed while it waits")
+        self.cost -= cost
 
     def num_before(self, turn: Turn) -> int:
         """Sequences with an earlier turn. Takes logarithmic time."""
