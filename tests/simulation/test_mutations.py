@@ -36,7 +36,7 @@ _FIRST_SEEDS = {
     "tokens are computed for a subscriber that has left": 15,
     "deadlines are ignored in the grammar queue": 15,
     "rows that build on a failed step are launched": 90,
-    "a page restore outlives its row": 90,
+    "a page restore outlives its row": 650,
     "what was scored before a preemption is scored again": 65,
     "scored tokens stay where they were when a row is dropped": 55,
     "a page copy outlives its row": 55,
