@@ -15,7 +15,7 @@ from tests.simulation.world import run_seed
 _MAX_SEEDS = 2000
 _PLANTED = REQUEST_BUGS | PAGE_BUGS | STEP_BUGS | VECTOR_BUGS
 _FIRST_SEEDS = {
-    "a preempted sequence gives up a page that is to be copied": 1590,
+    "a preempted sequence gives up a page that is to be copied": 100,
     "constraints are not rewound": 250,
     "page saves are lost with a plan that cannot be built": 210,
     "page saves are lost with a step without rows": 120,

@@ -180,14 +180,16 @@ class Setup:
         """Some worlds have more sequences, which copy from each other's partial pages, some adapters, some quotes."""
         is_chain = isinstance(self.model, ChainModel)
         if seed % 8 in _WIDE and is_chain:
-            self.max_running, self.page_size = rng.randint(6, 12), rng.choice((4, 8))
-            self.num_pages = self.max_running * rng.choice((1, 2, 2, 3))
+            self.max_running, self.page_size = rng.randint(6, 12), rng.choice((4, 8, 16, 16))
+            self.num_pages = self.max_running * rng.choice((2, 3))
             self.context = min(self.num_pages * self.page_size, 40)
-            self.max_batch_tokens = rng.choice((12, 24))
-            stem = [rng.randrange(self.model.vocab_size) for _ in range(self.page_size - 1)]
+            self.max_batch_tokens = 24
+            stem = [rng.randrange(self.model.vocab_size) for _ in range(min(self.page_size, 9) - 1)]
             self.prompts = [
                 [*stem[: rng.randint(1, len(stem))], rng.randrange(self.model.vocab_size)] for _ in range(6)
             ]
+            if self.page_size == 16:
+                self._saturate(rng, stem)
             self.weights = {bytes([number]): 1.0 for number in range(rng.randint(2, 3))}
             self.num_asks = 60
             self.rates |= {"submit": 0.8, "burst": 0.5}
@@ -195,6 +197,15 @@ class Setup:
             self.adapters = ("a", "b", "c")
         if seed % 8 in _WITH_QUOTES:
             self.quote_rate = 0.3
+
+    def _saturate(self, rng: Random, stem: list[int]) -> None:
+        """Each sequence has one page, and no page is left when all slots are taken: a newcomer gets the page of the
+        sequence that it preempts, from which another one may copy. Nothing else frees pages."""
+        self.num_pages, self.context, self.num_host_pages = self.max_running, 16, 0
+        self.capacity, self.num_plans_ahead, self.max_park_steps = min(self.capacity, 1), 0, 1
+        self.prompts = [[*stem, rng.randrange(self.model.vocab_size)] for _ in range(4)]
+        quiet = ("cancel", "storm", "frontend death", "restart", "drain", "fault", "engine_error")
+        self.rates |= dict.fromkeys(quiet, 0.0) | {"alike": 0.1}
 
     def draw_adapter(self, rng: Random, like: Ask | None) -> str:
         if like is not None and rng.random() < 0.6:
