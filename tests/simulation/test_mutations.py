@@ -18,7 +18,7 @@ _FIRST_SEEDS = {
     "a preempted sequence gives up a page that is to be copied": 100,
     "constraints are not rewound": 250,
     "page saves are lost with a plan that cannot be built": 210,
-    "page saves are lost with a step without rows": 120,
+    "page saves are lost with a step without rows": 500,
     "partial pages with bad logits stay findable": 5200,
     "pages with bad logits stay on the host": 320,
     "the grammar of a resumed stream starts over": 140,
