@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 83_200
+MAX_PRODUCT_LINES = 84_000
 MAX_LABORATORY_LINES = 19_000
 MAX_DOC_WORDS = 75_000
 MIN_ENTRIES, MAX_MODULES = 4, 12
@@ -15,12 +15,12 @@ MIN_ENTRIES, MAX_MODULES = 4, 12
 MAX_LINES = {
     "backend": 900,
     "backend/checkpoint": 11_690,
-    "backend/engine": 4_010,
+    "backend/engine": 4_270,
     "backend/forward_pass": 700,
-    "backend/kv_cache": 2_150,
+    "backend/kv_cache": 2_300,
     "backend/passes": 15_800,
     "backend/sampling": 600,
-    "backend/scheduling": 1_760,
+    "backend/scheduling": 1_840,
     "backend/sequences": 620,
     "backend/start": 820,
     "backend/structured_output": 2_290,
@@ -46,7 +46,7 @@ MAX_LINES = {
     "shm/messages": 1_040,
     "shm/recording": 1_170,
     "tools": 1_270,
-    "tools/bench": 4_650,
+    "tools/bench": 4_740,
     "tools/chaos": 2_450,
     "tools/demo_model": 1_480,
     "tools/forward_pass_contract": 880,
@@ -61,7 +61,6 @@ WIDE_PACKAGES = {
 """Packages of more than MAX_MODULES modules, and why."""
 
 SMALL_PACKAGES = {
-    "backend/engine/quoting": "one capability",
     "penstock/commands/inspect_model": "one capability",
     "penstock/commands/recorder": "one capability",
     "penstock/commands/top": "one capability",
