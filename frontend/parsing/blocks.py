@@ -78,6 +78,8 @@ class OutputBlocks:
 
     def _take(self, part: Delta) -> bytes:
         events = b""
+        if part.is_call_broken:
+            events += self._break_call()
         if part.reasoning:
             events += self._add(BlockKind.REASONING, part.reasoning)
         elif part.text:
@@ -109,6 +111,14 @@ class OutputBlocks:
             current.logprobs += self._pending_logprobs
         self._pending_logprobs = ()
         return self._events.closed(current)
+
+    def _break_call(self) -> bytes:
+        """Drop the open call. A stream cannot take it back, so there it is closed."""
+        if self._events is not _NO_EVENTS:
+            return self.close()
+        self.all.pop()
+        self.current = self.all[-1] if self.all else None
+        return b""
 
     def _add(self, kind: BlockKind, text: str, logprobs: tuple[ScoredToken, ...] = ()) -> bytes:
         current = self.current

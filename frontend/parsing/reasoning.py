@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock.frontend.parsing.drafts import ReasoningText
     from penstock.frontend.parsing.parsed_output import ParsedOutput
     from penstock.frontend.parsing.reader import Reader, Reading
 
@@ -57,11 +58,15 @@ GRANITE_PHRASES = ReasoningFormat(
 GRANITE_TAGS = ReasoningFormat("granite", "<think>", "</think>", answer_tags=("<response>", "</response>"))
 """Used by Granite 3.3."""
 
+KNOWN_FORMATS = (GRANITE_TAGS, GRANITE_PHRASES, THINK, MISTRAL_THINK, GEMMA_THOUGHT)
 
-def read_reasoning(reader: Reader, output: ParsedOutput, form: ReasoningFormat, *, is_open: bool) -> Reading[None]:
+
+def read_reasoning(
+    reader: Reader, output: ParsedOutput, form: ReasoningFormat, text: ReasoningText, *, is_open: bool
+) -> Reading[None]:
     """Read the reasoning at the start of an answer. Later markers are text. The reasoning may never end.
 
-    is_open: the prompt ends with the opening marker. Some models write it once more.
+    text receives the reasoning. is_open: the prompt ends with the opening marker. Some models write it once more.
     """
     markers = ((form.opening, form.closing), *form.spellings)
     reader.hold()
@@ -70,25 +75,30 @@ def read_reasoning(reader: Reader, output: ParsedOutput, form: ReasoningFormat, 
     for opening, _ in markers:
         is_opened = is_opened or (yield from reader.accept(opening))
     held = reader.release()
-    if not (is_open or is_opened):
-        output.content(held)
-        return
-    output.begin_reasoning()
-    closing = yield from reader.until_any(tuple(closing for _, closing in markers), output.reasoning)
-    yield from reader.accept(closing or "")
-    output.end_reasoning()
+    if is_open or is_opened:
+        output.begin_reasoning()
+        closing = yield from reader.until_any(tuple(closing for _, closing in markers), text.push)
+        text.end(ends_answer=closing is None and not output.is_cut)
+        yield from reader.accept(closing or "")
+        output.end_reasoning()
+        held = ""
     if form.answer_tags is not None:
-        yield from _read_tagged_answer(reader, output, form.answer_tags)
+        yield from _read_tagged_answer(reader, output, form.answer_tags, held)
+    else:
+        output.content(held)
 
 
-def _read_tagged_answer(reader: Reader, output: ParsedOutput, tags: tuple[str, str]) -> Reading[None]:
-    """Read the text between the tags, if the first of them comes next."""
+def _read_tagged_answer(reader: Reader, output: ParsedOutput, tags: tuple[str, str], held: str) -> Reading[None]:
+    """Read the text between the tags, if the first of them comes next. held is text before it."""
     opening, closing = tags
     reader.hold()
     yield from reader.skip_spaces()
-    if not (yield from reader.accept(opening)):
-        output.content(reader.release())
+    # Without reasoning, the answer may have only the last of several opening marks.
+    last = opening[max(0, opening.rfind("<")) :]
+    if not ((yield from reader.accept(opening)) or (yield from reader.accept(last))):
+        output.content(held + reader.release())
         return
     reader.release()
-    yield from reader.until(closing, output.content, keeps_partial=False)
-    yield from reader.accept(closing)
+    if closing:
+        yield from reader.until(closing, output.content, keeps_partial=False)
+        yield from reader.accept(closing)

@@ -166,8 +166,7 @@ def _call_rules(
         before, after = form.around(function.name)
         arguments = None if tagged is None else tagged.arguments(schema)
         if arguments is None:
-            # Formats with parameters also read calls in JSON, which can express every schema.
-            before, after = form.around_json(function.name)
+            # Formats with parameters also read an object in JSON, which can express every schema.
             arguments = json_value(schema)
         rules += [
             f"call_{number}: {text(before)} arguments_{number} {text(after)}",

@@ -60,9 +60,7 @@ class ServedModel:
 
 
 def model_syntax_of(tokenizer: ModelTokenizer, parsers: ParserNames = ParserNames()) -> ModelSyntax:  # noqa: B008 - frozen
-    template = tokenizer.chat_template
-    source = None if template is None else template.tool_source
-    return choose_model_syntax(source, tokenizer.added_tokens, parsers.tools, parsers.reasoning)
+    return choose_model_syntax(tokenizer.chat_template, tokenizer.added_tokens, parsers.tools, parsers.reasoning)
 
 
 def find_unnamed_ends(named: tuple[int, ...], tokenizer: ModelTokenizer) -> tuple[int, ...]:
