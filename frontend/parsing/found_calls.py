@@ -18,6 +18,7 @@ from penstock.frontend.parsing.json_text import repaired_json
 from penstock.frontend.parsing.rendered import (
     FUNCTIONS,
     NAMES,
+    NUMBER,
     PROBES,
     TEXT,
     Renderings,
@@ -35,7 +36,7 @@ from penstock.frontend.parsing.tool_formats.pythonic import Pythonic
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from penstock.frontend.parsing.rendered import Arguments
+    from penstock.frontend.parsing.rendered import Arguments, Call
 
 _NUMBER = re.compile(r"\d+")
 _EXTRA_STARTS = ("<|python_tag|>", "<|tool_call|>", "<tool_call>")
@@ -50,7 +51,7 @@ class _Turn:
     """From the first mark of the calls to the end of the turn."""
     end: int
     """Where the turn's own end begins."""
-    calls: list[tuple[str, Arguments]]
+    calls: list[Call]
 
 
 def find_calls(renderings: Renderings, added_tokens: Iterable[str], closing: str = "") -> ToolFormat | None:
@@ -58,7 +59,7 @@ def find_calls(renderings: Renderings, added_tokens: Iterable[str], closing: str
 
     closing is the mark that ends reasoning.
     """
-    turns = [_first_turn(renderings, arguments, closing) for arguments in PROBES]
+    turns = [_first_turn(renderings, calls_of(arguments), closing) for arguments in PROBES]
     for turn in filter(None, turns):
         for form in _candidates(turn, turns[0], turns[1], frozenset(added_tokens)):
             if _reads_back(form, turn):
@@ -66,30 +67,34 @@ def find_calls(renderings: Renderings, added_tokens: Iterable[str], closing: str
     return None
 
 
-def _first_turn(renderings: Renderings, arguments: Arguments, closing: str) -> _Turn | None:
+def shows_calls(renderings: Renderings) -> bool:
+    """Whether the template writes calls at all."""
+    return NAMES[0] in (renderings.turn(None, calls_of([NUMBER])) or "")
+
+
+def _first_turn(renderings: Renderings, calls: list[Call], closing: str) -> _Turn | None:
     """Return a turn of two calls, or of one if the template takes no more."""
-    turns = (_rendered_turn(renderings, calls_of(arguments, num_calls), closing) for num_calls in (2, 1))
+    turns = (_rendered_turn(renderings, calls[:num_calls], closing) for num_calls in (2, 1))
     return next(filter(None, turns), None)
 
 
-def _rendered_turn(renderings: Renderings, calls: list[tuple[str, Arguments]], closing: str) -> _Turn | None:
+def _rendered_turn(renderings: Renderings, calls: list[Call], closing: str) -> _Turn | None:
     """Return the calls as the template writes them, without the text before and behind them."""
-    text, prompt, answer = renderings.turn(None, calls), renderings.prompt(), renderings.turn(TEXT)
+    text = renderings.turn(None, calls)
     if text is None or not all(name in text for name, _ in calls):
         return None
-    start = len(common_start(text, prompt or ""))
-    start = min(start, text.index(NAMES[0]))
+    name_start = text.index(NAMES[0])
+    start = min(name_start, len(common_start(text, renderings.prompt)))
+    if closing and closing in text[start:name_start]:
+        start = text.rindex(closing, start, name_start) + len(closing)
     before = text[start:]
-    if closing and closing in (lead := text[start : text.index(NAMES[0])]):
-        before = text[start + lead.rindex(closing) + len(closing) :]
     with_text = renderings.turn(TEXT, calls)
     if with_text is not None and TEXT in with_text and with_text.find(TEXT) < with_text.find(NAMES[0]):
         behind = with_text.partition(TEXT)[2]
         # The calls begin alike behind a text; what differs belongs to the text or to the turn.
         place, other = before.index(NAMES[0]), behind.index(NAMES[0])
         before = common_end(before[:place], behind[:other]) + before[place:]
-    before = before.lstrip()
-    answer_end = (answer or "").rpartition(TEXT)[2].rstrip()
+    answer_end = renderings.answer.rpartition(TEXT)[2].rstrip()
     tail = common_end(before.rstrip(), answer_end)
     if answer_end and not tail:  # the turn has an end of its own
         tail = pieces(before)[-1]
@@ -117,14 +122,13 @@ def _name_of(marks: CallMarks) -> str:
     first = next(filter(is_mark, pieces(marks.section[0] + marks.call[0])), "json")
     for name, known in MARKS.items():
         known_first = next(filter(is_mark, pieces(known.section[0] + known.call[0])), "json")
-        if (first, _style(marks)) == (known_first, _style(known)):
+        if _style(marks) == _style(known) and (first == known_first or marks.parameters is not None):
             return name.partition(",")[0]
     return first
 
 
 def _style(marks: CallMarks) -> object:
-    opening = "" if marks.parameters is None else marks.parameters.opening
-    return marks.object is None, marks.is_list, opening
+    return marks.object is None, marks.is_list, "" if marks.parameters is None else marks.parameters.opening
 
 
 def _reads_back(form: ToolFormat, turn: _Turn) -> bool:
@@ -191,7 +195,7 @@ def _value_start(text: str) -> int:
 
 
 def _find_object(
-    text: str, name_start: int, call: tuple[str, Arguments], least: int = 0
+    text: str, name_start: int, call: Call, least: int = 0
 ) -> tuple[int, int, bool] | None:
     """Return where the object, or list of objects, begins and ends that contains the name."""
     for match in re.finditer(r"[{\[]", text[least:name_start]):
@@ -206,7 +210,7 @@ def _find_object(
     return None
 
 
-def _is_call(value: dict[str, Any], call: tuple[str, Arguments]) -> bool:
+def _is_call(value: dict[str, Any], call: Call) -> bool:
     name, arguments = call
     values = list(value.values())
     return (name in values and any(_same(inner, arguments) for inner in values)) or _same(value.get(name), arguments)
@@ -306,7 +310,7 @@ def _same_but_numbers(first: str, second: str) -> str:
 
 def _split(lead: str, between: str, tail: str, *, is_alone: bool) -> tuple[tuple[str, str], tuple[str, str], str]:
     """Split the texts before, between and behind calls into the marks of the section, of a call, and the separator."""
-    lead, between, tail = (ids_as_numbers(text, CALL_NUMBER) for text in (lead, between, tail))
+    lead, between, tail = (ids_as_numbers(text, CALL_NUMBER) for text in (lead.lstrip(), between, tail))
     if is_alone:
         return ("", ""), (lead, tail), ""
     end = common_start(between, tail)

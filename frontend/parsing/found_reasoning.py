@@ -11,10 +11,10 @@ from penstock.frontend.parsing.tool_formats.marked import is_mark, pieces
 
 def find_reasoning(renderings: Renderings) -> ReasoningFormat | None:
     """Return the format of the reasoning that the template writes; None if it writes none between marks."""
-    plain, prompt = renderings.turn(TEXT) or "", renderings.prompt() or ""
+    plain, prompt = renderings.answer, renderings.prompt
     for end, turn in (
         (TEXT, renderings.turn(TEXT, thought=THOUGHT)),
-        (NAMES[0], renderings.turn(None, calls_of(NUMBER, 1), thought=THOUGHT)),
+        (NAMES[0], renderings.turn(None, calls_of([NUMBER]), thought=THOUGHT)),
     ):
         before, has_thought, behind = (turn or "").partition(THOUGHT)
         between, has_end, after = behind.partition(end)
@@ -23,32 +23,48 @@ def find_reasoning(renderings: Renderings) -> ReasoningFormat | None:
     else:
         return None
     start = min(len(common_start(before, other)) for other in (plain, prompt))
-    opening, closing = before[start:].strip(), pieces(between)
-    if not is_mark(opening):
-        # The prompt has the opening too, or its first mark.
-        last = (before[:start].splitlines() or [""])[-1].strip()
-        marks = list(filter(is_mark, pieces(last)))
-        opening = f"{marks[-1]}{opening}" if marks else last
-    if not opening or not any(map(is_mark, closing)):
+    opening = _opening(before[:start], before[start:].strip(), between)
+    closing = _first_marks(between, opening)
+    if not opening or not closing:
         return None
-    num_marks = min(len(pieces(opening)), len(closing)) if is_mark(opening) else 1
-    place = 0
-    for piece in closing[:num_marks]:
-        place = between.index(piece, place) + len(piece)
-    closing_text = between[:place].strip()
-    lead = between[place:]
+    lead = between.partition(closing)[2]
     if end != TEXT:
         lead, _, after = plain[len(common_start(plain, prompt)) :].partition(TEXT)
-        lead = lead.rpartition(closing_text)[2]
-    return _known(opening, closing_text, _answer_tags(lead, after))
+        lead = lead.rpartition(closing)[2]
+    return _known(opening, closing, _answer_tags(lead.strip(), after))
+
+
+def _opening(before: str, opening: str, between: str) -> str:
+    """Return the marks before a thought. The prompt may have them too, or their beginning; before is that text."""
+    marks = pieces(before)
+    if opening:
+        return marks[-1] + opening if not is_mark(opening) and before.endswith(marks[-1:]) and is_mark(marks[-1]) else opening
+    last = (before.strip().splitlines() or [""])[-1]
+    if not any(map(is_mark, pieces(last))):
+        return last
+    # A mark that other texts have too is the end of several.
+    while marks and (not is_mark(opening) or opening in between):
+        marks, opening = marks[:-1], marks[-1] + opening
+    return opening
+
+
+def _first_marks(text: str, model: str) -> str:
+    """Return the beginning of a text with as many marks as the model has; at least one."""
+    num_marks, end = max(1, sum(map(is_mark, pieces(model)))), 0
+    for piece in pieces(text):
+        if not num_marks:
+            break
+        end = text.index(piece, end) + len(piece)
+        num_marks -= is_mark(piece)
+    return "" if num_marks else text[:end].strip()
 
 
 def _answer_tags(opening: str, after: str) -> tuple[str, str] | None:
     """Return the marks around an answer, if there are any."""
     if not any(map(is_mark, pieces(opening))):
         return None
-    marks = list(filter(is_mark, pieces(after)))
-    return opening.strip(), marks[0] if len(marks) > 1 else ""
+    closing = _first_marks(after, opening)
+    return opening, closing if len(closing) < len(after.strip()) else ""
 
 
 def _known(opening: str, closing: str, tags: tuple[str, str] | None) -> ReasoningFormat:

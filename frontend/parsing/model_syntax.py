@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.frontend.parsing.found_calls import find_calls
+from penstock.frontend.parsing.found_calls import find_calls, shows_calls
 from penstock.frontend.parsing.found_reasoning import find_reasoning
 from penstock.frontend.parsing.harmony import CHANNEL, HARMONY
 from penstock.frontend.parsing.reasoning import GRANITE_TAGS, KNOWN_FORMATS, ReasoningFormat
@@ -52,7 +52,7 @@ def choose_model_syntax(
     else:
         tools = find_calls(renderings, added_tokens, "" if reasoning is None else reasoning.closing)
         shows_tools = renderings.shows_tools
-        if tools is None:
+        if tools is None and not shows_calls(renderings):
             tools = hinted_format(source, added_tokens)
     return ModelSyntax(tools, shows_tools, reasoning, offers_tools=tool_parser != "none")
 

@@ -94,8 +94,11 @@ def _read_tagged_answer(reader: Reader, output: ParsedOutput, tags: tuple[str, s
     reader.hold()
     yield from reader.skip_spaces()
     # Without reasoning, the answer may have only the last of several opening marks.
-    last = opening[max(0, opening.rfind("<")) :]
-    if not ((yield from reader.accept(opening)) or (yield from reader.accept(last))):
+    is_opened = False
+    for place in range(len(opening)):
+        if not is_opened and (place == 0 or opening[place] == "<" or opening[place - 1] in " >"):
+            is_opened = yield from reader.accept(opening[place:])
+    if not is_opened:
         output.content(held + reader.release())
         return
     reader.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from penstock.frontend.schemas.chat import (
 from penstock.frontend.text.chat_template import TemplateRefusedError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from penstock.frontend.text.chat_template import ChatTemplate
 
 THOUGHT, TEXT, QUESTION = "wikitorena", "welabrunto", "wadonefix"
@@ -26,6 +29,7 @@ _IDS = ("callAAAA1", "callAAAA2")
 """Mistral's templates take ids of nine letters and digits only."""
 
 Arguments = dict[str, Any]
+Call = tuple[str, Arguments]
 FULL: Arguments = {
     "city": "wabestolu",
     "note": 'a "b"\n<c>\\',
@@ -38,10 +42,10 @@ FULL: Arguments = {
 }
 PLAIN: Arguments = {"city": "wabestolu", "note": "wobistela"}
 NUMBER: Arguments = {"days": 31}
-PROBES = (FULL, PLAIN, NUMBER)
-"""Arguments of the first call. Some templates write a text without quotes or every value as a text; then the simpler
-arguments show the format."""
 SECOND: Arguments = {"city": "wifostara"}
+PROBES = ((FULL, SECOND), (PLAIN, SECOND), (NUMBER, NUMBER))
+"""Arguments of two calls. Some templates write a text without quotes or every value as a text; then the simpler
+arguments show the format."""
 
 _PROPERTIES: dict[str, Any] = {
     "city": {"type": "string", "description": "A city"},
@@ -49,18 +53,18 @@ _PROPERTIES: dict[str, Any] = {
     "days": {"type": "integer", "description": "A number"},
     "share": {"type": "number", "description": "A share"},
     "exact": {"type": "boolean", "description": "A flag"},
-    "at": {"type": "object", "description": "An object", "properties": {"inner": {"type": "string"}}},
+    "at": {"type": "object", "description": "An object", "additionalProperties": {"type": "string"}},
     "list": {"type": "array", "description": "A list", "items": {"type": "string"}},
-    "empty": {"type": "object", "description": "An object", "properties": {"inner": {"type": "string"}}},
+    "empty": {"type": "object", "description": "An object", "additionalProperties": {"type": "string"}},
 }
 PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": ["city"]}
 FUNCTIONS = dict.fromkeys(NAMES, PARAMETERS)
 _TOOLS = [ChatTool(FunctionDefinition(name, "Looks up", PARAMETERS)) for name in NAMES]
 
 
-def calls_of(arguments: Arguments, num_calls: int) -> list[tuple[str, Arguments]]:
+def calls_of(arguments: Iterable[Arguments]) -> list[Call]:
     """Return the names and arguments of the calls in a turn."""
-    return list(zip(NAMES, (arguments, SECOND), strict=True))[:num_calls]
+    return list(zip(NAMES, arguments, strict=False))
 
 
 class Renderings:
@@ -68,12 +72,11 @@ class Renderings:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
-        self._prompts: dict[bool, str | None] = {}
 
     def turn(
         self,
         content: str | None = None,
-        calls: list[tuple[str, Arguments]] | None = None,
+        calls: list[Call] | None = None,
         *,
         thought: str | None = None,
     ) -> str | None:
@@ -83,41 +86,38 @@ class Renderings:
             for call_id, (name, arguments) in zip(_IDS, calls or (), strict=False)
         ]
         answer = ChatMessage("assistant", content, tool_calls=made or None, reasoning_content=thought)
-        return self._rendered([ChatMessage("user", QUESTION), answer], has_tools=True, is_prompt=False)
+        return self._behind_question([answer])
 
-    def prompt(self, *, has_tools: bool = True) -> str | None:
-        """Return the text behind the question in a prompt that the model answers."""
-        if has_tools not in self._prompts:
-            self._prompts[has_tools] = self._rendered(
-                [ChatMessage("user", QUESTION)], has_tools=has_tools, is_prompt=True
-            )
-        return self._prompts[has_tools]
+    @cached_property
+    def prompt(self) -> str:
+        """The text behind the question in a prompt that the model answers."""
+        return self._behind_question([], is_prompt=True) or ""
+
+    @cached_property
+    def answer(self) -> str:
+        """The turn of an answer that is a text."""
+        return self.turn(TEXT) or ""
 
     @property
     def shows_tools(self) -> bool:
         """Whether the model sees the tools that a request offers."""
-        body = self._body([ChatMessage("user", QUESTION)], has_tools=True, is_prompt=True)
-        try:
-            return NAMES[0] in self._template.render(body)
-        except TemplateRefusedError:
-            return False
+        question = ChatMessage("user", QUESTION)
+        return any(
+            NAMES[0] in (self._rendered(messages, is_prompt=True) or "")
+            for messages in ([question], [ChatMessage("system", TEXT), question])
+        )
 
-    def _rendered(self, messages: list[ChatMessage], *, has_tools: bool, is_prompt: bool) -> str | None:
-        try:
-            text = self._template.render(self._body(messages, has_tools=has_tools, is_prompt=is_prompt))
-        except TemplateRefusedError:
-            return None
+    def _behind_question(self, messages: list[ChatMessage], *, is_prompt: bool = False) -> str | None:
+        text = self._rendered([ChatMessage("user", QUESTION), *messages], is_prompt=is_prompt) or ""
         _, mark, behind = text.rpartition(QUESTION)
         return behind if mark else None
 
-    @staticmethod
-    def _body(messages: list[ChatMessage], *, has_tools: bool, is_prompt: bool) -> ChatBody:
-        return ChatBody(
-            messages=messages,
-            tools=_TOOLS if has_tools else None,
-            add_generation_prompt=is_prompt,
-            enable_thinking=True,
-        )
+    def _rendered(self, messages: list[ChatMessage], *, is_prompt: bool) -> str | None:
+        body = ChatBody(messages=messages, tools=_TOOLS, add_generation_prompt=is_prompt, enable_thinking=True)
+        try:
+            return self._template.render(body)
+        except TemplateRefusedError:
+            return None
 
 
 def common_start(first: str, second: str) -> str:

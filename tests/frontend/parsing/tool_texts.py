@@ -12,17 +12,11 @@ from penstock.frontend.parsing.answer_parser import AnswerShape
 from penstock.frontend.parsing.blocks import ChoiceOutput
 from penstock.frontend.parsing.harmony import Harmony
 from penstock.frontend.parsing.tool_formats.base import CALL_NUMBER, ToolFormat
-from penstock.frontend.parsing.tool_formats.deepseek import DeepSeek
-from penstock.frontend.parsing.tool_formats.deepseek_v32 import DeepSeekV32
 from penstock.frontend.parsing.tool_formats.gemma import Gemma
-from penstock.frontend.parsing.tool_formats.glm4 import Glm4
-from penstock.frontend.parsing.tool_formats.granite import Granite
-from penstock.frontend.parsing.tool_formats.hermes import Hermes
-from penstock.frontend.parsing.tool_formats.kimi_k2 import KimiK2
-from penstock.frontend.parsing.tool_formats.llama3_json import Llama3Json
-from penstock.frontend.parsing.tool_formats.mistral import Mistral
+from penstock.frontend.parsing.tool_formats.marked import Marked
+from penstock.frontend.parsing.tool_formats.named import MARKS
 from penstock.frontend.parsing.tool_formats.pythonic import Pythonic
-from penstock.frontend.parsing.tool_formats.qwen3_coder import Qwen3Coder
+
 
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "f": {
@@ -40,20 +34,8 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "get_weather": {},
 }
 FORMATS: dict[str, ToolFormat] = {
-    "hermes": Hermes(),
-    "llama3_json": Llama3Json(),
-    "mistral": Mistral(names_first=False),
-    "mistral, names first": Mistral(names_first=True),
+    **{name: Marked(name, marks) for name, marks in MARKS.items()},
     "pythonic": Pythonic(),
-    "qwen3_coder": Qwen3Coder(),
-    "glm4": Glm4(has_lines=True),
-    "glm4, one line": Glm4(has_lines=False),
-    "deepseek": DeepSeek(in_code=True),
-    "deepseek, V3.1": DeepSeek(in_code=False),
-    "deepseek_v32": DeepSeekV32(is_fourth=False),
-    "deepseek_v32, V4": DeepSeekV32(is_fourth=True),
-    "kimi_k2": KimiK2(),
-    "granite": Granite(),
     "gemma": Gemma(is_fourth=False),
     "gemma, 4": Gemma(is_fourth=True),
     "harmony": Harmony(),
