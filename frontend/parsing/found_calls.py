@@ -29,7 +29,7 @@ from penstock.frontend.parsing.rendered import (
 )
 from penstock.frontend.parsing.tool_formats.base import CALL_NUMBER, ParameterLayout, ToolFormat
 from penstock.frontend.parsing.tool_formats.gemma import Gemma
-from penstock.frontend.parsing.tool_formats.marked import CallMarks, Marked, is_mark, pieces
+from penstock.frontend.parsing.tool_formats.marked import CallMarks, Marked, inner_end, is_mark, pieces
 from penstock.frontend.parsing.tool_formats.named import MARKS
 from penstock.frontend.parsing.tool_formats.pythonic import Pythonic
 
@@ -54,12 +54,14 @@ class _Turn:
     calls: list[Call]
 
 
-def find_calls(renderings: Renderings, added_tokens: Iterable[str], closing: str = "") -> ToolFormat | None:
+def find_calls(
+    renderings: Renderings, added_tokens: Iterable[str], closings: tuple[str, ...] = ()
+) -> ToolFormat | None:
     """Return the format of the calls that the template writes; None if it writes none or in no format that is read.
 
-    closing is the mark that ends reasoning.
+    closings are the marks that end reasoning and answers.
     """
-    turns = [_first_turn(renderings, calls_of(arguments), closing) for arguments in PROBES]
+    turns = [_first_turn(renderings, calls_of(arguments), closings) for arguments in PROBES]
     for turn in filter(None, turns):
         for form in _candidates(turn, turns[0], turns[1], frozenset(added_tokens)):
             if _reads_back(form, turn):
@@ -72,21 +74,22 @@ def shows_calls(renderings: Renderings) -> bool:
     return NAMES[0] in (renderings.turn(None, calls_of([NUMBER])) or "")
 
 
-def _first_turn(renderings: Renderings, calls: list[Call], closing: str) -> _Turn | None:
+def _first_turn(renderings: Renderings, calls: list[Call], closings: tuple[str, ...]) -> _Turn | None:
     """Return a turn of two calls, or of one if the template takes no more."""
-    turns = (_rendered_turn(renderings, calls[:num_calls], closing) for num_calls in (2, 1))
+    turns = (_rendered_turn(renderings, calls[:num_calls], closings) for num_calls in (2, 1))
     return next(filter(None, turns), None)
 
 
-def _rendered_turn(renderings: Renderings, calls: list[Call], closing: str) -> _Turn | None:
+def _rendered_turn(renderings: Renderings, calls: list[Call], closings: tuple[str, ...]) -> _Turn | None:
     """Return the calls as the template writes them, without the text before and behind them."""
     text = renderings.turn(None, calls)
     if text is None or not all(name in text for name, _ in calls):
         return None
     name_start = text.index(NAMES[0])
     start = min(name_start, len(common_start(text, renderings.prompt)))
-    if closing and closing in text[start:name_start]:
-        start = text.rindex(closing, start, name_start) + len(closing)
+    for closing in closings:
+        if closing in text[start:name_start]:
+            start = text.rindex(closing, start, name_start) + len(closing)
     before = text[start:]
     with_text = renderings.turn(TEXT, calls)
     if with_text is not None and TEXT in with_text and with_text.find(TEXT) < with_text.find(NAMES[0]):
@@ -98,7 +101,7 @@ def _rendered_turn(renderings: Renderings, calls: list[Call], closing: str) -> _
     tail = common_end(before.rstrip(), answer_end)
     if answer_end and not tail:  # the turn has an end of its own
         tail = pieces(before)[-1]
-    return _Turn(before, len(before.rstrip()) - len(tail), calls)
+    return _Turn(before, len(before.rstrip()) - len(tail) + len(inner_end(tail)), calls)
 
 
 def _candidates(

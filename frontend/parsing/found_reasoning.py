@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.frontend.parsing.reasoning import KNOWN_FORMATS, ReasoningFormat
 from penstock.frontend.parsing.rendered import NAMES, NUMBER, TEXT, THOUGHT, Renderings, calls_of, common_start
-from penstock.frontend.parsing.tool_formats.marked import is_mark, pieces
+from penstock.frontend.parsing.tool_formats.marked import inner_end, is_mark, pieces
 
 
 def find_reasoning(renderings: Renderings) -> ReasoningFormat | None:
@@ -23,7 +23,10 @@ def find_reasoning(renderings: Renderings) -> ReasoningFormat | None:
     else:
         return None
     start = min(len(common_start(before, other)) for other in (plain, prompt))
-    opening = _opening(before[:start], before[start:].strip(), between)
+    opening, prompted = before[start:].strip(), prompt[len(common_start(before, prompt)) :].strip()
+    if not any(map(is_mark, pieces(prompted))):
+        opening = opening or prompted
+    opening = _opening(before[:start], opening, between)
     closing = _first_marks(between, opening)
     if not opening or not closing:
         return None
@@ -31,14 +34,17 @@ def find_reasoning(renderings: Renderings) -> ReasoningFormat | None:
     if end != TEXT:
         lead, _, after = plain[len(common_start(plain, prompt)) :].partition(TEXT)
         lead = lead.rpartition(closing)[2]
-    return _known(opening, closing, _answer_tags(lead.strip(), after))
+    tags = _answer_tags(lead.strip(), after)
+    end = "" if tags is None else after[after.index(tags[1]) + len(tags[1]) :]
+    return _known(opening, closing, tags, inner_end(end))
 
 
 def _opening(before: str, opening: str, between: str) -> str:
     """Return the marks before a thought. The prompt may have them too, or their beginning; before is that text."""
     marks = pieces(before)
     if opening:
-        return marks[-1] + opening if not is_mark(opening) and before.endswith(marks[-1:]) and is_mark(marks[-1]) else opening
+        is_rest = bool(marks) and not is_mark(opening) and is_mark(marks[-1]) and before.endswith(marks[-1])
+        return marks[-1] + opening if is_rest else opening
     last = (before.strip().splitlines() or [""])[-1]
     if not any(map(is_mark, pieces(last))):
         return last
@@ -67,8 +73,8 @@ def _answer_tags(opening: str, after: str) -> tuple[str, str] | None:
     return opening, closing if len(closing) < len(after.strip()) else ""
 
 
-def _known(opening: str, closing: str, tags: tuple[str, str] | None) -> ReasoningFormat:
+def _known(opening: str, closing: str, tags: tuple[str, str] | None, turn_end: str) -> ReasoningFormat:
     for form in KNOWN_FORMATS:
         if (form.opening, form.closing, form.answer_tags) == (opening, closing, tags):
             return form
-    return ReasoningFormat(opening, opening, closing, answer_tags=tags)
+    return ReasoningFormat(opening, opening, closing, answer_tags=tags, turn_end=turn_end)

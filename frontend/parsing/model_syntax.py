@@ -50,7 +50,8 @@ def choose_model_syntax(
     elif renderings is None:
         tools = hinted_format("", added_tokens)
     else:
-        tools = find_calls(renderings, added_tokens, "" if reasoning is None else reasoning.closing)
+        closings = () if reasoning is None else (reasoning.closing, (reasoning.answer_tags or ("", ""))[1])
+        tools = find_calls(renderings, added_tokens, tuple(filter(None, closings)))
         shows_tools = renderings.shows_tools
         if tools is None and not shows_calls(renderings):
             tools = hinted_format(source, added_tokens)

@@ -26,6 +26,8 @@ class ReasoningFormat:
     """Precedes an answer's text, whether there was reasoning or not."""
     answer_tags: tuple[str, str] | None = None
     """Tags that may enclose the answer after the reasoning. They are not part of it."""
+    turn_end: str = ""
+    """May follow the last of the tags."""
     spellings: tuple[tuple[str, str], ...] = ()
     """Other pairs of markers that models write."""
 
@@ -74,23 +76,27 @@ def read_reasoning(
     is_opened = False
     for opening, _ in markers:
         is_opened = is_opened or (yield from reader.accept(opening))
-    held = reader.release()
+    is_ended = not (is_open or is_opened) and (yield from reader.accept(form.closing))
+    held = "" if is_ended else reader.release()
     if is_open or is_opened:
         output.begin_reasoning()
-        closing = yield from reader.until_any(tuple(closing for _, closing in markers), text.push)
-        text.end(ends_answer=closing is None and not output.is_cut)
-        yield from reader.accept(closing or "")
+        # The answer may begin without the end of the reasoning.
+        ends = (*(closing for _, closing in markers), *(form.answer_tags or ())[:1])
+        end = yield from reader.until_any(ends, text.push)
+        text.end(ends_answer=end is None and not output.is_cut)
+        for _, closing in markers:
+            yield from reader.accept(closing)
         output.end_reasoning()
         held = ""
     if form.answer_tags is not None:
-        yield from _read_tagged_answer(reader, output, form.answer_tags, held)
+        yield from _read_tagged_answer(reader, output, form, held)
     else:
         output.content(held)
 
 
-def _read_tagged_answer(reader: Reader, output: ParsedOutput, tags: tuple[str, str], held: str) -> Reading[None]:
+def _read_tagged_answer(reader: Reader, output: ParsedOutput, form: ReasoningFormat, held: str) -> Reading[None]:
     """Read the text between the tags, if the first of them comes next. held is text before it."""
-    opening, closing = tags
+    opening, closing = form.answer_tags or ("", "")
     reader.hold()
     yield from reader.skip_spaces()
     # Without reasoning, the answer may have only the last of several opening marks.
@@ -105,3 +111,4 @@ def _read_tagged_answer(reader: Reader, output: ParsedOutput, tags: tuple[str, s
     if closing:
         yield from reader.until(closing, output.content, keeps_partial=False)
         yield from reader.accept(closing)
+        yield from reader.accept(form.turn_end)

@@ -71,6 +71,12 @@ def is_mark(piece: str) -> bool:
     return piece[:1] in ("<", "[") and len(piece) >= _LONGEST_MARK
 
 
+def inner_end(text: str) -> str:
+    """Return what of a turn's end is more than the mark that ends it: marks with a word between them."""
+    found = pieces(text)
+    return text[: text.rindex(found[-1])] if len(found) > 1 and not all(map(is_mark, found)) else ""
+
+
 class Marked(ToolFormat):
     """Reads and describes the calls of one set of marks."""
 
