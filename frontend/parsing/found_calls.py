@@ -22,6 +22,7 @@ from penstock.frontend.parsing.rendered import (
     PROBES,
     TEXT,
     Renderings,
+    are_shown,
     calls_of,
     common_end,
     common_start,
@@ -71,7 +72,8 @@ def find_calls(
 
 def shows_calls(renderings: Renderings) -> bool:
     """Whether the template writes calls at all."""
-    return NAMES[0] in (renderings.turn(None, calls_of([NUMBER])) or "")
+    calls = calls_of([NUMBER])
+    return are_shown(calls, renderings.turn(None, calls) or "")
 
 
 def _first_turn(renderings: Renderings, calls: list[Call], closings: tuple[str, ...]) -> _Turn | None:
@@ -83,7 +85,7 @@ def _first_turn(renderings: Renderings, calls: list[Call], closings: tuple[str, 
 def _rendered_turn(renderings: Renderings, calls: list[Call], closings: tuple[str, ...]) -> _Turn | None:
     """Return the calls as the template writes them, without the text before and behind them."""
     text = renderings.turn(None, calls)
-    if text is None or not all(name in text for name, _ in calls):
+    if text is None or not are_shown(calls, text):
         return None
     name_start = text.index(NAMES[0])
     start = min(name_start, len(common_start(text, renderings.prompt)))
@@ -300,7 +302,7 @@ def _flat(arguments: Arguments) -> list[str]:
 
 def _json_middle(full: _Turn | None, middle: str, opening: str) -> str:
     """Return the marks before a value that is no text, if they differ."""
-    pattern = rf"{re.escape(opening)}days(.{{1,80}}?)31"
+    pattern = rf"{re.escape(opening)}days(.{{1,80}}?){NUMBER['days']}"
     found = None if full is None else re.search(pattern, full.text, re.DOTALL)
     return "" if found is None or found[1] == middle else found[1]
 

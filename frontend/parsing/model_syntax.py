@@ -71,7 +71,8 @@ def _reasoning_format(
         return found
     # The template shows no reasoning of earlier turns, but its source or the tokens may have the marks.
     for form in KNOWN_FORMATS:
-        texts = (form.opening, form.closing, *(form.answer_tags or ()))
-        if all(text in source for text in texts) or form.closing in added_tokens:
+        is_common = form.answer_tags is None and not form.spellings
+        texts = (form.closing,) if is_common else (form.opening, form.closing, *(form.answer_tags or ()))
+        if all(text in source for text in texts) or (is_common and form.closing in added_tokens):
             return form
     return None

@@ -78,6 +78,7 @@ class ParsedOutput:
         if self._is_calling:
             self._is_calling = False
             if self.is_cut:
+                self._includes_content = False  # what is left belongs to the call
                 return
             self._num_broken += 1
             self._pieces.append(Delta(is_call_broken=True))

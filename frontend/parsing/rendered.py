@@ -33,7 +33,7 @@ Call = tuple[str, Arguments]
 FULL: Arguments = {
     "city": "wabestolu",
     "note": 'a "b"\n<c>\\',
-    "days": 31,
+    "days": 70315,
     "share": -0.5,
     "exact": True,
     "at": {"inner": "x", "k": [1, False, None]},
@@ -41,7 +41,7 @@ FULL: Arguments = {
     "empty": {},
 }
 PLAIN: Arguments = {"city": "wabestolu", "note": "wobistela"}
-NUMBER: Arguments = {"days": 31}
+NUMBER: Arguments = {"days": 70315}
 SECOND: Arguments = {"city": "wifostara"}
 PROBES = ((FULL, SECOND), (PLAIN, SECOND), (NUMBER, NUMBER))
 """Arguments of two calls. Some templates write a text without quotes or every value as a text; then the simpler
@@ -60,6 +60,11 @@ _PROPERTIES: dict[str, Any] = {
 PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": ["city"]}
 FUNCTIONS = dict.fromkeys(NAMES, PARAMETERS)
 _TOOLS = [ChatTool(FunctionDefinition(name, "Looks up", PARAMETERS)) for name in NAMES]
+
+
+def are_shown(calls: list[Call], text: str) -> bool:
+    """Whether the calls are part of a text."""
+    return all(name in text and str(next(iter(arguments.values()))) in text for name, arguments in calls)
 
 
 def calls_of(arguments: Iterable[Arguments]) -> list[Call]:

@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.frontend.generation.answer_rules.lark import MarkedText, json_value, literal
 from penstock.frontend.generation.answer_rules.parameter_grammar import ParameterGrammar
-from penstock.frontend.parsing.tool_formats.hermes import Hermes
+from penstock.frontend.parsing.tool_formats.named import named_format
 from penstock.frontend.schemas.chat import NamedTool
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
 from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS, Grammar
@@ -43,7 +43,7 @@ def select_tool_format(body: ChatBody, syntax: ModelSyntax) -> ToolFormat | None
     if syntax.tools is not None and syntax.shows_tools:
         return syntax.tools
     if body.requires_call:
-        return syntax.tools or Hermes()  # the grammar enforces it
+        return syntax.tools or named_format("hermes")  # the grammar enforces it
     reason = "this model's chat template has no tools, or an unknown format of calls"
     message = f'tools: {reason}; use tool_choice "required" or a named function, or start with --tool-parser'
     raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param="tools")

@@ -99,14 +99,14 @@ class Marked(ToolFormat):
         self._middle_pieces = pieces(marks.middle)
         self.triggers = self._find_triggers()
         texts = (self.opening, self._before, self._middle, self._after, self.closing, *marks.starts)
-        layout = marks.parameters
-        texts += () if layout is None else (layout.opening, layout.middle, layout.closing, layout.json_middle)
-        known = (token for token in added_tokens if len(token.strip()) > 1 and any(token in text for text in texts))
-        self.markers = tuple(sorted(known, key=len, reverse=True))
-        first = next(iter(self.triggers), "")
+        if (layout := marks.parameters) is not None:
+            texts += (layout.opening, layout.middle, layout.closing, layout.json_middle)
+        tokens = {token for token in added_tokens if len(token.strip()) > 1 and any(token in text for text in texts)}
+        tokens.update(piece for text in texts for piece in pieces(text) if is_mark(piece))
+        self.markers = tuple(sorted(tokens, key=len, reverse=True))
         # A grammar cannot begin calls in the middle of a mark that stands before each of them.
-        self.trigger = first if opening or first.startswith(self.markers or first) else None
-        self.trigger = self.trigger or None
+        first = next(iter(self.triggers), None)
+        self.trigger = first if opening or first in self.markers else None
 
     def around(self, name: str) -> tuple[str, str]:
         quoted = json_string(name) if self._before.endswith('"') else f'"{name}"'
@@ -169,31 +169,29 @@ class Marked(ToolFormat):
             reader.hold()
         else:
             raise Malformed
-        yield from reader.skip_spaces()
-        if is_list:
-            yield from reader.accept("]")
-        yield from _accept_all(reader, self._call[1])
-        yield from _accept_all(reader, self._section[1])
-        reader.release()
+        yield from _skip_marks(reader, ("]",) * is_list + self._call[1] + self._section[1])
+        output.content(reader.release())
 
     def _read_objects(
         self, reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool]
     ) -> Reading[None]:
+        """Read objects, each with the marks behind it. Then the reader holds what follows."""
         marks = self.marks
         names_are_keys = marks.object is not None and marks.object[1].strip() == '":'
-        while True:
+        has_more = True
+        while has_more:
             yield from read_object_call(reader, output, is_callable, names_are_keys=names_are_keys)
             reader.hold()
             yield from reader.skip_spaces()
             while (yield from reader.accept("}")):  # one too many
+                reader.hold()
                 yield from reader.skip_spaces()
-            yield from _accept_all(reader, self._call[1])
-            yield from reader.skip_spaces()
+            yield from _skip_marks(reader, self._call[1])
             for separator in (",", ";"):
+                yield from reader.skip_spaces()
                 yield from reader.accept(separator)
             yield from reader.skip_spaces()
-            if (yield from reader.peek()) != "{":
-                return
+            has_more = (yield from reader.peek()) == "{"
 
     def _read_named(self, reader: Reader, output: ParsedOutput, functions: Functions) -> Reading[None]:
         """Read a name and its arguments."""
@@ -251,3 +249,11 @@ def _accept_all(reader: Reader, marks: tuple[str, ...]) -> Reading[bool]:
         else:
             has_last = yield from reader.accept(mark)
     return has_last
+
+
+def _skip_marks(reader: Reader, marks: tuple[str, ...]) -> Reading[None]:
+    """Read those of the marks that come next. Hold what follows them."""
+    for mark in marks:
+        yield from reader.skip_spaces()
+        if (yield from reader.accept(mark)):
+            reader.hold()

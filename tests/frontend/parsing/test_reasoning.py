@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from penstock.frontend.parsing.answer_parser import AnswerShape
 from penstock.frontend.parsing.reasoning import MISTRAL_THINK, THINK
-from penstock.frontend.parsing.tool_formats.hermes import Hermes
 from penstock.frontend.settings import ParserNames
 from penstock.shm.messages import Constraints, Finish
 from tests.frontend.harness import ClientConnection, FakeBackend
 from tests.frontend.model_families import ALWAYS_THINKING, GRANITE, HERMES, THINKING_HERMES, Model
-from tests.frontend.parsing.tool_texts import CUTS, FUNCTIONS, cut, read
+from tests.frontend.parsing.tool_texts import CUTS, FORMATS, FUNCTIONS, cut, read
 
 CHAT = "/v1/chat/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -288,7 +287,7 @@ PARTS = ["<think>", "</think>", "<thi", "nk>", "hm", " ", "\n", "<tool_call>", '
 @settings(max_examples=100)
 @given(st.lists(st.sampled_from(PARTS), max_size=12).map("".join), CUTS, st.booleans())
 def test_reasoning_and_calls_are_read_alike_in_any_split(text: str, cuts: list[int], is_open: bool) -> None:
-    shape = AnswerShape(THINK, is_reasoning_open=is_open, tools=Hermes(), functions=FUNCTIONS)
+    shape = AnswerShape(THINK, is_reasoning_open=is_open, tools=FORMATS["hermes"], functions=FUNCTIONS)
     assert read(shape, cut(text, cuts)) == read(shape, [text])
 
 

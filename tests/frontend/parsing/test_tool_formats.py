@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from penstock.frontend.parsing.answer_parser import AnswerShape
 from penstock.frontend.parsing.reasoning import THINK
-from penstock.frontend.parsing.tool_formats.hermes import Hermes
-from penstock.frontend.parsing.tool_formats.qwen3_coder import Qwen3Coder
 from tests.frontend.parsing.tool_texts import (
     CALLS,
     CUTS,
@@ -119,8 +117,12 @@ def test_any_text_is_read_completely_and_alike_in_any_split(
         ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", "{}")]),
         ("llama3_json", 'Well <|python_tag|>{"name": "f"};{"name": "g"} end', "Well end", [("f", "{}"), ("g", "{}")]),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g"}]', "", [("f", "{}"), ("g", "{}")]),
-        ("mistral", 'a [TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g{}', "a", [("f", '{"x": 1}'), ("g", "{}")]),
-        ("mistral", "[TOOL_CALLS]f[CALL_ID]a1B2c3D4e[ARGS]{}", "", [("f", "{}")]),
+        (
+            "mistral, names first",
+            'a [TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g{}',
+            "a",
+            [("f", '{"x": 1}'), ("g", "{}")],
+        ),
         ("pythonic", "[f()]", "", [("f", "{}")]),
         (
             "pythonic",
@@ -149,8 +151,7 @@ def test_any_text_is_read_completely_and_alike_in_any_split(
             [("f", '{"kind": "1", "maybe": "1"}'), ("f", '{"maybe": null}')],
         ),
         ("qwen3_coder", "<function=f><parameter=number>1e3</parameter></tool_call>!", "!", [("f", '{"number": 1e3}')]),
-        ("qwen3_coder", "<tool_call><function=nobody><parameter=a>[1]</parameter>", "", [("nobody", '{"a": [1]')]),
-        ("qwen3_coder", "<tool_call><function=f><parameter=text>a</parameter", "", [("f", '{"text": "a')]),
+        ("qwen3_coder", "<tool_call><function=nobody><parameter=a>[1]</parameter></function>", "", [("nobody", '{"a": [1]}')]),
         ("qwen3_coder", "<tool_call>\n<function=g>\n</function>\n</tool_call>", "", [("g", "{}")]),
         ("qwen3_coder", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', "", [("f", "{}")]),
         (
@@ -181,7 +182,7 @@ def test_any_text_is_read_completely_and_alike_in_any_split(
             [("get_weather", '{"city": "```"}'), ("f", "{}")],
         ),
         (
-            "deepseek",
+            "deepseek, V3.1",
             (
                 '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
                 "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
@@ -189,7 +190,7 @@ def test_any_text_is_read_completely_and_alike_in_any_split(
             "",
             [("f", '{"a": 1}'), ("function", "{}")],
         ),
-        ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜> So.", "So.", [("f", "{}")]),
+        ("deepseek, V3.1", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜> So.", "So.", [("f", "{}")]),
         (
             "deepseek_v32",
             (
@@ -205,17 +206,16 @@ def test_any_text_is_read_completely_and_alike_in_any_split(
         (  # a type that the schema forbids, no type, and a name without a schema
             "deepseek_v32",
             (
-                '<｜DSML｜tool_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="text" string="false">5'
+                '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="text" string="false">5'
                 '</｜DSML｜parameter><｜DSML｜parameter name="number" string="true">5</｜DSML｜parameter>'
                 '<｜DSML｜parameter name="maybe">null</｜DSML｜parameter>'
                 '<｜DSML｜parameter name="x" string="true">[1]</｜DSML｜parameter></｜DSML｜invoke>'
-                "</｜DSML｜tool_calls>"
+                "</｜DSML｜function_calls>"
             ),
             "",
             [("f", '{"text": "5", "number": 5, "maybe": null, "x": "[1]"}')],
         ),
         ("deepseek_v32", '<｜DSML｜invoke name="f">{"a": 1}</｜DSML｜invoke> So.', "So.", [("f", '{"a": 1}')]),
-        ("deepseek_v32", '<｜DSML｜invoke name="f">\n<｜DSML｜param', "<｜DSML｜param", [("f", "")]),
         (
             "deepseek_v32",
             '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f>',
@@ -233,7 +233,6 @@ def test_any_text_is_read_completely_and_alike_in_any_split(
             [("get_weather", '{"city": "été"}'), ("f", '{"a": {}}')],
         ),
         ("kimi_k2", "<|tool_call_begin|>g<|tool_call_argument_begin|><|tool_call_end|> So.", "So.", [("g", "{}")]),
-        ("kimi_k2", '<|tool_call_begin|>f:0<|tool_call_argument_begin|>{"a": 1', "", [("f", '{"a": 1')]),
         ("kimi_k2", "a<|tool_calls_section_begin|> b", "a<|tool_calls_section_begin|> b", []),
         (
             "granite",
@@ -256,7 +255,6 @@ def test_any_text_is_read_completely_and_alike_in_any_split(
             ],
         ),
         ("gemma, 4", 'So <|tool_call>call:f{a:<|"|>x}<|"|>}<tool_call|> then', "So then", [("f", '{"a":"x}"}')]),
-        ("gemma, 4", '<|tool_call>call:f{a:<|"|>x<|"', "", [("f", '{"a":"x')]),
         # The prompt that Gemma 3's documentation recommends asks for this.
         ("pythonic", '[get_weather(city="Paris", days=2)]', "", [("get_weather", '{"city": "Paris", "days": 2}')]),
     ],
@@ -314,27 +312,79 @@ def test_malformed_call_is_text(name: str, text: str) -> None:
     assert calls_in(name, text) == (text, [])
 
 
+BROKEN = [
+    ("hermes", '<tool_call>{"name":"f","arguments":{"a":tru}}</tool_call>'),
+    ("hermes", '<tool_call>{"name":"f","arguments":{"a" 5}}</tool_call>'),
+    ("hermes", 'I look: <tool_call>{"name":"f","arguments":{"a":!</tool_call>'),
+    ("qwen3_coder", "<function=g><parameter=a>1</parameter> oops"),
+    ("glm4", "<tool_call>g<arg_key>a</arg_key>oops"),
+    ("gemma", "<start_function_call>call:f{a:}<end_function_call>"),
+    ("gemma", "<start_function_call>call:f{a:" + "[" * 100),
+    ("deepseek, V3.1", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{oops}"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), BROKEN)
+def test_broken_call_is_text_unchanged_and_no_call(name: str, text: str) -> None:
+    assert calls_in(name, text) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls"),
+    [
+        ("kimi_k2", '<|tool_call_begin|>f:0<|tool_call_argument_begin|>{"a": 1', [("f", '{"a": 1')]),
+        ("gemma, 4", '<|tool_call>call:f{a:<|"|>x<|"', [("f", '{"a":"x')]),
+        ("qwen3_coder", "<tool_call><function=f><parameter=text>a</parameter", [("f", '{"text": "a')]),
+        ("deepseek_v32", '<｜DSML｜invoke name="f">\n<｜DSML｜param', [("f", "")]),
+    ],
+)
+def test_unfinished_call_is_a_call_only_if_the_answer_was_cut(
+    name: str, text: str, calls: list[tuple[str, str]]
+) -> None:
+    assert calls_in(name, text, was_cut=True) == ("", calls)
+    assert calls_in(name, text) == (text, [])
+
+
 @pytest.mark.parametrize(
     ("name", "text", "content", "calls"),
     [
-        ("hermes", '<tool_call>{"name":"f","arguments":{"a":tru}}</tool_call>', "}}</tool_call>", [("f", '{"a":tru')]),
-        ("hermes", '<tool_call>{"name":"f","arguments":{}, oops', ", oops", [("f", "{}")]),
+        (
+            "hermes",
+            '<tool_call>{"name":"f","arguments":{"a":!<tool_call>{"name":"g"}</tool_call>',
+            '<tool_call>{"name":"f","arguments":{"a":!',
+            [("g", "{}")],
+        ),
         ("mistral", '[TOOL_CALLS][{"name":"f"}, oops]', ", oops]", [("f", "{}")]),
         ("pythonic", "[f(), oops]", ", oops]", [("f", "{}")]),
-        ("qwen3_coder", "<function=g><parameter=a>1</parameter> oops", "oops", [("g", '{"a": 1')]),
-        ("glm4", "<tool_call>g<arg_key>a</arg_key>oops", "oops", [("g", "")]),
-        ("gemma", "<start_function_call>call:f{a:}<end_function_call>", "}<end_function_call>", [("f", '{"a":')]),
-        ("gemma", "<start_function_call>call:f{a:" + "[" * 100, "[" * 36, [("f", '{"a":' + "[" * 64)]),
-        ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{oops}", "oops}", [("f", "{")]),
     ],
 )
-def test_broken_call_continues_as_text(name: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+def test_calls_beside_a_broken_one_are_calls(
+    name: str, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
     assert calls_in(name, text) == (content, calls)
 
 
-def test_broken_call_and_the_next_are_separate_calls() -> None:
-    text = '<tool_call>{"name":"f","arguments":{"a":!<tool_call>{"name":"g"}</tool_call>'
-    assert calls_in("hermes", text) == ("!", [("f", '{"a":'), ("g", "{}")])
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"name":"f","arguments":{"a":"x\n\ty"}}', '{"a":"x\\n\\ty"}'),
+        (r'{"name":"f","arguments":{"a":"D:\Projects"}}', r'{"a":"D:\\Projects"}'),
+        ('{"name":"f","arguments":{"a":1,},}', '{"a":1}'),
+        ('{"name":"f","arguments":{"a":1}}}}', '{"a":1}'),
+        ('{"name":"f","arguments":{"a":1}', '{"a":1}'),
+        ("{'name': 'f', 'arguments': {'a': True}}", '{"a": true}'),
+    ],
+)
+def test_faults_in_a_call_are_repaired(text: str, arguments: str) -> None:
+    assert calls_in("hermes", f"<tool_call>\n{text}\n</tool_call>") == ("", [("f", arguments)])
+
+
+def test_streamed_call_that_breaks_is_marked() -> None:
+    parser = AnswerShape(tools=FORMATS["hermes"], functions=FUNCTIONS).new_parser()
+    text = '<tool_call>{"name":"f","arguments":{"a": 1, !}}</tool_call>'
+    deltas = [*parser.push(text), *parser.flush()]
+    assert [delta.is_call_broken for delta in deltas].count(True) == 1
+    assert "".join(delta.text for delta in deltas) == text
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -348,7 +398,7 @@ def test_first_call_ends_the_answer_with_single_call(name: str) -> None:
 
 
 def test_arguments_are_emitted_as_they_arrive() -> None:
-    parser = AnswerShape(tools=Hermes(), functions=FUNCTIONS).new_parser()
+    parser = AnswerShape(tools=FORMATS["hermes"], functions=FUNCTIONS).new_parser()
     assert parser.push('<tool_call>{"name": "f", "arg') == []
     opening, *pieces = parser.push('uments": {"text": "once')
     assert (opening.tool_calls[0].name, opening.tool_calls[0].arguments) == ("f", "")
@@ -357,7 +407,7 @@ def test_arguments_are_emitted_as_they_arrive() -> None:
 
 
 def test_text_parameter_is_emitted_as_it_arrives() -> None:
-    parser = AnswerShape(tools=Qwen3Coder(), functions=FUNCTIONS).new_parser()
+    parser = AnswerShape(tools=FORMATS["qwen3_coder"], functions=FUNCTIONS).new_parser()
     pieces = [
         "<function=f>",
         "<parameter=text>\none\n",
@@ -372,7 +422,7 @@ def test_text_parameter_is_emitted_as_it_arrives() -> None:
 
 
 def test_text_is_held_only_while_it_may_be_a_marker() -> None:
-    parser = AnswerShape(tools=Hermes(), functions=FUNCTIONS).new_parser()
+    parser = AnswerShape(tools=FORMATS["hermes"], functions=FUNCTIONS).new_parser()
     assert [delta.text for delta in parser.push("a <b> <tool")] == ["a <b>"]
     assert [delta.text for delta in parser.push("box> ")] == [" <toolbox>"]
 

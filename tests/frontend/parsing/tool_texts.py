@@ -45,25 +45,27 @@ Read = tuple[str, str, list[tuple[str, str]]]
 """Reasoning, text, and the calls' names and arguments."""
 
 
-def read(shape: AnswerShape, pieces: list[str]) -> Read:
+def read(shape: AnswerShape, pieces: list[str], *, was_cut: bool = False) -> Read:
     parser, message = shape.new_parser(), ChoiceOutput()
     for piece in pieces:
         for delta in parser.push(piece):
             message.add(delta)
-    for delta in parser.flush():
+    for delta in parser.flush(was_cut=was_cut):
         message.add(delta)
     return message.reasoning, message.text, [(call.name, call.arguments) for call in message.tool_calls]
 
 
-def read_all_ways(text: str, shape: AnswerShape) -> Read:
-    whole = read(shape, [text])
+def read_all_ways(text: str, shape: AnswerShape, *, was_cut: bool = False) -> Read:
+    whole = read(shape, [text], was_cut=was_cut)
     for size in (1, 2, 3, 7):
-        assert read(shape, [text[start : start + size] for start in range(0, len(text), size)]) == whole
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        assert read(shape, pieces, was_cut=was_cut) == whole
     return whole
 
 
-def calls_in(name: str, text: str, **shape: Any) -> tuple[str, list[tuple[str, str]]]:
-    _, content, calls = read_all_ways(text, AnswerShape(tools=FORMATS[name], functions=FUNCTIONS, **shape))
+def calls_in(name: str, text: str, *, was_cut: bool = False, **shape: Any) -> tuple[str, list[tuple[str, str]]]:
+    shape_of_all = AnswerShape(tools=FORMATS[name], functions=FUNCTIONS, **shape)
+    _, content, calls = read_all_ways(text, shape_of_all, was_cut=was_cut)
     return content, calls
 
 
