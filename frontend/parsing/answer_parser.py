@@ -84,7 +84,9 @@ def _read(reader: Reader, output: ParsedOutput, shape: AnswerShape) -> Reading[N
         functions = shape.functions if isinstance(shape.tools, Harmony) else None
         yield from read_messages(reader, output, functions, is_open=shape.is_reasoning_open)
     elif shape.reasoning is not None:
-        yield from read_reasoning(reader, output, shape.reasoning, _text_of(output, shape), is_open=shape.is_reasoning_open)
+        yield from read_reasoning(
+            reader, output, shape.reasoning, _text_of(output, shape), is_open=shape.is_reasoning_open
+        )
     if shape.tools is not None:
         yield from shape.tools.read(reader, output, shape.functions)
     yield from reader.rest(output.content)

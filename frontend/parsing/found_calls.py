@@ -78,7 +78,9 @@ def shows_calls(renderings: Renderings) -> bool:
 
 def _first_turn(renderings: Renderings, calls: list[Call], closings: tuple[str, ...]) -> _Turn | None:
     """Return a turn of two calls, or of one if the template takes no more."""
-    turns = (_rendered_turn(renderings, calls[:num_calls], closings) for num_calls in (2, 1))
+    turns = (
+        _rendered_turn(renderings, calls[:num_calls], closings) for num_calls in range(renderings.most_calls, 0, -1)
+    )
     return next(filter(None, turns), None)
 
 
@@ -106,9 +108,7 @@ def _rendered_turn(renderings: Renderings, calls: list[Call], closings: tuple[st
     return _Turn(before, len(before.rstrip()) - len(tail) + len(inner_end(tail)), calls)
 
 
-def _candidates(
-    turn: _Turn, full: _Turn | None, plain: _Turn | None, tokens: frozenset[str]
-) -> list[ToolFormat]:
+def _candidates(turn: _Turn, full: _Turn | None, plain: _Turn | None, tokens: frozenset[str]) -> list[ToolFormat]:
     """Return the formats that the turn may have. full and plain are the turns with all arguments and with two texts."""
     text = turn.text
     if f"{CHANNEL}commentary" in text:
@@ -168,7 +168,9 @@ def _object_marks(turn: _Turn, tokens: frozenset[str]) -> CallMarks | None:
         if second is None:
             return None
         between, end = turn.text[end : second[0]], second[1]
-    section, call, separator = _split(lead, between, turn.text[end : turn.end], is_alone=len(turn.calls) == 1 or is_list)
+    section, call, separator = _split(
+        lead, between, turn.text[end : turn.end], is_alone=len(turn.calls) == 1 or is_list
+    )
     if is_list:
         section, call = (section[0] + call[0], call[1] + section[1]), ("", "")
     written = turn.text[first[0] :].lstrip("[ \n")
@@ -199,9 +201,7 @@ def _value_start(text: str) -> int:
     return min(place for place in (text.find("{"), text.find(': "{') + 2) if place >= 2 or text[:1] == "{")
 
 
-def _find_object(
-    text: str, name_start: int, call: Call, least: int = 0
-) -> tuple[int, int, bool] | None:
+def _find_object(text: str, name_start: int, call: Call, least: int = 0) -> tuple[int, int, bool] | None:
     """Return where the object, or list of objects, begins and ends that contains the name."""
     for match in re.finditer(r"[{\[]", text[least:name_start]):
         start = least + match.start()

@@ -104,6 +104,11 @@ class Renderings:
         return self.turn(TEXT) or ""
 
     @property
+    def most_calls(self) -> int:
+        """Calls that a turn may have."""
+        return 2 if self._template.traits.takes_calls_together else 1
+
+    @property
     def shows_tools(self) -> bool:
         """Whether the model sees the tools that a request offers."""
         question = ChatMessage("user", QUESTION)

@@ -106,8 +106,8 @@ class ChatTemplate:
             raise ValueError(f"the chat template has a syntax error in line {error.lineno}: {error.message}") from None
         self._special_tokens = dict(special_tokens)
         self._numbers_calls = _NUMBERED_CALL in self.tool_source
-        self._traits = TemplateTraits()
-        self._traits = find_traits(self._rendered_or_none)
+        self.traits = TemplateTraits()
+        self.traits = find_traits(self._rendered_or_none, mentions_developer="developer" in source)
 
     def render(self, body: ChatBody) -> str:
         """Return the prompt up to the start of the answer, which may continue the last message.
@@ -151,10 +151,10 @@ class ChatTemplate:
             _number_calls(messages)
         if body.continue_final_message:
             messages[-1]["content"] = messages[-1]["content"].rstrip() + _END_MARK
-        return messages if self._traits.takes_calls_together else one_call_each(messages)
+        return messages if self.traits.takes_calls_together else one_call_each(messages)
 
     def _as_dict(self, message: ChatMessage, *, text_arguments: bool, continues: bool) -> dict[str, Any]:
-        traits, role = self._traits, message.role
+        traits, role = self.traits, message.role
         if role == "developer" and not traits.has_developer:
             role = "system"
         content: Any = message.content

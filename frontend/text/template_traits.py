@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 _FIRST, _SECOND = "wexalumina", "wozedarte"
 """Texts that no template writes by itself."""
 _PARTS = [ContentPart("text", _FIRST), ContentPart("text", _SECOND)]
-_TOOL = ChatTool(FunctionDefinition("look_up", "Looks up", {"type": "object", "properties": {"key": {"type": "string"}}}))
+_TOOL = ChatTool(
+    FunctionDefinition("look_up", "Looks up", {"type": "object", "properties": {"key": {"type": "string"}}})
+)
 _CALLS = [
     MessageToolCall(call_id, FunctionCall("look_up", f'{{"key": "{text}"}}'))
     for call_id, text in (("callAAAA1", _FIRST), ("callAAAA2", _SECOND))
@@ -45,8 +47,11 @@ class TemplateTraits:
     """Whether a message with calls may have a text and `thinking`."""
 
 
-def find_traits(render: Callable[[ChatBody], str | None]) -> TemplateTraits:
-    """Return a template's traits. render returns None for messages that the template refuses."""
+def find_traits(render: Callable[[ChatBody], str | None], *, mentions_developer: bool) -> TemplateTraits:
+    """Return a template's traits. render returns None for messages that the template refuses.
+
+    A template that does not mention the role may write it, but its model does not know it.
+    """
 
     def shown(*messages: ChatMessage) -> str | None:
         has_calls = any(message.tool_calls for message in messages)
@@ -64,7 +69,7 @@ def find_traits(render: Callable[[ChatBody], str | None]) -> TemplateTraits:
     alone = shown(_QUESTION, _CALLING)
     return TemplateTraits(
         part_roles=frozenset(role for role, chat in chats.items() if _has_texts_only(shown(*chat))),
-        has_developer=developer is not None and _FIRST in developer,
+        has_developer=mentions_developer and developer is not None and _FIRST in developer,
         takes_calls_together=alone is None or _FIRST not in alone or (together is not None and _SECOND in together),
         takes_thinking_beside_text=alone is None or shown(_QUESTION, thoughtful) is not None,
     )
@@ -85,7 +90,9 @@ def one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Calls whose messages are not written yet."""
     for message in messages:
         if message["role"] == "tool":
-            place = next((n for n, call in enumerate(calls) if call["tool_calls"][0]["id"] == message.get("tool_call_id")), 0)
+            place = next(
+                (n for n, call in enumerate(calls) if call["tool_calls"][0]["id"] == message.get("tool_call_id")), 0
+            )
             written += calls[place : place + 1]
             del calls[place : place + 1]
         else:

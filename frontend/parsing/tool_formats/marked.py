@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 _NAME_CHARACTERS = re.compile(r"[a-zA-Z0-9_.-]+")
 _ID_CHARACTERS = re.compile(r"[a-zA-Z0-9_-]+")
 _TRAILING_NAME = re.compile(r"[a-zA-Z0-9_.-]+$")
-_PIECE = re.compile(rf"{CALL_NUMBER}|<[^<>\s{CALL_NUMBER}]*>?|\[/?[A-Z_ ]+\]|(?:(?!\[/?[A-Z_ ]+\])[^\s<{CALL_NUMBER}])+")
+_PIECE = re.compile(
+    rf"{CALL_NUMBER}|<[^<>\s{CALL_NUMBER}]*>?|\[/?[A-Z_ ]+\]|(?:(?!\[/?[A-Z_ ]+\])[^\s<{CALL_NUMBER}])+"
+)
 _LONGEST_MARK = 4
 _ALPHABET = string.ascii_letters + string.digits
 
@@ -105,8 +107,8 @@ class Marked(ToolFormat):
         tokens.update(piece for text in texts for piece in pieces(text) if is_mark(piece))
         self.markers = tuple(sorted(tokens, key=len, reverse=True))
         # A grammar cannot begin calls in the middle of a mark that stands before each of them.
-        first = next(iter(self.triggers), None)
-        self.trigger = first if opening or first in self.markers else None
+        first = next(iter(self.triggers), "")
+        self.trigger = first if opening or (self._call[0] and first in self.markers) else None
 
     def around(self, name: str) -> tuple[str, str]:
         quoted = json_string(name) if self._before.endswith('"') else f'"{name}"'
@@ -172,9 +174,7 @@ class Marked(ToolFormat):
         yield from _skip_marks(reader, ("]",) * is_list + self._call[1] + self._section[1])
         output.content(reader.release())
 
-    def _read_objects(
-        self, reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool]
-    ) -> Reading[None]:
+    def _read_objects(self, reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool]) -> Reading[None]:
         """Read objects, each with the marks behind it. Then the reader holds what follows."""
         marks = self.marks
         names_are_keys = marks.object is not None and marks.object[1].strip() == '":'
@@ -198,7 +198,7 @@ class Marked(ToolFormat):
         parts: list[str] = []
         yield from reader.run(_NAME_CHARACTERS, parts.append)
         name = "".join(parts).removeprefix(self._prefix)
-        if not is_function_name(name):
+        if not is_function_name(name) or not (yield from reader.peek()):
             raise Malformed
         if self.marks.parameters is not None:
             yield from self._read_parameters(reader, output, name, functions)

@@ -24,9 +24,7 @@ MARKS = {
     ),
     "mistral": CallMarks(("[TOOL_CALLS]", ""), separator=", ", object=_OBJECT, is_list=True, short_ids=True),
     "mistral, names first": CallMarks(call=("[TOOL_CALLS]", ""), middle="[ARGS]", short_ids=True),
-    "granite": CallMarks(
-        ("<|tool_call|>", ""), separator=", ", object=_OBJECT, is_list=True, starts=("<tool_call>",)
-    ),
+    "granite": CallMarks(("<|tool_call|>", ""), separator=", ", object=_OBJECT, is_list=True, starts=("<tool_call>",)),
     "firefunction": CallMarks((" functools", ""), separator=", ", object=_OBJECT, is_list=True),
     "qwen3_coder": CallMarks(
         call=("<tool_call>\n<function=", "</function>\n</tool_call>"),
@@ -46,9 +44,7 @@ MARKS = {
         separator="\n",
         middle="\n```json\n",
     ),
-    "deepseek, V3.1": CallMarks(
-        _DEEPSEEK, ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"), middle="<｜tool▁sep｜>"
-    ),
+    "deepseek, V3.1": CallMarks(_DEEPSEEK, ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"), middle="<｜tool▁sep｜>"),
     "deepseek_v32": CallMarks(
         (f"<{_DSML}function_calls>\n", f"</{_DSML}function_calls>"),
         (f'<{_DSML}invoke name="', f"</{_DSML}invoke>\n"),

@@ -162,9 +162,7 @@ class Pythonic(ToolFormat):
         while self.triggers and (yield from reader.until_any(self.triggers, output.content)):
             yield from self._read_calls(reader, output, is_function_name)
 
-    def _read_calls(
-        self, reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool]
-    ) -> Reading[None]:
+    def _read_calls(self, reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool]) -> Reading[None]:
         opening, closing = self._marks
         reader.hold()
         try:

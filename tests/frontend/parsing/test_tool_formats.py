@@ -151,7 +151,12 @@ def test_any_text_is_read_completely_and_alike_in_any_split(
             [("f", '{"kind": "1", "maybe": "1"}'), ("f", '{"maybe": null}')],
         ),
         ("qwen3_coder", "<function=f><parameter=number>1e3</parameter></tool_call>!", "!", [("f", '{"number": 1e3}')]),
-        ("qwen3_coder", "<tool_call><function=nobody><parameter=a>[1]</parameter></function>", "", [("nobody", '{"a": [1]}')]),
+        (
+            "qwen3_coder",
+            "<tool_call><function=nobody><parameter=a>[1]</parameter></function>",
+            "",
+            [("nobody", '{"a": [1]}')],
+        ),
         ("qwen3_coder", "<tool_call>\n<function=g>\n</function>\n</tool_call>", "", [("g", "{}")]),
         ("qwen3_coder", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', "", [("f", "{}")]),
         (
@@ -358,9 +363,7 @@ def test_unfinished_call_is_a_call_only_if_the_answer_was_cut(
         ("pythonic", "[f(), oops]", ", oops]", [("f", "{}")]),
     ],
 )
-def test_calls_beside_a_broken_one_are_calls(
-    name: str, text: str, content: str, calls: list[tuple[str, str]]
-) -> None:
+def test_calls_beside_a_broken_one_are_calls(name: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
     assert calls_in(name, text) == (content, calls)
 
 
