@@ -24,7 +24,9 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?", re.ASCII
 _HEX = frozenset("0123456789abcdefABCDEF")
 _WORDS = {
     **{word: word for word in ("true", "false", "null")},
-    **{"True": "true", "False": "false", "None": "null"},
+    "True": "true",
+    "False": "false",
+    "None": "null",
     **dict.fromkeys(("NaN", "nan", "Infinity", "-Infinity"), "null"),
 }
 _LONGEST_WORD = max(map(len, _WORDS))

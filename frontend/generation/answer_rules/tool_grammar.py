@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.frontend.generation.answer_rules.lark import MarkedText, json_value, literal
 from penstock.frontend.generation.answer_rules.parameter_grammar import ParameterGrammar
-from penstock.frontend.parsing.tool_formats.named import named_format
+from penstock.frontend.parsing.syntax.named_formats import named_format
 from penstock.frontend.schemas.chat import NamedTool
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
 from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS, Grammar
@@ -19,8 +19,8 @@ from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS, Grammar
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from penstock.frontend.parsing.model_syntax import ModelSyntax
     from penstock.frontend.parsing.reasoning import ReasoningFormat
+    from penstock.frontend.parsing.syntax.model_syntax import ModelSyntax
     from penstock.frontend.parsing.tool_formats.base import ToolFormat
     from penstock.frontend.schemas.chat import ChatBody, FunctionDefinition
 

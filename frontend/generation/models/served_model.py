@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.frontend.formats.vectors import import_writers
-from penstock.frontend.parsing.model_syntax import ModelSyntax, choose_model_syntax
+from penstock.frontend.parsing.syntax.model_syntax import ModelSyntax, choose_model_syntax
 from penstock.frontend.schemas.answers import EndToken, SamplingDefaults
 from penstock.frontend.settings import ParserNames
 from penstock.frontend.text.pooling_files import PoolingFiles

@@ -62,8 +62,8 @@ class MessageLayout:
 class ToolFormat(Protocol):
     """Reads the calls in an answer, and describes how a model must write them.
 
-    A malformed call becomes text of the answer, unchanged. Arguments are streamed as they arrive: if the error is within
-    them, the call is reported as broken.
+    A malformed call becomes text of the answer, unchanged. Arguments are streamed as they arrive: if the error is
+    within them, the call is reported as broken.
     """
 
     name: str

@@ -200,38 +200,28 @@ class Marked(ToolFormat):
         name = "".join(parts).removeprefix(self._prefix)
         if not is_function_name(name) or not (yield from reader.peek()):
             raise Malformed
-        if self.marks.parameters is not None:
-            yield from self._read_parameters(reader, output, name, functions)
-            return
-        yield from _accept_all(reader, self._middle_pieces)
+        layout = self.marks.parameters
+        is_separated = yield from _accept_all(reader, self._middle_pieces)
         yield from reader.skip_spaces()
         if (yield from reader.peek()) == "{":
             yield from read_arguments(reader, output, name)
-        elif self._call[1] and (yield from reader.accept(self._call[1][0])):
+        elif layout is not None and is_separated:
+            parameters = ParameterReader(output, name, functions.get(name, {}), layout)
+            yield from self._read_parameters(reader, parameters, pieces(layout.opening))
+        elif layout is None and self._call[1] and (yield from reader.accept(self._call[1][0])):
             output.begin_call(name)
             output.arguments("{}")
         else:
             raise Malformed
         output.end_call()
 
-    def _read_parameters(self, reader: Reader, output: ParsedOutput, name: str, functions: Functions) -> Reading[None]:
-        layout = self.marks.parameters
-        assert layout is not None
-        if not (yield from _accept_all(reader, self._middle_pieces)):
-            raise Malformed
-        yield from reader.skip_spaces()
-        if (yield from reader.peek()) == "{":
-            yield from read_arguments(reader, output, name)
-            output.end_call()
-            return
-        opening, end = pieces(layout.opening), self._call[1]
-        parameters = ParameterReader(output, name, functions.get(name, {}), layout)
+    def _read_parameters(self, reader: Reader, parameters: ParameterReader, opening: tuple[str, ...]) -> Reading[None]:
+        """Read parameters up to one of the marks that end the call."""
         while True:
             yield from reader.skip_spaces()
-            for piece in end:
+            for piece in self._call[1]:
                 if (yield from reader.accept(piece)):
                     parameters.end()
-                    output.end_call()
                     return
             for piece in opening:
                 yield from reader.skip_spaces()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -126,6 +125,12 @@ def as_json(text: str, types: Types) -> str:
     return repaired[0] if is_value else json_string(text)
 
 
+def common_prefix(first: str, second: str) -> str:
+    """Return the text that both begin with."""
+    differ = (place for place, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
+    return first[: next(differ, min(len(first), len(second)))]
+
+
 def json_string(text: str) -> str:
     return msgspec.json.encode(text).decode()
 
@@ -199,8 +204,8 @@ def _split_middle(layout: ParameterLayout) -> tuple[tuple[str, str], tuple[str, 
     if not other:
         first, *rest = middle.split()
         return ("", first), tuple(rest)
-    before = commonprefix((middle, other))
-    after = commonprefix((middle[::-1], other[::-1]))[::-1]
+    before = common_prefix(middle, other)
+    after = common_prefix(middle[::-1], other[::-1])[::-1]
     return (before[: before.rfind('"') + 1], after[after.find('"') :]), ()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.frontend.parsing.model_syntax import ModelSyntax, choose_model_syntax
+from penstock.frontend.parsing.syntax.model_syntax import ModelSyntax, choose_model_syntax
 from penstock.frontend.text.chat_template import ChatTemplate
 from tests.frontend.harness import CHAT_TEMPLATE
 from tests.frontend.model_families import (
@@ -25,7 +25,6 @@ from tests.frontend.model_families import (
     QWEN3_CODER,
     THINKING_HERMES,
 )
-
 
 GEMMA4 = (
     GEMMA.replace("<start_function_call>", "<|tool_call>")

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from penstock.frontend.parsing.answer_parser import AnswerShape
 from penstock.frontend.parsing.blocks import ChoiceOutput
 from penstock.frontend.parsing.harmony import Harmony
+from penstock.frontend.parsing.syntax.named_formats import MARKS
 from penstock.frontend.parsing.tool_formats.base import CALL_NUMBER, ToolFormat
 from penstock.frontend.parsing.tool_formats.gemma import Gemma
 from penstock.frontend.parsing.tool_formats.marked import Marked
-from penstock.frontend.parsing.tool_formats.named import MARKS
 from penstock.frontend.parsing.tool_formats.pythonic import Pythonic
-
 
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "f": {

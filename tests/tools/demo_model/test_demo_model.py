@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.frontend.parsing.model_syntax import choose_model_syntax
+from penstock.frontend.parsing.syntax.model_syntax import choose_model_syntax
 from penstock.frontend.schemas.chat import ChatBody, ChatMessage
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.tools.demo_model.corpus import HELD_OUT, ChatTurn, Corpus, build_corpus

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 from penstock.frontend.parsing.answer_parser import AnswerShape
 from penstock.frontend.parsing.blocks import ChoiceOutput
 from penstock.frontend.parsing.harmony import CHANNEL, Harmony
 from penstock.frontend.parsing.json_text import repaired_json
-from penstock.frontend.parsing.rendered import (
+from penstock.frontend.parsing.syntax.named_formats import MARKS
+from penstock.frontend.parsing.syntax.rendered import (
     FUNCTIONS,
     NAMES,
     NUMBER,
@@ -31,13 +31,12 @@ from penstock.frontend.parsing.rendered import (
 from penstock.frontend.parsing.tool_formats.base import CALL_NUMBER, ParameterLayout, ToolFormat
 from penstock.frontend.parsing.tool_formats.gemma import Gemma
 from penstock.frontend.parsing.tool_formats.marked import CallMarks, Marked, inner_end, is_mark, pieces
-from penstock.frontend.parsing.tool_formats.named import MARKS
 from penstock.frontend.parsing.tool_formats.pythonic import Pythonic
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
-    from penstock.frontend.parsing.rendered import Arguments, Call
+    from penstock.frontend.parsing.syntax.rendered import Arguments, Call
 
 _NUMBER = re.compile(r"\d+")
 _EXTRA_STARTS = ("<|python_tag|>", "<|tool_call|>", "<tool_call>")
@@ -177,7 +176,7 @@ def _object_marks(turn: _Turn, tokens: frozenset[str]) -> CallMarks | None:
     name_end = written.index(NAMES[0])
     rest = written[name_end + len(NAMES[0]) :]
     middle = rest[: _value_start(rest)]
-    starts = ()
+    starts: tuple[str, ...] = ()
     if not any(map(is_mark, pieces(section[0] + call[0]))):
         starts = tuple(start for start in _EXTRA_STARTS if start in tokens)
     return CallMarks(

@@ -6,12 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.frontend.parsing.found_calls import find_calls, shows_calls
-from penstock.frontend.parsing.found_reasoning import find_reasoning
 from penstock.frontend.parsing.harmony import CHANNEL, HARMONY
 from penstock.frontend.parsing.reasoning import GRANITE_TAGS, KNOWN_FORMATS, ReasoningFormat
-from penstock.frontend.parsing.rendered import Renderings
-from penstock.frontend.parsing.tool_formats.named import hinted_format, named_format
+from penstock.frontend.parsing.syntax.found_calls import find_calls, shows_calls
+from penstock.frontend.parsing.syntax.found_reasoning import find_reasoning
+from penstock.frontend.parsing.syntax.named_formats import hinted_format, named_format
+from penstock.frontend.parsing.syntax.rendered import Renderings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

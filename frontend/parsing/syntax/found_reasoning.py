@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from penstock.frontend.parsing.reasoning import KNOWN_FORMATS, ReasoningFormat
-from penstock.frontend.parsing.rendered import NAMES, NUMBER, TEXT, THOUGHT, Renderings, calls_of, common_start
+from penstock.frontend.parsing.syntax.rendered import NAMES, NUMBER, TEXT, THOUGHT, Renderings, calls_of, common_start
 from penstock.frontend.parsing.tool_formats.marked import inner_end, is_mark, pieces
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from functools import cached_property
-from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
+from penstock.frontend.parsing.tool_formats.parameters import common_prefix
 from penstock.frontend.schemas.chat import (
     ChatBody,
     ChatMessage,
@@ -132,7 +132,7 @@ class Renderings:
 
 def common_start(first: str, second: str) -> str:
     """Return the text that both begin with, up to the last mark that is whole in it."""
-    start = commonprefix((first, second))
+    start = common_prefix(first, second)
     opening = max(start.rfind("<"), start.rfind("["))
     is_cut = opening >= 0 and not any(character in start[opening:] for character in ">]\n ")
     return start[:opening] if is_cut else start
@@ -140,7 +140,7 @@ def common_start(first: str, second: str) -> str:
 
 def common_end(first: str, second: str) -> str:
     """Return the text that both end with, from the first mark on that is whole in it."""
-    end = commonprefix((first[::-1], second[::-1]))[::-1]
+    end = common_prefix(first[::-1], second[::-1])[::-1]
     closing = min((place for place in (end.find(">"), end.find("]")) if place >= 0), default=-1)
     is_cut = closing >= 0 and not any(character in end[:closing] for character in "<[\n ")
     return end[closing + 1 :] if is_cut else end
