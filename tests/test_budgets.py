@@ -29,13 +29,13 @@ MAX_LINES = {
     "frontend/endpoints": 7_240,
     "frontend/formats": 1_150,
     "frontend/generation": 3_480,
-    "frontend/parsing": 2_520,
+    "frontend/parsing": 3_000,
     "frontend/schemas": 2_950,
     "frontend/telemetry": 710,
-    "frontend/text": 950,
+    "frontend/text": 1_060,
     "frontend/transport": 2_360,
     "penstock": 190,
-    "penstock/commands": 2_860,
+    "penstock/commands": 2_890,
     "penstock/process": 1_400,
     "penstock/serve": 3_320,
     "shm": 30,
@@ -55,7 +55,7 @@ MAX_LINES = {
 }
 """Lines of Python of each package, with those below it."""
 
-WIDE_PACKAGES = {}
+WIDE_PACKAGES: dict[str, str] = {}
 """Packages of more than MAX_MODULES modules, and why."""
 
 SMALL_PACKAGES = {
