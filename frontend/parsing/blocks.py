@@ -27,6 +27,8 @@ class OutputBlock:
     logprobs: list[ScoredToken] = field(default_factory=list)
     """Log probabilities of the tokens of a text block."""
     pieces: list[str] = field(default_factory=list)
+    is_broken: bool = False
+    """The call was none. Only a stream, which cannot take it back, keeps such a block."""
 
     @property
     def text(self) -> str:
@@ -115,6 +117,7 @@ class OutputBlocks:
     def _break_call(self) -> bytes:
         """Drop the open call. A stream cannot take it back, so there it is closed."""
         if self._events is not _NO_EVENTS:
+            self.all[-1].is_broken = True
             return self.close()
         self.all.pop()
         self.current = self.all[-1] if self.all else None

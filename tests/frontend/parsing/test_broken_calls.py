@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from penstock.frontend.parsing.answer_parser import AnswerShape
+from penstock.shm.messages import Finish
+from tests.frontend.harness import FakeBackend
+from tests.frontend.model_families import Model
+from tests.frontend.parsing.test_reasoning import answered, talking
 from tests.frontend.parsing.tool_texts import FORMATS, FUNCTIONS, calls_in
 
 
@@ -128,3 +134,34 @@ def test_streamed_call_that_breaks_is_marked() -> None:
     deltas = [*parser.push(text), *parser.flush()]
     assert [delta.is_call_broken for delta in deltas].count(True) == 1
     assert "".join(delta.text for delta in deltas) == text
+
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+HALF = 'I look. <tool_call>\n{"name": "f", "arguments": {"line": "git commit'
+
+
+@pytest.mark.parametrize("rest", ["", '", oops}}\n</tool_call>'])
+async def test_broken_call_does_not_end_an_answer_with_tool_calls(rest: str) -> None:
+    message = await answered(Model(), HALF + rest, tools=TOOLS)
+    assert (message["content"], message["finish_reason"]) == (HALF + rest, "stop")
+    assert "tool_calls" not in message
+
+
+async def test_call_cut_by_max_tokens_is_reported_as_far_as_it_came() -> None:
+    message = await answered(Model(), HALF, Finish.LENGTH, tools=TOOLS)
+    assert (message["content"], message["finish_reason"]) == ("I look.", "length")
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"line": "git commit'
+
+
+async def test_broken_call_in_a_stream_of_responses_is_incomplete() -> None:
+    model = Model()
+    body = {"input": "hi", "stream": True, "tools": [{"type": "function", "name": "f", "parameters": {}}]}
+    async with talking(model, FakeBackend(script=model.says(HALF))) as connection:
+        response = await connection.post("/v1/responses", body)
+    *_, ended, _ = (block for block in response.body.decode().split("\n\n") if block)
+    output = json.loads(ended.partition("\ndata: ")[2])["response"]["output"]
+    assert [(item["type"], item["status"]) for item in output] == [
+        ("message", "completed"),
+        ("function_call", "incomplete"),
+        ("message", "completed"),
+    ]
