@@ -31,6 +31,8 @@ from penstock.frontend.parsing.syntax.rendered import (
 from penstock.frontend.parsing.tool_formats.base import CALL_NUMBER, ParameterLayout, ToolFormat
 from penstock.frontend.parsing.tool_formats.gemma import Gemma
 from penstock.frontend.parsing.tool_formats.marked import CallMarks, Marked, inner_end, is_mark, pieces
+from penstock.frontend.parsing.tool_formats.minimax import MARK as MINIMAX
+from penstock.frontend.parsing.tool_formats.minimax import MiniMax
 from penstock.frontend.parsing.tool_formats.pythonic import Pythonic
 
 if TYPE_CHECKING:
@@ -114,6 +116,8 @@ def _candidates(turn: _Turn, full: _Turn | None, plain: _Turn | None, tokens: fr
         return [Harmony()]
     if f"call:{NAMES[0]}{{" in text:
         return [Gemma(is_fourth="<|tool_call>" in text)]
+    if MINIMAX in text:
+        return [MiniMax()]
     found = [_pythonic(turn)] if f"{NAMES[0]}(" in text else []
     marks = _object_marks(turn, tokens) or _named_marks(turn) or _tagged_marks(plain, full)
     if marks is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ THOUGHT, TEXT, QUESTION = "wikitorena", "welabrunto", "wadonefix"
 NAMES = ("wosi_denka", "wuma_rilok")
 _IDS = ("callAAAA1", "callAAAA2")
 """Mistral's templates take ids of nine letters and digits only."""
+
+_REST_OF_MARK = re.compile(r"^([^<>\[\s]*>|[A-Z_ ]+\])")
 
 Arguments = dict[str, Any]
 Call = tuple[str, Arguments]
@@ -141,9 +144,7 @@ def common_start(first: str, second: str) -> str:
 def common_end(first: str, second: str) -> str:
     """Return the text that both end with, from the first mark on that is whole in it."""
     end = common_prefix(first[::-1], second[::-1])[::-1]
-    closing = min((place for place in (end.find(">"), end.find("]")) if place >= 0), default=-1)
-    is_cut = closing >= 0 and not any(character in end[:closing] for character in "<[\n ")
-    return end[closing + 1 :] if is_cut else end
+    return _REST_OF_MARK.sub("", end)
 
 
 def ids_as_numbers(text: str, number: str) -> str:

@@ -15,6 +15,7 @@ from penstock.frontend.parsing.syntax.named_formats import MARKS
 from penstock.frontend.parsing.tool_formats.base import CALL_NUMBER, ToolFormat
 from penstock.frontend.parsing.tool_formats.gemma import Gemma
 from penstock.frontend.parsing.tool_formats.marked import Marked
+from penstock.frontend.parsing.tool_formats.minimax import MiniMax
 from penstock.frontend.parsing.tool_formats.pythonic import Pythonic
 
 FUNCTIONS: dict[str, dict[str, Any]] = {
@@ -38,6 +39,7 @@ FORMATS: dict[str, ToolFormat] = {
     "gemma": Gemma(is_fourth=False),
     "gemma, 4": Gemma(is_fourth=True),
     "harmony": Harmony(),
+    "minimax": MiniMax(),
 }
 
 Read = tuple[str, str, list[tuple[str, str]]]
