@@ -104,10 +104,7 @@ def _read_value(reader: Reader, key: str, schema: object, root: Mapping[str, Any
     if depth > _MAX_DEPTH:
         raise Malformed
     members = yield from _read_members(reader, closing, schema, root, depth)
-    if members:
-        is_list = all(name == _ITEM for name, _ in members)
-    else:
-        is_list = "array" in types and "object" not in types
+    is_list = all(name == _ITEM for name, _ in members) if members else "array" in types and "object" not in types
     return f"[{', '.join(value for _, value in members)}]" if is_list else _object(members)
 
 
