@@ -23,7 +23,7 @@ from penstock.frontend.schemas.chat import (
     MessageToolCall,
 )
 from penstock.frontend.text.chat_template import ChatTemplate, TemplateRefusedError
-from tests.frontend.parsing.tool_texts import read
+from tests.frontend.parsing.tool_texts import FUNCTIONS, read, written
 from tests.peers.recorded_outputs import Call, Recorded, read_recorded
 from tests.real_models import cache_folder
 
@@ -93,6 +93,12 @@ def test_formats_are_found_or_unknown_and_never_wrong() -> None:
     print(dict(kinds), wrong)
     assert wrong == []
     assert kinds["unknown"] <= MAX_UNKNOWN
+
+
+def test_forced_calls_are_written_as_they_are_read() -> None:
+    calls = [("f", '{"text": "a b", "number": 5}'), ("g", '{"x": "y"}')]
+    for form in filter(None, (syntax_of(path).tools for path in TEMPLATES)):
+        assert read(AnswerShape(tools=form, functions=FUNCTIONS), [written(form, calls)]) == ("", "", calls)
 
 
 def reads(shape: AnswerShape, text: str) -> bool:

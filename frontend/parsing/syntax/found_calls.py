@@ -102,11 +102,21 @@ def _rendered_turn(renderings: Renderings, calls: list[Call], closings: tuple[st
         # The calls begin alike behind a text; what differs belongs to the text or to the turn.
         place, other = before.index(NAMES[0]), behind.index(NAMES[0])
         before = common_end(before[:place], behind[:other]) + before[place:]
+    return _Turn(before, _turn_end(before, calls[-1][0], renderings), calls)
+
+
+def _turn_end(text: str, last_name: str, renderings: Renderings) -> int:
+    """Return where the end of the turn begins: with a mark that stands in each prompt, or behind each answer."""
+    start = text.rindex(last_name)
+    call_marks = pieces(text[:start])
+    turn_marks = [mark for mark in pieces(renderings.prompt) if is_mark(mark) and mark not in call_marks]
+    places = [place for mark in turn_marks if (place := text.find(mark, start)) >= 0]
+    text = text[: min(places, default=len(text))].rstrip()
     answer_end = renderings.answer.rpartition(TEXT)[2].rstrip()
-    tail = common_end(before.rstrip(), answer_end)
-    if answer_end and not tail:  # the turn has an end of its own
-        tail = pieces(before)[-1]
-    return _Turn(before, len(before.rstrip()) - len(tail) + len(inner_end(tail)), calls)
+    tail = common_end(text, answer_end)
+    if answer_end and not tail and not places:  # the turn has an end of its own
+        tail = pieces(text)[-1]
+    return len(text) - len(tail) + len(inner_end(tail))
 
 
 def _candidates(turn: _Turn, full: _Turn | None, plain: _Turn | None, tokens: frozenset[str]) -> list[ToolFormat]:
@@ -186,7 +196,7 @@ def _object_marks(turn: _Turn, tokens: frozenset[str]) -> CallMarks | None:
     return CallMarks(
         section,
         call,
-        ", " if is_list else separator or "; ",
+        ", " if is_list else separator or ("" if any(call) or section[0] else "; "),
         object=(_one_line(ids_as_numbers(written[:name_end], CALL_NUMBER)), _one_line(middle), "}"),
         is_list=is_list,
         starts=starts,

@@ -131,14 +131,14 @@ class Marked(ToolFormat):
 
     def _find_triggers(self) -> tuple[str, ...]:
         """Return the marks that may come first: the section's first, or one of those with which a call begins."""
-        leads = list(self.marks.starts)
+        leads: list[str] = []
         if self._section[0] or self._call[0]:
             for part, most in ((self._section[0], 1), (self._call[0], 2)):
                 for piece in part[:most]:
                     if not is_mark(piece) and leads:
                         break
                     leads.append(piece)
-        found = dict.fromkeys(leads)
+        found = dict.fromkeys((*leads, *self.marks.starts))
         return tuple(lead for lead in found if not any(other != lead and other in lead for other in found))
 
     def _read_bare(self, reader: Reader, output: ParsedOutput, functions: Functions) -> Reading[None]:
