@@ -50,8 +50,11 @@ def choose_model_syntax(
     elif renderings is None:
         tools = hinted_format("", added_tokens)
     else:
-        closings = () if reasoning is None else (reasoning.closing, (reasoning.answer_tags or ("", ""))[1])
-        tools = find_calls(renderings, added_tokens, tuple(filter(None, closings)))
+        opening, closing = ("", "") if reasoning is None else reasoning.answer_tags or ("", "")
+        closings = filter(None, ("" if reasoning is None else reasoning.closing, closing))
+        tools = find_calls(renderings, added_tokens, tuple(closings))
+        if tools is not None and tools.trigger is not None and opening.startswith(tools.trigger):
+            tools.trigger = None  # an answer that is a text begins like calls
         shows_tools = renderings.shows_tools
         if tools is None and not shows_calls(renderings):
             tools = hinted_format(source, added_tokens)

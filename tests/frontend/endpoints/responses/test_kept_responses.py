@@ -68,6 +68,7 @@ async def test_long_conversation_is_rendered_in_a_thread(
     monkeypatch.setattr(endpoint, "as_chat", noted_translation)
     backend.model = model_card(max_context_tokens=1 << 20)
     connection = connect()
+    threads.clear()  # loading the template has rendered short chats
     first = (await connection.post(PATH, {"input": "x" * 100_000})).json()
     for _ in range(2):
         first = (await connection.post(PATH, {"input": "and?", "previous_response_id": first["id"]})).json()
