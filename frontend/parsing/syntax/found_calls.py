@@ -5,6 +5,7 @@ A format is found only if its reader reads the template's text back as the same 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
     from penstock.frontend.parsing.syntax.rendered import Arguments, Call
 
+_MAX_TURN_CHARACTERS = 20_000
 _NUMBER = re.compile(r"\d+")
 _EXTRA_STARTS = ("<|python_tag|>", "<|tool_call|>", "<tool_call>")
 """Begin calls of models whose templates write calls without a mark."""
@@ -65,9 +67,10 @@ def find_calls(
     """
     turns = [_first_turn(renderings, calls_of(arguments), closings) for arguments in PROBES]
     for turn in filter(None, turns):
-        for form in _candidates(turn, turns[0], turns[1], frozenset(added_tokens)):
-            if _reads_back(form, turn):
-                return form
+        with contextlib.suppress(ValueError, IndexError):  # marks are not where a known kind of format has them
+            for form in _candidates(turn, turns[0], turns[1], frozenset(added_tokens)):
+                if _reads_back(form, turn):
+                    return form
     return None
 
 
@@ -88,7 +91,7 @@ def _first_turn(renderings: Renderings, calls: list[Call], closings: tuple[str, 
 def _rendered_turn(renderings: Renderings, calls: list[Call], closings: tuple[str, ...]) -> _Turn | None:
     """Return the calls as the template writes them, without the text before and behind them."""
     text = renderings.turn(None, calls)
-    if text is None or not are_shown(calls, text):
+    if text is None or len(text) > _MAX_TURN_CHARACTERS or not are_shown(calls, text):
         return None
     name_start = text.index(NAMES[0])
     start = min(name_start, len(common_start(text, renderings.prompt)))
@@ -155,10 +158,7 @@ def _reads_back(form: ToolFormat, turn: _Turn) -> bool:
     parser, output = shape.new_parser(), ChoiceOutput()
     for delta in (*parser.push(turn.text[: turn.end]), *parser.flush()):
         output.add(delta)
-    try:
-        calls = [(call.name, json.loads(call.arguments)) for call in output.tool_calls]
-    except ValueError:
-        return False
+    calls = [(call.name, json.loads(call.arguments)) for call in output.tool_calls]
     return calls == turn.calls and not output.text.strip()
 
 
@@ -270,7 +270,9 @@ def _tagged_marks(plain: _Turn | None, full: _Turn | None) -> CallMarks | None:
     """Return the marks of parameters that are written one by one."""
     if plain is None:
         return None
-    text, parts = plain.text, [part for name, arguments in plain.calls for part in (name, *_flat(arguments))]
+    text, parts = plain.text, list[str]()
+    for name, arguments in plain.calls:
+        parts += (name, *(text for key, value in arguments.items() for text in (key, str(value))))
     gaps: list[str] = []
     position = 0
     for part in parts:
@@ -307,10 +309,6 @@ def _tagged_marks(plain: _Turn | None, full: _Turn | None) -> CallMarks | None:
         json_middle=_json_middle(full, middle, opening),
     )
     return CallMarks(section, call, separator, middle=head, parameters=layout)
-
-
-def _flat(arguments: Arguments) -> list[str]:
-    return [text for key, value in arguments.items() for text in (key, str(value))]
 
 
 def _json_middle(full: _Turn | None, middle: str, opening: str) -> str:

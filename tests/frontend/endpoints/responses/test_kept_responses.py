@@ -52,8 +52,7 @@ async def test_conversation_continues_from_a_response(connection: ClientConnecti
 async def test_long_conversation_is_rendered_in_a_thread(
     connect: Callable[..., ClientConnection], backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads: list[threading.Thread] = []
-    translating: list[threading.Thread] = []
+    threads, translating = list[threading.Thread](), list[threading.Thread]()
     render, translate = ChatTemplate.render, endpoint.as_chat
 
     def noted(template: ChatTemplate, body: ChatBody) -> str:
